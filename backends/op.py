@@ -1,0 +1,65 @@
+"""`specdec::attn`, the one custom op through which all attention goes, and the context it finds its state in.
+
+The op knows only a layer number; pool, backend and plan come from the ForwardContext of the forward in flight: a
+ContextVar, the one process-wide handle there is. Two engines enter contexts of their own and never meet.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+from specdec.backends.base import AttentionBackend, LayerSpec
+from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.kv_cache import KVPool
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """State of one model's attention layers: backend, pool, layer specs and sinks ([Hq] or None a layer).
+
+    on_forward is told the mode of every forward, before it runs; counters hang there.
+    """
+
+    backend: AttentionBackend
+    pool: KVPool
+    layers: Sequence[LayerSpec]
+    sinks: Sequence[torch.Tensor | None]
+    on_forward: Callable[[ForwardMode], None]
+
+
+_CURRENT: ContextVar[ForwardContext] = ContextVar("specdec_forward")
+
+
+@contextmanager
+def forward_context(context: ForwardContext, metadata: AttentionMetadata) -> Iterator[None]:
+    """Plan `metadata` and make `context` the one that attention calls find."""
+    context.on_forward(metadata.mode)
+    context.backend.plan(metadata)
+    token = _CURRENT.set(context)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+@torch.library.custom_op("specdec::attn", mutates_args=("out",))
+def _attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+    context = _CURRENT.get()
+    context.backend.run(
+        q, k, v, out, context.pool, layer_id, context.layers[layer_id], context.sinks[layer_id]
+    )
+
+
+@_attn.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+    return None
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int) -> torch.Tensor:
+    """Attend with q [T, Hq, qk_dim], k [T, Hkv, qk_dim], v [T, Hkv, v_dim] in the current context: [T, Hq, v_dim]."""
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    torch.ops.specdec.attn(q, k, v, out, layer_id)
+    return out

@@ -1,0 +1,166 @@
+"""Attention in plain torch: the reference every other backend is compared to. CPU and CUDA, exact in fp32.
+
+K/V of prefix and tail are gathered into a dense [bs, kv] block and attended under one boolean mask. Positions the
+request does not own (past its prefix, in a block as wide as the longest request's) read the request's own first
+tail slot instead, so that a poisoned pool slot can never reach a product.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from specdec.backends.base import AttentionBackend, Capabilities, LayerSpec
+from specdec.batch import AttentionMetadata
+from specdec.kv_cache import KVPool
+
+
+@dataclass
+class _Plan:
+    """kv_slots [bs, kv] int64; mask [bs, q, kv] bool; q_pos [bs, q], k_pos [bs, kv] int64; pad [bs, q] int64 rows
+    of the packed batch, for ragged prefill only; unpad [T] int64, its inverse."""
+
+    out_cache_loc: torch.Tensor
+    kv_slots: torch.Tensor
+    mask: torch.Tensor
+    q_pos: torch.Tensor
+    k_pos: torch.Tensor
+    pad: torch.Tensor | None
+    unpad: torch.Tensor | None
+    windowed: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def mask_for(self, window: int | None) -> torch.Tensor:
+        """The mask of a layer with `window`, made once a forward."""
+        if window is None:
+            return self.mask
+        if window not in self.windowed:
+            near = self.q_pos.unsqueeze(2) - self.k_pos.unsqueeze(1) < window
+            self.windowed[window] = self.mask & near
+        return self.windowed[window]
+
+
+class TorchBackend(AttentionBackend):
+    """See the module docstring."""
+
+    name = "torch"
+    capabilities = Capabilities(
+        device_planned=True,
+        tree_mask=True,
+        sliding_window=True,
+        sinks=True,
+        softcap=True,
+        v_dim_differs=True,
+        dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+        max_head_dim=1 << 16,
+    )
+
+    def __init__(self) -> None:
+        self._plan: _Plan | None = None
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        m, device = metadata, metadata.prefix_lens.device
+        prefix = m.prefix_lens.unsqueeze(1)  # [bs, 1]
+        tail_index = torch.arange(m.tail_len, device=device)
+        prefix_index = torch.arange(m.max_prefix, device=device)
+        tail_at = (prefix + tail_index).clamp_max(m.slot_tables.shape[1] - 1)
+        tail_slots = m.slot_tables.gather(1, tail_at)
+        if m.q_lens is not None:  # a shorter request owns no slots out there
+            owned = tail_index < torch.tensor(m.q_lens, device=device).unsqueeze(1)
+            tail_slots = torch.where(owned, tail_slots, tail_slots[:, :1])
+        in_prefix = prefix_index < prefix  # [bs, max_prefix]
+        prefix_slots = torch.where(in_prefix, m.slot_tables[:, : m.max_prefix], tail_slots[:, :1])
+        tail_visible = _tail_visible(m, tail_index)  # [bs, q, tail]
+        mask = torch.cat([in_prefix.unsqueeze(1).expand(-1, m.q_len, -1), tail_visible], 2)
+        tail_positions = m.tail_positions if m.tail_positions is not None else prefix + tail_index
+        k_pos = torch.cat([prefix_index.expand(m.num_reqs, -1), tail_positions], 1)
+        pad, unpad = _ragged_rows(m, device)
+        q_pos = m.positions[pad] if pad is not None else m.positions.view(m.num_reqs, m.q_len)
+        kv_slots = torch.cat([prefix_slots, tail_slots], 1)
+        self._plan = _Plan(m.out_cache_loc, kv_slots, mask, q_pos, k_pos, pad, unpad)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        pool: KVPool,
+        layer_id: int,
+        layer: LayerSpec,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        plan = self._plan
+        assert plan is not None, "run before plan"
+        pool.write(layer_id, plan.out_cache_loc, k, v)
+        bs, kv_len = plan.kv_slots.shape
+        slots = plan.kv_slots.view(-1)
+        keys = pool.k[layer_id].index_select(0, slots).view(bs, kv_len, *k.shape[1:]).transpose(1, 2)
+        values = pool.v[layer_id].index_select(0, slots).view(bs, kv_len, *v.shape[1:]).transpose(1, 2)
+        rows = q[plan.pad] if plan.pad is not None else q.reshape(bs, -1, *q.shape[1:])  # [bs, q_len, Hq, qk_dim]
+        result = _attend(rows, keys, values, plan.mask_for(layer.window), layer, sinks)
+        result = result.reshape(-1, *result.shape[2:])
+        out.copy_(result if plan.unpad is None else result[plan.unpad])
+
+
+def _tail_visible(m: AttentionMetadata, tail_index: torch.Tensor) -> torch.Tensor:
+    """[bs, q_len, tail_len] bool: which tail nodes each query sees."""
+    if m.ancestor_bits is not None:
+        return (m.ancestor_bits.unsqueeze(2) >> tail_index) & 1 == 1
+    query_index = tail_index[m.tail_len - m.q_len :]
+    return (tail_index <= query_index.unsqueeze(1)).expand(m.num_reqs, -1, -1)
+
+
+def _ragged_rows(m: AttentionMetadata, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Index maps between the packed batch and [bs, q_len]; padding repeats a request's last row and is dropped."""
+    if m.q_lens is None:
+        return None, None
+    lens = torch.tensor(m.q_lens, device=device)
+    starts = lens.cumsum(0) - lens
+    columns = torch.arange(m.q_len, device=device)
+    pad = starts.unsqueeze(1) + torch.minimum(columns, lens.unsqueeze(1) - 1)
+    unpad = torch.cat([i * m.q_len + columns[:n] for i, n in enumerate(m.q_lens)])
+    return pad, unpad
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    layer: LayerSpec,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """q [bs, q, Hq, qk_dim], k/v [bs, Hkv, kv, dim], mask [bs, q, kv] bool: [bs, q, Hq, v_dim].
+
+    Query heads of one KV head are laid side by side as further queries, so K/V are never repeated.
+    """
+    bs, q_len, num_heads, _ = q.shape
+    group = num_heads // layer.num_kv_heads
+    grouped = q.view(bs, q_len, layer.num_kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    wide_mask = mask.unsqueeze(1).expand(-1, group, -1, -1).flatten(1, 2).unsqueeze(1)  # [bs, 1, group*q, kv]
+    if layer.softcap is None and sinks is None:
+        result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=wide_mask, scale=layer.scaling)
+    else:
+        result = _softmax_attention(grouped, k, v, wide_mask, layer, sinks, q_len)
+    return result.view(bs, layer.num_kv_heads, group, q_len, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _softmax_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    layer: LayerSpec,
+    sinks: torch.Tensor | None,
+    q_len: int,
+) -> torch.Tensor:
+    """Attention with a logit softcap and/or sinks, written out; q [bs, Hkv, group*q_len, dim]."""
+    logits = q @ k.transpose(2, 3) * layer.scaling
+    if layer.softcap is not None:
+        logits = torch.tanh(logits / layer.softcap) * layer.softcap
+    logits = logits.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        return logits.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+    per_head = sinks.view(1, layer.num_kv_heads, -1, 1, 1).expand(q.shape[0], -1, -1, q_len, -1)
+    with_sink = torch.cat([logits, per_head.flatten(2, 3).to(logits.dtype)], -1)
+    return with_sink.softmax(-1, dtype=torch.float32)[..., :-1].to(q.dtype) @ v

@@ -1,0 +1,27 @@
+"""Speculative decoding for Hugging Face `transformers` models: the same text, several times faster."""
+
+from specdec.api import Engine, attach
+from specdec.config import EngineConfig
+from specdec.errors import AttachError, CapacityError, CheckpointError, DetachedError
+from specdec.metrics import AcceptanceStats, acceptance_length
+from specdec.outputs import GenerationOutput, GenerationStats, Report, RequestOutput
+from specdec.sampling import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AcceptanceStats",
+    "AttachError",
+    "CapacityError",
+    "CheckpointError",
+    "DetachedError",
+    "Engine",
+    "EngineConfig",
+    "GenerationOutput",
+    "GenerationStats",
+    "Report",
+    "RequestOutput",
+    "SamplingParams",
+    "acceptance_length",
+    "attach",
+]

@@ -1,0 +1,54 @@
+"""Plain data that travels between layers: forward modes and the attention metadata of one forward."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+
+class ForwardMode(Enum):
+    """What a forward pass is for (DESIGN section 1)."""
+
+    EXTEND = auto()  # prefill
+    DECODE = auto()
+    DRAFT = auto()  # one draft step
+    TARGET_VERIFY = auto()
+    DRAFT_EXTEND = auto()
+    IDLE = auto()
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """What attention must know about one forward: every request sees its prefix and a tail of new nodes.
+
+    Request i has queries for the LAST `q_len` of its `tail_len` tail nodes. Tail node t lives at position
+    prefix_lens[i]+t of the request's slot table; its K/V is written before attention reads it.
+
+    mode: what the forward is for.
+    slot_tables: [bs, width] int64, KV slot of each position of each request; slot 0 is the dummy slot.
+    prefix_lens: [bs] int64, committed tokens every query sees.
+    positions: [T] int64, rotary positions of the queries (L + depth), packed request by request.
+    out_cache_loc: [T] int64, KV slots that take this forward's K/V.
+    q_len, tail_len: tokens, uniform over requests. For EXTEND both are the longest request's.
+    max_prefix: host upper bound of prefix_lens; shapes may depend on it, never on prefix_lens.
+    ancestor_bits: [bs, q_len] int64, bit t set: tail node t is visible; None means causal.
+    tail_positions: [bs, tail_len] int64, positions of the tail nodes (sliding windows need them); None: prefix + t.
+    q_lens: EXTEND only, tokens of each request on the host (ragged); None: every request has q_len.
+    """
+
+    mode: ForwardMode
+    slot_tables: torch.Tensor
+    prefix_lens: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
+    q_len: int
+    tail_len: int
+    max_prefix: int
+    ancestor_bits: torch.Tensor | None = None
+    tail_positions: torch.Tensor | None = None
+    q_lens: tuple[int, ...] | None = None
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests in this forward."""
+        return self.slot_tables.shape[0]

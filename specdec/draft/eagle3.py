@@ -1,0 +1,199 @@
+"""The EAGLE-3 worker (arXiv 2503.01840; trees as in EAGLE-2, arXiv 2406.16858).
+
+Between rounds a row holds what the last draft-extend (or the prefill) left: the head's recycled state at position
+L-1 and its logits, so drafting S deep costs S-1 forwards. Position p of the draft sees (embedding of token p+1,
+feature of position p); its KV lies in a pool of its own under the target's slot numbers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from specdec.backends import AttentionBackend, ForwardContext, LayerSpec, attention, forward_context
+from specdec.backends.metadata import uniform_metadata
+from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.config import EngineConfig
+from specdec.draft.worker import STREAM_DRAFT, Draft, DraftWorker, PrefillChunk, RoundBatch
+from specdec.kv_cache import KVPool
+from specdec.models.eagle3 import Eagle3Head
+from specdec.sampling import process_logits, sample
+from specdec.tree import build, chain, expand
+from specdec.verify import Verdict
+
+
+class Eagle3Worker(DraftWorker):
+    """Drafts with `head` for a target whose input embedding is `embed_tokens`.
+
+    State by row: `logits` [max_batch, dv] and `hidden` [max_batch, h_d] of the row that predicts the next token.
+    """
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        embed_tokens: torch.nn.Module,
+        config: EngineConfig,
+        backend: AttentionBackend,
+        total_slots: int,
+        on_forward: Callable[[ForwardMode], None],
+    ):
+        c = head.config
+        if config.topk > c.draft_vocab_size:
+            raise ValueError(f"topk={config.topk}: the head scores only {c.draft_vocab_size} tokens")
+        weight = head.fc.weight
+        layer = LayerSpec(c.num_heads, c.num_kv_heads, c.head_dim, c.head_dim, c.head_dim**-0.5)
+        pool = KVPool([layer.shape], total_slots, weight.dtype, weight.device)
+        self.head = head
+        self.embed_tokens = embed_tokens
+        self.config = config
+        self.aux_layers = c.aux_layers
+        self.context = ForwardContext(backend, pool, [layer], [None], on_forward)
+        self.hot_ids = head.hot_ids
+        self.candidate_depths = candidate_depths(config).to(weight.device)
+        self.logits = torch.zeros(config.max_batch, c.draft_vocab_size, dtype=weight.dtype, device=weight.device)
+        self.hidden = torch.zeros(config.max_batch, c.hidden_size, dtype=weight.dtype, device=weight.device)
+
+    def prefill(self, chunk: PrefillChunk, aux: torch.Tensor | None) -> None:
+        hidden = self._forward(chunk.metadata, chunk.next_ids, self.head.fuse(_needed(aux)))
+        self._keep(chunk.rows, hidden[chunk.last_rows])
+
+    def draft(self, batch: RoundBatch) -> Draft:
+        return self._draft_chain(batch) if self.config.topk == 1 else self._draft_tree(batch)
+
+    def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> None:
+        """Run S+1 rows for every request on true features; the row of the last accepted token is kept.
+
+        Rows past it compute garbage into slots past the new L, where nobody looks.
+        """
+        width = self.config.num_steps + 1
+        path = verdict.accept_index.clamp(min=0).unsqueeze(2)  # [bs, S+1, 1]
+        features = _needed(aux).gather(1, path.expand(-1, -1, _needed(aux).shape[2]))
+        metadata = uniform_metadata(
+            ForwardMode.DRAFT_EXTEND, batch.slot_tables, batch.seq_lens, q_len=width, max_prefix=batch.max_prefix
+        )
+        ids = verdict.tokens.clamp(min=0).view(-1)
+        hidden = self._forward(metadata, ids, self.head.fuse(features.flatten(0, 1))).view(-1, width, self.hidden.shape[1])
+        last = (verdict.accept_lens - 1).clamp(min=0)
+        self._keep(batch.rows, hidden[torch.arange(hidden.shape[0], device=last.device), last])
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        c = self.head.config
+        return {
+            "algo": "eagle3",
+            "aux_layers": c.aux_layers,
+            "draft_vocab_size": c.draft_vocab_size,
+            "rope_theta": c.rope_theta,
+            "draft_kv_bytes": self.context.pool.num_bytes,
+        }
+
+    def _draft_chain(self, batch: RoundBatch) -> Draft:
+        """K=1: the best (or a sampled) token a step."""
+        hidden, logits = self.hidden[batch.rows], self.logits[batch.rows]
+        tokens: list[torch.Tensor] = []
+        laws: list[torch.Tensor] = []
+        for step in range(self.config.num_steps):
+            if step:
+                metadata = uniform_metadata(
+                    ForwardMode.DRAFT,
+                    batch.slot_tables,
+                    batch.seq_lens,
+                    q_len=1,
+                    first_node=step - 1,
+                    max_prefix=batch.max_prefix,
+                )
+                hidden = self._forward(metadata, tokens[-1], hidden)
+                logits = self.head.logits(hidden)
+            if batch.sampling is None:
+                choice = logits.argmax(-1)
+            else:
+                law = process_logits(logits.unsqueeze(1), batch.sampling).squeeze(1)
+                choice = sample(law, batch.uniforms(STREAM_DRAFT + step, 1).squeeze(1))
+                laws.append(law)
+            tokens.append(self.hot_ids[choice])
+        return Draft(chain(batch.roots, torch.stack(tokens, 1)), self._over_target_vocab(laws))
+
+    def _draft_tree(self, batch: RoundBatch) -> Draft:
+        """K>1: grow K branches a step by cumulative log-probability, then re-rank everything proposed (EAGLE-2)."""
+        k, bs = self.config.topk, batch.rows.shape[0]
+        best = self.logits[batch.rows].float().log_softmax(-1).topk(k)
+        frontier_scores, frontier_ids = best.values, self.hot_ids[best.indices]  # [bs, K]
+        hidden = self.hidden[batch.rows].unsqueeze(1).expand(-1, k, -1)  # [bs, K, h_d]
+        names = torch.arange(k, device=batch.rows.device).expand(bs, -1)  # candidate numbers of the frontier
+        bits = torch.zeros_like(names)  # draft nodes above the frontier
+        tokens, scores, parents = [frontier_ids], [frontier_scores], [torch.full_like(names, -1)]
+        for step in range(1, self.config.num_steps):
+            bits = bits | (1 << names_of_step(step, k, names))
+            hidden = self._forward(
+                self._tree_metadata(batch, step, bits), frontier_ids.reshape(-1), hidden.reshape(bs * k, -1)
+            )
+            children = self.head.logits(hidden).float().log_softmax(-1).topk(k)  # [bs*K, K]
+            child_ids = self.hot_ids[children.indices].view(bs, k * k)
+            cumulative, kept = expand(children.values.view(bs, k, k), frontier_scores, k)
+            first_name = sum(t.shape[1] for t in tokens)
+            tokens.append(child_ids)
+            scores.append(cumulative)
+            parents.append(names.repeat_interleave(k, 1))
+            frontier_ids, frontier_scores, names = child_ids.gather(1, kept), cumulative.gather(1, kept), first_name + kept
+            hidden = hidden.view(bs, k, -1).gather(1, (kept // k).unsqueeze(2).expand(-1, -1, hidden.shape[-1]))
+            bits = bits.gather(1, kept // k)
+        tree = build(
+            batch.roots,
+            torch.cat(tokens, 1),
+            torch.cat(scores, 1),
+            torch.cat(parents, 1),
+            self.candidate_depths,
+            num_draft_tokens=self.config.verify_width,
+            num_steps=self.config.num_steps,
+        )
+        return Draft(tree, None)
+
+    def _tree_metadata(self, batch: RoundBatch, step: int, bits: torch.Tensor) -> AttentionMetadata:
+        """K queries of draft step `step` (from 1) over the K*step draft nodes so far."""
+        k = self.config.topk
+        return uniform_metadata(
+            ForwardMode.DRAFT,
+            batch.slot_tables,
+            batch.seq_lens,
+            q_len=k,
+            first_node=k * (step - 1),
+            max_prefix=batch.max_prefix,
+            depths=torch.full_like(bits, step - 1),
+            ancestor_bits=bits,
+        )
+
+    def _forward(self, metadata: AttentionMetadata, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """One forward of the head: ids [T] int64 (token p+1), hidden [T, h_d] (feature or state at p): [T, h_d]."""
+        with forward_context(self.context, metadata):
+            return self.head(
+                self.embed_tokens(ids), hidden, metadata.positions, lambda q, k, v: attention(q, k, v, 0)
+            )
+
+    def _keep(self, rows: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Store the state [n, h_d] that predicts the next token of `rows`, and its logits."""
+        self.hidden[rows] = hidden
+        self.logits[rows] = self.head.logits(hidden)
+
+    def _over_target_vocab(self, laws: list[torch.Tensor]) -> torch.Tensor | None:
+        """Draft laws S x [bs, dv] as [bs, S, V]; tokens outside the hot vocabulary have probability 0."""
+        if not laws:
+            return None
+        q = torch.stack(laws, 1)
+        wide = q.new_zeros(*q.shape[:2], self.head.config.vocab_size)
+        return wide.index_copy_(2, self.hot_ids, q)
+
+
+def candidate_depths(config: EngineConfig) -> torch.Tensor:
+    """[N] int64: depth of every tree candidate in creation order: K at depth 1, then K*K a step."""
+    k = config.topk
+    return torch.tensor([1] * k + [d for d in range(2, config.num_steps + 1) for _ in range(k * k)])
+
+
+def names_of_step(step: int, k: int, like: torch.Tensor) -> torch.Tensor:
+    """[bs, K] int64: numbers of the K draft nodes of `step` (from 1) in the draft's tail."""
+    return torch.arange(k * (step - 1), k * step, device=like.device).expand_as(like)
+
+
+def _needed(aux: torch.Tensor | None) -> torch.Tensor:
+    assert aux is not None, "EAGLE-3 needs the target's features"
+    return aux

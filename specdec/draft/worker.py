@@ -1,0 +1,107 @@
+"""The contract between the engine's round and a draft worker, and the data they exchange."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from specdec.backends.metadata import slots_at
+from specdec.batch import AttentionMetadata
+from specdec.sampling import SamplingBatch, uniform
+from specdec.tree import Tree, chain
+from specdec.verify import Verdict
+
+# Random streams of one round; a counter (L) is used by one round only, so (seed, L, stream) never repeats.
+STREAM_VERIFY = 0  # + node number, node 0 draws the bonus
+STREAM_DRAFT = 64  # + draft step
+STREAM_PREFILL = 128
+
+
+@dataclass(frozen=True)
+class RoundBatch:
+    """The requests of one round, gathered from the engine's state. L is constant during the round.
+
+    rows [bs]: rows in the engine's state; slot_tables [bs, width]; seq_lens [bs]: L; roots [bs]: token at L;
+    sampling: None if every request is greedy; max_prefix: host upper bound of L. All tensors int64.
+    """
+
+    rows: torch.Tensor
+    slot_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    roots: torch.Tensor
+    sampling: SamplingBatch | None
+    max_prefix: int
+
+    def uniforms(self, first_stream: int, num: int) -> torch.Tensor:
+        """[bs, num] float64 in [0, 1): the random numbers of this round's streams from `first_stream` on."""
+        assert self.sampling is not None
+        streams = torch.arange(first_stream, first_stream + num, device=self.rows.device)
+        return uniform(self.sampling.seeds, self.seq_lens, streams)
+
+    def slots(self, first: int, num: int) -> torch.Tensor:
+        """[bs, num] int64: KV slots of the positions L+first .. L+first+num-1."""
+        nodes = torch.arange(first, first + num, device=self.rows.device)
+        return slots_at(self.slot_tables, self.seq_lens.unsqueeze(1) + nodes)
+
+
+class Draft(NamedTuple):
+    """What a worker proposes: the nodes to verify, and q [bs, S, V] where chain tokens were sampled from it."""
+
+    tree: Tree
+    probs: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """A packed piece of prompts for the draft. `next_ids` [T] holds the token AFTER each row (ids shifted left).
+
+    rows [n]: state rows of the requests; last_rows [n]: packed index of each request's last row in this chunk.
+    """
+
+    metadata: AttentionMetadata
+    rows: torch.Tensor
+    next_ids: torch.Tensor
+    last_rows: torch.Tensor
+
+
+class DraftWorker(ABC):
+    """Proposes tokens. A worker owns its model's KV and per-row state; it knows no scheduler and no graphs."""
+
+    aux_layers: tuple[int, ...] = ()
+
+    @abstractmethod
+    def prefill(self, chunk: PrefillChunk, aux: torch.Tensor | None) -> None:
+        """Take the prompt rows of `chunk`; aux [T, num_aux*h] are the target's features of these rows."""
+
+    @abstractmethod
+    def draft(self, batch: RoundBatch) -> Draft:
+        """Propose the nodes of one round."""
+
+    @abstractmethod
+    def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> None:
+        """Take what the target decided; aux [bs, D, num_aux*h] are its features of the verified nodes."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What `Engine.report()` says of this worker."""
+
+
+class NoDraft(DraftWorker):
+    """algo=None: verifies the root alone, which is plain decoding."""
+
+    def prefill(self, chunk: PrefillChunk, aux: torch.Tensor | None) -> None:
+        return None
+
+    def draft(self, batch: RoundBatch) -> Draft:
+        no_drafts = batch.roots.new_empty(batch.roots.shape[0], 0)
+        return Draft(chain(batch.roots, no_drafts), None)
+
+    def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> None:
+        return None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"algo": None}
+

@@ -1,0 +1,28 @@
+"""The errors users can meet. All are ValueErrors: the message names the value, what was expected and what to do."""
+
+from collections.abc import Sequence
+
+
+class AttachError(ValueError):
+    """A model cannot be attached; `reasons` lists every reason found, not just the first."""
+
+    def __init__(self, what: str, reasons: Sequence[str]):
+        self.reasons = tuple(reasons)
+        super().__init__(f"cannot attach {what}: " + "; ".join(self.reasons))
+
+
+class CheckpointError(ValueError):
+    """A draft checkpoint is truncated, foreign, or made for another target; `problems` lists what was found."""
+
+    def __init__(self, path: str, problems: Sequence[str]):
+        self.problems = tuple(problems)
+        super().__init__(f"cannot load the draft checkpoint {path!r}: " + "; ".join(self.problems))
+
+
+class CapacityError(ValueError):
+    """A request can never fit the KV pool or the context, whatever else is running."""
+
+
+class DetachedError(ValueError):
+    """The engine was detached from its model and cannot generate any more."""
+

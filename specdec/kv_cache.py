@@ -1,0 +1,125 @@
+"""The paged KV pool, the slot tables of running requests, and who owns which page. Knows no model and no algorithm.
+
+Slot = page * page_size + offset. Page 0 is the dummy page: padding writes there and nobody reads it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.errors import CapacityError
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """K/V shape of one attention layer: heads, head dims (elements)."""
+
+    num_kv_heads: int
+    qk_dim: int
+    v_dim: int
+
+
+class KVPool:
+    """K and V of every layer: k[layer] is [num_slots, num_kv_heads, qk_dim], v[layer] [num_slots, num_kv_heads, v_dim]."""
+
+    def __init__(self, layers: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device):
+        def zeros(heads: int, dim: int) -> torch.Tensor:
+            return torch.zeros(num_slots, heads, dim, dtype=dtype, device=device)
+
+        self.k = [zeros(s.num_kv_heads, s.qk_dim) for s in layers]
+        self.v = [zeros(s.num_kv_heads, s.v_dim) for s in layers]
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k [T, Hkv, qk_dim] and v [T, Hkv, v_dim] at `slots` [T] int64."""
+        self.k[layer].index_copy_(0, slots, k)
+        self.v[layer].index_copy_(0, slots, v)
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy K/V of every layer from slots `source` [N] to slots `target` [N]; all reads happen before the writes."""
+        for cache in (*self.k, *self.v):
+            cache.index_copy_(0, target, cache.index_select(0, source))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held on the device."""
+        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+
+
+class SlotTables:
+    """Which slots each running request owns: `table` [max_batch, width] int64 on the device, ownership on the host.
+
+    A row is taken with all the slots its request may ever need, so nothing is allocated inside a round and no
+    running request can be starved by another.
+    """
+
+    def __init__(self, max_batch: int, width: int, num_slots: int, page_size: int, device: torch.device):
+        self.page_size = page_size
+        self.num_pages = num_slots // page_size
+        self.table = torch.zeros(max_batch, width, dtype=torch.int64, device=device)
+        self._free_rows = list(range(max_batch))[::-1]
+        self._free_pages = list(range(1, self.num_pages + 1))[::-1]
+        self._owned: dict[int, list[int]] = {}
+
+    @property
+    def total_slots(self) -> int:
+        """Slots a pool must have: all pages and the dummy page."""
+        return (self.num_pages + 1) * self.page_size
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Raise CapacityError if a request of `num_tokens` slots could not run even alone."""
+        if self.pages_for(num_tokens) > self.num_pages:
+            raise CapacityError(
+                f"the request needs {num_tokens} KV slots, the pool has {self.num_pages * self.page_size}; "
+                "shorten the prompt, lower max_new_tokens, or attach with a larger num_slots"
+            )
+        if num_tokens > self.table.shape[1]:
+            raise CapacityError(
+                f"the request needs {num_tokens} positions, a slot table has {self.table.shape[1]}; "
+                "shorten the prompt, lower max_new_tokens, or attach with a larger max_seq_len"
+            )
+
+    def try_take(self, num_tokens: int) -> int | None:
+        """Give a row whose first `num_tokens` positions own slots, or None while rows or pages are short."""
+        need = self.pages_for(num_tokens)
+        if not self._free_rows or need > len(self._free_pages):
+            return None
+        row = self._free_rows.pop()
+        pages = [self._free_pages.pop() for _ in range(need)]
+        self._owned[row] = pages
+        base = torch.tensor(pages, dtype=torch.int64).unsqueeze(1) * self.page_size
+        slots = (base + torch.arange(self.page_size)).reshape(-1)[: self.table.shape[1]]
+        self.table[row].zero_()
+        self.table[row, : slots.numel()] = slots.to(self.table.device)
+        return row
+
+    def release(self, row: int) -> None:
+        """Return a row and its pages."""
+        self._free_pages.extend(reversed(self._owned.pop(row)))
+        self._free_rows.append(row)
+        self.table[row].zero_()
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows nobody holds."""
+        return len(self._free_rows)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages nobody owns."""
+        return len(self._free_pages)
+
+    def check_integrity(self) -> None:
+        """Assert the invariant: every page but page 0 is free or owned by exactly one row, and tables say the same."""
+        owned = [p for pages in self._owned.values() for p in pages]
+        everything = sorted(owned + self._free_pages)
+        assert everything == list(range(1, self.num_pages + 1)), "a page is lost or owned twice"
+        assert sorted([*self._owned, *self._free_rows]) == list(range(self.table.shape[0])), "a row is lost or doubled"
+        for row in range(self.table.shape[0]):
+            pages = self.table[row].unique() // self.page_size
+            expected = set(self._owned.get(row, []))
+            assert set(pages.unique().tolist()) - {0} == expected, f"slot table of row {row} names foreign pages"

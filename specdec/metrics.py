@@ -1,0 +1,51 @@
+"""The one definition of acceptance length and its relatives, used by the engine, the benches and the trainer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+def acceptance_length(num_emitted: int, num_rounds: int) -> float:
+    """tau: tokens emitted by verify rounds (bonus included, trimmed at EOS and max length) over verify rounds.
+
+    The token sampled from the prefill belongs to no round and is not counted. No rounds give 0.0.
+    """
+    return num_emitted / num_rounds if num_rounds else 0.0
+
+
+@dataclass
+class AcceptanceStats:
+    """Counts of verify rounds. The engine adds every finished round; nothing else writes here.
+
+    accepted_at[j]: rounds in which draft position j was accepted and kept (unconditional; non-increasing in j).
+    """
+
+    num_rounds: int = 0
+    num_emitted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+
+    def add(self, accept_len: int) -> None:
+        """Count a round that emitted `accept_len` tokens, bonus included, after trimming."""
+        self.num_rounds += 1
+        self.num_emitted += accept_len
+        num_drafts = accept_len - 1
+        while len(self.accepted_at) < num_drafts:
+            self.accepted_at.append(0)
+        for j in range(num_drafts):
+            self.accepted_at[j] += 1
+
+    def merge(self, others: Sequence["AcceptanceStats"]) -> "AcceptanceStats":
+        """The sum of this and `others`."""
+        parts = [self, *others]
+        width = max(len(p.accepted_at) for p in parts)
+        columns = [sum(p.accepted_at[j] for p in parts if j < len(p.accepted_at)) for j in range(width)]
+        return AcceptanceStats(sum(p.num_rounds for p in parts), sum(p.num_emitted for p in parts), columns)
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length; see `acceptance_length`."""
+        return acceptance_length(self.num_emitted, self.num_rounds)
+
+    @property
+    def acceptance_at(self) -> list[float]:
+        """a_j: share of rounds in which draft position j was accepted. For a chain tau = 1 + sum(a_j)."""
+        return [n / self.num_rounds for n in self.accepted_at] if self.num_rounds else []

@@ -1,0 +1,1 @@
+"""Models: the attach layer for live targets, draft heads, and the loader of checkpoint layouts."""

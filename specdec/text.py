@@ -1,0 +1,138 @@
+"""Between text and tokens: prompts of every accepted form to ids, and tokens back to text piece by piece."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+
+
+class Detokenizer:
+    """Turns one request's tokens into text as they come, and watches for stop strings.
+
+    Text is held back while it may still change (incomplete UTF-8) or may be the start of a stop string.
+    The text ends before a stop string; the tokens that made it stay in the token list.
+    """
+
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()):
+        self.tokenizer = tokenizer
+        self.stop_strings = tuple(stop_strings)
+        self.stopped = False
+        self._ids: list[int] = []
+        self._context = 0  # tokens from here on are decoded together, so that spaces come out right
+        self._read = 0
+        self._held = ""
+
+    def feed(self, token: int) -> str:
+        """The text that `token` makes certain."""
+        if self.tokenizer is None:
+            return ""
+        self._ids.append(token)
+        old = self._decode(self._context, self._read)
+        new = self._decode(self._context, len(self._ids))
+        if new.endswith(REPLACEMENT):
+            return ""
+        self._context, self._read = self._read, len(self._ids)
+        return self._release(self._held + new[len(old) :])
+
+    def finish(self) -> str:
+        """The text still held back when the request ends."""
+        if self.tokenizer is None or self.stopped:
+            return ""
+        rest = self._decode(self._context, len(self._ids))[len(self._decode(self._context, self._read)) :]
+        self._read = len(self._ids)
+        text, self._held = self._held + rest, ""
+        return text
+
+    def _release(self, text: str) -> str:
+        """Cut `text` at a stop string, or hold back the longest end that may become one."""
+        hits = [i for i in (text.find(s) for s in self.stop_strings) if i >= 0]
+        if hits:
+            self.stopped, self._held = True, ""
+            return text[: min(hits)]
+        hold = max((_overlap(text, s) for s in self.stop_strings), default=0)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def _decode(self, start: int, end: int) -> str:
+        return self.tokenizer.decode(self._ids[start:end], skip_special_tokens=True)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+def prompts_to_ids(prompts: Any, tokenizer: Any, attention_mask: Any = None) -> list[list[int]]:
+    """Token ids of one prompt or a batch.
+
+    prompts: a string; chat messages (a list of {"role", "content"}, rendered with the chat template and its
+    generation prompt); a list of ints; a tensor [T] or [bs, T] with an optional attention mask of the same shape; a
+    mapping with input_ids (what a tokenizer returns); or a list of any of the first three. ValueError for the rest.
+    """
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        mask = attention_mask if attention_mask is not None else prompts.get("attention_mask")
+        return prompts_to_ids(prompts["input_ids"], tokenizer, mask)
+    if isinstance(prompts, torch.Tensor):
+        return _tensor_to_ids(prompts, attention_mask)
+    if attention_mask is not None and _is_rows_of_ints(prompts):
+        return _tensor_to_ids(torch.tensor(prompts), torch.as_tensor(attention_mask))
+    if attention_mask is not None:
+        raise ValueError("attention_mask goes with input_ids (a tensor or rows of equal length), not with text")
+    if isinstance(prompts, str) or _is_ints(prompts) or _is_chat(prompts):
+        prompts = [prompts]
+    if not isinstance(prompts, Sequence) or not prompts:
+        raise ValueError(
+            f"prompts={prompts!r}: expected a string, chat messages, token ids, a tensor, or a non-empty list of them"
+        )
+    return [_one(p, i, tokenizer) for i, p in enumerate(prompts)]
+
+
+def _one(prompt: Any, index: int, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, torch.Tensor):
+        ids = prompt.flatten().tolist()
+    elif _is_ints(prompt):
+        ids = list(prompt)
+    elif isinstance(prompt, str) or _is_chat(prompt):
+        if tokenizer is None:
+            raise ValueError(f"prompt {index} is text, but the engine has no tokenizer; attach(..., tokenizer=...)")
+        ids = _tokenize(prompt, tokenizer)
+    else:
+        raise ValueError(f"prompt {index} is {type(prompt).__name__}: expected a string, chat messages or token ids")
+    return ids
+
+
+def _tokenize(prompt: Any, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _tensor_to_ids(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+    if ids.dim() == 1:
+        ids, mask = ids.unsqueeze(0), None if mask is None else mask.unsqueeze(0)
+    if ids.dim() != 2 or ids.is_floating_point():
+        raise ValueError(f"input_ids of shape {tuple(ids.shape)} and dtype {ids.dtype}: expected [bs, T] integers")
+    if mask is None:
+        return ids.tolist()
+    if mask.shape != ids.shape:
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}")
+    return [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
+
+
+def _is_ints(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and all(
+        isinstance(x, int) and not isinstance(x, bool) for x in value
+    )
+
+
+def _is_rows_of_ints(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) > 0 and all(_is_ints(row) for row in value)
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) > 0 and all(
+        isinstance(m, Mapping) and "role" in m and "content" in m for m in value
+    )

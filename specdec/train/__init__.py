@@ -1,0 +1,1 @@
+"""Trains draft heads: target-regenerated data, training-time test, export in the official EAGLE-3 layout."""

@@ -1,0 +1,64 @@
+"""The card of a trained head: a README.md that says what it is for, how it was made and what it reaches."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_CARD = """# EAGLE-3 draft head for {target}
+
+Official EAGLE-3 layout; the target's hidden size, vocabulary and layers must match. Load it with
+`specdec.attach(model, "{folder}", algo="eagle3")`.
+
+| | |
+|---|---|
+{facts}
+
+{held_out}{tau}"""
+
+
+def write_card(folder: str | Path, facts: Mapping[str, Any], tau_rows: Sequence[Mapping[str, Any]] = ()) -> Path:
+    """Write README.md into `folder`.
+
+    facts: what `specdec train` reports, by name. tau_rows: rows of an acceptance bench (DESIGN section 10); without
+    them the card has no tau table.
+    """
+    folder = Path(folder)
+    named = {k: v for k, v in facts.items() if k not in ("target", "acc", "accept_at", "loss")}
+    text = _CARD.format(
+        target=facts["target"],
+        folder=folder.name,
+        facts="\n".join(f"| {name.replace('_', ' ')} | {_shown(value)} |" for name, value in named.items()),
+        held_out=_held_out(facts),
+        tau=_table("Measured by `bench acceptance`", tau_rows),
+    )
+    path = folder / "README.md"
+    path.write_text(text.rstrip() + "\n", "utf-8")
+    return path
+
+
+def _held_out(facts: Mapping[str, Any]) -> str:
+    """Table of what the trainer measured on held-out sequences, teacher-forced."""
+    rows = [
+        {"draft step": j + 1, "right given true tokens": a, "accepted so far (a_j)": b}
+        for j, (a, b) in enumerate(zip(facts.get("acc", ()), facts.get("accept_at", ()), strict=True))
+    ]
+    return _table("Held out, teacher-forced, greedy; tau = 1 + Σ a_j", rows)
+
+
+def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
+    columns = list(rows[0])
+    lines = [title + ":", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(_shown(row.get(c, "")) for c in columns) + " |" for row in rows]
+    return "\n".join(lines) + "\n\n"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
+    return str(value)

@@ -1,0 +1,28 @@
+"""Training checkpoints: one file, replaced atomically, refused when it belongs to another run."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
+    """Write `state`; a crash in between leaves the older file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+def load_checkpoint(path: str | Path, identity: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Read what `save_checkpoint` wrote; its "identity" must equal `identity`, or a resumed run would be another."""
+    if not Path(path).is_file():
+        raise ValueError(f"there is no checkpoint {str(path)!r} to resume; start without resume")
+    state = torch.load(path, map_location=device, weights_only=True)
+    saved = state["identity"]
+    differing = [f"{k}: {saved.get(k)!r} there, {v!r} here" for k, v in identity.items() if saved.get(k) != v]
+    if differing:
+        raise ValueError(f"checkpoint {str(path)!r} is of another run ({'; '.join(differing)}); use its settings")
+    return state

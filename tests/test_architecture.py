@@ -1,0 +1,365 @@
+"""What the folders promise, read from the source with `ast`: nothing here imports specdec.
+
+Imports point down, no module keeps mutable state, every module has a docstring, `backends/` names no algorithm,
+`graphs/` knows no models, and no file names the machine it was written on. Each checker is shown offences, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("specdec", "graphs", "backends")  # the last two are read where they lie, not through their links
+
+# Lowest first. Modules in one set may import each other; sets side by side may not; a row may import all rows above it
+# in this listing. "" is specdec/__init__.py.
+LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
+    (frozenset({"errors", "config", "batch", "kv_cache", "metrics", "outputs"}),),
+    (frozenset({"backends"}), frozenset({"graphs"})),
+    (frozenset({"sampling", "tree", "verify"}), frozenset({"models"}), frozenset({"text"})),
+    (frozenset({"draft"}),),
+    (frozenset({"engine", "scheduler"}),),
+    (frozenset({"api"}),),
+    (frozenset({"train"}),),
+    (frozenset({"", "__main__", "demo", "cli", "bench"}),),
+)
+
+# Beyond the order: who must not know whom, although it lies below or outside.
+STRANGERS = {
+    "graphs": ("specdec.models", "transformers"),  # captures callables
+    "draft": ("specdec.graphs",),  # workers run; the engine decides what is captured
+}
+
+ALGORITHM_NAMES = ("eagle", "nextn")
+
+MUTABLE_CALLS = frozenset(
+    {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "ChainMap"}
+    | {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}
+)
+
+
+class Module(NamedTuple):
+    """A source file: its path as shown in messages, its one dotted name, its tree."""
+
+    path: str
+    name: str  # "specdec.graphs.counters"
+    is_package: bool
+    tree: ast.Module
+
+    @property
+    def component(self) -> str:
+        """The part that LAYERS speaks of: "graphs" for specdec.graphs.counters, "" for specdec itself."""
+        return component(self.name)
+
+
+class Offence(NamedTuple):
+    path: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.text}"
+
+
+def component(name: str) -> str:
+    return name.partition(".")[2].partition(".")[0]
+
+
+def parse(path: str, source: str) -> Module:
+    """`path` is relative to the repository root."""
+    parts = list(Path(path).with_suffix("").parts)
+    if parts[0] != "specdec":
+        parts.insert(0, "specdec")
+    is_package = parts[-1] == "__init__"
+    if is_package:
+        parts.pop()
+    return Module(path, ".".join(parts), is_package, ast.parse(source, path))
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    links = [link for name in PACKAGES[1:] if (link := ROOT / "specdec" / name).is_symlink()]
+    files = (
+        file
+        for package in PACKAGES
+        for file in sorted((ROOT / package).rglob("*.py"))
+        if not any(file.is_relative_to(link) for link in links)
+    )
+    return tuple(parse(file.relative_to(ROOT).as_posix(), file.read_text("utf-8")) for file in files)
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def walk_runtime(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below, except what only a type checker sees."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and is_type_checking(child.test):
+            for statement in child.orelse:
+                yield statement
+                yield from walk_runtime(statement)
+        else:
+            yield child
+            yield from walk_runtime(child)
+
+
+def imports(module: Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import at run time, lazy ones too. `from a import b` is "a.b": b may be a module."""
+    package = module.name.split(".") if module.is_package else module.name.split(".")[:-1]
+    for node in walk_runtime(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield node.lineno, f"{origin}.{alias.name}"
+
+
+def place(name: str) -> tuple[int, frozenset[str]] | None:
+    """(height, set) of a component, or None when LAYERS does not have it."""
+    for height, row in enumerate(LAYERS):
+        for group in row:
+            if name in group:
+                return height, group
+    return None
+
+
+def direction_offences(module: Module) -> Iterator[Offence]:
+    here = place(module.component)
+    if here is None:
+        yield Offence(module.path, 1, f"{module.name} is in no layer: give {module.component!r} its place in LAYERS")
+        return
+    for line, name in imports(module):
+        if name == "bench" or name.startswith("bench."):
+            name = "specdec." + name
+        if name.partition(".")[0] != "specdec" or name == "specdec.__version__":
+            continue
+        # `from specdec import attach` takes a name from the face; `from specdec import config` is a module
+        there = place(component(name)) or (place("") if name.count(".") == 1 else None)
+        if there is None:
+            yield Offence(module.path, line, f"{module.name} imports {name}, which is in no layer")
+        elif there[0] > here[0]:
+            yield Offence(module.path, line, f"{module.name} imports {name}: imports point down")
+        elif there[0] == here[0] and there[1] != here[1]:
+            yield Offence(module.path, line, f"{module.name} imports {name}, which lies beside it")
+
+
+def stranger_offences(module: Module) -> Iterator[Offence]:
+    for line, name in imports(module):
+        for stranger in STRANGERS.get(module.component, ()):
+            if name == stranger or name.startswith(stranger + "."):
+                yield Offence(module.path, line, f"{name} is imported: {module.component} knows no {stranger}")
+
+
+def second_name_offences(module: Module) -> Iterator[Offence]:
+    for line, name in imports(module):
+        top = name.partition(".")[0]
+        if top in PACKAGES[1:]:
+            yield Offence(module.path, line, f"{module.name} imports {name}: say specdec.{top}")
+
+
+def module_level(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run at import, those in if, try, with and loops too; not what lies in functions and classes."""
+    for statement in statements:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        yield statement
+        for field in ("body", "orelse", "finalbody"):
+            yield from module_level(getattr(statement, field, []))
+        for handler in getattr(statement, "handlers", []):
+            yield from module_level(handler.body)
+
+
+def is_mutable(value: ast.expr) -> bool:
+    if isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp):
+        return True
+    if isinstance(value, ast.Call):
+        function = value.func.value if isinstance(value.func, ast.Subscript) else value.func  # dict[str, int]()
+        return ast.unparse(function).rpartition(".")[2] in MUTABLE_CALLS
+    return False
+
+
+def is_constant_name(name: str) -> bool:
+    return name == "__all__" or re.fullmatch(r"_?[A-Z][A-Z0-9_]*", name) is not None
+
+
+def state_offences(module: Module) -> Iterator[Offence]:
+    for statement in module_level(module.tree.body):
+        if isinstance(statement, ast.Assign):
+            targets = statement.targets
+        elif isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        else:
+            continue
+        if statement.value is None or not is_mutable(statement.value):
+            continue
+        for target in targets:
+            if isinstance(target, ast.Name) and not is_constant_name(target.id):
+                yield Offence(module.path, statement.lineno, f"{target.id} is mutable and lives in the module")
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Global):
+            yield Offence(module.path, node.lineno, f"global {', '.join(node.names)}: state that lives in the module")
+
+
+def docstring_offences(module: Module) -> Iterator[Offence]:
+    if not (ast.get_docstring(module.tree) or "").strip():
+        yield Offence(module.path, 1, f"{module.name} has no docstring")
+
+
+def algorithm_offences(module: Module) -> Iterator[Offence]:
+    """Algorithm names in the code of `backends/`: names and strings; prose in comments and docstrings is free."""
+    if module.component != "backends":
+        return
+    prose = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(module.tree):
+        if id(node) in prose and isinstance(node, ast.Constant):
+            continue
+        words = [value for _, value in ast.iter_fields(node) if isinstance(value, str)]
+        for word in words:
+            for name in ALGORITHM_NAMES:
+                if name in word.lower():
+                    line = getattr(node, "lineno", 1)
+                    yield Offence(module.path, line, f"{word!r} names an algorithm: backends know none")
+
+
+CHECKS: tuple[Callable[[Module], Iterator[Offence]], ...] = (
+    direction_offences,
+    stranger_offences,
+    second_name_offences,
+    state_offences,
+    docstring_offences,
+    algorithm_offences,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removesuffix("_offences"))
+def test_tree(check: Callable[[Module], Iterator[Offence]]) -> None:
+    offences = [str(offence) for module in modules() for offence in check(module)]
+    assert not offences, "\n" + "\n".join(offences)
+
+
+def test_the_packages_are_found_once_each() -> None:
+    names = [module.name for module in modules()]
+    assert len(names) == len(set(names))
+    assert {"specdec.graphs", "specdec.backends"} <= set(names)
+
+
+@pytest.mark.parametrize("name", PACKAGES[1:])
+def test_link_is_relative(name: str) -> None:
+    link = ROOT / "specdec" / name
+    if not link.is_symlink():
+        pytest.skip("not a checkout: sdists carry real files")
+    assert link.readlink() == Path("..", name)
+
+
+# (checker, file, source, what its message must say, "" where the source is fine)
+SELF_CHECKS = (
+    (direction_offences, "specdec/config.py", "\nimport specdec.engine", "specdec/config.py:2: .*specdec.engine"),
+    (direction_offences, "specdec/tree.py", "from specdec.draft.eagle import Worker", "specdec.draft.eagle.Worker"),
+    (direction_offences, "specdec/tree.py", "def f():\n    from specdec import api", "tree.py:2: .*specdec.api"),
+    (direction_offences, "specdec/tree.py", "from specdec import attach", "specdec.attach: imports point down"),
+    (direction_offences, "specdec/tree.py", "import specdec", "imports specdec: imports point down"),
+    (direction_offences, "specdec/tree.py", "from specdec.models import hf", "beside it"),
+    (direction_offences, "specdec/engine.py", "import bench.speed", "bench.speed"),
+    (direction_offences, "specdec/draft/eagle.py", "from ..engine import Engine", "specdec.engine.Engine"),
+    (direction_offences, "specdec/draft/__init__.py", "from .. import engine", "specdec.engine"),
+    (direction_offences, "backends/base.py", "from specdec.graphs import counters", "beside it"),
+    (direction_offences, "graphs/full.py", "from specdec.models.hf import Target", "graphs/full.py:1: .*models.hf"),
+    (direction_offences, "specdec/novelty.py", "", "in no layer"),
+    (direction_offences, "specdec/api.py", "import specdec.novelty.part", "in no layer"),
+    (direction_offences, "specdec/tree.py", "if TYPE_CHECKING:\n    from specdec.engine import Engine", ""),
+    (direction_offences, "specdec/tree.py", "if TYPE_CHECKING:\n    x\nelse:\n    import specdec.engine", "tree.py:4"),
+    (direction_offences, "specdec/tree.py", "import torch\nfrom specdec import __version__, config, sampling", ""),
+    (direction_offences, "specdec/draft/eagle.py", "from .algo_spec import SPECS\nfrom specdec.models import hf", ""),
+    (direction_offences, "specdec/__init__.py", "from specdec.api import attach", ""),
+    (direction_offences, "specdec/cli.py", "import specdec\nfrom specdec.train import trainer", ""),
+    (stranger_offences, "graphs/full.py", "import transformers", "graphs knows no transformers"),
+    (stranger_offences, "specdec/draft/eagle.py", "from specdec import graphs", "draft knows no specdec.graphs"),
+    (stranger_offences, "specdec/engine.py", "from specdec import graphs", ""),
+    (second_name_offences, "specdec/engine.py", "from graphs.counters import Counters", "say specdec.graphs"),
+    (second_name_offences, "specdec/engine.py", "def f():\n    import backends", "say specdec.backends"),
+    (second_name_offences, "graphs/full.py", "from specdec.graphs.counters import Counters", ""),
+    (state_offences, "specdec/api.py", "engines = []", "api.py:1: engines"),
+    (state_offences, "specdec/api.py", "engines: dict[str, int] = collections.defaultdict(int)", "engines"),
+    (state_offences, "specdec/api.py", "if True:\n    a = b = set()", "a is mutable"),
+    (state_offences, "specdec/api.py", "try:\n    pass\nexcept E:\n    seen = {}", "api.py:4: seen"),
+    (state_offences, "specdec/api.py", "def f():\n    global engine", "global engine"),
+    (state_offences, "specdec/api.py", "__all__ = ['a']\nNAMES = {'a': 1}\n_KINDS = ['b']\nctx = ContextVar('c')", ""),
+    (state_offences, "specdec/api.py", "def f():\n    a = []\nclass C:\n    b: list[int]\nx: list[int]", ""),
+    (docstring_offences, "specdec/api.py", "x = 1", "no docstring"),
+    (docstring_offences, "specdec/api.py", "'''The face.'''", ""),
+    (algorithm_offences, "backends/base.py", "if algo == 'EAGLE3':\n    pass", "EAGLE3"),
+    (algorithm_offences, "backends/base.py", "def plan_eagle(): pass", "plan_eagle"),
+    (algorithm_offences, "backends/base.py", "from specdec.draft import nextn", "nextn"),
+    (algorithm_offences, "backends/base.py", "'''Trees of eagle.'''  # eagle\nx = 1", ""),
+    (algorithm_offences, "specdec/api.py", "algo = 'eagle3'", ""),
+)
+
+
+@pytest.mark.parametrize(("check", "path", "source", "message"), SELF_CHECKS)
+def test_checker(check: Callable[[Module], Iterator[Offence]], path: str, source: str, message: str) -> None:
+    offences = "\n".join(map(str, check(parse(path, source))))
+    if message:
+        assert re.search(message, offences), offences or "nothing was reported"
+    else:
+        assert not offences
+
+
+# Absolute paths of the machines that this was written on, and the hosts of package registries: neither means anything
+# to a reader. A link to a model's or a paper's page is fine.
+MACHINE_TEXT = re.compile(
+    r"(?<![\w.~-])/(?:work|root|home/\w+|tmp/w|tmp/bash_jobs[\w.]*|opt/wheels|opt/pypi[\w-]*)(?:/|(?![\w.-]))"
+    r"|\b(?:pypi\.org|pythonhosted\.org|deb\.debian\.org|security\.debian\.org|registry\.npmjs\.org|npmjs\.com)\b"
+)
+
+
+def text_files() -> Iterator[Path]:
+    """What git tracks or would add; in an unpacked sdist, every file."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode == 0:
+        files = [ROOT / name for name in listing.stdout.split("\0") if name]
+    else:
+        files = [file for file in ROOT.rglob("*") if not any(p.startswith(".") for p in file.relative_to(ROOT).parts)]
+    for file in files:
+        if file.is_file() and not file.is_symlink() and file != Path(__file__).resolve():
+            yield file
+
+
+def machine_offences(path: str, text: str) -> Iterator[Offence]:
+    for line, content in enumerate(text.splitlines(), start=1):
+        for match in MACHINE_TEXT.finditer(content):
+            yield Offence(path, line, f"{match[0]!r} names a machine or a registry")
+
+
+def test_no_file_names_a_machine_or_a_registry() -> None:
+    offences = []
+    for file in text_files():
+        data = file.read_bytes()
+        if b"\0" not in data[:8192]:
+            offences += machine_offences(file.relative_to(ROOT).as_posix(), data.decode("utf-8", "replace"))
+    assert not offences, "\n" + "\n".join(map(str, offences))
+
+
+@pytest.mark.parametrize(
+    "text", ["cd /work/main", "'/tmp/w/venv/bin'", "https://pypi.org/x", "/root/.cache", "--find-links=/opt/wheels"]
+)
+def test_machine_text_is_found(text: str) -> None:
+    (offence,) = machine_offences("a.md", "fine\n" + text)
+    assert str(offence).startswith("a.md:2: ")
+
+
+@pytest.mark.parametrize("text", ["framework/x", "docs/work/plan.md", "/tmp/wheel", "/tmp/specdec", "/workers"])
+def test_other_text_is_not(text: str) -> None:
+    assert not list(machine_offences("a.md", text))

@@ -1,0 +1,84 @@
+"""Tiny random targets of many architectures, small enough to run hundreds of forwards a second on CPU."""
+
+import torch
+import transformers as tf
+
+VOCAB = 128
+WINDOW = 8
+
+_BASE = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+_WINDOWED = ["sliding_attention", "full_attention"] * 2
+
+CONFIGS = {
+    "llama": lambda: tf.LlamaConfig(**_BASE),
+    "qwen2_windowed": lambda: tf.Qwen2Config(
+        **_BASE, use_sliding_window=True, sliding_window=WINDOW, layer_types=_WINDOWED
+    ),
+    "qwen3": lambda: tf.Qwen3Config(**_BASE, head_dim=16),
+    "gemma2": lambda: tf.Gemma2Config(**_BASE, head_dim=16, sliding_window=WINDOW, layer_types=_WINDOWED),
+    "gemma3": lambda: tf.Gemma3TextConfig(**_BASE, head_dim=16, sliding_window=WINDOW, layer_types=_WINDOWED),
+    "gpt_oss": lambda: tf.GptOssConfig(
+        **_BASE, head_dim=16, sliding_window=WINDOW, layer_types=_WINDOWED, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "qwen3_moe": lambda: tf.Qwen3MoeConfig(**_BASE, head_dim=16, **_MOE),
+    "deepseek_v3": lambda: tf.DeepseekV3Config(
+        **{**_BASE, "num_key_value_heads": 4},
+        q_lora_rank=24,
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        moe_intermediate_size=48,
+        first_k_dense_replace=1,
+    ),
+    "qwen3_next": lambda: tf.Qwen3NextConfig(
+        **_BASE,
+        head_dim=16,
+        **_MOE,
+        shared_expert_intermediate_size=48,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
+    "llama4": lambda: tf.Llama4TextConfig(
+        **_BASE, head_dim=16, attention_chunk_size=16, num_local_experts=2, intermediate_size_mlp=96
+    ),
+    "gptj": lambda: tf.GPTJConfig(vocab_size=VOCAB, n_positions=256, n_embd=64, n_layer=2, n_head=4, rotary_dim=16),
+}
+ADMITTED = ("llama", "qwen2_windowed", "qwen3", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3")
+REFUSED = ("qwen3_next", "llama4", "gptj")
+
+
+def tiny_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tf.PreTrainedModel:
+    """A random model of `name` in eval mode whose greedy text varies (weights scaled up from HF's tiny init)."""
+    torch.manual_seed(seed)
+    model = tf.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            scale = 0.6 / parameter.shape[-1] ** 0.5 if parameter.shape[0] != VOCAB else 0.3
+            parameter.data = torch.randn(parameter.shape, generator=generator) * scale
+        elif "sink" in str(parameter.shape):
+            continue
+    model.generation_config.eos_token_id = 2
+    model.generation_config.pad_token_id = 0
+    return model.to(dtype).eval()
