@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
@@ -19,6 +19,15 @@ from tests.test_tree import grow
 
 VOCAB_SIZE = 7
 BELOW_ONE = 1.0 - 2.0**-53
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Thousands of small operations: on a busy machine, threads that wait for each other take ten times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def assert_same(got: Verdict, expected: Verdict) -> None:
@@ -327,6 +336,15 @@ def test_an_invalid_row_ends_alone(way: str, value: float) -> None:
         assert verdict.tokens[row].tolist() == [0, -1, -1, -1]
     for row in (1, 3):
         assert_same(Verdict(*(field[row] for field in verdict)), Verdict(*(field[row] for field in clean)))
+
+
+def test_a_law_without_mass_is_invalid() -> None:
+    tree = chain(torch.tensor([1]), torch.tensor([[2]]))
+    probs = torch.zeros(1, 2, VOCAB_SIZE)
+    for way in ("tree", "chain"):
+        verdict = verify_all_ways(probs, probs, tree)[way]
+        assert verdict.invalid.tolist() == [True]
+        assert verdict.tokens.tolist() == [[0, -1]]
 
 
 # --- trim

@@ -58,12 +58,13 @@ def prepare(
     max_seq_len = max(map(len, questions), default=0) + turn_tokens + max_new_tokens + 256
     engine = attach(model, None, algo=None, tokenizer=tokenizer, max_batch=max_batch, max_seq_len=max_seq_len)
     laws, chunk = [float(t) for t in temperatures.split(",")], 4 * max_batch
-    total = Budget(gen_minutes)
     turns = Budget(gen_minutes * USER_TURN_SHARE if gen_minutes else None)
     chat_prompts = self_chat_prompts(engine, tokenizer, chats, seed, turn_tokens, chunk=chunk, budget=turns)
+    turns_report = turns.report()
     jobs = answer_jobs(questions, laws, samples_per_question, seed) + answer_jobs(chat_prompts, laws, 1, seed + 1)
     random.Random(seed).shuffle(jobs)  # so that a run cut short has the same mix
-    corpus = answer(engine, jobs, max_new_tokens, chunk=chunk, budget=total, keep=lambda c: c.save(out))
+    rest = Budget(gen_minutes - turns.seconds / 60 if gen_minutes else None)
+    corpus = answer(engine, jobs, max_new_tokens, chunk=chunk, budget=rest, keep=lambda c: c.save(out))
     engine.detach()
     corpus.save(out)
     if len(corpus):
@@ -73,8 +74,8 @@ def prepare(
         "target": target,
         "questions": len(questions),
         "chats": len(chat_prompts),
-        "user_turns": turns.report(),
-        "answers": total.report(),
+        "user_turns": turns_report,
+        "answers": rest.report(),
         **_sizes(corpus),
     }
 

@@ -6,7 +6,7 @@ It keeps the sampled token ids; text is never tokenised again. The engine is han
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,15 @@ class Job:
     sampling: SamplingParams
 
 
+@dataclass(frozen=True)
+class Said:
+    """What the target said to a prompt, the id that ended it included, and why it ended."""
+
+    prompt: list[int]
+    tokens: list[int]
+    finish: str
+
+
 @dataclass
 class Budget:
     """Wall clock for generating; None: as long as it takes. Counts what came out."""
@@ -42,10 +51,18 @@ class Budget:
         """Since it began."""
         return time.monotonic() - self.began
 
-    @property
-    def is_spent(self) -> bool:
-        """Whether no further chunk should start."""
-        return self.minutes is not None and self.seconds >= 60 * self.minutes
+    def affordable(self, chunk: int) -> int:
+        """Requests to start next: `chunk` of them, fewer at the end as the pace so far says, 0 to stop.
+
+        A limited budget begins with a quarter chunk, to learn the pace.
+        """
+        if self.minutes is None:
+            return chunk
+        left = 60 * self.minutes - self.seconds
+        if not self.num_requests:
+            return max(chunk // 4, 1) if left > 0 else 0
+        fitting = int(left * self.num_requests / self.seconds)
+        return min(chunk, fitting) if fitting >= max(chunk // 8, 1) else 0
 
     def report(self) -> dict[str, Any]:
         """Requests, generated tokens, minutes and tokens a second."""
@@ -100,19 +117,17 @@ def self_chat_prompts(
     """
     prefix, suffix = (encode(tokenizer, part) for part in user_turn_frame(tokenizer))
     ends = {tokenizer.eos_token_id, suffix[0]} - {None}
-    seen: set[tuple[int, ...]] = set()
+    turns: dict[tuple[int, ...], None] = {}  # an ordered set
+    kept: list[tuple[int, ...]] = []
     jobs = [Job(prefix, SamplingParams(temperature=1.0, seed=_seed(seed, i))) for i in range(3 * n)]
     with tqdm(total=n, desc="user turns", unit="turn") as bar:
-        for _, turn, finish in run_jobs(engine, jobs, max_new_tokens, sorted(ends), chunk, budget or Budget()):
-            while turn and turn[-1] in ends:
-                turn = turn[:-1]
-            if finish == "length" or len(turn) < MIN_USER_TURN or tuple(turn) in seen:
-                continue
-            seen.add(tuple(turn))
-            bar.update()
-            if len(seen) == n:
+        for said in run_jobs(engine, jobs, max_new_tokens, sorted(ends), chunk, budget or Budget()):
+            turns.update(dict.fromkeys(_turn(s, ends) for s in said if s.finish != "length"))
+            kept = [turn for turn in turns if len(turn) >= MIN_USER_TURN][:n]
+            bar.update(len(kept) - bar.n)
+            if len(kept) == n:
                 break
-    return [prefix + list(turn) + suffix for turn in seen]
+    return [prefix + list(turn) + suffix for turn in kept]
 
 
 def answer_jobs(
@@ -147,29 +162,25 @@ def answer(
 ) -> Corpus:
     """The corpus of the target's answers to `jobs`. Stops cleanly when the budget is spent.
 
-    keep: is called with all there is so far, now and then, to save it.
+    keep: is called with all there is so far after every chunk, to save it.
     """
     pairs: list[tuple[list[int], list[int]]] = []
-    saved = time.monotonic()
     with tqdm(total=len(jobs), desc="answers", unit="answer") as bar:
-        for prompt, tokens, _ in run_jobs(engine, jobs, max_new_tokens, [], chunk, budget or Budget()):
-            bar.update()
-            if tokens:
-                pairs.append((prompt, tokens))
-            if keep and time.monotonic() - saved > 60:
+        for said in run_jobs(engine, jobs, max_new_tokens, [], chunk, budget or Budget()):
+            pairs += [(s.prompt, s.tokens) for s in said if s.tokens and s.finish != "error"]
+            bar.update(len(said))
+            if keep:
                 keep(Corpus.of(pairs))
-                saved = time.monotonic()
     return Corpus.of(pairs)
 
 
 def run_jobs(
     engine: Any, jobs: Sequence[Job], max_new_tokens: int, stop_token_ids: list[int], chunk: int, budget: Budget
-) -> Iterator[tuple[list[int], list[int], str]]:
-    """(prompt, generated ids, finish reason) of each job, in order, until the budget is spent."""
-    for start in range(0, len(jobs), chunk):
-        if budget.is_spent:
-            return
-        part = jobs[start : start + chunk]
+) -> Iterator[list[Said]]:
+    """What was said to the jobs, in order, a chunk at a time, until the budget is spent."""
+    start = 0
+    while start < len(jobs) and (size := budget.affordable(chunk)):
+        part = jobs[start : start + size]
         out = engine.generate(
             [job.prompt for job in part],
             max_new_tokens=max_new_tokens,
@@ -177,10 +188,18 @@ def run_jobs(
             ignore_eos=False,
             stop_token_ids=stop_token_ids,
         )
+        start += len(part)
         budget.num_requests += len(part)
         budget.num_tokens += sum(map(len, out.tokens))
-        for job, tokens, finish in zip(part, out.tokens, out.finish_reasons, strict=True):
-            yield job.prompt, list(tokens), finish
+        yield [Said(j.prompt, list(t), f) for j, t, f in zip(part, out.tokens, out.finish_reasons, strict=True)]
+
+
+def _turn(said: Said, ends: Collection[int]) -> tuple[int, ...]:
+    """The ids of a user turn, without what ended it."""
+    tokens = said.tokens
+    while tokens and tokens[-1] in ends:
+        tokens = tokens[:-1]
+    return tuple(tokens)
 
 
 def _seed(seed: int, i: int) -> int:

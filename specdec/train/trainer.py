@@ -40,7 +40,7 @@ class TrainConfig:
     num_steps: int = 5
     step_decay: float = 0.8
     lk_weight: float = 0.0
-    lr: float = 1e-3
+    lr: float = 2e-3
     weight_decay: float = 0.01
     warmup: float = 0.015
     clip: float = 0.5

@@ -1,0 +1,55 @@
+"""Tiny targets, heads and corpora for the training tests."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdec.models.eagle3 import Eagle3Head
+from specdec.train.data import Corpus
+from specdec.train.new_head import head_config, new_head
+
+VOCAB = 96
+EOS = 2
+AUX = (0, 1, 3)
+
+
+def tiny_target(seed: int = 0) -> LlamaForCausalLM:
+    """A random Llama of 5 layers, hidden size 64, grouped heads; logits sharp enough to have clear argmaxes."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        eos_token_id=EOS,
+    )
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    model.lm_head.weight.mul_(6.0)  # a random model is undecided; a draft of it could be right by chance only
+    return model
+
+
+def tiny_head(model: LlamaForCausalLM, draft_vocab_size: int = 64, seed: int = 1) -> Eagle3Head:
+    """A fresh head for `model` whose hot vocabulary leaves gaps."""
+    hot = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:draft_vocab_size]
+    return new_head(model, head_config(model, draft_vocab_size, AUX), hot.sort().values, seed)
+
+
+def tiny_corpus(model: LlamaForCausalLM, num_sequences: int, seed: int = 0) -> Corpus:
+    """Random prompts of 8-12 tokens with greedy answers of 12-20 tokens."""
+    rng = random.Random(seed)
+    pairs = []
+    for _ in range(num_sequences):
+        prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(8, 12))]
+        ids = torch.tensor([prompt])
+        for _ in range(rng.randint(12, 20)):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        pairs.append((prompt, ids[0, len(prompt) :].tolist()))
+    return Corpus.of(pairs)
