@@ -56,7 +56,7 @@ def prepare(
     questions = gsm8k_prompts(gsm8k, tokenizer)[:num_questions] if gsm8k else []
     turn_tokens = min(max_new_tokens, 128) if chats else 0
     max_seq_len = max(map(len, questions), default=0) + turn_tokens + max_new_tokens + 256
-    engine = attach(model, None, algo=None, tokenizer=tokenizer, max_batch=max_batch, max_seq_len=max_seq_len)
+    engine = attach(model, None, algo=None, max_batch=max_batch, max_seq_len=max_seq_len)
     laws, chunk = [float(t) for t in temperatures.split(",")], 4 * max_batch
     turns = Budget(gen_minutes * USER_TURN_SHARE if gen_minutes else None)
     chat_prompts = self_chat_prompts(engine, tokenizer, chats, seed, turn_tokens, chunk=chunk, budget=turns)
