@@ -1,4 +1,4 @@
-"""The attention contract: what a layer needs, what a backend can do, and the two calls of a forward (DESIGN section 4)."""
+"""The attention contract: what a layer needs, what a backend can do, and the two calls of a forward."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

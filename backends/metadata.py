@@ -48,9 +48,7 @@ def uniform_metadata(
     )
 
 
-def prefill_metadata(
-    slot_tables: torch.Tensor, starts: Sequence[int], q_lens: Sequence[int]
-) -> AttentionMetadata:
+def prefill_metadata(slot_tables: torch.Tensor, starts: Sequence[int], q_lens: Sequence[int]) -> AttentionMetadata:
     """Metadata of a packed prefill: request i brings the `q_lens[i]` tokens from position `starts[i]` on."""
     device = slot_tables.device
     positions = torch.cat([torch.arange(s, s + n, device=device) for s, n in zip(starts, q_lens, strict=True)])

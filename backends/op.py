@@ -48,9 +48,7 @@ def forward_context(context: ForwardContext, metadata: AttentionMetadata) -> Ite
 @torch.library.custom_op("specdec::attn", mutates_args=("out",))
 def _attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
     context = _CURRENT.get()
-    context.backend.run(
-        q, k, v, out, context.pool, layer_id, context.layers[layer_id], context.sinks[layer_id]
-    )
+    context.backend.run(q, k, v, out, context.pool, layer_id, context.layers[layer_id], context.sinks[layer_id])
 
 
 @_attn.register_fake

@@ -12,9 +12,7 @@ from specdec.errors import AttachError
 BACKENDS: Mapping[str, type[AttentionBackend]] = MappingProxyType({"torch": TorchBackend})
 
 
-def pick_backend(
-    name: str, layers: Sequence[LayerSpec], dtype: torch.dtype
-) -> tuple[type[AttentionBackend], str]:
+def pick_backend(name: str, layers: Sequence[LayerSpec], dtype: torch.dtype) -> tuple[type[AttentionBackend], str]:
     """The backend class for `name` ("auto" takes the first that can run the model) and why it was picked.
 
     Raises ValueError for an unknown name and AttachError, with every unmet need, if none can run the model.

@@ -19,7 +19,9 @@ class Counters:
     """A PathCounters for every mode of one engine."""
 
     def __init__(self) -> None:
-        self.paths: dict[ForwardMode, PathCounters] = {mode: PathCounters() for mode in ForwardMode if mode is not ForwardMode.IDLE}
+        self.paths: dict[ForwardMode, PathCounters] = {
+            mode: PathCounters() for mode in ForwardMode if mode is not ForwardMode.IDLE
+        }
 
     def __getitem__(self, mode: ForwardMode) -> PathCounters:
         return self.paths[mode]

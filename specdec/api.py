@@ -1,12 +1,11 @@
 """The face: `attach()` a draft to a live causal LM, and the `Engine` that generates the same text faster."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -16,7 +15,7 @@ from specdec.draft.algo_spec import algo_spec
 from specdec.draft.eagle3 import Eagle3Worker
 from specdec.draft.worker import DraftWorker, NoDraft
 from specdec.engine import MAX_STOP_IDS, Core
-from specdec.errors import AttachError, CapacityError, DetachedError
+from specdec.errors import CapacityError, DetachedError
 from specdec.graphs.counters import Counters
 from specdec.kv_cache import SlotTables
 from specdec.metrics import AcceptanceStats
@@ -109,15 +108,13 @@ class Engine:
         stop: strings that end a request; its text ends before the string. stop_token_ids: ids that end it.
         Every argument is checked before any work starts; ValueError (CapacityError for what can never fit).
         """
-        requests = self._requests(
-            prompts, attention_mask, max_new_tokens, sampling, stop, stop_token_ids, ignore_eos
-        )
+        requests = self._requests(prompts, attention_mask, max_new_tokens, sampling, stop, stop_token_ids, ignore_eos)
         start = time.perf_counter()
         for _ in self._run(requests):
             pass
         return _output(requests, time.perf_counter() - start)
 
-    def stream(self, prompt: Any, **options: Any) -> Iterator[str]:
+    def stream(self, prompt: Any, **options: Any) -> Generator[str, None, RequestOutput]:
         """Yield the text of ONE prompt as it becomes certain; the options are those of `generate`.
 
         The generator's return value is the RequestOutput. Closing it early frees the request's slots.
@@ -175,7 +172,7 @@ class Engine:
             raise DetachedError("this engine was detached from its model; call specdec.attach() for a new one")
         return self._core
 
-    def _stream(self, requests: list[Request]) -> Iterator[str]:
+    def _stream(self, requests: list[Request]) -> Generator[str, None, RequestOutput]:
         start, request, num_given = time.perf_counter(), requests[0], 0
         for _ in self._run(requests):
             text, num_given = request.text[num_given:], len(request.text)
@@ -332,6 +329,3 @@ def _output(requests: list[Request], time_s: float) -> GenerationOutput:
         time_s=time_s,
     )
     return GenerationOutput(outputs, stats)
-
-
-__all__ = ["AttachError", "Engine", "attach"]

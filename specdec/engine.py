@@ -1,9 +1,10 @@
-"""The engine: one target, one draft worker, and the round they play. It owns all GPU state; the scheduler owns requests.
+"""The engine: one target, one draft worker, and the round they play.
 
     step():  admit → prefill → draft → verify → accept → commit → extend → read the results
 
-The engine knows token ids only; text is the Detokenizer's. Nothing between the start of a round and its end looks at
-the device from the host; results come back in one pinned copy, on CUDA a round late.
+The engine owns all device state, the scheduler owns requests; the engine knows token ids only. Nothing between the
+start of a round and its end looks at the device from the host; results come back in one pinned copy, on CUDA a round
+late.
 """
 
 import warnings
@@ -127,7 +128,7 @@ class Core:
             request.num_prefilled += n
         last_rows = self._tensor(lens).cumsum(0) - 1
         metadata = prefill_metadata(self.slot_tables.table[rows], starts, lens)
-        output = self.target.forward(self.context, metadata, self._tensor(sum(ids, [])), last_rows)
+        output = self.target.forward(self.context, metadata, self._tensor([t for piece in ids for t in piece]), last_rows)
         done = [i for i, (r, _) in enumerate(pieces) if r.is_prefilled]
         next_ids = self._tensor(_shifted(pieces, starts))
         if done:
@@ -163,7 +164,9 @@ class Core:
         """draft → verify → accept → commit → extend for all `requests`, without looking at the device."""
         batch = self._batch(requests)
         draft = self.worker.draft(batch)
-        output = self.target.forward(self.context, self._verify_metadata(batch, draft.tree), draft.tree.tokens.view(-1), None)
+        output = self.target.forward(
+            self.context, self._verify_metadata(batch, draft.tree), draft.tree.tokens.view(-1), None
+        )
         shape = draft.tree.tokens.shape
         verdict = self._decide(batch, draft, output.logits.view(*shape, -1), STREAM_VERIFY)
         self._commit(batch, verdict)
@@ -264,7 +267,8 @@ class Core:
             if not request.is_running or accept_len == 0:
                 continue
             if invalid:
-                warnings.warn(f"request ended: the target's logits are not finite after {len(request.tokens)} tokens")
+                message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"
+                warnings.warn(message, stacklevel=4)
                 request.finish_reason = "error"
             else:
                 num_before = len(request.tokens)

@@ -25,4 +25,3 @@ class CapacityError(ValueError):
 
 class DetachedError(ValueError):
     """The engine was detached from its model and cannot generate any more."""
-

@@ -21,7 +21,7 @@ class LayerShape:
 
 
 class KVPool:
-    """K and V of every layer: k[layer] is [num_slots, num_kv_heads, qk_dim], v[layer] [num_slots, num_kv_heads, v_dim]."""
+    """K and V of every layer: k[layer] is [num_slots, Hkv, qk_dim], v[layer] is [num_slots, Hkv, v_dim]."""
 
     def __init__(self, layers: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device):
         def zeros(heads: int, dim: int) -> torch.Tensor:

@@ -123,8 +123,11 @@ def _tensor_to_ids(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[in
 
 
 def _is_ints(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and all(
-        isinstance(x, int) and not isinstance(x, bool) for x in value
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and len(value) > 0
+        and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
     )
 
 
@@ -133,6 +136,8 @@ def _is_rows_of_ints(value: Any) -> bool:
 
 
 def _is_chat(value: Any) -> bool:
-    return isinstance(value, Sequence) and len(value) > 0 and all(
-        isinstance(m, Mapping) and "role" in m and "content" in m for m in value
+    return (
+        isinstance(value, Sequence)
+        and len(value) > 0
+        and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in value)
     )

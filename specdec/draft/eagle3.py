@@ -72,7 +72,9 @@ class Eagle3Worker(DraftWorker):
             ForwardMode.DRAFT_EXTEND, batch.slot_tables, batch.seq_lens, q_len=width, max_prefix=batch.max_prefix
         )
         ids = verdict.tokens.clamp(min=0).view(-1)
-        hidden = self._forward(metadata, ids, self.head.fuse(features.flatten(0, 1))).view(-1, width, self.hidden.shape[1])
+        hidden = self._forward(metadata, ids, self.head.fuse(features.flatten(0, 1))).view(
+            -1, width, self.hidden.shape[1]
+        )
         last = (verdict.accept_lens - 1).clamp(min=0)
         self._keep(batch.rows, hidden[torch.arange(hidden.shape[0], device=last.device), last])
 
@@ -134,7 +136,11 @@ class Eagle3Worker(DraftWorker):
             tokens.append(child_ids)
             scores.append(cumulative)
             parents.append(names.repeat_interleave(k, 1))
-            frontier_ids, frontier_scores, names = child_ids.gather(1, kept), cumulative.gather(1, kept), first_name + kept
+            frontier_ids, frontier_scores, names = (
+                child_ids.gather(1, kept),
+                cumulative.gather(1, kept),
+                first_name + kept,
+            )
             hidden = hidden.view(bs, k, -1).gather(1, (kept // k).unsqueeze(2).expand(-1, -1, hidden.shape[-1]))
             bits = bits.gather(1, kept // k)
         tree = build(
@@ -165,9 +171,7 @@ class Eagle3Worker(DraftWorker):
     def _forward(self, metadata: AttentionMetadata, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """One forward of the head: ids [T] int64 (token p+1), hidden [T, h_d] (feature or state at p): [T, h_d]."""
         with forward_context(self.context, metadata):
-            return self.head(
-                self.embed_tokens(ids), hidden, metadata.positions, lambda q, k, v: attention(q, k, v, 0)
-            )
+            return self.head(self.embed_tokens(ids), hidden, metadata.positions, lambda q, k, v: attention(q, k, v, 0))
 
     def _keep(self, rows: torch.Tensor, hidden: torch.Tensor) -> None:
         """Store the state [n, h_d] that predicts the next token of `rows`, and its logits."""

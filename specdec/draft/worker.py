@@ -104,4 +104,3 @@ class NoDraft(DraftWorker):
     @property
     def facts(self) -> dict[str, Any]:
         return {"algo": None}
-

@@ -40,7 +40,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     """The paper's low, middle and high layer for a target of `num_layers`: outputs of layers 1, n//2-1 and n-4."""
     low, mid, high = 1, num_layers // 2 - 1, num_layers - 4
     if not 0 <= low < mid < high:
-        raise ValueError(f"a target of {num_layers} layers has no three aux layers {low, mid, high}; name them yourself")
+        raise ValueError(f"a target of {num_layers} layers has no aux layers {low, mid, high}; name three yourself")
     return low, mid, high
 
 

@@ -5,7 +5,6 @@ and only while we run it (the implementation name is set on its configs inside `
 """
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,9 +112,8 @@ class HFTarget:
 
 def _warn_about_rotary(model: nn.Module) -> None:
     """Rotary frequencies in low precision change every text a little; `model.to(dtype)` makes them so."""
-    low: Sequence[str] = [
-        name for name, b in model.named_buffers() if name.endswith("inv_freq") and b.dtype not in (torch.float32, torch.float64)
-    ]
+    exact = (torch.float32, torch.float64)
+    low = [name for name, b in model.named_buffers() if name.endswith("inv_freq") and b.dtype not in exact]
     if low:
         warnings.warn(
             f"{low[0]} is in low precision: model.to(dtype) rounded the rotary frequencies. The engine reproduces the "

@@ -78,8 +78,8 @@ def load_eagle3(path_or_id: str | Path, target: TargetShape, dtype: torch.dtype,
     head.load_state_dict({name: weights[name] for name in wanted}, strict=False)
     head = head.to(device=device, dtype=dtype).eval()
     if "lm_head.weight" not in wanted:
-        rows = target.lm_head.weight.detach()[head.hot_ids]  # type: ignore[index]
-        head.lm_head.weight.data.copy_(rows)
+        all_rows = target.lm_head.get_parameter("weight").detach()
+        head.lm_head.weight.data.copy_(all_rows[head.hot_ids])
     return head.requires_grad_(False)
 
 
@@ -196,9 +196,9 @@ def _aux_layers(raw: dict[str, Any], num_layers: int, problems: list[str]) -> tu
     ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
     layers = tuple(i - 1 for i in ids) if ids else default_aux_layers(num_layers)
     if len(layers) != 3 or not all(0 <= i < num_layers - 1 for i in layers):
-        problems.append(f"aux layer ids {ids} do not fit a target of {num_layers} layers (three of 1..{num_layers - 1})")
+        problems.append(f"aux layer ids {ids} do not fit {num_layers} layers (three of 1..{num_layers - 1})")
         return (0, 0, 0)
-    return layers  # type: ignore[return-value]
+    return layers
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

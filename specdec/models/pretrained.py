@@ -39,4 +39,4 @@ def load_pretrained(
     options: dict[str, Any] = {"dtype": dtype, **extra}
     model = AutoModelForCausalLM.from_pretrained(source, **options)
     tokenizer = AutoTokenizer.from_pretrained(source, **extra)
-    return model.to(device).eval(), tokenizer  # type: ignore[arg-type]
+    return model.to(device).eval(), tokenizer

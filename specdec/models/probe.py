@@ -182,7 +182,7 @@ def _static_reasons(model: PreTrainedModel) -> list[str]:
     if foreign:
         reasons.append(f"layer types {foreign}: recurrent state or chunked attention is not supported")
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {p.get("rope_type") for p in [rope, *rope.values()] if isinstance(p, dict)}
+    kinds = {str(p.get("rope_type")) for p in [rope, *rope.values()] if isinstance(p, dict)}
     for kind in sorted(kinds & {"dynamic", "longrope"}):
         reasons.append(f"rope type {kind!r}: rotary frequencies depend on the longest sequence of the batch")
     if model.training:
