@@ -116,6 +116,7 @@ def bench_acceptance(
     device: Device = "auto",
     dtype: Dtype = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder for the result file.")] = None,
+    shape: Annotated[str, typer.Option(help="Name of the target's shape in the result file.")] = "135m",
 ) -> None:
     """Acceptance length (tau) and per-position acceptance; the last line is one JSON object."""
     model, tokenizer = load(target, dtype, device)
@@ -138,7 +139,7 @@ def bench_acceptance(
     if out is not None:
         config = {"target": target, "draft": draft, "dtype": str(model.dtype)}
         what = f"acceptance-s{steps}k{topk}"
-        write_results(out, what, "135m" if target == BUNDLED else Path(target).stem, config, rows)
+        write_results(out, what, shape, config, rows)
     print(json.dumps({"rows": rows}))
 
 

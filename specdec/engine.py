@@ -128,7 +128,8 @@ class Core:
             request.num_prefilled += n
         last_rows = self._tensor(lens).cumsum(0) - 1
         metadata = prefill_metadata(self.slot_tables.table[rows], starts, lens)
-        output = self.target.forward(self.context, metadata, self._tensor([t for piece in ids for t in piece]), last_rows)
+        packed_ids = self._tensor([t for piece in ids for t in piece])
+        output = self.target.forward(self.context, metadata, packed_ids, last_rows)
         done = [i for i, (r, _) in enumerate(pieces) if r.is_prefilled]
         next_ids = self._tensor(_shifted(pieces, starts))
         if done:
@@ -180,13 +181,14 @@ class Core:
         rows = self._tensor([r.row for r in requests])
         longest = max(r.max_len_bound for r in requests)
         is_greedy = all(r.sampling.is_greedy for r in requests)
+        has_filters = any(r.sampling.has_filters for r in requests)
         bound = -(-longest // PREFIX_STEP) * PREFIX_STEP
         return RoundBatch(
             rows=rows,
             slot_tables=self.slot_tables.table[rows],
             seq_lens=self.state.seq_lens[rows],
             roots=self.state.roots[rows],
-            sampling=None if is_greedy else self.state.sampling.select(rows),
+            sampling=None if is_greedy else self.state.sampling.select(rows, has_filters),
             max_prefix=min(bound, self.slot_tables.table.shape[1]),
         )
 

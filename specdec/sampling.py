@@ -51,7 +51,13 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the argmax is wanted."""
         return self.temperature == 0
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether top-k, top-p or min-p drops anything."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +69,7 @@ class SamplingBatch:
     top_p: Tensor  # [bs], float64: 1 - top_p rounds to float32 once, as in HF, or a tie at the edge falls otherwise
     min_p: Tensor  # [bs], float32
     seeds: Tensor  # [bs], int64
+    has_filters: bool = True  # known on the host; False spares the sort over the vocabulary
 
     @classmethod
     def stack(cls, params: Sequence[SamplingParams], device: torch.device | str) -> "SamplingBatch":
@@ -73,16 +80,18 @@ class SamplingBatch:
             top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
             min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
             seeds=torch.tensor([p.seed for p in params], dtype=torch.int64, device=device),
+            has_filters=any(p.has_filters for p in params),
         )
 
-    def select(self, rows: Tensor) -> "SamplingBatch":
-        """The requests `rows` ([n], int64), in that order."""
+    def select(self, rows: Tensor, has_filters: bool | None = None) -> "SamplingBatch":
+        """The requests `rows` ([n], int64), in that order; has_filters if the caller knows better for these rows."""
         return SamplingBatch(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
             top_p=self.top_p[rows],
             min_p=self.min_p[rows],
             seeds=self.seeds[rows],
+            has_filters=self.has_filters if has_filters is None else has_filters,
         )
 
 
@@ -98,8 +107,9 @@ def process_logits(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     logits = logits.float()
     is_greedy = (sampling.temperature == 0)[:, None, None]
     scaled = logits / torch.where(is_greedy, 1.0, sampling.temperature[:, None, None])
-    scaled = _drop_below_top_k_top_p(scaled, sampling.top_k[:, None, None], sampling.top_p[:, None, None])
-    scaled = _drop_below_min_p(scaled, sampling.min_p[:, None, None])
+    if sampling.has_filters:
+        scaled = _drop_below_top_k_top_p(scaled, sampling.top_k[:, None, None], sampling.top_p[:, None, None])
+        scaled = _drop_below_min_p(scaled, sampling.min_p[:, None, None])
 
     tokens = torch.arange(logits.shape[-1], device=logits.device)
     one_hot = (tokens == logits.argmax(-1, keepdim=True)).float()

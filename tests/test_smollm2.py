@@ -1,0 +1,72 @@
+"""The main job on the real target with the shipped head: equal text, real acceptance, the demo's last line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec import attach, heads
+from specdec.bench import acceptance
+from specdec.demo import PROMPTS, run_demo
+from specdec.prompts import chat_ids, read_questions
+
+NUM_TOKENS = 32
+CONFIGS = ({"num_steps": 3}, {"num_steps": 4, "topk": 4, "num_draft_tokens": 16})
+
+
+@pytest.fixture(scope="module")
+def references(smollm2):
+    """Prompts (ids) and what HF's greedy `generate` says to them."""
+    model, tokenizer = smollm2
+    prompts = chat_ids(list(PROMPTS), tokenizer)
+    out = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False)
+        out.append(full[0, len(prompt) :].tolist())
+    return prompts, out
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("config", CONFIGS, ids=["chain", "tree"])
+def test_greedy_speculation_equals_generate(smollm2, references, config, batch):
+    model, tokenizer = smollm2
+    prompts, expected = references
+    engine = attach(model, heads.path(), tokenizer=tokenizer, max_batch=batch, **config)
+    try:
+        out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
+        engine.check_integrity()
+    finally:
+        engine.detach()
+    assert out.tokens == expected
+    assert out.stats.tau > 1.5  # a head whose features or ids are shifted accepts almost nothing
+
+
+def test_demo_reports_equal_outputs(smollm2, capsys):
+    model, tokenizer = smollm2
+    run_demo(model, tokenizer, heads.path(), num_steps=2, max_new_tokens=12, prompts=PROMPTS[:2])
+    last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert set(last) == {"hf_tok_s", "plain_tok_s", "spec_tok_s", "tau", "equal"}
+    assert last["equal"] is True
+
+
+def test_acceptance_row(smollm2, tmp_path: Path):
+    model, tokenizer = smollm2
+    file = tmp_path / "own.jsonl"
+    file.write_text("\n".join(json.dumps({"question": p}) for p in PROMPTS[:2]))
+    prompts = chat_ids(read_questions(file), tokenizer)
+    row = acceptance(model, heads.path(), prompts, name="own", num_steps=2, max_new_tokens=16)
+    assert row["tau"] == pytest.approx(1 + sum(row["accept_at"]), abs=1e-3)
+    assert row["draft_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "holds no prompts"), ("{", "not JSON"), ('{"a": 1}', "none of"), (None, "no such file")]
+)
+def test_bad_prompt_files(tmp_path: Path, text: str | None, message: str):
+    file = tmp_path / "p.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_questions(file)
