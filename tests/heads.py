@@ -1,0 +1,95 @@
+"""Draft heads and workers for tests: a random EAGLE-3 head, and an oracle that proposes the right tokens most times."""
+
+from typing import Any
+
+import torch
+
+from specdec.draft.worker import Draft, DraftWorker, PrefillChunk, RoundBatch
+from specdec.models.eagle3 import Eagle3Config, Eagle3Head
+from specdec.tree import build, chain
+from specdec.verify import Verdict
+
+
+def random_head(model: Any, draft_vocab_size: int = 64, aux: tuple[int, int, int] = (0, 1, 2), seed: int = 0):
+    """A head that fits `model` and proposes noise."""
+    torch.manual_seed(seed)
+    c = model.config.get_text_config()
+    h, vocab = c.hidden_size, c.vocab_size
+    head = Eagle3Head(Eagle3Config(h, h, 64, 4, 2, 16, vocab, draft_vocab_size, aux))
+    head.set_hot_vocab(torch.randperm(vocab)[:draft_vocab_size])
+    for p in head.parameters():
+        if p.dim() > 1:
+            p.data = torch.randn_like(p) * 0.1
+    return head.eval().requires_grad_(False)
+
+
+class OracleWorker(DraftWorker):
+    """Knows what every prompt continues with, by its length, and proposes it; each token is spoilt one time in four.
+
+    With topk > 1 the true token takes a random rank among its siblings, so that accepted paths are no straight lines.
+    """
+
+    def __init__(self, config: Any, texts: list[list[int]], vocab_size: int, seed: int = 0):
+        self.config = config
+        self.texts = texts  # prompt + continuation, distinct in their prompts' lengths
+        self.vocab_size = vocab_size
+        self.owner: dict[int, list[int]] = {}
+        self.random = torch.Generator().manual_seed(seed)
+
+    def prefill(self, chunk: PrefillChunk, aux: torch.Tensor | None) -> None:
+        ends = [int(chunk.metadata.positions[i]) + 1 for i in chunk.last_rows.tolist()]
+        first = chunk.next_ids[chunk.last_rows].tolist()
+        for row, end, token in zip(chunk.rows.tolist(), ends, first, strict=True):
+            matches = [t for t in self.texts if len(t) > end and t[end] == token]
+            self.owner[row] = matches[0]
+
+    def register(self, row: int, text: list[int]) -> None:
+        self.owner[row] = text
+
+    def draft(self, batch: RoundBatch) -> Draft:
+        k, num_steps = self.config.topk, self.config.num_steps
+        true = torch.tensor(
+            [
+                [self._true(row, length + d) for d in range(1, num_steps + 1)]
+                for row, length in zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True)
+            ]
+        )
+        spoilt = torch.rand(true.shape, generator=self.random) < 0.25
+        tokens = torch.where(spoilt, (true + 1) % self.vocab_size, true)
+        if k == 1:
+            return Draft(chain(batch.roots, tokens), None)
+        return Draft(self._tree(batch.roots, tokens, k), None)
+
+    def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> None:
+        return None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"algo": "oracle"}
+
+    def _true(self, row: int, position: int) -> int:
+        text = self.owner[row]
+        return text[position] if position < len(text) else 3
+
+    def _tree(self, roots: torch.Tensor, line: torch.Tensor, k: int):
+        """K children a step, of the true line's node only; the line's token sits at a random rank."""
+        bs, num_steps = line.shape
+        tokens, parents, scores, depths = [], [], [], []
+        parent = torch.full((bs,), -1)
+        for step in range(num_steps):
+            rank = torch.randint(0, k, (bs,), generator=self.random)
+            offsets = (torch.arange(k) - rank.unsqueeze(1)) * 7  # 0 at the line's rank: siblings stay distinct
+            tokens.append((line[:, step : step + 1] + offsets) % self.vocab_size)
+            parents.append(parent.unsqueeze(1).expand(-1, k))
+            scores.append(-torch.full((bs, k), float(step + 1)))
+            depths += [step + 1] * k
+            parent = step * k + rank
+        return build(
+            roots,
+            torch.cat(tokens, 1),
+            torch.cat(scores, 1),
+            torch.cat(parents, 1),
+            torch.tensor(depths),
+            num_draft_tokens=self.config.verify_width,
+            num_steps=num_steps,
+        )

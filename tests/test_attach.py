@@ -1,0 +1,102 @@
+"""Attach and detach on live models of many architectures: the same text as `generate`, and no trace afterwards."""
+
+import pytest
+import torch
+
+import specdec
+from specdec.models.probe import attention_configs
+from tests.heads import random_head
+from tests.tiny_models import ADMITTED, REFUSED, VOCAB, tiny_model
+
+LENGTHS = (23, 5, 14, 40, 1)
+NUM_TOKENS = 24
+CONFIGS = (None, {"num_steps": 3}, {"num_steps": 4, "topk": 4, "num_draft_tokens": 16})
+
+
+def ragged_prompts(seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def greedy(model, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+    ids = torch.tensor([prompt], device=model.device)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ADMITTED)
+def test_engine_equals_generate(name):
+    model, prompts = tiny_model(name), ragged_prompts()
+    expected = [greedy(model, p) for p in prompts]
+    for config in CONFIGS:
+        engine = specdec.attach(model, random_head(model) if config else None, max_batch=4, **(config or {}))
+        out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
+        engine.check_integrity()
+        engine.detach()
+        assert out.tokens == expected, config
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), zip(REFUSED, ("linear_attention", "chunked", "AttentionInterface"), strict=True)
+)
+def test_unsupported_models_are_refused_with_their_reason(name, reason):
+    with pytest.raises(specdec.AttachError, match=reason) as caught:
+        specdec.attach(tiny_model(name))
+    assert caught.value.reasons
+
+
+def test_detach_leaves_the_model_as_it_was():
+    model = tiny_model("llama")
+    ids = torch.tensor([ragged_prompts()[0]])
+    before = model(ids, output_hidden_states=[0]).logits  # HF itself leaves attributes behind the first time
+    names = [sorted(vars(m)) for m in model.modules()]
+    implementations = [c._attn_implementation for c in attention_configs(model)]
+    engine = specdec.attach(model, random_head(model))
+    engine.generate(ids, max_new_tokens=8)
+    assert greedy(model, ids[0].tolist(), 8)  # usable while attached
+    engine.detach()
+    assert torch.equal(model(ids).logits, before)
+    assert [sorted(vars(m)) for m in model.modules()] == names
+    assert [c._attn_implementation for c in attention_configs(model)] == implementations
+
+
+def test_attach_twice_and_generate_after_detach():
+    model = tiny_model("llama")
+    engine = specdec.attach(model)
+    with pytest.raises(specdec.AttachError, match=r"attached already.*detach\(\)"):
+        specdec.attach(model)
+    engine.detach()
+    for call in (lambda: engine.generate([[3]]), engine.report, engine.detach):
+        with pytest.raises(specdec.DetachedError, match="detached"):
+            call()
+    specdec.attach(model).detach()
+
+
+def test_two_engines_do_not_meet():
+    models = [tiny_model("llama", seed=1), tiny_model("qwen3", seed=2)]
+    prompt = ragged_prompts()[0]
+    expected = [greedy(m, prompt) for m in models]
+    engines = [specdec.attach(m, random_head(m)) for m in models]
+    requests = [e._requests(prompt, None, NUM_TOKENS, None, (), (), False) for e in engines]
+    runs = [e._run(r) for e, r in zip(engines, requests, strict=True)]
+    while any(r[0].finish_reason is None for r in requests):
+        for run in runs:
+            next(run, None)
+    assert [r[0].tokens for r in requests] == expected
+
+
+def test_aux_hidden_states_are_outputs_of_the_named_layers():
+    model = tiny_model("llama")
+    prompt = torch.tensor([ragged_prompts()[0]])
+    classic = model(prompt, output_hidden_states=True).hidden_states  # entry 0 is the embedding
+    engine = specdec.attach(model, random_head(model, aux=(0, 1, 2)))
+    seen = []
+    engine._core.worker.prefill = lambda chunk, aux: seen.append(aux)
+    run = engine._run(engine._requests(prompt, None, 1, None, (), (), False))
+    next(run)
+    torch.testing.assert_close(seen[0], torch.cat([classic[i + 1][0] for i in (0, 1, 2)], -1), atol=1e-5, rtol=1e-5)
+
+
+def test_low_precision_rotary_is_reported():
+    with pytest.warns(UserWarning, match="inv_freq is in low precision"):
+        specdec.attach(tiny_model("llama").to(torch.bfloat16)).detach()

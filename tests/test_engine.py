@@ -1,0 +1,161 @@
+"""The round under drafts that are often right: commit, trimming, chunked prefill, stops, poison, sampling."""
+
+import pytest
+import torch
+from scipy import stats
+
+import specdec
+from specdec import SamplingParams
+from tests.heads import OracleWorker, random_head
+from tests.test_attach import greedy, ragged_prompts
+from tests.tiny_models import VOCAB, tiny_model
+
+NUM_TOKENS = 30
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def oracle_engine(model, prompts, expected, **settings):
+    engine = specdec.attach(model, random_head(model), **settings)
+    texts = [p + e for p, e in zip(prompts, expected, strict=True)]
+    engine._core.worker = OracleWorker(engine.config, texts, VOCAB)
+    engine._core.target.aux_layers = ()
+    return engine
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    "shape", [{"num_steps": 3}, {"num_steps": 4}, {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}]
+)
+@pytest.mark.parametrize("name", ["llama", "qwen2_windowed", "gpt_oss"])
+def test_accepted_drafts_change_nothing(name, shape, page_size):
+    model = tiny_model(name)
+    prompts = [p for p in ragged_prompts() if len(p) > 1]
+    expected = [greedy(model, p, NUM_TOKENS) for p in prompts]
+    engine = oracle_engine(model, prompts, expected, max_batch=3, page_size=page_size, **shape)
+    out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
+    engine.check_integrity()
+    engine.detach()
+    assert out.tokens == expected
+    assert out.stats.tau > 1.5
+
+
+def test_chain_tau_is_one_plus_the_acceptance_rates():
+    model, prompts = tiny_model("llama"), ragged_prompts()[:2]
+    expected = [greedy(model, p, NUM_TOKENS) for p in prompts]
+    out = oracle_engine(model, prompts, expected, num_steps=3).generate(prompts, max_new_tokens=NUM_TOKENS)
+    assert out.stats.tau == pytest.approx(1 + sum(out.stats.acceptance_at))
+    emitted_by_rounds = out.stats.num_tokens - len(prompts)
+    assert out.stats.tau == pytest.approx(emitted_by_rounds / out.stats.num_rounds)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7])
+def test_max_new_tokens_is_exact(limit):
+    model, prompt = tiny_model("llama"), ragged_prompts()[0]
+    expected = greedy(model, prompt, NUM_TOKENS)
+    out = oracle_engine(model, [prompt], [expected], num_steps=4).generate([prompt], max_new_tokens=limit)
+    assert out.tokens == [expected[:limit]]
+    assert out.finish_reasons == ["length"]
+
+
+def test_a_stop_id_ends_a_request_inside_an_accepted_path():
+    model, prompt = tiny_model("llama"), ragged_prompts()[0]
+    expected = greedy(model, prompt, NUM_TOKENS)
+    stop = expected[10]
+    engine = oracle_engine(model, [prompt], [expected], num_steps=4)
+    out = engine.generate([prompt], max_new_tokens=NUM_TOKENS, stop_token_ids=[stop])
+    assert out.tokens == [expected[: expected.index(stop) + 1]]
+    assert out.finish_reasons == ["stop_id"]
+
+
+def test_chunked_prefill_equals_one_prefill():
+    model, prompts = tiny_model("gemma3"), ragged_prompts()
+    outs = []
+    for chunk in (8192, 7):
+        engine = specdec.attach(model, random_head(model), max_prefill_tokens=chunk, max_batch=5)
+        outs.append(engine.generate(prompts, max_new_tokens=NUM_TOKENS))
+        engine.detach()
+    assert outs[0].tokens == outs[1].tokens
+    assert [r.acceptance for r in outs[0].requests] == [r.acceptance for r in outs[1].requests]
+
+
+@pytest.mark.parametrize("shape", [{"num_steps": 3}, {"num_steps": 3, "topk": 3}])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_poisoned_pools_change_nothing(name, shape):
+    model, prompts = tiny_model(name), ragged_prompts()
+    engine = specdec.attach(model, random_head(model), max_batch=2, **shape)
+    expected = engine.generate(prompts, max_new_tokens=NUM_TOKENS).tokens
+    for context in (engine._core.context, engine._core.worker.context):
+        for cache in (*context.pool.k, *context.pool.v):
+            cache.fill_(float("nan"))
+    assert engine.generate(prompts, max_new_tokens=NUM_TOKENS).tokens == expected
+
+
+def test_a_nan_row_ends_its_request_alone():
+    model, prompts = tiny_model("llama"), ragged_prompts()[:3]
+    expected = [greedy(model, p, NUM_TOKENS) for p in prompts]
+    engine = specdec.attach(model, random_head(model), num_steps=3)
+    core, forward = engine._core, engine._core.target.forward
+
+    def spoil_second(context, metadata, ids, keep):
+        out = forward(context, metadata, ids, keep)
+        if keep is None and metadata.num_reqs == 3:
+            out.logits.view(3, -1, VOCAB)[1] = float("nan")
+        return out
+
+    core.target.forward = spoil_second
+    with pytest.warns(UserWarning, match="not finite"):
+        out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
+    assert out.finish_reasons[1] == "error"
+    assert [out.tokens[0], out.tokens[2]] == [expected[0], expected[2]]
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("shape", [{"num_steps": 3}, {"num_steps": 3, "topk": 3}])
+def test_sampled_text_does_not_depend_on_the_batch(shape):
+    model, prompts = tiny_model("llama"), ragged_prompts()
+    law = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=5)
+    outs = []
+    for batch in (1, 5):
+        engine = specdec.attach(model, random_head(model), max_batch=batch, **shape)
+        outs.append(engine.generate(prompts, max_new_tokens=12, sampling=law).tokens)
+        engine.detach()
+    assert outs[0] == outs[1]
+    assert len({tuple(t) for t in outs[0]}) > 1
+
+
+@pytest.mark.parametrize("shape", [None, {"num_steps": 2}, {"num_steps": 2, "topk": 3}])
+def test_engine_samples_the_targets_own_law(shape):
+    """The second token (drafted and verified where there is a draft), given the first: chi-square over 1500 seeds."""
+    model, prompt = tiny_model("llama"), ragged_prompts()[1]
+    head = random_head(model, draft_vocab_size=VOCAB) if shape else None
+    engine = specdec.attach(model, head, max_batch=250, max_seq_len=64, **(shape or {}))
+    law = SamplingParams(temperature=1.0, top_k=4)
+    out = engine.generate([prompt] * 1500, max_new_tokens=2, sampling=law, ignore_eos=True)
+    pairs = torch.tensor(out.tokens)
+    first = int(pairs[:, 0].mode().values)
+    seconds = pairs[pairs[:, 0] == first, 1]
+    logits = model(torch.tensor([[*prompt, first]])).logits[0, -1]
+    best = logits.topk(4)
+    expected = best.values.softmax(-1) * len(seconds)
+    observed = torch.stack([(seconds == t).sum() for t in best.indices]).double()
+    assert observed.sum() == len(seconds)
+    expected = expected.double() * observed.sum() / expected.double().sum()
+    assert stats.chisquare(observed.numpy(), expected.detach().numpy()).pvalue > 1e-3
+
+
+def test_requests_wait_and_report_counts_paths():
+    model, prompts = tiny_model("llama"), ragged_prompts()
+    engine = specdec.attach(model, random_head(model), max_batch=2, num_steps=3)
+    engine.generate(prompts, max_new_tokens=4)
+    report = engine.report()
+    assert report.num_free_pages == report.num_pages
+    for mode in ("EXTEND", "DRAFT", "TARGET_VERIFY", "DRAFT_EXTEND"):
+        assert report.paths[mode]["eager"] > 0
+    assert "tau" in str(report) and report.backend == "torch"
