@@ -92,7 +92,7 @@ def prompts_to_ids(prompts: Any, tokenizer: Any, attention_mask: Any = None) -> 
 def _one(prompt: Any, index: int, tokenizer: Any) -> list[int]:
     if isinstance(prompt, torch.Tensor):
         ids = prompt.flatten().tolist()
-    elif _is_ints(prompt):
+    elif _is_ints(prompt) or prompt == []:
         ids = list(prompt)
     elif isinstance(prompt, str) or _is_chat(prompt):
         if tokenizer is None:

@@ -1,0 +1,163 @@
+"""User mistakes: each a ValueError that names the value and what to do, before any work, leaving nothing behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import specdec
+from specdec.models.loader import save_eagle3
+from tests.heads import random_head
+from tests.tiny_models import VOCAB, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def engine(model):
+    engine = specdec.attach(model, max_seq_len=64, num_slots=100, max_batch=2)
+    yield engine
+    engine.check_integrity()
+    assert engine.generate([[3, 4]], max_new_tokens=2).tokens  # still works
+    engine.detach()
+
+
+@pytest.fixture
+def checkpoint(model, tmp_path: Path) -> Path:
+    save_eagle3(tmp_path / "head", random_head(model), lm_head_from_target=False, dtype=torch.float32)
+    return tmp_path / "head"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[]], {}, "prompt 0 is empty"),
+        ([], {}, "non-empty list"),
+        ([[3] * 60], {"max_new_tokens": 10}, "max_seq_len=64"),
+        ([[3]], {"max_new_tokens": 0}, "max_new_tokens=0"),
+        ([[3], [3]], {"max_new_tokens": [1]}, "1 values for 2 prompts"),
+        ([[VOCAB]], {}, f"token {VOCAB}"),
+        ("text", {}, "no tokenizer"),
+        ([[3]], {"stop": "x"}, "needs a tokenizer"),
+        ([[3]], {"stop_token_ids": list(range(40))}, "at most 16"),
+        ([[3]], {"sampling": ["greedy"]}, "expected SamplingParams"),
+        (torch.ones(1, 3), {}, "integers"),
+        (torch.ones(1, 3).long(), {"attention_mask": torch.ones(1, 4)}, "attention_mask has shape"),
+        ({"a": 1}, {}, "expected a string"),
+    ],
+)
+def test_generate_refuses(engine, prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        engine.generate(prompts, **options)
+
+
+def test_a_prompt_that_can_never_fit_the_pool(model):
+    engine = specdec.attach(model, max_seq_len=128, num_slots=32)
+    with pytest.raises(specdec.CapacityError, match="pool has 32.*larger num_slots"):
+        engine.generate([[3] * 40], max_new_tokens=8)
+    engine.detach()
+
+
+def test_streams_are_refused_without_text_and_free_their_slots(engine):
+    with pytest.raises(ValueError, match="no tokenizer"):
+        engine.stream([[3]])
+    run = engine._run(engine._requests([[3, 4, 5]], None, 20, None, (), (), True))
+    next(run)
+    run.close()
+    report = engine.report()
+    assert report.num_free_pages == report.num_pages
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_steps": -1}, "num_steps=-1"),
+        ({"num_steps": 64}, "at most 63"),
+        ({"topk": 0}, "topk=0"),
+        ({"topk": 65, "num_steps": 2}, "exceed 64"),
+        ({"num_steps": 3, "num_draft_tokens": 9}, r"num_steps\+1=4"),
+        ({"num_steps": 2, "topk": 2, "num_draft_tokens": 8}, "expected 2..7"),
+        ({"max_batch": 0}, "max_batch=0"),
+        ({"max_seq_len": 100_000}, "positions up to 512"),
+        ({"backend": "magic"}, "backend='magic'"),
+        ({"topk": 64, "num_steps": 2, "draft_vocab_size": 32}, "scores only 32"),
+    ],
+)
+def test_attach_refuses_settings(model, settings, message):
+    head = random_head(model, settings.pop("draft_vocab_size", 64))
+    with pytest.raises(ValueError, match=message):
+        specdec.attach(model, head, **settings)
+    specdec.attach(model).detach()  # nothing was left on the model
+
+
+@pytest.mark.parametrize(
+    ("draft", "algo", "message"),
+    [
+        (None, "medusa", "algo='medusa'"),
+        (None, "eagle3", "needs a draft"),
+        ("somewhere", None, "algo=None is plain decoding"),
+        ("/no/such/folder", "auto", "no such folder"),
+        (torch.nn.Linear(1, 1), "auto", "is a Linear"),
+    ],
+)
+def test_attach_refuses_algorithms(model, draft, algo, message):
+    with pytest.raises(ValueError, match=message):
+        specdec.attach(model, draft, algo)
+    specdec.attach(model).detach()
+
+
+def _config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def _weights(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    state = load_file(str(path))
+    change(state)
+    save_file(state, str(path))
+
+
+def _absolute_ids(state) -> None:
+    state["d2t"] = state["d2t"] + torch.arange(state["d2t"].numel())
+
+
+BREAKAGES = {
+    "hidden size 96": lambda f: _config(f, target_hidden_size=96),
+    "vocabulary of 999": lambda f: _config(f, vocab_size=999),
+    "aux layer ids": lambda f: _config(f, eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 15, 27]}),
+    "truncated": lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:2000]),
+    "no config.json": lambda f: (f / "config.json").unlink(),
+    "neither model.safetensors": lambda f: (f / "model.safetensors").unlink(),
+    "is not JSON": lambda f: (f / "config.json").write_text("{"),
+    "unknown layout": lambda f: save_file({"foo.weight": torch.ones(2)}, str(f / "model.safetensors")),
+    "missing tensor fc.weight": lambda f: _weights(f, lambda s: s.pop("fc.weight")),
+    "unexpected tensor extra": lambda f: _weights(f, lambda s: s.update(extra=torch.ones(1))),
+    "norm.weight has shape": lambda f: _weights(f, lambda s: s.update({"norm.weight": torch.ones(3)})),
+    "absolute target ids": lambda f: _weights(f, _absolute_ids),
+}
+
+
+@pytest.mark.parametrize("message", BREAKAGES)
+def test_broken_checkpoints_are_refused(model, checkpoint, message):
+    BREAKAGES[message](checkpoint)
+    with pytest.raises(specdec.CheckpointError, match=message.replace(".", r"\.")):
+        specdec.attach(model, checkpoint)
+    specdec.attach(model).detach()
+
+
+def test_a_good_checkpoint_loads(model, checkpoint):
+    engine = specdec.attach(model, checkpoint, algo="eagle3")
+    assert engine.report().draft["aux_layers"] == (0, 1, 2)
+    engine.detach()
+
+
+def test_training_mode_is_refused(model):
+    with pytest.raises(specdec.AttachError, match=r"model.eval\(\)"):
+        specdec.attach(model.train())
+    model.eval()
