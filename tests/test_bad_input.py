@@ -58,7 +58,7 @@ def test_generate_refuses(engine, prompts, options, message):
 
 def test_a_prompt_that_can_never_fit_the_pool(model):
     engine = specdec.attach(model, max_seq_len=128, num_slots=32)
-    with pytest.raises(specdec.CapacityError, match="pool has 32.*larger num_slots"):
+    with pytest.raises(specdec.CapacityError, match=r"pool has 32.*larger num_slots"):
         engine.generate([[3] * 40], max_new_tokens=8)
     engine.detach()
 
