@@ -1,4 +1,4 @@
-"""Speculative decoding for Hugging Face `transformers` models: the same text, several times faster."""
+"""Speculative decoding for Hugging Face `transformers` models: the same text, faster."""
 
 from specdec.api import Engine, attach
 from specdec.config import EngineConfig

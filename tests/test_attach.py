@@ -45,6 +45,14 @@ def test_unsupported_models_are_refused_with_their_reason(name, reason):
     assert caught.value.reasons
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_depend_on_the_batch_are_refused(kind):
+    model = tiny_model("llama")
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": kind}
+    with pytest.raises(specdec.AttachError, match=f"rope type '{kind}'"):
+        specdec.attach(model)
+
+
 def test_detach_leaves_the_model_as_it_was():
     model = tiny_model("llama")
     ids = torch.tensor([ragged_prompts()[0]])

@@ -7,7 +7,7 @@ from typing import Any
 _CARD = """# EAGLE-3 draft head for {target}
 
 Official EAGLE-3 layout; the target's hidden size, vocabulary and layers must match. Load it with
-`specdec.attach(model, "{folder}", algo="eagle3")`.
+`specdec.attach(model, DIR)`, where DIR is this folder.
 
 | | |
 |---|---|
@@ -24,9 +24,10 @@ def write_card(folder: str | Path, facts: Mapping[str, Any], tau_rows: Sequence[
     """
     folder = Path(folder)
     named = {k: v for k, v in facts.items() if k not in ("target", "acc", "accept_at", "loss")}
+    if "tau" in named:
+        named["simulated tau, held out"] = named.pop("tau")
     text = _CARD.format(
         target=facts["target"],
-        folder=folder.name,
         facts="\n".join(f"| {name.replace('_', ' ')} | {_shown(value)} |" for name, value in named.items()),
         held_out=_held_out(facts),
         tau=_table("Measured by `bench acceptance`", tau_rows),
