@@ -7,7 +7,7 @@ import torch
 
 
 class ForwardMode(Enum):
-    """What a forward pass is for (DESIGN section 1)."""
+    """What a forward pass is for."""
 
     EXTEND = auto()  # prefill
     DECODE = auto()

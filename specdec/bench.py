@@ -34,7 +34,7 @@ def acceptance(
     temperature: float = 0.0,
     max_batch: int = 8,
 ) -> dict[str, Any]:
-    """One acceptance row (DESIGN section 10) for `prompts` (token ids), called `name` in the row."""
+    """One acceptance row for `prompts` (token ids), called `name` in the row."""
     longest = max(map(len, prompts)) + max_new_tokens
     engine = attach(
         model,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-MAX_TAIL = 64  # nodes a 64-bit ancestor mask can name (DESIGN section 4)
+MAX_TAIL = 64  # nodes a 64-bit ancestor mask can name
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class EngineConfig:
 
     @property
     def tail_reserve(self) -> int:
-        """Slots a round may write past L: max(K·(S-1), D, S+1) (DESIGN section 3)."""
+        """Slots a round may write past L: max(K·(S-1), D, S+1)."""
         return max(self.topk * (self.num_steps - 1), self.verify_width, self.num_steps + 1)
 
     @property

@@ -1,4 +1,4 @@
-"""How the draft algorithms differ, as data (DESIGN section 8). Facts and sources: arXiv 2401.15077, 2503.01840."""
+"""How the draft algorithms differ, as data. Facts and sources: arXiv 2401.15077, 2503.01840."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

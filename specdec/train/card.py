@@ -19,7 +19,7 @@ Official EAGLE-3 layout; the target's hidden size, vocabulary and layers must ma
 def write_card(folder: str | Path, facts: Mapping[str, Any], tau_rows: Sequence[Mapping[str, Any]] = ()) -> Path:
     """Write README.md into `folder`.
 
-    facts: what `specdec train` reports, by name. tau_rows: rows of an acceptance bench (DESIGN section 10); without
+    facts: what `specdec train` reports, by name. tau_rows: rows of an acceptance bench; without
     them the card has no tau table.
     """
     folder = Path(folder)
