@@ -155,7 +155,7 @@ class Core:
         batch = self._batch(requests)
         root_only = chain(batch.roots, batch.roots.new_empty(len(requests), 0))
         verdict = self._decide(batch, Draft(root_only, None), logits.unsqueeze(1), STREAM_PREFILL)
-        verdict = self._advance(batch, verdict, moves=0)
+        self._advance(batch, verdict, moves=0)
         self._send(requests, verdict, is_round=False)
         return verdict.tokens[:, 0].clamp(min=0)
 
@@ -173,7 +173,7 @@ class Core:
         self._commit(batch, verdict)
         aux = None if output.aux is None else output.aux.view(*shape, -1)
         self.worker.extend(batch, verdict, aux)
-        verdict = self._advance(batch, verdict, moves=1)
+        self._advance(batch, verdict, moves=1)
         self._send(requests, verdict, is_round=True)
 
     def _batch(self, requests: list[Request]) -> RoundBatch:
@@ -235,12 +235,11 @@ class Core:
         target = torch.where(verdict.accept_index >= 0, target, source)
         self.context.pool.move(source.view(-1), target.view(-1))
 
-    def _advance(self, batch: RoundBatch, verdict: Verdict, moves: int) -> Verdict:
+    def _advance(self, batch: RoundBatch, verdict: Verdict, moves: int) -> None:
         """L += accept_lens (the prefill's token is not in the cache yet: `moves` 0); the last token is the new root."""
         last = (verdict.accept_lens - 1).clamp(min=0).unsqueeze(1)
         self.state.roots[batch.rows] = verdict.tokens.gather(1, last).squeeze(1).clamp(min=0)
         self.state.seq_lens[batch.rows] = batch.seq_lens + moves * verdict.accept_lens
-        return verdict
 
     # -- results ----------------------------------------------------------------------------------------------------
 
@@ -262,7 +261,7 @@ class Core:
     def _read(self, results: Results) -> None:
         """Hand arrived tokens to their requests; finished ones give back rows and slots."""
         if results.ready is not None:
-            results.ready.synchronize()
+            results.ready.synchronize()  # the copy of an earlier launch; on CUDA the next one is already running
         for request, (*tokens, accept_len, invalid) in zip(results.requests, results.host.tolist(), strict=True):
             if results.is_round:
                 request.max_len_bound -= self.config.num_steps + 1 - accept_len

@@ -77,8 +77,6 @@ def tiny_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
         if parameter.dim() >= 2:
             scale = 0.6 / parameter.shape[-1] ** 0.5 if parameter.shape[0] != VOCAB else 0.3
             parameter.data = torch.randn(parameter.shape, generator=generator) * scale
-        elif "sink" in str(parameter.shape):
-            continue
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
     return model.to(dtype).eval()

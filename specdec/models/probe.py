@@ -56,7 +56,7 @@ _RECORDING: ContextVar[_Recording] = ContextVar("specdec_probe")
 
 
 class _PassThroughCache(DynamicCache):
-    """Takes K/V updates without storing them; anything else a layer stores in a cache stays visible in `foreign`."""
+    """Takes K/V updates without storing them, so that keys are exactly this forward's."""
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         return key_states, value_states
