@@ -189,6 +189,7 @@ class Engine:
         core.scheduler.add(requests)
         try:
             while any(r.finish_reason is None for r in requests):
+                self._attached()  # detached between two pieces of a stream: say so
                 core.step()
                 yield
         finally:
@@ -233,7 +234,7 @@ class Engine:
         if not all(0 <= t < vocab for t in ids):
             bad = next(t for t in ids if not 0 <= t < vocab)
             raise ValueError(f"prompt {index} holds token {bad}; the target's vocabulary has {vocab} tokens")
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens!r} for prompt {index}: expected an integer of at least 1")
         total = len(ids) + max_new_tokens
         if total > self.config.max_seq_len:

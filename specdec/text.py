@@ -76,10 +76,12 @@ def prompts_to_ids(prompts: Any, tokenizer: Any, attention_mask: Any = None) -> 
         return prompts_to_ids(prompts["input_ids"], tokenizer, mask)
     if isinstance(prompts, torch.Tensor):
         return _tensor_to_ids(prompts, attention_mask)
+    if attention_mask is not None and _is_ints(prompts):
+        return _masked_rows([prompts], [attention_mask])
     if attention_mask is not None and _is_rows_of_ints(prompts):
-        return _tensor_to_ids(torch.tensor(prompts), torch.as_tensor(attention_mask))
+        return _masked_rows(prompts, attention_mask)
     if attention_mask is not None:
-        raise ValueError("attention_mask goes with input_ids (a tensor or rows of equal length), not with text")
+        raise ValueError("attention_mask goes with input_ids (a tensor or lists of ints), not with text")
     if isinstance(prompts, str) or _is_ints(prompts) or _is_chat(prompts):
         prompts = [prompts]
     if not isinstance(prompts, Sequence) or not prompts:
@@ -91,7 +93,10 @@ def prompts_to_ids(prompts: Any, tokenizer: Any, attention_mask: Any = None) -> 
 
 def _one(prompt: Any, index: int, tokenizer: Any) -> list[int]:
     if isinstance(prompt, torch.Tensor):
-        ids = prompt.flatten().tolist()
+        rows = _tensor_to_ids(prompt, None)
+        if len(rows) != 1:
+            raise ValueError(f"prompt {index} is a tensor of {len(rows)} rows: expected one; give the tensor by itself")
+        ids = rows[0]
     elif _is_ints(prompt) or prompt == []:
         ids = list(prompt)
     elif isinstance(prompt, str) or _is_chat(prompt):
@@ -110,16 +115,27 @@ def _tokenize(prompt: Any, tokenizer: Any) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _tensor_to_ids(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+def _tensor_to_ids(ids: torch.Tensor, mask: Any) -> list[list[int]]:
+    mask = None if mask is None else torch.as_tensor(mask, device=ids.device)
     if ids.dim() == 1:
-        ids, mask = ids.unsqueeze(0), None if mask is None else mask.unsqueeze(0)
-    if ids.dim() != 2 or ids.is_floating_point():
+        ids = ids.unsqueeze(0)
+        mask = mask.unsqueeze(0) if mask is not None and mask.dim() == 1 else mask
+    if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"input_ids of shape {tuple(ids.shape)} and dtype {ids.dtype}: expected [bs, T] integers")
     if mask is None:
         return ids.tolist()
     if mask.shape != ids.shape:
         raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}")
     return [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
+
+
+def _masked_rows(rows: Sequence[list[int]], mask: Any) -> list[list[int]]:
+    """Rows of ids, perhaps ragged (what a tokenizer returns without padding), where their mask is set."""
+    keeps = mask.tolist() if isinstance(mask, torch.Tensor) else [list(keep) for keep in mask]
+    lengths, wanted = [len(keep) for keep in keeps], [len(row) for row in rows]
+    if lengths != wanted:
+        raise ValueError(f"attention_mask has rows of {lengths} values, input_ids of {wanted}")
+    return [[t for t, k in zip(row, keep, strict=True) if k] for row, keep in zip(rows, keeps, strict=True)]
 
 
 def _is_ints(value: Any) -> bool:

@@ -80,6 +80,16 @@ def test_attach_twice_and_generate_after_detach():
     specdec.attach(model).detach()
 
 
+def test_a_run_that_is_under_way_at_detach_says_so():
+    model = tiny_model("llama")
+    engine = specdec.attach(model)
+    run = engine._run(engine._requests([[3, 4]], None, 20, None, (), (), True))
+    next(run)
+    engine.detach()
+    with pytest.raises(specdec.DetachedError, match="detached"):
+        next(run)
+
+
 def test_two_engines_do_not_meet():
     models = [tiny_model("llama", seed=1), tiny_model("qwen3", seed=2)]
     prompt = ragged_prompts()[0]

@@ -49,6 +49,13 @@ def checkpoint(model, tmp_path: Path) -> Path:
         (torch.ones(1, 3), {}, "integers"),
         (torch.ones(1, 3).long(), {"attention_mask": torch.ones(1, 4)}, "attention_mask has shape"),
         ({"a": 1}, {}, "expected a string"),
+        ({"input_ids": [[5, 6], [7]], "attention_mask": [[1, 1], [1, 1]]}, {}, "attention_mask has rows"),
+        ([[5, 6]], {"attention_mask": [[1, 1, 1]]}, "attention_mask has rows"),
+        ([torch.tensor([3.7])], {}, "integers"),
+        ([torch.ones(2, 3).long()], {}, "tensor of 2 rows"),
+        (torch.ones(1, 3).bool(), {}, "integers"),
+        ("text", {"attention_mask": torch.ones(1, 4)}, "not with text"),
+        ([[3]], {"max_new_tokens": True}, "max_new_tokens=True"),
     ],
 )
 def test_generate_refuses(engine, prompts, options, message):

@@ -159,3 +159,52 @@ def test_requests_wait_and_report_counts_paths():
     for mode in ("EXTEND", "DRAFT", "TARGET_VERIFY", "DRAFT_EXTEND"):
         assert report.paths[mode]["eager"] > 0
     assert "tau" in str(report) and report.backend == "torch"
+
+
+@pytest.mark.parametrize("num_draft_tokens", [2, 3, 4])
+def test_a_tree_smaller_than_its_depth(num_draft_tokens):
+    """D <= S is allowed: no accepted path is longer than D then."""
+    model, prompts = tiny_model("llama"), ragged_prompts()
+    expected = [greedy(model, p, NUM_TOKENS) for p in prompts]
+    shape = {"num_steps": 4, "topk": 2, "num_draft_tokens": num_draft_tokens}
+    engine = specdec.attach(model, random_head(model), max_batch=4, **shape)
+    assert engine.generate(prompts, max_new_tokens=NUM_TOKENS).tokens == expected
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_late_results_change_nothing(lag):
+    """CUDA reads results a launch late; the same bookkeeping on CPU, with rows that change owners and a closed run."""
+    model, prompts = tiny_model("llama"), ragged_prompts()
+    limits = [7, 30, 1, 12, 30]
+    expected = [greedy(model, p, n) for p, n in zip(prompts, limits, strict=True)]
+    engine = specdec.attach(model, random_head(model), max_batch=2, num_steps=3, max_prefill_tokens=9)
+    engine._core._lag = lag
+    run = engine._run(engine._requests([prompts[0]], None, 20, None, (), (), True))
+    for _ in range(4):
+        next(run)
+    run.close()  # its last rounds are still on their way
+    assert engine.generate(prompts, max_new_tokens=limits).tokens == expected
+    engine.check_integrity()
+    assert engine.report().num_free_pages == engine.report().num_pages
+
+
+def test_greedy_requests_beside_sampled_ones():
+    model, prompts = tiny_model("llama"), ragged_prompts()
+    laws = [SamplingParams(temperature=0.0 if i % 2 == 0 else 0.9, seed=i) for i in range(len(prompts))]
+    for shape in ({"num_steps": 3}, {"num_steps": 3, "topk": 3}):
+        engine = specdec.attach(model, random_head(model), **shape)
+        out = engine.generate(prompts, max_new_tokens=12, sampling=laws)
+        engine.detach()
+        for i in range(0, len(prompts), 2):
+            assert out.tokens[i] == greedy(model, prompts[i], 12)
+
+
+def test_eos_ends_a_request_as_in_generate():
+    model, prompt = tiny_model("llama"), ragged_prompts()[0]
+    full = greedy(model, prompt, NUM_TOKENS)
+    model.generation_config.eos_token_id = [2, full[9]]
+    expected = greedy(model, prompt, NUM_TOKENS)
+    out = oracle_engine(model, [prompt], [full], num_steps=4).generate([prompt], max_new_tokens=NUM_TOKENS)
+    assert out.tokens == [expected] and len(expected) < NUM_TOKENS
+    assert out.finish_reasons == ["eos"]

@@ -68,6 +68,16 @@ def test_every_form_of_prompt():
     assert prompts_to_ids(ids, None, mask) == [[5, 6], [7, 8, 9, 9]]
     assert prompts_to_ids({"input_ids": ids, "attention_mask": mask}, None) == [[5, 6], [7, 8, 9, 9]]
     assert prompts_to_ids(ids[0], None) == [[0, 0, 5, 6]]
+    assert prompts_to_ids(ids, None, mask.tolist()) == [[5, 6], [7, 8, 9, 9]]
+    assert prompts_to_ids(ids[:1], None, mask[:1]) == prompts_to_ids(ids[0], None, mask[0]) == [[5, 6]]
+    assert prompts_to_ids([ids[0], ids[1:]], None) == [[0, 0, 5, 6], [7, 8, 9, 9]]
+
+
+def test_what_a_tokenizer_returns_without_padding():
+    one = {"input_ids": [5, 6], "attention_mask": [1, 1]}
+    ragged = {"input_ids": [[5, 6, 7], [8]], "attention_mask": [[0, 1, 1], [1]]}
+    assert prompts_to_ids(one, None) == [[5, 6]]
+    assert prompts_to_ids(ragged, None) == [[6, 7], [8]]
 
 
 def test_stop_strings_and_streams_through_the_engine():

@@ -61,12 +61,12 @@ class Eagle3Worker(DraftWorker):
         return self._draft_chain(batch) if self.config.topk == 1 else self._draft_tree(batch)
 
     def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> None:
-        """Run S+1 rows for every request on true features; the row of the last accepted token is kept.
+        """Run a row for every token that could be accepted, on true features; the last accepted token's row is kept.
 
         Rows past it compute garbage into slots past the new L, where nobody looks.
         """
-        width = self.config.num_steps + 1
-        path = verdict.accept_index.clamp(min=0).unsqueeze(2)  # [bs, S+1, 1]
+        width = verdict.tokens.shape[1]  # S+1, or D where the tree is too small for a path of S
+        path = verdict.accept_index.clamp(min=0).unsqueeze(2)  # [bs, width, 1]
         features = _needed(aux).gather(1, path.expand(-1, -1, _needed(aux).shape[2]))
         metadata = uniform_metadata(
             ForwardMode.DRAFT_EXTEND, batch.slot_tables, batch.seq_lens, q_len=width, max_prefix=batch.max_prefix
