@@ -1,11 +1,15 @@
 """The attention contract: what a layer needs, what a backend can do, and the two calls of a forward."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
+from specdec.backends.checks import check_indices, check_shapes
+from specdec.backends.rope import Rope
 from specdec.batch import AttentionMetadata
 from specdec.kv_cache import KVPool, LayerShape
 
@@ -36,7 +40,10 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do; `unmet_needs` holds a model against it at attach."""
+    """What a backend can do; `unmet_needs` holds a model against it at attach.
+
+    page_sizes: KV slots a page may have; None: any.
+    """
 
     device_planned: bool
     tree_mask: bool
@@ -46,13 +53,18 @@ class Capabilities:
     v_dim_differs: bool
     dtypes: frozenset[torch.dtype]
     max_head_dim: int
+    page_sizes: frozenset[int] | None = None
 
 
-def unmet_needs(capabilities: Capabilities, layers: Sequence[LayerSpec], dtype: torch.dtype) -> list[str]:
-    """Reasons why a backend with `capabilities` cannot run `layers` in `dtype`; empty if it can."""
+def unmet_needs(
+    capabilities: Capabilities, layers: Sequence[LayerSpec], dtype: torch.dtype, page_size: int = 1
+) -> list[str]:
+    """Reasons why a backend with `capabilities` cannot run `layers` in `dtype` on such pages; empty if it can."""
     reasons = []
     if dtype not in capabilities.dtypes:
         reasons.append(f"dtype {dtype} is not one of {sorted(map(str, capabilities.dtypes))}")
+    if capabilities.page_sizes is not None and page_size not in capabilities.page_sizes:
+        reasons.append(f"page_size {page_size} is not one of {sorted(capabilities.page_sizes)}")
     for i, layer in enumerate(layers):
         widest = max(layer.qk_dim, layer.v_dim)
         wants = {
@@ -66,17 +78,40 @@ def unmet_needs(capabilities: Capabilities, layers: Sequence[LayerSpec], dtype: 
     return reasons
 
 
+class MetadataBuilders(Protocol):
+    """A module with the builders of `backends.metadata`, or their twins; that module says what they do."""
+
+    uniform_metadata: Any
+    prefill_metadata: Any
+    kv_indices: Any
+
+
 class AttentionBackend(ABC):
-    """`plan` once a forward, `run` once a layer. A backend holds the plan of the forward in flight and nothing else."""
+    """`plan` once a forward, `run` once a layer. A backend holds the plan of the forward in flight and nothing else.
+
+    metadata: the builders whose metadata it is given. With SPECDEC_DEBUG=1 in the environment every index of a plan
+    is checked against its bounds, on the device, before it is used; each forward waits for the host then.
+    """
 
     name: str
     capabilities: Capabilities
+    metadata: MetadataBuilders
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._debug = os.environ.get("SPECDEC_DEBUG", "0") not in ("", "0")
+        self._unchecked: AttentionMetadata | None = None
+
+    @classmethod
+    def unusable_on(cls, device: torch.device) -> str | None:
+        """Why this backend cannot run on `device` at all; None if it can."""
+        return None
+
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepare one forward; every `run` until the next `plan` uses it."""
+        """Prepare one forward; every `run` until the next `plan` uses it. ValueError for what cannot be planned."""
+        check_shapes(metadata)
+        self._unchecked = metadata if self._debug else None
+        self._prepare(metadata)
 
-    @abstractmethod
     def run(
         self,
         q: torch.Tensor,
@@ -87,9 +122,31 @@ class AttentionBackend(ABC):
         layer_id: int,
         layer: LayerSpec,
         sinks: torch.Tensor | None,
+        rope: Rope | None = None,
     ) -> None:
         """Write k, v to the pool, then attend.
 
-        q [T, Hq, qk_dim], k [T, Hkv, qk_dim], v [T, Hkv, v_dim], any strides; out [T, Hq, v_dim] is filled;
-        sinks [Hq] or None.
+        q [T, Hq, qk_dim], k [T, Hkv, qk_dim], v [T, Hkv, v_dim], any strides but a dense last dim; out [T, Hq, v_dim]
+        is filled; sinks [Hq] or None; rope: tables for T tokens if q and k come un-rotated.
         """
+        if self._unchecked is not None:
+            check_indices(self._unchecked, num_slots=pool.k[layer_id].shape[0])
+            self._unchecked = None
+        self._run(q, k, v, out, pool, layer_id, layer, sinks, rope)
+
+    @abstractmethod
+    def _prepare(self, metadata: AttentionMetadata) -> None: ...
+
+    @abstractmethod
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        pool: KVPool,
+        layer_id: int,
+        layer: LayerSpec,
+        sinks: torch.Tensor | None,
+        rope: Rope | None,
+    ) -> None: ...

@@ -1,5 +1,6 @@
-"""Builders of AttentionMetadata, one for each shape a forward can have. Everything is computed on the device from
-device-held lengths; only `prefill_metadata` is ragged and takes host lengths, as it runs outside the round."""
+"""Builders of AttentionMetadata, one for each shape a forward can have, in torch: the specification of the kernels in
+`backends.triton.metadata`, which has the same functions. Everything is computed on the device from device-held lengths;
+only `prefill_metadata` is ragged and takes host lengths, as it runs outside the round."""
 
 from collections.abc import Sequence
 
@@ -31,6 +32,7 @@ def uniform_metadata(
     prefix (None: its node number, a chain); tail_depths [bs, first_node + q_len]: the same for all tail nodes;
     ancestor_bits [bs, q_len] int64 or None for causal.
     """
+    bs = slot_tables.shape[0]
     nodes = torch.arange(first_node, first_node + q_len, device=prefix_lens.device)
     start = prefix_lens.unsqueeze(1)
     positions = start + (nodes if depths is None else depths)
@@ -38,8 +40,9 @@ def uniform_metadata(
         mode=mode,
         slot_tables=slot_tables,
         prefix_lens=prefix_lens,
-        positions=positions.expand(slot_tables.shape[0], -1).reshape(-1),
+        positions=positions.expand(bs, -1).reshape(-1),
         out_cache_loc=slots_at(slot_tables, start + nodes).view(-1),
+        qo_indptr=torch.arange(0, (bs + 1) * q_len, q_len, dtype=torch.int32, device=prefix_lens.device),
         q_len=q_len,
         tail_len=first_node + q_len,
         max_prefix=max_prefix,
@@ -52,15 +55,43 @@ def prefill_metadata(slot_tables: torch.Tensor, starts: Sequence[int], q_lens: S
     """Metadata of a packed prefill: request i brings the `q_lens[i]` tokens from position `starts[i]` on."""
     device = slot_tables.device
     positions = torch.cat([torch.arange(s, s + n, device=device) for s, n in zip(starts, q_lens, strict=True)])
-    owners = torch.repeat_interleave(torch.arange(len(q_lens), device=device), torch.tensor(q_lens, device=device))
+    lens = torch.tensor(q_lens, device=device)
+    owners = torch.repeat_interleave(torch.arange(len(q_lens), device=device), lens)
     return AttentionMetadata(
         mode=ForwardMode.EXTEND,
         slot_tables=slot_tables,
         prefix_lens=torch.tensor(starts, device=device),
         positions=positions,
         out_cache_loc=slot_tables[owners, positions],
+        qo_indptr=indptr(lens),
         q_len=max(q_lens),
         tail_len=max(q_lens),
         max_prefix=max(starts),
         q_lens=tuple(q_lens),
     )
+
+
+def indptr(lens: torch.Tensor) -> torch.Tensor:
+    """lens [bs] to where each request begins in a packed list, and where the last ends: [bs + 1] int32."""
+    return torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def kv_indices(metadata: AttentionMetadata, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots each request attends to as a packed list, as engines with page size 1 want them.
+
+    Returns kv_indptr [bs + 1] int32 and kv_indices [bs * (max_prefix + tail_len)] int32: request i's slots lie in
+    [kv_indptr[i], kv_indptr[i+1]), in order of position; past the last is slot 0. With a `window` (tokens) the list
+    begins where the first query's window does.
+    """
+    m, width = metadata, metadata.max_prefix + metadata.tail_len
+    q_lens = m.qo_indptr.diff()
+    begins = torch.zeros_like(m.prefix_lens) if window is None else (m.prefix_lens - window + 1).clamp(min=0)
+    lens = m.prefix_lens + m.tail_len - m.q_len + q_lens - begins
+    starts = indptr(lens)
+    columns = torch.arange(width, device=lens.device)
+    slots = slots_at(m.slot_tables, begins.unsqueeze(1) + columns).to(torch.int32)
+    is_used = columns < lens.unsqueeze(1)
+    # What is not used goes to one entry past the end, which is cut off.
+    target = torch.where(is_used, starts[:-1].unsqueeze(1) + columns, m.num_reqs * width)
+    packed = slots.new_zeros(m.num_reqs * width + 1).scatter(0, target.view(-1), slots.view(-1))
+    return starts, packed[:-1]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec.backends.base import AttentionBackend, LayerSpec
+from specdec.backends.rope import Rope
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.kv_cache import KVPool
 
@@ -45,24 +46,40 @@ def forward_context(context: ForwardContext, metadata: AttentionMetadata) -> Ite
         _CURRENT.reset(token)
 
 
-def _attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
-    context = _CURRENT.get()
-    context.backend.run(q, k, v, out, context.pool, layer_id, context.layers[layer_id], context.sinks[layer_id])
+def _attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    layer_id: int,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+) -> None:
+    c = _CURRENT.get()
+    rope = None if cos is None or sin is None else Rope(cos, sin)
+    c.backend.run(q, k, v, out, c.pool, layer_id, c.layers[layer_id], c.sinks[layer_id], rope)
 
 
-def _attn_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+def _attn_fake(*args: torch.Tensor | int | None) -> None:
     return None
 
 
 # Plain Library calls: the op adds 3-5 µs to `run` on a CPU, which decoding pays once a layer.
 _LIBRARY = torch.library.Library("specdec", "DEF")
-_LIBRARY.define("attn(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int layer_id) -> ()")
+_LIBRARY.define(
+    "attn(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int layer_id, Tensor? cos=None, Tensor? sin=None) -> ()"
+)
 _LIBRARY.impl("attn", _attn, "CompositeExplicitAutograd")
 torch.library.register_fake("specdec::attn", _attn_fake, lib=_LIBRARY)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int) -> torch.Tensor:
-    """Attend with q [T, Hq, qk_dim], k [T, Hkv, qk_dim], v [T, Hkv, v_dim] in the current context: [T, Hq, v_dim]."""
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None = None
+) -> torch.Tensor:
+    """Attend with q [T, Hq, qk_dim], k [T, Hkv, qk_dim], v [T, Hkv, v_dim] in the current context: [T, Hq, v_dim].
+
+    rope: tables [T, R] that the backend rotates q and k with, where they come un-rotated.
+    """
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    torch.ops.specdec.attn(q, k, v, out, layer_id)
+    torch.ops.specdec.attn(q, k, v, out, layer_id, *(rope or (None, None)))
     return out

@@ -1,6 +1,7 @@
 """Names of backends and the choice among them."""
 
-from collections.abc import Mapping, Sequence
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -9,21 +10,48 @@ from specdec.backends.base import AttentionBackend, LayerSpec, unmet_needs
 from specdec.backends.torch_ref import TorchBackend
 from specdec.errors import AttachError
 
-BACKENDS: Mapping[str, type[AttentionBackend]] = MappingProxyType({"torch": TorchBackend})
+
+def _triton() -> type[AttentionBackend]:
+    if importlib.util.find_spec("triton") is None:
+        raise ImportError("triton is not installed: pip install triton")
+    from specdec.backends.triton.backend import TritonBackend
+
+    return TritonBackend
 
 
-def pick_backend(name: str, layers: Sequence[LayerSpec], dtype: torch.dtype) -> tuple[type[AttentionBackend], str]:
-    """The backend class for `name` ("auto" takes the first that can run the model) and why it was picked.
+# In the order of preference of "auto"; a class is loaded when it is looked at, since triton is optional.
+BACKENDS: Mapping[str, Callable[[], type[AttentionBackend]]] = MappingProxyType(
+    {"triton": _triton, "torch": lambda: TorchBackend}
+)
+
+
+def pick_backend(
+    name: str, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, page_size: int = 1
+) -> tuple[type[AttentionBackend], str]:
+    """The backend class for `name` and why it was picked. "auto" takes Triton on CUDA if it can run the model.
 
     Raises ValueError for an unknown name and AttachError, with every unmet need, if none can run the model.
     """
     if name != "auto" and name not in BACKENDS:
         raise ValueError(f"backend={name!r}: expected 'auto' or one of {sorted(BACKENDS)}")
-    candidates = list(BACKENDS) if name == "auto" else [name]
-    reasons: list[str] = []
-    for candidate in candidates:
-        unmet = unmet_needs(BACKENDS[candidate].capabilities, layers, dtype)
-        if not unmet:
-            return BACKENDS[candidate], "asked for" if name != "auto" else f"first able of {list(BACKENDS)}"
-        reasons += [f"backend {candidate}: {reason}" for reason in unmet]
-    raise AttachError("the model", reasons)
+    if name == "auto" and device.type != "cuda":
+        return TorchBackend, f"auto: the model is on {device.type}, where torch is the fastest"
+    against: list[str] = []
+    for candidate in BACKENDS if name == "auto" else (name,):
+        try:
+            backend = BACKENDS[candidate]()
+        except ImportError as error:
+            against.append(f"backend {candidate}: {error}")
+            continue
+        unusable = backend.unusable_on(device)
+        reasons = [unusable] if unusable else unmet_needs(backend.capabilities, layers, dtype, page_size)
+        if not reasons:
+            return backend, _why(name, candidate, against)
+        against += [f"backend {candidate}: {reason}" for reason in reasons]
+    raise AttachError("the model", against)
+
+
+def _why(asked: str, picked: str, against: Sequence[str]) -> str:
+    if asked != "auto":
+        return "asked for"
+    return f"auto: {picked} is the fastest that can run it" + (f" ({'; '.join(against)})" if against else "")

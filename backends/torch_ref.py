@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from specdec.backends import metadata as builders
 from specdec.backends.base import AttentionBackend, Capabilities, LayerSpec
+from specdec.backends.rope import Rope, rotate
 from specdec.batch import AttentionMetadata
 from specdec.kv_cache import KVPool
 
@@ -53,11 +55,13 @@ class TorchBackend(AttentionBackend):
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=1 << 16,
     )
+    metadata = builders
 
     def __init__(self) -> None:
+        super().__init__()
         self._plan: _Plan | None = None
 
-    def plan(self, metadata: AttentionMetadata) -> None:
+    def _prepare(self, metadata: AttentionMetadata) -> None:
         m, device = metadata, metadata.prefix_lens.device
         prefix = m.prefix_lens.unsqueeze(1)  # [bs, 1]
         tail_index = torch.arange(m.tail_len, device=device)
@@ -78,7 +82,7 @@ class TorchBackend(AttentionBackend):
         kv_slots = torch.cat([prefix_slots, tail_slots], 1)
         self._plan = _Plan(m.out_cache_loc, kv_slots, mask, q_pos, k_pos, pad, unpad)
 
-    def run(
+    def _run(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -88,9 +92,12 @@ class TorchBackend(AttentionBackend):
         layer_id: int,
         layer: LayerSpec,
         sinks: torch.Tensor | None,
+        rope: Rope | None,
     ) -> None:
         plan = self._plan
         assert plan is not None, "run before plan"
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
         pool.write(layer_id, plan.out_cache_loc, k, v)
         bs, kv_len = plan.kv_slots.shape
         slots = plan.kv_slots.view(-1)

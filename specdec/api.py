@@ -23,6 +23,7 @@ from specdec.models.eagle3 import Eagle3Head
 from specdec.models.hf import HFTarget
 from specdec.models.loader import check_head, detect_algo, load_eagle3
 from specdec.outputs import GenerationOutput, GenerationStats, Report, RequestOutput
+from specdec.round_ops import pick_ops
 from specdec.sampling import SamplingParams
 from specdec.scheduler import Request
 from specdec.text import Detokenizer, prompts_to_ids
@@ -74,16 +75,24 @@ class Engine:
             raise ValueError(
                 f"max_seq_len={config.max_seq_len}: the model has positions up to {target.spec.max_positions}"
             )
-        backend, why = pick_backend(config.backend, target.spec.layers, target.dtype)
+        machine = (target.dtype, target.device, config.page_size)
+        backend, why = pick_backend(config.backend, target.spec.layers, *machine)
         counters = Counters()
         width = config.max_seq_len + config.tail_reserve
         tables = SlotTables(config.max_batch, width, config.pool_slots, config.page_size, target.device)
         worker: DraftWorker = NoDraft()
         if draft is not None:
             head = _load_head(draft, target)
-            draft_backend, _ = pick_backend(config.backend, [_layer_of(head)], target.dtype)
+            draft_backend, draft_why = pick_backend(config.backend, [_layer_of(head)], *machine)
+            why = why if draft_backend is backend else f"{why}; the draft: {draft_backend.name}, {draft_why}"
             worker = Eagle3Worker(
-                head, target.embed_tokens, config, draft_backend(), tables.total_slots, counters.count_eager
+                head,
+                target.embed_tokens,
+                config,
+                draft_backend(),
+                pick_ops(draft_backend),
+                tables.total_slots,
+                counters.count_eager,
             )
         self.config = config
         self.tokenizer = tokenizer

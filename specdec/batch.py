@@ -29,6 +29,7 @@ class AttentionMetadata:
     prefix_lens: [bs] int64, committed tokens every query sees.
     positions: [T] int64, rotary positions of the queries (L + depth), packed request by request.
     out_cache_loc: [T] int64, KV slots that take this forward's K/V.
+    qo_indptr: [bs+1] int32, request i's tokens are [qo_indptr[i], qo_indptr[i+1]) of the packed T.
     q_len, tail_len: tokens, uniform over requests. For EXTEND both are the longest request's.
     max_prefix: host upper bound of prefix_lens; shapes may depend on it, never on prefix_lens.
     ancestor_bits: [bs, q_len] int64, bit t set: tail node t is visible; None means causal.
@@ -41,6 +42,7 @@ class AttentionMetadata:
     prefix_lens: torch.Tensor
     positions: torch.Tensor
     out_cache_loc: torch.Tensor
+    qo_indptr: torch.Tensor
     q_len: int
     tail_len: int
     max_prefix: int

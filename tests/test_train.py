@@ -11,9 +11,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specdec.backends.base import LayerSpec
+from specdec.backends.metadata import uniform_metadata
 from specdec.backends.op import ForwardContext, attention, forward_context
+from specdec.backends.rope import Rope
 from specdec.backends.torch_ref import TorchBackend
-from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.batch import ForwardMode
 from specdec.kv_cache import KVPool
 from specdec.models.eagle3 import Eagle3Head
 from specdec.models.loader import load_eagle3, save_eagle3
@@ -74,11 +76,13 @@ def naive_attention(qs: list[torch.Tensor], ks: list[torch.Tensor], vs: list[tor
 def test_attention_equals_rows_one_by_one() -> None:
     torch.manual_seed(0)
     attend, qs, ks, vs = TTTAttention(), [], [], []
+    still = Rope(torch.ones(2, 7, 8), torch.zeros(2, 7, 8))  # rotates nothing
     for _ in range(STEPS):
         qs.append(torch.randn(2, 7, 6, 8))
         ks.append(torch.randn(2, 7, 3, 8))
         vs.append(torch.randn(2, 7, 3, 8))
-        torch.testing.assert_close(attend(qs[-1], ks[-1], vs[-1]), naive_attention(qs, ks, vs), atol=1e-5, rtol=1e-5)
+        got = attend(qs[-1], ks[-1], vs[-1], still)
+        torch.testing.assert_close(got, naive_attention(qs, ks, vs), atol=1e-5, rtol=1e-5)
 
 
 def test_tokens_must_reach_the_last_step(target: LlamaForCausalLM) -> None:
@@ -99,20 +103,17 @@ class Incremental:
 
     def append(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """tokens [n], hidden [n, h_d], causal among themselves: recycled states [n, h_d]."""
-        positions = torch.arange(self.length, self.length + tokens.numel())
-        metadata = AttentionMetadata(
-            mode=ForwardMode.DRAFT,
-            slot_tables=torch.arange(1, 64).unsqueeze(0),
-            prefix_lens=torch.tensor([self.length]),
-            positions=positions,
-            out_cache_loc=positions + 1,
+        metadata = uniform_metadata(
+            ForwardMode.DRAFT,
+            torch.arange(1, 64).unsqueeze(0),
+            torch.tensor([self.length]),
             q_len=tokens.numel(),
-            tail_len=tokens.numel(),
             max_prefix=self.length,
         )
         self.length += tokens.numel()
         with forward_context(self.context, metadata):
-            return self.head(self.embed(tokens), hidden, positions, lambda q, k, v: attention(q, k, v, 0))
+            embeds, positions = self.embed(tokens), metadata.positions
+            return self.head(embeds, hidden, positions, lambda q, k, v, rope: attention(q, k, v, 0, rope))
 
 
 @torch.no_grad()

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from specdec.backends import AttentionBackend, ForwardContext, LayerSpec, attention, forward_context
-from specdec.backends.metadata import uniform_metadata
+from specdec.backends.rope import Rope
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.config import EngineConfig
 from specdec.draft.worker import STREAM_DRAFT, Draft, DraftWorker, PrefillChunk, RoundBatch
 from specdec.kv_cache import KVPool
 from specdec.models.eagle3 import Eagle3Head
-from specdec.sampling import process_logits, sample
-from specdec.tree import build, chain, expand
+from specdec.round_ops import RoundOps
+from specdec.sampling import process_logits
+from specdec.tree import chain
 from specdec.verify import Verdict
 
 
@@ -34,6 +35,7 @@ class Eagle3Worker(DraftWorker):
         embed_tokens: torch.nn.Module,
         config: EngineConfig,
         backend: AttentionBackend,
+        ops: RoundOps,
         total_slots: int,
         on_forward: Callable[[ForwardMode], None],
     ):
@@ -46,6 +48,7 @@ class Eagle3Worker(DraftWorker):
         self.head = head
         self.embed_tokens = embed_tokens
         self.config = config
+        self.ops = ops
         self.aux_layers = c.aux_layers
         self.context = ForwardContext(backend, pool, [layer], [None], on_forward)
         self.hot_ids = head.hot_ids
@@ -66,17 +69,14 @@ class Eagle3Worker(DraftWorker):
         Rows past it compute garbage into slots past the new L, where nobody looks.
         """
         width = verdict.tokens.shape[1]  # S+1, or D where the tree is too small for a path of S
-        path = verdict.accept_index.clamp(min=0).unsqueeze(2)  # [bs, width, 1]
-        features = _needed(aux).gather(1, path.expand(-1, -1, _needed(aux).shape[2]))
-        metadata = uniform_metadata(
+        features = self.ops.gather_rows(_needed(aux), verdict.accept_index)  # [bs, width, 3*h]
+        metadata = self.context.backend.metadata.uniform_metadata(
             ForwardMode.DRAFT_EXTEND, batch.slot_tables, batch.seq_lens, q_len=width, max_prefix=batch.max_prefix
         )
         ids = verdict.tokens.clamp(min=0).view(-1)
-        hidden = self._forward(metadata, ids, self.head.fuse(features.flatten(0, 1))).view(
-            -1, width, self.hidden.shape[1]
-        )
-        last = (verdict.accept_lens - 1).clamp(min=0)
-        self._keep(batch.rows, hidden[torch.arange(hidden.shape[0], device=last.device), last])
+        hidden = self._forward(metadata, ids, self.head.fuse(features.flatten(0, 1))).unflatten(0, (-1, width))
+        last = verdict.accept_lens.unsqueeze(1) - 1
+        self._keep(batch.rows, self.ops.gather_rows(hidden, last).squeeze(1))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Eagle3Worker(DraftWorker):
         laws: list[torch.Tensor] = []
         for step in range(self.config.num_steps):
             if step:
-                metadata = uniform_metadata(
+                metadata = self.context.backend.metadata.uniform_metadata(
                     ForwardMode.DRAFT,
                     batch.slot_tables,
                     batch.seq_lens,
@@ -110,7 +110,8 @@ class Eagle3Worker(DraftWorker):
                 choice = logits.argmax(-1)
             else:
                 law = process_logits(logits.unsqueeze(1), batch.sampling).squeeze(1)
-                choice = sample(law, batch.uniforms(STREAM_DRAFT + step, 1).squeeze(1))
+                draws = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, STREAM_DRAFT + step, 1)
+                choice = self.ops.sample(law, draws.squeeze(1))
                 laws.append(law)
             tokens.append(self.hot_ids[choice])
         return Draft(chain(batch.roots, torch.stack(tokens, 1)), self._over_target_vocab(laws))
@@ -131,7 +132,7 @@ class Eagle3Worker(DraftWorker):
             )
             children = self.head.logits(hidden).float().log_softmax(-1).topk(k)  # [bs*K, K]
             child_ids = self.hot_ids[children.indices].view(bs, k * k)
-            cumulative, kept = expand(children.values.view(bs, k, k), frontier_scores, k)
+            cumulative, kept = self.ops.expand(children.values.view(bs, k, k), frontier_scores, k)
             first_name = sum(t.shape[1] for t in tokens)
             tokens.append(child_ids)
             scores.append(cumulative)
@@ -141,9 +142,9 @@ class Eagle3Worker(DraftWorker):
                 cumulative.gather(1, kept),
                 first_name + kept,
             )
-            hidden = hidden.view(bs, k, -1).gather(1, (kept // k).unsqueeze(2).expand(-1, -1, hidden.shape[-1]))
+            hidden = self.ops.gather_rows(hidden.view(bs, k, -1), kept // k)
             bits = bits.gather(1, kept // k)
-        tree = build(
+        tree = self.ops.build(
             batch.roots,
             torch.cat(tokens, 1),
             torch.cat(scores, 1),
@@ -157,7 +158,7 @@ class Eagle3Worker(DraftWorker):
     def _tree_metadata(self, batch: RoundBatch, step: int, bits: torch.Tensor) -> AttentionMetadata:
         """K queries of draft step `step` (from 1) over the K*step draft nodes so far."""
         k = self.config.topk
-        return uniform_metadata(
+        return self.context.backend.metadata.uniform_metadata(
             ForwardMode.DRAFT,
             batch.slot_tables,
             batch.seq_lens,
@@ -171,7 +172,7 @@ class Eagle3Worker(DraftWorker):
     def _forward(self, metadata: AttentionMetadata, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """One forward of the head: ids [T] int64 (token p+1), hidden [T, h_d] (feature or state at p): [T, h_d]."""
         with forward_context(self.context, metadata):
-            return self.head(self.embed_tokens(ids), hidden, metadata.positions, lambda q, k, v: attention(q, k, v, 0))
+            return self.head(self.embed_tokens(ids), hidden, metadata.positions, _attend)
 
     def _keep(self, rows: torch.Tensor, hidden: torch.Tensor) -> None:
         """Store the state [n, h_d] that predicts the next token of `rows`, and its logits."""
@@ -196,6 +197,11 @@ def candidate_depths(config: EngineConfig) -> torch.Tensor:
 def names_of_step(step: int, k: int, like: torch.Tensor) -> torch.Tensor:
     """[bs, K] int64: numbers of the K draft nodes of `step` (from 1) in the draft's tail."""
     return torch.arange(k * (step - 1), k * step, device=like.device).expand_as(like)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """The head's one layer through our op; the backend rotates."""
+    return attention(q, k, v, 0, rope)
 
 
 def _needed(aux: torch.Tensor | None) -> torch.Tensor:

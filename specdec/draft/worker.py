@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec.backends.metadata import slots_at
 from specdec.batch import AttentionMetadata
-from specdec.sampling import SamplingBatch, uniform
+from specdec.sampling import SamplingBatch
 from specdec.tree import Tree, chain
 from specdec.verify import Verdict
 
@@ -32,17 +31,6 @@ class RoundBatch:
     roots: torch.Tensor
     sampling: SamplingBatch | None
     max_prefix: int
-
-    def uniforms(self, first_stream: int, num: int) -> torch.Tensor:
-        """[bs, num] float64 in [0, 1): the random numbers of this round's streams from `first_stream` on."""
-        assert self.sampling is not None
-        streams = torch.arange(first_stream, first_stream + num, device=self.rows.device)
-        return uniform(self.sampling.seeds, self.seq_lens, streams)
-
-    def slots(self, first: int, num: int) -> torch.Tensor:
-        """[bs, num] int64: KV slots of the positions L+first .. L+first+num-1."""
-        nodes = torch.arange(first, first + num, device=self.rows.device)
-        return slots_at(self.slot_tables, self.seq_lens.unsqueeze(1) + nodes)
 
 
 class Draft(NamedTuple):

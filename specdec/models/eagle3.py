@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+from specdec.backends.rope import Rope, rope_table
+
+# attend(q, k, v, rope): q and k come un-rotated, so that a backend can rotate them where it stores them.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rope], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,8 @@ class Eagle3Attention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (c.num_heads, c.head_dim))
         k = self.k_proj(x).unflatten(-1, (c.num_kv_heads, c.head_dim))
         v = self.v_proj(x).unflatten(-1, (c.num_kv_heads, c.head_dim))
-        cos, sin = rope_table(positions, c.head_dim, c.rope_theta, x.dtype)
-        return self.o_proj(attend(rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2))
+        rope = rope_table(positions, c.head_dim, c.rope_theta, x.dtype)
+        return self.o_proj(attend(q, k, v, rope).flatten(-2))
 
 
 class Eagle3MLP(nn.Module):
@@ -142,19 +145,3 @@ class Eagle3Head(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Recycled state [..., h_d] to draft-vocabulary logits [..., dv]."""
         return self.lm_head(self.norm(hidden))
-
-
-def rope_table(
-    positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin [..., 1, head_dim] for positions [...] int64, computed in fp32 (RoFormer, arXiv 2104.09864)."""
-    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions.unsqueeze(-1).float() * theta**-exponent
-    angles = torch.cat([angles, angles], -1).unsqueeze(-2)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary embedding to x [..., heads, head_dim] (half-split layout, as Llama)."""
-    low, high = x.chunk(2, -1)
-    return x * cos + torch.cat([-high, low], -1) * sin

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from specdec.backends.rope import Rope, rotate
 from specdec.models.eagle3 import Eagle3Head
 
 
@@ -21,8 +22,9 @@ class TTTAttention:
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [B, T, Hq, d], k/v [B, T, Hkv, d] -> [B, T, Hq, d]."""
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """Un-rotated q [B, T, Hq, d], k/v [B, T, Hkv, d] -> [B, T, Hq, d]."""
+        q, k = rotate(q, rope), rotate(k, rope)
         self._keys.append(k.transpose(1, 2))
         self._values.append(v.transpose(1, 2))
         if len(self._keys) > 1:

@@ -1,0 +1,135 @@
+"""The Triton backend: plans and reads lengths on the device, so that whole rounds can be captured. Default on CUDA."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from specdec.backends.base import AttentionBackend, Capabilities, LayerSpec
+from specdec.backends.rope import Rope
+from specdec.backends.triton import metadata as builders
+from specdec.backends.triton.attention import INTERPRETED, Tiling, attend, padded_dim
+from specdec.backends.triton.plan import SplitPlan, split_plan
+from specdec.backends.triton.store import store_kv
+from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.kv_cache import KVPool
+
+
+class _Cut(NamedTuple):
+    """What the cutting of a forward's work depends on; layers alike share plan and scratch."""
+
+    window: int
+    group: int
+    num_kv_heads: int
+    v_dim: int
+    tiling: Tiling
+
+
+class TritonBackend(AttentionBackend):
+    """Kernels for every path; see `backends.triton.attention`."""
+
+    name = "triton"
+    capabilities = Capabilities(
+        device_planned=True,
+        tree_mask=True,
+        sliding_window=True,
+        sinks=True,
+        softcap=True,
+        v_dim_differs=True,
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        max_head_dim=256,
+    )
+    metadata = builders
+    min_chunk = 256  # keys; shorter pieces cost more in merging than they gain
+    waves = 4  # pieces a multiprocessor gets; more even out better, fewer merge less
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._metadata: AttentionMetadata | None = None
+        self._plans: dict[_Cut, tuple[SplitPlan, tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    @classmethod
+    def unusable_on(cls, device: torch.device) -> str | None:
+        if device.type == "cuda" or INTERPRETED:
+            return None
+        return f"it needs CUDA, the model is on {device.type} (TRITON_INTERPRET=1 runs it there, for tests)"
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device bytes of the plans and split tiles of the forward in flight."""
+        tensors = [t for p, partials in self._plans.values() for t in (p.items, p.merges, *partials)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def _prepare(self, metadata: AttentionMetadata) -> None:
+        self._metadata = metadata
+        self._plans = {}
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        pool: KVPool,
+        layer_id: int,
+        layer: LayerSpec,
+        sinks: torch.Tensor | None,
+        rope: Rope | None,
+    ) -> None:
+        m = self._metadata
+        assert m is not None, "run before plan"
+        k_pool, v_pool = pool.k[layer_id], pool.v[layer_id]
+        q = store_kv(q, k, v, k_pool, v_pool, m.out_cache_loc, rope)
+        tiling = choose_tiling(m, layer, q.dtype)
+        plan, partials = self._plan_for(m, layer, tiling, q.device)
+        attend(q, out, k_pool, v_pool, m, plan, partials, layer, sinks, tiling)
+
+    def _plan_for(
+        self, m: AttentionMetadata, layer: LayerSpec, tiling: Tiling, device: torch.device
+    ) -> tuple[SplitPlan, tuple[torch.Tensor, torch.Tensor]]:
+        """The plan of layers like `layer`, made on the device once a forward."""
+        group = layer.num_heads // layer.num_kv_heads
+        key = _Cut(layer.window or 0, group, layer.num_kv_heads, layer.v_dim, tiling)
+        if key not in self._plans:
+            most_keys = m.max_prefix + m.tail_len if layer.window is None else layer.window + m.tail_len
+            plan = split_plan(
+                m.prefix_lens,
+                m.qo_indptr,
+                first_node=m.tail_len - m.q_len,
+                window=key.window,
+                num_tiles=_num_tiles(m, group, tiling.block_m),
+                target=max(1, self.waves * _num_processors(device) // layer.num_kv_heads),
+                group=group,
+                block_m=tiling.block_m,
+                block_n=tiling.block_n,
+                min_chunk=self.min_chunk,
+                may_split=most_keys > self.min_chunk,
+            )
+            rows = (plan.num_partials, layer.num_kv_heads, tiling.block_m)
+            partials = (
+                torch.empty(*rows, layer.v_dim, dtype=torch.float32, device=device),
+                torch.empty(rows, dtype=torch.float32, device=device),
+            )
+            self._plans[key] = (plan, partials)
+        return self._plans[key]
+
+
+def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> Tiling:
+    """Rows and keys of a tile: by the forward's kind and the layer's shape, never by a live length."""
+    widest = max(padded_dim(layer.qk_dim), padded_dim(layer.v_dim))
+    is_wide = widest * dtype.itemsize > 256  # bytes of a row: fp32, or head dims over 128
+    if m.mode is ForwardMode.EXTEND:
+        return Tiling(64, 32, 4, 2) if is_wide else Tiling(128, 64, 8, 3)
+    rows = m.q_len * (layer.num_heads // layer.num_kv_heads)
+    block_m = min(max(16, triton.next_power_of_2(rows)), 32 if is_wide else 64)
+    return Tiling(block_m, 32 if is_wide else 64, 4, 2 if is_wide else 3)
+
+
+def _num_tiles(m: AttentionMetadata, group: int, block_m: int) -> int:
+    if m.q_lens is None:
+        return m.num_reqs * triton.cdiv(m.q_len * group, block_m)
+    return sum(triton.cdiv(n * group, block_m) for n in m.q_lens)
+
+
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

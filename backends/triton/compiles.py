@@ -1,0 +1,25 @@
+"""How many kernels Triton compiles: after warm-up, live traffic must add none."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import triton
+
+
+@contextmanager
+def counted_compiles() -> Iterator[list[str]]:
+    """Within, the names of all Triton kernels that get compiled (or loaded from the disk cache) are appended."""
+    compiled: list[str] = []
+    runtime = triton.knobs.runtime
+    before = runtime.jit_post_compile_hook
+
+    def note(*args: Any, fn: Any = None, **kwargs: Any) -> Any:
+        compiled.append(getattr(fn, "name", str(fn)))
+        return before(*args, fn=fn, **kwargs) if before is not None else None
+
+    runtime.jit_post_compile_hook = note
+    try:
+        yield compiled
+    finally:
+        runtime.jit_post_compile_hook = before

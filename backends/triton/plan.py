@@ -1,0 +1,212 @@
+"""Who computes what: the work of one attention forward cut into items of equal length, on the device.
+
+A tile is BLOCK_M query rows (query x head of one KV group) of one request. A request's keys are cut into n splits so
+that all items together are about `target` pieces of equal length, whatever the mix of lengths; n is decided on the
+device, the tables' sizes on the host, so a captured grid fits any lengths:
+    items  <= tiles + target        partials <= 2 * target        merges <= min(tiles, target)
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+# Columns of the tables (int32).
+ITEM_WIDTH = 8  # request (-1: none), m_block, kv_begin, kv_end, partial (-1: the tile's only split), is_first, 0, 0
+MERGE_WIDTH = 4  # request (-1: none), m_block, first partial, number of splits
+
+
+@triton.jit
+def _requests(i, bs, prefix_lens, qo_indptr, first_node, window, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Tiles and the half-open range of keys of requests `i`; none past the batch."""
+    is_request = i < bs
+    prefix = tl.load(prefix_lens + i, mask=is_request, other=0).to(tl.int32)
+    start = tl.load(qo_indptr + i, mask=is_request, other=0)
+    q_len = tl.load(qo_indptr + i + 1, mask=is_request, other=0) - start
+    kv_begin = tl.where(window > 0, tl.maximum(prefix - window + 1, 0), 0)
+    kv_end = tl.where(q_len > 0, prefix + first_node + q_len, kv_begin)
+    return (q_len * GROUP + BLOCK_M - 1) // BLOCK_M, kv_begin, kv_end
+
+
+@triton.jit
+def _splits(kv_len, chunk, BLOCK_N: tl.constexpr):
+    """How many splits of what length cover kv_len keys: about equal ones, of at most `chunk`, in whole blocks."""
+    n = tl.maximum((kv_len + chunk - 1) // chunk, 1)
+    size = ((kv_len + n - 1) // n + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    size = tl.maximum(size, BLOCK_N).to(tl.int32)
+    return (kv_len + size - 1) // size, size
+
+
+@triton.jit(do_not_specialize=["bs", "num_items", "num_merges", "first_node", "window", "target"])
+def _plan_kernel(
+    prefix_lens,
+    qo_indptr,
+    items,
+    merges,
+    bs,
+    num_items,
+    num_merges,
+    first_node,
+    window,
+    target,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+    BLOCK_BS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    ITEM: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    lanes = tl.arange(0, BLOCK_BS)
+    total = tl.zeros([], tl.int64)
+    for base in range(0, bs, BLOCK_BS):
+        tiles, kv_begin, kv_end = _requests(
+            base + lanes, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M
+        )
+        total += tl.sum(tiles.to(tl.int64) * (kv_end - kv_begin))
+    chunk = tl.maximum((total + target - 1) // target, MIN_CHUNK)
+
+    w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    items_before = tl.zeros([], tl.int32)
+    partials_before = tl.zeros([], tl.int32)
+    merges_before = tl.zeros([], tl.int32)
+    tl.store(items + w * ITEM, -1, mask=w < num_items)
+    tl.store(merges + w * MERGE, -1, mask=w < num_merges)
+    tl.debug_barrier()  # the rows below overwrite what other threads have just cleared
+    for base in range(0, bs, BLOCK_BS):
+        request = base + lanes
+        tiles, kv_begin, kv_end = _requests(request, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M)
+        n, size = _splits(kv_end - kv_begin, chunk, BLOCK_N)
+        n = tl.where(tiles > 0, n, 0)
+        num = tiles * n
+        num_partial = tl.where(n > 1, num, 0)
+        num_merge = tl.where(n > 1, tiles, 0)
+        first_item = items_before + tl.cumsum(num) - num
+        first_partial = partials_before + tl.cumsum(num_partial) - num_partial
+        first_merge = merges_before + tl.cumsum(num_merge) - num_merge
+
+        owns = (w[:, None] >= first_item) & (w[:, None] < first_item + num)  # [BLOCK_W, BLOCK_BS], at most one a row
+        own_n = tl.sum(tl.where(owns, n, 0), 1)
+        index = w - tl.sum(tl.where(owns, first_item, 0), 1)
+        tile = index // tl.maximum(own_n, 1)
+        split = index - tile * own_n
+        own_begin = tl.sum(tl.where(owns, kv_begin, 0), 1)
+        own_size = tl.sum(tl.where(owns, size, 0), 1)
+        partial = tl.where(own_n > 1, tl.sum(tl.where(owns, first_partial, 0), 1) + index, -1)
+        begin = own_begin + split * own_size
+        row, is_mine = items + w * ITEM, tl.sum(owns.to(tl.int32), 1) > 0
+        tl.store(row, tl.sum(tl.where(owns, request, 0), 1), mask=is_mine)
+        # The last tiles of a causal prefill see the most keys: they go first.
+        tl.store(row + 1, tl.sum(tl.where(owns, tiles, 0), 1) - 1 - tile, mask=is_mine)
+        tl.store(row + 2, begin, mask=is_mine)
+        end = tl.minimum(begin + own_size, tl.sum(tl.where(owns, kv_end, 0), 1))
+        tl.store(row + 3, end, mask=is_mine)
+        tl.store(row + 4, partial, mask=is_mine)
+        tl.store(row + 5, (split == 0).to(tl.int32), mask=is_mine)
+
+        owns = (w[:, None] >= first_merge) & (w[:, None] < first_merge + num_merge)
+        own_n = tl.sum(tl.where(owns, n, 0), 1)
+        index = w - tl.sum(tl.where(owns, first_merge, 0), 1)
+        row, is_mine = merges + w * MERGE, own_n > 0
+        tl.store(row, tl.sum(tl.where(owns, request, 0), 1), mask=is_mine)
+        tl.store(row + 1, tl.sum(tl.where(owns, tiles, 0), 1) - 1 - index, mask=is_mine)
+        tl.store(row + 2, tl.sum(tl.where(owns, first_partial, 0), 1) + index * own_n, mask=is_mine)
+        tl.store(row + 3, own_n, mask=is_mine)
+
+        items_before += tl.sum(num)
+        partials_before += tl.sum(num_partial)
+        merges_before += tl.sum(num_merge)
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """items [num_items, ITEM_WIDTH] and merges [num_merges, MERGE_WIDTH], int32; num_partials bounds the partials."""
+
+    items: torch.Tensor
+    merges: torch.Tensor
+    num_partials: int
+
+
+def split_plan(
+    prefix_lens: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    *,
+    first_node: int,
+    window: int,
+    num_tiles: int,
+    target: int,
+    group: int,
+    block_m: int,
+    block_n: int,
+    min_chunk: int,
+    may_split: bool = True,
+) -> SplitPlan:
+    """Plan one forward. prefix_lens [bs] int64, qo_indptr [bs+1] int32.
+
+    num_tiles: host upper bound of the tiles; target: pieces wanted beside them; window: 0 for none; may_split: False
+    if the host knows that no request has more than min_chunk keys. Twin: `split_plan_reference`.
+    """
+    device = prefix_lens.device
+    num_merges = min(num_tiles, target) if may_split else 0
+    num_items = num_tiles + target if may_split else num_tiles
+    items = torch.empty(num_items, ITEM_WIDTH, dtype=torch.int32, device=device)
+    merges = torch.empty(num_merges, MERGE_WIDTH, dtype=torch.int32, device=device)
+    block_w = 32
+    _plan_kernel[(triton.cdiv(num_items, block_w),)](
+        prefix_lens,
+        qo_indptr,
+        items,
+        merges,
+        prefix_lens.shape[0],
+        num_items,
+        num_merges,
+        first_node,
+        window,
+        target,
+        GROUP=group,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        MIN_CHUNK=min_chunk,
+        BLOCK_BS=64,
+        BLOCK_W=block_w,
+        ITEM=ITEM_WIDTH,
+        MERGE=MERGE_WIDTH,
+    )
+    return SplitPlan(items, merges, 2 * target if may_split else 0)
+
+
+def split_plan_reference(
+    prefix_lens: list[int],
+    q_lens: list[int],
+    *,
+    first_node: int,
+    window: int,
+    target: int,
+    group: int,
+    block_m: int,
+    block_n: int,
+    min_chunk: int,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The used rows of both tables (the first 6 columns of items), in plain Python."""
+    begins = [max(p - window + 1, 0) if window else 0 for p in prefix_lens]
+    ends = [p + first_node + q for p, q in zip(prefix_lens, q_lens, strict=True)]
+    tiles = [triton.cdiv(q * group, block_m) for q in q_lens]
+    total = sum(t * (e - b) for t, b, e in zip(tiles, begins, ends, strict=True))
+    chunk = max(triton.cdiv(total, target), min_chunk)
+    items: list[list[int]] = []
+    merges: list[list[int]] = []
+    partial = 0
+    for request, (num_tiles, begin, end) in enumerate(zip(tiles, begins, ends, strict=True)):
+        n = triton.cdiv(end - begin, chunk)
+        size = triton.cdiv(triton.cdiv(end - begin, n), block_n) * block_n
+        n = triton.cdiv(end - begin, size)
+        for m_block in reversed(range(num_tiles)):
+            if n > 1:
+                merges.append([request, m_block, partial, n])
+            for split in range(n):
+                at = begin + split * size
+                items.append([request, m_block, at, min(at + size, end), partial if n > 1 else -1, int(split == 0)])
+                partial += n > 1
+    return items, merges

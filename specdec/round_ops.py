@@ -1,0 +1,113 @@
+"""The device operations of a round besides attention, in two sets alike: torch, which specifies them, and Triton.
+
+A set goes with the attention backend. The torch one runs anywhere; the Triton one does each operation in one or two
+launches, which is what a captured round is made of.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from specdec import sampling, tree, verify
+from specdec.backends import AttentionBackend
+from specdec.backends.metadata import slots_at
+from specdec.kv_cache import KVPool
+from specdec.tree import Tree
+from specdec.verify import Verdict
+
+Commit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class RoundOps:
+    """What the fields do is told by the torch functions they are twins of.
+
+    expand, build: `specdec.tree`; verify_*: `specdec.verify`; sample: `specdec.sampling`;
+    uniforms(seeds [bs], counters [bs], first_stream, num) -> [bs, num]: `sampling.uniform` on consecutive streams;
+    gather_rows(values [bs, n, h], index [bs, m]) -> [bs, m, h]: rows by index, -1 reads row 0;
+    committer(pool): made once a pool; it gives commit(slot_tables [bs, width], seq_lens [bs], accept_index [bs, W]),
+    which moves the accepted path's K/V of every layer to positions L..; -1 moves nothing.
+    """
+
+    name: str
+    expand: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+    build: Callable[..., Tree]
+    verify_greedy: Callable[[torch.Tensor, Tree, int], Verdict]
+    verify_tree: Callable[[torch.Tensor, Tree, int, torch.Tensor], Verdict]
+    verify_chain: Callable[[torch.Tensor, torch.Tensor, Tree, torch.Tensor], Verdict]
+    sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    uniforms: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
+    gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    committer: Callable[[KVPool], Commit]
+
+
+def pick_ops(backend: type[AttentionBackend] | AttentionBackend) -> RoundOps:
+    """The set that goes with `backend`."""
+    return _triton_ops() if backend.name == "triton" else TORCH_OPS
+
+
+def _uniforms(seeds: torch.Tensor, counters: torch.Tensor, first_stream: int, num: int) -> torch.Tensor:
+    streams = torch.arange(first_stream, first_stream + num, device=seeds.device)
+    return sampling.uniform(seeds, counters, streams)
+
+
+def _gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    wide = index.clamp(min=0).unsqueeze(2).expand(-1, -1, values.shape[2])
+    return values.gather(1, wide)
+
+
+def _committer(pool: KVPool) -> Commit:
+    def commit(slot_tables: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor) -> None:
+        start = seq_lens.unsqueeze(1)
+        source = slots_at(slot_tables, start + accept_index.clamp(min=0))
+        target = slots_at(slot_tables, start + torch.arange(accept_index.shape[1], device=start.device))
+        # Columns past the accepted path copy a slot onto itself: nothing moves, no shape depends on the data.
+        target = torch.where(accept_index >= 0, target, source)
+        pool.move(source.view(-1), target.view(-1))
+
+    return commit
+
+
+TORCH_OPS = RoundOps(
+    name="torch",
+    expand=tree.expand,
+    build=tree.build,
+    verify_greedy=verify.verify_greedy,
+    verify_tree=verify.verify_tree,
+    verify_chain=verify.verify_chain,
+    sample=sampling.sample,
+    uniforms=_uniforms,
+    gather_rows=_gather_rows,
+    committer=_committer,
+)
+
+
+def _triton_ops() -> RoundOps:
+    """The kernels, in the types of this layer; imported here, since triton is optional."""
+    from specdec.backends.triton import rows, sampling, tree, walk
+
+    def build(*candidates: torch.Tensor, num_draft_tokens: int, num_steps: int) -> Tree:
+        return Tree(*tree.build(*candidates, num_draft_tokens=num_draft_tokens, num_steps=num_steps))
+
+    def verify_greedy(logits: torch.Tensor, draft: Tree, num_steps: int) -> Verdict:
+        return Verdict(*walk.verify_greedy(logits, draft.tokens, draft.parents, num_steps))
+
+    def verify_tree(probs: torch.Tensor, draft: Tree, num_steps: int, uniforms: torch.Tensor) -> Verdict:
+        return Verdict(*walk.verify_tree(probs, draft.tokens, draft.parents, num_steps, uniforms))
+
+    def verify_chain(probs: torch.Tensor, laws: torch.Tensor, draft: Tree, uniforms: torch.Tensor) -> Verdict:
+        return Verdict(*walk.verify_chain(probs, laws, draft.tokens, draft.parents, uniforms))
+
+    return RoundOps(
+        name="triton",
+        expand=tree.expand,
+        build=build,
+        verify_greedy=verify_greedy,
+        verify_tree=verify_tree,
+        verify_chain=verify_chain,
+        sample=sampling.sample,
+        uniforms=sampling.uniform,
+        gather_rows=rows.gather_rows,
+        committer=rows.committer,
+    )
