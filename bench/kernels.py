@@ -54,7 +54,7 @@ def main() -> None:
                     print(json.dumps(rows[-1]), flush=True)
                     del case
                     torch.cuda.empty_cache()
-            ours = [name for name in compiled if "specdec" in name or name.startswith("_")]
+            ours = [name for name in compiled if "specdec" in name]
     config = {"copy_rate_tb_s": round(copy_rate / 1e12, 3), "compiled_after_warm_up": ours, "dtype": "bfloat16"}
     print_rows(rows)
     if args.out:
@@ -342,10 +342,19 @@ def replay_ms(fn: Callable[[], None], repeats: int = 7) -> float:
 
 
 def measured_copy_rate() -> float:
-    """Bytes/s of a device-to-device copy, reads and writes counted."""
+    """Bytes/s of a device-to-device copy, reads and writes counted: the best of 5 runs of 20 copies of 2 GiB."""
     source = torch.empty(2 << 30, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
-    return 2 * source.numel() / (replay_ms(lambda: target.copy_(source)) / 1e3)
+    best = 0.0
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(20):
+            target.copy_(source)
+        end.record()
+        end.synchronize()
+        best = max(best, 20 * 2 * source.numel() / (start.elapsed_time(end) / 1e3))
+    return best
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:

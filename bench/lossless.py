@@ -23,7 +23,6 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"num_steps": 3, "topk": 1},
     {"num_steps": 4, "topk": 4, "num_draft_tokens": 16},
 )
-BATCHES = (1, 4)
 NEAR_TIE = 0.25  # logits; bf16 rounds logits of size 16..32 to steps of 0.125
 
 
@@ -38,9 +37,10 @@ def main() -> None:
     references = [reference(model, p, args.max_new_tokens) for p in tqdm(prompts, desc="model.generate")]
     rows = []
     for config in CONFIGS:
-        for batch in BATCHES:
+        for batch in args.batches:
+            settings = {**config, "backend": args.backend}
             rows.append(
-                compare(model, args.draft or heads.path(), config, batch, prompts, references, args.max_new_tokens)
+                compare(model, args.draft or heads.path(), settings, batch, prompts, references, args.max_new_tokens)
             )
             print(rows[-1], flush=True)
     result = {
@@ -50,7 +50,7 @@ def main() -> None:
         "configs": rows,
     }
     if args.out:
-        write_results(args.out, f"lossless-{args.dtype}", "135m", {"device": args.device}, rows)
+        write_results(args.out, f"lossless-{args.backend}-{args.dtype}", "135m", {"device": args.device}, rows)
     print(json.dumps(result))
     unexplained = result["compared"] - result["equal"] - (result["near_ties"] if dtype != torch.float32 else 0)
     raise SystemExit(1 if unexplained else 0)
@@ -115,6 +115,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--draft", default=None, help="draft folder; default: the shipped head")
     parser.add_argument("--gsm8k", type=int, default=50, help="GSM8K test questions")
     parser.add_argument("--mt-bench", type=int, default=10, help="MT-bench questions")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--backend", default="auto", help="attention backend: auto, triton, torch")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -97,7 +97,7 @@ def _triton_ops() -> RoundOps:
         return Verdict(*walk.verify_tree(probs, draft.tokens, draft.parents, num_steps, uniforms))
 
     def verify_chain(probs: torch.Tensor, laws: torch.Tensor, draft: Tree, uniforms: torch.Tensor) -> Verdict:
-        return Verdict(*walk.verify_chain(probs, laws, draft.tokens, draft.parents, uniforms))
+        return Verdict(*walk.verify_chain(probs, laws, draft.tokens, uniforms))
 
     return RoundOps(
         name="triton",

@@ -49,16 +49,30 @@ def _softmax_step(
     if CAPPED:
         e = tl.exp2(s * cap_scale)  # exp(2x), so that tanh(x) = 1 - 2 / (e + 1) is right at both ends
         s = cap_log2 * (1 - 2 / (e + 1))
-    else:
-        s = s * scale_log2
+        scale_log2 = 1.0
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1))
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
-    p = tl.exp2(s - m_safe[:, None])
+    m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # scales are positive
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new  # rows that have seen nothing yet
+    p = tl.exp2(s * scale_log2 - m_safe[:, None])
     shrink = tl.exp2(m - m_safe)
     acc = _dot(p.to(v.dtype), v, acc * shrink[:, None], UPCAST)
     return m_new, mass * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _slots(table, key, kv_end):
+    """Slots of keys; those past the last read its slot, which the request owns, and are masked later."""
+    return tl.load(table + tl.minimum(key, kv_end - 1))
+
+
+@triton.jit
+def _rows(pool, slots, d, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """K or V of slots, [BLOCK_N, BLOCK]; pool points at the head."""
+    at = pool + slots[:, None] * STRIDE + d
+    if DIM == BLOCK:
+        return tl.load(at)
+    return tl.load(at, mask=d < DIM, other=0.0)
 
 
 @triton.jit(do_not_specialize=["first_node", "tail_len", "window", "table_stride"])
@@ -149,26 +163,26 @@ def _attention_kernel(
     v_head = v_pool + kv_head * V_DIM
     n = tl.arange(0, BLOCK_N)
     masked_from = kv_begin  # blocks from here on need a mask
+    # The slots of a block are loaded one block ahead: only then are its keys and values pipelined.
+    slots = _slots(table, kv_begin + n, kv_end)
     if not HAS_WINDOW:
         num_full = tl.maximum(tl.minimum(kv_end, prefix) - kv_begin, 0) // BLOCK_N
         masked_from = kv_begin + num_full * BLOCK_N
         for start in range(kv_begin, masked_from, BLOCK_N):
-            slots = tl.load(table + start + n)
-            k_at = k_head + slots[None, :] * (NUM_KV_HEADS * QK_DIM) + d[:, None]
-            k = tl.load(k_at, mask=d[:, None] < QK_DIM, other=0.0)
-            v = tl.load(v_head + slots[:, None] * (NUM_KV_HEADS * V_DIM) + dv, mask=dv < V_DIM, other=0.0)
+            next_slots = _slots(table, start + BLOCK_N + n, kv_end)
+            k = _rows(k_head, slots, d, NUM_KV_HEADS * QK_DIM, QK_DIM, BLOCK_QK)
+            v = _rows(v_head, slots, dv, NUM_KV_HEADS * V_DIM, V_DIM, BLOCK_V)
             m, mass, acc = _softmax_step(
-                q_tile, k, v, m, mass, acc, is_row, scale_log2, cap_log2, cap_scale, False, CAPPED, UPCAST
+                q_tile, tl.trans(k), v, m, mass, acc, is_row, scale_log2, cap_log2, cap_scale, False, CAPPED, UPCAST
             )
+            slots = next_slots
     for start in range(masked_from, kv_end, BLOCK_N):
+        next_slots = _slots(table, start + BLOCK_N + n, kv_end)
+        k = _rows(k_head, slots, d, NUM_KV_HEADS * QK_DIM, QK_DIM, BLOCK_QK)
+        v = _rows(v_head, slots, dv, NUM_KV_HEADS * V_DIM, V_DIM, BLOCK_V)
+        slots = next_slots
         key = start + n
         is_key = key < kv_end
-        slots = tl.load(table + key, mask=is_key, other=0)
-        k_at = k_head + slots[None, :] * (NUM_KV_HEADS * QK_DIM) + d[:, None]
-        k = tl.load(k_at, mask=(d[:, None] < QK_DIM) & is_key[None, :], other=0.0)
-        v = tl.load(
-            v_head + slots[:, None] * (NUM_KV_HEADS * V_DIM) + dv, mask=(dv < V_DIM) & is_key[:, None], other=0.0
-        )
         tail = key - prefix  # tail index of each key, negative in the prefix
         if HAS_BITS:
             visible = (tail[None, :] < 0) | (((bits[:, None] >> tl.maximum(tail, 0)[None, :]) & 1) != 0)
@@ -182,7 +196,7 @@ def _attention_kernel(
                 k_pos = tl.where(tail < 0, k_pos, tl.load(at, mask=is_key & (tail >= 0), other=0))
             visible = visible & (q_pos[:, None] - k_pos[None, :] < window)
         m, mass, acc = _softmax_step(
-            q_tile, k, v, m, mass, acc, visible, scale_log2, cap_log2, cap_scale, True, CAPPED, UPCAST
+            q_tile, tl.trans(k), v, m, mass, acc, visible, scale_log2, cap_log2, cap_scale, True, CAPPED, UPCAST
         )
 
     some_mass = tl.where(mass == 0, 1.0, mass)
@@ -251,12 +265,16 @@ def _merge_kernel(
 
 @dataclass(frozen=True)
 class Tiling:
-    """Launch shape of the attention kernel: rows and keys of a tile, warps, software-pipelining depth."""
+    """Launch shape of the attention kernel: rows and keys of a tile, warps, software-pipelining depth.
+
+    waves: pieces a multiprocessor gets when keys are split; more even out better, fewer merge less.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    waves: int
 
 
 def attend(
@@ -334,7 +352,7 @@ def merge(
     block_m: int,
 ) -> None:
     """Write the rows of split tiles from their partials; see `attend`. Twin: `merge_reference`."""
-    block_r = 4
+    block_r = 1
     _merge_kernel[(block_m // block_r, layer.num_kv_heads, merges.shape[0])](
         out,
         *partials,
@@ -348,7 +366,7 @@ def merge(
         BLOCK_V=padded_dim(layer.v_dim),
         BLOCK_M=block_m,
         BLOCK_R=block_r,
-        BLOCK_S=4,
+        BLOCK_S=32,
         MERGE=MERGE_WIDTH,
     )
 

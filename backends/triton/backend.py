@@ -1,5 +1,6 @@
 """The Triton backend: plans and reads lengths on the device, so that whole rounds can be captured. Default on CUDA."""
 
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,14 @@ from specdec.backends.triton.plan import SplitPlan, split_plan
 from specdec.backends.triton.store import store_kv
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.kv_cache import KVPool
+
+# By rows of a tile: block_m, block_n, warps, stages, waves. Wide: head dims over 64 in 16 bits.
+_WIDE_TILINGS = MappingProxyType(
+    {16: Tiling(16, 32, 1, 3, 2), 32: Tiling(32, 64, 2, 2, 2), 64: Tiling(64, 64, 4, 3, 1)}
+)
+_NARROW_TILINGS = MappingProxyType(
+    {16: Tiling(16, 64, 2, 3, 4), 32: Tiling(32, 128, 4, 3, 4), 64: Tiling(64, 64, 4, 3, 2)}
+)
 
 
 class _Cut(NamedTuple):
@@ -41,7 +50,6 @@ class TritonBackend(AttentionBackend):
     )
     metadata = builders
     min_chunk = 256  # keys; shorter pieces cost more in merging than they gain
-    waves = 4  # pieces a multiprocessor gets; more even out better, fewer merge less
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +106,7 @@ class TritonBackend(AttentionBackend):
                 first_node=m.tail_len - m.q_len,
                 window=key.window,
                 num_tiles=_num_tiles(m, group, tiling.block_m),
-                target=max(1, self.waves * _num_processors(device) // layer.num_kv_heads),
+                target=max(1, tiling.waves * _num_processors(device) // layer.num_kv_heads),
                 group=group,
                 block_m=tiling.block_m,
                 block_n=tiling.block_n,
@@ -115,14 +123,16 @@ class TritonBackend(AttentionBackend):
 
 
 def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> Tiling:
-    """Rows and keys of a tile: by the forward's kind and the layer's shape, never by a live length."""
-    widest = max(padded_dim(layer.qk_dim), padded_dim(layer.v_dim))
-    is_wide = widest * dtype.itemsize > 256  # bytes of a row: fp32, or head dims over 128
-    if m.mode is ForwardMode.EXTEND:
-        return Tiling(64, 32, 4, 2) if is_wide else Tiling(128, 64, 8, 3)
+    """The launch shape: by the forward's kind and the layer's shape, never by a live length: nothing is compiled
+    on live traffic. Chosen by measurement on an H200 in bf16 (bench/kernels.py)."""
+    row_bytes = max(padded_dim(layer.qk_dim), padded_dim(layer.v_dim)) * dtype.itemsize
     rows = m.q_len * (layer.num_heads // layer.num_kv_heads)
-    block_m = min(max(16, triton.next_power_of_2(rows)), 32 if is_wide else 64)
-    return Tiling(block_m, 32 if is_wide else 64, 4, 2 if is_wide else 3)
+    kind = 64 if m.mode is ForwardMode.EXTEND else min(max(16, triton.next_power_of_2(rows)), 64)
+    if row_bytes > 256:  # fp32, or head dims over 128
+        return Tiling(min(kind, 32), 32, 4, 2, waves=2)
+    if m.mode is ForwardMode.EXTEND:
+        return Tiling(64, 64, 4, 3, waves=1) if row_bytes > 128 else Tiling(64, 128, 4, 3, waves=1)
+    return (_WIDE_TILINGS if row_bytes > 128 else _NARROW_TILINGS)[kind]
 
 
 def _num_tiles(m: AttentionMetadata, group: int, block_m: int) -> int:

@@ -52,7 +52,7 @@ def _uniform_kernel(
         tl.store(tail_positions + at, prefix + tail_depth, mask=t < TAIL_LEN)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["starts", "q_lens"])
 def _prefill_kernel(
     slot_tables, starts, q_lens, positions, out_cache_loc, qo_indptr, table_stride, BLOCK: tl.constexpr
 ):

@@ -1,0 +1,163 @@
+"""The draft tree on the device: growth and re-rank, one program a request. Twins: `specdec.tree.expand` and `build`.
+
+Candidates are ranked by counting the better ones, which is stable, bounded and needs no sort: keys are unique.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _key(score, index):
+    """An int64 that orders candidates: the higher score first, NaN as -inf, the earlier among equals."""
+    score = tl.where(score != score, float("-inf"), score) + 0.0  # -0.0 equals 0.0
+    bits = score.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def _child_scores(log_probs, parent_scores, request, j, K: tl.constexpr, C: tl.constexpr):
+    """Cumulative scores of children j of all parents; a child is never above its parent, NaN is -inf."""
+    is_child = j < K * C
+    log_prob = tl.load(log_probs + request * K * C + j, mask=is_child, other=float("-inf"))
+    parent = tl.load(parent_scores + request * K + j // C, mask=is_child, other=float("-inf"))
+    score = parent + tl.where(log_prob > 0, 0.0, log_prob)
+    return tl.where(score != score, float("-inf"), score)
+
+
+@triton.jit
+def _expand_kernel(
+    log_probs,
+    parent_scores,
+    cumulative,
+    kept,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK_J)
+    score = _child_scores(log_probs, parent_scores, request, j, K, C)
+    key = _key(score, j)
+    rank = tl.zeros([BLOCK_J], tl.int32)
+    for base in range(0, K * C, BLOCK_I):
+        i = base + tl.arange(0, BLOCK_I)
+        other = _key(_child_scores(log_probs, parent_scores, request, i, K, C), i)
+        rank += tl.sum(((other[None, :] > key[:, None]) & (i[None, :] < K * C)).to(tl.int32), 1)
+    tl.store(cumulative + request * K * C + j, score, mask=j < K * C)
+    tl.store(kept + request * TOPK + rank, j.to(tl.int64), mask=(j < K * C) & (rank < TOPK))
+
+
+@triton.jit
+def _build_kernel(
+    root,
+    tokens,
+    log_probs,
+    parents,
+    depths,
+    node_of,
+    out_tokens,
+    out_parents,
+    out_depths,
+    out_bits,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    NUM_JUMPS: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    num_before = 0
+    for base_j in range(0, N, BLOCK_J):
+        j = base_j + tl.arange(0, BLOCK_J)
+        key = _key(tl.load(log_probs + request * N + j, mask=j < N, other=float("-inf")), j)
+        rank = tl.zeros([BLOCK_J], tl.int32)
+        for base in range(0, N, BLOCK_I):
+            i = base + tl.arange(0, BLOCK_I)
+            other = _key(tl.load(log_probs + request * N + i, mask=i < N, other=float("-inf")), i)
+            rank += tl.sum(((other[None, :] > key[:, None]) & (i[None, :] < N)).to(tl.int32), 1)
+        is_selected = (rank < D - 1) & (j < N)
+        node = num_before + tl.cumsum(is_selected.to(tl.int32))  # creation order, from 1
+        num_before += tl.sum(is_selected.to(tl.int32))
+        tl.store(node_of + request * N + j, tl.where(is_selected, node, 0), mask=j < N)
+        at = request * D + node
+        tl.store(out_tokens + at, tl.load(tokens + request * N + j, mask=is_selected, other=0), mask=is_selected)
+        tl.store(out_parents + at, tl.load(parents + request * N + j, mask=is_selected, other=0), mask=is_selected)
+        tl.store(out_depths + at, tl.load(depths + j, mask=is_selected, other=0), mask=is_selected)
+    tl.debug_barrier()  # what other threads have stored is read from here on
+
+    n = tl.arange(0, BLOCK_D)
+    is_draft = (n > 0) & (n < D)
+    candidate = tl.load(out_parents + request * D + n, mask=is_draft, other=-1)
+    has_parent = is_draft & (candidate >= 0)
+    parent = tl.load(node_of + request * N + candidate, mask=has_parent, other=0)
+    tl.debug_barrier()  # candidates are read before nodes take their place
+    tl.store(out_parents + request * D + n, parent.to(tl.int64), mask=n < D)
+    tl.store(out_tokens + request * D, tl.load(root + request))
+    tl.store(out_depths + request * D, tl.zeros([], tl.int64))
+    # Pointer jumping: after k turns a node knows the 2**k nodes nearest on its path; the root jumps to itself.
+    bits = tl.full([BLOCK_D], 1, tl.int64) << n.to(tl.int64)
+    jump = parent
+    for _ in tl.static_range(NUM_JUMPS):
+        is_there = jump[:, None] == n[None, :]
+        bits = bits | tl.sum(tl.where(is_there, bits[None, :], 0), 1)
+        jump = tl.sum(tl.where(is_there, jump[None, :], 0), 1)
+    tl.store(out_bits + request * D + n, bits, mask=n < D)
+
+
+def expand(log_probs: torch.Tensor, parent_scores: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """log_probs [bs, K, C] and parent_scores [bs, K], float32: cumulative [bs, K*C] and the best [bs, topk] int64."""
+    bs, k, c = log_probs.shape
+    cumulative = torch.empty(bs, k * c, dtype=torch.float32, device=log_probs.device)
+    kept = torch.empty(bs, topk, dtype=torch.int64, device=log_probs.device)
+    _expand_kernel[(bs,)](
+        log_probs.contiguous(),
+        parent_scores.contiguous(),
+        cumulative,
+        kept,
+        K=k,
+        C=c,
+        TOPK=topk,
+        BLOCK_J=triton.next_power_of_2(k * c),
+        BLOCK_I=16,
+    )
+    return cumulative, kept
+
+
+def build(
+    root: torch.Tensor,
+    tokens: torch.Tensor,
+    log_probs: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    *,
+    num_draft_tokens: int,
+    num_steps: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tokens, parents, depths and ancestor bits, [bs, D] int64 each, of the root and the best D-1 candidates.
+
+    root [bs], tokens and parents [bs, N], depths [N] int64; log_probs [bs, N] float32.
+    """
+    bs, num_candidates = tokens.shape
+    tree = [torch.empty(bs, num_draft_tokens, dtype=torch.int64, device=tokens.device) for _ in range(4)]
+    _build_kernel[(bs,)](
+        root,
+        tokens.contiguous(),
+        log_probs.contiguous(),
+        parents.contiguous(),
+        depths,
+        torch.empty(bs, num_candidates, dtype=torch.int32, device=tokens.device),
+        *tree,
+        N=num_candidates,
+        D=num_draft_tokens,
+        NUM_JUMPS=num_steps.bit_length(),
+        BLOCK_J=min(512, triton.next_power_of_2(num_candidates)),
+        BLOCK_I=32,
+        BLOCK_D=triton.next_power_of_2(num_draft_tokens),
+    )
+    return tree[0], tree[1], tree[2], tree[3]

@@ -1,0 +1,262 @@
+"""Which drafts the target accepts, one program a request. Twins: `specdec.verify.verify_greedy`, `_tree`, `_chain`.
+
+A walk ends after num_steps or D-1 turns whatever the numbers are. Laws that are not finite end their request as
+`invalid`; no program reads another request's row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.backends.triton.sampling import draw, vocab_block
+
+Verdict = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # accept_index, accept_lens, tokens, invalid
+
+
+@triton.jit
+def _at(values, index, n):
+    """values[index] for vectors in registers: one value an entry of `index`, 0 where it is in no place of n."""
+    return tl.sum(tl.where(index[:, None] == n[None, :], values[None, :], 0), 1)
+
+
+@triton.jit
+def _store_verdict(
+    path, tokens, is_usable, n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W: tl.constexpr
+):
+    """Write a path (node by depth c, -1 past it), cut to the root if a law on it is unusable; the bonus comes later.
+
+    Returns accept_len and whether the row is invalid.
+    """
+    is_on_path = (path >= 0) & (c < W)
+    usable = _at(is_usable.to(tl.int32), tl.maximum(path, 0), n)
+    invalid = tl.max((is_on_path & (usable == 0)).to(tl.int32)) > 0
+    path = tl.where((invalid & (c > 0)) | (c >= W), -1, path)
+    accept_len = tl.sum((path >= 0).to(tl.int32))
+    next_node = _at(path, c + 1, c)
+    drafts = _at(tokens, tl.maximum(next_node, 0), n)
+    at = request * W + c
+    tl.store(accept_index + at, path.to(tl.int64), mask=c < W)
+    tl.store(out_tokens + at, tl.where(c < accept_len - 1, drafts, -1), mask=c < W)
+    tl.store(accept_lens + request, accept_len.to(tl.int64))
+    tl.store(out_invalid + request, invalid)
+    return accept_len, invalid
+
+
+@triton.jit
+def _greedy_kernel(
+    best,
+    target,
+    tokens,
+    parents,
+    accept_index,
+    accept_lens,
+    out_tokens,
+    out_invalid,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    n, c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
+    is_node = n < D
+    token = tl.load(tokens + request * D + n, mask=is_node, other=-1)
+    parent = tl.load(parents + request * D + n, mask=is_node, other=-1)
+    wanted = tl.load(target + request * D + n, mask=is_node, other=0)
+    logit = tl.load(best + request * D + n, mask=is_node, other=0.0).to(tl.float32)
+    path = tl.where(c == 0, 0, -1)
+    current = 0
+    for step in range(1, W):
+        want = tl.sum(tl.where(n == current, wanted, 0))
+        is_match = (parent == current) & (token == want) & (n > 0)  # the root is its own parent, not its own child
+        child = tl.max(tl.where(is_match, n, -1))
+        path = tl.where(c == step, child, path)
+        current = tl.where(child >= 0, child, current)
+    bonus = tl.sum(tl.where(n == current, wanted, 0))
+    is_finite = (logit == logit) & (tl.abs(logit) != float("inf"))
+    accept_len, invalid = _store_verdict(
+        path, token, is_finite, n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W
+    )
+    tl.debug_barrier()  # the bonus takes the place of a -1 that another thread has stored
+    tl.store(out_tokens + request * W + accept_len - 1, tl.where(invalid, 0, bonus))
+
+
+@triton.jit
+def _is_law(mass):
+    return (mass > 0) & (mass < float("inf"))
+
+
+@triton.jit
+def _tree_kernel(
+    probs,
+    mass,
+    tokens,
+    parents,
+    uniforms,
+    excluded,
+    accept_index,
+    accept_lens,
+    out_tokens,
+    out_invalid,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    n, c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
+    is_node = n < D
+    token = tl.load(tokens + request * D + n, mask=is_node, other=-1)
+    parent = tl.load(parents + request * D + n, mask=is_node, other=-1)
+    total = tl.load(mass + request * D + n, mask=is_node, other=1.0)
+    u = tl.load(uniforms + request * D + n, mask=is_node, other=0.0)
+    is_draft = is_node & (n > 0)
+    at_parent = tl.load(probs + (request * D + parent) * V + token, mask=is_draft, other=0.0).to(tl.float64)
+
+    path = tl.where(c == 0, 0, -1)
+    current = 0
+    depth = 0
+    residual = tl.sum(tl.where(n == 0, total, 0.0))  # mass at `current` that rejections have left
+    # Parents precede children, and what is a child of `current` when its turn comes is tried in order.
+    for node in range(1, D):
+        is_this = n == node
+        prob = tl.sum(tl.where(is_this, at_parent, 0.0))
+        is_child = tl.sum(tl.where(is_this, parent, 0)) == current
+        # Rejection means u * residual >= prob, so the residual stays >= 0, and probability 0 is never accepted.
+        is_accepted = is_child & (tl.sum(tl.where(is_this, u, 0.0)) * residual < prob)
+        depth += is_accepted.to(tl.int32)
+        path = tl.where(is_accepted & (c == depth), node, path)
+        own_mass = tl.sum(tl.where(is_this, total, 0.0))
+        residual = tl.where(is_accepted, own_mass, tl.where(is_child, residual - prob, residual))
+        current = tl.where(is_accepted, node, current)
+
+    is_rejected = is_draft & (parent == current)
+    num_rejected = tl.sum(is_rejected.to(tl.int32))
+    place = tl.cumsum(is_rejected.to(tl.int32)) - 1
+    tl.store(excluded + request * D + place, token, mask=is_rejected)
+    accept_len, invalid = _store_verdict(
+        path, token, _is_law(total), n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W
+    )
+    tl.debug_barrier()  # `excluded` is read by all threads; the bonus takes the place of a stored -1
+    law = probs + (request * D + current) * V
+    u_bonus = tl.sum(tl.where(n == 0, u, 0.0))
+    bonus = draw(law, 1.0, law, 0.0, excluded + request * D, num_rejected, u_bonus, V, BLOCK_V, False)
+    tl.store(out_tokens + request * W + accept_len - 1, tl.where(invalid, 0, bonus))
+
+
+@triton.jit
+def _chain_kernel(
+    probs,
+    mass,
+    draft_probs,
+    draft_mass,
+    tokens,
+    uniforms,
+    accept_index,
+    accept_lens,
+    out_tokens,
+    out_invalid,
+    W: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK_W)
+    is_node, is_draft = c < W, (c > 0) & (c < W)
+    token = tl.load(tokens + request * W + c, mask=is_node, other=-1)
+    total = tl.load(mass + request * W + c, mask=is_node, other=1.0)
+    u = tl.load(uniforms + request * W + c, mask=is_node, other=0.0)
+    # Draft c was drawn from law c-1 and is judged by the target's law after node c-1.
+    q_total = tl.load(draft_mass + request * (W - 1) + c - 1, mask=is_draft, other=0.0)
+    p_total = tl.load(mass + request * W + c - 1, mask=is_draft, other=1.0)
+    p = tl.load(probs + (request * W + c - 1) * V + token, mask=is_draft, other=0.0).to(tl.float64) / p_total
+    q = tl.load(draft_probs + (request * (W - 1) + c - 1) * V + token, mask=is_draft, other=0.0).to(tl.float64)
+    is_accepted = is_draft & _is_law(q_total) & (u * (q / tl.where(is_draft, q_total, 1.0)) < p)
+    last = tl.min(tl.where(is_accepted | (c == 0), W, tl.where(is_draft, c, W))) - 1  # the deepest accepted node
+    path = tl.where(c <= last, c, -1)
+    accept_len, invalid = _store_verdict(
+        path, token, _is_law(total), c, c, request, accept_index, accept_lens, out_tokens, out_invalid, W
+    )
+    tl.debug_barrier()  # the bonus takes the place of a -1 that another thread has stored
+    law_mass = tl.sum(tl.where(c == last, total, 0.0))
+    next_mass = tl.sum(tl.where(c == last + 1, q_total, 0.0))  # 0 behind the last draft: there nothing was proposed
+    next_scale = tl.where(_is_law(next_mass), 1.0 / tl.where(_is_law(next_mass), next_mass, 1.0), 0.0)
+    draft = draft_probs + (request * (W - 1) + tl.minimum(last, W - 2)) * V
+    law_scale = 1.0 / tl.where(_is_law(law_mass), law_mass, 1.0)
+    u_bonus = tl.sum(tl.where(c == 0, u, 0.0))
+    bonus = draw(
+        probs + (request * W + last) * V, law_scale, draft, next_scale, out_tokens, 0, u_bonus, V, BLOCK_V, True
+    )
+    tl.store(out_tokens + request * W + accept_len - 1, tl.where(invalid, 0, bonus))
+
+
+def verify_greedy(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_steps: int) -> Verdict:
+    """logits [bs, D, V], tokens and parents [bs, D] int64: accept_index and tokens [bs, S+1], accept_lens, invalid."""
+    best, target = logits.max(-1)
+    verdict, shape = _empty_verdict(tokens, num_steps)
+    _greedy_kernel[(tokens.shape[0],)](
+        best, target, tokens.contiguous(), parents.contiguous(), *verdict, **shape, num_warps=1
+    )
+    return verdict
+
+
+def verify_tree(
+    probs: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_steps: int, uniforms: torch.Tensor
+) -> Verdict:
+    """probs [bs, D, V] float, tokens and parents [bs, D] int64, uniforms [bs, D] float64; returns as verify_greedy."""
+    verdict, shape = _empty_verdict(tokens, num_steps)
+    vocab_size = probs.shape[-1]
+    _tree_kernel[(tokens.shape[0],)](
+        probs.contiguous(),
+        probs.sum(-1, dtype=torch.float64),
+        tokens.contiguous(),
+        parents.contiguous(),
+        uniforms.contiguous(),
+        torch.empty_like(tokens),
+        *verdict,
+        **shape,
+        V=vocab_size,
+        BLOCK_V=vocab_block(vocab_size),
+        num_warps=8,
+    )
+    return verdict
+
+
+def verify_chain(
+    probs: torch.Tensor,
+    draft_probs: torch.Tensor,
+    tokens: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> Verdict:
+    """probs [bs, S+1, V] and draft_probs [bs, S, V] float, tokens [bs, S+1] int64, uniforms [bs, S+1] float64."""
+    width, vocab_size = tokens.shape[1], probs.shape[-1]
+    verdict, shape = _empty_verdict(tokens, width - 1)
+    _chain_kernel[(tokens.shape[0],)](
+        probs.contiguous(),
+        probs.sum(-1, dtype=torch.float64),
+        draft_probs.contiguous(),
+        draft_probs.sum(-1, dtype=torch.float64),
+        tokens.contiguous(),
+        uniforms.contiguous(),
+        *verdict,
+        W=width,
+        V=vocab_size,
+        BLOCK_W=shape["BLOCK_W"],
+        BLOCK_V=vocab_block(vocab_size),
+        num_warps=8,
+    )
+    return verdict
+
+
+def _empty_verdict(tokens: torch.Tensor, num_steps: int) -> tuple[Verdict, dict[str, int]]:
+    (bs, num_nodes), width, device = tokens.shape, num_steps + 1, tokens.device
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int64, device=device)
+
+    verdict = (empty(bs, width), empty(bs), empty(bs, width), torch.empty(bs, dtype=torch.bool, device=device))
+    blocks = {"BLOCK_D": triton.next_power_of_2(num_nodes), "BLOCK_W": triton.next_power_of_2(width)}
+    return verdict, {"D": num_nodes, "W": width, **blocks}

@@ -1,0 +1,245 @@
+"""The round's Triton kernels against the torch functions that specify them; interpreted where there is no GPU."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec import sampling, tree, verify
+from specdec.kv_cache import KVPool, LayerShape
+from specdec.round_ops import TORCH_OPS, pick_ops
+from specdec.tree import Tree
+
+pytest.importorskip("triton")
+from specdec.backends.triton.backend import TritonBackend
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+OPS = pick_ops(TritonBackend)
+FEW = settings(max_examples=25, deadline=None, derandomize=True)
+SEEDS = st.integers(0, 1 << 20)
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def same(got, want):
+    assert type(got) is type(want)
+    for name, a, b in zip(getattr(want, "_fields", range(len(want))), got, want, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), (name, a, b)
+
+
+def grown_tree(seed, bs, k, num_steps, num_draft_tokens, vocab=50, ties=False):
+    """Candidates of a growth with random scores, as a worker makes them."""
+    g = generator(seed)
+    tokens = torch.stack([torch.randperm(vocab, generator=g)[:k] for _ in range(bs)])
+    scores = -torch.rand(bs, k, generator=g)
+    all_tokens, all_scores, parents, depths = [tokens], [scores], [torch.full((bs, k), -1)], [1] * k
+    names = torch.arange(k).expand(bs, -1)
+    for step in range(2, num_steps + 1):
+        log_probs = -torch.rand(bs, k, k, generator=g)
+        if ties:
+            log_probs = (log_probs * 3).round()
+        children = torch.stack([torch.randperm(vocab, generator=g)[:k] for _ in range(bs * k)]).view(bs, k * k)
+        cumulative, kept = tree.expand(log_probs, scores, k)
+        first = sum(t.shape[1] for t in all_tokens)
+        all_tokens.append(children)
+        all_scores.append(cumulative)
+        parents.append(names.repeat_interleave(k, 1))
+        scores, names = cumulative.gather(1, kept), first + kept
+        depths += [step] * k * k
+    candidates = [torch.cat(x, 1).to(DEVICE) for x in (all_tokens, all_scores, parents)]
+    root = torch.randint(0, vocab, (bs,), generator=g).to(DEVICE)
+    shape = {"num_draft_tokens": num_draft_tokens, "num_steps": num_steps}
+    return (root, *candidates, torch.tensor(depths, device=DEVICE)), shape
+
+
+TREES = [(1, 1, 3, 4), (2, 2, 1, 3), (3, 4, 4, 16), (2, 8, 5, 32), (2, 8, 5, 64), (1, 11, 6, 64)]
+
+
+@pytest.mark.parametrize(("bs", "k", "num_steps", "width"), TREES)
+@pytest.mark.parametrize("ties", [False, True])
+def test_trees_equal_the_twin(bs, k, num_steps, width, ties):
+    arguments, shape = grown_tree(1, bs, k, num_steps, width, ties=ties)
+    same(OPS.build(*arguments, **shape), tree.build(*arguments, **shape))
+
+
+def test_a_chain_of_64_nodes_sets_the_sign_bit():
+    n = 63
+    scores = -torch.arange(1.0, n + 1, device=DEVICE).unsqueeze(0)
+    line = torch.arange(n, device=DEVICE)
+    arguments = (line[:1], line.unsqueeze(0), scores, line.unsqueeze(0) - 1, line + 1)
+    got = OPS.build(*arguments, num_draft_tokens=64, num_steps=63)
+    same(got, tree.build(*arguments, num_draft_tokens=64, num_steps=63))
+    assert got.ancestor_bits[0, 63] == -1
+
+
+def test_scores_of_nan_and_infinity_build_the_trees_of_the_twin():
+    arguments, shape = grown_tree(3, 4, 4, 3, 12)
+    arguments[2][0, 5:9] = math.nan
+    arguments[2][1] = math.nan
+    arguments[2][2] = -math.inf
+    arguments[2][3, 0] = -0.0
+    arguments[2][3, 1] = 0.0
+    same(OPS.build(*arguments, **shape), tree.build(*arguments, **shape))
+
+
+@FEW
+@given(SEEDS, st.integers(1, 4), st.integers(1, 9), st.booleans())
+def test_growth_equals_the_twin(seed, bs, k, ties):
+    g = generator(seed)
+    log_probs, parents = torch.randn(bs, k, k, generator=g), -torch.rand(bs, k, generator=g)
+    if ties:
+        log_probs, parents = log_probs.round(), parents.round()
+    log_probs[0, 0, 0] = math.nan
+    parents[-1, -1] = -math.inf
+    arguments = (log_probs.to(DEVICE), parents.to(DEVICE), k)
+    same(OPS.expand(*arguments), tree.expand(*arguments))
+
+
+def random_case(seed, bs, k, num_steps, width, vocab=50):
+    arguments, shape = grown_tree(seed, bs, k, num_steps, width, vocab)
+    return tree.build(*arguments, **shape), generator(seed + 1)
+
+
+def likely_logits(draft: Tree, g, vocab):
+    """Logits whose argmax is often a child's token, so that paths get deep."""
+    logits = torch.randn(*draft.tokens.shape, vocab, generator=g).to(DEVICE)
+    for row in range(draft.tokens.shape[0]):
+        for node in range(1, draft.tokens.shape[1]):
+            if torch.rand((), generator=g) < 0.7:
+                logits[row, draft.parents[row, node], draft.tokens[row, node]] += 5
+    return logits
+
+
+@pytest.mark.parametrize(("bs", "k", "num_steps", "width"), TREES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_walks_equal_the_twin(bs, k, num_steps, width, dtype):
+    for seed in range(3):
+        draft, g = random_case(seed, bs, k, num_steps, width)
+        logits = likely_logits(draft, g, 50).to(dtype)
+        same(OPS.verify_greedy(logits, draft, num_steps), verify.verify_greedy(logits, draft, num_steps))
+
+
+@FEW
+@given(SEEDS, st.sampled_from(TREES), st.sampled_from(["soft", "sharp", "one-hot"]))
+def test_sampled_walks_down_trees_equal_the_twin(seed, shape, kind):
+    bs, k, num_steps, width = shape
+    draft, g = random_case(seed, bs, k, num_steps, width)
+    scale = {"soft": 0.5, "sharp": 3.0, "one-hot": 1.0}[kind]
+    probs = (likely_logits(draft, g, 50) * scale).softmax(-1)
+    if kind == "one-hot":
+        probs = torch.nn.functional.one_hot(probs.argmax(-1), 50).float()
+    uniforms = torch.rand(bs, width, dtype=torch.float64, generator=g).to(DEVICE)
+    same(OPS.verify_tree(probs, draft, num_steps, uniforms), verify.verify_tree(probs, draft, num_steps, uniforms))
+
+
+@FEW
+@given(SEEDS, st.integers(1, 4), st.integers(1, 6), st.sampled_from([0.1, 1.0, 30.0]))
+def test_sampled_walks_down_chains_equal_the_twin(seed, bs, num_steps, apart):
+    g = generator(seed)
+    logits = torch.randn(bs, num_steps + 1, 60, generator=g)
+    probs = logits.softmax(-1).to(DEVICE)
+    laws = (logits[:, :-1] + apart * torch.randn(bs, num_steps, 60, generator=g)).softmax(-1).to(DEVICE)
+    if seed % 3 == 0:
+        laws[0, 0] = math.nan  # a broken draft costs speed only
+    drafts = sampling.sample(laws.nan_to_num(1.0), torch.rand(bs, num_steps, generator=g).to(DEVICE))
+    draft = tree.chain(torch.zeros(bs, dtype=torch.int64, device=DEVICE), drafts)
+    uniforms = torch.rand(bs, num_steps + 1, dtype=torch.float64, generator=g).to(DEVICE)
+    same(OPS.verify_chain(probs, laws, draft, uniforms), verify.verify_chain(probs, laws, draft, uniforms))
+
+
+def test_a_residual_without_mass_draws_from_the_law():
+    draft = Tree(
+        torch.tensor([[0, 3, 4]], device=DEVICE), torch.zeros(1, 3, dtype=torch.int64, device=DEVICE), None, None
+    )
+    probs = torch.zeros(1, 3, 9, device=DEVICE)
+    probs[..., 3] = probs[..., 4] = 0.5
+    uniforms = torch.tensor([[0.3, 1.0, 1.0]], dtype=torch.float64, device=DEVICE)  # both rejected by the last rounding
+    got = OPS.verify_tree(probs, draft, 1, uniforms)
+    same(got, verify.verify_tree(probs, draft, 1, uniforms))
+    assert got.tokens[0, 0] in (3, 4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", ["greedy", "tree", "chain"])
+def test_a_row_that_is_not_finite_ends_alone(kind, bad):
+    for node in (0, 1, 5):
+        draft, g = random_case(4, 3, 3, 3, 8)
+        logits = likely_logits(draft, g, 50)
+        uniforms = torch.rand(3, 8, dtype=torch.float64, generator=g).to(DEVICE)
+        if kind == "chain":
+            draft = tree.chain(draft.tokens[:, 0], draft.tokens[:, 1:])
+        laws = torch.rand(3, 7, 50, generator=g).softmax(-1).to(DEVICE)
+
+        def decide(ops, values, draft=draft, uniforms=uniforms, laws=laws):
+            if kind == "greedy":
+                return ops.verify_greedy(values, draft, 3)
+            probs = values.softmax(-1)
+            probs[~values.amax(-1).isfinite()] = math.nan
+            if kind == "tree":
+                return ops.verify_tree(probs, draft, 3, uniforms)
+            return ops.verify_chain(probs, laws, draft, uniforms)
+
+        healthy = decide(OPS, logits)
+        logits[1, node] = bad
+        got = decide(OPS, logits)
+        same(got, decide(TORCH_OPS, logits))
+        assert node or bool(got.invalid[1])
+        for field in range(4):
+            assert torch.equal(got[field][[0, 2]], healthy[field][[0, 2]])
+
+
+def test_random_numbers_equal_the_twin_bit_for_bit():
+    g = generator(0)
+    seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (7,), generator=g).to(DEVICE)
+    counters = torch.randint(0, 1 << 40, (7,), generator=g).to(DEVICE)
+    for first, num in ((0, 1), (64, 5), (128, 64)):
+        got = OPS.uniforms(seeds, counters, first, num)
+        assert torch.equal(got, TORCH_OPS.uniforms(seeds, counters, first, num))
+        assert ((got >= 0) & (got < 1)).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 50, 5000, 9000])
+def test_draws_equal_the_twin(vocab):
+    g = generator(vocab)
+    probs = torch.rand(6, vocab, generator=g) * (torch.rand(6, vocab, generator=g) < 0.5)
+    probs[2] = 0
+    probs[3] = 0
+    probs[3, vocab // 2] = 1
+    u = torch.tensor([0.0, 1.0, 0.5, 0.999, 0.3, 0.7], dtype=torch.float64)
+    assert torch.equal(OPS.sample(probs.to(DEVICE), u.to(DEVICE)), sampling.sample(probs, u).to(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gathered_rows_equal_the_twin(dtype):
+    values = torch.randn(3, 9, 2100, generator=generator(0)).to(DEVICE, dtype)
+    index = torch.tensor([[0, 4, -1], [8, 8, 0], [-1, -1, -1]], device=DEVICE)
+    for source in (values, values[:, 2:, :1030], values[:1].expand(3, -1, -1)):
+        index_ = index.clamp(max=source.shape[1] - 1)
+        assert torch.equal(OPS.gather_rows(source, index_), TORCH_OPS.gather_rows(source, index_))
+
+
+@FEW
+@given(SEEDS, st.integers(1, 4), st.integers(1, 7), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_committed_paths_equal_the_twin(seed, bs, num_steps, dtype):
+    g = generator(seed)
+    width = 40
+    tables = 1 + torch.randperm(bs * width, generator=g).view(bs, width)
+    lens = torch.randint(0, width - 20, (bs,), generator=g)
+    path = torch.full((bs, num_steps + 1), -1)
+    for row in range(bs):
+        depth = int(torch.randint(0, num_steps + 1, (), generator=g))
+        path[row, 0] = 0
+        path[row, 1 : depth + 1] = (1 + torch.randperm(18, generator=g)[:depth]).sort().values
+    pools = [KVPool([LayerShape(2, 16, 8), LayerShape(3, 8, 8)], bs * width + 1, dtype, DEVICE) for _ in range(2)]
+    for i, cache in enumerate((*pools[0].k, *pools[0].v)):
+        cache.copy_(torch.randn(cache.shape, generator=g))
+        (*pools[1].k, *pools[1].v)[i].copy_(cache)
+    arguments = (tables.to(DEVICE), lens.to(DEVICE), path.to(DEVICE))
+    OPS.committer(pools[0])(*arguments)
+    TORCH_OPS.committer(pools[1])(*arguments)
+    for got, want in zip((*pools[0].k, *pools[0].v), (*pools[1].k, *pools[1].v), strict=True):
+        assert torch.equal(got, want)
