@@ -267,14 +267,14 @@ def _merge_kernel(
 class Tiling:
     """Launch shape of the attention kernel: rows and keys of a tile, warps, software-pipelining depth.
 
-    waves: pieces a multiprocessor gets when keys are split; more even out better, fewer merge less.
+    resident: tiles that a multiprocessor holds at once; keys are split until that many are there.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    waves: int
+    resident: int
 
 
 def attend(

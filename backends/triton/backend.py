@@ -15,7 +15,7 @@ from specdec.backends.triton.store import store_kv
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.kv_cache import KVPool
 
-# By rows of a tile: block_m, block_n, warps, stages, waves. Wide: head dims over 64 in 16 bits.
+# By rows of a tile: block_m, block_n, warps, stages, resident. Wide: head dims over 64 in 16 bits.
 _WIDE_TILINGS = MappingProxyType(
     {16: Tiling(16, 32, 1, 3, 2), 32: Tiling(32, 64, 2, 2, 2), 64: Tiling(64, 64, 4, 3, 1)}
 )
@@ -106,7 +106,7 @@ class TritonBackend(AttentionBackend):
                 first_node=m.tail_len - m.q_len,
                 window=key.window,
                 num_tiles=_num_tiles(m, group, tiling.block_m),
-                target=max(1, tiling.waves * _num_processors(device) // layer.num_kv_heads),
+                resident=max(1, tiling.resident * _num_processors(device) // layer.num_kv_heads),
                 group=group,
                 block_m=tiling.block_m,
                 block_n=tiling.block_n,
@@ -124,14 +124,14 @@ class TritonBackend(AttentionBackend):
 
 def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> Tiling:
     """The launch shape: by the forward's kind and the layer's shape, never by a live length: nothing is compiled
-    on live traffic. Chosen by measurement on an H200 in bf16 (bench/kernels.py)."""
+    on live traffic. Chosen by measurement on an H200 in bf16 (bench/attention_kernels.py)."""
     row_bytes = max(padded_dim(layer.qk_dim), padded_dim(layer.v_dim)) * dtype.itemsize
     rows = m.q_len * (layer.num_heads // layer.num_kv_heads)
     kind = 64 if m.mode is ForwardMode.EXTEND else min(max(16, triton.next_power_of_2(rows)), 64)
     if row_bytes > 256:  # fp32, or head dims over 128
-        return Tiling(min(kind, 32), 32, 4, 2, waves=2)
+        return Tiling(min(kind, 32), 32, 4, 2, resident=2)
     if m.mode is ForwardMode.EXTEND:
-        return Tiling(64, 64, 4, 3, waves=1) if row_bytes > 128 else Tiling(64, 128, 4, 3, waves=1)
+        return Tiling(64, 64, 4, 3, resident=1) if row_bytes > 128 else Tiling(64, 128, 4, 3, resident=1)
     return (_WIDE_TILINGS if row_bytes > 128 else _NARROW_TILINGS)[kind]
 
 

@@ -1,9 +1,10 @@
-"""Who computes what: the work of one attention forward cut into items of equal length, on the device.
+"""Who computes what: the work of one attention forward cut into items of about equal length, on the device.
 
-A tile is BLOCK_M query rows (query x head of one KV group) of one request. A request's keys are cut into n splits so
-that all items together are about `target` pieces of equal length, whatever the mix of lengths; n is decided on the
-device, the tables' sizes on the host, so a captured grid fits any lengths:
-    items  <= tiles + target        partials <= 2 * target        merges <= min(tiles, target)
+A tile is BLOCK_M query rows (query x head of one KV group) of one request. Where tiles alone do not fill the chip, keys
+are cut, too: into the shortest chunks of which the chip holds all at once, whatever the mix of lengths. The device
+decides; the host knows only how many items there can be, so a captured grid fits any lengths. With `resident` items a
+KV head at once,
+    items <= max(resident, tiles + resident / 2)    merges <= min(tiles, resident)    partials <= 2 * resident
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import triton.language as tl
 # Columns of the tables (int32).
 ITEM_WIDTH = 8  # request (-1: none), m_block, kv_begin, kv_end, partial (-1: the tile's only split), is_first, 0, 0
 MERGE_WIDTH = 4  # request (-1: none), m_block, first partial, number of splits
+MAX_CHUNK = 1 << 21  # keys; no request has more
 
 
 @triton.jit
@@ -38,7 +40,28 @@ def _splits(kv_len, chunk, BLOCK_N: tl.constexpr):
     return (kv_len + size - 1) // size, size
 
 
-@triton.jit(do_not_specialize=["bs", "num_items", "num_merges", "first_node", "window", "target"])
+@triton.jit
+def _num_items(
+    bs,
+    prefix_lens,
+    qo_indptr,
+    first_node,
+    window,
+    chunk,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_BS: tl.constexpr,
+):
+    """Items of the whole batch if keys are cut into chunks."""
+    total = tl.zeros([], tl.int32)
+    for base in range(0, bs, BLOCK_BS):
+        request = base + tl.arange(0, BLOCK_BS)
+        tiles, kv_begin, kv_end = _requests(request, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M)
+        total += tl.sum(tiles * ((kv_end - kv_begin + chunk - 1) // chunk))
+    return total
+
+
+@triton.jit(do_not_specialize=["bs", "num_items", "num_merges", "first_node", "window", "resident"])
 def _plan_kernel(
     prefix_lens,
     qo_indptr,
@@ -49,24 +72,28 @@ def _plan_kernel(
     num_merges,
     first_node,
     window,
-    target,
+    resident,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
+    MAX_CHUNK: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
     BLOCK_BS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     ITEM: tl.constexpr,
     MERGE: tl.constexpr,
 ):
     lanes = tl.arange(0, BLOCK_BS)
-    total = tl.zeros([], tl.int64)
-    for base in range(0, bs, BLOCK_BS):
-        tiles, kv_begin, kv_end = _requests(
-            base + lanes, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M
-        )
-        total += tl.sum(tiles.to(tl.int64) * (kv_end - kv_begin))
-    chunk = tl.maximum((total + target - 1) // target, MIN_CHUNK)
+    tiles = _num_items(bs, prefix_lens, qo_indptr, first_node, window, MAX_CHUNK, GROUP, BLOCK_M, BLOCK_BS)
+    most = tl.maximum(resident, tiles + resident // 2)
+    low, high = MIN_CHUNK // BLOCK_N, MAX_CHUNK // BLOCK_N  # the answer lies in [low, high], in blocks
+    for _ in range(0, SEARCH_STEPS):
+        middle = (low + high) // 2
+        num = _num_items(bs, prefix_lens, qo_indptr, first_node, window, middle * BLOCK_N, GROUP, BLOCK_M, BLOCK_BS)
+        low, high = tl.where(num > most, middle + 1, low), tl.where(num > most, high, middle)
+        low = tl.minimum(low, high)
+    chunk = high * BLOCK_N
 
     w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
     items_before = tl.zeros([], tl.int32)
@@ -136,7 +163,7 @@ def split_plan(
     first_node: int,
     window: int,
     num_tiles: int,
-    target: int,
+    resident: int,
     group: int,
     block_m: int,
     block_n: int,
@@ -145,12 +172,14 @@ def split_plan(
 ) -> SplitPlan:
     """Plan one forward. prefix_lens [bs] int64, qo_indptr [bs+1] int32.
 
-    num_tiles: host upper bound of the tiles; target: pieces wanted beside them; window: 0 for none; may_split: False
-    if the host knows that no request has more than min_chunk keys. Twin: `split_plan_reference`.
+    num_tiles: host upper bound of the tiles; resident: items that run at once, a KV head; window: 0 for none;
+    min_chunk: the shortest chunk, rounded up to whole blocks; may_split: False if the host knows that no request has more keys
+    than that. Twin: `split_plan_reference`.
     """
     device = prefix_lens.device
-    num_merges = min(num_tiles, target) if may_split else 0
-    num_items = num_tiles + target if may_split else num_tiles
+    min_chunk = triton.cdiv(min_chunk, block_n) * block_n
+    num_merges = min(num_tiles, resident) if may_split else 0
+    num_items = max(resident, num_tiles + resident // 2) if may_split else num_tiles
     items = torch.empty(num_items, ITEM_WIDTH, dtype=torch.int32, device=device)
     merges = torch.empty(num_merges, MERGE_WIDTH, dtype=torch.int32, device=device)
     block_w = 32
@@ -164,17 +193,19 @@ def split_plan(
         num_merges,
         first_node,
         window,
-        target,
+        resident,
         GROUP=group,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         MIN_CHUNK=min_chunk,
+        MAX_CHUNK=MAX_CHUNK,
+        SEARCH_STEPS=((MAX_CHUNK - min_chunk) // block_n).bit_length(),
         BLOCK_BS=64,
         BLOCK_W=block_w,
         ITEM=ITEM_WIDTH,
         MERGE=MERGE_WIDTH,
     )
-    return SplitPlan(items, merges, 2 * target if may_split else 0)
+    return SplitPlan(items, merges, min(2 * resident, num_items) if may_split else 0)
 
 
 def split_plan_reference(
@@ -183,7 +214,7 @@ def split_plan_reference(
     *,
     first_node: int,
     window: int,
-    target: int,
+    resident: int,
     group: int,
     block_m: int,
     block_n: int,
@@ -191,22 +222,27 @@ def split_plan_reference(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """The used rows of both tables (the first 6 columns of items), in plain Python."""
     begins = [max(p - window + 1, 0) if window else 0 for p in prefix_lens]
-    ends = [p + first_node + q for p, q in zip(prefix_lens, q_lens, strict=True)]
+    lens = [p + first_node + q - b for p, q, b in zip(prefix_lens, q_lens, begins, strict=True)]
     tiles = [triton.cdiv(q * group, block_m) for q in q_lens]
-    total = sum(t * (e - b) for t, b, e in zip(tiles, begins, ends, strict=True))
-    chunk = max(triton.cdiv(total, target), min_chunk)
+    most = max(resident, sum(tiles) + resident // 2)
+
+    def num_items(chunk: int) -> int:
+        return sum(t * triton.cdiv(n, chunk) for t, n in zip(tiles, lens, strict=True))
+
+    shortest = triton.cdiv(min_chunk, block_n) * block_n
+    chunk = next(c for c in range(shortest, MAX_CHUNK + 1, block_n) if c == MAX_CHUNK or num_items(c) <= most)
     items: list[list[int]] = []
     merges: list[list[int]] = []
     partial = 0
-    for request, (num_tiles, begin, end) in enumerate(zip(tiles, begins, ends, strict=True)):
-        n = triton.cdiv(end - begin, chunk)
-        size = triton.cdiv(triton.cdiv(end - begin, n), block_n) * block_n
-        n = triton.cdiv(end - begin, size)
+    for request, (num_tiles, begin, kv_len) in enumerate(zip(tiles, begins, lens, strict=True)):
+        size = triton.cdiv(triton.cdiv(kv_len, triton.cdiv(kv_len, chunk)), block_n) * block_n
+        n = triton.cdiv(kv_len, size)
         for m_block in reversed(range(num_tiles)):
             if n > 1:
                 merges.append([request, m_block, partial, n])
             for split in range(n):
                 at = begin + split * size
-                items.append([request, m_block, at, min(at + size, end), partial if n > 1 else -1, int(split == 0)])
+                end = min(at + size, begin + kv_len)
+                items.append([request, m_block, at, end, partial if n > 1 else -1, int(split == 0)])
                 partial += n > 1
     return items, merges

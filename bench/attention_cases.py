@@ -1,0 +1,154 @@
+"""What bench/attention_kernels.py times: one attention layer of one forward, and how a captured call is timed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from specdec.backends import AttentionBackend, LayerSpec
+from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.kv_cache import KVPool
+
+SHAPES = {"8b": LayerSpec(32, 8, 128, 128, 128**-0.5), "135m": LayerSpec(9, 3, 64, 64, 0.125)}
+PATHS = ("decode", "verify4", "verify8", "verify16", "verify32", "verify64", "draft_step", "draft_extend", "prefill")
+CONTEXTS = (256, 2048, 8192, 32768)
+BATCHES = (1, 8, 32)
+PREFILL_CHUNK = 2048  # new tokens a request of the prefill rows, at the end of its context
+COLD_BYTES = 256 << 20
+PAGE = 16
+DTYPE = torch.bfloat16
+DEVICE = torch.device("cuda")
+
+
+@dataclass
+class Case:
+    """Requests of `context` tokens, all but the last q_len in the cache, on shuffled pages of PAGE slots."""
+
+    layer: LayerSpec
+    path: str
+    context: int
+    batch: int
+    page: int = PAGE
+    pool: KVPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        pages_each = -(-(self.context + 64) // self.page)
+        num_pages = self.batch * pages_each
+        order = torch.randperm(num_pages, generator=generator, device=DEVICE).view(self.batch, -1, 1) + 1
+        self.tables = (order * self.page + torch.arange(self.page, device=DEVICE)).flatten(1)
+        self.num_layers = max(1, min(32, COLD_BYTES // self.kv_bytes))
+        num_slots = (num_pages + 1) * self.page
+        self.pool = KVPool([self.layer.shape] * self.num_layers, num_slots, DTYPE, DEVICE)
+        for cache in (*self.pool.k, *self.pool.v):
+            cache.normal_(generator=generator)
+        t, s = self.batch * self.q_len, self.layer
+        self.q = torch.randn(t, s.num_heads, s.qk_dim, dtype=DTYPE, device=DEVICE, generator=generator)
+        self.k = torch.randn(t, s.num_kv_heads, s.qk_dim, dtype=DTYPE, device=DEVICE, generator=generator)
+        self.v = torch.randn(t, s.num_kv_heads, s.v_dim, dtype=DTYPE, device=DEVICE, generator=generator)
+        self.lens = torch.full((self.batch,), self.prefix, dtype=torch.int64, device=DEVICE)
+
+    @property
+    def q_len(self) -> int:
+        """New tokens a request."""
+        if self.path.startswith("verify"):
+            return int(self.path.removeprefix("verify"))
+        return {"decode": 1, "draft_step": 8, "draft_extend": 6, "prefill": min(self.context, PREFILL_CHUNK)}[self.path]
+
+    @property
+    def first_node(self) -> int:
+        """Tail nodes before the new ones: a draft step is the third of a tree with topk 8."""
+        return 16 if self.path == "draft_step" else 0
+
+    @property
+    def prefix(self) -> int:
+        """Committed tokens a request."""
+        return self.context - self.q_len - self.first_node
+
+    @property
+    def kv_bytes(self) -> int:
+        """K/V bytes of one layer that must be read."""
+        s = self.layer
+        return self.batch * self.context * s.num_kv_heads * (s.qk_dim + s.v_dim) * DTYPE.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Of the two products, causal or tree-shaped pairs only."""
+        pairs = self.q_len * (self.context - self.q_len) + self.q_len * (self.q_len + 1) // 2
+        return 2 * self.batch * self.layer.num_heads * pairs * (self.layer.qk_dim + self.layer.v_dim)
+
+    @property
+    def parents(self) -> list[int]:
+        """A tree for verify and draft-step rows: two children a node."""
+        return [max(i - 1, 0) // 2 for i in range(self.first_node + self.q_len)]
+
+    def bits(self) -> torch.Tensor | None:
+        """[batch, q_len] ancestor bits of the new nodes; None where the path is causal."""
+        if self.path in ("decode", "draft_extend", "prefill"):
+            return None
+        lines = [1]
+        for node, parent in enumerate(self.parents[1:], 1):
+            lines.append(lines[parent] | 1 << node)
+        signed = [b - (1 << 64) if b >> 63 else b for b in lines[self.first_node :]]
+        return torch.tensor([signed] * self.batch, device=DEVICE)
+
+    def plan(self, backend: AttentionBackend, bits: torch.Tensor | None) -> AttentionMetadata:
+        """Metadata of this case by the backend's builder."""
+        if self.path == "prefill":
+            return backend.metadata.prefill_metadata(self.tables, [self.prefix] * self.batch, [self.q_len] * self.batch)
+        mode = ForwardMode.DECODE if self.q_len == 1 else ForwardMode.TARGET_VERIFY
+        return backend.metadata.uniform_metadata(
+            mode,
+            self.tables,
+            self.lens,
+            q_len=self.q_len,
+            max_prefix=self.prefix,
+            first_node=self.first_node,
+            ancestor_bits=bits,
+        )
+
+    def visible(self) -> torch.Tensor:
+        """[q_len, context] bool, the mask of one request; O(D x context), which only the peers need."""
+        bits, columns = self.bits(), torch.arange(self.context, device=DEVICE)
+        if bits is None:
+            return columns <= self.prefix + torch.arange(self.q_len, device=DEVICE).unsqueeze(1)
+        tail = columns - self.prefix
+        return (tail < 0) | ((bits[0].unsqueeze(1) >> tail.clamp(min=0)) & 1 == 1)
+
+
+def replay_ms(fn: Callable[[], None], repeats: int = 7) -> float:
+    """Median ms of a captured call."""
+    torch.cuda.synchronize()  # inputs are made on the default stream
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(2):
+            fn()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+def measured_copy_rate() -> float:
+    """Bytes/s of a device-to-device copy, reads and writes counted: the best of 5 runs of 20 copies of 2 GiB."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device=DEVICE).random_()
+    target = torch.empty_like(source)
+    best = 0.0
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(20):
+            target.copy_(source)
+        end.record()
+        end.synchronize()
+        best = max(best, 20 * 2 * source.numel() / (start.elapsed_time(end) / 1e3))
+    return best

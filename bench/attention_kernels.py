@@ -1,0 +1,129 @@
+"""Our attention kernels beside SDPA, FlexAttention and FlashInfer: `python bench/attention_kernels.py --out DIR`.
+
+Every row is one attention layer of one forward, K/V write included for ours: the median over graph replays in which
+as many layers as 256 MB of K/V fill run one after the other, so that nothing is read from a warm cache. The floor is
+the K/V that must be read once, over the measured copy rate. The peers get what they like best: SDPA and FlexAttention a
+dense K/V without a gather, FlashInfer pages of 16 and a plan that is not timed. Ours is checked against the torch
+backend; the tests hold both against float64. The last line is one JSON object.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention_cases import BATCHES, CONTEXTS, PATHS, SHAPES, Case, measured_copy_rate, replay_ms
+from attention_peers import peers
+from rich.console import Console
+from rich.table import Table
+
+from specdec.backends import LayerSpec, TorchBackend
+from specdec.backends.triton.backend import TritonBackend
+from specdec.backends.triton.compiles import counted_compiles
+from specdec.bench import write_results
+
+
+def main() -> None:
+    """Time all cells, print a short table and write the result file."""
+    args = _arguments()
+    copy_rate = measured_copy_rate()
+    rows: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        for shape in args.shapes:
+            warm_up(SHAPES[shape])
+        with counted_compiles() as compiled:
+            for shape in args.shapes:
+                for path, context, batch in cells(args):
+                    case = Case(SHAPES[shape], path, context, batch)
+                    row = {"what": path, "shape": shape, "batch": batch, "context": context, "q_len": case.q_len}
+                    rows.append({**row, **measure(case, copy_rate)})
+                    rows[-1].update(peers(case, args.peers))
+                    print(json.dumps(rows[-1]), flush=True)
+                    del case
+                    torch.cuda.empty_cache()
+            ours = [name for name in compiled if "specdec" in name]
+    config = {"copy_rate_tb_s": round(copy_rate / 1e12, 3), "compiled_after_warm_up": ours, "dtype": "bfloat16"}
+    print_rows(rows)
+    if args.out:
+        write_results(args.out, "attention", "-".join(args.shapes), config, rows)
+    print(json.dumps({**config, "rows": len(rows)}))
+
+
+def cells(args: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
+    """(path, context, batch) of every row; prefill of one request at a time beyond 2k, as chunks are scheduled."""
+    for path in args.paths:
+        for context in args.contexts:
+            for batch in args.batches:
+                if not (path == "prefill" and batch * context > 64 * 8192):
+                    yield path, context, batch
+
+
+def measure(case: Case, copy_rate: float) -> dict[str, Any]:
+    """Our row: checked, timed, with the floor and the bytes of metadata and scratch."""
+    backend, bits, out = TritonBackend(), case.bits(), torch.full_like(case.q, float("nan"))
+    metadata = case.plan(backend, bits)
+
+    def layers() -> None:
+        backend.plan(metadata)
+        for i in range(case.num_layers):
+            backend.run(case.q, case.k, case.v, out, case.pool, i, case.layer, None)
+
+    ms = replay_ms(layers) / case.num_layers
+    if case.batch * case.context * case.q_len <= 1 << 24:
+        check(case, bits, out)
+    floor = case.kv_bytes / copy_rate * 1e3
+    per_token = [metadata.positions, metadata.out_cache_loc, metadata.qo_indptr, metadata.prefix_lens]
+    per_token += [t for t in (bits, metadata.tail_positions) if t is not None]
+    return {
+        "mode": "triton",
+        "ms": round(ms, 5),
+        "floor_ms": round(floor, 5),
+        "of_copy_rate": round(floor / ms, 3),
+        "tflops": round(case.flops / ms / 1e9, 1),
+        "metadata_bytes": sum(t.numel() * t.element_size() for t in per_token),
+        "scratch_bytes": backend.scratch_bytes,
+    }
+
+
+def check(case: Case, bits: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Stop if our last layer differs from the torch backend's by more than bf16 explains."""
+    backend, want = TorchBackend(), torch.empty_like(out)
+    backend.plan(case.plan(backend, bits))
+    backend.run(case.q, case.k, case.v, want, case.pool, case.num_layers - 1, case.layer, None)
+    error = float((out.float() - want.float()).norm() / want.float().norm())
+    if not error < 1e-2:
+        raise SystemExit(f"{case.path} at batch {case.batch}, context {case.context}: relative error {error:.2e}")
+
+
+def warm_up(layer: LayerSpec) -> None:
+    """Run every path once at the smallest size: what this compiles is all there is to compile."""
+    for path in PATHS:
+        case = Case(layer, path, 512, 2)
+        measure(case, 1.0)
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """One line a cell: ours, the floor, and the peers as multiples of ours."""
+    table = Table("path", "shape", "batch", "context", "ms", "of copy rate", "TFLOP/s", "SDPA", "Flex", "FlashInfer")
+    for r in rows:
+        ratios = [f"{r[k] / r['ms']:.2f}x" if k in r else "-" for k in ("sdpa_ms", "flex_ms", "flashinfer_ms")]
+        cells = (r["what"], r["shape"], r["batch"], r["context"])
+        table.add_row(*map(str, cells), f"{r['ms']:.4f}", f"{r['of_copy_rate']:.2f}", f"{r['tflops']:.0f}", *ratios)
+    Console(width=110).print(table)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=PATHS)
+    parser.add_argument("--contexts", nargs="+", type=int, default=list(CONTEXTS))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--peers", nargs="*", default=["flex", "flashinfer"], choices=("flex", "flashinfer"))
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
