@@ -4,6 +4,12 @@ On a machine without a GPU the Triton kernels run in Triton's interpreter. The p
 requests own, and outputs are NaN before they are filled: a slot read by mistake or a row left out cannot hide.
 """
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -390,3 +396,15 @@ def test_masks_are_classified_by_what_they_show():
     assert "chunked" in classify_mask(lambda b, h, q, k: (k <= q) & (q // 64 == k // 64), cpu)
     assert "not causal" in classify_mask(lambda b, h, q, k: k == k, cpu)
     assert "holes" in classify_mask(lambda b, h, q, k: (k <= q) & ((q - k) % 2 == 0), cpu)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they are compiled by running them")
+def test_every_kernel_compiles_for_a_gpu():
+    """What the interpreter forgives, the compiler may not; ptxas needs no GPU."""
+    folder = Path(__file__).parents[1] / "backends/triton"
+    kernels = {k for path in folder.glob("*.py") for k in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.M)}
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tests.compile_kernels"]
+    run = subprocess.run(command, env=env, cwd=folder.parents[1], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert kernels and kernels <= set(run.stdout.split())

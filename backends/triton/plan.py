@@ -85,8 +85,8 @@ def _plan_kernel(
     MERGE: tl.constexpr,
 ):
     lanes = tl.arange(0, BLOCK_BS)
-    tiles = _num_items(bs, prefix_lens, qo_indptr, first_node, window, MAX_CHUNK, GROUP, BLOCK_M, BLOCK_BS)
-    most = tl.maximum(resident, tiles + resident // 2)
+    num_tiles = _num_items(bs, prefix_lens, qo_indptr, first_node, window, MAX_CHUNK, GROUP, BLOCK_M, BLOCK_BS)
+    most = tl.maximum(resident, num_tiles + resident // 2)
     low, high = MIN_CHUNK // BLOCK_N, MAX_CHUNK // BLOCK_N  # the answer lies in [low, high], in blocks
     for _ in range(0, SEARCH_STEPS):
         middle = (low + high) // 2

@@ -1,0 +1,114 @@
+"""Compile every Triton kernel for an H100-class GPU on a machine without one: `python -m tests.compile_kernels`.
+
+The interpreter forgives what the compiler does not (types of loop-carried variables, shapes of masks). Launchers run as
+they are, on CPU tensors, against a driver that only names its target; kernels are compiled and never launched.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+
+class CompileOnly:
+    """What triton.jit asks of a driver before it launches."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+LAYERS: Sequence[dict[str, Any]] = (
+    {"num_heads": 9, "num_kv_heads": 3, "qk_dim": 64, "v_dim": 64, "scaling": 0.1},
+    {"num_heads": 32, "num_kv_heads": 8, "qk_dim": 128, "v_dim": 128, "scaling": 0.1}
+    | {"window": 64, "softcap": 30.0, "has_sinks": True},
+    {"num_heads": 2, "num_kv_heads": 1, "qk_dim": 192, "v_dim": 128, "scaling": 0.1},
+)
+
+
+def compile_all() -> list[str]:
+    """Names of the kernels that were compiled."""
+    compiled: list[str] = []
+
+    def only_compile(kernel, grid):
+        def run(*args, **kwargs):
+            kernel.run(*args, grid=grid, warmup=True, **kwargs)
+            compiled.append(kernel.fn.__name__)
+
+        return run
+
+    driver.set_active(CompileOnly())
+    JITFunction.__getitem__ = only_compile
+    attention(torch.bfloat16, LAYERS)
+    attention(torch.float32, LAYERS[1:2])
+    round_kernels()
+    return compiled
+
+
+def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
+    """Every flag of the attention kernel, and the kernels that go with it."""
+    from specdec.backends import LayerSpec
+    from specdec.backends.rope import rope_table
+    from specdec.backends.triton import metadata
+    from specdec.backends.triton.backend import TritonBackend
+    from specdec.batch import ForwardMode
+    from specdec.kv_cache import KVPool
+
+    tables, lens = torch.ones(2, 600, dtype=torch.int64), torch.full((2,), 500)
+    bits = torch.ones(2, 8, dtype=torch.int64)
+    trees = {"depths": bits, "tail_depths": bits, "ancestor_bits": bits}
+    plans = [
+        metadata.uniform_metadata(ForwardMode.DECODE, tables, lens, q_len=1, max_prefix=512),
+        metadata.uniform_metadata(ForwardMode.TARGET_VERIFY, tables, lens, q_len=8, max_prefix=512, **trees),
+        metadata.uniform_metadata(ForwardMode.TARGET_VERIFY, tables, lens, q_len=32, max_prefix=512),
+        metadata.prefill_metadata(tables, [500, 3], [40, 7]),
+    ]
+    for shape in shapes:
+        layer = LayerSpec(**shape)
+        pool = KVPool([layer.shape], 700, dtype, torch.device("cpu"))
+        sinks = torch.zeros(layer.num_heads, dtype=dtype) if layer.has_sinks else None
+        for plan in plans:
+            t = plan.positions.numel()
+            q, k = torch.zeros(t, layer.num_heads, layer.qk_dim), torch.zeros(t, layer.num_kv_heads, layer.qk_dim)
+            v, out = torch.zeros(t, layer.num_kv_heads, layer.v_dim), torch.zeros(t, layer.num_heads, layer.v_dim)
+            backend = TritonBackend()
+            backend.plan(plan)
+            rope = rope_table(torch.arange(t), 64, 1e4, dtype) if layer.has_sinks else None
+            backend.run(*(x.to(dtype) for x in (q, k, v, out)), pool, 0, layer, sinks, rope)
+    metadata.kv_indices(plans[0])
+
+
+def round_kernels() -> None:
+    """Growth, tree, walks, draws, rows and commit."""
+    from specdec.backends.triton import rows, sampling, tree, walk
+    from specdec.kv_cache import KVPool, LayerShape
+
+    ids, floats = torch.zeros(2, 40, dtype=torch.int64), torch.zeros(2, 40)
+    tree.expand(torch.zeros(2, 8, 8), torch.zeros(2, 8), 8)
+    tree.build(ids[:, 0].clone(), ids, floats, ids, ids[0].clone(), num_draft_tokens=32, num_steps=5)
+    nodes, laws = ids[:, :8].contiguous(), torch.zeros(2, 8, 5000)
+    uniforms = sampling.uniform(ids[:, 0].clone(), ids[:, 0].clone(), 64, 8)
+    sampling.sample(laws[:, 0], uniforms[:, 0].clone())
+    walk.verify_greedy(laws.bfloat16(), nodes, nodes, 5)
+    walk.verify_tree(laws, nodes, nodes, 5, uniforms)
+    walk.verify_chain(laws, laws[:, :7].contiguous(), nodes, uniforms)
+    rows.gather_rows(laws, nodes)
+    pool = KVPool([LayerShape(2, 16, 8)], 50, torch.bfloat16, torch.device("cpu"))
+    rows.committer(pool)(ids, ids[:, 0].clone(), nodes)
+
+
+if __name__ == "__main__":
+    print(triton.__version__, *sorted(set(compile_all())))
