@@ -17,10 +17,10 @@ from specdec.kv_cache import KVPool
 
 # By rows of a tile: block_m, block_n, warps, stages, resident. Wide: head dims over 64 in 16 bits.
 _WIDE_TILINGS = MappingProxyType(
-    {16: Tiling(16, 32, 1, 3, 2), 32: Tiling(32, 64, 2, 2, 2), 64: Tiling(64, 64, 4, 3, 1)}
+    {16: Tiling(16, 64, 2, 3, 2), 32: Tiling(32, 128, 4, 2, 2), 64: Tiling(64, 64, 4, 3, 2)}
 )
 _NARROW_TILINGS = MappingProxyType(
-    {16: Tiling(16, 64, 2, 3, 4), 32: Tiling(32, 128, 4, 3, 4), 64: Tiling(64, 64, 4, 3, 2)}
+    {16: Tiling(16, 64, 2, 3, 4), 32: Tiling(32, 64, 2, 3, 4), 64: Tiling(64, 64, 4, 3, 3)}
 )
 
 

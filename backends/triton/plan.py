@@ -173,8 +173,8 @@ def split_plan(
     """Plan one forward. prefix_lens [bs] int64, qo_indptr [bs+1] int32.
 
     num_tiles: host upper bound of the tiles; resident: items that run at once, a KV head; window: 0 for none;
-    min_chunk: the shortest chunk, rounded up to whole blocks; may_split: False if the host knows that no request has more keys
-    than that. Twin: `split_plan_reference`.
+    min_chunk: the shortest chunk, rounded up to whole blocks; may_split: False if the host knows that no request has
+    more keys than that. Twin: `split_plan_reference`.
     """
     device = prefix_lens.device
     min_chunk = triton.cdiv(min_chunk, block_n) * block_n
