@@ -119,8 +119,8 @@ class Case:
         return (tail < 0) | ((bits[0].unsqueeze(1) >> tail.clamp(min=0)) & 1 == 1)
 
 
-def replay_ms(fn: Callable[[], None], groups: int = 5, group_ms: float = 4.0) -> float:
-    """ms of a captured call: the median over groups of back-to-back replays, each group some milliseconds long."""
+def replay_ms(fn: Callable[[], None], groups: int = 5, group_ms: float = 4.0, warm_ms: float = 40.0) -> float:
+    """ms of a captured call: the median over groups of back-to-back replays, after as many as warm the clocks."""
     torch.cuda.synchronize()  # inputs are made on the default stream
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(2):
@@ -130,8 +130,9 @@ def replay_ms(fn: Callable[[], None], groups: int = 5, group_ms: float = 4.0) ->
     with torch.cuda.graph(graph):
         fn()
     _group_ms(graph, 3)
-    num = max(3, int(group_ms / _group_ms(graph, 3)))
-    _group_ms(graph, num)  # clocks and caches are as they will be
+    once = _group_ms(graph, 3)
+    _group_ms(graph, max(3, int(warm_ms / once)))
+    num = max(3, int(group_ms / once))
     return sorted(_group_ms(graph, num) for _ in range(groups))[groups // 2]
 
 

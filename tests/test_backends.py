@@ -186,6 +186,36 @@ def test_dtypes_and_pages(kind, dtype, page_size):
     setup.check_causal(metadata, *setup.run(metadata))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        LayerSpec(9, 3, 64, 64, 0.125),
+        LayerSpec(32, 8, 128, 128, 0.09),
+        LayerSpec(8, 2, 256, 256, 0.06, window=1024),
+        LayerSpec(8, 8, 192, 128, 0.07, softcap=20.0, has_sinks=True),
+    ],
+    ids=str,
+)
+def test_long_contexts(layer, dtype):
+    """Real head shapes, many splits: decode, a chain, trees of 8 and 64 nodes, prefill over a prefix."""
+    prefixes = (3000, 1, 700)
+
+    def setup(page_size=16):
+        return Setup(layer, "triton", dtype, prefixes=prefixes, page_size=page_size, width=4096)
+
+    for q_len in (1, 6):
+        case = setup()
+        metadata = case.uniform(q_len)
+        case.check_causal(metadata, *case.run(metadata))
+    setup(page_size=1).check_tree([0, 0, 0, 1, 1, 2, 4, 5])
+    setup().check_tree([max(i - 1, 0) // 2 for i in range(63)] + [62])
+    case = setup()
+    metadata = case.backend.metadata.prefill_metadata(case.tables, prefixes, (40, 150, 3))
+    case.check_causal(metadata, *case.run(metadata))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rotary", [16, 8])
 def test_the_backend_rotates_what_comes_unrotated(kind, rotary):

@@ -7,6 +7,7 @@ import torch
 
 import specdec
 from specdec import heads
+from specdec.backends.triton.compiles import counted_compiles
 from specdec.models.pretrained import BUNDLED, load_pretrained
 from specdec.prompts import chat_ids
 from tests.heads import random_head
@@ -49,6 +50,29 @@ def test_a_round_never_waits_for_the_host(config, temperature):
     core._round = guarded
     law = specdec.SamplingParams(temperature=temperature)
     engine.generate(ragged_prompts(), max_new_tokens=24, sampling=law)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "chain", "tree"])
+def test_nothing_is_compiled_on_live_traffic(config):
+    """One request warms every kernel up; other lengths, batches and samplings add none."""
+    model, prompts = tiny_model("gemma2").cuda(), ragged_prompts()
+    head = random_head(model).cuda() if config else None
+    engine = specdec.attach(model, head, max_batch=5, max_seq_len=512, **(config or {}))
+    laws = [specdec.SamplingParams(temperature=0.9), specdec.SamplingParams()]
+    with counted_compiles() as warm:
+        for law in laws:
+            engine.generate(prompts[:1], max_new_tokens=6, sampling=law)
+    with counted_compiles() as live:
+        for batch in (prompts, prompts[:3], [list(range(3, 120)) * 3], [[5]]):
+            for law in laws:
+                engine.generate(batch, max_new_tokens=40, sampling=law)
+    assert [name for name in warm if name.startswith("specdec.")]
+    assert not [name for name in live if name.startswith("specdec.")]
+
+
+def test_auto_is_triton():
+    report = specdec.attach(tiny_model("llama").cuda(), max_batch=1).report()
+    assert report.backend == "triton" and report.backend_reason.startswith("auto: triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

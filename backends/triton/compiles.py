@@ -9,13 +9,13 @@ import triton
 
 @contextmanager
 def counted_compiles() -> Iterator[list[str]]:
-    """Within, the names of all Triton kernels that get compiled (or loaded from the disk cache) are appended."""
+    """Within, the full names of all Triton kernels that get compiled (or loaded from the disk cache) are appended."""
     compiled: list[str] = []
     runtime = triton.knobs.runtime
     before = runtime.jit_post_compile_hook
 
     def note(*args: Any, fn: Any = None, **kwargs: Any) -> Any:
-        compiled.append(getattr(fn, "name", str(fn)))
+        compiled.append(f"{fn.module}.{fn.name}")
         return before(*args, fn=fn, **kwargs) if before is not None else None
 
     runtime.jit_post_compile_hook = note
