@@ -1,6 +1,5 @@
 """The attention contract: what a layer needs, what a backend can do, and the two calls of a forward."""
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from specdec.backends.checks import check_indices, check_shapes
+from specdec.backends.checks import check_indices, check_shapes, is_debug
 from specdec.backends.rope import Rope
 from specdec.batch import AttentionMetadata
 from specdec.kv_cache import KVPool, LayerShape
@@ -98,7 +97,7 @@ class AttentionBackend(ABC):
     metadata: MetadataBuilders
 
     def __init__(self) -> None:
-        self._debug = os.environ.get("SPECDEC_DEBUG", "0") not in ("", "0")
+        self._debug = is_debug()
         self._unchecked: AttentionMetadata | None = None
 
     @classmethod

@@ -1,5 +1,7 @@
 """What a plan must fulfil: limits the host can see, always; bounds of every index on the device, in debug mode."""
 
+import os
+
 import torch
 
 from specdec.batch import AttentionMetadata
@@ -34,20 +36,26 @@ def check_indices(m: AttentionMetadata, num_slots: int) -> None:
     width = m.slot_tables.shape[1]
     q_lens = m.qo_indptr.diff()
     lens = m.prefix_lens + m.tail_len - m.q_len + q_lens
-    _within("qo_indptr", q_lens, 0, m.q_len, "tokens a request")
-    _within("prefix_lens", m.prefix_lens, 0, m.max_prefix, "max_prefix")
-    _within("prefix + tail", lens, 1, width, "positions of a slot table")
+    require_within("qo_indptr", q_lens, 0, m.q_len, "tokens a request")
+    require_within("prefix_lens", m.prefix_lens, 0, m.max_prefix, "max_prefix")
+    require_within("prefix + tail", lens, 1, width, "positions of a slot table")
     is_used = torch.arange(width, device=lens.device) < lens.unsqueeze(1)
-    _within("slot_tables", m.slot_tables.masked_fill(~is_used, 0), 0, num_slots - 1, "the last slot of the pool")
-    _within("out_cache_loc", m.out_cache_loc, 0, num_slots - 1, "the last slot of the pool")
-    _within("positions", m.positions, 0, None, "")
+    require_within("slot_tables", m.slot_tables.masked_fill(~is_used, 0), 0, num_slots - 1, "the last slot of the pool")
+    require_within("out_cache_loc", m.out_cache_loc, 0, num_slots - 1, "the last slot of the pool")
+    require_within("positions", m.positions, 0, None, "")
     if m.tail_positions is not None:
-        _within("tail_positions", m.tail_positions, 0, None, "")
+        require_within("tail_positions", m.tail_positions, 0, None, "")
     if m.ancestor_bits is not None and m.tail_len < MAX_TAIL:
-        _within("ancestor_bits", m.ancestor_bits, 1, (1 << m.tail_len) - 1, "the tail's nodes")
+        require_within("ancestor_bits", m.ancestor_bits, 1, (1 << m.tail_len) - 1, "the tail's nodes")
 
 
-def _within(name: str, values: torch.Tensor, low: int, high: int | None, limit: str) -> None:
+def is_debug() -> bool:
+    """Whether SPECDEC_DEBUG asks for the checks of indices, which wait for the device."""
+    return os.environ.get("SPECDEC_DEBUG", "0") not in ("", "0")
+
+
+def require_within(name: str, values: torch.Tensor, low: int, high: int | None, limit: str) -> None:
+    """ValueError naming the first of `values` outside [low, high] and what the limit is. Waits for the device."""
     is_bad = (values < low) if high is None else (values < low) | (values > high)
     if bool(is_bad.any()):
         at = is_bad.nonzero()[0].tolist()

@@ -87,6 +87,8 @@ def measure(case: Case, copy_rate: float) -> dict[str, Any]:
     ms = replay_ms(lambda: run(case.num_layers)) / case.num_layers
     plan_ms = max(0.0, replay_ms(plan_and_run) - replay_ms(lambda: run(1))) if case.kv_bytes < 1 << 24 else None
     if case.batch * case.context * case.q_len <= 1 << 24:
+        out.fill_(float("nan"))
+        run(case.num_layers)
         check(case, bits, out)
     floor = case.kv_bytes / copy_rate * 1e3
     per_token = [metadata.positions, metadata.out_cache_loc, metadata.qo_indptr, metadata.prefix_lens]

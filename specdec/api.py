@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.backends import LayerSpec, pick_backend
+from specdec.backends import AttentionBackend, LayerSpec, pick_backend
+from specdec.backends.checks import is_debug
 from specdec.config import EngineConfig
 from specdec.draft.algo_spec import algo_spec
 from specdec.draft.eagle3 import Eagle3Worker
@@ -23,7 +24,8 @@ from specdec.models.eagle3 import Eagle3Head
 from specdec.models.hf import HFTarget
 from specdec.models.loader import check_head, detect_algo, load_eagle3
 from specdec.outputs import GenerationOutput, GenerationStats, Report, RequestOutput
-from specdec.round_ops import pick_ops
+from specdec.round_checks import checked
+from specdec.round_ops import RoundOps, pick_ops
 from specdec.sampling import SamplingParams
 from specdec.scheduler import Request
 from specdec.text import Detokenizer, prompts_to_ids
@@ -90,14 +92,14 @@ class Engine:
                 target.embed_tokens,
                 config,
                 draft_backend(),
-                pick_ops(draft_backend),
+                _ops_for(draft_backend),
                 tables.total_slots,
                 counters.count_eager,
             )
         self.config = config
         self.tokenizer = tokenizer
         self._backend_reason = why
-        self._core: Core | None = Core(target, config, worker, backend(), tables, counters)
+        self._core: Core | None = Core(target, config, worker, backend(), _ops_for(backend), tables, counters)
         self._total = AcceptanceStats()
 
     def generate(
@@ -286,6 +288,11 @@ def _load_head(draft: str | Path | nn.Module, target: HFTarget) -> Eagle3Head:
         return draft
     assert not isinstance(draft, nn.Module)
     return load_eagle3(draft, target.shape, target.dtype, target.device)
+
+
+def _ops_for(backend: type[AttentionBackend]) -> RoundOps:
+    ops = pick_ops(backend)
+    return checked(ops) if is_debug() else ops
 
 
 def _layer_of(head: Eagle3Head) -> LayerSpec:

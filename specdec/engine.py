@@ -21,7 +21,7 @@ from specdec.draft.worker import STREAM_PREFILL, STREAM_VERIFY, Draft, DraftWork
 from specdec.graphs.counters import Counters
 from specdec.kv_cache import KVPool, SlotTables
 from specdec.models.hf import HFTarget
-from specdec.round_ops import pick_ops
+from specdec.round_ops import RoundOps
 from specdec.sampling import SamplingBatch, SamplingParams, process_logits
 from specdec.scheduler import Request, Scheduler
 from specdec.tree import Tree, chain
@@ -76,6 +76,7 @@ class Core:
         config: EngineConfig,
         worker: DraftWorker,
         backend: AttentionBackend,
+        ops: RoundOps,
         slot_tables: SlotTables,
         counters: Counters,
     ):
@@ -90,8 +91,9 @@ class Core:
         self.device = device
         layers, sinks = target.spec.layers, target.spec.sinks
         pool = KVPool([s.shape for s in layers], slot_tables.total_slots, target.dtype, device)
+        slot_tables.check_pool(pool)
         self.context = ForwardContext(backend, pool, layers, sinks, counters.count_eager)
-        self.ops = pick_ops(backend)
+        self.ops = ops
         self._move_path = self.ops.committer(pool)
         target.aux_layers = worker.aux_layers
         self._pending: deque[Results] = deque()

@@ -41,6 +41,11 @@ class KVPool:
             cache.index_copy_(0, target, cache.index_select(0, source))
 
     @property
+    def num_slots(self) -> int:
+        """Slots, the dummy page's included."""
+        return self.k[0].shape[0]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes held on the device."""
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
@@ -65,6 +70,14 @@ class SlotTables:
     def total_slots(self) -> int:
         """Slots a pool must have: all pages and the dummy page."""
         return (self.num_pages + 1) * self.page_size
+
+    def check_pool(self, pool: KVPool) -> None:
+        """Raise ValueError if these tables can name slots that `pool` does not have."""
+        if pool.num_slots < self.total_slots:
+            raise ValueError(
+                f"slot tables of {self.num_pages} pages of {self.page_size} name slots up to {self.total_slots - 1}, "
+                f"the pool has {pool.num_slots} slots; make it with num_slots={self.total_slots} or more"
+            )
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""

@@ -42,7 +42,7 @@ class RoundOps:
     committer: Callable[[KVPool], Commit]
 
 
-def pick_ops(backend: type[AttentionBackend] | AttentionBackend) -> RoundOps:
+def pick_ops(backend: type[AttentionBackend]) -> RoundOps:
     """The set that goes with `backend`."""
     return _triton_ops() if backend.name == "triton" else TORCH_OPS
 

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"errors", "config", "batch", "kv_cache", "metrics", "outputs", "heads", "prompts"}),),
     (frozenset({"backends"}), frozenset({"graphs"})),
     (frozenset({"sampling", "tree", "verify"}), frozenset({"models"}), frozenset({"text"})),
-    (frozenset({"round_ops"}),),
+    (frozenset({"round_ops", "round_checks"}),),
     (frozenset({"draft"}),),
     (frozenset({"engine", "scheduler"}),),
     (frozenset({"api"}),),

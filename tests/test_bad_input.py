@@ -8,7 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specdec
+from specdec.backends import BACKENDS
+from specdec.kv_cache import KVPool, LayerShape, SlotTables
 from specdec.models.loader import save_eagle3
+from specdec.round_checks import checked
+from specdec.round_ops import pick_ops
+from specdec.tree import chain
 from tests.heads import random_head
 from tests.tiny_models import VOCAB, tiny_model
 
@@ -168,3 +173,36 @@ def test_training_mode_is_refused(model):
     with pytest.raises(specdec.AttachError, match=r"model.eval\(\)"):
         specdec.attach(model.train())
     model.eval()
+
+
+def test_slot_tables_that_overrun_the_pool_are_told():
+    cpu = torch.device("cpu")
+    tables = SlotTables(max_batch=2, width=64, num_slots=128, page_size=16, device=cpu)
+    tables.check_pool(KVPool([LayerShape(1, 8, 8)], 144, torch.float32, cpu))
+    with pytest.raises(ValueError, match=r"name slots up to 143, the pool has 128 slots; make it with num_slots=144"):
+        tables.check_pool(KVPool([LayerShape(1, 8, 8)], 128, torch.float32, cpu))
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_debug_mode_names_indices_of_the_round_that_are_out_of_bounds(name):
+    if name == "triton":
+        pytest.importorskip("triton")
+    ops = checked(pick_ops(BACKENDS[name]()))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ids = torch.tensor([[3, 4, 5]], device=device)
+    line = chain(ids[:, 0], ids[:, 1:])
+    logits = torch.randn(1, 3, 9, device=device)
+    assert ops.verify_greedy(logits, line, 2).accept_lens.item() >= 1
+    with pytest.raises(ValueError, match=r"tree tokens\[0, 1\] is 9: .* 8 \(the last token of the vocabulary\)"):
+        ops.verify_greedy(logits, line._replace(tokens=ids + 5), 2)
+    with pytest.raises(ValueError, match=r"parents come first"):
+        ops.verify_greedy(logits, line._replace(parents=ids), 2)
+    with pytest.raises(ValueError, match=r"row index\[0, 2\] is 5: expected -1 at least, 4"):
+        ops.gather_rows(torch.zeros(1, 5, 2, device=device), ids)
+    commit = ops.committer(KVPool([LayerShape(1, 8, 8)], 20, torch.float32, device))
+    tables = torch.arange(1, 17, device=device).unsqueeze(0)
+    commit(tables, torch.tensor([4], device=device), ids)
+    with pytest.raises(ValueError, match=r"accepted position\[0, 1\] is 16: .* 15 \(the last of the slot table\)"):
+        commit(tables, torch.tensor([12], device=device), ids)
+    with pytest.raises(ValueError, match=r"slot of the accepted path\[0, 0\] is 28: .* 19 \(the last slot of the pool"):
+        commit(tables + 20, torch.tensor([4], device=device), ids)

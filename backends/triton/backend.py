@@ -9,8 +9,8 @@ import triton
 from specdec.backends.base import AttentionBackend, Capabilities, LayerSpec
 from specdec.backends.rope import Rope
 from specdec.backends.triton import metadata as builders
-from specdec.backends.triton.attention import INTERPRETED, Tiling, attend, padded_dim
-from specdec.backends.triton.plan import SplitPlan, split_plan
+from specdec.backends.triton.attention import INTERPRETED, Tiling, attend, merge, padded_dim
+from specdec.backends.triton.plan import MERGE_WIDTH, SplitPlan, split_plan
 from specdec.backends.triton.store import store_kv
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.kv_cache import KVPool
@@ -55,6 +55,7 @@ class TritonBackend(AttentionBackend):
         super().__init__()
         self._metadata: AttentionMetadata | None = None
         self._plans: dict[_Cut, tuple[SplitPlan, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._can_merge: set[tuple[_Cut, torch.dtype]] = set()  # merge kernels that are compiled
 
     @classmethod
     def unusable_on(cls, device: torch.device) -> str | None:
@@ -89,22 +90,27 @@ class TritonBackend(AttentionBackend):
         k_pool, v_pool = pool.k[layer_id], pool.v[layer_id]
         q = store_kv(q, k, v, k_pool, v_pool, m.out_cache_loc, rope)
         tiling = choose_tiling(m, layer, q.dtype)
-        plan, partials = self._plan_for(m, layer, tiling, q.device)
+        group = layer.num_heads // layer.num_kv_heads
+        cut = _Cut(layer.window or 0, group, layer.num_kv_heads, layer.v_dim, tiling)
+        plan, partials = self._plan_for(m, cut, layer, q.device)
+        if (cut, out.dtype) not in self._can_merge:
+            # Short contexts are not split: without this the first long one would compile on live traffic.
+            self._can_merge.add((cut, out.dtype))
+            merge(out, partials, plan.items.new_full((1, MERGE_WIDTH), -1), m.qo_indptr, layer, tiling.block_m)
         attend(q, out, k_pool, v_pool, m, plan, partials, layer, sinks, tiling)
 
     def _plan_for(
-        self, m: AttentionMetadata, layer: LayerSpec, tiling: Tiling, device: torch.device
+        self, m: AttentionMetadata, cut: _Cut, layer: LayerSpec, device: torch.device
     ) -> tuple[SplitPlan, tuple[torch.Tensor, torch.Tensor]]:
         """The plan of layers like `layer`, made on the device once a forward."""
-        group = layer.num_heads // layer.num_kv_heads
-        key = _Cut(layer.window or 0, group, layer.num_kv_heads, layer.v_dim, tiling)
-        if key not in self._plans:
+        tiling, group = cut.tiling, cut.group
+        if cut not in self._plans:
             most_keys = m.max_prefix + m.tail_len if layer.window is None else layer.window + m.tail_len
             plan = split_plan(
                 m.prefix_lens,
                 m.qo_indptr,
                 first_node=m.tail_len - m.q_len,
-                window=key.window,
+                window=cut.window,
                 num_tiles=_num_tiles(m, group, tiling.block_m),
                 resident=max(1, tiling.resident * _num_processors(device) // layer.num_kv_heads),
                 group=group,
@@ -118,8 +124,8 @@ class TritonBackend(AttentionBackend):
                 torch.empty(*rows, layer.v_dim, dtype=torch.float32, device=device),
                 torch.empty(rows, dtype=torch.float32, device=device),
             )
-            self._plans[key] = (plan, partials)
-        return self._plans[key]
+            self._plans[cut] = (plan, partials)
+        return self._plans[cut]
 
 
 def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> Tiling:

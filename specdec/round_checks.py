@@ -1,0 +1,81 @@
+"""Debug mode of the round's operations: every index they are given or give is held against its bounds, on the device.
+
+SPECDEC_DEBUG=1 in the environment turns it on, here and in the backends; each check waits for the host.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from specdec.backends.checks import require_within
+from specdec.kv_cache import KVPool
+from specdec.round_ops import Commit, RoundOps
+from specdec.tree import Tree
+from specdec.verify import Verdict
+
+
+def checked(ops: RoundOps) -> RoundOps:
+    """`ops` with checks around them; ValueError names the first index that is out of bounds."""
+
+    def build(*candidates: torch.Tensor, **shape: int) -> Tree:
+        num = candidates[1].shape[1]
+        require_within("candidate parents", candidates[3], -1, num - 1, "the last candidate")
+        tree = ops.build(*candidates, **shape)
+        _check_tree(tree)
+        return tree
+
+    def verify_greedy(logits: torch.Tensor, tree: Tree, num_steps: int) -> Verdict:
+        _check_tree(tree, logits.shape[-1])
+        return _check_verdict(ops.verify_greedy(logits, tree, num_steps), tree, logits.shape[-1])
+
+    def verify_tree(probs: torch.Tensor, tree: Tree, *rest: Any) -> Verdict:
+        _check_tree(tree, probs.shape[-1])
+        return _check_verdict(ops.verify_tree(probs, tree, *rest), tree, probs.shape[-1])
+
+    def verify_chain(probs: torch.Tensor, laws: torch.Tensor, tree: Tree, uniforms: torch.Tensor) -> Verdict:
+        _check_tree(tree, probs.shape[-1])
+        return _check_verdict(ops.verify_chain(probs, laws, tree, uniforms), tree, probs.shape[-1])
+
+    def gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        require_within("row index", index, -1, values.shape[1] - 1, "the last row")
+        return ops.gather_rows(values, index)
+
+    def committer(pool: KVPool) -> Commit:
+        commit = ops.committer(pool)
+
+        def checked_commit(slot_tables: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor) -> None:
+            ends = seq_lens.unsqueeze(1) + accept_index.clamp(min=0)
+            require_within("accepted position", ends, 0, slot_tables.shape[1] - 1, "the last of the slot table")
+            slots = slot_tables.gather(1, ends)
+            require_within("slot of the accepted path", slots, 0, pool.num_slots - 1, "the last slot of the pool")
+            commit(slot_tables, seq_lens, accept_index)
+
+        return checked_commit
+
+    return replace(
+        ops,
+        build=build,
+        verify_greedy=verify_greedy,
+        verify_tree=verify_tree,
+        verify_chain=verify_chain,
+        gather_rows=gather_rows,
+        committer=committer,
+    )
+
+
+def _check_tree(tree: Tree, vocab_size: int | None = None) -> None:
+    nodes = torch.arange(tree.parents.shape[1], device=tree.parents.device)
+    before = tree.parents - (nodes - 1).clamp(min=0)  # a parent's number is below its child's
+    require_within("parent minus the node before", before, -nodes.numel(), 0, "parents come first")
+    require_within("parents", tree.parents, 0, None, "")
+    last = None if vocab_size is None else vocab_size - 1
+    require_within("tree tokens", tree.tokens, 0, last, "the last token of the vocabulary")
+
+
+def _check_verdict(verdict: Verdict, tree: Tree, vocab_size: int) -> Verdict:
+    num_nodes, width = tree.tokens.shape[1], verdict.tokens.shape[1]
+    require_within("accept_index", verdict.accept_index, -1, num_nodes - 1, "the last node")
+    require_within("accept_lens", verdict.accept_lens, 1, width, "num_steps + 1")
+    require_within("emitted tokens", verdict.tokens, -1, vocab_size - 1, "the last token of the vocabulary")
+    return verdict

@@ -1,0 +1,310 @@
+"""The round's Triton kernels at their edges, against the torch functions that specify them.
+
+`tests.test_triton_round` has the sizes a round usually has; here are the largest and smallest ones, trees of any form,
+laws with all their mass in one place, borders of blocks, and rows beside a row of NaN.
+"""
+
+import math
+import random
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec import sampling, tree, verify
+from specdec.backends.triton import walk
+from specdec.backends.triton.backend import TritonBackend
+from specdec.kv_cache import KVPool, LayerShape
+from specdec.round_ops import TORCH_OPS, pick_ops
+from specdec.tree import Tree
+from tests.test_triton_round import generator, same
+from tests.test_verify import BELOW_ONE, VOCAB_SIZE, agreeable_logits, one_hot_law, random_tree
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OPS = pick_ops(TritonBackend)
+FEW = settings(max_examples=15, deadline=None, derandomize=True)
+SEEDS = st.integers(0, 1 << 20)
+
+
+def on_device(draft: Tree) -> Tree:
+    return Tree(*(part.to(DEVICE) for part in draft))
+
+
+def constant(value: float, *shape: int) -> torch.Tensor:
+    return torch.full(shape, value, dtype=torch.float64, device=DEVICE)
+
+
+def line(num_nodes: int, bs: int) -> Tree:
+    """The deepest tree: one path, node i carries token i."""
+    nodes = torch.arange(num_nodes, device=DEVICE).repeat(bs, 1)
+    return tree.chain(nodes[:, 0], nodes[:, 1:])
+
+
+# --- growth and re-rank
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "nan"])
+def test_the_widest_tree_has_4160_candidates(kind):
+    k, g = 64, generator(5)
+    first, second = -torch.rand(1, k, generator=g), -torch.rand(1, k, k, generator=g)
+    if kind == "ties":
+        first, second = torch.zeros_like(first), (second * 2).round()
+    elif kind != "random":
+        second[torch.rand(second.shape, generator=g) < 0.5] = math.nan
+        second[torch.rand(second.shape, generator=g) < 0.5] = -math.inf
+    first, second = first.to(DEVICE), second.to(DEVICE)
+    grown = OPS.expand(second, first, k)
+    for got, want in zip(grown, tree.expand(second, first, k), strict=True):
+        assert torch.equal(got, want)
+
+    names = torch.arange(k, device=DEVICE).repeat(1, 1)
+    tokens = torch.cat([names, names.repeat(1, k)], 1)
+    parents = torch.cat([torch.full_like(names, -1), names.repeat_interleave(k, 1)], 1)
+    depths = torch.tensor([1] * k + [2] * k * k, device=DEVICE)
+    arguments = (names[:, 7], tokens, torch.cat([first, grown[0]], 1), parents, depths)
+    shape = {"num_draft_tokens": 64, "num_steps": 2}
+    same(OPS.build(*arguments, **shape), tree.build(*arguments, **shape))
+
+
+@FEW
+@given(SEEDS, st.integers(1, 5), st.integers(1, 8), st.integers(1, 8))
+def test_growth_takes_parents_and_children_of_any_number(seed, bs, num_parents, num_children):
+    g = generator(seed)
+    log_probs = torch.randn(bs, num_parents, num_children, generator=g).round().to(DEVICE)  # some above 0: clamped
+    scores = -torch.rand(bs, num_parents, generator=g).round().to(DEVICE)
+    topk = 1 + seed % (num_parents * num_children)
+    for got, want in zip(OPS.expand(log_probs, scores, topk), tree.expand(log_probs, scores, topk), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_the_smallest_trees_equal_the_twin(width):
+    ids, scores = torch.tensor([[5, 6], [7, 8]], device=DEVICE), torch.tensor([[-2.0, -1.0], [-1.0, -1.0]])
+    arguments = (ids[:, 0].clone(), ids, scores.to(DEVICE), torch.full_like(ids, -1), torch.ones_like(ids[0]))
+    shape = {"num_draft_tokens": width, "num_steps": 1}
+    same(OPS.build(*arguments, **shape), tree.build(*arguments, **shape))
+
+
+def test_a_request_of_nan_leaves_the_trees_beside_it_alone():
+    log_probs = -torch.rand(3, 12, generator=generator(1)).cumsum(1).to(DEVICE)
+    ids = torch.arange(12, device=DEVICE)
+    parents = (ids - 1).repeat(3, 1)
+    arguments = [ids[:3], ids.repeat(3, 1), log_probs, parents, ids + 1]
+    shape = {"num_draft_tokens": 8, "num_steps": 12}
+    healthy = OPS.build(*arguments, **shape)
+    arguments[2] = log_probs.clone()
+    arguments[2][1] = math.nan
+    got = OPS.build(*arguments, **shape)
+    same(got, tree.build(*arguments, **shape))
+    for a, b in zip(got, healthy, strict=True):
+        assert torch.equal(a[[0, 2]], b[[0, 2]])
+
+
+# --- walks
+
+
+@FEW
+@given(SEEDS, st.integers(1, 5), st.integers(1, 64))
+def test_walks_down_trees_of_any_form_equal_the_twins(seed, bs, num_nodes):
+    rng = random.Random(seed)
+    draft = random_tree(rng, bs, num_nodes)
+    logits = agreeable_logits(rng, draft).to(DEVICE)
+    draft, num_steps = on_device(draft), max(1, int(draft.depths.max()))
+    same(OPS.verify_greedy(logits, draft, num_steps), verify.verify_greedy(logits, draft, num_steps))
+    probs = (3 * logits).softmax(-1)
+    u = torch.rand(bs, num_nodes, dtype=torch.float64, generator=generator(seed)).to(DEVICE)
+    same(OPS.verify_tree(probs, draft, num_steps, u), verify.verify_tree(probs, draft, num_steps, u))
+
+
+@FEW
+@given(SEEDS, st.integers(1, 5), st.integers(1, 24), st.sampled_from([0.0, 0.5, BELOW_ONE]))
+def test_walks_over_one_hot_laws_are_the_greedy_walk_whatever_the_numbers(seed, bs, num_nodes, u):
+    rng = random.Random(seed)
+    draft = random_tree(rng, bs, num_nodes)
+    logits = agreeable_logits(rng, draft)
+    draft, num_steps = on_device(draft), max(1, int(draft.depths.max()))
+    greedy = OPS.verify_greedy(logits.to(DEVICE), draft, num_steps)
+    same(OPS.verify_tree(one_hot_law(logits).to(DEVICE), draft, num_steps, constant(u, bs, num_nodes)), greedy)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 6])
+def test_chains_of_one_hot_laws_are_the_greedy_walk(num_steps):
+    g = generator(num_steps)
+    tokens = torch.randint(VOCAB_SIZE, (5, num_steps + 1), generator=g)
+    draft = tree.chain(tokens[:, 0], tokens[:, 1:])
+    logits = agreeable_logits(random.Random(num_steps), draft)
+    laws = torch.nn.functional.one_hot(tokens[:, 1:], VOCAB_SIZE).float().to(DEVICE)
+    greedy = OPS.verify_greedy(logits.to(DEVICE), on_device(draft), num_steps)
+    for u in (0.0, 0.5, BELOW_ONE):
+        uniforms = constant(u, 5, num_steps + 1)
+        same(OPS.verify_chain(one_hot_law(logits).to(DEVICE), laws, on_device(draft), uniforms), greedy)
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 62, 63])
+def test_a_path_may_have_64_nodes(num_accepted):
+    draft = line(64, 2)
+    logits = torch.zeros(2, 64, 70, device=DEVICE)
+    nodes = torch.arange(64, device=DEVICE)
+    logits[:, nodes, torch.where(nodes < num_accepted, nodes + 1, 69)] = 1  # the next node's token, or the bonus
+    probs = one_hot_law(logits.cpu()).to(DEVICE)
+    laws = torch.nn.functional.one_hot(draft.tokens[:, 1:], 70).float()
+    want = verify.verify_greedy(logits, draft, 63)
+    assert want.accept_lens.tolist() == [num_accepted + 1] * 2 and want.tokens[0, num_accepted] == 69
+    same(OPS.verify_greedy(logits, draft, 63), want)
+    same(OPS.verify_tree(probs, draft, 63, constant(0.5, 2, 64)), want)
+    same(OPS.verify_chain(probs, laws, draft, constant(0.5, 2, 64)), want)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "tree", "chain"])
+@pytest.mark.parametrize("node", [0, 1, 40, 63])
+def test_nan_anywhere_on_the_longest_path_ends_its_request_alone(kind, node):
+    draft = line(64, 3)
+    laws = torch.nn.functional.one_hot((draft.tokens + 1) % 64, 64).float()
+
+    def decide(ops, values):
+        if kind == "greedy":
+            return ops.verify_greedy(values, draft, 63)
+        if kind == "tree":
+            return ops.verify_tree(values, draft, 63, constant(0.5, 3, 64))
+        return ops.verify_chain(values, laws[:, :-1].contiguous(), draft, constant(0.5, 3, 64))
+
+    healthy = decide(OPS, laws)
+    assert healthy.accept_lens.tolist() == [64] * 3
+    broken = laws.clone()
+    broken[1, node] = math.nan
+    got = decide(OPS, broken)
+    same(got, decide(TORCH_OPS, broken))
+    assert got.invalid.tolist() == [False, True, False]
+    assert got.accept_lens[1] == 1 and got.tokens[1, 0] == 0 and got.tokens[1, 1:].eq(-1).all()
+    for a, b in zip(got, healthy, strict=True):
+        assert torch.equal(a[[0, 2]], b[[0, 2]])
+
+
+def test_nan_beside_the_path_is_not_looked_at():
+    tokens, parents = torch.tensor([[9, 1, 2]], device=DEVICE), torch.zeros(1, 3, dtype=torch.int64, device=DEVICE)
+    draft = Tree(tokens, parents, parents, parents)
+    probs = torch.nn.functional.one_hot(torch.tensor([[2, 0, 5]], device=DEVICE), 10).float()
+    probs[0, 1] = math.nan
+    for got, want in (
+        (OPS.verify_greedy(probs, draft, 1), verify.verify_greedy(probs, draft, 1)),
+        (
+            OPS.verify_tree(probs, draft, 1, constant(0.5, 1, 3)),
+            verify.verify_tree(probs, draft, 1, constant(0.5, 1, 3)),
+        ),
+    ):
+        same(got, want)
+        assert got.tokens.tolist() == [[2, 5]] and not got.invalid.any()
+
+
+# --- what is drawn after rejections
+
+
+@pytest.mark.parametrize("num_children", [1, 2, 63])
+@pytest.mark.parametrize("u", [0.0, 0.4, BELOW_ONE])
+def test_a_tree_whose_children_are_all_of_the_law_draws_from_the_law(num_children, u):
+    """Uniforms of 1 reject everything, as only rounding can; the residual then has no mass left."""
+    tokens = torch.arange(num_children + 1, device=DEVICE).repeat(2, 1)
+    draft = Tree(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens), torch.zeros_like(tokens))
+    probs = torch.zeros(2, num_children + 1, 5000, device=DEVICE)
+    probs[:, :, 1 : num_children + 1] = 1 / num_children
+    uniforms = constant(1.0, 2, num_children + 1)
+    uniforms[:, 0] = u
+    got = OPS.verify_tree(probs, draft, 1, uniforms)
+    same(got, verify.verify_tree(probs, draft, 1, uniforms))
+    assert (got.accept_lens == 1).all() and ((got.tokens[:, 0] >= 1) & (got.tokens[:, 0] <= num_children)).all()
+
+
+@pytest.mark.parametrize("u", [0.0, 0.3, BELOW_ONE])
+def test_a_chain_whose_draft_is_the_target_draws_from_the_law_if_rounding_rejects(u):
+    probs = torch.zeros(2, 2, 5000, device=DEVICE)
+    probs[..., [3, 4500]] = 0.5
+    draft = tree.chain(torch.tensor([0, 0], device=DEVICE), torch.tensor([[3], [4500]], device=DEVICE))
+    uniforms = constant(1.0, 2, 2)
+    uniforms[:, 0] = u
+    got = OPS.verify_chain(probs, probs[:, :1].contiguous(), draft, uniforms)
+    same(got, verify.verify_chain(probs, probs[:, :1], draft, uniforms))
+    assert got.tokens[:, 0].tolist() == [3 if u < 0.5 else 4500] * 2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
+def test_a_draft_law_that_is_none_is_rejected_and_the_target_draws(bad):
+    probs = torch.rand(3, 4, 40, generator=generator(3)).to(DEVICE)  # mass is not 1: laws are renormalised
+    laws = probs[:, :-1].clone()
+    draft = tree.chain(torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.full((3, 3), 7, device=DEVICE))
+    uniforms = constant(0.25, 3, 4)
+    healthy = OPS.verify_chain(probs, laws, draft, uniforms)
+    laws[1, 1] = bad
+    got = OPS.verify_chain(probs, laws, draft, uniforms)
+    same(got, verify.verify_chain(probs, laws, draft, uniforms))
+    assert got.accept_lens.tolist() == [4, 2, 4] and not got.invalid.any()
+    assert got.tokens[1, 1] == sampling.sample(probs[1, 1], uniforms[1, 0])
+    for a, b in zip(got, healthy, strict=True):
+        assert torch.equal(a[[0, 2]], b[[0, 2]])
+
+
+# --- numbers and draws
+
+
+def test_random_numbers_wrap_as_the_twin_does():
+    most = (1 << 63) - 1
+    seeds, counters = torch.tensor([[0, most, -most - 1, -1], [most, -1, 0, 1 << 62]], device=DEVICE)
+    for first, num in ((0, 64), (1, 1), (16, 3), (191, 1), ((1 << 31) - 80, 64)):
+        assert torch.equal(OPS.uniforms(seeds, counters, first, num), TORCH_OPS.uniforms(seeds, counters, first, num))
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 4095, 4096, 4097, 8193])
+def test_all_mass_on_one_token_draws_it_wherever_it_stands(vocab):
+    places = sorted({0, vocab // 2, min(4095, vocab - 1), min(4096, vocab - 1), vocab - 1})
+    probs = torch.nn.functional.one_hot(torch.tensor(places), vocab).float().to(DEVICE) * 1e-30
+    for u in (0.0, 0.5, BELOW_ONE):
+        assert OPS.sample(probs, constant(u, len(places))).tolist() == places
+
+
+def test_draws_are_possible_and_nan_stays_in_its_row():
+    probs = torch.rand(4, 4100, generator=generator(8)).to(DEVICE)
+    u = constant(0.6, 4)
+    healthy = OPS.sample(probs, u)
+    probs[1, 4:4098] = math.nan
+    probs[2] = math.nan
+    got = OPS.sample(probs, u)
+    assert probs[1, got[1]] > 0 and got[2] == 0
+    assert torch.equal(got[[0, 3]], healthy[[0, 3]])
+
+
+# --- rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("h", [1, 1024, 1025])
+def test_rows_are_gathered_through_any_stride(dtype, h):
+    values = torch.randn(7, 5, h + 3, generator=generator(h)).to(DEVICE, dtype)
+    index = torch.randint(-1, 5, (5, 6), generator=generator(h)).to(DEVICE)
+    for source in (values[:5, :, :h], values[1:6, :, 3:], values.transpose(0, 1)[:, :5, :h]):
+        assert torch.equal(OPS.gather_rows(source, index), TORCH_OPS.gather_rows(source, index))
+
+
+def test_a_path_of_64_moves_in_layers_of_different_sizes_and_stops_at_the_table():
+    width, g = 100, generator(2)
+    tables = 1 + torch.randperm(3 * width, generator=g).view(3, width).to(DEVICE)
+    lens = torch.tensor([0, 36, 99], device=DEVICE)  # the last one's path runs past its table
+    path = torch.full((3, 64), -1, device=DEVICE)
+    path[0] = torch.arange(64, device=DEVICE)
+    path[1, :33] = torch.tensor([0, *range(32, 64)], device=DEVICE)  # sources that are targets, too
+    path[2, :2] = torch.tensor([0, 3], device=DEVICE)
+    shapes = [LayerShape(5, 128, 24), LayerShape(1, 8, 8)]
+    pools = [KVPool(shapes, 3 * width + 1, torch.float32, torch.device(DEVICE)) for _ in range(2)]
+    for one, other in zip((*pools[0].k, *pools[0].v), (*pools[1].k, *pools[1].v), strict=True):
+        other.copy_(one.copy_(torch.randn(one.shape, generator=g)))
+    OPS.committer(pools[0])(tables, lens, path)
+    TORCH_OPS.committer(pools[1])(tables, lens, path)
+    for got, want in zip((*pools[0].k, *pools[0].v), (*pools[1].k, *pools[1].v), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_launchers_return_plain_tuples():
+    draft = line(3, 1)
+    assert type(walk.verify_greedy(torch.zeros(1, 3, 9, device=DEVICE), draft.tokens, draft.parents, 2)) is tuple
