@@ -161,7 +161,8 @@ def test_a_path_may_have_64_nodes(num_accepted):
 
 @pytest.mark.parametrize("kind", ["greedy", "tree", "chain"])
 @pytest.mark.parametrize("node", [0, 1, 40, 63])
-def test_nan_anywhere_on_the_longest_path_ends_its_request_alone(kind, node):
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_bad_number_on_the_longest_path_ends_its_request_alone(kind, node, bad):
     draft = line(64, 3)
     laws = torch.nn.functional.one_hot((draft.tokens + 1) % 64, 64).float()
 
@@ -175,13 +176,31 @@ def test_nan_anywhere_on_the_longest_path_ends_its_request_alone(kind, node):
     healthy = decide(OPS, laws)
     assert healthy.accept_lens.tolist() == [64] * 3
     broken = laws.clone()
-    broken[1, node] = math.nan
+    broken[1, node, 5] = bad  # NaN's argmax is 5: the bonus must be cleared
     got = decide(OPS, broken)
     same(got, decide(TORCH_OPS, broken))
     assert got.invalid.tolist() == [False, True, False]
     assert got.accept_lens[1] == 1 and got.tokens[1, 0] == 0 and got.tokens[1, 1:].eq(-1).all()
     for a, b in zip(got, healthy, strict=True):
         assert torch.equal(a[[0, 2]], b[[0, 2]])
+
+
+def test_the_root_is_not_its_own_child():
+    zeros = torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
+    draft = Tree(torch.tensor([[4, 1]], device=DEVICE), zeros, zeros, zeros)
+    probs = torch.nn.functional.one_hot(torch.full((1, 2), 4, device=DEVICE), 10).float()
+    for got in (OPS.verify_greedy(probs, draft, 1), OPS.verify_tree(probs, draft, 1, constant(0.5, 1, 2))):
+        assert got.accept_index.tolist() == [[0, -1]] and got.tokens.tolist() == [[4, -1]]
+
+
+def test_a_law_without_mass_ends_its_request_alone():
+    draft, probs = line(3, 3), torch.rand(3, 3, 10, generator=generator(6)).to(DEVICE)
+    laws, uniforms = probs[:, :-1].contiguous(), constant(0.0, 3, 3)
+    probs[1, 0] = 0
+    got_tree, got_chain = OPS.verify_tree(probs, draft, 2, uniforms), OPS.verify_chain(probs, laws, draft, uniforms)
+    same(got_tree, verify.verify_tree(probs, draft, 2, uniforms))
+    same(got_chain, verify.verify_chain(probs, laws, draft, uniforms))
+    assert got_tree.invalid.tolist() == got_chain.invalid.tolist() == [False, True, False]
 
 
 def test_nan_beside_the_path_is_not_looked_at():
@@ -237,13 +256,25 @@ def test_a_draft_law_that_is_none_is_rejected_and_the_target_draws(bad):
     draft = tree.chain(torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.full((3, 3), 7, device=DEVICE))
     uniforms = constant(0.25, 3, 4)
     healthy = OPS.verify_chain(probs, laws, draft, uniforms)
-    laws[1, 1] = bad
+    laws[1, 1, 9 if bad else slice(None)] = bad
     got = OPS.verify_chain(probs, laws, draft, uniforms)
     same(got, verify.verify_chain(probs, laws, draft, uniforms))
     assert got.accept_lens.tolist() == [4, 2, 4] and not got.invalid.any()
     assert got.tokens[1, 1] == sampling.sample(probs[1, 1], uniforms[1, 0])
     for a, b in zip(got, healthy, strict=True):
         assert torch.equal(a[[0, 2]], b[[0, 2]])
+
+
+@FEW
+@given(SEEDS, st.integers(1, 5), st.integers(1, 6), st.sampled_from([6, 4500]))
+def test_chains_of_laws_of_any_mass_equal_the_twin(seed, bs, num_steps, vocab):
+    g = generator(seed)
+    probs, laws = 5 * torch.rand(bs, num_steps + 1, vocab, generator=g), torch.rand(bs, num_steps, vocab, generator=g)
+    probs[torch.rand(probs.shape, generator=g) < 0.3] = 0
+    drafts = torch.randint(vocab, (bs, num_steps + 1), generator=g)
+    uniforms = torch.rand(bs, num_steps + 1, dtype=torch.float64, generator=g).to(DEVICE)
+    arguments = (probs.to(DEVICE), laws.to(DEVICE), on_device(tree.chain(drafts[:, 0], drafts[:, 1:])), uniforms)
+    same(OPS.verify_chain(*arguments), verify.verify_chain(*arguments))
 
 
 # --- numbers and draws
@@ -265,10 +296,11 @@ def test_all_mass_on_one_token_draws_it_wherever_it_stands(vocab):
 
 
 def test_draws_are_possible_and_nan_stays_in_its_row():
-    probs = torch.rand(4, 4100, generator=generator(8)).to(DEVICE)
+    probs = torch.rand(4, 9000, generator=generator(8)).to(DEVICE)
     u = constant(0.6, 4)
     healthy = OPS.sample(probs, u)
-    probs[1, 4:4098] = math.nan
+    assert torch.equal(healthy, sampling.sample(probs, u)) and (healthy > 4096).all()  # beyond the first block
+    probs[1, 4:8998] = math.nan
     probs[2] = math.nan
     got = OPS.sample(probs, u)
     assert probs[1, got[1]] > 0 and got[2] == 0

@@ -16,7 +16,6 @@ import triton.language as tl
 # Columns of the tables (int32).
 ITEM_WIDTH = 8  # request (-1: none), m_block, kv_begin, kv_end, partial (-1: the tile's only split), is_first, 0, 0
 MERGE_WIDTH = 4  # request (-1: none), m_block, first partial, number of splits
-MAX_CHUNK = 1 << 21  # keys; no request has more
 
 
 @triton.jit
@@ -77,22 +76,28 @@ def _plan_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
-    MAX_CHUNK: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
     BLOCK_BS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     ITEM: tl.constexpr,
     MERGE: tl.constexpr,
 ):
     lanes = tl.arange(0, BLOCK_BS)
-    num_tiles = _num_items(bs, prefix_lens, qo_indptr, first_node, window, MAX_CHUNK, GROUP, BLOCK_M, BLOCK_BS)
+    num_tiles = tl.zeros([], tl.int32)
+    longest = tl.zeros([], tl.int32)
+    for base in range(0, bs, BLOCK_BS):
+        tiles, kv_begin, kv_end = _requests(
+            base + lanes, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M
+        )
+        num_tiles += tl.sum(tiles)
+        longest = tl.maximum(longest, tl.max(kv_end - kv_begin))
     most = tl.maximum(resident, num_tiles + resident // 2)
-    low, high = MIN_CHUNK // BLOCK_N, MAX_CHUNK // BLOCK_N  # the answer lies in [low, high], in blocks
-    for _ in range(0, SEARCH_STEPS):
+    low = tl.full([], MIN_CHUNK // BLOCK_N, tl.int32)  # the answer lies in [low, high], in blocks
+    high = tl.maximum((longest + BLOCK_N - 1) // BLOCK_N, low)
+    while low < high:  # halves each time; short contexts need no turn
         middle = (low + high) // 2
         num = _num_items(bs, prefix_lens, qo_indptr, first_node, window, middle * BLOCK_N, GROUP, BLOCK_M, BLOCK_BS)
-        low, high = tl.where(num > most, middle + 1, low), tl.where(num > most, high, middle)
-        low = tl.minimum(low, high)
+        low = tl.where(num > most, middle + 1, low)
+        high = tl.where(num > most, high, middle)
     chunk = high * BLOCK_N
 
     w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -198,8 +203,6 @@ def split_plan(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         MIN_CHUNK=min_chunk,
-        MAX_CHUNK=MAX_CHUNK,
-        SEARCH_STEPS=((MAX_CHUNK - min_chunk) // block_n).bit_length(),
         BLOCK_BS=64,
         BLOCK_W=block_w,
         ITEM=ITEM_WIDTH,
@@ -230,7 +233,7 @@ def split_plan_reference(
         return sum(t * triton.cdiv(n, chunk) for t, n in zip(tiles, lens, strict=True))
 
     shortest = triton.cdiv(min_chunk, block_n) * block_n
-    chunk = next(c for c in range(shortest, MAX_CHUNK + 1, block_n) if c == MAX_CHUNK or num_items(c) <= most)
+    chunk = next(c for c in range(shortest, shortest + max(lens) + block_n, block_n) if num_items(c) <= most)
     items: list[list[int]] = []
     merges: list[list[int]] = []
     partial = 0

@@ -1,0 +1,98 @@
+"""The round's operations besides attention, torch beside Triton on one GPU: `python bench/round_ops.py --out DIR`.
+
+Both sets of `specdec.round_ops`, each call replayed from a graph, for a tree of K=8, S=5, D=32 (chains for
+`verify_chain`) and the vocabularies of SmolLM2 and Llama-3.1. The last line is one JSON object.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention_cases import DEVICE, SHAPES, replay_ms
+from rich.console import Console
+from rich.table import Table
+
+from specdec.backends.triton.backend import TritonBackend
+from specdec.bench import write_results
+from specdec.config import EngineConfig
+from specdec.draft.eagle3 import candidate_depths
+from specdec.kv_cache import KVPool
+from specdec.round_ops import TORCH_OPS, RoundOps, pick_ops
+from specdec.tree import chain
+
+CONFIG = EngineConfig(num_steps=5, topk=8, num_draft_tokens=32)
+VOCABS = {"135m": (49152, 30, 576), "8b": (128256, 32, 4096)}  # V, layers, hidden size
+
+
+def main() -> None:
+    """Time every operation of both sets at batch 1, 8 and 32."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    sets = (TORCH_OPS, pick_ops(TritonBackend))
+    with torch.inference_mode():
+        for shape in VOCABS:
+            for batch in (1, 8, 32):
+                torch_calls, triton_calls = (calls(ops, shape, batch) for ops in sets)
+                for what, call in torch_calls.items():
+                    row = {"what": what, "shape": shape, "batch": batch}
+                    times = {"torch_ms": round(replay_ms(call), 5), "ms": round(replay_ms(triton_calls[what]), 5)}
+                    rows.append({**row, **times})
+    table = Table("operation", "shape", "batch", "torch ms", "Triton ms", "ratio")
+    for r in rows:
+        cells = (r["what"], r["shape"], r["batch"], r["torch_ms"], r["ms"], f"{r['torch_ms'] / r['ms']:.1f}x")
+        table.add_row(*map(str, cells))
+    Console(width=100).print(table)
+    if args.out:
+        write_results(args.out, "round-ops", "-".join(VOCABS), {"steps": 5, "topk": 8, "draft_tokens": 32}, rows)
+    print(json.dumps({"rows": len(rows)}))
+
+
+def calls(ops: RoundOps, shape: str, batch: int) -> dict[str, Callable[[], Any]]:
+    """Every operation of `ops` on random inputs of one shape; the same inputs for every set."""
+    vocab, num_layers, hidden = VOCABS[shape]
+    k, num_steps, width = CONFIG.topk, CONFIG.num_steps, CONFIG.verify_width
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.rand(*size, device=DEVICE, generator=generator)
+
+    def ids(high: int, *size: int) -> torch.Tensor:
+        return torch.randint(0, high, size, device=DEVICE, generator=generator)
+
+    depths = candidate_depths(CONFIG).to(DEVICE)
+    first = torch.arange(CONFIG.num_candidates, device=DEVICE) < k
+    parents = torch.where(first, -1, ids(k, batch, CONFIG.num_candidates))
+    scores = -random(batch, CONFIG.num_candidates) - depths
+    candidates = (ids(vocab, batch), ids(vocab, batch, CONFIG.num_candidates), scores, parents, depths)
+    tree = ops.build(*candidates, num_draft_tokens=width, num_steps=num_steps)
+    line = chain(ids(vocab, batch), ids(vocab, batch, num_steps))
+    probs, laws = random(batch, width, vocab).softmax(-1), random(batch, num_steps, vocab).softmax(-1)
+    seeds, lens = ids(1 << 40, batch), torch.full((batch,), 100, device=DEVICE)
+    uniforms = random(batch, width).double()
+    pool = KVPool([SHAPES[shape].shape] * num_layers, batch * 200, torch.bfloat16, DEVICE)
+    tables = torch.arange(batch * 200, device=DEVICE).view(batch, 200)
+    path = torch.tensor([[0, 2, 5, 9, -1, -1]], device=DEVICE).repeat(batch, 1)
+    commit, features = ops.committer(pool), random(batch, width, 3 * hidden).bfloat16()
+    log_probs, above = -random(batch, k, k), -random(batch, k)
+    return {
+        "expand": lambda: ops.expand(log_probs, above, k),
+        "build": lambda: ops.build(*candidates, num_draft_tokens=width, num_steps=num_steps),
+        "verify_greedy": lambda: ops.verify_greedy(probs, tree, num_steps),
+        "verify_tree": lambda: ops.verify_tree(probs, tree, num_steps, uniforms),
+        "verify_chain": lambda: ops.verify_chain(
+            probs[:, : num_steps + 1], laws, line, uniforms[:, : num_steps + 1].contiguous()
+        ),
+        "uniforms": lambda: ops.uniforms(seeds, lens, 0, width),
+        "sample": lambda: ops.sample(probs[:, 0], uniforms[:, 0].contiguous()),
+        "gather_rows": lambda: ops.gather_rows(features, path),
+        "commit": lambda: commit(tables, lens, path),
+    }
+
+
+if __name__ == "__main__":
+    main()
