@@ -202,7 +202,7 @@ def test_random_numbers_equal_the_twin_bit_for_bit():
         assert ((got >= 0) & (got < 1)).all()
 
 
-@pytest.mark.parametrize("vocab", [1, 50, 5000, 9000])
+@pytest.mark.parametrize("vocab", [1, 50, 5000, 40000])
 def test_draws_equal_the_twin(vocab):
     g = generator(vocab)
     probs = torch.rand(6, vocab, generator=g) * (torch.rand(6, vocab, generator=g) < 0.5)

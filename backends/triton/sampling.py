@@ -1,6 +1,7 @@
 """Random numbers and draws on the device. Twins: `specdec.sampling.uniform` and `sample`.
 
-One program draws for one request, in two passes over the vocabulary: the total, then the place where the CDF crosses.
+One program draws for one request: one pass over the vocabulary sums its blocks, then the block where the CDF crosses
+is looked at again.
 Everything is float64; loops are bounded by the vocabulary and by the nodes of a tree.
 """
 
@@ -64,44 +65,47 @@ def draw(
     u,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
     HAS_DRAFT: tl.constexpr,
 ):
     """A token from the residual of one law [V], or from the law itself where the residual has no mass; 0 if none has.
 
     law_scale, draft_scale: what makes both sum to one; draft_scale 0: nothing was drafted. u: float64 in [0, 1].
+    SLOTS: a power of two, no fewer than the blocks of BLOCK tokens.
     """
-    lanes = tl.arange(0, BLOCK)
-    law_total = tl.zeros([], tl.float64)
-    total = tl.zeros([], tl.float64)
+    NUM_BLOCKS: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    blocks, lanes = tl.arange(0, SLOTS), tl.arange(0, BLOCK)
+    law_sums = tl.zeros([SLOTS], tl.float64)  # mass by block of the vocabulary
+    sums = tl.zeros([SLOTS], tl.float64)
     law_last = 0
     last = 0
-    for base in range(0, V, BLOCK):
-        v = base + lanes
+    for block in range(0, NUM_BLOCKS):
+        v = block * BLOCK + lanes
         p, residual = _weights(law, law_scale, draft, draft_scale, excluded, num_excluded, v, V, HAS_DRAFT)
-        law_total += tl.sum(p)
-        total += tl.sum(residual)
+        law_sums = tl.where(blocks == block, tl.sum(p), law_sums)
+        sums = tl.where(blocks == block, tl.sum(residual), sums)
         law_last = tl.maximum(law_last, tl.max(tl.where(p > 0, v, 0)))
         last = tl.maximum(last, tl.max(tl.where(residual > 0, v, 0)))
-    has_mass = total > 0
-    goal = u * tl.where(has_mass, total, law_total)
-    before = tl.zeros([], tl.float64)
-    first = V
-    for base in range(0, V, BLOCK):
-        v = base + lanes
-        p, residual = _weights(law, law_scale, draft, draft_scale, excluded, num_excluded, v, V, HAS_DRAFT)
-        weight = tl.where(has_mass, residual, p)
-        is_reached = (weight > 0) & (before + tl.cumsum(weight) > goal)
-        first = tl.minimum(first, tl.min(tl.where(is_reached, v, V)))
-        before += tl.sum(weight)
-    # Sums may round differently from one pass to the next: the last possible token stands at the end of the CDF.
+    has_mass = tl.sum(sums) > 0
+    sums = tl.where(has_mass, sums, law_sums)
+    ends = tl.cumsum(sums)
+    goal = u * tl.sum(sums)
+    block = tl.min(tl.where((sums > 0) & (ends > goal), blocks, NUM_BLOCKS - 1))  # where the CDF crosses u
+    before = tl.sum(tl.where(blocks < block, sums, 0.0))
+    v = block * BLOCK + lanes
+    p, residual = _weights(law, law_scale, draft, draft_scale, excluded, num_excluded, v, V, HAS_DRAFT)
+    weight = tl.where(has_mass, residual, p)
+    is_reached = (weight > 0) & (before + tl.cumsum(weight) > goal)
+    first = tl.min(tl.where(is_reached, v, V))
+    # Sums round differently in another order: where nothing is reached, the last possible token ends the CDF.
     return tl.minimum(first, tl.where(has_mass, last, law_last)).to(tl.int64)
 
 
 @triton.jit
-def _sample_kernel(probs, u, out, V: tl.constexpr, BLOCK: tl.constexpr):
+def _sample_kernel(probs, u, out, V: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
     request = tl.program_id(0).to(tl.int64)
     law = probs + request * V
-    tl.store(out + request, draw(law, 1.0, law, 0.0, out, 0, tl.load(u + request), V, BLOCK, False))
+    tl.store(out + request, draw(law, 1.0, law, 0.0, out, 0, tl.load(u + request), V, BLOCK, SLOTS, False))
 
 
 def uniform(seeds: torch.Tensor, counters: torch.Tensor, first_stream: int, num: int) -> torch.Tensor:
@@ -115,11 +119,13 @@ def sample(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """probs [bs, V] non-negative, u [bs] float64 in [0, 1]: a token of positive probability each, [bs] int64."""
     out = torch.empty(probs.shape[0], dtype=torch.int64, device=probs.device)
     _sample_kernel[(probs.shape[0],)](
-        probs.contiguous(), u.contiguous(), out, V=probs.shape[1], BLOCK=vocab_block(probs.shape[1]), num_warps=8
+        probs.contiguous(), u.contiguous(), out, V=probs.shape[1], **vocab_blocks(probs.shape[1])
     )
     return out
 
 
-def vocab_block(vocab_size: int) -> int:
-    """Tokens that a program looks at together."""
-    return min(4096, triton.next_power_of_2(vocab_size))
+def vocab_blocks(vocab_size: int) -> dict[str, int]:
+    """How `draw` walks over a vocabulary: tokens looked at together, how often at most, and warps."""
+    block = min(16384, triton.next_power_of_2(vocab_size))
+    slots = triton.next_power_of_2(triton.cdiv(vocab_size, block))
+    return {"BLOCK": block, "SLOTS": slots, "num_warps": 16}

@@ -159,5 +159,6 @@ def build(
         BLOCK_J=min(512, triton.next_power_of_2(num_candidates)),
         BLOCK_I=32,
         BLOCK_D=triton.next_power_of_2(num_draft_tokens),
+        num_warps=8,
     )
     return tree[0], tree[1], tree[2], tree[3]

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.backends.triton.sampling import draw, vocab_block
+from specdec.backends.triton.sampling import draw, vocab_blocks
 
 Verdict = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # accept_index, accept_lens, tokens, invalid
 
@@ -103,7 +103,8 @@ def _tree_kernel(
     V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     n, c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
@@ -142,7 +143,7 @@ def _tree_kernel(
     tl.debug_barrier()  # `excluded` is read by all threads; the bonus takes the place of a stored -1
     law = probs + (request * D + current) * V
     u_bonus = tl.sum(tl.where(n == 0, u, 0.0))
-    bonus = draw(law, 1.0, law, 0.0, excluded + request * D, num_rejected, u_bonus, V, BLOCK_V, False)
+    bonus = draw(law, 1.0, law, 0.0, excluded + request * D, num_rejected, u_bonus, V, BLOCK, SLOTS, False)
     tl.store(out_tokens + request * W + accept_len - 1, tl.where(invalid, 0, bonus))
 
 
@@ -161,7 +162,8 @@ def _chain_kernel(
     W: tl.constexpr,
     V: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_W)
@@ -188,7 +190,7 @@ def _chain_kernel(
     law_scale = 1.0 / tl.where(_is_law(law_mass), law_mass, 1.0)
     u_bonus = tl.sum(tl.where(c == 0, u, 0.0))
     bonus = draw(
-        probs + (request * W + last) * V, law_scale, draft, next_scale, out_tokens, 0, u_bonus, V, BLOCK_V, True
+        probs + (request * W + last) * V, law_scale, draft, next_scale, out_tokens, 0, u_bonus, V, BLOCK, SLOTS, True
     )
     tl.store(out_tokens + request * W + accept_len - 1, tl.where(invalid, 0, bonus))
 
@@ -219,8 +221,7 @@ def verify_tree(
         *verdict,
         **shape,
         V=vocab_size,
-        BLOCK_V=vocab_block(vocab_size),
-        num_warps=8,
+        **vocab_blocks(vocab_size),
     )
     return verdict
 
@@ -245,8 +246,7 @@ def verify_chain(
         W=width,
         V=vocab_size,
         BLOCK_W=shape["BLOCK_W"],
-        BLOCK_V=vocab_block(vocab_size),
-        num_warps=8,
+        **vocab_blocks(vocab_size),
     )
     return verdict
 
