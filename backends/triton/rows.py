@@ -72,7 +72,7 @@ def committer(pool: KVPool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tenso
     sizes = [t[0].numel() for t in tensors]
     caches = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
     row_sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
-    block = min(512, triton.next_power_of_2(max(sizes)))
+    block = min(256, triton.next_power_of_2(max(sizes)))
     num_blocks = triton.cdiv(max(sizes), block)
 
     def commit(slot_tables: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor) -> None:

@@ -126,6 +126,6 @@ def sample(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 def vocab_blocks(vocab_size: int) -> dict[str, int]:
     """How `draw` walks over a vocabulary: tokens looked at together, how often at most, and warps."""
-    block = min(16384, triton.next_power_of_2(vocab_size))
+    block = min(8192, triton.next_power_of_2(vocab_size))
     slots = triton.next_power_of_2(triton.cdiv(vocab_size, block))
     return {"BLOCK": block, "SLOTS": slots, "num_warps": 16}

@@ -124,7 +124,8 @@ def expand(log_probs: torch.Tensor, parent_scores: torch.Tensor, topk: int) -> t
         C=c,
         TOPK=topk,
         BLOCK_J=triton.next_power_of_2(k * c),
-        BLOCK_I=16,
+        BLOCK_I=max(1, min(16, 16384 // triton.next_power_of_2(k * c))),  # as many pairs as registers hold
+        num_warps=8 if k * c > 512 else 4,
     )
     return cumulative, kept
 
@@ -157,7 +158,7 @@ def build(
         D=num_draft_tokens,
         NUM_JUMPS=num_steps.bit_length(),
         BLOCK_J=min(512, triton.next_power_of_2(num_candidates)),
-        BLOCK_I=32,
+        BLOCK_I=16,
         BLOCK_D=triton.next_power_of_2(num_draft_tokens),
         num_warps=8,
     )

@@ -190,7 +190,7 @@ def _chain_kernel(
     law_scale = 1.0 / tl.where(_is_law(law_mass), law_mass, 1.0)
     u_bonus = tl.sum(tl.where(c == 0, u, 0.0))
     bonus = draw(
-        probs + (request * W + last) * V, law_scale, draft, next_scale, out_tokens, 0, u_bonus, V, BLOCK, SLOTS, True
+        probs + (request * W + last) * V, law_scale, draft, next_scale, out_tokens, 0, u_bonus, V, BLOCK, SLOTS, W > 1
     )
     tl.store(out_tokens + request * W + accept_len - 1, tl.where(invalid, 0, bonus))
 
