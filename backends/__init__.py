@@ -3,6 +3,7 @@
 from specdec.backends.base import AttentionBackend, Capabilities, LayerSpec, unmet_needs
 from specdec.backends.op import ForwardContext, attention, forward_context
 from specdec.backends.registry import BACKENDS, pick_backend
+from specdec.backends.rope import Rope
 from specdec.backends.torch_ref import TorchBackend
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Capabilities",
     "ForwardContext",
     "LayerSpec",
+    "Rope",
     "TorchBackend",
     "attention",
     "forward_context",

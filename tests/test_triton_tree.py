@@ -131,7 +131,7 @@ def test_walks_over_one_hot_laws_are_the_greedy_walk_whatever_the_numbers(seed, 
     same(OPS.verify_tree(one_hot_law(logits).to(DEVICE), draft, num_steps, constant(u, bs, num_nodes)), greedy)
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 6])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 6])
 def test_chains_of_one_hot_laws_are_the_greedy_walk(num_steps):
     g = generator(num_steps)
     tokens = torch.randint(VOCAB_SIZE, (5, num_steps + 1), generator=g)

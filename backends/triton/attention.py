@@ -293,6 +293,7 @@ def attend(
 
     partials: scratch for split tiles, fp32: [num_partials, Hkv, block_m, v_dim] and [num_partials, Hkv, block_m].
     """
+    assert layer.scaling > 0, f"scaling {layer.scaling}: maxima are taken before scaling"
     m = metadata
     group = layer.num_heads // layer.num_kv_heads
     cap = layer.softcap or 1.0
