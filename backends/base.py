@@ -3,11 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import NamedTuple
 
 import torch
 
 from specdec.backends.checks import check_indices, check_shapes, is_debug
+from specdec.backends.metadata import MetadataBuilder
 from specdec.backends.rope import Rope
 from specdec.batch import AttentionMetadata
 from specdec.kv_cache import KVPool, LayerShape
@@ -77,24 +78,34 @@ def unmet_needs(
     return reasons
 
 
-class MetadataBuilders(Protocol):
-    """A module with the builders of `backends.metadata`, or their twins; that module says what they do."""
+class AttentionCall(NamedTuple):
+    """One layer of a forward.
 
-    uniform_metadata: Any
-    prefill_metadata: Any
-    kv_indices: Any
+    q [T, Hq, qk_dim], k [T, Hkv, qk_dim], v [T, Hkv, v_dim], any strides but a dense last dim; out [T, Hq, v_dim] is
+    filled; pool and layer_id: where K/V go; sinks [Hq] or None; rope: tables for T tokens if q and k come un-rotated.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    pool: KVPool
+    layer_id: int
+    layer: LayerSpec
+    sinks: torch.Tensor | None = None
+    rope: Rope | None = None
 
 
 class AttentionBackend(ABC):
     """`plan` once a forward, `run` once a layer. A backend holds the plan of the forward in flight and nothing else.
 
-    metadata: the builders whose metadata it is given. With SPECDEC_DEBUG=1 in the environment every index of a plan
+    metadata: builds what it is given. With SPECDEC_DEBUG=1 in the environment every index of a plan
     is checked against its bounds, on the device, before it is used; each forward waits for the host then.
     """
 
     name: str
     capabilities: Capabilities
-    metadata: MetadataBuilders
+    metadata: MetadataBuilder
 
     def __init__(self) -> None:
         self._debug = is_debug()
@@ -111,41 +122,15 @@ class AttentionBackend(ABC):
         self._unchecked = metadata if self._debug else None
         self._prepare(metadata)
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        pool: KVPool,
-        layer_id: int,
-        layer: LayerSpec,
-        sinks: torch.Tensor | None,
-        rope: Rope | None = None,
-    ) -> None:
-        """Write k, v to the pool, then attend.
-
-        q [T, Hq, qk_dim], k [T, Hkv, qk_dim], v [T, Hkv, v_dim], any strides but a dense last dim; out [T, Hq, v_dim]
-        is filled; sinks [Hq] or None; rope: tables for T tokens if q and k come un-rotated.
-        """
+    def run(self, call: AttentionCall) -> None:
+        """Write the call's k and v to the pool, then attend."""
         if self._unchecked is not None:
-            check_indices(self._unchecked, num_slots=pool.k[layer_id].shape[0])
+            check_indices(self._unchecked, num_slots=call.pool.num_slots)
             self._unchecked = None
-        self._run(q, k, v, out, pool, layer_id, layer, sinks, rope)
+        self._run(call)
 
     @abstractmethod
     def _prepare(self, metadata: AttentionMetadata) -> None: ...
 
     @abstractmethod
-    def _run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        pool: KVPool,
-        layer_id: int,
-        layer: LayerSpec,
-        sinks: torch.Tensor | None,
-        rope: Rope | None,
-    ) -> None: ...
+    def _run(self, call: AttentionCall) -> None: ...

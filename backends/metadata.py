@@ -1,12 +1,81 @@
-"""Builders of AttentionMetadata, one for each shape a forward can have, in torch: the specification of the kernels in
-`backends.triton.metadata`, which has the same functions. Everything is computed on the device from device-held lengths;
-only `prefill_metadata` is ragged and takes host lengths, as it runs outside the round."""
+"""Builders of AttentionMetadata, one for each shape a forward can have. Everything is computed on the device from
+device-held lengths; only `prefill` is ragged and takes host lengths, as it runs outside the round.
 
-from collections.abc import Sequence
+The functions here compute in torch; they specify the kernels in `backends.triton.metadata`, which have the same names.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.batch import AttentionMetadata, ForwardMode, ints_to_device
+
+
+class Placement(NamedTuple):
+    """Where a forward's tokens stand; the fields are those of AttentionMetadata."""
+
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
+    qo_indptr: torch.Tensor
+    tail_positions: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MetadataBuilder:
+    """Assembles metadata around what the functions of this module, or their Triton twins, compute on the device."""
+
+    uniform_placement: Callable[..., Placement]
+    prefill_placement: Callable[..., Placement]
+    kv_indices: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+    def uniform(
+        self,
+        mode: ForwardMode,
+        slot_tables: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        *,
+        q_len: int,
+        max_prefix: int,
+        first_node: int = 0,
+        depths: torch.Tensor | None = None,
+        tail_depths: torch.Tensor | None = None,
+        ancestor_bits: torch.Tensor | None = None,
+    ) -> AttentionMetadata:
+        """Metadata of a forward in which every request has `q_len` new tail nodes, numbered from `first_node`.
+
+        slot_tables [bs, width], prefix_lens [bs] int64; depths [bs, q_len]: distance of each query from the end of the
+        prefix (None: its node number, a chain); tail_depths [bs, first_node + q_len]: the same for all tail nodes;
+        ancestor_bits [bs, q_len] int64 or None for causal.
+        """
+        placement = self.uniform_placement(slot_tables, prefix_lens, q_len, first_node, depths, tail_depths)
+        return AttentionMetadata(
+            mode=mode,
+            slot_tables=slot_tables,
+            prefix_lens=prefix_lens,
+            q_len=q_len,
+            tail_len=first_node + q_len,
+            max_prefix=max_prefix,
+            ancestor_bits=None if ancestor_bits is None else ancestor_bits.contiguous(),
+            **placement._asdict(),
+        )
+
+    def prefill(self, slot_tables: torch.Tensor, starts: Sequence[int], q_lens: Sequence[int]) -> AttentionMetadata:
+        """Metadata of a packed prefill: request i brings the `q_lens[i]` tokens from position `starts[i]` on."""
+        on_device = ints_to_device([list(starts), list(q_lens)], slot_tables.device)
+        longest = max(q_lens)
+        placement = self.prefill_placement(slot_tables, on_device[0], on_device[1], sum(q_lens), longest)
+        return AttentionMetadata(
+            mode=ForwardMode.EXTEND,
+            slot_tables=slot_tables,
+            prefix_lens=on_device[0],
+            q_len=longest,
+            tail_len=longest,
+            max_prefix=max(starts),
+            q_lens=tuple(q_lens),
+            **placement._asdict(),
+        )
 
 
 def slots_at(slot_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -14,61 +83,36 @@ def slots_at(slot_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor
     return slot_tables.gather(1, positions.clamp(0, slot_tables.shape[1] - 1))
 
 
-def uniform_metadata(
-    mode: ForwardMode,
+def uniform_placement(
     slot_tables: torch.Tensor,
     prefix_lens: torch.Tensor,
-    *,
     q_len: int,
-    max_prefix: int,
-    first_node: int = 0,
-    depths: torch.Tensor | None = None,
-    tail_depths: torch.Tensor | None = None,
-    ancestor_bits: torch.Tensor | None = None,
-) -> AttentionMetadata:
-    """Metadata of a forward in which every request has `q_len` new tail nodes, numbered from `first_node`.
-
-    slot_tables [bs, width], prefix_lens [bs] int64; depths [bs, q_len]: distance of each query from the end of the
-    prefix (None: its node number, a chain); tail_depths [bs, first_node + q_len]: the same for all tail nodes;
-    ancestor_bits [bs, q_len] int64 or None for causal.
-    """
+    first_node: int,
+    depths: torch.Tensor | None,
+    tail_depths: torch.Tensor | None,
+) -> Placement:
+    """Where the tokens of `MetadataBuilder.uniform` stand, which says what the arguments are."""
     bs = slot_tables.shape[0]
     nodes = torch.arange(first_node, first_node + q_len, device=prefix_lens.device)
     start = prefix_lens.unsqueeze(1)
     positions = start + (nodes if depths is None else depths)
-    return AttentionMetadata(
-        mode=mode,
-        slot_tables=slot_tables,
-        prefix_lens=prefix_lens,
+    return Placement(
         positions=positions.expand(bs, -1).reshape(-1),
         out_cache_loc=slots_at(slot_tables, start + nodes).view(-1),
         qo_indptr=torch.arange(0, (bs + 1) * q_len, q_len, dtype=torch.int32, device=prefix_lens.device),
-        q_len=q_len,
-        tail_len=first_node + q_len,
-        max_prefix=max_prefix,
-        ancestor_bits=ancestor_bits,
         tail_positions=None if tail_depths is None else start + tail_depths,
     )
 
 
-def prefill_metadata(slot_tables: torch.Tensor, starts: Sequence[int], q_lens: Sequence[int]) -> AttentionMetadata:
-    """Metadata of a packed prefill: request i brings the `q_lens[i]` tokens from position `starts[i]` on."""
-    device = slot_tables.device
-    positions = torch.cat([torch.arange(s, s + n, device=device) for s, n in zip(starts, q_lens, strict=True)])
-    lens = torch.tensor(q_lens, device=device)
-    owners = torch.repeat_interleave(torch.arange(len(q_lens), device=device), lens)
-    return AttentionMetadata(
-        mode=ForwardMode.EXTEND,
-        slot_tables=slot_tables,
-        prefix_lens=torch.tensor(starts, device=device),
-        positions=positions,
-        out_cache_loc=slot_tables[owners, positions],
-        qo_indptr=indptr(lens),
-        q_len=max(q_lens),
-        tail_len=max(q_lens),
-        max_prefix=max(starts),
-        q_lens=tuple(q_lens),
-    )
+def prefill_placement(
+    slot_tables: torch.Tensor, starts: torch.Tensor, q_lens: torch.Tensor, num_tokens: int, longest: int
+) -> Placement:
+    """Where the tokens of a packed prefill stand: starts and q_lens [bs] int64, their total and largest on the host."""
+    requests = torch.arange(q_lens.numel(), device=q_lens.device)
+    owners = torch.repeat_interleave(requests, q_lens, output_size=num_tokens)
+    qo_indptr = indptr(q_lens)
+    positions = starts[owners] + torch.arange(num_tokens, device=q_lens.device) - qo_indptr[owners]
+    return Placement(positions, slot_tables[owners, positions], qo_indptr)
 
 
 def indptr(lens: torch.Tensor) -> torch.Tensor:
@@ -95,3 +139,6 @@ def kv_indices(metadata: AttentionMetadata, window: int | None = None) -> tuple[
     target = torch.where(is_used, starts[:-1].unsqueeze(1) + columns, m.num_reqs * width)
     packed = slots.new_zeros(m.num_reqs * width + 1).scatter(0, target.view(-1), slots.view(-1))
     return starts, packed[:-1]
+
+
+TORCH_METADATA = MetadataBuilder(uniform_placement, prefill_placement, kv_indices)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.backends.base import AttentionBackend, LayerSpec
+from specdec.backends.base import AttentionBackend, AttentionCall, LayerSpec
 from specdec.backends.rope import Rope
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.kv_cache import KVPool
@@ -57,7 +57,7 @@ def _attn(
 ) -> None:
     c = _CURRENT.get()
     rope = None if cos is None or sin is None else Rope(cos, sin)
-    c.backend.run(q, k, v, out, c.pool, layer_id, c.layers[layer_id], c.sinks[layer_id], rope)
+    c.backend.run(AttentionCall(q, k, v, out, c.pool, layer_id, c.layers[layer_id], c.sinks[layer_id], rope))
 
 
 def _attn_fake(*args: torch.Tensor | int | None) -> None:

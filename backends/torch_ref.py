@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from specdec.backends import metadata as builders
-from specdec.backends.base import AttentionBackend, Capabilities, LayerSpec
-from specdec.backends.rope import Rope, rotate
+from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec
+from specdec.backends.metadata import TORCH_METADATA
+from specdec.backends.rope import rotate
 from specdec.batch import AttentionMetadata
-from specdec.kv_cache import KVPool
 
 
 @dataclass
@@ -55,7 +54,7 @@ class TorchBackend(AttentionBackend):
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=1 << 16,
     )
-    metadata = builders
+    metadata = TORCH_METADATA
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,18 +81,8 @@ class TorchBackend(AttentionBackend):
         kv_slots = torch.cat([prefix_slots, tail_slots], 1)
         self._plan = _Plan(m.out_cache_loc, kv_slots, mask, q_pos, k_pos, pad, unpad)
 
-    def _run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        pool: KVPool,
-        layer_id: int,
-        layer: LayerSpec,
-        sinks: torch.Tensor | None,
-        rope: Rope | None,
-    ) -> None:
+    def _run(self, call: AttentionCall) -> None:
+        q, k, v, out, pool, layer_id, layer, sinks, rope = call
         plan = self._plan
         assert plan is not None, "run before plan"
         if rope is not None:

@@ -8,6 +8,7 @@ import torch
 from specdec.backends import AttentionBackend, LayerSpec
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.kv_cache import KVPool
+from specdec.tree import ancestor_bits, ancestor_mask
 
 SHAPES = {"8b": LayerSpec(32, 8, 128, 128, 128**-0.5), "135m": LayerSpec(9, 3, 64, 64, 0.125)}
 PATHS = ("decode", "verify4", "verify8", "verify16", "verify32", "verify64", "draft_step", "draft_extend", "prefill")
@@ -64,9 +65,14 @@ class Case:
         return 16 if self.path == "draft_step" else 0
 
     @property
+    def tail_len(self) -> int:
+        """Tail nodes, the new ones last."""
+        return self.first_node + self.q_len
+
+    @property
     def prefix(self) -> int:
         """Committed tokens a request."""
-        return self.context - self.q_len - self.first_node
+        return self.context - self.tail_len
 
     @property
     def kv_bytes(self) -> int:
@@ -80,27 +86,20 @@ class Case:
         pairs = self.q_len * (self.context - self.q_len) + self.q_len * (self.q_len + 1) // 2
         return 2 * self.batch * self.layer.num_heads * pairs * (self.layer.qk_dim + self.layer.v_dim)
 
-    @property
-    def parents(self) -> list[int]:
-        """A tree for verify and draft-step rows: two children a node."""
-        return [max(i - 1, 0) // 2 for i in range(self.first_node + self.q_len)]
-
     def bits(self) -> torch.Tensor | None:
-        """[batch, q_len] ancestor bits of the new nodes; None where the path is causal."""
+        """[batch, q_len] ancestor bits of the new nodes, two children a node; None where the path is causal."""
         if self.path in ("decode", "draft_extend", "prefill"):
             return None
-        lines = [1]
-        for node, parent in enumerate(self.parents[1:], 1):
-            lines.append(lines[parent] | 1 << node)
-        signed = [b - (1 << 64) if b >> 63 else b for b in lines[self.first_node :]]
-        return torch.tensor([signed] * self.batch, device=DEVICE)
+        nodes = torch.arange(self.tail_len, device=DEVICE)
+        bits = ancestor_bits(((nodes - 1).clamp(min=0) // 2).unsqueeze(0), num_steps=self.tail_len.bit_length())
+        return bits[:, self.first_node :].repeat(self.batch, 1)
 
     def plan(self, backend: AttentionBackend, bits: torch.Tensor | None) -> AttentionMetadata:
         """Metadata of this case by the backend's builder."""
         if self.path == "prefill":
-            return backend.metadata.prefill_metadata(self.tables, [self.prefix] * self.batch, [self.q_len] * self.batch)
+            return backend.metadata.prefill(self.tables, [self.prefix] * self.batch, [self.q_len] * self.batch)
         mode = ForwardMode.DECODE if self.q_len == 1 else ForwardMode.TARGET_VERIFY
-        return backend.metadata.uniform_metadata(
+        return backend.metadata.uniform(
             mode,
             self.tables,
             self.lens,
@@ -112,11 +111,12 @@ class Case:
 
     def visible(self) -> torch.Tensor:
         """[q_len, context] bool, the mask of one request; O(D x context), which only the peers need."""
-        bits, columns = self.bits(), torch.arange(self.context, device=DEVICE)
+        bits, tail_len = self.bits(), self.tail_len
         if bits is None:
-            return columns <= self.prefix + torch.arange(self.q_len, device=DEVICE).unsqueeze(1)
-        tail = columns - self.prefix
-        return (tail < 0) | ((bits[0].unsqueeze(1) >> tail.clamp(min=0)) & 1 == 1)
+            tail = torch.ones(self.q_len, tail_len, dtype=torch.bool, device=DEVICE).tril()
+        else:
+            tail = ancestor_mask(bits[0], tail_len)
+        return torch.cat([tail.new_ones(self.q_len, self.prefix), tail], 1)
 
 
 def replay_ms(fn: Callable[[], None], groups: int = 5, group_ms: float = 4.0, warm_ms: float = 40.0) -> float:
@@ -129,19 +129,19 @@ def replay_ms(fn: Callable[[], None], groups: int = 5, group_ms: float = 4.0, wa
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         fn()
-    _group_ms(graph, 3)
-    once = _group_ms(graph, 3)
-    _group_ms(graph, max(3, int(warm_ms / once)))
+    call_ms(graph.replay, 3)
+    once = call_ms(graph.replay, 3)
+    call_ms(graph.replay, max(3, int(warm_ms / once)))
     num = max(3, int(group_ms / once))
-    return sorted(_group_ms(graph, num) for _ in range(groups))[groups // 2]
+    return sorted(call_ms(graph.replay, num) for _ in range(groups))[groups // 2]
 
 
-def _group_ms(graph: torch.cuda.CUDAGraph, num: int) -> float:
-    """ms a replay, over `num` in a row."""
+def call_ms(call: Callable[[], object], num: int) -> float:
+    """ms a call on the device, over `num` in a row."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(num):
-        graph.replay()
+        call()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / num
@@ -151,13 +151,4 @@ def measured_copy_rate() -> float:
     """Bytes/s of a device-to-device copy, reads and writes counted: the best of 5 runs of 20 copies of 2 GiB."""
     source = torch.empty(2 << 30, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
-    best = 0.0
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(20):
-            target.copy_(source)
-        end.record()
-        end.synchronize()
-        best = max(best, 20 * 2 * source.numel() / (start.elapsed_time(end) / 1e3))
-    return best
+    return 2 * source.numel() / min(call_ms(lambda: target.copy_(source), 20) for _ in range(5)) * 1e3

@@ -20,7 +20,7 @@ from attention_peers import peers
 from rich.console import Console
 from rich.table import Table
 
-from specdec.backends import LayerSpec, TorchBackend
+from specdec.backends import AttentionCall, LayerSpec, TorchBackend
 from specdec.backends.triton.backend import TritonBackend
 from specdec.backends.triton.compiles import counted_compiles
 from specdec.bench import write_results
@@ -77,7 +77,7 @@ def measure(case: Case, copy_rate: float) -> dict[str, Any]:
 
     def run(layers: int) -> None:
         for i in range(layers):
-            backend.run(case.q, case.k, case.v, out, case.pool, i, case.layer, None)
+            backend.run(AttentionCall(case.q, case.k, case.v, out, case.pool, i, case.layer))
 
     def plan_and_run() -> None:
         backend.plan(metadata)
@@ -109,7 +109,7 @@ def check(case: Case, bits: torch.Tensor | None, out: torch.Tensor) -> None:
     """Stop if our last layer differs from the torch backend's by more than bf16 explains."""
     backend, want = TorchBackend(), torch.empty_like(out)
     backend.plan(case.plan(backend, bits))
-    backend.run(case.q, case.k, case.v, want, case.pool, case.num_layers - 1, case.layer, None)
+    backend.run(AttentionCall(case.q, case.k, case.v, want, case.pool, case.num_layers - 1, case.layer))
     error = float((out.float() - want.float()).norm() / want.float().norm())
     if not error < 1e-2:
         raise SystemExit(f"{case.path} at batch {case.batch}, context {case.context}: relative error {error:.2e}")

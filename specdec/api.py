@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.backends import AttentionBackend, LayerSpec, pick_backend
+from specdec.backends import AttentionBackend, pick_backend
 from specdec.backends.checks import is_debug
 from specdec.config import EngineConfig
 from specdec.draft.algo_spec import algo_spec
@@ -85,7 +85,7 @@ class Engine:
         worker: DraftWorker = NoDraft()
         if draft is not None:
             head = _load_head(draft, target)
-            draft_backend, draft_why = pick_backend(config.backend, [_layer_of(head)], *machine)
+            draft_backend, draft_why = pick_backend(config.backend, [head.config.layer], *machine)
             why = why if draft_backend is backend else f"{why}; the draft: {draft_backend.name}, {draft_why}"
             worker = Eagle3Worker(
                 head,
@@ -293,11 +293,6 @@ def _load_head(draft: str | Path | nn.Module, target: HFTarget) -> Eagle3Head:
 def _ops_for(backend: type[AttentionBackend]) -> RoundOps:
     ops = pick_ops(backend)
     return checked(ops) if is_debug() else ops
-
-
-def _layer_of(head: Eagle3Head) -> LayerSpec:
-    c = head.config
-    return LayerSpec(c.num_heads, c.num_kv_heads, c.head_dim, c.head_dim, c.head_dim**-0.5)
 
 
 def _per_prompt(name: str, value: Any, count: int) -> list[Any]:

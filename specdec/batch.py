@@ -1,7 +1,9 @@
 """Plain data that travels between layers: forward modes and the attention metadata of one forward."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
@@ -54,3 +56,9 @@ class AttentionMetadata:
     def num_reqs(self) -> int:
         """Requests in this forward."""
         return self.slot_tables.shape[0]
+
+
+def ints_to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Host ints (nested lists too) as an int64 tensor on `device`, without waiting for the device."""
+    host = torch.tensor(values, dtype=torch.int64)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec.backends import AttentionBackend, ForwardContext
-from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.batch import AttentionMetadata, ForwardMode, ints_to_device
 from specdec.config import EngineConfig
 from specdec.draft.worker import STREAM_PREFILL, STREAM_VERIFY, Draft, DraftWorker, PrefillChunk, RoundBatch
 from specdec.graphs.counters import Counters
@@ -131,7 +131,7 @@ class Core:
                 self._fill_row(request)
             request.num_prefilled += n
         last_rows = self._tensor(lens).cumsum(0) - 1
-        metadata = self.context.backend.metadata.prefill_metadata(self.slot_tables.table[rows], starts, lens)
+        metadata = self.context.backend.metadata.prefill(self.slot_tables.table[rows], starts, lens)
         packed_ids = self._tensor([t for piece in ids for t in piece])
         output = self.target.forward(self.context, metadata, packed_ids, last_rows)
         done = [i for i, (r, _) in enumerate(pieces) if r.is_prefilled]
@@ -199,7 +199,7 @@ class Core:
     def _verify_metadata(self, batch: RoundBatch, tree: Tree) -> AttentionMetadata:
         """D queries a request: a chain is causal, a tree sees its ancestors."""
         is_chain = self.config.topk == 1
-        return self.context.backend.metadata.uniform_metadata(
+        return self.context.backend.metadata.uniform(
             ForwardMode.DECODE if tree.tokens.shape[1] == 1 else ForwardMode.TARGET_VERIFY,
             batch.slot_tables,
             batch.seq_lens,
@@ -278,11 +278,7 @@ class Core:
                 self.scheduler.release(request)
 
     def _tensor(self, values: Sequence[int | None]) -> torch.Tensor:
-        """Host ints to a device tensor, without waiting for the device."""
-        host = torch.tensor(values, dtype=torch.int64)
-        if self.device.type == "cuda":
-            return host.pin_memory().to(self.device, non_blocking=True)
-        return host.to(self.device)
+        return ints_to_device(values, self.device)
 
 
 def _shifted(pieces: list[tuple[Request, int]], starts: list[int]) -> list[int]:

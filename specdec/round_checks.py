@@ -3,6 +3,7 @@
 SPECDEC_DEBUG=1 in the environment turns it on, here and in the backends; each check waits for the host.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,17 +26,13 @@ def checked(ops: RoundOps) -> RoundOps:
         _check_tree(tree)
         return tree
 
-    def verify_greedy(logits: torch.Tensor, tree: Tree, num_steps: int) -> Verdict:
-        _check_tree(tree, logits.shape[-1])
-        return _check_verdict(ops.verify_greedy(logits, tree, num_steps), tree, logits.shape[-1])
+    def watch(verify: Callable[..., Verdict]) -> Callable[..., Verdict]:
+        def watched(values: torch.Tensor, *rest: Any) -> Verdict:
+            tree = next(argument for argument in rest if isinstance(argument, Tree))
+            _check_tree(tree, values.shape[-1])
+            return _check_verdict(verify(values, *rest), tree, values.shape[-1])
 
-    def verify_tree(probs: torch.Tensor, tree: Tree, *rest: Any) -> Verdict:
-        _check_tree(tree, probs.shape[-1])
-        return _check_verdict(ops.verify_tree(probs, tree, *rest), tree, probs.shape[-1])
-
-    def verify_chain(probs: torch.Tensor, laws: torch.Tensor, tree: Tree, uniforms: torch.Tensor) -> Verdict:
-        _check_tree(tree, probs.shape[-1])
-        return _check_verdict(ops.verify_chain(probs, laws, tree, uniforms), tree, probs.shape[-1])
+        return watched
 
     def gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         require_within("row index", index, -1, values.shape[1] - 1, "the last row")
@@ -56,9 +53,9 @@ def checked(ops: RoundOps) -> RoundOps:
     return replace(
         ops,
         build=build,
-        verify_greedy=verify_greedy,
-        verify_tree=verify_tree,
-        verify_chain=verify_chain,
+        verify_greedy=watch(ops.verify_greedy),
+        verify_tree=watch(ops.verify_tree),
+        verify_chain=watch(ops.verify_chain),
         gather_rows=gather_rows,
         committer=committer,
     )

@@ -92,7 +92,7 @@ def build(
         tokens=_prepend(tokens.gather(1, selected), root),
         parents=node_parents,
         depths=_prepend(depths[selected], torch.zeros_like(root)),
-        ancestor_bits=_ancestor_bits(node_parents, num_steps),
+        ancestor_bits=ancestor_bits(node_parents, num_steps),
     )
 
 
@@ -101,8 +101,8 @@ def ancestor_mask(bits: Tensor, num_nodes: int) -> Tensor:
     return (bits[..., None] >> torch.arange(num_nodes, device=bits.device)) & 1 != 0
 
 
-def _ancestor_bits(parents: Tensor, num_steps: int) -> Tensor:
-    """parents: [bs, D], int64, node numbers, no node deeper than num_steps. Returns [bs, D], int64."""
+def ancestor_bits(parents: Tensor, num_steps: int) -> Tensor:
+    """parents: [bs, D], int64, node numbers, none deeper than num_steps. Returns `Tree.ancestor_bits` [bs, D]."""
     bits = (1 << torch.arange(parents.shape[1], device=parents.device)).expand_as(parents)
     jump = parents
     # Pointer jumping: after n turns a node knows the 2**n nodes nearest on its path; the longest has num_steps + 1.

@@ -60,10 +60,10 @@ def compile_all() -> list[str]:
 
 def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
     """Every flag of the attention kernel, and the kernels that go with it."""
-    from specdec.backends import LayerSpec
+    from specdec.backends import AttentionCall, LayerSpec
     from specdec.backends.rope import rope_table
-    from specdec.backends.triton import metadata
     from specdec.backends.triton.backend import TritonBackend
+    from specdec.backends.triton.metadata import TRITON_METADATA
     from specdec.batch import ForwardMode
     from specdec.kv_cache import KVPool
 
@@ -71,10 +71,10 @@ def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
     bits = torch.ones(2, 8, dtype=torch.int64)
     trees = {"depths": bits, "tail_depths": bits, "ancestor_bits": bits}
     plans = [
-        metadata.uniform_metadata(ForwardMode.DECODE, tables, lens, q_len=1, max_prefix=512),
-        metadata.uniform_metadata(ForwardMode.TARGET_VERIFY, tables, lens, q_len=8, max_prefix=512, **trees),
-        metadata.uniform_metadata(ForwardMode.TARGET_VERIFY, tables, lens, q_len=32, max_prefix=512),
-        metadata.prefill_metadata(tables, [500, 3], [40, 7]),
+        TRITON_METADATA.uniform(ForwardMode.DECODE, tables, lens, q_len=1, max_prefix=512),
+        TRITON_METADATA.uniform(ForwardMode.TARGET_VERIFY, tables, lens, q_len=8, max_prefix=512, **trees),
+        TRITON_METADATA.uniform(ForwardMode.TARGET_VERIFY, tables, lens, q_len=32, max_prefix=512),
+        TRITON_METADATA.prefill(tables, [500, 3], [40, 7]),
     ]
     for shape in shapes:
         layer = LayerSpec(**shape)
@@ -87,8 +87,8 @@ def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
             backend = TritonBackend()
             backend.plan(plan)
             rope = rope_table(torch.arange(t), 64, 1e4, dtype) if layer.has_sinks else None
-            backend.run(*(x.to(dtype) for x in (q, k, v, out)), pool, 0, layer, sinks, rope)
-    metadata.kv_indices(plans[0])
+            backend.run(AttentionCall(*(x.to(dtype) for x in (q, k, v, out)), pool, 0, layer, sinks, rope))
+    TRITON_METADATA.kv_indices(plans[0])
 
 
 def round_kernels() -> None:

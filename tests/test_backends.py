@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.backends import BACKENDS, LayerSpec, TorchBackend, forward_context, pick_backend
-from specdec.backends.metadata import kv_indices, prefill_metadata, uniform_metadata
+from specdec.backends import BACKENDS, LayerSpec, TorchBackend, forward_context, pick_backend, unmet_needs
+from specdec.backends.metadata import TORCH_METADATA, kv_indices
 from specdec.backends.op import ForwardContext
 from specdec.backends.rope import Rope, rope_table, rotate
 from specdec.batch import ForwardMode
@@ -24,9 +25,9 @@ from specdec.kv_cache import KVPool
 from specdec.models.probe import classify_mask
 
 triton = pytest.importorskip("triton")
-from specdec.backends.triton import metadata as triton_metadata  # noqa: E402
-from specdec.backends.triton.attention import merge, merge_reference  # noqa: E402
 from specdec.backends.triton.backend import TritonBackend  # noqa: E402
+from specdec.backends.triton.merge import merge, merge_reference  # noqa: E402
+from specdec.backends.triton.metadata import TRITON_METADATA  # noqa: E402
 from specdec.backends.triton.plan import split_plan, split_plan_reference  # noqa: E402
 from specdec.backends.triton.store import store_kv  # noqa: E402
 
@@ -90,7 +91,7 @@ class Setup:
     def uniform(self, q_len, **options):
         mode = ForwardMode.DRAFT if q_len == 1 else ForwardMode.TARGET_VERIFY
         most = -(-max(self.prefixes) // 16) * 16  # a host bound, not the length itself
-        return self.backend.metadata.uniform_metadata(
+        return self.backend.metadata.uniform(
             mode, self.tables, self.lens, q_len=q_len, max_prefix=min(most, self.tables.shape[1]), **options
         )
 
@@ -167,7 +168,7 @@ def test_the_largest_tree_uses_all_64_bits(kind):
 @pytest.mark.parametrize("name", LAYERS)
 def test_ragged_prefill(name, kind):
     setup = Setup(LAYERS[name], kind)
-    metadata = setup.backend.metadata.prefill_metadata(setup.tables, PREFIXES, (2, 7, 15))
+    metadata = setup.backend.metadata.prefill(setup.tables, PREFIXES, (2, 7, 15))
     setup.check_causal(metadata, *setup.run(metadata))
     assert setup.modes == [ForwardMode.EXTEND]
 
@@ -182,7 +183,7 @@ def test_dtypes_and_pages(kind, dtype, page_size):
     setup = Setup(LAYERS["v_dim"], kind, dtype, page_size=page_size)
     setup.check_tree([0, 0, 1])
     setup = Setup(LAYERS["softcap"], kind, dtype, page_size=page_size)
-    metadata = setup.backend.metadata.prefill_metadata(setup.tables, PREFIXES, (5, 1, 3))
+    metadata = setup.backend.metadata.prefill(setup.tables, PREFIXES, (5, 1, 3))
     setup.check_causal(metadata, *setup.run(metadata))
 
 
@@ -212,7 +213,7 @@ def test_long_contexts(layer, dtype):
     setup(page_size=1).check_tree([0, 0, 0, 1, 1, 2, 4, 5])
     setup().check_tree([max(i - 1, 0) // 2 for i in range(63)] + [62])
     case = setup()
-    metadata = case.backend.metadata.prefill_metadata(case.tables, prefixes, (40, 150, 3))
+    metadata = case.backend.metadata.prefill(case.tables, prefixes, (40, 150, 3))
     case.check_causal(metadata, *case.run(metadata))
 
 
@@ -249,7 +250,7 @@ def test_stored_keys_equal_the_twin(rotary, dtype):
 def test_any_ragged_prefill(lens, page_size):
     prefixes, q_lens = zip(*lens, strict=True)
     setup = Setup(LAYERS["window"], "triton, split", prefixes=prefixes, page_size=page_size)
-    metadata = setup.backend.metadata.prefill_metadata(setup.tables, prefixes, q_lens)
+    metadata = setup.backend.metadata.prefill(setup.tables, prefixes, q_lens)
     setup.check_causal(metadata, *setup.run(metadata))
 
 
@@ -311,7 +312,7 @@ def test_uniform_metadata_equals_the_twin(first, q_len):
         args = (ForwardMode.DRAFT, tables, lens)
         shape = {"q_len": q_len, "max_prefix": 130, "first_node": first}
         same_metadata(
-            triton_metadata.uniform_metadata(*args, **shape, **options), uniform_metadata(*args, **shape, **options)
+            TRITON_METADATA.uniform(*args, **shape, **options), TORCH_METADATA.uniform(*args, **shape, **options)
         )
 
 
@@ -323,9 +324,9 @@ def test_uniform_metadata_equals_the_twin(first, q_len):
 def test_prefill_metadata_and_kv_indices_equal_the_twins(lens, window):
     starts, q_lens = zip(*lens, strict=True)
     tables = torch.randint(1, 9999, (len(lens), 640), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    ours = triton_metadata.prefill_metadata(tables, starts, q_lens)
-    same_metadata(ours, prefill_metadata(tables, starts, q_lens))
-    for got, want in zip(triton_metadata.kv_indices(ours, window), kv_indices(ours, window), strict=True):
+    ours = TRITON_METADATA.prefill(tables, starts, q_lens)
+    same_metadata(ours, TORCH_METADATA.prefill(tables, starts, q_lens))
+    for got, want in zip(TRITON_METADATA.kv_indices(ours, window), kv_indices(ours, window), strict=True):
         assert got.dtype == want.dtype == torch.int32 and torch.equal(got, want)
 
 
@@ -338,7 +339,7 @@ def test_kv_indices_are_the_visible_slots(window):
         begin = 0 if window is None else max(prefix - window + 1, 0)
         assert indices[indptr[row] : indptr[row + 1]].tolist() == setup.tables[row, begin : prefix + 5].tolist()
     assert not indices[indptr[-1] :].any()
-    ours = triton_metadata.kv_indices(metadata, window)
+    ours = TRITON_METADATA.kv_indices(metadata, window)
     assert torch.equal(ours[0], indptr) and torch.equal(ours[1], indices)
 
 
@@ -362,9 +363,9 @@ def test_plans_that_no_backend_can_run(kind):
     with pytest.raises(ValueError, match="65 nodes: at most 64"):
         setup.run(setup.uniform(65, depths=bits, ancestor_bits=bits))
     with pytest.raises(ValueError, match="max_prefix=193: the slot tables have 192"):
-        setup.run(uniform_metadata(ForwardMode.DECODE, setup.tables, setup.lens, q_len=1, max_prefix=193))
+        setup.run(TORCH_METADATA.uniform(ForwardMode.DECODE, setup.tables, setup.lens, q_len=1, max_prefix=193))
     with pytest.raises(ValueError, match=r"slot_tables is torch.int32 .*expected torch.int64"):
-        setup.run(uniform_metadata(ForwardMode.DECODE, setup.tables.int(), setup.lens, q_len=1, max_prefix=160))
+        setup.run(TORCH_METADATA.uniform(ForwardMode.DECODE, setup.tables.int(), setup.lens, q_len=1, max_prefix=160))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -401,10 +402,6 @@ def test_what_a_backend_lacks_is_told(monkeypatch):
 
 
 def test_page_sizes_outside_the_capabilities_are_told():
-    from dataclasses import replace
-
-    from specdec.backends import unmet_needs
-
     paged = replace(TritonBackend.capabilities, page_sizes=frozenset({1, 16}))
     assert unmet_needs(paged, [LAYERS["gqa"]], torch.float32, 16) == []
     assert unmet_needs(paged, [LAYERS["gqa"]], torch.float32, 8) == ["page_size 8 is not one of [1, 16]"]

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specdec.backends.base import LayerSpec
-from specdec.backends.metadata import uniform_metadata
+from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.op import ForwardContext, attention, forward_context
 from specdec.backends.rope import Rope
 from specdec.backends.torch_ref import TorchBackend
@@ -103,7 +103,7 @@ class Incremental:
 
     def append(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """tokens [n], hidden [n, h_d], causal among themselves: recycled states [n, h_d]."""
-        metadata = uniform_metadata(
+        metadata = TORCH_METADATA.uniform(
             ForwardMode.DRAFT,
             torch.arange(1, 64).unsqueeze(0),
             torch.tensor([self.length]),

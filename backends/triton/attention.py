@@ -1,8 +1,8 @@
-"""Attention over the paged pool for every path of the prefix + tail table: one kernel, and one that merges splits.
+"""Attention over the paged pool for every path of the prefix + tail table, in one kernel.
 
 FlashAttention-2's online softmax (arXiv 2307.08691) over the items of `plan`: keys of a request in order of their
 slot table, prefix first, then its tail; the heads of one KV group are rows of one tile, so K/V are read once for all
-of them. Split keys are merged as in flash-decoding, by their log-sum-exp. Twin: `backends.torch_ref.TorchBackend`.
+of them. Tiles whose keys are split leave partials for `merge`. Twin: `backends.torch_ref.TorchBackend`.
 """
 
 import os
@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from specdec.backends.base import LayerSpec
-from specdec.backends.triton.plan import ITEM_WIDTH, MERGE_WIDTH, SplitPlan
+from specdec.backends.triton.merge import merge, padded_dim
+from specdec.backends.triton.plan import ITEM_WIDTH, SplitPlan
 from specdec.batch import AttentionMetadata
 
 LOG2E = 1.4426950408889634
@@ -210,59 +211,6 @@ def _attention_kernel(
         tl.store(partial_lse + at, tl.where(mass == 0, float("-inf"), m + tl.log2(some_mass)), mask=is_row)
 
 
-@triton.jit
-def _merge_kernel(
-    out,
-    partial_out,
-    partial_lse,
-    merges,
-    qo_indptr,
-    out_stride_t,
-    out_stride_h,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    MERGE: tl.constexpr,
-):
-    """BLOCK_R rows of one split tile: the partials weighted by the share of their mass."""
-    kv_head = tl.program_id(1)
-    entry = merges + tl.program_id(2) * MERGE
-    request = tl.load(entry)
-    if request < 0:
-        return
-    m_block, first, num_splits = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    q_start = tl.load(qo_indptr + request)
-    q_len = tl.load(qo_indptr + request + 1) - q_start
-    in_tile = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row = m_block * BLOCK_M + in_tile
-    is_row = row // GROUP < q_len
-    dv = tl.arange(0, BLOCK_V)
-    m = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
-    for base in range(0, num_splits, BLOCK_S):
-        split = base + tl.arange(0, BLOCK_S)
-        at = ((first + split[:, None]).to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + in_tile  # [BLOCK_S, BLOCK_R]
-        is_here = (split < num_splits)[:, None] & is_row
-        lse = tl.load(partial_lse + at, mask=is_here, other=float("-inf"))
-        m_new = tl.maximum(m, tl.max(lse, 0))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2(lse - m_safe)
-        values = tl.load(partial_out + at[:, :, None] * V_DIM + dv, mask=is_here[:, :, None] & (dv < V_DIM), other=0.0)
-        shrink = tl.exp2(m - m_safe)
-        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * values, 0)
-        mass = mass * shrink + tl.sum(weight, 0)
-        m = m_new
-    result = acc / tl.where(mass == 0, 1.0, mass)[:, None]
-    token, head = (q_start + row // GROUP).to(tl.int64), kv_head * GROUP + row % GROUP
-    out_at = out + token[:, None] * out_stride_t + head[:, None] * out_stride_h + dv
-    tl.store(out_at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dv < V_DIM))
-
-
 @dataclass(frozen=True)
 class Tiling:
     """Launch shape of the attention kernel: rows and keys of a tile, warps, software-pipelining depth.
@@ -342,42 +290,3 @@ def attend(
     )
     if plan.merges.shape[0]:
         merge(out, partials, plan.merges, m.qo_indptr, layer, tiling.block_m)
-
-
-def merge(
-    out: torch.Tensor,
-    partials: tuple[torch.Tensor, torch.Tensor],
-    merges: torch.Tensor,
-    qo_indptr: torch.Tensor,
-    layer: LayerSpec,
-    block_m: int,
-) -> None:
-    """Write the rows of split tiles from their partials; see `attend`. Twin: `merge_reference`."""
-    block_r = 1
-    _merge_kernel[(block_m // block_r, layer.num_kv_heads, merges.shape[0])](
-        out,
-        *partials,
-        merges,
-        qo_indptr,
-        out.stride(0),
-        out.stride(1),
-        NUM_KV_HEADS=layer.num_kv_heads,
-        GROUP=layer.num_heads // layer.num_kv_heads,
-        V_DIM=layer.v_dim,
-        BLOCK_V=padded_dim(layer.v_dim),
-        BLOCK_M=block_m,
-        BLOCK_R=block_r,
-        BLOCK_S=32,
-        MERGE=MERGE_WIDTH,
-    )
-
-
-def merge_reference(partial_out: torch.Tensor, partial_lse: torch.Tensor) -> torch.Tensor:
-    """Partials [num_splits, ..., v_dim] and their log2-sum-exp [num_splits, ...]: the attention over all keys."""
-    weight = (partial_lse * 0.6931471805599453).softmax(0)
-    return (weight.unsqueeze(-1) * partial_out).sum(0)
-
-
-def padded_dim(dim: int) -> int:
-    """Columns of a tile that holds `dim`: a power of two that a matrix unit takes."""
-    return max(16, triton.next_power_of_2(dim))

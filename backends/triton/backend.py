@@ -6,14 +6,13 @@ from typing import NamedTuple
 import torch
 import triton
 
-from specdec.backends.base import AttentionBackend, Capabilities, LayerSpec
-from specdec.backends.rope import Rope
-from specdec.backends.triton import metadata as builders
-from specdec.backends.triton.attention import INTERPRETED, Tiling, attend, merge, padded_dim
+from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec
+from specdec.backends.triton.attention import INTERPRETED, Tiling, attend, padded_dim
+from specdec.backends.triton.merge import merge
+from specdec.backends.triton.metadata import TRITON_METADATA
 from specdec.backends.triton.plan import MERGE_WIDTH, SplitPlan, split_plan
 from specdec.backends.triton.store import store_kv
 from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.kv_cache import KVPool
 
 # By rows of a tile: block_m, block_n, warps, stages, resident. Wide: head dims over 64 in 16 bits.
 _WIDE_TILINGS = MappingProxyType(
@@ -48,7 +47,7 @@ class TritonBackend(AttentionBackend):
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=256,
     )
-    metadata = builders
+    metadata = TRITON_METADATA
     min_chunk = 256  # keys; shorter pieces cost more in merging than they gain
 
     def __init__(self) -> None:
@@ -73,18 +72,8 @@ class TritonBackend(AttentionBackend):
         self._metadata = metadata
         self._plans = {}
 
-    def _run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        pool: KVPool,
-        layer_id: int,
-        layer: LayerSpec,
-        sinks: torch.Tensor | None,
-        rope: Rope | None,
-    ) -> None:
+    def _run(self, call: AttentionCall) -> None:
+        q, k, v, out, pool, layer_id, layer, sinks, rope = call
         m = self._metadata
         assert m is not None, "run before plan"
         k_pool, v_pool = pool.k[layer_id], pool.v[layer_id]

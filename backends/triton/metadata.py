@@ -1,12 +1,12 @@
-"""The builders of `backends.metadata`, their twin and specification, in one launch each."""
-
-from collections.abc import Sequence
+"""What `backends.metadata` computes in torch, its specification, in one launch each."""
 
 import torch
 import triton
 import triton.language as tl
 
-from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.backends.metadata import MetadataBuilder, Placement
+from specdec.backends.triton.plan import key_range
+from specdec.batch import AttentionMetadata
 
 
 @triton.jit(do_not_specialize=["table_stride", "width"])
@@ -91,15 +91,14 @@ def _kv_indices_kernel(
     total = tl.zeros([], tl.int64)
     for base in range(0, bs, BLOCK_BS):
         i = base + tl.arange(0, BLOCK_BS)
-        length = _num_keys(i, i < bs, prefix_lens, qo_indptr, first_node, window)
-        first += tl.sum(tl.where(i < request, length, 0))
-        total += tl.sum(length)
-    length = _num_keys(request, request < bs, prefix_lens, qo_indptr, first_node, window)
+        _tiles, begin, end = key_range(i, bs, prefix_lens, qo_indptr, first_node, window, 1, 1)
+        first += tl.sum(tl.where(i < request, end - begin, 0))
+        total += tl.sum(end - begin)
+    _tiles, begin, end = key_range(request, bs, prefix_lens, qo_indptr, first_node, window, 1, 1)
+    length = end - begin
     tl.store(kv_indptr + request + 1, (first + length).to(tl.int32))
     if request == 0:
         tl.store(kv_indptr, 0)
-    prefix = tl.load(prefix_lens + request)
-    begin = tl.where(window > 0, tl.maximum(prefix - window + 1, 0), 0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slots = tl.load(slot_tables + request.to(tl.int64) * table_stride + begin + i, mask=i < length, other=0)
     tl.store(kv_indices + first + i, slots.to(tl.int32), mask=i < length)
@@ -107,45 +106,24 @@ def _kv_indices_kernel(
     tl.store(kv_indices + unused, 0, mask=(i >= length) & (i < width))
 
 
-@triton.jit
-def _num_keys(i, is_request, prefix_lens, qo_indptr, first_node, window):
-    """Keys that requests `i` attend to, 0 past the batch."""
-    prefix = tl.load(prefix_lens + i, mask=is_request, other=0)
-    q_len = tl.load(qo_indptr + i + 1, mask=is_request, other=0) - tl.load(qo_indptr + i, mask=is_request, other=0)
-    begin = tl.where(window > 0, tl.maximum(prefix - window + 1, 0), 0)
-    return tl.where(is_request, prefix + first_node + q_len - begin, 0)
-
-
-def uniform_metadata(
-    mode: ForwardMode,
+def uniform_placement(
     slot_tables: torch.Tensor,
     prefix_lens: torch.Tensor,
-    *,
     q_len: int,
-    max_prefix: int,
-    first_node: int = 0,
-    depths: torch.Tensor | None = None,
-    tail_depths: torch.Tensor | None = None,
-    ancestor_bits: torch.Tensor | None = None,
-) -> AttentionMetadata:
-    """Twin: `backends.metadata.uniform_metadata`, which says what the arguments are."""
-    bs, device = slot_tables.shape[0], prefix_lens.device
-    tail_len = first_node + q_len
-    positions = torch.empty(bs * q_len, dtype=torch.int64, device=device)
-    out_cache_loc = torch.empty_like(positions)
-    qo_indptr = torch.empty(bs + 1, dtype=torch.int32, device=device)
-    tail_positions = None
-    if tail_depths is not None:
-        tail_positions = torch.empty(bs, tail_len, dtype=torch.int64, device=device)
+    first_node: int,
+    depths: torch.Tensor | None,
+    tail_depths: torch.Tensor | None,
+) -> Placement:
+    """Twin: `backends.metadata.uniform_placement`."""
+    bs, device, tail_len = slot_tables.shape[0], prefix_lens.device, first_node + q_len
+    tail_positions = None if tail_depths is None else torch.empty(bs, tail_len, dtype=torch.int64, device=device)
+    placement = _empty_placement(bs, bs * q_len, device)._replace(tail_positions=tail_positions)
     _uniform_kernel[(bs,)](
         slot_tables,
         prefix_lens,
         None if depths is None else depths.contiguous(),
         None if tail_depths is None else tail_depths.contiguous(),
-        positions,
-        out_cache_loc,
-        qo_indptr,
-        tail_positions,
+        *placement,
         slot_tables.stride(0),
         slot_tables.shape[1],
         Q_LEN=q_len,
@@ -155,54 +133,25 @@ def uniform_metadata(
         HAS_DEPTHS=depths is not None,
         HAS_TAIL_DEPTHS=tail_depths is not None,
     )
-    return AttentionMetadata(
-        mode=mode,
-        slot_tables=slot_tables,
-        prefix_lens=prefix_lens,
-        positions=positions,
-        out_cache_loc=out_cache_loc,
-        qo_indptr=qo_indptr,
-        q_len=q_len,
-        tail_len=tail_len,
-        max_prefix=max_prefix,
-        ancestor_bits=None if ancestor_bits is None else ancestor_bits.contiguous(),
-        tail_positions=tail_positions,
+    return placement
+
+
+def prefill_placement(
+    slot_tables: torch.Tensor, starts: torch.Tensor, q_lens: torch.Tensor, num_tokens: int, longest: int
+) -> Placement:
+    """Twin: `backends.metadata.prefill_placement`."""
+    bs, block = slot_tables.shape[0], 256
+    placement = _empty_placement(bs, num_tokens, slot_tables.device)
+    _prefill_kernel[(bs, triton.cdiv(longest, block))](
+        slot_tables, starts, q_lens, *placement[:3], slot_tables.stride(0), BLOCK=block
     )
+    return placement
 
 
-def prefill_metadata(slot_tables: torch.Tensor, starts: Sequence[int], q_lens: Sequence[int]) -> AttentionMetadata:
-    """Twin: `backends.metadata.prefill_metadata`."""
-    device, bs, num_tokens = slot_tables.device, len(q_lens), sum(q_lens)
-    host = torch.tensor([list(starts), list(q_lens)], dtype=torch.int64)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    lens = host.to(device, non_blocking=True)
+def _empty_placement(bs: int, num_tokens: int, device: torch.device) -> Placement:
     positions = torch.empty(num_tokens, dtype=torch.int64, device=device)
-    out_cache_loc = torch.empty_like(positions)
     qo_indptr = torch.empty(bs + 1, dtype=torch.int32, device=device)
-    block = 256
-    _prefill_kernel[(bs, triton.cdiv(max(q_lens), block))](
-        slot_tables,
-        lens[0],
-        lens[1],
-        positions,
-        out_cache_loc,
-        qo_indptr,
-        slot_tables.stride(0),
-        BLOCK=block,
-    )
-    return AttentionMetadata(
-        mode=ForwardMode.EXTEND,
-        slot_tables=slot_tables,
-        prefix_lens=lens[0],
-        positions=positions,
-        out_cache_loc=out_cache_loc,
-        qo_indptr=qo_indptr,
-        q_len=max(q_lens),
-        tail_len=max(q_lens),
-        max_prefix=max(starts),
-        q_lens=tuple(q_lens),
-    )
+    return Placement(positions, torch.empty_like(positions), qo_indptr)
 
 
 def kv_indices(metadata: AttentionMetadata, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,3 +175,6 @@ def kv_indices(metadata: AttentionMetadata, window: int | None = None) -> tuple[
         BLOCK=block,
     )
     return kv_indptr, packed
+
+
+TRITON_METADATA = MetadataBuilder(uniform_placement, prefill_placement, kv_indices)

@@ -19,7 +19,7 @@ MERGE_WIDTH = 4  # request (-1: none), m_block, first partial, number of splits
 
 
 @triton.jit
-def _requests(i, bs, prefix_lens, qo_indptr, first_node, window, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+def key_range(i, bs, prefix_lens, qo_indptr, first_node, window, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Tiles and the half-open range of keys of requests `i`; none past the batch."""
     is_request = i < bs
     prefix = tl.load(prefix_lens + i, mask=is_request, other=0).to(tl.int32)
@@ -55,7 +55,7 @@ def _num_items(
     total = tl.zeros([], tl.int32)
     for base in range(0, bs, BLOCK_BS):
         request = base + tl.arange(0, BLOCK_BS)
-        tiles, kv_begin, kv_end = _requests(request, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M)
+        tiles, kv_begin, kv_end = key_range(request, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M)
         total += tl.sum(tiles * ((kv_end - kv_begin + chunk - 1) // chunk))
     return total
 
@@ -85,7 +85,7 @@ def _plan_kernel(
     num_tiles = tl.zeros([], tl.int32)
     longest = tl.zeros([], tl.int32)
     for base in range(0, bs, BLOCK_BS):
-        tiles, kv_begin, kv_end = _requests(
+        tiles, kv_begin, kv_end = key_range(
             base + lanes, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M
         )
         num_tiles += tl.sum(tiles)
@@ -109,7 +109,7 @@ def _plan_kernel(
     tl.debug_barrier()  # the rows below overwrite what other threads have just cleared
     for base in range(0, bs, BLOCK_BS):
         request = base + lanes
-        tiles, kv_begin, kv_end = _requests(request, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M)
+        tiles, kv_begin, kv_end = key_range(request, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M)
         n, size = _splits(kv_end - kv_begin, chunk, BLOCK_N)
         n = tl.where(tiles > 0, n, 0)
         num = tiles * n

@@ -54,6 +54,7 @@ def gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
     Twin: `values.gather(1, index.clamp(min=0).unsqueeze(2).expand(-1, -1, h))`.
     """
+    assert values.stride(2) == 1, "values need a dense last dim"
     (bs, num_rows), h, block = index.shape, values.shape[2], 1024
     out = torch.empty(bs, num_rows, h, dtype=values.dtype, device=values.device)
     _gather_kernel[(bs * num_rows, triton.cdiv(h, block))](
@@ -83,7 +84,7 @@ def committer(pool: KVPool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tenso
             tensors[0],
             slot_tables,
             seq_lens,
-            accept_index,
+            accept_index.contiguous(),
             slot_tables.stride(0),
             slot_tables.shape[1],
             W=width,

@@ -121,13 +121,14 @@ def store_kv(
 ) -> torch.Tensor:
     """Write k [T, Hkv, qk_dim] and v [T, Hkv, v_dim] to the pool at `slots` [T] int64; returns the q to attend with.
 
-    Without `rope` q [T, Hq, qk_dim] comes back as it is; with it q and k are rotated (tables contiguous, R even).
+    Without `rope` q [T, Hq, qk_dim] comes back as it is; with it q and k are rotated.
     """
+    assert q.stride(2) == k.stride(2) == v.stride(2) == 1, "q, k and v need a dense last dim"
     num_tokens, num_heads, qk_dim = q.shape
     num_kv_heads, v_dim = v.shape[1:]
     rotary = 0 if rope is None else rope.cos.shape[-1]
     q_out = q if rope is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    cos, sin = rope or (q, q)
+    cos, sin = (q, q) if rope is None else (rope.cos.contiguous(), rope.sin.contiguous())
     _store_kernel[(num_tokens,)](
         q,
         q_out,

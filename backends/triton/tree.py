@@ -147,11 +147,11 @@ def build(
     bs, num_candidates = tokens.shape
     tree = [torch.empty(bs, num_draft_tokens, dtype=torch.int64, device=tokens.device) for _ in range(4)]
     _build_kernel[(bs,)](
-        root,
+        root.contiguous(),
         tokens.contiguous(),
         log_probs.contiguous(),
         parents.contiguous(),
-        depths,
+        depths.contiguous(),
         torch.empty(bs, num_candidates, dtype=torch.int32, device=tokens.device),
         *tree,
         N=num_candidates,

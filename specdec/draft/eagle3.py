@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specdec.backends import AttentionBackend, ForwardContext, LayerSpec, attention, forward_context
+from specdec.backends import AttentionBackend, ForwardContext, attention, forward_context
 from specdec.backends.rope import Rope
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.config import EngineConfig
@@ -43,14 +43,13 @@ class Eagle3Worker(DraftWorker):
         if config.topk > c.draft_vocab_size:
             raise ValueError(f"topk={config.topk}: the head scores only {c.draft_vocab_size} tokens")
         weight = head.fc.weight
-        layer = LayerSpec(c.num_heads, c.num_kv_heads, c.head_dim, c.head_dim, c.head_dim**-0.5)
-        pool = KVPool([layer.shape], total_slots, weight.dtype, weight.device)
+        pool = KVPool([c.layer.shape], total_slots, weight.dtype, weight.device)
         self.head = head
         self.embed_tokens = embed_tokens
         self.config = config
         self.ops = ops
         self.aux_layers = c.aux_layers
-        self.context = ForwardContext(backend, pool, [layer], [None], on_forward)
+        self.context = ForwardContext(backend, pool, [c.layer], [None], on_forward)
         self.hot_ids = head.hot_ids
         self.candidate_depths = candidate_depths(config).to(weight.device)
         self.logits = torch.zeros(config.max_batch, c.draft_vocab_size, dtype=weight.dtype, device=weight.device)
@@ -70,7 +69,7 @@ class Eagle3Worker(DraftWorker):
         """
         width = verdict.tokens.shape[1]  # S+1, or D where the tree is too small for a path of S
         features = self.ops.gather_rows(_needed(aux), verdict.accept_index)  # [bs, width, 3*h]
-        metadata = self.context.backend.metadata.uniform_metadata(
+        metadata = self.context.backend.metadata.uniform(
             ForwardMode.DRAFT_EXTEND, batch.slot_tables, batch.seq_lens, q_len=width, max_prefix=batch.max_prefix
         )
         ids = verdict.tokens.clamp(min=0).view(-1)
@@ -96,7 +95,7 @@ class Eagle3Worker(DraftWorker):
         laws: list[torch.Tensor] = []
         for step in range(self.config.num_steps):
             if step:
-                metadata = self.context.backend.metadata.uniform_metadata(
+                metadata = self.context.backend.metadata.uniform(
                     ForwardMode.DRAFT,
                     batch.slot_tables,
                     batch.seq_lens,
@@ -158,7 +157,7 @@ class Eagle3Worker(DraftWorker):
     def _tree_metadata(self, batch: RoundBatch, step: int, bits: torch.Tensor) -> AttentionMetadata:
         """K queries of draft step `step` (from 1) over the K*step draft nodes so far."""
         k = self.config.topk
-        return self.context.backend.metadata.uniform_metadata(
+        return self.context.backend.metadata.uniform(
             ForwardMode.DRAFT,
             batch.slot_tables,
             batch.seq_lens,

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from specdec.backends import LayerSpec
 from specdec.backends.rope import Rope, rope_table
 
 # attend(q, k, v, rope): q and k come un-rotated, so that a backend can rotate them where it stores them.
@@ -37,6 +38,11 @@ class Eagle3Config:
     aux_layers: tuple[int, int, int]
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+
+    @property
+    def layer(self) -> LayerSpec:
+        """The one attention layer, as backends see it."""
+        return LayerSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5)
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
