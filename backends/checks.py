@@ -58,6 +58,6 @@ def require_within(name: str, values: torch.Tensor, low: int, high: int | None, 
     """ValueError naming the first of `values` outside [low, high] and what the limit is. Waits for the device."""
     is_bad = (values < low) if high is None else (values < low) | (values > high)
     if bool(is_bad.any()):
-        at = is_bad.nonzero()[0].tolist()
+        at = is_bad.nonzero()[0].tolist()  # the message needs host values; only debug mode comes here
         upper = "" if high is None else f", {high} ({limit}) at most"
         raise ValueError(f"{name}{at} is {int(values[tuple(at)])}: expected {low} at least{upper}")
