@@ -1,6 +1,8 @@
-"""Counters of every forward path: how often it replayed, ran eagerly, or was refused, and why."""
+"""Counters of every path: how often it replayed, ran eagerly, or was refused, and why."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from specdec.batch import ForwardMode
@@ -8,7 +10,7 @@ from specdec.batch import ForwardMode
 
 @dataclass
 class PathCounters:
-    """One forward mode's life. The runner of the path adds; `Engine.report()` reads."""
+    """One path's life: `replays` and `eager` runs; `rejects`: reason -> eager runs that it caused."""
 
     replays: int = 0
     eager: int = 0
@@ -16,16 +18,38 @@ class PathCounters:
 
 
 class Counters:
-    """A PathCounters for every mode of one engine."""
+    """Of one engine: `forwards` by mode (a graph's forwards are replays), `runners` by name."""
 
     def __init__(self) -> None:
-        self.paths: dict[ForwardMode, PathCounters] = {
+        self.forwards: dict[ForwardMode, PathCounters] = {
             mode: PathCounters() for mode in ForwardMode if mode is not ForwardMode.IDLE
         }
+        self.runners: dict[str, PathCounters] = {}
+        self._recorded: Counter[ForwardMode] | None = None
 
-    def __getitem__(self, mode: ForwardMode) -> PathCounters:
-        return self.paths[mode]
+    def count_forward(self, mode: ForwardMode) -> None:
+        """A forward of `mode` is run from Python: eagerly, unless it is being recorded."""
+        if self._recorded is None:
+            self.forwards[mode].eager += 1
+        else:
+            self._recorded[mode] += 1
 
-    def count_eager(self, mode: ForwardMode) -> None:
-        """A forward of `mode` ran eagerly."""
-        self.paths[mode].eager += 1
+    @contextmanager
+    def recording(self) -> Iterator[Counter[ForwardMode]]:
+        """Within, forwards are no live traffic: they go to what this yields."""
+        outer, self._recorded = self._recorded, Counter()
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = outer
+
+    def count_replay(self, runner: str, forwards: Counter[ForwardMode]) -> None:
+        """A graph of `runner` that holds `forwards` was replayed."""
+        self.runners[runner].replays += 1
+        for mode, num in forwards.items():
+            self.forwards[mode].replays += num
+
+    def count_eager(self, runner: str, reason: str) -> None:
+        """`runner` ran its callable itself, for `reason`."""
+        self.runners[runner].eager += 1
+        self.runners[runner].rejects[reason] += 1

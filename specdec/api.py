@@ -15,19 +15,22 @@ from specdec.config import EngineConfig
 from specdec.draft.algo_spec import algo_spec
 from specdec.draft.eagle3 import Eagle3Worker
 from specdec.draft.worker import DraftWorker, NoDraft
-from specdec.engine import MAX_STOP_IDS, Core
+from specdec.engine import Core
 from specdec.errors import CapacityError, DetachedError
-from specdec.graphs.counters import Counters
-from specdec.kv_cache import SlotTables
+from specdec.graphs import Counters
+from specdec.kv_cache import KVPool, LayerShape, SlotTables
+from specdec.memory import MemoryNeed, check_fits, free_bytes
 from specdec.metrics import AcceptanceStats
 from specdec.models.eagle3 import Eagle3Head
 from specdec.models.hf import HFTarget
 from specdec.models.loader import check_head, detect_algo, load_eagle3
 from specdec.outputs import GenerationOutput, GenerationStats, Report, RequestOutput
 from specdec.round_checks import checked
+from specdec.round_graphs import LOWER, estimate_bytes
 from specdec.round_ops import RoundOps, pick_ops
 from specdec.sampling import SamplingParams
 from specdec.scheduler import Request
+from specdec.state import MAX_STOP_IDS
 from specdec.text import Detokenizer, prompts_to_ids
 
 DEFAULT_MAX_SEQ_LEN = 2048
@@ -79,14 +82,16 @@ class Engine:
             )
         machine = (target.dtype, target.device, config.page_size)
         backend, why = pick_backend(config.backend, target.spec.layers, *machine)
+        backends = [backend]
         counters = Counters()
-        width = config.max_seq_len + config.tail_reserve
-        tables = SlotTables(config.max_batch, width, config.pool_slots, config.page_size, target.device)
+        head = None if draft is None else _load_head(draft, target)
+        tables = SlotTables(config.max_batch, config.table_width, config.pool_slots, config.page_size, target.device)
+        _check_memory(target, config, head, tables.total_slots)
         worker: DraftWorker = NoDraft()
-        if draft is not None:
-            head = _load_head(draft, target)
+        if head is not None:
             draft_backend, draft_why = pick_backend(config.backend, [head.config.layer], *machine)
             why = why if draft_backend is backend else f"{why}; the draft: {draft_backend.name}, {draft_why}"
+            backends.append(draft_backend)
             worker = Eagle3Worker(
                 head,
                 target.embed_tokens,
@@ -94,12 +99,21 @@ class Engine:
                 draft_backend(),
                 _ops_for(draft_backend),
                 tables.total_slots,
-                counters.count_eager,
+                counters.count_forward,
             )
         self.config = config
         self.tokenizer = tokenizer
         self._backend_reason = why
-        self._core: Core | None = Core(target, config, worker, backend(), _ops_for(backend), tables, counters)
+        self._core: Core | None = Core(
+            target,
+            config,
+            worker,
+            backend(),
+            _ops_for(backend),
+            tables,
+            counters,
+            may_merge=_may_merge(config, backends),
+        )
         self._total = AcceptanceStats()
 
     def generate(
@@ -151,20 +165,22 @@ class Engine:
     def report(self) -> Report:
         """What the engine is, which paths ran how often, and its acceptance so far."""
         core = self._attached()
-        paths = {
-            mode.name: {"replays": p.replays, "eager": p.eager, "rejects": dict(p.rejects)}
-            for mode, p in core.counters.paths.items()
-        }
         return Report(
             model=type(core.target.model).__name__,
-            draft=core.worker.facts,
+            draft=core.round.worker.facts,
             backend=core.context.backend.name,
             backend_reason=self._backend_reason,
             config=asdict(self.config),
             kv_bytes=core.context.pool.num_bytes,
             num_free_pages=core.slot_tables.num_free_pages,
             num_pages=core.slot_tables.num_pages,
-            paths=paths,
+            capture=core.graphs.capture.name,
+            graphs=core.graphs.costs,
+            runners={
+                name: {"replays": c.replays, "eager": c.eager, "rejects": dict(c.rejects)}
+                for name, c in core.counters.runners.items()
+            },
+            paths={mode.name: {"replays": c.replays, "eager": c.eager} for mode, c in core.counters.forwards.items()},
             acceptance=self._total,
         )
 
@@ -197,6 +213,7 @@ class Engine:
         Calls may interleave (two streams, say): each steps all running requests and waits for its own.
         """
         core = self._attached()
+        core.graphs.check_addresses()
         core.scheduler.add(requests)
         try:
             while any(r.finish_reason is None for r in requests):
@@ -288,6 +305,38 @@ def _load_head(draft: str | Path | nn.Module, target: HFTarget) -> Eagle3Head:
         return draft
     assert not isinstance(draft, nn.Module)
     return load_eagle3(draft, target.shape, target.dtype, target.device)
+
+
+def _check_memory(target: HFTarget, config: EngineConfig, head: Eagle3Head | None, total_slots: int) -> None:
+    """CapacityError if pools and graphs will not fit beside the weights."""
+
+    def size(module: nn.Module) -> int:
+        return sum(p.numel() * p.element_size() for p in module.parameters())
+
+    def pool(layers: Sequence[LayerShape]) -> int:
+        return KVPool.bytes_for(layers, total_slots, target.dtype)
+
+    lower = "num_slots, max_batch or max_seq_len"
+    needs = [MemoryNeed("KV pool", pool([s.shape for s in target.spec.layers]), lower)]
+    resident = [MemoryNeed("weights", size(target.model), "")]
+    if head is not None:
+        needs.append(MemoryNeed("the draft's KV pool", pool([head.config.layer.shape]), lower))
+        resident.append(MemoryNeed("draft", size(head), ""))
+    if config.cuda_graph is not False:
+        spec = target.spec
+        shape = (spec.hidden_size, spec.vocab_size, len(spec.layers), target.dtype.itemsize)
+        needs.append(MemoryNeed("graphs", estimate_bytes(config, *shape), LOWER))
+    check_fits(needs, resident, free_bytes(target.device))
+
+
+def _may_merge(config: EngineConfig, backends: Sequence[type[AttentionBackend]]) -> bool:
+    """Whether draft, verify and extend can be one graph: nothing may have to be planned on the host between them."""
+    on_host = [b.name for b in backends if not b.capabilities.device_planned]
+    if config.round_graph and on_host:
+        raise ValueError(
+            f"round_graph=True: {on_host[0]} plans on the host; leave round_graph out, or take another backend"
+        )
+    return not on_host
 
 
 def _ops_for(backend: type[AttentionBackend]) -> RoundOps:

@@ -58,7 +58,11 @@ class AttentionMetadata:
         return self.slot_tables.shape[0]
 
 
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`host` on `device`, without waiting for the device."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
 def ints_to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:
     """Host ints (nested lists too) as an int64 tensor on `device`, without waiting for the device."""
-    host = torch.tensor(values, dtype=torch.int64)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return to_device(torch.tensor(values, dtype=torch.int64), device)

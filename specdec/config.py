@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 MAX_TAIL = 64  # nodes a 64-bit ancestor mask can name
+GRAPH_SAMPLING = ("greedy", "sampled", "filtered")
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,13 @@ class EngineConfig:
     page_size: KV slots handed out together.
     max_prefill_tokens: prompt tokens of one prefill forward; longer prompts are prefilled in chunks.
     backend: attention backend, "auto" or a name in `specdec.backends`.
+    cuda_graph: whether rounds replay from graphs; None: on CUDA. True elsewhere records and re-runs, for tests.
+    round_graph: the whole round as one graph, or False: draft, verify and extend apart; None: one where possible.
+    graph_batches: batch sizes to capture, None for the usual ones up to max_batch.
+    graph_sampling: kinds of sampling to capture, of "greedy", "sampled" (no filters) and "filtered".
+    strict: raise GraphError where a round cannot replay, instead of running it eagerly.
+    synthetic_acceptance: for measuring speed only: share of rounds in which draft position 1, 2, .. S is accepted,
+        whatever the target says; the text means nothing then.
     """
 
     num_steps: int = 3
@@ -29,6 +37,12 @@ class EngineConfig:
     page_size: int = 1
     max_prefill_tokens: int = 8192
     backend: str = "auto"
+    cuda_graph: bool | None = None
+    round_graph: bool | None = None
+    graph_batches: tuple[int, ...] | None = None
+    graph_sampling: tuple[str, ...] = GRAPH_SAMPLING
+    strict: bool = False
+    synthetic_acceptance: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         _at_least("max_batch", self.max_batch, 1)
@@ -52,6 +66,32 @@ class EngineConfig:
         self._check_draft_tokens()
         if self.num_slots is not None:
             _at_least("num_slots", self.num_slots, self.page_size)
+        self._check_graphs()
+        if self.synthetic_acceptance is not None:
+            self._check_rates()
+
+    def _check_graphs(self) -> None:
+        for name, choices in (("cuda_graph", _MAYBE), ("round_graph", _MAYBE), ("strict", _MAYBE[1:])):
+            if not any(getattr(self, name) is choice for choice in choices):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {choices}")
+        if self.strict and self.cuda_graph is False:
+            raise ValueError("strict=True with cuda_graph=False: strict refuses to run eagerly; leave one of them out")
+        if self.graph_batches is not None:
+            object.__setattr__(self, "graph_batches", tuple(self.graph_batches))
+        kinds = (self.graph_sampling,) if isinstance(self.graph_sampling, str) else tuple(self.graph_sampling)
+        if not kinds or not set(kinds) <= set(GRAPH_SAMPLING):
+            raise ValueError(f"graph_sampling={self.graph_sampling!r}: expected one or more of {GRAPH_SAMPLING}")
+        object.__setattr__(self, "graph_sampling", kinds)
+
+    def _check_rates(self) -> None:
+        rates = tuple(self.synthetic_acceptance or ())
+        is_falling = all(a >= b for a, b in zip((1.0, *rates), (*rates, 0.0), strict=True))
+        if len(rates) != self.num_steps or not is_falling:
+            raise ValueError(
+                f"synthetic_acceptance={self.synthetic_acceptance!r}: expected num_steps={self.num_steps} shares of "
+                "rounds from 1 to 0, none above the one before (position j is accepted only if j-1 is)"
+            )
+        object.__setattr__(self, "synthetic_acceptance", rates)
 
     def _check_draft_tokens(self) -> None:
         d = self.verify_width
@@ -86,12 +126,30 @@ class EngineConfig:
         return max(self.topk * (self.num_steps - 1), self.verify_width, self.num_steps + 1)
 
     @property
+    def dummy_row(self) -> int:
+        """The row of per-request state that padding of captured batches points to."""
+        return self.max_batch
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of per-request state, the dummy row included."""
+        return self.max_batch + 1
+
+    @property
+    def table_width(self) -> int:
+        """Positions a slot table names: the longest request and one round's tail."""
+        return self.max_seq_len + self.tail_reserve
+
+    @property
     def pool_slots(self) -> int:
         """KV slots of the pool, the dummy page not counted."""
         if self.num_slots is not None:
             return self.num_slots
         per_request = self.max_seq_len + 2 * self.tail_reserve + self.page_size
         return self.max_batch * per_request
+
+
+_MAYBE = (None, True, False)
 
 
 def _at_least(name: str, value: int, low: int) -> None:

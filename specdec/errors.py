@@ -1,4 +1,5 @@
-"""The errors users can meet. All are ValueErrors: the message names the value, what was expected and what to do."""
+"""The errors users can meet. User mistakes are ValueErrors: the message names the value, what was expected and what to
+do. GraphError is a RuntimeError: graphs that were asked for cannot be had."""
 
 from collections.abc import Sequence
 
@@ -25,3 +26,7 @@ class CapacityError(ValueError):
 
 class DetachedError(ValueError):
     """The engine was detached from its model and cannot generate any more."""
+
+
+class GraphError(RuntimeError):
+    """A batch or a phase that a strict engine must not run eagerly, or a graph whose tensors have moved."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.batch import to_device
 from specdec.errors import CapacityError
 
 
@@ -40,6 +41,11 @@ class KVPool:
         for cache in (*self.k, *self.v):
             cache.index_copy_(0, target, cache.index_select(0, source))
 
+    def tensors(self, owner: str) -> dict[str, torch.Tensor]:
+        """Every cache under a name that says whose it is."""
+        named = {"k": self.k, "v": self.v}
+        return {f"{owner} {kind}[{i}]": t for kind, caches in named.items() for i, t in enumerate(caches)}
+
     @property
     def num_slots(self) -> int:
         """Slots, the dummy page's included."""
@@ -50,18 +56,24 @@ class KVPool:
         """Bytes held on the device."""
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
 
+    @staticmethod
+    def bytes_for(layers: Sequence[LayerShape], num_slots: int, dtype: torch.dtype) -> int:
+        """Bytes that a pool of these layers would hold."""
+        return num_slots * dtype.itemsize * sum(s.num_kv_heads * (s.qk_dim + s.v_dim) for s in layers)
+
 
 class SlotTables:
-    """Which slots each running request owns: `table` [max_batch, width] int64 on the device, ownership on the host.
+    """Which slots each running request owns: `table` [max_batch + 1, width] int64 on the device, ownership on the host.
 
     A row is taken with all the slots its request may ever need, so nothing is allocated inside a round and no
-    running request can be starved by another.
+    running request can be starved by another. The last row is the dummy row: it names slot 0 and nobody takes it.
     """
 
     def __init__(self, max_batch: int, width: int, num_slots: int, page_size: int, device: torch.device):
         self.page_size = page_size
         self.num_pages = num_slots // page_size
-        self.table = torch.zeros(max_batch, width, dtype=torch.int64, device=device)
+        self.max_batch = max_batch
+        self.table = torch.zeros(max_batch + 1, width, dtype=torch.int64, device=device)
         self._free_rows = list(range(max_batch))[::-1]
         self._free_pages = list(range(1, self.num_pages + 1))[::-1]
         self._owned: dict[int, list[int]] = {}
@@ -107,7 +119,7 @@ class SlotTables:
         base = torch.tensor(pages, dtype=torch.int64).unsqueeze(1) * self.page_size
         slots = (base + torch.arange(self.page_size)).reshape(-1)[: self.table.shape[1]]
         self.table[row].zero_()
-        self.table[row, : slots.numel()] = slots.to(self.table.device)
+        self.table[row, : slots.numel()] = to_device(slots, self.table.device)
         return row
 
     def release(self, row: int) -> None:
@@ -131,8 +143,8 @@ class SlotTables:
         owned = [p for pages in self._owned.values() for p in pages]
         everything = sorted(owned + self._free_pages)
         assert everything == list(range(1, self.num_pages + 1)), "a page is lost or owned twice"
-        assert sorted([*self._owned, *self._free_rows]) == list(range(self.table.shape[0])), "a row is lost or doubled"
-        for row in range(self.table.shape[0]):
+        assert sorted([*self._owned, *self._free_rows]) == list(range(self.max_batch)), "a row is lost or doubled"
+        for row in range(self.max_batch + 1):
             pages = self.table[row].unique() // self.page_size
             expected = set(self._owned.get(row, []))
             assert set(pages.unique().tolist()) - {0} == expected, f"slot table of row {row} names foreign pages"

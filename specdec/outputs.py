@@ -82,8 +82,24 @@ class GenerationOutput:
 
 
 @dataclass(frozen=True)
+class GraphCost:
+    """One captured graph: `num_reqs` requests of `runner`, and what it took: seconds, device bytes."""
+
+    runner: str
+    num_reqs: int
+    variant: str
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class Report:
-    """What an engine is and has done. `paths`: forward mode -> {replays, eager, rejects}; str() prints it."""
+    """What an engine is and has done; str() prints it.
+
+    capture: how graphs are made ("full", "recorded" or "eager"); graphs: each with its cost;
+    runners: name -> {replays, eager, rejects by reason}; paths: forward mode -> {replays, eager}, a graph's forwards
+    counting as replays.
+    """
 
     model: str
     draft: dict[str, Any]
@@ -93,8 +109,21 @@ class Report:
     kv_bytes: int
     num_free_pages: int
     num_pages: int
-    paths: dict[str, dict[str, Any]]
+    capture: str
+    graphs: list[GraphCost]
+    runners: dict[str, dict[str, Any]]
+    paths: dict[str, dict[str, int]]
     acceptance: AcceptanceStats
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device bytes of all graphs."""
+        return sum(g.num_bytes for g in self.graphs)
+
+    @property
+    def graph_seconds(self) -> float:
+        """Seconds that capturing took, warm-ups not counted."""
+        return sum(g.seconds for g in self.graphs)
 
     def __str__(self) -> str:
         lines = [
@@ -105,9 +134,18 @@ class Report:
             f"KV pool    {self.kv_bytes / 2**20:.1f} MiB, {self.num_free_pages} of {self.num_pages} pages free",
             f"tau        {self.acceptance.tau:.3f} over {self.acceptance.num_rounds} rounds, a_j = "
             + (" ".join(f"{a:.2f}" for a in self.acceptance.acceptance_at) or "-"),
-            "path           replays    eager  rejects",
+            f"graphs     {self.capture}: {len(self.graphs)} captured in {self.graph_seconds:.1f} s, "
+            f"{self.graph_bytes / 2**20:.0f} MiB",
         ]
+        for runner in self.runners:
+            own = [g for g in self.graphs if g.runner == runner]
+            for variant in dict.fromkeys(g.variant for g in own):
+                sizes = " ".join(str(g.num_reqs) for g in own if g.variant == variant)
+                lines.append(f"           {runner} ({variant}) of {sizes} requests")
+        lines.append("path             replays    eager  why eager")
+        for name, c in self.runners.items():
+            rejects = ", ".join(f"{reason}: {n}" for reason, n in c["rejects"].items()) or "-"
+            lines.append(f"{name:15s} {c['replays']:8d} {c['eager']:8d}  {rejects}")
         for mode, path in self.paths.items():
-            rejects = ", ".join(f"{reason}: {n}" for reason, n in path["rejects"].items()) or "-"
-            lines.append(f"{mode:14s} {path['replays']:7d}  {path['eager']:7d}  {rejects}")
+            lines.append(f"{mode:15s} {path['replays']:8d} {path['eager']:8d}")
         return "\n".join(lines)

@@ -5,8 +5,9 @@ Triton kernels are compared with. It knows nothing about drafts, trees, rounds o
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
 from numbers import Integral, Real
 
 import torch
@@ -60,6 +61,25 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
+class SamplingKind(StrEnum):
+    """What a batch needs: the argmax, laws, or laws behind a sort over the vocabulary. The last does for all."""
+
+    GREEDY = "greedy"
+    SAMPLED = "sampled"
+    FILTERED = "filtered"
+
+    @classmethod
+    def of(cls, params: Iterable[SamplingParams]) -> "SamplingKind":
+        """The least that every one of `params` can be served with."""
+        kind = cls.GREEDY
+        for p in params:
+            if p.has_filters and not p.is_greedy:
+                return cls.FILTERED
+            if not p.is_greedy:
+                kind = cls.SAMPLED
+        return kind
+
+
 @dataclass(frozen=True, eq=False)
 class SamplingBatch:
     """The parameters of a batch, one row a request."""
@@ -83,7 +103,20 @@ class SamplingBatch:
             has_filters=any(p.has_filters for p in params),
         )
 
-    def select(self, rows: Tensor, has_filters: bool | None = None) -> "SamplingBatch":
+    def fill(self, row: int, params: SamplingParams) -> None:
+        """Write the parameters of one request into its row, without waiting for the device."""
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seeds[row] = params.seed
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "has_filters"}
+
+    def select(self, rows: Tensor | slice, has_filters: bool | None = None) -> "SamplingBatch":
         """The requests `rows` ([n], int64), in that order; has_filters if the caller knows better for these rows."""
         return SamplingBatch(
             temperature=self.temperature[rows],

@@ -73,7 +73,7 @@ class Scheduler:
     def __init__(self, slot_tables: SlotTables, tail_reserve: int):
         self.slot_tables = slot_tables
         self.tail_reserve = tail_reserve
-        self.refill = max(1, slot_tables.table.shape[0] // 16)
+        self.refill = max(1, slot_tables.max_batch // 16)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 

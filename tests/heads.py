@@ -68,7 +68,7 @@ class OracleWorker(DraftWorker):
         return {"algo": "oracle"}
 
     def _true(self, row: int, position: int) -> int:
-        text = self.owner[row]
+        text = self.owner.get(row, [])  # the dummy row has none
         return text[position] if position < len(text) else 3
 
     def _tree(self, roots: torch.Tensor, line: torch.Tensor, k: int):

@@ -24,7 +24,7 @@ def one_thread():
 def oracle_engine(model, prompts, expected, **settings):
     engine = specdec.attach(model, random_head(model), **settings)
     texts = [p + e for p, e in zip(prompts, expected, strict=True)]
-    engine._core.worker = OracleWorker(engine.config, texts, VOCAB)
+    engine._core.round.worker = OracleWorker(engine.config, texts, VOCAB)
     engine._core.target.aux_layers = ()
     return engine
 
@@ -91,7 +91,7 @@ def test_poisoned_pools_change_nothing(name, shape):
     model, prompts = tiny_model(name), ragged_prompts()
     engine = specdec.attach(model, random_head(model), max_batch=2, **shape)
     expected = engine.generate(prompts, max_new_tokens=NUM_TOKENS).tokens
-    for context in (engine._core.context, engine._core.worker.context):
+    for context in (engine._core.context, engine._core.round.worker.context):
         for cache in (*context.pool.k, *context.pool.v):
             cache.fill_(float("nan"))
     assert engine.generate(prompts, max_new_tokens=NUM_TOKENS).tokens == expected
@@ -158,6 +158,7 @@ def test_requests_wait_and_report_counts_paths():
     assert report.num_free_pages == report.num_pages
     for mode in ("EXTEND", "DRAFT", "TARGET_VERIFY", "DRAFT_EXTEND"):
         assert report.paths[mode]["eager"] > 0
+    assert report.runners["round"]["rejects"] == {"graphs are off": report.runners["round"]["eager"]}
     assert "tau" in str(report) and report.backend == "torch"
 
 

@@ -49,7 +49,9 @@ def test_accepted_paths_are_committed(shape):
     model, num_tokens = model_of("llama"), 12
     expected = [greedy(model, p, num_tokens) for p in PROMPTS]
     engine = engine_of(model, shape)
-    engine._core.worker = OracleWorker(engine.config, [p + e for p, e in zip(PROMPTS, expected, strict=True)], VOCAB)
+    engine._core.round.worker = OracleWorker(
+        engine.config, [p + e for p, e in zip(PROMPTS, expected, strict=True)], VOCAB
+    )
     engine._core.target.aux_layers = ()
     out = engine.generate(PROMPTS, max_new_tokens=num_tokens)
     assert out.tokens == expected and out.stats.tau > 1.5
@@ -72,7 +74,7 @@ def test_poisoned_pools_change_nothing_and_debug_mode_finds_nothing(monkeypatch)
     monkeypatch.setenv("SPECDEC_DEBUG", "1")
     engine = engine_of(model_of("gemma2"), TREE)
     expected = engine.generate(PROMPTS[:2], max_new_tokens=NUM_TOKENS).tokens
-    for context in (engine._core.context, engine._core.worker.context):
+    for context in (engine._core.context, engine._core.round.worker.context):
         for cache in (*context.pool.k, *context.pool.v):
             cache.fill_(float("nan"))
     assert engine.generate(PROMPTS[:2], max_new_tokens=NUM_TOKENS).tokens == expected

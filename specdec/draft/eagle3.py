@@ -26,8 +26,10 @@ from specdec.verify import Verdict
 class Eagle3Worker(DraftWorker):
     """Drafts with `head` for a target whose input embedding is `embed_tokens`.
 
-    State by row: `logits` [max_batch, dv] and `hidden` [max_batch, h_d] of the row that predicts the next token.
+    State by row: `logits` [num_rows, dv] and `hidden` [num_rows, h_d] of the row that predicts the next token.
     """
+
+    draws_chains = True
 
     def __init__(
         self,
@@ -52,8 +54,8 @@ class Eagle3Worker(DraftWorker):
         self.context = ForwardContext(backend, pool, [c.layer], [None], on_forward)
         self.hot_ids = head.hot_ids
         self.candidate_depths = candidate_depths(config).to(weight.device)
-        self.logits = torch.zeros(config.max_batch, c.draft_vocab_size, dtype=weight.dtype, device=weight.device)
-        self.hidden = torch.zeros(config.max_batch, c.hidden_size, dtype=weight.dtype, device=weight.device)
+        self.logits = torch.zeros(config.num_rows, c.draft_vocab_size, dtype=weight.dtype, device=weight.device)
+        self.hidden = torch.zeros(config.num_rows, c.hidden_size, dtype=weight.dtype, device=weight.device)
 
     def prefill(self, chunk: PrefillChunk, aux: torch.Tensor | None) -> None:
         hidden = self._forward(chunk.metadata, chunk.next_ids, self.head.fuse(_needed(aux)))
@@ -76,6 +78,11 @@ class Eagle3Worker(DraftWorker):
         hidden = self._forward(metadata, ids, self.head.fuse(features.flatten(0, 1))).unflatten(0, (-1, width))
         last = verdict.accept_lens.unsqueeze(1) - 1
         self._keep(batch.rows, self.ops.gather_rows(hidden, last).squeeze(1))
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        own = {"hot_ids": self.hot_ids, "logits": self.logits, "hidden": self.hidden}
+        return {**own, **self.context.pool.tensors("cache"), **dict(self.head.named_parameters())}
 
     @property
     def facts(self) -> dict[str, Any]:

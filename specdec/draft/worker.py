@@ -15,6 +15,7 @@ from specdec.verify import Verdict
 STREAM_VERIFY = 0  # + node number, node 0 draws the bonus
 STREAM_DRAFT = 64  # + draft step
 STREAM_PREFILL = 128
+STREAM_SYNTHETIC = 129
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class DraftWorker(ABC):
     """Proposes tokens. A worker owns its model's KV and per-row state; it knows no scheduler and no graphs."""
 
     aux_layers: tuple[int, ...] = ()
+    draws_chains: bool = False  # whether chain drafts of sampled requests are drawn, and so come with their laws
 
     @abstractmethod
     def prefill(self, chunk: PrefillChunk, aux: torch.Tensor | None) -> None:
@@ -69,6 +71,11 @@ class DraftWorker(ABC):
     @abstractmethod
     def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> None:
         """Take what the target decided; aux [bs, D, num_aux*h] are its features of the verified nodes."""
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, what rounds read and write besides their arguments; it stays where it is."""
+        return {}
 
     @property
     @abstractmethod

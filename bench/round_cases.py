@@ -1,0 +1,119 @@
+"""What bench/rounds.py times: targets and heads of two shapes, and the ways to speculate."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdec.models.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from specdec.models.pretrained import load_pretrained
+
+PROMPT = 128  # tokens
+DTYPE = torch.bfloat16
+COPY_BYTES_PER_MS = 4.24e9  # of an H200, read and written bytes counted
+CONFIGS = ((0, 1, 1), (3, 1, 4), (5, 1, 6), (5, 8, 32))  # num_steps, topk, num_draft_tokens
+
+_TARGETS: dict[str, dict[str, Any]] = {
+    "135m": dict(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+    ),
+    "8b": dict(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+    ),
+}
+_DRAFT_VOCAB = {"135m": 16384, "8b": 32000}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to speculate at one batch size."""
+
+    shape: str
+    batch: int
+    steps: int = 0
+    topk: int = 1
+    width: int = 1
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The keys every result row of this case has."""
+        return {
+            "shape": self.shape,
+            "batch": self.batch,
+            "steps": self.steps,
+            "topk": self.topk,
+            "draft_tokens": self.width,
+            "tokens": PROMPT,
+        }
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """For `attach`, beside the modes compared."""
+        shared: dict[str, Any] = {"max_seq_len": 2048, "graph_batches": (self.batch,), "graph_sampling": ("greedy",)}
+        if not self.steps:
+            return shared
+        rates = [0.8 * 0.75**j for j in range(self.steps)]
+        draft = {"num_steps": self.steps, "topk": self.topk, "num_draft_tokens": self.width}
+        return {**shared, **draft, "synthetic_acceptance": rates}
+
+
+def make_target(shape: str, path: str | None) -> Any:
+    """The model at `path`, or one of that shape with random weights."""
+    if path is not None:
+        return load_pretrained(path, dtype=DTYPE, device="cuda")[0]
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPE)
+    try:
+        with torch.device("cuda"):
+            model = LlamaForCausalLM(LlamaConfig(**_TARGETS[shape], dtype=DTYPE))
+    finally:
+        torch.set_default_dtype(before)
+    for name, buffer in model.named_buffers():
+        assert not name.endswith("inv_freq") or buffer.dtype == torch.float32, "rotary frequencies must stay exact"
+    return model.eval()
+
+
+def make_head(shape: str, model: Any, path: str | None) -> Any:
+    """The head at `path`, or one that fits `model` with random weights."""
+    if path is not None:
+        return path
+    c = model.config
+    heads = (c.num_attention_heads, c.num_key_value_heads, c.hidden_size // c.num_attention_heads)
+    aux = default_aux_layers(c.num_hidden_layers)
+    config = Eagle3Config(
+        c.hidden_size, c.hidden_size, c.intermediate_size, *heads, c.vocab_size, _DRAFT_VOCAB[shape], aux
+    )
+    head = Eagle3Head(config).to(DTYPE).cuda()
+    head.set_hot_vocab(torch.randperm(c.vocab_size, device="cuda")[: config.draft_vocab_size])
+    return head.eval().requires_grad_(False)
+
+
+def floor_ms(case: Case) -> float:
+    """Bytes that must be read, over the copy rate: the target's weights once and the head's once a pass."""
+    c = _TARGETS[case.shape]
+    h, inter, layers, vocab = (c[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"))
+    head_dim = h // c["num_attention_heads"]
+    attention = 2 * h * h + 2 * h * c["num_key_value_heads"] * head_dim
+    target = layers * (attention + 3 * h * inter) + vocab * h
+    head_layer = attention + h * h + h * c["num_key_value_heads"] * head_dim * 2 + 3 * h * inter
+    head = head_layer + _DRAFT_VOCAB[case.shape] * h
+    passes = case.steps  # S-1 draft forwards and the extend
+    return round(2 * (target + passes * head + (3 * h * h if passes else 0)) / COPY_BYTES_PER_MS, 3)

@@ -1,0 +1,100 @@
+"""What a round costs, by phase, beside the same engine without its graphs and beside HF: `python bench/rounds.py`.
+
+--shape 135m or 8b: random weights of that shape (speed does not depend on them), or --target a real one. Acceptance is
+synthetic: position j is accepted with chance 0.8 * 0.75**(j-1). Prompts of 128 tokens; ms are wall clock over rounds
+that follow one another, results read by the host. The last line is one JSON object.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from round_cases import CONFIGS, Case, floor_ms, make_head, make_target
+from round_timing import hf_step_ms, phase_ms, profile_rounds, round_ms
+
+import specdec
+from specdec.bench import write_results
+
+MODES: dict[str, dict[str, Any]] = {
+    "graph": {},
+    "three graphs": {"round_graph": False},
+    "eager": {"cuda_graph": False},
+}
+
+
+def main() -> None:
+    """Time every case in every mode; the table comes last."""
+    args = _arguments()
+    model = make_target(args.shape, args.target)
+    head = make_head(args.shape, model, args.draft)
+    cases = [Case(args.shape, batch, *config) for config in CONFIGS for batch in args.batches]
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        rows += time_case(model, head, case, args)
+        print(json.dumps(rows[-1]), flush=True)
+    for batch in args.batches:
+        ms = hf_step_ms(model, batch)
+        rows.append({**Case(args.shape, batch).row, "what": "plain_step", "mode": "hf generate", "ms": round(ms, 4)})
+    print_table(rows)
+    path = write_results(args.out, "rounds", args.shape, {"target": args.target or "random weights"}, rows)
+    print(json.dumps({"file": path.name, "rows": rows}))
+
+
+def time_case(model: Any, head: Any, case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of one case: ms a round in every mode, ms a phase and the profile of the graph."""
+    rows = []
+    what = "plain_step" if case.steps == 0 else "round"
+    for mode, settings in MODES.items():
+        if mode == "three graphs" and case.steps == 0:
+            continue
+        draft = head if case.steps else None
+        engine = specdec.attach(model, draft, max_batch=case.batch, **case.settings, **settings)
+        ms, tau = round_ms(engine, case, num_rounds=args.rounds)
+        row = {**case.row, "what": what, "mode": mode, "ms": round(ms, 4), "tau": round(tau, 3)}
+        if mode == "graph":
+            report = engine.report()
+            assert all(r["eager"] == 0 and r["replays"] for r in report.runners.values()), "rounds must replay"
+            row |= {"floor_ms": floor_ms(case), "graph_mib": round(report.graph_bytes / 2**20, 1)}
+            rows += [
+                {**case.row, "what": phase, "mode": mode, "ms": round(t, 4)}
+                for phase, t in phase_ms(engine, case).items()
+            ]
+            row |= profile_rounds(engine, case)
+        engine.detach()
+        rows.append(row)
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """A line a case: ms by mode, then by phase."""
+    modes = [*MODES, "hf generate"]
+    phases = ("draft", "verify", "accept", "extend")
+    table = Table("batch", "S", "K", "D", *modes, "floor", *phases, "idle %", "launches")
+    cases = list(dict.fromkeys((r["steps"], r["topk"], r["draft_tokens"], r["batch"]) for r in rows))
+    for steps, topk, width, batch in cases:
+        own = [r for r in rows if (r["steps"], r["topk"], r["draft_tokens"], r["batch"]) == (steps, topk, width, batch)]
+        whole = {r["mode"]: r for r in own if r["what"] in ("round", "plain_step")}
+        parts = {r["what"]: r["ms"] for r in own}
+        graph = whole.get("graph", {})
+        cells = [whole.get(m, {}).get("ms", "-") for m in modes] + [graph.get("floor_ms", "-")]
+        cells += [parts.get(p, "-") for p in phases] + [graph.get("idle_percent", "-"), graph.get("launches", "-")]
+        table.add_row(*map(str, (batch, steps, topk, width, *cells)))
+    Console(width=160).print(table)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=("135m", "8b"), default="135m")
+    parser.add_argument("--target", default=None, help="a real target of that shape; default: random weights")
+    parser.add_argument("--draft", default=None, help="its head; default: random weights")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of one timing; the median of five counts")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

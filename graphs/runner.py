@@ -1,0 +1,184 @@
+"""A runner: one callable, its static inputs, and its graphs by bucket and variant."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from specdec.batch import ForwardMode
+from specdec.errors import GraphError
+from specdec.graphs.buffers import BufferSpec, StaticBuffers
+from specdec.graphs.captures import Capture, Graph
+from specdec.graphs.counters import Counters, PathCounters
+from specdec.graphs.shapes import Decision, ShapeKey, bucket_for
+
+
+class Phase(Enum):
+    """A runner's life, in order. Once sealed it captures nothing more: an unseen batch runs eagerly."""
+
+    WARM_UP = auto()
+    CAPTURE = auto()
+    SEALED = auto()
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph, the forwards in it, and what it cost to make: seconds and device bytes."""
+
+    graph: Graph
+    forwards: Counter[ForwardMode]
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the runners of one engine share.
+
+    buckets: numbers of requests to capture, ascending. variants: all kinds of work there are.
+    watched: gives the tensors that bodies read besides their inputs; they must stay where they are.
+    strict: raise GraphError instead of running eagerly.
+    """
+
+    capture: Capture
+    counters: Counters
+    device: torch.device
+    buckets: Sequence[int]
+    variants: Sequence[str] = ("",)
+    watched: Callable[[], Mapping[str, torch.Tensor]] = dict
+    strict: bool = False
+
+
+class GraphRunner:
+    """Runs body(variant, **inputs, **hints) from graphs.
+
+    body: returns tensors (or NamedTuples of them, or None) with requests on axis 0; it may read and write tensors that
+        outlive it, and its work may depend on the shapes of its inputs and on `variant` only.
+    inputs: what it takes by name. hints: host values that only make an eager run cheaper; a capture gets none.
+    """
+
+    def __init__(self, name: str, body: Callable[..., Any], inputs: Sequence[BufferSpec], setup: Setup):
+        self.name = name
+        self.phase = Phase.WARM_UP
+        self.captured: dict[ShapeKey, Captured] = {}
+        self.failures: dict[ShapeKey, str] = {}
+        self.buckets = () if setup.capture.refusal else tuple(setup.buckets)
+        self.variants = tuple(setup.variants)
+        self._body = body
+        self._setup = setup
+        self._warm: set[ShapeKey] = set()
+        self._buffers = StaticBuffers(inputs, max(self.buckets, default=0), setup.device)
+        self._addresses: dict[str, int] = {}  # of everything the graphs read, once sealed
+        setup.counters.runners[name] = PathCounters()
+
+    def __call__(self, variant: str, inputs: Mapping[str, torch.Tensor | None], **hints: Any) -> Any:
+        """Run a batch; the outputs belong to it until this runner is called again.
+
+        GraphError under strict if it cannot replay. ValueError for inputs that were not declared.
+        """
+        num_reqs = self._num_reqs(inputs)
+        decision = self.can_run(num_reqs, variant)
+        if not decision.ok:
+            if self._setup.strict:
+                raise GraphError(f"strict: {self.name} of {num_reqs} requests cannot replay: {decision.reason}")
+            self._setup.counters.count_eager(self.name, decision.reason)
+            return self._body(variant, **inputs, **hints)
+        key = self._key(num_reqs, variant)
+        captured = self.captured[key]
+        self._buffers.load(inputs, num_reqs, key.num_reqs, variant)
+        with self._setup.counters.recording():  # a capture that re-runs Python must not count its forwards as eager
+            captured.graph.replay()
+        self._setup.counters.count_replay(self.name, captured.forwards)
+        if num_reqs == key.num_reqs:
+            return captured.graph.outputs
+        return tree_map_only(torch.Tensor, lambda t: t[:num_reqs], captured.graph.outputs)
+
+    def can_run(self, num_reqs: int, variant: str = "") -> Decision:
+        """Whether a batch of `num_reqs` requests replays."""
+        if self._setup.capture.refusal:
+            return Decision(False, self._setup.capture.refusal)
+        if bucket_for(num_reqs, self.buckets) is None:
+            return Decision(False, "the batch is larger than the largest bucket")
+        key = self._key(num_reqs, variant)
+        if key in self.failures:
+            return Decision(False, self.failures[key])
+        if key not in self.captured:
+            return Decision(False, f"variant {variant!r} was not captured")
+        return Decision(True)
+
+    @property
+    def keys(self) -> list[ShapeKey]:
+        """Every graph there should be."""
+        return [ShapeKey(self.name, bucket, variant) for bucket in self.buckets for variant in self.variants]
+
+    def warm_up(self, key: ShapeKey) -> None:
+        """Run the body once on padding, as `capture` will."""
+        self._require(Phase.WARM_UP)
+        with self._setup.counters.recording():
+            self._setup.capture.warm_up(self._bound_body(key))
+        self._warm.add(key)
+
+    def capture(self, key: ShapeKey) -> None:
+        """Capture the graph of `key`, on padding."""
+        if self.phase is Phase.WARM_UP:
+            self.phase = Phase.CAPTURE
+        self._require(Phase.CAPTURE)
+        assert key in self._warm, f"{key} was not warmed up"
+        start, before = time.perf_counter(), self._setup.capture.used_bytes()
+        with self._setup.counters.recording() as forwards:
+            graph = self._setup.capture.capture(self._bound_body(key))
+        num_bytes, seconds = self._setup.capture.used_bytes() - before, time.perf_counter() - start
+        self.captured[key] = Captured(graph, forwards, seconds, num_bytes)
+
+    def fail(self, key: ShapeKey, reason: str) -> None:
+        """Remember why `key` has no graph."""
+        self.failures[key] = reason
+
+    def seal(self) -> None:
+        """Nothing is captured from now on."""
+        self.phase = Phase.SEALED
+        self._addresses = self._find_addresses() if self.captured else {}
+
+    def check_addresses(self) -> None:
+        """Raise GraphError if anything the graphs read has moved since they were captured."""
+        if not self._addresses:
+            return
+        now = self._find_addresses()
+        moved = [name for name, address in self._addresses.items() if now.get(name) != address]
+        if moved:
+            raise GraphError(
+                f"{', '.join(moved[:3])} moved since {self.name} was captured ({len(moved)} tensors): its graphs "
+                "would read what is no longer there. Do not replace or move a model's tensors while an engine is "
+                "attached; detach() and attach() again"
+            )
+
+    def _key(self, num_reqs: int, variant: str) -> ShapeKey:
+        bucket = bucket_for(num_reqs, self.buckets)
+        assert bucket is not None
+        return ShapeKey(self.name, bucket, variant)
+
+    def _bound_body(self, key: ShapeKey) -> Callable[[], Any]:
+        views = self._buffers.views(key.num_reqs, key.variant)
+        return lambda: self._body(key.variant, **views)
+
+    def _num_reqs(self, inputs: Mapping[str, torch.Tensor | None]) -> int:
+        for name, spec in self._buffers.specs.items():
+            value = inputs.get(name)
+            if value is not None:
+                return value.shape[spec.axis]
+        raise ValueError(f"{self.name} got none of its inputs {sorted(self._buffers.specs)}")
+
+    def _find_addresses(self) -> dict[str, int]:
+        tensors = {**self._setup.watched(), **{f"input {name}": t for name, t in self._buffers.tensors.items()}}
+        return {name: t.data_ptr() for name, t in tensors.items()}
+
+    def _require(self, phase: Phase) -> None:
+        if self.phase is not phase:
+            raise GraphError(
+                f"{self.name} is in phase {self.phase.name}, this needs {phase.name}: graphs are made once"
+            )

@@ -1,0 +1,41 @@
+"""Whether what an engine is about to allocate fits the device, told before anything is allocated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.errors import CapacityError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """A part of an engine's memory; `lower`: the settings that make it smaller."""
+
+    name: str
+    num_bytes: int
+    lower: str
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Device bytes free for new tensors, what the allocator holds unused included; None where nobody counts them."""
+    if device.type != "cuda":
+        return None
+    free, _total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def check_fits(needs: Sequence[MemoryNeed], resident: Sequence[MemoryNeed], free: int | None) -> None:
+    """CapacityError if `needs` exceed `free` bytes: it lists all parts, the resident ones too, and what to lower."""
+    wanted = sum(n.num_bytes for n in needs)
+    if free is None or wanted <= free:
+        return
+    parts = ", ".join(f"{n.name} {n.num_bytes / GIB:.2f} GiB" for n in needs)
+    there = ", ".join(f"{n.name} {n.num_bytes / GIB:.2f} GiB" for n in resident)
+    largest = max(needs, key=lambda n: n.num_bytes)
+    raise CapacityError(
+        f"the engine needs {wanted / GIB:.2f} GiB ({parts}) and {free / GIB:.2f} GiB are free "
+        f"(on the device already: {there}); lower {largest.lower}"
+    )

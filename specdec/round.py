@@ -1,0 +1,169 @@
+"""The round as a program of fixed shape on the device: draft → verify → accept → commit → extend.
+
+Nothing here looks at the device from the host or has a shape that depends on data: a round depends on the number of
+rows and on the kind of sampling, so it can be captured. Row numbers are its only input; all else is state by row.
+"""
+
+import torch
+
+from specdec.backends import ForwardContext
+from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.config import EngineConfig
+from specdec.draft.worker import (
+    STREAM_PREFILL,
+    STREAM_SYNTHETIC,
+    STREAM_VERIFY,
+    Draft,
+    DraftWorker,
+    RoundBatch,
+)
+from specdec.models.hf import HFTarget
+from specdec.round_ops import RoundOps
+from specdec.sampling import SamplingBatch, SamplingKind, process_logits
+from specdec.state import EngineState
+from specdec.synthetic import impose_acceptance
+from specdec.tree import Tree, chain
+from specdec.verify import Verdict, trim
+
+LAW_BYTES = 128 << 20  # probabilities that sampled acceptance holds at once; larger batches go in parts
+
+
+class Round:
+    """Plays rounds for rows of `state`; slot_table [num_rows, width] int64 says where their K/V lie."""
+
+    def __init__(
+        self,
+        target: HFTarget,
+        config: EngineConfig,
+        worker: DraftWorker,
+        context: ForwardContext,
+        ops: RoundOps,
+        slot_table: torch.Tensor,
+        state: EngineState,
+    ):
+        self.target = target
+        self.config = config
+        self.worker = worker
+        self.context = context
+        self.ops = ops
+        self.slot_table = slot_table
+        self.state = state
+        self._move_path = ops.committer(context.pool)
+        rates = config.synthetic_acceptance
+        self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=slot_table.device)
+        target.aux_layers = worker.aux_layers
+
+    def play(self, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> torch.Tensor:
+        """One round of `rows` [n] int64: [n, W+2] int64, tokens, accept_len and the invalid flag of each.
+
+        kind: how the requests sample (a SamplingKind); max_prefix: host upper bound of L, None if nothing is known.
+        """
+        batch = self.batch(kind, rows, max_prefix)
+        draft = self.worker.draft(batch)
+        logits, aux = self.verify(batch, draft.tree)
+        verdict = self.accept(batch, draft, logits)
+        return self.extend(batch, verdict, aux)
+
+    def batch(self, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> RoundBatch:
+        """Gather what a round needs to know of `rows`."""
+        filters = kind == SamplingKind.FILTERED
+        return RoundBatch(
+            rows=rows,
+            slot_tables=self.slot_table[rows],
+            seq_lens=self.state.seq_lens[rows],
+            roots=self.state.roots[rows],
+            sampling=None if kind == SamplingKind.GREEDY else self.state.sampling.select(rows, filters),
+            max_prefix=self.slot_table.shape[1] if max_prefix is None else max_prefix,
+        )
+
+    def verify(self, batch: RoundBatch, tree: Tree) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One target forward over all nodes: logits [bs, D, V] and the draft's features [bs, D, num_aux*h]."""
+        output = self.target.forward(self.context, self._verify_metadata(batch, tree), tree.tokens.view(-1), None)
+        shape = tree.tokens.shape
+        aux = None if output.aux is None else output.aux.view(*shape, -1)
+        return output.logits.view(*shape, -1), aux
+
+    def accept(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor) -> Verdict:
+        """Which nodes are emitted, up to a stop id or the length limit; their target K/V moves to L.. ."""
+        verdict = self._decide(batch, draft, logits, STREAM_VERIFY)
+        if self._rates is not None:
+            draws = self.ops.uniforms(self.state.sampling.seeds[batch.rows], batch.seq_lens, STREAM_SYNTHETIC, 1)
+            verdict = impose_acceptance(verdict, draft.tree, self._rates, draws[:, 0])
+        verdict = self._trim(batch, verdict)
+        if self.config.topk > 1:  # a chain's path lies at L.. already; rejected slots are simply past the new L
+            self._move_path(batch.slot_tables, batch.seq_lens, verdict.accept_index)
+        return verdict
+
+    def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> torch.Tensor:
+        """The draft takes the true features; L += accept_lens, the last token is the new root. Returns the results."""
+        self.worker.extend(batch, verdict, aux)
+        self.state.seq_lens[batch.rows] = batch.seq_lens + verdict.accept_lens
+        return self._emit(batch, verdict)
+
+    def first_tokens(self, kind: str, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The token after each prompt, from logits [n, V]; it becomes the row's first root. Results as `play` gives."""
+        batch = self.batch(kind, rows)
+        root_only = chain(batch.roots, batch.roots.new_empty(rows.shape[0], 0))
+        verdict = self._decide(batch, Draft(root_only, None), logits.unsqueeze(1), STREAM_PREFILL)
+        return self._emit(batch, self._trim(batch, verdict))  # L stays: the token is not in the cache yet
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, every tensor that outlives a round and that rounds read or write; they stay where they are."""
+        model = self.target.model
+        weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        own = {"slot table": self.slot_table, **self.state.tensors, **self.context.pool.tensors("target")}
+        return {**own, **weights, **{f"draft {name}": t for name, t in self.worker.tensors.items()}}
+
+    def _verify_metadata(self, batch: RoundBatch, tree: Tree) -> AttentionMetadata:
+        """D queries a request: a chain is causal, a tree sees its ancestors."""
+        is_chain = self.config.topk == 1
+        return self.context.backend.metadata.uniform(
+            ForwardMode.DECODE if tree.tokens.shape[1] == 1 else ForwardMode.TARGET_VERIFY,
+            batch.slot_tables,
+            batch.seq_lens,
+            q_len=tree.tokens.shape[1],
+            max_prefix=batch.max_prefix,
+            depths=None if is_chain else tree.depths,
+            tail_depths=None if is_chain else tree.depths,
+            ancestor_bits=None if is_chain else tree.ancestor_bits,
+        )
+
+    def _decide(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor, stream: int) -> Verdict:
+        """Which nodes the target accepts (logits [bs, D, V]), before stops and limits."""
+        num_steps = min(self.config.num_steps, logits.shape[1] - 1)
+        if batch.sampling is None:
+            return self.ops.verify_greedy(logits, draft.tree, num_steps)
+        uniforms = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, stream, logits.shape[1])
+        size = max(1, LAW_BYTES // (4 * logits[0].numel()))
+        parts = [slice(i, i + size) for i in range(0, logits.shape[0], size)]
+        verdicts = [self._sample(batch.sampling, draft, logits, uniforms, num_steps, part) for part in parts]
+        return verdicts[0] if len(verdicts) == 1 else Verdict(*map(torch.cat, zip(*verdicts, strict=True)))
+
+    def _sample(
+        self,
+        sampling: SamplingBatch,
+        draft: Draft,
+        logits: torch.Tensor,
+        uniforms: torch.Tensor,
+        num_steps: int,
+        part: slice,
+    ) -> Verdict:
+        """The stochastic verdict of the requests `part`."""
+        probs = process_logits(logits[part], sampling.select(part))
+        tree = Tree(*(t[part] for t in draft.tree))
+        if draft.probs is not None:
+            return self.ops.verify_chain(probs, draft.probs[part], tree, uniforms[part])
+        return self.ops.verify_tree(probs, tree, num_steps, uniforms[part])
+
+    def _trim(self, batch: RoundBatch, verdict: Verdict) -> Verdict:
+        """Cut at stop ids and at the length limit; what is over has nothing remaining."""
+        remaining = self.state.remaining[batch.rows]
+        verdict, finished = trim(verdict, self.state.stop_ids[batch.rows], remaining)
+        self.state.remaining[batch.rows] = (remaining - verdict.accept_lens).masked_fill(finished, 0)
+        return verdict
+
+    def _emit(self, batch: RoundBatch, verdict: Verdict) -> torch.Tensor:
+        """The last token is the new root; [n, W+2] int64 for the host."""
+        last = (verdict.accept_lens - 1).clamp(min=0).unsqueeze(1)
+        self.state.roots[batch.rows] = verdict.tokens.gather(1, last).squeeze(1).clamp(min=0)
+        return torch.cat([verdict.tokens, verdict.accept_lens.unsqueeze(1), verdict.invalid.unsqueeze(1).long()], 1)

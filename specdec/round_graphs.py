@@ -1,0 +1,149 @@
+"""Rounds through graph runners: the whole round as one graph, or draft, target verify and draft extend apart.
+
+Apart they cost two more launches and copies of what they hand on; that is for backends which plan on the host.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from specdec.backends.checks import is_debug
+from specdec.config import EngineConfig
+from specdec.draft.worker import Draft
+from specdec.graphs import BufferSpec, Counters, GraphRunner, Setup, batch_buckets, build, pick_capture
+from specdec.outputs import GraphCost
+from specdec.round import LAW_BYTES, Round
+from specdec.sampling import SamplingKind
+from specdec.tree import Tree
+from specdec.verify import Verdict
+
+LOWER = "max_batch, graph_batches or num_draft_tokens, leave kinds out of graph_sampling, or pass cuda_graph=False"
+Runners = list[tuple[str, Callable[..., Any], list[BufferSpec]]]  # name, body, inputs
+NODE_BYTES = 5 << 10  # of one kernel in an instantiated graph, measured on an H200
+LIVE_ROWS = 24  # hidden-sized activations that live at once, a token; measured on Llama and SmolLM2 shapes
+
+
+class RoundGraphs:
+    """Owns the runners of one engine and their graphs."""
+
+    def __init__(self, program: Round, config: EngineConfig, counters: Counters, *, may_merge: bool):
+        """may_merge: the backends plan on the device, so that nothing on the host divides a round."""
+        self._program = program
+        self._config = config
+        self._is_debug = is_debug()
+        device = program.slot_table.device
+        self.capture = pick_capture(config.cuda_graph, device)
+        rows = BufferSpec("rows", lambda n: (n,), torch.int64, pad=config.dummy_row)
+        setup = Setup(
+            capture=self.capture,
+            counters=counters,
+            device=device,
+            buckets=batch_buckets(config.max_batch, config.graph_batches),
+            variants=config.graph_sampling,
+            watched=program.tensors,
+            strict=config.strict,
+        )
+        runners = self._whole(rows) if may_merge and config.round_graph is not False else self._apart(rows)
+        self.runners = {name: GraphRunner(name, body, specs, setup) for name, body, specs in runners}
+        with torch.inference_mode():
+            build(list(self.runners.values()), self.capture, lower=LOWER, strict=config.strict)
+
+    def _whole(self, rows: BufferSpec) -> Runners:
+        name = "round" if self._config.num_steps else "decode"
+        return [(name, self._program.play, [rows])]
+
+    def _apart(self, rows: BufferSpec) -> Runners:
+        if not self._config.num_steps:
+            return self._whole(rows)
+        return [
+            ("draft", self._draft, [rows]),
+            ("target_verify", self._verify, [rows, *self._tree_specs()]),
+            ("draft_extend", self._extend, [rows, *self._verdict_specs()]),
+        ]
+
+    def play(self, kind: SamplingKind, rows: torch.Tensor, max_prefix: int) -> torch.Tensor:
+        """A round of `rows`; see `Round.play`. The results are good until the next call."""
+        if self._is_debug:
+            self.check_addresses()
+        hints = {"max_prefix": max_prefix}
+        if "draft" not in self.runners:
+            (runner,) = self.runners.values()
+            return runner(kind, {"rows": rows}, **hints)
+        draft: Draft = self.runners["draft"](kind, {"rows": rows}, **hints)
+        inputs = {"rows": rows, **draft.tree._asdict(), "probs": draft.probs}
+        verdict, aux = self.runners["target_verify"](kind, inputs, **hints)
+        return self.runners["draft_extend"](kind, {"rows": rows, **verdict._asdict(), "aux": aux}, **hints)
+
+    def check_addresses(self) -> None:
+        """GraphError if a tensor that the graphs read has been replaced or moved."""
+        for runner in self.runners.values():
+            runner.check_addresses()
+
+    @property
+    def costs(self) -> list[GraphCost]:
+        """What every graph took to make, in the order of capture."""
+        every = [item for runner in self.runners.values() for item in runner.captured.items()]
+        return [GraphCost(key.runner, key.num_reqs, key.variant, c.seconds, c.num_bytes) for key, c in every]
+
+    def _draft(self, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> Draft:
+        return self._program.worker.draft(self._program.batch(kind, rows, max_prefix))
+
+    def _verify(
+        self,
+        kind: str,
+        rows: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        max_prefix: int | None = None,
+        **tree: torch.Tensor,
+    ) -> tuple[Verdict, torch.Tensor | None]:
+        batch = self._program.batch(kind, rows, max_prefix)
+        draft = Draft(Tree(**tree), probs)
+        logits, aux = self._program.verify(batch, draft.tree)
+        return self._program.accept(batch, draft, logits), aux
+
+    def _extend(
+        self,
+        kind: str,
+        rows: torch.Tensor,
+        aux: torch.Tensor | None = None,
+        max_prefix: int | None = None,
+        **verdict: torch.Tensor,
+    ) -> torch.Tensor:
+        return self._program.extend(self._program.batch(kind, rows, max_prefix), Verdict(**verdict), aux)
+
+    def _tree_specs(self) -> Iterator[BufferSpec]:
+        """What draft hands to verify. The pad is a tree of roots, each seeing itself."""
+        num_nodes = self._config.verify_width
+        for name in Tree._fields:
+            pad = 1 if name == "ancestor_bits" else 0
+            yield BufferSpec(name, lambda n: (n, num_nodes), torch.int64, pad=pad)
+        if self._program.worker.draws_chains and self._config.topk == 1:
+            law = (self._config.num_steps, self._program.target.spec.vocab_size)
+            sampled = (SamplingKind.SAMPLED, SamplingKind.FILTERED)
+            yield BufferSpec("probs", lambda n: (n, *law), torch.float32, pad=0.0, variants=sampled)
+
+    def _verdict_specs(self) -> Iterator[BufferSpec]:
+        """What verify hands to extend. The pad is a request that emits nothing."""
+        width = min(self._config.num_steps + 1, self._config.verify_width)
+        yield BufferSpec("accept_index", lambda n: (n, width), torch.int64, pad=-1)
+        yield BufferSpec("accept_lens", lambda n: (n,), torch.int64, pad=0)
+        yield BufferSpec("tokens", lambda n: (n, width), torch.int64, pad=-1)
+        yield BufferSpec("invalid", lambda n: (n,), torch.bool, pad=False)
+        target = self._program.target
+        if target.aux_layers:
+            features = (self._config.verify_width, len(target.aux_layers) * target.spec.hidden_size)
+            yield BufferSpec("aux", lambda n: (n, *features), target.dtype, pad=0.0)
+
+
+def estimate_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, num_layers: int, itemsize: int) -> int:
+    """Device bytes that the graphs of `config` will take, roughly: scratch of the largest, and all their nodes."""
+    buckets = batch_buckets(config.max_batch, config.graph_batches)
+    tokens = buckets[-1] * config.verify_width
+    logits = tokens * vocab_size * itemsize
+    has_laws = any(kind != SamplingKind.GREEDY for kind in config.graph_sampling)
+    laws = 8 * min(LAW_BYTES, 4 * tokens * vocab_size) if has_laws else 0
+    drafts = 2 * 4 * buckets[-1] * config.num_steps * vocab_size if has_laws and config.topk == 1 else 0
+    scratch = tokens * hidden_size * itemsize * LIVE_ROWS
+    nodes = len(buckets) * len(config.graph_sampling) * (num_layers * 24 + config.num_steps * 60 + 200)
+    return logits + laws + drafts + scratch + nodes * NODE_BYTES
