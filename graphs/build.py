@@ -12,6 +12,7 @@ from specdec.graphs.runner import GraphRunner
 from specdec.graphs.shapes import ShapeKey
 
 OUT_OF_MEMORY = "out of memory when it was captured"
+NOT_CAPTURABLE = "it does what cannot be captured"
 
 
 def build(runners: Sequence[GraphRunner], capture: Capture, *, lower: str, strict: bool = False) -> None:
@@ -39,16 +40,18 @@ def _make(runner: GraphRunner, key: ShapeKey, phase: str, lower: str, strict: bo
         (runner.warm_up if phase == "warm_up" else runner.capture)(key)
         return
     except torch.OutOfMemoryError as error:
-        reason, advice = OUT_OF_MEMORY, f"lower {lower}"
-        cause = str(error).split(". ")[0]
+        failed, reason, cause = [key], OUT_OF_MEMORY, str(error).split(". ")[0]
+        advice = f"lower {lower}"
     except RuntimeError as error:
         if phase == "warm_up" or isinstance(error, GraphError):
             raise
-        # Another runtime error is the callable's own: something in it cannot be captured (a host read, most likely).
-        reason, advice = f"it cannot be captured: {type(error).__name__}", "pass cuda_graph=False if that is expected"
-        cause = str(error).strip().splitlines()[0]
-    message = f"no graph for {key}: {reason.removeprefix('it ')} ({cause}); {advice}"
+        # The callable itself does what no graph can hold, a host read most likely, and would do so at every size.
+        failed, reason, cause = runner.keys, NOT_CAPTURABLE, str(error).strip().splitlines()[0]
+        advice = "pass cuda_graph=False if that is expected"
+    message = f"no graph for {key}: {reason} ({cause}); {advice}"
     if strict:
         raise GraphError(f"strict: {message}")
     warnings.warn(f"{message}. Such batches run eagerly; report() counts them.", stacklevel=6)
-    runner.fail(key, reason)
+    for other in failed:
+        if other not in runner.captured:
+            runner.fail(other, reason)

@@ -108,6 +108,8 @@ class FullCapture(Capture):
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        # A pool without a graph is gone for good: one graph that never fails keeps it while others come and go.
+        self._anchor = self.capture(lambda: torch.zeros(1, device=device))
 
     def warm_up(self, body: Body) -> None:
         with self._on_own_stream():

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ class GraphRunner:
         if key in self.failures:
             return Decision(False, self.failures[key])
         if key not in self.captured:
-            return Decision(False, f"variant {variant!r} was not captured")
+            return Decision(False, f"variant '{variant}' was not captured")
         return Decision(True)
 
     @property
@@ -164,7 +165,7 @@ class GraphRunner:
 
     def _bound_body(self, key: ShapeKey) -> Callable[[], Any]:
         views = self._buffers.views(key.num_reqs, key.variant)
-        return lambda: self._body(key.variant, **views)
+        return partial(self._body, key.variant, **views)
 
     def _num_reqs(self, inputs: Mapping[str, torch.Tensor | None]) -> int:
         for name, spec in self._buffers.specs.items():

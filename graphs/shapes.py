@@ -29,9 +29,8 @@ class Decision:
 def batch_buckets(max_batch: int, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
     """Batch sizes (requests) to capture, ascending, none above max_batch.
 
-    wanted: the caller's sizes, those above max_batch become max_batch; None: 1, 2, 4, then powers of two and the sizes
-    half-way between them, up to MOST_CAPTURED, so that at most a third of a replay is padding; the last
-    is max_batch.
+    wanted: the caller's sizes, those above max_batch become max_batch; None: powers of two and the sizes half-way
+    between them, so that at most a third of a replay is padding, up to MOST_CAPTURED; the last is max_batch.
     ValueError for an empty list and for sizes below 1.
     """
     if wanted is not None:
@@ -40,8 +39,7 @@ def batch_buckets(max_batch: int, wanted: Sequence[int] | None = None) -> tuple[
                 f"graph_batches={wanted!r}: expected batch sizes of at least 1, or None for the usual ones"
             )
         return tuple(sorted({min(n, max_batch) for n in wanted}))
-    powers = [2**i for i in range(MOST_CAPTURED.bit_length())]
-    ladder = {1, 2, 4, *powers[3:], *(p + p // 2 for p in powers[3:])}
+    ladder = [size for power in range(MOST_CAPTURED.bit_length()) for size in (1 << power, 3 << power)]
     top = min(max_batch, MOST_CAPTURED)
     return tuple(sorted({n for n in ladder if n < top} | {top}))
 

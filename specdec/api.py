@@ -357,7 +357,7 @@ def _sampling_per_prompt(
     sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
     if sampling is None:
-        return [SamplingParams()] * count
+        return [SamplingParams(seed=i) for i in range(count)]  # greedy; only synthetic acceptance draws
     if isinstance(sampling, SamplingParams):
         return [replace(sampling, seed=(sampling.seed + i) % 2**63) for i in range(count)]
     laws = _per_prompt("sampling", sampling, count)

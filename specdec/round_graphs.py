@@ -4,6 +4,7 @@ Apart they cost two more launches and copies of what they hand on; that is for b
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,9 +58,9 @@ class RoundGraphs:
         if not self._config.num_steps:
             return self._whole(rows)
         return [
-            ("draft", self._draft, [rows]),
-            ("target_verify", self._verify, [rows, *self._tree_specs()]),
-            ("draft_extend", self._extend, [rows, *self._verdict_specs()]),
+            ("draft", partial(draft_part, self._program), [rows]),
+            ("target_verify", partial(verify_part, self._program), [rows, *self._tree_specs()]),
+            ("draft_extend", partial(extend_part, self._program), [rows, *self._verdict_specs()]),
         ]
 
     def play(self, kind: SamplingKind, rows: torch.Tensor, max_prefix: int) -> torch.Tensor:
@@ -86,32 +87,6 @@ class RoundGraphs:
         every = [item for runner in self.runners.values() for item in runner.captured.items()]
         return [GraphCost(key.runner, key.num_reqs, key.variant, c.seconds, c.num_bytes) for key, c in every]
 
-    def _draft(self, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> Draft:
-        return self._program.worker.draft(self._program.batch(kind, rows, max_prefix))
-
-    def _verify(
-        self,
-        kind: str,
-        rows: torch.Tensor,
-        probs: torch.Tensor | None = None,
-        max_prefix: int | None = None,
-        **tree: torch.Tensor,
-    ) -> tuple[Verdict, torch.Tensor | None]:
-        batch = self._program.batch(kind, rows, max_prefix)
-        draft = Draft(Tree(**tree), probs)
-        logits, aux = self._program.verify(batch, draft.tree)
-        return self._program.accept(batch, draft, logits), aux
-
-    def _extend(
-        self,
-        kind: str,
-        rows: torch.Tensor,
-        aux: torch.Tensor | None = None,
-        max_prefix: int | None = None,
-        **verdict: torch.Tensor,
-    ) -> torch.Tensor:
-        return self._program.extend(self._program.batch(kind, rows, max_prefix), Verdict(**verdict), aux)
-
     def _tree_specs(self) -> Iterator[BufferSpec]:
         """What draft hands to verify. The pad is a tree of roots, each seeing itself."""
         num_nodes = self._config.verify_width
@@ -134,6 +109,38 @@ class RoundGraphs:
         if target.aux_layers:
             features = (self._config.verify_width, len(target.aux_layers) * target.spec.hidden_size)
             yield BufferSpec("aux", lambda n: (n, *features), target.dtype, pad=0.0)
+
+
+def draft_part(program: Round, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> Draft:
+    """Round.play up to what is verified."""
+    return program.worker.draft(program.batch(kind, rows, max_prefix))
+
+
+def verify_part(
+    program: Round,
+    kind: str,
+    rows: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    max_prefix: int | None = None,
+    **tree: torch.Tensor,
+) -> tuple[Verdict, torch.Tensor | None]:
+    """Round.play from the draft (fields of Tree, and the laws its chains were drawn from) to what is emitted."""
+    batch = program.batch(kind, rows, max_prefix)
+    draft = Draft(Tree(**tree), probs)
+    logits, aux = program.verify(batch, draft.tree)
+    return program.accept(batch, draft, logits), aux
+
+
+def extend_part(
+    program: Round,
+    kind: str,
+    rows: torch.Tensor,
+    aux: torch.Tensor | None = None,
+    max_prefix: int | None = None,
+    **verdict: torch.Tensor,
+) -> torch.Tensor:
+    """Round.play from the verdict (its fields) and the target's features to the results."""
+    return program.extend(program.batch(kind, rows, max_prefix), Verdict(**verdict), aux)
 
 
 def estimate_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, num_layers: int, itemsize: int) -> int:

@@ -13,10 +13,17 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.backends import ForwardContext, attention, forward_context
-from specdec.batch import AttentionMetadata
+from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError
 from specdec.models.loader import TargetShape
-from specdec.models.probe import ModelSpec, attention_configs, attention_implementation, probe
+from specdec.models.probe import (
+    ModelSpec,
+    attention_configs,
+    attention_implementation,
+    batched_experts,
+    probe,
+    waiting_configs,
+)
 
 ATTACHED = "_specdec_attached"
 LAYER_ID = "_specdec_layer_id"
@@ -51,6 +58,7 @@ class HFTarget:
         self.spec: ModelSpec = probe(model)
         self.aux_layers: tuple[int, ...] = ()
         self._configs = attention_configs(model)
+        self._waiting = waiting_configs(self._configs, self.dtype)
         _warn_about_rotary(model)
         for i, module in enumerate(self.spec.modules):
             setattr(module, LAYER_ID, i)
@@ -92,7 +100,13 @@ class HFTarget:
         """One packed forward of input_ids [T]. logits_to_keep [N] int64 rows get logits; None: all rows."""
         wanted: Any = list(self.aux_layers) or False
         keep = 0 if logits_to_keep is None else logits_to_keep
-        with attention_implementation(self._configs, "specdec"), forward_context(context, metadata):
+        # A round must not wait for the host; `generate` decodes on a GPU with batched experts, too.
+        waiting = () if metadata.mode is ForwardMode.EXTEND or not input_ids.is_cuda else self._waiting
+        with (
+            attention_implementation(self._configs, "specdec"),
+            batched_experts(waiting),
+            forward_context(context, metadata),
+        ):
             out = self.model(
                 input_ids=input_ids.unsqueeze(0),
                 position_ids=metadata.positions.unsqueeze(0),

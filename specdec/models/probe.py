@@ -135,14 +135,33 @@ def attention_configs(model: nn.Module) -> list[Any]:
 @contextmanager
 def attention_implementation(configs: Sequence[Any], name: str) -> Iterator[None]:
     """Set the attention implementation of `configs` to `name`, and put the old ones back."""
-    before = [c._attn_implementation_internal for c in configs]
+    with _replaced(configs, "_attn_implementation_internal", name):
+        yield
+
+
+@contextmanager
+def batched_experts(configs: Sequence[Any]) -> Iterator[None]:
+    """Let the experts of `configs` multiply without looking at the device, and put the old implementations back."""
+    with _replaced(configs, "_experts_implementation_internal", "batched_mm"):
+        yield
+
+
+def waiting_configs(configs: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """Those of `configs` whose experts wait for the host: eager ones, and grouped products in other types than bf16."""
+    waiting = ("eager",) if dtype is torch.bfloat16 else ("eager", "grouped_mm")
+    return [c for c in configs if getattr(c, "_experts_implementation_internal", None) in waiting]
+
+
+@contextmanager
+def _replaced(configs: Sequence[Any], attribute: str, value: str) -> Iterator[None]:
+    before = [getattr(c, attribute) for c in configs]
     try:
         for config in configs:
-            config._attn_implementation_internal = name
+            setattr(config, attribute, value)
         yield
     finally:
         for config, old in zip(configs, before, strict=True):
-            config._attn_implementation_internal = old
+            setattr(config, attribute, old)
 
 
 def probe(model: PreTrainedModel) -> ModelSpec:

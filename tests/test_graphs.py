@@ -1,0 +1,268 @@
+"""Runners, captures and buckets on toy callables: real CUDA graphs where there is a GPU, recorded ones elsewhere."""
+
+import warnings
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.batch import ForwardMode
+from specdec.errors import GraphError
+from specdec.graphs import BufferSpec, Counters, EagerCapture, GraphRunner, Setup, ShapeKey, batch_buckets, build
+from specdec.graphs.captures import FullCapture, RecordedCapture, pick_capture
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BUCKETS = (1, 2, 4, 8)
+X = BufferSpec("x", lambda n: (n, 3), torch.float32, pad=-7.0)
+BIAS = BufferSpec("bias", lambda n: (2, n), torch.int64, pad=5, axis=1, variants=("biased",))
+
+
+class Out(NamedTuple):
+    total: torch.Tensor  # [n]
+    nothing: None
+
+
+class Toy:
+    """A body with state of its own: `seen` keeps the inputs of the last run, padding included."""
+
+    def __init__(self, counters, device=DEVICE):
+        self.seen = torch.zeros(16, 3, device=device)
+        self.runs = torch.zeros(1, dtype=torch.int64, device=device)
+        self.counters = counters
+
+    def __call__(self, variant, x, bias=None, scale=1.0):
+        self.counters.count_forward(ForwardMode.DECODE)
+        self.seen[: x.shape[0]] = x
+        self.runs += 1
+        total = x.sum(1) * scale
+        return Out(total if bias is None else total + bias.sum(0), None)
+
+
+def make(capture=None, variants=("",), inputs=(X,), strict=False, body=None, buckets=BUCKETS):
+    counters = Counters()
+    toy = Toy(counters)
+    capture = pick_capture(True, DEVICE) if capture is None else capture
+    setup = Setup(capture, counters, DEVICE, buckets, variants, lambda: {"seen": toy.seen}, strict)
+    runner = GraphRunner("toy", body or toy, inputs, setup)
+    build([runner], capture, lower="something", strict=strict)
+    return runner, toy, counters
+
+
+def x_of(n, seed=0):
+    return torch.randn(n, 3, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@given(st.integers(1, 600))
+def test_every_batch_has_a_bucket_that_wastes_a_third_at_most(max_batch):
+    buckets = batch_buckets(max_batch)
+    assert list(buckets) == sorted(set(buckets)) and buckets[-1] == min(max_batch, 256)
+    for num in range(1, buckets[-1] + 1):
+        bucket = min(b for b in buckets if b >= num)
+        assert bucket - num <= bucket / 3
+
+
+def test_wanted_buckets_are_clamped_and_checked():
+    assert batch_buckets(6, [8, 2, 32]) == (2, 6)
+    for wrong in ([], [0], [2, -1], [True], [1.5]):
+        with pytest.raises(ValueError, match="graph_batches"):
+            batch_buckets(6, wrong)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 7, 8])
+def test_replay_equals_the_callable_and_pads_with_the_declared_value(num):
+    runner, toy, counters = make()
+    bucket = min(b for b in BUCKETS if b >= num)
+    for seed in range(3):
+        x = x_of(num, seed)
+        toy.seen.fill_(float("nan"))
+        out = runner("", {"x": x})
+        torch.testing.assert_close(out.total, x.sum(1), rtol=0, atol=0)
+        assert out.nothing is None and out.total.shape == (num,)
+        assert torch.equal(toy.seen[:num], x) and bool((toy.seen[num:bucket] == -7).all())
+        assert bool(toy.seen[bucket:].isnan().all())
+    assert counters.runners["toy"].replays == 3 and counters.runners["toy"].eager == 0
+    assert counters.forwards[ForwardMode.DECODE].replays == 3 and counters.forwards[ForwardMode.DECODE].eager == 0
+
+
+def test_what_lay_in_the_buffers_before_changes_nothing():
+    runner, toy, _ = make()
+    for num in (8, 3, 7, 1, 5):
+        runner._buffers.tensors["x"].fill_(float("nan"))
+        x = x_of(num, num)
+        assert torch.equal(runner("", {"x": x}).total, x.sum(1))
+        assert not bool(toy.seen[:num].isnan().any())
+
+
+def test_hints_reach_eager_runs_only():
+    runner, _, counters = make()
+    assert torch.equal(runner("", {"x": x_of(2)}, scale=2.0).total, x_of(2).sum(1))
+    assert torch.equal(runner("", {"x": x_of(9)}, scale=2.0).total, x_of(9).sum(1) * 2.0)
+    assert counters.runners["toy"].rejects == {"the batch is larger than the largest bucket": 1}
+    assert counters.forwards[ForwardMode.DECODE].eager == 1
+
+
+def test_strict_raises_where_nothing_can_replay():
+    runner, _, counters = make(strict=True)
+    with pytest.raises(GraphError, match="toy of 9 requests cannot replay: the batch is larger"):
+        runner("", {"x": x_of(9)})
+    assert counters.runners["toy"].eager == 0
+    runner("", {"x": x_of(8)})
+
+
+def test_inputs_by_variant():
+    runner, _, _ = make(variants=("", "biased"), inputs=(X, BIAS))
+    bias = torch.arange(6, device=DEVICE).view(2, 3)
+    x = x_of(3)
+    assert torch.equal(runner("biased", {"x": x, "bias": bias}).total, x.sum(1) + bias.sum(0))
+    assert torch.equal(runner("", {"x": x, "bias": None}).total, x.sum(1))
+    assert bool((runner._buffers.tensors["bias"][:, 3:4] == 5).all())
+
+
+def test_wrong_inputs_are_named():
+    runner, _, _ = make()
+    with pytest.raises(ValueError, match=r"gives inputs \['x', 'y'\]: expected \['x'\]"):
+        runner("", {"x": x_of(2), "y": x_of(2)})
+    with pytest.raises(ValueError, match=r"got none of its inputs \['x'\]"):
+        runner("", {})
+    with pytest.raises(ValueError, match=r"expected torch\.float32 of shape"):
+        runner("", {"x": x_of(2).double()})
+    with pytest.raises(ValueError, match=r"shape \(2, 2\)"):
+        runner("", {"x": x_of(2)[:, :2]})
+
+
+def test_outputs_belong_to_the_batch_until_the_next_run():
+    runner, _, _ = make()
+    first = runner("", {"x": x_of(2, 1)}).total
+    runner("", {"x": x_of(4, 2)})
+    assert torch.equal(first, x_of(2, 1).sum(1)), "another bucket must not write here"
+    runner("", {"x": x_of(2, 3)})
+    assert torch.equal(first, x_of(2, 3).sum(1)), "outputs are static"
+
+
+def test_nothing_is_captured_once_sealed():
+    runner, toy, counters = make()
+    runs = int(toy.runs)
+    runner("unseen", {"x": x_of(2)})
+    assert counters.runners["toy"].rejects == {"variant 'unseen' was not captured": 1}
+    assert int(toy.runs) == runs + 1
+    for step in (runner.warm_up, runner.capture):
+        with pytest.raises(GraphError, match="phase SEALED"):
+            step(ShapeKey("toy", 2, "unseen"))
+
+
+def test_a_capture_needs_its_warm_up():
+    capture = pick_capture(True, DEVICE)
+    runner = GraphRunner("toy", Toy(Counters()), [X], Setup(capture, Counters(), DEVICE, BUCKETS))
+    with pytest.raises(AssertionError, match="was not warmed up"):
+        runner.capture(runner.keys[0])
+
+
+def test_graphs_are_made_largest_first_after_all_warm_ups():
+    order = []
+
+    class Spy(type(pick_capture(True, DEVICE))):
+        def warm_up(self, body):
+            order.append("warm")
+            super().warm_up(body)
+
+        def capture(self, body):
+            order.append("capture")
+            return super().capture(body)
+
+    capture = Spy(DEVICE) if DEVICE.type == "cuda" else Spy()
+    order.clear()  # a CUDA capture makes a graph for itself
+    runner, _, _ = make(capture)
+    assert order == ["warm"] * 4 + ["capture"] * 4
+    assert [key.num_reqs for key in runner.captured] == [8, 4, 2, 1]
+    assert all(c.seconds > 0 and c.forwards[ForwardMode.DECODE] == 1 for c in runner.captured.values())
+
+
+def test_eager_captures_nothing_and_pads_nothing():
+    runner, toy, counters = make(EagerCapture())
+    assert not runner.captured and runner.keys == []
+    toy.seen.fill_(0)
+    assert torch.equal(runner("", {"x": x_of(3)}, scale=3.0).total, x_of(3).sum(1) * 3.0)
+    assert not bool(toy.seen[3:].any())
+    assert counters.runners["toy"].rejects == {"graphs are off": 1}
+    runner.check_addresses()
+
+
+def failing(error, sizes, phase_runs):
+    """A body that raises `error` at `sizes`, in the run of that number at each size."""
+    runs = {}
+
+    def body(variant, x):
+        n = x.shape[0]
+        runs[n] = runs.get(n, 0) + 1
+        if n in sizes and runs[n] == phase_runs:
+            raise error
+        return x * 2
+
+    return body
+
+
+@pytest.mark.parametrize("run", [1, 2], ids=["warm-up", "capture"])
+def test_out_of_memory_names_the_bucket_and_smaller_ones_still_work(run):
+    body = failing(torch.OutOfMemoryError("CUDA out of memory. Tried a lot"), {8, 2}, run)
+    with pytest.warns(UserWarning) as caught:
+        runner, _, counters = make(body=body)
+    assert [str(w.message).split(":")[0] for w in caught] == ["no graph for toy of 8", "no graph for toy of 2"]
+    assert "lower something" in str(caught[0].message) and "Tried" not in str(caught[0].message)
+    for num in (8, 4, 2, 1):
+        assert torch.equal(runner("", {"x": x_of(num)}), x_of(num) * 2)
+    assert counters.runners["toy"].replays == 2
+    assert counters.runners["toy"].rejects == {"out of memory when it was captured": 2}
+
+
+def test_what_cannot_be_captured_is_said_once_and_runs_eagerly():
+    body = failing(RuntimeError("operation not permitted when stream is capturing\nhelp"), {4}, 2)
+    with pytest.warns(
+        UserWarning, match=r"no graph for toy of 4: it does what cannot be captured \(operation"
+    ) as caught:
+        runner, _, counters = make(body=body)
+    assert len(caught) == 1
+    for num in (8, 4, 2, 1):
+        assert torch.equal(runner("", {"x": x_of(num)}), x_of(num) * 2)
+    assert counters.runners["toy"].replays == 1  # the larger one had been captured
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("host read")])
+def test_strict_refuses_an_incomplete_build(error):
+    with pytest.raises(GraphError, match="strict: no graph for toy of 8"):
+        make(body=failing(error, {8}, 2), strict=True)
+
+
+def test_an_error_of_the_callable_itself_is_not_hidden():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="a bug"):
+            make(body=failing(RuntimeError("a bug"), {8}, 1))
+
+
+def test_an_error_in_a_replay_leaves_the_runner_usable():
+    runner, _, _ = make()
+    graph = runner.captured[ShapeKey("toy", 2)].graph
+    replay = graph.replay
+    graph.replay = lambda: (_ for _ in ()).throw(RuntimeError("gone"))
+    with pytest.raises(RuntimeError, match="gone"):
+        runner("", {"x": x_of(2)})
+    graph.replay = replay
+    assert torch.equal(runner("", {"x": x_of(2)}).total, x_of(2).sum(1))
+
+
+def test_moved_tensors_are_found():
+    runner, toy, _ = make()
+    runner.check_addresses()
+    toy.seen = toy.seen.clone()
+    with pytest.raises(GraphError, match=r"seen moved since toy was captured .*detach\(\) and attach\(\)"):
+        runner.check_addresses()
+
+
+def test_captures_by_device_and_wish():
+    cpu = torch.device("cpu")
+    assert pick_capture(None, cpu).name == "eager" == pick_capture(False, DEVICE).name
+    assert isinstance(pick_capture(True, cpu), RecordedCapture)
+    if DEVICE.type == "cuda":
+        assert isinstance(pick_capture(None, DEVICE), FullCapture)

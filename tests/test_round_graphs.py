@@ -1,0 +1,380 @@
+"""Rounds from graphs, at the engine's seam: replay equals eager, poison, batches that come and go, faults.
+
+Recorded captures on the torch backend on a CPU, CUDA graphs on the Triton backend where there is a GPU.
+"""
+
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+
+import specdec
+from specdec import SamplingParams
+from specdec.config import GRAPH_SAMPLING, EngineConfig
+from specdec.errors import CapacityError, GraphError
+from specdec.memory import MemoryNeed, check_fits
+from specdec.round_graphs import draft_part, extend_part, verify_part
+from specdec.sampling import SamplingKind
+from tests.heads import random_head
+from tests.test_attach import greedy, ragged_prompts
+from tests.tiny_models import VOCAB, tiny_model
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PLAIN = None
+CHAIN = {"num_steps": 3}
+TREE = {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}
+SHAPES = [PLAIN, CHAIN, TREE]
+IDS = ["plain", "chain", "tree"]
+LAWS = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=0.9, seed=3),
+    "filtered": SamplingParams(temperature=1.1, top_p=0.9, min_p=0.01, seed=4),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def engine_of(model, shape, **settings):
+    head = random_head(model).to(DEVICE) if shape else None
+    settings = {"max_batch": 5, "max_seq_len": 128, "cuda_graph": True, **settings}
+    return specdec.attach(model, head, **(shape or {}), **settings)
+
+
+def model_of(name="llama", seed=0):
+    return tiny_model(name, seed).to(DEVICE) if seed else tiny_model(name).to(DEVICE)
+
+
+def state_of(core):
+    """Every tensor that rounds write, by name."""
+    pools = core.context.pool.tensors("target")
+    return {**core.state.tensors, **pools, **core.round.worker.tensors}
+
+
+def past_prefill(engine, law, num_rounds=2):
+    """The core and its live rows [5], a few rounds into five ragged requests."""
+    core = engine._core
+    core.scheduler.add(engine._requests(ragged_prompts(), None, 60, law, (), (), True))
+    while not core.scheduler.decoding() or any(not r.is_prefilled for r in core.scheduler.running):
+        core.step()
+    for _ in range(num_rounds):
+        core.step()
+    return core, core._rows_of(core.scheduler.decoding())
+
+
+def assert_same(ours, theirs, where):
+    ours, theirs = torch.utils._pytree.tree_leaves(ours), torch.utils._pytree.tree_leaves(theirs)
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None), where
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True, msg=lambda m: f"{where}: {m}")
+
+
+def outcome(core, call):
+    """What `call` returns and leaves in the rows of live requests; the state is put back afterwards."""
+    state = state_of(core)
+    before = {name: t.clone() for name, t in state.items()}
+    out = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, call())
+    after = {name: t.clone() for name, t in state.items()}
+    for name, t in state.items():
+        t.copy_(before[name])
+    dummy = core.config.dummy_row
+    for name in {*core.state.tensors, "logits", "hidden"} & set(after):
+        after[name][dummy] = 0  # padding's own
+    for name in after:
+        if "[" in name:  # a cache: slot 0 is padding's
+            after[name][0] = 0
+    return out, [after[name] for name in sorted(after)]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", GRAPH_SAMPLING)
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+@pytest.mark.parametrize("round_graph", [True, False], ids=["whole", "apart"])
+def test_replay_equals_eager_for_every_runner_and_batch(shape, kind, round_graph):
+    """Batches 1, bucket-1, bucket, bucket+1 and above the largest; every runner against the callable it captured."""
+    if shape is PLAIN and not round_graph:
+        pytest.skip("plain decoding is one graph anyway")
+    engine = engine_of(model_of(), shape, graph_batches=(1, 2, 4), round_graph=round_graph)
+    core, every = past_prefill(engine, LAWS[kind])
+    program, runners, counters = core.round, core.graphs.runners, core.counters.runners
+    for num in (1, 2, 3, 4, 5):
+        rows = every[:num]
+        for name, runner in runners.items():
+            replays = counters[name].replays
+            if name in ("round", "decode"):
+                inputs, eager = {"rows": rows}, lambda rows=rows: program.play(kind, rows)
+            elif name == "draft":
+                inputs, eager = {"rows": rows}, lambda rows=rows: draft_part(program, kind, rows)
+                draft = outcome(core, eager)[0]
+            elif name == "target_verify":
+                given = {**draft.tree._asdict(), "probs": draft.probs}
+                inputs = {"rows": rows, **given}
+                eager = lambda rows=rows, given=given: verify_part(program, kind, rows, **given)  # noqa: E731
+                verdict, aux = outcome(core, eager)[0]
+            else:
+                given = {**verdict._asdict(), "aux": aux}
+                inputs = {"rows": rows, **given}
+                eager = lambda rows=rows, given=given: extend_part(program, kind, rows, **given)  # noqa: E731
+            ours = outcome(core, lambda runner=runner, inputs=inputs: runner(kind, inputs))
+            assert_same(ours, outcome(core, eager), f"{name} of {num}")
+            assert counters[name].replays == replays + (num <= 4), f"{name} of {num} must replay, above the largest not"
+
+
+@pytest.mark.parametrize("round_graph", [True, False], ids=["whole", "apart"])
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_text_does_not_depend_on_graphs(name, shape, round_graph):
+    model, prompts = model_of(name), ragged_prompts()
+    laws = [list(LAWS.values())[i % 3] for i in range(len(prompts))]
+    texts = {}
+    for graphs in (False, True):
+        engine = engine_of(model, shape, cuda_graph=graphs, round_graph=round_graph if graphs else None, strict=graphs)
+        texts[graphs] = [engine.generate(prompts, max_new_tokens=16, sampling=s).tokens for s in (None, laws)]
+        report = engine.report()
+        if graphs:
+            assert all(c["replays"] and not c["eager"] for c in report.runners.values())
+            mode = "TARGET_VERIFY" if shape else "DECODE"
+            assert report.paths[mode]["replays"] and not report.paths[mode]["eager"]
+        engine.check_integrity()
+        engine.detach()
+    assert texts[True] == texts[False]
+    assert texts[True][0] == [greedy(model, p, 16) for p in prompts]
+
+
+@pytest.mark.parametrize("round_graph", [True, False], ids=["whole", "apart"])
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_poison_in_padding_changes_nothing(shape, round_graph):
+    """NaN in the dummy slot and the dummy row, rubbish in the tails of input buffers."""
+    model, prompts = model_of("gpt_oss"), ragged_prompts()[:3]
+    engine = engine_of(model, shape, graph_batches=(4,), round_graph=round_graph, strict=True)
+    laws = list(LAWS.values())
+    expected = engine.generate(prompts, max_new_tokens=12, sampling=laws).tokens
+    core = engine._core
+    step = core.step
+
+    @torch.inference_mode()
+    def poisoned_step():
+        for name, t in state_of(core).items():
+            if "[" in name:
+                t[0] = float("nan")
+            elif t.is_floating_point() and t.dim() == 2 and name in ("logits", "hidden"):
+                t[core.config.dummy_row] = float("nan")
+        for runner in core.graphs.runners.values():
+            for t in runner._buffers.tensors.values():
+                t.fill_(float("nan") if t.is_floating_point() else True if t.dtype is torch.bool else 1 << 40)
+        step()
+
+    core.step = poisoned_step
+    assert engine.generate(prompts, max_new_tokens=12, sampling=laws).tokens == expected
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_batches_that_shrink_and_grow(shape):
+    """200 random changes of the batch; every text is the target's own, whoever was beside it."""
+    model, rng = model_of(), random.Random(7)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 20))] for _ in range(12)]
+    texts = [greedy(model, p, 24) for p in prompts]
+    engine = engine_of(model, shape, max_batch=6, graph_batches=(1, 2, 4, 6), strict=True)
+    core, jobs = engine._core, []
+    num_changes, last = 0, 0
+    while num_changes < 200:
+        if rng.random() < 0.3:
+            which, limit = rng.randrange(len(prompts)), rng.randrange(1, 25)
+            requests = engine._requests([prompts[which]], None, limit, None, (), (), False)
+            core.scheduler.add(requests)
+            jobs.append((requests[0], which, limit))
+        running = [r for r in core.scheduler.running if r.is_running]
+        if running and rng.random() < 0.03:
+            core.abandon([rng.choice(running)])
+        core.step()
+        num_changes += len(core.scheduler.decoding()) != last
+        last = len(core.scheduler.decoding())
+    while core.scheduler.running or core.scheduler.waiting:
+        core.step()
+    engine.check_integrity()
+    finished = [job for job in jobs if job[0].finish_reason]
+    assert len(finished) > 40
+    for request, which, limit in finished:
+        assert request.tokens == texts[which][:limit]
+    assert core.counters.runners["round"].replays > 200 and not core.counters.runners["round"].eager
+
+
+def test_two_engines_never_meet():
+    models = [model_of("llama"), model_of("gpt_oss")]
+    prompts = ragged_prompts()[:2]
+    expected = [[greedy(m, p, 20) for p in prompts] for m in models]
+    engines = [engine_of(m, s, strict=True) for m, s in zip(models, (CHAIN, TREE), strict=True)]
+    runs = []
+    for engine in engines:
+        requests = engine._requests(prompts, None, 20, None, (), (), False)
+        runs.append((engine._run(requests), requests))
+    alive = True
+    while alive:
+        alive = [run for run, _ in runs if next(run, "over") != "over"]
+    assert [[r.tokens for r in requests] for _, requests in runs] == expected
+    engines[0].detach()
+    assert engines[1].generate(prompts, max_new_tokens=20).tokens == expected[1]
+
+
+@pytest.mark.parametrize("round_graph", [True, False], ids=["whole", "apart"])
+def test_an_error_in_a_replay_leaves_the_engine_able(round_graph):
+    model, prompts = model_of(), ragged_prompts()[:2]
+    engine = engine_of(model, CHAIN, round_graph=round_graph, strict=True)
+    runner = list(engine._core.graphs.runners.values())[-1]
+    graphs = [c.graph for c in runner.captured.values()]
+    before = [g.replay for g in graphs]
+    calls = []
+
+    def fail():
+        calls.append(1)
+        raise RuntimeError("a replay went wrong")
+
+    for graph in graphs:
+        graph.replay = fail
+    with pytest.raises(RuntimeError, match="a replay went wrong"):
+        engine.generate(prompts, max_new_tokens=12)
+    for graph, replay in zip(graphs, before, strict=True):
+        graph.replay = replay
+    assert calls == [1]
+    engine.check_integrity()
+    assert engine.generate(prompts, max_new_tokens=12).tokens == [greedy(model, p, 12) for p in prompts]
+    assert engine.report().num_free_pages == engine.report().num_pages
+
+
+def test_a_batch_above_the_largest_bucket():
+    model, prompts = model_of(), ragged_prompts()
+    expected = [greedy(model, p, 8) for p in prompts]
+    engine = engine_of(model, CHAIN, graph_batches=(2,))
+    assert engine.generate(prompts, max_new_tokens=8).tokens == expected
+    rejects = engine.report().runners["round"]["rejects"]
+    assert list(rejects) == ["the batch is larger than the largest bucket"]
+    assert "larger than the largest bucket" in str(engine.report())
+    engine.detach()
+    engine = engine_of(model, CHAIN, graph_batches=(2,), strict=True)
+    with pytest.raises(GraphError, match="round of 5 requests cannot replay"):
+        engine.generate(prompts, max_new_tokens=8)
+    assert engine.generate(prompts[:2], max_new_tokens=8).tokens == expected[:2]
+    engine.check_integrity()
+
+
+def test_kinds_that_were_not_captured_run_eagerly():
+    model, prompts = model_of(), ragged_prompts()[:1]
+    engine = engine_of(model, CHAIN, graph_sampling="greedy")
+    engine.generate(prompts, max_new_tokens=6, sampling=LAWS["sampled"])
+    rejects = engine.report().runners["round"]["rejects"]
+    assert list(rejects) == ["variant 'sampled' was not captured"]
+
+
+def test_the_least_kind_that_serves_a_batch():
+    assert SamplingKind.of([LAWS["greedy"]]) == "greedy"
+    assert SamplingKind.of([LAWS["greedy"], LAWS["sampled"]]) == "sampled"
+    assert SamplingKind.of([LAWS["filtered"], LAWS["sampled"]]) == "filtered"
+    assert SamplingKind.of([SamplingParams(top_k=3)]) == "greedy"
+    assert tuple(SamplingKind) == GRAPH_SAMPLING
+
+
+@pytest.mark.parametrize("what", ["state", "weight", "cache"])
+def test_tensors_that_move_are_found_before_a_replay(what, monkeypatch):
+    monkeypatch.setenv("SPECDEC_DEBUG", "1" if what == "cache" else "0")
+    engine = engine_of(model_of(), CHAIN)
+    core = engine._core
+    if what == "state":
+        object.__setattr__(core.state, "roots", core.state.roots.clone())
+    elif what == "weight":
+        weight = core.target.model.lm_head.weight
+        weight.data = weight.data.clone()
+    prompts = ragged_prompts()[:1]
+    if what != "cache":
+        with pytest.raises(GraphError, match="moved since round was captured"):
+            engine.generate(prompts, max_new_tokens=4)
+        return
+    run = engine._run(engine._requests(prompts, None, 20, None, (), (), True))
+    next(run)
+    core.context.pool.k[1] = core.context.pool.k[1].clone()  # between two rounds: only debug mode looks there
+    with pytest.raises(GraphError, match=r"target k\[1\] moved"):
+        for _ in run:
+            pass
+
+
+def test_detach_frees_everything_at_once():
+    model = model_of()
+    for settings in ({}, {"round_graph": False}):
+        engine = engine_of(model, CHAIN, **settings)
+        engine.generate(ragged_prompts()[:2], max_new_tokens=4)
+        gc.collect()
+        gc.disable()
+        try:
+            pool = weakref.ref(engine._core.context.pool)
+            engine.detach()
+            assert pool() is None
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_synthetic_acceptance_keeps_its_rates(shape, graphs):
+    rates = (0.8, 0.5, 0.2)
+    engine = engine_of(
+        model_of(), shape, max_batch=32, graph_batches=(32,), cuda_graph=graphs, synthetic_acceptance=rates
+    )
+    out = engine.generate([[7, 8, 9]] * 96, max_new_tokens=60, ignore_eos=True)
+    assert all(len(t) == 60 for t in out.tokens)
+    assert out.stats.acceptance_at == pytest.approx(rates, abs=0.03)  # a request's last round is cut
+    assert engine.report().config["synthetic_acceptance"] == rates
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cuda_graph": 1}, "cuda_graph=1: expected one of"),
+        ({"strict": None}, "strict=None: expected one of"),
+        ({"strict": True, "cuda_graph": False}, "strict refuses to run eagerly"),
+        ({"graph_batches": ()}, "graph_batches"),
+        ({"graph_sampling": ("greedy", "hot")}, r"graph_sampling=\('greedy', 'hot'\): expected one or more of"),
+        ({"synthetic_acceptance": (0.5, 0.4)}, "expected num_steps=3 shares"),
+        ({"synthetic_acceptance": (0.5, 0.6, 0.1)}, "none above the one before"),
+        ({"synthetic_acceptance": (1.2, 0.6, 0.1)}, "shares of rounds from 1 to 0"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        engine_of(model_of(), CHAIN, **settings)
+
+
+def test_memory_is_counted_before_anything_is_allocated():
+    gib = 2**30
+    needs = [MemoryNeed("KV pool", 8 * gib, "max_batch or max_seq_len"), MemoryNeed("graphs", gib, "graph_batches")]
+    resident = [MemoryNeed("weights", 15 * gib, "")]
+    check_fits(needs, resident, 9 * gib)
+    check_fits(needs, resident, None)  # nobody counts: a CPU
+    with pytest.raises(CapacityError) as caught:
+        check_fits(needs, resident, 5 * gib)
+    assert str(caught.value) == (
+        "the engine needs 9.00 GiB (KV pool 8.00 GiB, graphs 1.00 GiB) and 5.00 GiB are free (on the device already: "
+        "weights 15.00 GiB); lower max_batch or max_seq_len"
+    )
+
+
+def test_an_engine_that_cannot_fit_is_refused_and_leaves_the_model_alone(monkeypatch):
+    monkeypatch.setattr("specdec.api.free_bytes", lambda device: 1 << 20)
+    model = model_of()
+    with pytest.raises(CapacityError, match=r"the engine needs .* \(KV pool .*, the draft's KV pool .*, graphs .*\)"):
+        engine_of(model, CHAIN, max_batch=64)
+    monkeypatch.undo()
+    engine_of(model, CHAIN).detach()
+
+
+def test_graphs_are_off_on_a_cpu_unless_wanted():
+    assert EngineConfig().cuda_graph is None
+    report = specdec.attach(tiny_model("llama"), max_batch=1).report()
+    assert report.capture == "eager" and report.graphs == [] and report.graph_bytes == 0
