@@ -38,7 +38,7 @@ def main() -> None:
     rows = []
     for config in CONFIGS:
         for batch in args.batches:
-            settings = {**config, "backend": args.backend}
+            settings = {**config, "backend": args.backend, "strict": args.device == "cuda"}
             rows.append(
                 compare(model, args.draft or heads.path(), settings, batch, prompts, references, args.max_new_tokens)
             )

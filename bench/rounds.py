@@ -7,9 +7,11 @@ that follow one another, results read by the host. The last line is one JSON obj
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from round_cases import CONFIGS, Case, floor_ms, make_head, make_target
@@ -17,6 +19,7 @@ from round_timing import hf_step_ms, phase_ms, profile_rounds, round_ms
 
 import specdec
 from specdec.bench import write_results
+from specdec.round_graphs import estimate_bytes
 
 MODES: dict[str, dict[str, Any]] = {
     "graph": {},
@@ -31,7 +34,7 @@ def main() -> None:
     model = make_target(args.shape, args.target)
     head = make_head(args.shape, model, args.draft)
     cases = [Case(args.shape, batch, *config) for config in CONFIGS for batch in args.batches]
-    rows: list[dict[str, Any]] = []
+    rows = [capture_row(model, head, args.shape, config, attempt) for config in CONFIGS for attempt in ("cold", "warm")]
     for case in cases:
         rows += time_case(model, head, case, args)
         print(json.dumps(rows[-1]), flush=True)
@@ -68,11 +71,38 @@ def time_case(model: Any, head: Any, case: Case, args: argparse.Namespace) -> li
     return rows
 
 
+def capture_row(model: Any, head: Any, shape: str, config: tuple[int, int, int], attempt: str) -> dict[str, Any]:
+    """What attaching costs with every batch up to 32 and every kind of sampling captured; cold: kernels are compiled."""
+    case = Case(shape, 32, *config)
+    settings = {k: v for k, v in case.settings.items() if not k.startswith("graph_")}
+    torch.cuda.empty_cache()
+    start = time.perf_counter()
+    engine = specdec.attach(model, head if case.steps else None, max_batch=case.batch, strict=True, **settings)
+    seconds = time.perf_counter() - start
+    report = engine.report()
+    spec = engine._core.target.spec
+    guess = estimate_bytes(engine.config, spec.hidden_size, spec.vocab_size, len(spec.layers), 2)
+    engine.detach()
+    row = {
+        **case.row,
+        "what": "capture",
+        "mode": attempt,
+        "num_graphs": len(report.graphs),
+        "attach_s": round(seconds, 2),
+        "capture_s": round(report.graph_seconds, 2),
+        "graph_mib": round(report.graph_bytes / 2**20),
+        "estimated_mib": round(guess / 2**20),
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
 def print_table(rows: list[dict[str, Any]]) -> None:
     """A line a case: ms by mode, then by phase."""
     modes = [*MODES, "hf generate"]
     phases = ("draft", "verify", "accept", "extend")
     table = Table("batch", "S", "K", "D", *modes, "floor", *phases, "idle %", "launches")
+    rows = [r for r in rows if r["what"] != "capture"]
     cases = list(dict.fromkeys((r["steps"], r["topk"], r["draft_tokens"], r["batch"]) for r in rows))
     for steps, topk, width, batch in cases:
         own = [r for r in rows if (r["steps"], r["topk"], r["draft_tokens"], r["batch"]) == (steps, topk, width, batch)]

@@ -35,6 +35,8 @@ class RoundGraphs:
         self._is_debug = is_debug()
         device = program.slot_table.device
         self.capture = pick_capture(config.cuda_graph, device)
+        if config.strict and self.capture.refusal:
+            raise ValueError(f"strict=True on {device.type}, where {self.capture.refusal}; leave strict out")
         rows = BufferSpec("rows", lambda n: (n,), torch.int64, pad=config.dummy_row)
         setup = Setup(
             capture=self.capture,

@@ -1,9 +1,11 @@
 """What only a GPU can show: the same text on CUDA in fp32 and bf16, and a round that never waits for the host."""
 
 import os
+from collections import Counter
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import specdec
 from specdec import heads
@@ -26,17 +28,27 @@ def test_fp32_equals_generate(name):
     expected = [greedy(model, p) for p in prompts]
     for config in CONFIGS:
         head = random_head(model).cuda() if config else None
-        engine = specdec.attach(model, head, max_batch=4, **(config or {}))
+        engine = specdec.attach(model, head, max_batch=4, strict=True, **(config or {}))
         assert engine.generate(prompts, max_new_tokens=24).tokens == expected, config
         engine.check_integrity()
+        assert all(c["replays"] for c in engine.report().runners.values())
         engine.detach()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_in_bf16_are_captured(name):
+    model = tiny_model(name).to(torch.bfloat16).cuda()
+    with pytest.warns(UserWarning, match="inv_freq is in low precision"):
+        engine = specdec.attach(model, random_head(model).bfloat16().cuda(), max_batch=4, num_steps=3, strict=True)
+    engine.generate(ragged_prompts(), max_new_tokens=12)
+    assert engine.report().runners["round"]["replays"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("config", CONFIGS[1:], ids=["chain", "tree"])
 def test_a_round_never_waits_for_the_host(config, temperature):
     model = tiny_model("llama").cuda()
-    engine = specdec.attach(model, random_head(model).cuda(), **config)
+    engine = specdec.attach(model, random_head(model).cuda(), strict=True, **config)
     core, play = engine._core, engine._core._round
 
     def guarded(requests):
@@ -70,6 +82,66 @@ def test_nothing_is_compiled_on_live_traffic(config):
     assert not [name for name in live if name.startswith("specdec.")]
 
 
+@pytest.mark.parametrize("round_graph", [True, False], ids=["whole", "apart"])
+def test_a_round_is_one_launch(round_graph):
+    """Counted by the profiler: one graph and no kernel a round; apart, three graphs and the copies between them."""
+    model, num_rounds = tiny_model("llama").cuda(), 12
+    engine = specdec.attach(model, random_head(model).cuda(), num_steps=3, max_batch=2, round_graph=round_graph)
+    core = engine._core
+    core.scheduler.add(engine._requests(ragged_prompts()[:2], None, 100, None, (), (), True))
+    for _ in range(4):
+        core.step()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+        for _ in range(num_rounds):
+            core.step()
+        torch.cuda.synchronize()
+    calls = Counter(e.name for e in prof.events())
+    graphs = sum(n for name, n in calls.items() if "GraphLaunch" in name)
+    kernels = sum(n for name, n in calls.items() if "LaunchKernel" in name)
+    assert graphs == num_rounds * (1 if round_graph else 3)
+    assert kernels == 0 if round_graph else kernels > 0
+
+
+def test_out_of_memory_at_capture_leaves_an_eager_engine():
+    model, prompts = tiny_model("llama").cuda(), ragged_prompts()
+    expected = [greedy(model, p, 12) for p in prompts]
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    # Room for pools and small batches, none for the logits of 2048 requests.
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (100 << 20)) / total)
+    try:
+        with pytest.warns(UserWarning, match=r"no graph for round of 4096 .*lower max_batch"):
+            engine = specdec.attach(
+                model, random_head(model).cuda(), num_steps=7, max_batch=4096, max_seq_len=64, num_slots=4096,
+                graph_batches=(4, 4096), graph_sampling="sampled",
+            )  # fmt: skip
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    law = specdec.SamplingParams(temperature=0.5)
+    engine.generate(prompts[:3], max_new_tokens=12, sampling=law)
+    assert engine.report().runners["round"]["replays"] > 0
+    engine.generate(prompts, max_new_tokens=12, sampling=law)
+    assert engine.report().runners["round"]["rejects"].get("out of memory when it was captured", 0) > 0
+    assert engine.generate(prompts, max_new_tokens=12).tokens == expected
+    engine.check_integrity()
+
+
+def test_detach_gives_the_memory_back():
+    model = tiny_model("llama").cuda()
+    head = random_head(model).cuda()
+    greedy(model, [5, 6, 7], 4)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        engine = specdec.attach(model, head, num_steps=3, max_batch=8)
+        engine.generate(ragged_prompts(), max_new_tokens=8)
+        assert torch.cuda.memory_allocated() > before
+        engine.detach()
+        del engine
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_allocated() <= before + (64 << 20)  # libraries keep their workspaces
+
+
 def test_auto_is_triton():
     report = specdec.attach(tiny_model("llama").cuda(), max_batch=1).report()
     assert report.backend == "triton" and report.backend_reason.startswith("auto: triton")
@@ -81,7 +153,7 @@ def test_smollm2_equals_generate_but_for_near_ties(config, dtype):
     model, tokenizer = load_pretrained(os.environ.get("SPECDEC_TARGET", BUNDLED), dtype=dtype, device="cuda")
     prompts = chat_ids(QUESTIONS, tokenizer)
     expected = [greedy(model, p, 48) for p in prompts]
-    engine = specdec.attach(model, heads.path(), **config)
+    engine = specdec.attach(model, heads.path(), strict=True, **config)
     out = engine.generate(prompts, max_new_tokens=48)
     engine.detach()
     assert out.stats.tau > 1.4
