@@ -72,7 +72,7 @@ def time_case(model: Any, head: Any, case: Case, args: argparse.Namespace) -> li
 
 
 def capture_row(model: Any, head: Any, shape: str, config: tuple[int, int, int], attempt: str) -> dict[str, Any]:
-    """What attaching costs with every batch up to 32 and every kind of sampling captured; cold: kernels are compiled."""
+    """What attaching costs with all batches up to 32 and all kinds of sampling captured; cold: kernels are compiled."""
     case = Case(shape, 32, *config)
     settings = {k: v for k, v in case.settings.items() if not k.startswith("graph_")}
     torch.cuda.empty_cache()
