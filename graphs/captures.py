@@ -1,6 +1,7 @@
 """How a callable becomes a graph: not at all (eager), as one CUDA graph (full), or recorded and re-run (on a CPU)."""
 
 import contextlib
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -124,14 +125,17 @@ class FullCapture(Capture):
             try:
                 outputs = body()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # ends the broken capture; its own complaint says less
-                    graph.capture_end()
+                _give_up(graph)
                 raise
             graph.capture_end()
         return _Full(graph, outputs)
 
     def release_cache(self) -> None:
         torch.cuda.synchronize(self.device)
+        # Addresses of cuBLAS workspaces end up in graphs. Dropped after the warm-ups, they are taken anew within the
+        # captures, from the graphs' own pool, where nobody else can free them; dropped again, the next engine makes its
+        # own. torch's CUDA graph trees do the same.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
     def used_bytes(self) -> int:
@@ -145,6 +149,13 @@ class FullCapture(Capture):
         with torch.cuda.stream(self._stream):
             yield
         current.wait_stream(self._stream)
+
+
+def _give_up(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture that has failed; what it complains about says less than the error at hand."""
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph.capture_end()
 
 
 def pick_capture(wanted: bool | None, device: torch.device) -> Capture:

@@ -25,7 +25,7 @@ from specdec.synthetic import impose_acceptance
 from specdec.tree import Tree, chain
 from specdec.verify import Verdict, trim
 
-LAW_BYTES = 128 << 20  # probabilities that sampled acceptance holds at once; larger batches go in parts
+LAW_BYTES = 64 << 20  # probabilities that sampled acceptance holds at once; larger batches go in parts
 
 
 class Round:

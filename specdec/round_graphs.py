@@ -151,7 +151,7 @@ def estimate_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, num_
     tokens = buckets[-1] * config.verify_width
     logits = tokens * vocab_size * itemsize
     has_laws = any(kind != SamplingKind.GREEDY for kind in config.graph_sampling)
-    laws = 8 * min(LAW_BYTES, 4 * tokens * vocab_size) if has_laws else 0
+    laws = 11 * min(LAW_BYTES, 4 * tokens * vocab_size) if has_laws else 0
     drafts = 2 * 4 * buckets[-1] * config.num_steps * vocab_size if has_laws and config.topk == 1 else 0
     scratch = tokens * hidden_size * itemsize * LIVE_ROWS
     nodes = len(buckets) * len(config.graph_sampling) * (num_layers * 24 + config.num_steps * 60 + 200)

@@ -84,7 +84,7 @@ def test_nothing_is_compiled_on_live_traffic(config):
 
 @pytest.mark.parametrize("round_graph", [True, False], ids=["whole", "apart"])
 def test_a_round_is_one_launch(round_graph):
-    """Counted by the profiler: one graph and no kernel a round; apart, three graphs and the copies between them."""
+    """Counted by the profiler: one graph and no kernel a round; three graphs, and copies between them, apart."""
     model, num_rounds = tiny_model("llama").cuda(), 12
     engine = specdec.attach(model, random_head(model).cuda(), num_steps=3, max_batch=2, round_graph=round_graph)
     core = engine._core
@@ -99,7 +99,7 @@ def test_a_round_is_one_launch(round_graph):
     graphs = sum(n for name, n in calls.items() if "GraphLaunch" in name)
     kernels = sum(n for name, n in calls.items() if "LaunchKernel" in name)
     assert graphs == num_rounds * (1 if round_graph else 3)
-    assert kernels == 0 if round_graph else kernels > 0
+    assert kernels == 0
 
 
 def test_out_of_memory_at_capture_leaves_an_eager_engine():
@@ -132,14 +132,14 @@ def test_detach_gives_the_memory_back():
     greedy(model, [5, 6, 7], 4)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    for _ in range(3):
+    for _ in range(5):
         engine = specdec.attach(model, head, num_steps=3, max_batch=8)
         engine.generate(ragged_prompts(), max_new_tokens=8)
         assert torch.cuda.memory_allocated() > before
         engine.detach()
         del engine
         torch.cuda.empty_cache()
-        assert torch.cuda.memory_allocated() <= before + (64 << 20)  # libraries keep their workspaces
+        assert torch.cuda.memory_allocated() <= before + (8 << 20)
 
 
 def test_auto_is_triton():
