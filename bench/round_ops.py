@@ -78,6 +78,9 @@ def calls(ops: RoundOps, shape: str, batch: int) -> dict[str, Callable[[], Any]]
     tables = torch.arange(batch * 200, device=DEVICE).view(batch, 200)
     path = torch.tensor([[0, 2, 5, 9, -1, -1]], device=DEVICE).repeat(batch, 1)
     commit, features = ops.committer(pool), random(batch, width, 3 * hidden).bfloat16()
+    rows, stop_ids = torch.arange(batch, device=DEVICE), torch.full((batch, 16), -1, device=DEVICE)
+    remaining, roots = torch.full((batch,), 1 << 40, device=DEVICE), ids(vocab, batch)
+    verdict, grown = ops.verify_greedy(probs, tree, num_steps), lens.clone()
     log_probs, above = -random(batch, k, k), -random(batch, k)
     return {
         "expand": lambda: ops.expand(log_probs, above, k),
@@ -91,6 +94,8 @@ def calls(ops: RoundOps, shape: str, batch: int) -> dict[str, Callable[[], Any]]
         "sample": lambda: ops.sample(probs[:, 0], uniforms[:, 0].contiguous()),
         "gather_rows": lambda: ops.gather_rows(features, path),
         "commit": lambda: commit(tables, lens, path),
+        "settle": lambda: ops.settle(verdict, rows, stop_ids, remaining),
+        "emit": lambda: ops.emit(verdict, rows, grown, roots, remaining, True),
     }
 
 

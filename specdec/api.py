@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from specdec.backends import AttentionBackend, pick_backend
 from specdec.backends.checks import is_debug
+from specdec.batch import on_device
 from specdec.config import EngineConfig
 from specdec.draft.algo_spec import algo_spec
 from specdec.draft.eagle3 import Eagle3Worker
@@ -66,7 +67,8 @@ def attach(
     config = EngineConfig(**settings)
     hf = HFTarget(target)
     try:
-        return Engine(hf, config, draft if name else None, tokenizer)
+        with on_device(hf.device):
+            return Engine(hf, config, draft if name else None, tokenizer)
     except BaseException:
         hf.detach()
         raise

@@ -1,6 +1,7 @@
-"""Plain data that travels between layers: forward modes and the attention metadata of one forward."""
+"""Plain data that travels between layers: forward modes, the attention metadata of one forward, copies to a device."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -56,6 +57,11 @@ class AttentionMetadata:
     def num_reqs(self) -> int:
         """Requests in this forward."""
         return self.slot_tables.shape[0]
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, kernels and streams are those of `device`, whichever GPU is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:

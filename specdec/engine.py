@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from specdec.backends import AttentionBackend, ForwardContext
-from specdec.batch import ints_to_device
+from specdec.batch import ints_to_device, on_device
 from specdec.config import EngineConfig
 from specdec.draft.worker import DraftWorker, PrefillChunk
 from specdec.graphs import Counters
@@ -57,13 +57,17 @@ class Core:
         self.context = ForwardContext(backend, pool, layers, sinks, counters.count_forward)
         self.round = Round(target, config, worker, self.context, ops, slot_tables.table, self.state)
         self.graphs = RoundGraphs(self.round, config, counters, may_merge=may_merge)
-        self._mailbox = Mailbox(device, most=config.max_batch * (config.num_steps + 3))
+        self._mailbox = Mailbox(device, most=config.max_batch * (config.num_steps + 4))
         self._rows: tuple[tuple[int, ...], torch.Tensor] = ((), torch.empty(0))
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
 
     @torch.inference_mode()
     def step(self) -> None:
         """Launch a prefill or a round, then hand out the results of the launches that have come back."""
+        with on_device(self.device):
+            self._step()
+
+    def _step(self) -> None:
         self.scheduler.admit()
         pieces = self.scheduler.next_prefill(self.config.max_prefill_tokens)
         decoding = self.scheduler.decoding()
@@ -124,7 +128,7 @@ class Core:
 
     def _hand_out(self, results: Results, rows: list[list[int]]) -> None:
         """Hand arrived tokens to their requests; finished ones give back rows and slots."""
-        for request, (*tokens, accept_len, invalid) in zip(results.requests, rows, strict=True):
+        for request, (*tokens, accept_len, invalid, finished) in zip(results.requests, rows, strict=True):
             if results.is_round:
                 request.max_len_bound -= self.config.num_steps + 1 - accept_len
             if not request.is_running or accept_len == 0:
@@ -138,6 +142,7 @@ class Core:
                 request.take(tokens[:accept_len])
                 if results.is_round:
                     request.acceptance.add(len(request.tokens) - num_before)
+            assert request.finish_reason or not finished, "the device ended a request that the host thinks is running"
             if request.finish_reason:
                 self.scheduler.release(request)
 

@@ -140,8 +140,10 @@ class Report:
         for runner in self.runners:
             own = [g for g in self.graphs if g.runner == runner]
             for variant in dict.fromkeys(g.variant for g in own):
-                sizes = " ".join(str(g.num_reqs) for g in own if g.variant == variant)
-                lines.append(f"           {runner} ({variant}) of {sizes} requests")
+                alike = [g for g in own if g.variant == variant]
+                sizes = " ".join(str(g.num_reqs) for g in alike)
+                cost = f"{sum(g.seconds for g in alike):.2f} s, {sum(g.num_bytes for g in alike) / 2**20:.0f} MiB"
+                lines.append(f"           {runner} ({variant}) of {sizes} requests: {cost}")
         lines.append("path             replays    eager  why eager")
         for name, c in self.runners.items():
             rejects = ", ".join(f"{reason}: {n}" for reason, n in c["rejects"].items()) or "-"

@@ -23,7 +23,7 @@ from specdec.sampling import SamplingBatch, SamplingKind, process_logits
 from specdec.state import EngineState
 from specdec.synthetic import impose_acceptance
 from specdec.tree import Tree, chain
-from specdec.verify import Verdict, trim
+from specdec.verify import Verdict
 
 LAW_BYTES = 64 << 20  # probabilities that sampled acceptance holds at once; larger batches go in parts
 
@@ -54,7 +54,7 @@ class Round:
         target.aux_layers = worker.aux_layers
 
     def play(self, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> torch.Tensor:
-        """One round of `rows` [n] int64: [n, W+2] int64, tokens, accept_len and the invalid flag of each.
+        """One round of `rows` [n] int64: [n, W+3] int64, tokens, accept_len, invalid and finished flag of each.
 
         kind: how the requests sample (a SamplingKind); max_prefix: host upper bound of L, None if nothing is known.
         """
@@ -89,7 +89,7 @@ class Round:
         if self._rates is not None:
             draws = self.ops.uniforms(self.state.sampling.seeds[batch.rows], batch.seq_lens, STREAM_SYNTHETIC, 1)
             verdict = impose_acceptance(verdict, draft.tree, self._rates, draws[:, 0])
-        verdict = self._trim(batch, verdict)
+        verdict = self.ops.settle(verdict, batch.rows, self.state.stop_ids, self.state.remaining)
         if self.config.topk > 1:  # a chain's path lies at L.. already; rejected slots are simply past the new L
             self._move_path(batch.slot_tables, batch.seq_lens, verdict.accept_index)
         return verdict
@@ -97,15 +97,15 @@ class Round:
     def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> torch.Tensor:
         """The draft takes the true features; L += accept_lens, the last token is the new root. Returns the results."""
         self.worker.extend(batch, verdict, aux)
-        self.state.seq_lens[batch.rows] = batch.seq_lens + verdict.accept_lens
-        return self._emit(batch, verdict)
+        return self._emit(batch, verdict, moves=True)
 
     def first_tokens(self, kind: str, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The token after each prompt, from logits [n, V]; it becomes the row's first root. Results as `play` gives."""
         batch = self.batch(kind, rows)
         root_only = chain(batch.roots, batch.roots.new_empty(rows.shape[0], 0))
         verdict = self._decide(batch, Draft(root_only, None), logits.unsqueeze(1), STREAM_PREFILL)
-        return self._emit(batch, self._trim(batch, verdict))  # L stays: the token is not in the cache yet
+        verdict = self.ops.settle(verdict, rows, self.state.stop_ids, self.state.remaining)
+        return self._emit(batch, verdict, moves=False)  # the token is not in the cache yet: L stays
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name, every tensor that outlives a round and that rounds read or write; they stay where they are."""
@@ -155,15 +155,7 @@ class Round:
             return self.ops.verify_chain(probs, draft.probs[part], tree, uniforms[part])
         return self.ops.verify_tree(probs, tree, num_steps, uniforms[part])
 
-    def _trim(self, batch: RoundBatch, verdict: Verdict) -> Verdict:
-        """Cut at stop ids and at the length limit; what is over has nothing remaining."""
-        remaining = self.state.remaining[batch.rows]
-        verdict, finished = trim(verdict, self.state.stop_ids[batch.rows], remaining)
-        self.state.remaining[batch.rows] = (remaining - verdict.accept_lens).masked_fill(finished, 0)
-        return verdict
-
-    def _emit(self, batch: RoundBatch, verdict: Verdict) -> torch.Tensor:
-        """The last token is the new root; [n, W+2] int64 for the host."""
-        last = (verdict.accept_lens - 1).clamp(min=0).unsqueeze(1)
-        self.state.roots[batch.rows] = verdict.tokens.gather(1, last).squeeze(1).clamp(min=0)
-        return torch.cat([verdict.tokens, verdict.accept_lens.unsqueeze(1), verdict.invalid.unsqueeze(1).long()], 1)
+    def _emit(self, batch: RoundBatch, verdict: Verdict, moves: bool) -> torch.Tensor:
+        """The last token is the new root and L += accept_lens, if it moves; results for the host."""
+        state = self.state
+        return self.ops.emit(verdict, batch.rows, state.seq_lens, state.roots, state.remaining, moves)

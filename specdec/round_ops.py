@@ -26,6 +26,10 @@ class RoundOps:
     expand, build: `specdec.tree`; verify_*: `specdec.verify`; sample: `specdec.sampling`;
     uniforms(seeds [bs], counters [bs], first_stream, num) -> [bs, num]: `sampling.uniform` on consecutive streams;
     gather_rows(values [bs, n, h], index [bs, m]) -> [bs, m, h]: rows by index, -1 reads row 0;
+    settle(verdict, rows [bs], stop_ids [num_rows, num_stops], remaining [num_rows]) -> the verdict cut at stops and
+        limits; `remaining` of the rows is lowered in place, to 0 for those that are over;
+    emit(verdict, rows, seq_lens, roots, remaining, moves) -> results for the host, [bs, W+3] int64: tokens, accept_len,
+        invalid, finished; in place, the last token becomes the root and, if `moves`, seq_lens grow by accept_lens;
     committer(pool): made once a pool; it gives commit(slot_tables [bs, width], seq_lens [bs], accept_index [bs, W]),
     which moves the accepted path's K/V of every layer to positions L..; -1 moves nothing.
     """
@@ -39,6 +43,8 @@ class RoundOps:
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     uniforms: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    settle: Callable[[Verdict, torch.Tensor, torch.Tensor, torch.Tensor], Verdict]
+    emit: Callable[[Verdict, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
     committer: Callable[[KVPool], Commit]
 
 
@@ -55,6 +61,29 @@ def _uniforms(seeds: torch.Tensor, counters: torch.Tensor, first_stream: int, nu
 def _gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     wide = index.clamp(min=0).unsqueeze(2).expand(-1, -1, values.shape[2])
     return values.gather(1, wide)
+
+
+def _settle(verdict: Verdict, rows: torch.Tensor, stop_ids: torch.Tensor, remaining: torch.Tensor) -> Verdict:
+    left = remaining[rows]
+    verdict, finished = verify.trim(verdict, stop_ids[rows], left)
+    remaining[rows] = (left - verdict.accept_lens).masked_fill(finished, 0)
+    return verdict
+
+
+def _emit(
+    verdict: Verdict,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    roots: torch.Tensor,
+    remaining: torch.Tensor,
+    moves: bool,
+) -> torch.Tensor:
+    last = (verdict.accept_lens - 1).clamp(min=0).unsqueeze(1)
+    roots[rows] = verdict.tokens.gather(1, last).squeeze(1).clamp(min=0)
+    if moves:
+        seq_lens[rows] = seq_lens[rows] + verdict.accept_lens
+    columns = (verdict.accept_lens, verdict.invalid.long(), (remaining[rows] == 0).long())
+    return torch.cat([verdict.tokens, torch.stack(columns, 1)], 1)
 
 
 def _committer(pool: KVPool) -> Commit:
@@ -79,13 +108,15 @@ TORCH_OPS = RoundOps(
     sample=sampling.sample,
     uniforms=_uniforms,
     gather_rows=_gather_rows,
+    settle=_settle,
+    emit=_emit,
     committer=_committer,
 )
 
 
 def _triton_ops() -> RoundOps:
     """The kernels, in the types of this layer; imported here, since triton is optional."""
-    from specdec.backends.triton import rows, sampling, tree, walk
+    from specdec.backends.triton import rows, sampling, settle, tree, walk
 
     def build(*candidates: torch.Tensor, num_draft_tokens: int, num_steps: int) -> Tree:
         return Tree(*tree.build(*candidates, num_draft_tokens=num_draft_tokens, num_steps=num_steps))
@@ -99,6 +130,9 @@ def _triton_ops() -> RoundOps:
     def verify_chain(probs: torch.Tensor, laws: torch.Tensor, draft: Tree, uniforms: torch.Tensor) -> Verdict:
         return Verdict(*walk.verify_chain(probs, laws, draft.tokens, uniforms))
 
+    def cut(verdict: Verdict, *state: torch.Tensor) -> Verdict:
+        return Verdict(*settle.settle(verdict, *state))
+
     return RoundOps(
         name="triton",
         expand=tree.expand,
@@ -109,5 +143,7 @@ def _triton_ops() -> RoundOps:
         sample=sampling.sample,
         uniforms=sampling.uniform,
         gather_rows=rows.gather_rows,
+        settle=cut,
+        emit=settle.emit,
         committer=rows.committer,
     )

@@ -56,7 +56,7 @@ class EngineState:
 
 @dataclass(frozen=True)
 class Results:
-    """What one launch emitted, still on its way to the host: [n, W+2] int64: tokens, accept_lens, invalid."""
+    """What one launch emitted, still on its way to the host: [n, W+3] int64: tokens, accept_lens, invalid, finished."""
 
     requests: tuple[Request, ...]
     host: torch.Tensor
@@ -77,7 +77,7 @@ class Mailbox:
         self._pending: deque[tuple[Results, torch.Tensor]] = deque()
 
     def post(self, requests: Sequence[Request], packed: torch.Tensor, is_round: bool) -> None:
-        """Start the copy of `packed` [n, W+2], which may be written again right after."""
+        """Start the copy of `packed` [n, W+3], which may be written again right after."""
         if self._device.type != "cuda":
             host = packed.clone()
             self._pending.append((Results(tuple(requests), host, None, is_round), host))

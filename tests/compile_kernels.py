@@ -92,8 +92,8 @@ def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
 
 
 def round_kernels() -> None:
-    """Growth, tree, walks, draws, rows and commit."""
-    from specdec.backends.triton import rows, sampling, tree, walk
+    """Growth, tree, walks, draws, rows, commit and what ends a round."""
+    from specdec.backends.triton import rows, sampling, settle, tree, walk
     from specdec.kv_cache import KVPool, LayerShape
 
     ids, floats = torch.zeros(2, 40, dtype=torch.int64), torch.zeros(2, 40)
@@ -103,7 +103,10 @@ def round_kernels() -> None:
     uniforms = sampling.uniform(ids[:, 0].clone(), ids[:, 0].clone(), 64, 8)
     sampling.sample(laws[:, 0], uniforms[:, 0].clone())
     walk.verify_greedy(laws.bfloat16(), nodes, nodes, 5)
-    walk.verify_tree(laws, nodes, nodes, 5, uniforms)
+    verdict = walk.verify_tree(laws, nodes, nodes, 5, uniforms)
+    verdict = settle.settle(verdict, nodes[0, :2].clone(), ids, ids[:, 0].clone())
+    for moves in (True, False):
+        settle.emit(verdict, nodes[0, :2].clone(), ids[:, 0].clone(), ids[:, 0].clone(), ids[:, 0].clone(), moves)
     walk.verify_chain(laws, laws[:, :7].contiguous(), nodes, uniforms)
     rows.gather_rows(laws, nodes)
     pool = KVPool([LayerShape(2, 16, 8)], 50, torch.bfloat16, torch.device("cpu"))

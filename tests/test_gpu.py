@@ -142,6 +142,17 @@ def test_detach_gives_the_memory_back():
         assert torch.cuda.memory_allocated() <= before + (8 << 20)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "chain", "tree"])
+def test_a_model_on_another_gpu_than_the_current_one(config):
+    model, prompts = tiny_model("gemma2").to("cuda:1"), ragged_prompts()
+    expected = [greedy(model, p, 16) for p in prompts]
+    head = random_head(model).to("cuda:1") if config else None
+    assert torch.cuda.current_device() == 0
+    engine = specdec.attach(model, head, max_batch=4, strict=True, **(config or {}))
+    assert engine.generate(prompts, max_new_tokens=16).tokens == expected
+
+
 def test_auto_is_triton():
     report = specdec.attach(tiny_model("llama").cuda(), max_batch=1).report()
     assert report.backend == "triton" and report.backend_reason.startswith("auto: triton")

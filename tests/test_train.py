@@ -112,8 +112,8 @@ class Incremental:
         )
         self.length += tokens.numel()
         with forward_context(self.context, metadata):
-            embeds, positions = self.embed(tokens), metadata.positions
-            return self.head(embeds, hidden, positions, lambda q, k, v, rope: attention(q, k, v, 0, rope))
+            embeds, rope = self.embed(tokens), self.head.rope(metadata.positions)
+            return self.head(embeds, hidden, rope, lambda q, k, v, rope: attention(q, k, v, 0, rope))
 
 
 @torch.no_grad()

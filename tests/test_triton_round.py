@@ -243,3 +243,46 @@ def test_committed_paths_equal_the_twin(seed, bs, num_steps, dtype):
     TORCH_OPS.committer(pools[1])(*arguments)
     for got, want in zip((*pools[0].k, *pools[0].v), (*pools[1].k, *pools[1].v), strict=True):
         assert torch.equal(got, want)
+
+
+def random_verdict(g, bs, width):
+    lens = torch.randint(1, width + 1, (bs,), generator=g)
+    columns = torch.arange(width)
+    tokens = torch.where(columns < lens.unsqueeze(1), torch.randint(0, 6, (bs, width), generator=g), -1)
+    index = torch.where(columns < lens.unsqueeze(1), torch.randint(0, 9, (bs, width), generator=g), -1)
+    invalid = torch.rand(bs, generator=g) < 0.1
+    return verify.Verdict(*(t.to(DEVICE) for t in (index, lens, tokens, invalid)))
+
+
+@FEW
+@given(SEEDS, st.integers(1, 6), st.integers(1, 7), st.integers(1, 16), st.booleans())
+def test_rounds_end_as_the_twins_end_them(seed, bs, width, num_stops, moves):
+    """Stops (of few tokens, so that they are met), limits, rows in any order; state is changed in place."""
+    g = generator(seed)
+    verdict, num_rows = random_verdict(g, bs, width), bs + 3
+    rows = torch.randperm(num_rows, generator=g)[:bs].to(DEVICE)
+    is_used = torch.rand(num_rows, num_stops, generator=g) < 0.15
+    stops = torch.where(is_used, torch.randint(0, 6, is_used.shape, generator=g), -1).to(DEVICE)
+    remaining = torch.randint(0, 9, (num_rows,), generator=g).to(DEVICE)
+    lens, roots = (torch.randint(0, 99, (num_rows,), generator=g).to(DEVICE) for _ in range(2))
+    outcomes = []
+    for ops in (OPS, TORCH_OPS):
+        state = [t.clone() for t in (remaining, lens, roots)]
+        settled = ops.settle(verdict, rows, stops, state[0])
+        results = ops.emit(settled, rows, state[1], state[2], state[0], moves)
+        outcomes.append((settled, results, state))
+    same(outcomes[0][0], outcomes[1][0])
+    same([outcomes[0][1], *outcomes[0][2]], [outcomes[1][1], *outcomes[1][2]])
+    settled, results, state = outcomes[0]
+    assert torch.equal(results[:, -1] == 1, state[0][rows] == 0)
+    assert torch.equal(state[1][rows], lens[rows] + (settled.accept_lens if moves else 0))
+
+
+def test_padding_may_repeat_the_dummy_row():
+    verdict = random_verdict(generator(1), 4, 3)
+    rows = torch.tensor([2, 5, 5, 5], device=DEVICE)
+    remaining = torch.tensor([9, 9, 9, 9, 9, 0], device=DEVICE)
+    stops = torch.full((6, 2), -1, device=DEVICE)
+    settled = OPS.settle(verdict, rows, stops, remaining)
+    assert settled.accept_lens[1:].tolist() == [0, 0, 0] and int(remaining[5]) == 0
+    assert int(settled.accept_lens[0]) == int(verdict.accept_lens[0])

@@ -80,6 +80,7 @@ def _store_kernel(
     k_stride_h,
     v_stride_t,
     v_stride_h,
+    rope_stride_t,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     QK_DIM: tl.constexpr,
@@ -99,7 +100,7 @@ def _store_kernel(
     if ROTARY == 0:
         _copy(k_row, k_slot, k_stride_h, NUM_KV_HEADS, QK_DIM, BLOCK_HKV, BLOCK_QK)
     else:
-        cos_row, sin_row = cos + token * ROTARY, sin + token * ROTARY
+        cos_row, sin_row = cos + token * rope_stride_t, sin + token * rope_stride_t
         _rotated_copy(
             k_row, k_slot, cos_row, sin_row, k_stride_h, QK_DIM, NUM_KV_HEADS, QK_DIM, ROTARY,
             BLOCK_HKV, BLOCK_HALF, BLOCK_QK,
@@ -128,7 +129,8 @@ def store_kv(
     num_kv_heads, v_dim = v.shape[1:]
     rotary = 0 if rope is None else rope.cos.shape[-1]
     q_out = q if rope is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    cos, sin = (q, q) if rope is None else (rope.cos.contiguous(), rope.sin.contiguous())
+    cos, sin = (q, q) if rope is None else rope
+    assert cos.stride() == sin.stride() and cos.stride(-1) == 1, "cos and sin need one layout and a dense last dim"
     _store_kernel[(num_tokens,)](
         q,
         q_out,
@@ -145,6 +147,7 @@ def store_kv(
         k.stride(1),
         v.stride(0),
         v.stride(1),
+        cos.stride(0),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         QK_DIM=qk_dim,

@@ -53,6 +53,8 @@ class Eagle3Worker(DraftWorker):
         self.aux_layers = c.aux_layers
         self.context = ForwardContext(backend, pool, [c.layer], [None], on_forward)
         self.hot_ids = head.hot_ids
+        every_position = torch.arange(config.table_width, device=weight.device)
+        self.rope_tables = torch.stack(head.rope(every_position), 1)  # [table_width, 2, head_dim]: cos, sin
         self.candidate_depths = candidate_depths(config).to(weight.device)
         self.logits = torch.zeros(config.num_rows, c.draft_vocab_size, dtype=weight.dtype, device=weight.device)
         self.hidden = torch.zeros(config.num_rows, c.hidden_size, dtype=weight.dtype, device=weight.device)
@@ -81,7 +83,7 @@ class Eagle3Worker(DraftWorker):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        own = {"hot_ids": self.hot_ids, "logits": self.logits, "hidden": self.hidden}
+        own = {"hot_ids": self.hot_ids, "rope tables": self.rope_tables, "logits": self.logits, "hidden": self.hidden}
         return {**own, **self.context.pool.tensors("cache"), **dict(self.head.named_parameters())}
 
     @property
@@ -177,8 +179,9 @@ class Eagle3Worker(DraftWorker):
 
     def _forward(self, metadata: AttentionMetadata, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """One forward of the head: ids [T] int64 (token p+1), hidden [T, h_d] (feature or state at p): [T, h_d]."""
+        rope = Rope(*self.rope_tables[metadata.positions].unbind(1))
         with forward_context(self.context, metadata):
-            return self.head(self.embed_tokens(ids), hidden, metadata.positions, _attend)
+            return self.head(self.embed_tokens(ids), hidden, rope, _attend)
 
     def _keep(self, rows: torch.Tensor, hidden: torch.Tensor) -> None:
         """Store the state [n, h_d] that predicts the next token of `rows`, and its logits."""

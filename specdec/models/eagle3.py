@@ -64,13 +64,12 @@ class Eagle3Attention(nn.Module):
         self.v_proj = nn.Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
         self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """x [..., 2*h_d], positions [...] int64 -> [..., h_d]."""
+    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+        """x [..., 2*h_d], rope tables [..., head_dim] -> [..., h_d]."""
         c = self.config
         q = self.q_proj(x).unflatten(-1, (c.num_heads, c.head_dim))
         k = self.k_proj(x).unflatten(-1, (c.num_kv_heads, c.head_dim))
         v = self.v_proj(x).unflatten(-1, (c.num_kv_heads, c.head_dim))
-        rope = rope_table(positions, c.head_dim, c.rope_theta, x.dtype)
         return self.o_proj(attend(q, k, v, rope).flatten(-2))
 
 
@@ -98,11 +97,9 @@ class Eagle3Layer(nn.Module):
         self.hidden_norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
-    def forward(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
+    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
         x = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], -1)
-        hidden = hidden + self.self_attn(x, positions, attend)
+        hidden = hidden + self.self_attn(x, rope, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -142,11 +139,13 @@ class Eagle3Head(nn.Module):
         """Target features [..., 3*h] of the aux layers, low to high, to the feature g [..., h_d]."""
         return self.fc(aux)
 
-    def forward(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        """embeds, hidden [..., h_d] and positions [...]: the recycled (pre-norm) state [..., h_d]."""
-        return self.midlayer(embeds, hidden, positions, attend)
+    def rope(self, positions: torch.Tensor) -> Rope:
+        """Rotary tables [..., head_dim] for positions [...] int64, in the head's dtype."""
+        return rope_table(positions, self.config.head_dim, self.config.rope_theta, self.fc.weight.dtype)
+
+    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+        """embeds, hidden [..., h_d] and rope tables [..., head_dim]: the recycled (pre-norm) state [..., h_d]."""
+        return self.midlayer(embeds, hidden, rope, attend)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Recycled state [..., h_d] to draft-vocabulary logits [..., dv]."""

@@ -71,5 +71,5 @@ def unroll(
     hidden = head.fuse(aux)
     positions = torch.arange(length, device=tokens.device).expand(batch, -1)
     for j in range(num_steps):
-        hidden = head(embeds[:, 1 + j : 1 + j + length], hidden, positions + j, attend)
+        hidden = head(embeds[:, 1 + j : 1 + j + length], hidden, head.rope(positions + j), attend)
         yield hidden
