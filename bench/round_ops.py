@@ -25,6 +25,7 @@ from specdec.tree import chain
 
 CONFIG = EngineConfig(num_steps=5, topk=8, num_draft_tokens=32)
 VOCABS = {"135m": (49152, 30, 576), "8b": (128256, 32, 4096)}  # V, layers, hidden size
+HOT = {"135m": 8192, "8b": 32000}  # the draft's vocabulary
 
 
 def main() -> None:
@@ -81,8 +82,13 @@ def calls(ops: RoundOps, shape: str, batch: int) -> dict[str, Callable[[], Any]]
     rows, stop_ids = torch.arange(batch, device=DEVICE), torch.full((batch, 16), -1, device=DEVICE)
     remaining, roots = torch.full((batch,), 1 << 40, device=DEVICE), ids(vocab, batch)
     verdict, grown = ops.verify_greedy(probs, tree, num_steps), lens.clone()
+    num_hot = HOT[shape]
+    names = torch.randperm(vocab, device=DEVICE, generator=generator)[:num_hot]
+    hot, hot_rows = random(batch, num_hot).bfloat16(), random(batch * k, num_hot).bfloat16()
     log_probs, above = -random(batch, k, k), -random(batch, k)
     return {
+        "best_token": lambda: ops.best_token(hot, names),
+        "top_tokens": lambda: ops.top_tokens(hot_rows, k, names),
         "expand": lambda: ops.expand(log_probs, above, k),
         "build": lambda: ops.build(*candidates, num_draft_tokens=width, num_steps=num_steps),
         "verify_greedy": lambda: ops.verify_greedy(probs, tree, num_steps),

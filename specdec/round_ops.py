@@ -23,7 +23,7 @@ Commit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 class RoundOps:
     """What the fields do is told by the torch functions they are twins of.
 
-    expand, build: `specdec.tree`; verify_*: `specdec.verify`; sample: `specdec.sampling`;
+    best_token, top_tokens, expand, build: `specdec.tree`; verify_*: `specdec.verify`; sample: `specdec.sampling`;
     uniforms(seeds [bs], counters [bs], first_stream, num) -> [bs, num]: `sampling.uniform` on consecutive streams;
     gather_rows(values [bs, n, h], index [bs, m]) -> [bs, m, h]: rows by index, -1 reads row 0;
     settle(verdict, rows [bs], stop_ids [num_rows, num_stops], remaining [num_rows]) -> the verdict cut at stops and
@@ -35,6 +35,8 @@ class RoundOps:
     """
 
     name: str
+    best_token: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    top_tokens: Callable[[torch.Tensor, int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
     expand: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
     build: Callable[..., Tree]
     verify_greedy: Callable[[torch.Tensor, Tree, int], Verdict]
@@ -100,6 +102,8 @@ def _committer(pool: KVPool) -> Commit:
 
 TORCH_OPS = RoundOps(
     name="torch",
+    best_token=tree.best_token,
+    top_tokens=tree.top_tokens,
     expand=tree.expand,
     build=tree.build,
     verify_greedy=verify.verify_greedy,
@@ -116,7 +120,7 @@ TORCH_OPS = RoundOps(
 
 def _triton_ops() -> RoundOps:
     """The kernels, in the types of this layer; imported here, since triton is optional."""
-    from specdec.backends.triton import rows, sampling, settle, tree, walk
+    from specdec.backends.triton import rows, sampling, settle, top, tree, walk
 
     def build(*candidates: torch.Tensor, num_draft_tokens: int, num_steps: int) -> Tree:
         return Tree(*tree.build(*candidates, num_draft_tokens=num_draft_tokens, num_steps=num_steps))
@@ -135,6 +139,8 @@ def _triton_ops() -> RoundOps:
 
     return RoundOps(
         name="triton",
+        best_token=top.best_token,
+        top_tokens=top.top_tokens,
         expand=tree.expand,
         build=build,
         verify_greedy=verify_greedy,

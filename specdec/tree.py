@@ -42,6 +42,24 @@ def chain(root: Tensor, drafts: Tensor) -> Tree:
     )
 
 
+def best_token(logits: Tensor, names: Tensor | None) -> Tensor:
+    """The best token of each row, the lower among equals: logits [n, V], float, to [n], int64.
+
+    names: [V], int64, what the tokens are called (a draft's hot vocabulary); None: their indices.
+    """
+    best = logits.argmax(-1)
+    return best if names is None else names[best]
+
+
+def top_tokens(logits: Tensor, topk: int, names: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The best `topk` tokens of each row: log-probabilities [n, topk], float32, best first, and names, int64.
+
+    logits: [n, V], float; names: as in `best_token`. A row that holds NaN or +inf gives NaN and distinct tokens.
+    """
+    best = logits.float().log_softmax(-1).topk(topk)
+    return best.values, best.indices if names is None else names[best.indices]
+
+
 def expand(log_probs: Tensor, parent_scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     """One step of EAGLE-2's growth: score the children, keep the best for the next draft forward.
 

@@ -93,12 +93,15 @@ def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
 
 def round_kernels() -> None:
     """Growth, tree, walks, draws, rows, commit and what ends a round."""
-    from specdec.backends.triton import rows, sampling, settle, tree, walk
+    from specdec.backends.triton import rows, sampling, settle, top, tree, walk
     from specdec.kv_cache import KVPool, LayerShape
 
     ids, floats = torch.zeros(2, 40, dtype=torch.int64), torch.zeros(2, 40)
     tree.expand(torch.zeros(2, 8, 8), torch.zeros(2, 8), 8)
     tree.build(ids[:, 0].clone(), ids, floats, ids, ids[0].clone(), num_draft_tokens=32, num_steps=5)
+    for dtype in (torch.bfloat16, torch.float32):
+        top.top_tokens(torch.zeros(3, 9000, dtype=dtype), 8, torch.arange(9000))
+        top.best_token(torch.zeros(3, 9000, dtype=dtype), None)
     nodes, laws = ids[:, :8].contiguous(), torch.zeros(2, 8, 5000)
     uniforms = sampling.uniform(ids[:, 0].clone(), ids[:, 0].clone(), 64, 8)
     sampling.sample(laws[:, 0], uniforms[:, 0].clone())

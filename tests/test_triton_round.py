@@ -286,3 +286,40 @@ def test_padding_may_repeat_the_dummy_row():
     settled = OPS.settle(verdict, rows, stops, remaining)
     assert settled.accept_lens[1:].tolist() == [0, 0, 0] and int(remaining[5]) == 0
     assert int(settled.accept_lens[0]) == int(verdict.accept_lens[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab", "topk"), [(1, 1), (5, 3), (50, 8), (4096, 4), (5000, 1), (9001, 8), (300, 64)])
+def test_top_tokens_equal_the_twin(vocab, topk, dtype):
+    g = generator(vocab)
+    logits = torch.stack([torch.randperm(vocab, generator=g) for _ in range(4)]).div(vocab / 30 + 1)
+    logits = logits.to(dtype).to(DEVICE)
+    names = torch.randperm(3 * vocab, generator=g)[:vocab].to(DEVICE)
+    for named in (None, names):
+        values, tokens = OPS.top_tokens(logits, topk, named)
+        wanted, _ = TORCH_OPS.top_tokens(logits, topk, named)
+        torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-5)
+        # bf16 rounds logits to ties: what is named must have the value, and no token comes twice.
+        table = logits.float().log_softmax(-1)
+        places = tokens if named is None else (named == tokens.unsqueeze(-1)).int().argmax(-1)
+        torch.testing.assert_close(table.gather(1, places), wanted, rtol=1e-5, atol=1e-5)
+        assert all(len(set(row)) == topk for row in tokens.tolist())
+        assert torch.equal(OPS.best_token(logits, named), TORCH_OPS.best_token(logits, named))
+
+
+def test_ties_go_to_the_lower_token_and_nothing_comes_twice():
+    logits = torch.zeros(3, 9001, device=DEVICE)
+    logits[1, 8999:] = 1.0
+    logits[2] = -math.inf
+    _, tokens = OPS.top_tokens(logits, 4, None)
+    assert tokens.tolist() == [[0, 1, 2, 3], [8999, 9000, 0, 1], [0, 1, 2, 3]]
+    assert OPS.best_token(logits, None).tolist() == [0, 8999, 0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_gives_nan_and_distinct_tokens(bad):
+    logits = torch.randn(2, 6000, generator=generator(0)).to(DEVICE)
+    logits[0, 5500] = bad
+    values, tokens = OPS.top_tokens(logits, 8, None)
+    assert bool(values[0].isnan().all()) and bool(values[1].isfinite().all())
+    assert len(set(tokens[0].tolist())) == 8 and int(tokens.min()) >= 0 and int(tokens.max()) < 6000

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.sampling import draw, vocab_blocks
+from specdec.backends.triton.top import row_max
 
 Verdict = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # accept_index, accept_lens, tokens, invalid
 
@@ -197,7 +198,7 @@ def _chain_kernel(
 
 def verify_greedy(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_steps: int) -> Verdict:
     """logits [bs, D, V], tokens and parents [bs, D] int64: accept_index and tokens [bs, S+1], accept_lens, invalid."""
-    best, target = logits.max(-1)
+    best, target = row_max(logits.flatten(0, 1))
     verdict, shape = _empty_verdict(tokens, num_steps)
     _greedy_kernel[(tokens.shape[0],)](
         best, target, tokens.contiguous(), parents.contiguous(), *verdict, **shape, num_warps=1

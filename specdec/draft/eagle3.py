@@ -115,20 +115,18 @@ class Eagle3Worker(DraftWorker):
                 hidden = self._forward(metadata, tokens[-1], hidden)
                 logits = self.head.logits(hidden)
             if batch.sampling is None:
-                choice = logits.argmax(-1)
+                tokens.append(self.ops.best_token(logits, self.hot_ids))
             else:
                 law = process_logits(logits.unsqueeze(1), batch.sampling).squeeze(1)
                 draws = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, STREAM_DRAFT + step, 1)
-                choice = self.ops.sample(law, draws.squeeze(1))
+                tokens.append(self.hot_ids[self.ops.sample(law, draws.squeeze(1))])
                 laws.append(law)
-            tokens.append(self.hot_ids[choice])
         return Draft(chain(batch.roots, torch.stack(tokens, 1)), self._over_target_vocab(laws))
 
     def _draft_tree(self, batch: RoundBatch) -> Draft:
         """K>1: grow K branches a step by cumulative log-probability, then re-rank everything proposed (EAGLE-2)."""
         k, bs = self.config.topk, batch.rows.shape[0]
-        best = self.logits[batch.rows].float().log_softmax(-1).topk(k)
-        frontier_scores, frontier_ids = best.values, self.hot_ids[best.indices]  # [bs, K]
+        frontier_scores, frontier_ids = self.ops.top_tokens(self.logits[batch.rows], k, self.hot_ids)  # [bs, K]
         hidden = self.hidden[batch.rows].unsqueeze(1).expand(-1, k, -1)  # [bs, K, h_d]
         names = torch.arange(k, device=batch.rows.device).expand(bs, -1)  # candidate numbers of the frontier
         bits = torch.zeros_like(names)  # draft nodes above the frontier
@@ -138,9 +136,9 @@ class Eagle3Worker(DraftWorker):
             hidden = self._forward(
                 self._tree_metadata(batch, step, bits), frontier_ids.reshape(-1), hidden.reshape(bs * k, -1)
             )
-            children = self.head.logits(hidden).float().log_softmax(-1).topk(k)  # [bs*K, K]
-            child_ids = self.hot_ids[children.indices].view(bs, k * k)
-            cumulative, kept = self.ops.expand(children.values.view(bs, k, k), frontier_scores, k)
+            log_probs, child_ids = self.ops.top_tokens(self.head.logits(hidden), k, self.hot_ids)  # [bs*K, K]
+            child_ids = child_ids.view(bs, k * k)
+            cumulative, kept = self.ops.expand(log_probs.view(bs, k, k), frontier_scores, k)
             first_name = sum(t.shape[1] for t in tokens)
             tokens.append(child_ids)
             scores.append(cumulative)

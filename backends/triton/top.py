@@ -1,0 +1,142 @@
+"""The best tokens of each row of logits, in two launches whatever the vocabulary. Twins: `specdec.tree.top_tokens` and
+`best_token`, and the `max` of `specdec.verify.verify_greedy`.
+
+The vocabulary is cut in chunks, one program each; a second kernel puts the chunks of a row together. Candidates are
+compared by keys that are all different, so ties go to the lower token and no token comes twice.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_LOWEST = tl.constexpr(-(1 << 63))
+
+
+@triton.jit
+def _key(value, index):
+    """An int64 that orders (fp32 value, lower index first); NaN ranks as -inf."""
+    value = tl.where(value != value, float("-inf"), value) + 0.0  # -0.0 equals 0.0
+    bits = value.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def _value(key):
+    """The fp32 value that `_key` has put in."""
+    ordered = (key >> 32).to(tl.int32)
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["vocab", "num_chunks"])
+def _chunk_kernel(logits, keys, maxima, sums, vocab, num_chunks, stride, K: tl.constexpr, BLOCK: tl.constexpr):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index = chunk * BLOCK + tl.arange(0, BLOCK)
+    is_token = index < vocab
+    x = tl.load(logits + row * stride + index, mask=is_token, other=float("-inf")).to(tl.float32)
+    top = tl.max(tl.where(x != x, float("-inf"), x))
+    # A chunk of -inf has no mass; NaN and +inf make the sum NaN, which the row's last kernel looks for.
+    sum_exp = tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - tl.where(top == float("-inf"), 0.0, top))))
+    at = row * num_chunks + chunk
+    tl.store(maxima + at, top)
+    tl.store(sums + at, sum_exp)
+    key = tl.where(is_token, _key(x, index), _LOWEST)
+    for k in range(0, K):
+        best = tl.max(key)
+        tl.store(keys + at * K + k, best)
+        key = tl.where(key == best, _LOWEST, key)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _row_kernel(
+    keys,
+    maxima,
+    sums,
+    names,
+    values,
+    tokens,
+    num_chunks,
+    K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    HAS_NAMES: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK_C)
+    top = tl.load(maxima + row * num_chunks + c, mask=c < num_chunks, other=float("-inf"))
+    part = tl.load(sums + row * num_chunks + c, mask=c < num_chunks, other=0.0)
+    highest = tl.max(top)
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(tl.where(part == 0, 0.0, part * tl.exp(top - shift)))
+    log_total = shift + tl.log(total)
+    i = tl.arange(0, BLOCK_KEYS)
+    key = tl.load(keys + row * num_chunks * K + i, mask=i < num_chunks * K, other=0)
+    key = tl.where(i < num_chunks * K, key, _LOWEST)
+    for k in range(0, K):
+        best = tl.max(key)
+        key = tl.where(key == best, _LOWEST, key)
+        value = _value(best)
+        if NORMALIZE:
+            value -= log_total
+        else:
+            value = tl.where(total != total, float("nan"), value)
+        token = (0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)).to(tl.int64)
+        if HAS_NAMES:
+            token = tl.load(names + token)
+        tl.store(values + row * K + k, value)
+        tl.store(tokens + row * K + k, token)
+
+
+def top_tokens(logits: torch.Tensor, topk: int, names: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [n, V] (last dim dense): log-probabilities [n, topk] float32 and tokens [n, topk] int64, best first.
+
+    names [V] int64: what the tokens are called; None: their indices.
+    """
+    return _top(logits, topk, names, is_normalized=True)
+
+
+def best_token(logits: torch.Tensor, names: torch.Tensor | None) -> torch.Tensor:
+    """logits [n, V] (last dim dense): the best token of each row, [n] int64."""
+    return _top(logits, 1, names, is_normalized=False)[1].view(-1)
+
+
+def row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [n, V] (last dim dense): the maximum of each row [n] float32, not finite if any logit is NaN or +inf, and
+    where it stands, [n] int64."""
+    values, tokens = _top(logits, 1, None, is_normalized=False)
+    return values.view(-1), tokens.view(-1)
+
+
+def _top(
+    logits: torch.Tensor, topk: int, names: torch.Tensor | None, is_normalized: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert logits.stride(-1) == 1, "logits need a dense last dim"
+    num_rows, vocab = logits.shape
+    assert topk <= vocab, f"topk={topk} of {vocab} tokens"
+    block = min(4096, max(triton.next_power_of_2(vocab), triton.next_power_of_2(topk)))
+    num_chunks = triton.cdiv(vocab, block)
+    device = logits.device
+    keys = torch.empty(num_rows, num_chunks, topk, dtype=torch.int64, device=device)
+    maxima = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
+    sums = torch.empty_like(maxima)
+    values = torch.empty(num_rows, topk, dtype=torch.float32, device=device)
+    tokens = torch.empty(num_rows, topk, dtype=torch.int64, device=device)
+    _chunk_kernel[(num_rows, num_chunks)](
+        logits, keys, maxima, sums, vocab, num_chunks, logits.stride(0), K=topk, BLOCK=block, num_warps=8
+    )
+    _row_kernel[(num_rows,)](
+        keys,
+        maxima,
+        sums,
+        tokens if names is None else names,
+        values,
+        tokens,
+        num_chunks,
+        K=topk,
+        BLOCK_C=triton.next_power_of_2(num_chunks),
+        BLOCK_KEYS=triton.next_power_of_2(num_chunks * topk),
+        HAS_NAMES=names is not None,
+        NORMALIZE=is_normalized,
+    )
+    return values, tokens
