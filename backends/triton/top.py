@@ -1,8 +1,8 @@
 """The best tokens of each row of logits, in two launches whatever the vocabulary. Twins: `specdec.tree.top_tokens` and
 `best_token`, and the `max` of `specdec.verify.verify_greedy`.
 
-The vocabulary is cut in chunks, one program each; a second kernel puts the chunks of a row together. Candidates are
-compared by keys that are all different, so ties go to the lower token and no token comes twice.
+The vocabulary is cut in chunks, one program each; a second kernel puts the chunks of a row together. Ties go to the
+lower token; where several tokens are wanted they are compared by keys that are all different, so none comes twice.
 """
 
 import torch
@@ -60,7 +60,6 @@ def _row_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     HAS_NAMES: tl.constexpr,
-    NORMALIZE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
@@ -76,16 +75,66 @@ def _row_kernel(
     for k in range(0, K):
         best = tl.max(key)
         key = tl.where(key == best, _LOWEST, key)
-        value = _value(best)
-        if NORMALIZE:
-            value -= log_total
-        else:
-            value = tl.where(total != total, float("nan"), value)
         token = (0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)).to(tl.int64)
         if HAS_NAMES:
             token = tl.load(names + token)
-        tl.store(values + row * K + k, value)
+        tl.store(values + row * K + k, _value(best) - log_total)
         tl.store(tokens + row * K + k, token)
+
+
+@triton.jit(do_not_specialize=["vocab", "num_chunks"])
+def _chunk_max_kernel(logits, maxima, places, vocab, num_chunks, stride, BLOCK: tl.constexpr):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+    best, place = tl.max(tl.where(x != x, float("inf"), x), 0, return_indices=True)
+    tl.store(maxima + row * num_chunks + chunk, best)
+    tl.store(places + row * num_chunks + chunk, chunk * BLOCK + place)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _row_max_kernel(maxima, places, names, values, tokens, num_chunks, BLOCK_C: tl.constexpr, HAS_NAMES: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK_C)
+    is_chunk = c < num_chunks
+    best, chunk = tl.max(
+        tl.load(maxima + row * num_chunks + c, mask=is_chunk, other=float("-inf")), 0, return_indices=True
+    )
+    token = tl.load(places + row * num_chunks + chunk).to(tl.int64)
+    if HAS_NAMES:
+        token = tl.load(names + token)
+    tl.store(values + row, best)
+    tl.store(tokens + row, token)
+
+
+def best_token(logits: torch.Tensor, names: torch.Tensor | None) -> torch.Tensor:
+    """logits [n, V] (last dim dense): the best token of each row, [n] int64, called as `names` [V] int64 says."""
+    return row_max(logits, names)[1]
+
+
+def row_max(logits: torch.Tensor, names: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [n, V] (last dim dense): each row's maximum [n] float32, +inf if a logit is NaN, and its token [n] int64."""
+    assert logits.stride(-1) == 1, "logits need a dense last dim"
+    (num_rows, vocab), device = logits.shape, logits.device
+    block = min(4096, triton.next_power_of_2(vocab))
+    num_chunks = triton.cdiv(vocab, block)
+    maxima = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
+    places = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
+    values = torch.empty(num_rows, dtype=torch.float32, device=device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    _chunk_max_kernel[(num_rows, num_chunks)](logits, maxima, places, vocab, num_chunks, logits.stride(0), BLOCK=block)
+    _row_max_kernel[(num_rows,)](
+        maxima,
+        places,
+        tokens if names is None else names,
+        values,
+        tokens,
+        num_chunks,
+        BLOCK_C=triton.next_power_of_2(num_chunks),
+        HAS_NAMES=names is not None,
+        num_warps=1,
+    )
+    return values, tokens
 
 
 def top_tokens(logits: torch.Tensor, topk: int, names: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,30 +142,11 @@ def top_tokens(logits: torch.Tensor, topk: int, names: torch.Tensor | None) -> t
 
     names [V] int64: what the tokens are called; None: their indices.
     """
-    return _top(logits, topk, names, is_normalized=True)
-
-
-def best_token(logits: torch.Tensor, names: torch.Tensor | None) -> torch.Tensor:
-    """logits [n, V] (last dim dense): the best token of each row, [n] int64."""
-    return _top(logits, 1, names, is_normalized=False)[1].view(-1)
-
-
-def row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [n, V] (last dim dense): the maximum of each row [n] float32, not finite if any logit is NaN or +inf, and
-    where it stands, [n] int64."""
-    values, tokens = _top(logits, 1, None, is_normalized=False)
-    return values.view(-1), tokens.view(-1)
-
-
-def _top(
-    logits: torch.Tensor, topk: int, names: torch.Tensor | None, is_normalized: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
     assert logits.stride(-1) == 1, "logits need a dense last dim"
-    num_rows, vocab = logits.shape
+    (num_rows, vocab), device = logits.shape, logits.device
     assert topk <= vocab, f"topk={topk} of {vocab} tokens"
     block = min(4096, max(triton.next_power_of_2(vocab), triton.next_power_of_2(topk)))
     num_chunks = triton.cdiv(vocab, block)
-    device = logits.device
     keys = torch.empty(num_rows, num_chunks, topk, dtype=torch.int64, device=device)
     maxima = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
     sums = torch.empty_like(maxima)
@@ -137,6 +167,5 @@ def _top(
         BLOCK_C=triton.next_power_of_2(num_chunks),
         BLOCK_KEYS=triton.next_power_of_2(num_chunks * topk),
         HAS_NAMES=names is not None,
-        NORMALIZE=is_normalized,
     )
     return values, tokens
