@@ -113,7 +113,7 @@ def best_token(logits: torch.Tensor, names: torch.Tensor | None) -> torch.Tensor
 
 
 def row_max(logits: torch.Tensor, names: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [n, V] (last dim dense): each row's maximum [n] float32, +inf if a logit is NaN, and its token [n] int64."""
+    """logits [n, V] (last dim dense): each row's maximum [n] float32, +inf for NaN, and its token [n] int64."""
     assert logits.stride(-1) == 1, "logits need a dense last dim"
     (num_rows, vocab), device = logits.shape, logits.device
     block = min(4096, triton.next_power_of_2(vocab))
