@@ -1,6 +1,7 @@
 """The face: `attach()` a draft to a live causal LM, and the `Engine` that generates the same text faster."""
 
 import time
+import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -103,6 +104,10 @@ class Engine:
                 tables.total_slots,
                 counters.count_forward,
             )
+        if config.synthetic_acceptance is not None:
+            warnings.warn(
+                "synthetic_acceptance is on: the engine's text means nothing, only its speed does", stacklevel=3
+            )
         self.config = config
         self.tokenizer = tokenizer
         self._backend_reason = why
@@ -194,7 +199,7 @@ class Engine:
         """Leave the model as it was and free the pools. The engine cannot generate afterwards."""
         core = self._attached()
         self._core = None
-        core.target.detach()
+        core.close()
 
     def _attached(self) -> Core:
         if self._core is None:

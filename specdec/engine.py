@@ -83,6 +83,12 @@ class Core:
         for request in requests:
             self.scheduler.release(request)
 
+    def close(self) -> None:
+        """Wait for what is on its way (one round may be) and take our marks off the model."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.target.detach()
+
     def _prefill(self, pieces: list[tuple[Request, int]]) -> None:
         """One packed prefill forward over prompt pieces, then the first token of every prompt that is complete."""
         starts = [r.num_prefilled for r, _ in pieces]

@@ -327,9 +327,9 @@ def test_detach_frees_everything_at_once():
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_synthetic_acceptance_keeps_its_rates(shape, graphs):
     rates = (0.8, 0.5, 0.2)
-    engine = engine_of(
-        model_of(), shape, max_batch=32, graph_batches=(32,), cuda_graph=graphs, synthetic_acceptance=rates
-    )
+    settings = {"max_batch": 32, "graph_batches": (32,), "cuda_graph": graphs, "synthetic_acceptance": rates}
+    with pytest.warns(UserWarning, match="text means nothing"):
+        engine = engine_of(model_of(), shape, **settings)
     out = engine.generate([[7, 8, 9]] * 96, max_new_tokens=60, ignore_eos=True)
     assert all(len(t) == 60 for t in out.tokens)
     assert out.stats.acceptance_at == pytest.approx(rates, abs=0.03)  # a request's last round is cut
