@@ -8,11 +8,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from specdec.models.pretrained import load_pretrained
+from specdec.sampling import SamplingParams
 
 PROMPT = 128  # tokens
 DTYPE = torch.bfloat16
 COPY_BYTES_PER_MS = 4.24e9  # of an H200, read and written bytes counted
 CONFIGS = ((0, 1, 1), (3, 1, 4), (5, 1, 6), (5, 8, 32))  # num_steps, topk, num_draft_tokens
+
+LAWS = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=1.0),
+    "filtered": SamplingParams(temperature=1.0, top_k=50, top_p=0.9),
+}
 
 _TARGETS: dict[str, dict[str, Any]] = {
     "135m": dict(
@@ -50,6 +57,12 @@ class Case:
     steps: int = 0
     topk: int = 1
     width: int = 1
+    kind: str = "greedy"
+
+    @property
+    def law(self) -> SamplingParams:
+        """How every request samples."""
+        return LAWS[self.kind]
 
     @property
     def row(self) -> dict[str, Any]:
@@ -61,12 +74,13 @@ class Case:
             "topk": self.topk,
             "draft_tokens": self.width,
             "tokens": PROMPT,
+            "sampling": self.kind,
         }
 
     @property
     def settings(self) -> dict[str, Any]:
         """For `attach`, beside the modes compared."""
-        shared: dict[str, Any] = {"max_seq_len": 2048, "graph_batches": (self.batch,), "graph_sampling": ("greedy",)}
+        shared: dict[str, Any] = {"max_seq_len": 2048, "graph_batches": (self.batch,), "graph_sampling": self.kind}
         if not self.steps:
             return shared
         rates = [0.8 * 0.75**j for j in range(self.steps)]

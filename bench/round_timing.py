@@ -28,7 +28,7 @@ def running(engine: Any, case: Case) -> Iterator[Any]:
     vocab = engine._core.target.spec.vocab_size
     prompts = torch.randint(0, vocab, (case.batch, PROMPT), generator=generator).tolist()
     core = engine._core
-    requests = engine._requests(prompts, None, NEW_TOKENS, None, (), (), True)
+    requests = engine._requests(prompts, None, NEW_TOKENS, case.law, (), (), True)
     core.scheduler.add(requests)
     while any(not r.is_prefilled for r in requests):
         core.step()
@@ -64,7 +64,7 @@ def phase_ms(engine: Any, case: Case, num_rounds: int = 30) -> dict[str, float]:
     if not case.steps:
         return {}
     with running(engine, case) as core:
-        program, kind, capture = core.round, "greedy", FullCapture(core.device)
+        program, kind, capture = core.round, case.kind, FullCapture(core.device)
         rows = core._rows_of(core.scheduler.decoding())
         draft = capture.capture(lambda: program.worker.draft(program.batch(kind, rows)))
         verify = capture.capture(lambda: program.verify(program.batch(kind, rows), draft.outputs.tree))

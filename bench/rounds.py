@@ -26,6 +26,7 @@ MODES: dict[str, dict[str, Any]] = {
     "three graphs": {"round_graph": False},
     "eager": {"cuda_graph": False},
 }
+SAMPLED = (3, 1, 4)  # the one shape that is also timed with sampling
 
 
 def main() -> None:
@@ -34,6 +35,7 @@ def main() -> None:
     model = make_target(args.shape, args.target)
     head = make_head(args.shape, model, args.draft)
     cases = [Case(args.shape, batch, *config) for config in CONFIGS for batch in args.batches]
+    cases += [Case(args.shape, batch, *SAMPLED, kind) for kind in ("sampled", "filtered") for batch in args.batches]
     rows = [capture_row(model, head, args.shape, config, attempt) for config in CONFIGS for attempt in ("cold", "warm")]
     for case in cases:
         rows += time_case(model, head, case, args)
@@ -51,7 +53,7 @@ def time_case(model: Any, head: Any, case: Case, args: argparse.Namespace) -> li
     rows = []
     what = "plain_step" if case.steps == 0 else "round"
     for mode, settings in MODES.items():
-        if mode == "three graphs" and case.steps == 0:
+        if mode == "three graphs" and (case.steps == 0 or case.kind != "greedy"):
             continue
         draft = head if case.steps else None
         engine = specdec.attach(model, draft, max_batch=case.batch, **case.settings, **settings)
@@ -101,18 +103,19 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     """A line a case: ms by mode, then by phase."""
     modes = [*MODES, "hf generate"]
     phases = ("draft", "verify", "accept", "extend")
-    table = Table("batch", "S", "K", "D", *modes, "floor", *phases, "idle %", "launches")
+    names = ("steps", "topk", "draft_tokens", "sampling", "batch")
+    table = Table("batch", "S", "K", "D", "sampling", *modes, "floor", *phases, "idle %", "launches")
     rows = [r for r in rows if r["what"] != "capture"]
-    cases = list(dict.fromkeys((r["steps"], r["topk"], r["draft_tokens"], r["batch"]) for r in rows))
-    for steps, topk, width, batch in cases:
-        own = [r for r in rows if (r["steps"], r["topk"], r["draft_tokens"], r["batch"]) == (steps, topk, width, batch)]
+    for key in dict.fromkeys(tuple(r[n] for n in names) for r in rows):
+        own = [r for r in rows if tuple(r[n] for n in names) == key]
         whole = {r["mode"]: r for r in own if r["what"] in ("round", "plain_step")}
         parts = {r["what"]: r["ms"] for r in own}
         graph = whole.get("graph", {})
         cells = [whole.get(m, {}).get("ms", "-") for m in modes] + [graph.get("floor_ms", "-")]
         cells += [parts.get(p, "-") for p in phases] + [graph.get("idle_percent", "-"), graph.get("launches", "-")]
-        table.add_row(*map(str, (batch, steps, topk, width, *cells)))
-    Console(width=160).print(table)
+        steps, topk, width, kind, batch = key
+        table.add_row(*map(str, (batch, steps, topk, width, kind, *cells)))
+    Console(width=170).print(table)
 
 
 def _arguments() -> argparse.Namespace:

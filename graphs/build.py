@@ -1,7 +1,9 @@
 """Making all graphs of an engine: warm everything up, capture the largest first, seal."""
 
+import gc
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from tqdm import tqdm
@@ -23,7 +25,8 @@ def build(runners: Sequence[GraphRunner], capture: Capture, *, lower: str, stric
     """
     jobs = [(runner, key) for runner in runners for key in runner.keys]
     jobs.sort(key=lambda job: -job[1].num_reqs)  # stable: runners and variants keep their order within a size
-    with tqdm(total=2 * len(jobs), desc="graphs", unit="graph", leave=False, disable=None if jobs else True) as bar:
+    progress = tqdm(total=2 * len(jobs), desc="graphs", unit="graph", leave=False, disable=None if jobs else True)
+    with progress as bar, _collection_paused():
         for phase in ("warm_up", "capture"):
             for runner, key in jobs:
                 bar.set_postfix_str(f"{phase} {key}", refresh=False)
@@ -33,6 +36,19 @@ def build(runners: Sequence[GraphRunner], capture: Capture, *, lower: str, stric
             capture.release_cache()
     for runner in runners:
         runner.seal()
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """A collection within a capture could destroy the graphs of a forgotten engine, which would break the capture."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _make(runner: GraphRunner, key: ShapeKey, phase: str, lower: str, strict: bool) -> None:
