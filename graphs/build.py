@@ -2,7 +2,7 @@
 
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -27,11 +27,11 @@ def build(runners: Sequence[GraphRunner], capture: Capture, *, lower: str, stric
     jobs.sort(key=lambda job: -job[1].num_reqs)  # stable: runners and variants keep their order within a size
     progress = tqdm(total=2 * len(jobs), desc="graphs", unit="graph", leave=False, disable=None if jobs else True)
     with progress as bar, _collection_paused():
-        for phase in ("warm_up", "capture"):
+        for phase in (GraphRunner.warm_up, GraphRunner.capture):
             for runner, key in jobs:
-                bar.set_postfix_str(f"{phase} {key}", refresh=False)
+                bar.set_postfix_str(f"{phase.__name__} {key}", refresh=False)
                 if key not in runner.failures:
-                    _make(runner, key, phase, lower, strict)
+                    _make(phase, runner, key, lower, strict)
                 bar.update()
             capture.release_cache()
     for runner in runners:
@@ -51,23 +51,31 @@ def _collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _make(runner: GraphRunner, key: ShapeKey, phase: str, lower: str, strict: bool) -> None:
+def _make(phase: Callable[..., None], runner: GraphRunner, key: ShapeKey, lower: str, strict: bool) -> None:
+    """Run `phase` for one key, or remember why there will be no graph."""
     try:
-        (runner.warm_up if phase == "warm_up" else runner.capture)(key)
-        return
-    except torch.OutOfMemoryError as error:
-        failed, reason, cause = [key], OUT_OF_MEMORY, str(error).split(". ")[0]
-        advice = f"lower {lower}"
+        phase(runner, key)
     except RuntimeError as error:
-        if phase == "warm_up" or isinstance(error, GraphError):
+        is_memory = is_out_of_memory(error)
+        if isinstance(error, GraphError) or (phase is GraphRunner.warm_up and not is_memory):
             raise
-        # The callable itself does what no graph can hold, a host read most likely, and would do so at every size.
-        failed, reason, cause = runner.keys, NOT_CAPTURABLE, str(error).strip().splitlines()[0]
-        advice = "pass cuda_graph=False if that is expected"
-    message = f"no graph for {key}: {reason} ({cause}); {advice}"
-    if strict:
-        raise GraphError(f"strict: {message}")
-    warnings.warn(f"{message}. Such batches run eagerly; report() counts them.", stacklevel=6)
-    for other in failed:
-        if other not in runner.captured:
-            runner.fail(other, reason)
+        reason = OUT_OF_MEMORY if is_memory else NOT_CAPTURABLE
+        advice = f"lower {lower}" if is_memory else "pass cuda_graph=False if that is expected"
+        message = f"no graph for {key}: {reason} ({_first_line(error)}); {advice}"
+        if strict:
+            raise GraphError(f"strict: {message}") from error
+        warnings.warn(f"{message}. Such batches run eagerly; report() counts them.", stacklevel=6)
+        # What no graph can hold, a host read most likely, the callable does at every size; memory may do for less.
+        for other in [key] if is_memory else runner.keys:
+            if other not in runner.captured:
+                runner.fail(other, reason)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says so: torch's allocator has a type for it; CUDA, cuBLAS and Triton only have words."""
+    words = ("out of memory", "ALLOC_FAILED", "MEMORY_ALLOCATION")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).split(". ")[0]

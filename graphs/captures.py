@@ -124,10 +124,10 @@ class FullCapture(Capture):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = body()
+                graph.capture_end()
             except BaseException:
-                _give_up(graph)
+                self._give_up(graph)
                 raise
-            graph.capture_end()
         return _Full(graph, outputs)
 
     def release_cache(self) -> None:
@@ -146,16 +146,21 @@ class FullCapture(Capture):
     def _on_own_stream(self) -> Any:
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
-
-def _give_up(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture that has failed; what it complains about says less than the error at hand."""
-    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        graph.capture_end()
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that has failed; what it complains about says less than the error at hand."""
+        with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph.capture_end()
+            return
+        # A capture that CUDA has broken off ends before it lets go of the pool; the next one would find it taken.
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)
 
 
 def pick_capture(wanted: bool | None, device: torch.device) -> Capture:

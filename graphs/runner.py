@@ -84,12 +84,12 @@ class GraphRunner:
         """
         num_reqs = self._num_reqs(inputs)
         decision = self.can_run(num_reqs, variant)
-        if not decision.ok:
+        key = self._captured_key(num_reqs, variant)
+        if key is None:
             if self._setup.strict:
                 raise GraphError(f"strict: {self.name} of {num_reqs} requests cannot replay: {decision.reason}")
             self._setup.counters.count_eager(self.name, decision.reason)
             return self._body(variant, **inputs, **hints)
-        key = self._key(num_reqs, variant)
         captured = self.captured[key]
         self._buffers.load(inputs, num_reqs, key.num_reqs, variant)
         with self._setup.counters.recording():  # a capture that re-runs Python must not count its forwards as eager
@@ -103,19 +103,17 @@ class GraphRunner:
         """Whether a batch of `num_reqs` requests replays."""
         if self._setup.capture.refusal:
             return Decision(False, self._setup.capture.refusal)
-        if bucket_for(num_reqs, self.buckets) is None:
+        if self._captured_key(num_reqs, variant) is not None:
+            return Decision(True)
+        bucket = bucket_for(num_reqs, self.buckets)
+        if bucket is None:
             return Decision(False, "the batch is larger than the largest bucket")
-        key = self._key(num_reqs, variant)
-        if key in self.failures:
-            return Decision(False, self.failures[key])
-        if key not in self.captured:
-            return Decision(False, f"variant '{variant}' was not captured")
-        return Decision(True)
+        return Decision(False, self.failures.get(self._key(bucket, variant), f"variant '{variant}' was not captured"))
 
     @property
     def keys(self) -> list[ShapeKey]:
         """Every graph there should be."""
-        return [ShapeKey(self.name, bucket, variant) for bucket in self.buckets for variant in self.variants]
+        return [self._key(bucket, variant) for bucket in self.buckets for variant in self.variants]
 
     def warm_up(self, key: ShapeKey) -> None:
         """Run the body once on padding, as `capture` will."""
@@ -158,10 +156,13 @@ class GraphRunner:
                 "attached; detach() and attach() again"
             )
 
-    def _key(self, num_reqs: int, variant: str) -> ShapeKey:
-        bucket = bucket_for(num_reqs, self.buckets)
-        assert bucket is not None
+    def _key(self, bucket: int, variant: str) -> ShapeKey:
         return ShapeKey(self.name, bucket, variant)
+
+    def _captured_key(self, num_reqs: int, variant: str) -> ShapeKey | None:
+        """The smallest captured graph that holds `num_reqs` requests of `variant`."""
+        fitting = (self._key(b, variant) for b in self.buckets if b >= num_reqs)
+        return next((key for key in fitting if key in self.captured), None)
 
     def _bound_body(self, key: ShapeKey) -> Callable[[], Any]:
         views = self._buffers.views(key.num_reqs, key.variant)

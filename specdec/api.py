@@ -88,8 +88,8 @@ class Engine:
         backends = [backend]
         counters = Counters()
         head = None if draft is None else _load_head(draft, target)
+        _check_memory(target, config, head)
         tables = SlotTables(config.max_batch, config.table_width, config.pool_slots, config.page_size, target.device)
-        _check_memory(target, config, head, tables.total_slots)
         worker: DraftWorker = NoDraft()
         if head is not None:
             draft_backend, draft_why = pick_backend(config.backend, [head.config.layer], *machine)
@@ -226,10 +226,19 @@ class Engine:
             while any(r.finish_reason is None for r in requests):
                 self._attached()  # detached between two pieces of a stream: say so
                 core.step()
+                self._raise_failure(requests)
                 yield
+            self._raise_failure(requests)
         finally:
             core.abandon([r for r in requests if r.finish_reason is None])
             self._total = self._total.merge([r.acceptance for r in requests])
+
+    @staticmethod
+    def _raise_failure(requests: list[Request]) -> None:
+        """Raise what has ended one of `requests`: another caller's step may have met it."""
+        for request in requests:
+            if request.failure is not None:
+                raise request.failure
 
     def _requests(
         self,
@@ -314,8 +323,9 @@ def _load_head(draft: str | Path | nn.Module, target: HFTarget) -> Eagle3Head:
     return load_eagle3(draft, target.shape, target.dtype, target.device)
 
 
-def _check_memory(target: HFTarget, config: EngineConfig, head: Eagle3Head | None, total_slots: int) -> None:
-    """CapacityError if pools and graphs will not fit beside the weights."""
+def _check_memory(target: HFTarget, config: EngineConfig, head: Eagle3Head | None) -> None:
+    """CapacityError if pools, tables and graphs will not fit beside the weights."""
+    total_slots = SlotTables.slots_for(config.pool_slots, config.page_size)
 
     def size(module: nn.Module) -> int:
         return sum(p.numel() * p.element_size() for p in module.parameters())
@@ -325,9 +335,13 @@ def _check_memory(target: HFTarget, config: EngineConfig, head: Eagle3Head | Non
 
     lower = "num_slots, max_batch or max_seq_len"
     needs = [MemoryNeed("KV pool", pool([s.shape for s in target.spec.layers]), lower)]
+    needs.append(MemoryNeed("slot tables", 8 * config.num_rows * config.table_width, "max_batch or max_seq_len"))
     resident = [MemoryNeed("weights", size(target.model), "")]
     if head is not None:
-        needs.append(MemoryNeed("the draft's KV pool", pool([head.config.layer.shape]), lower))
+        c = head.config
+        state = config.num_rows * (c.draft_vocab_size + c.hidden_size) + 2 * config.table_width * c.head_dim
+        needs.append(MemoryNeed("the draft's KV pool", pool([c.layer.shape]), lower))
+        needs.append(MemoryNeed("the draft's state", state * target.dtype.itemsize, "max_batch or max_seq_len"))
         resident.append(MemoryNeed("draft", size(head), ""))
     if config.cuda_graph is not False:
         spec = target.spec

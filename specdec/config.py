@@ -1,6 +1,8 @@
 """Engine settings: frozen, validated once, derived with `dataclasses.replace`. Knows nothing about models."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 MAX_TAIL = 64  # nodes a 64-bit ancestor mask can name
 GRAPH_SAMPLING = ("greedy", "sampled", "filtered")
@@ -77,19 +79,27 @@ class EngineConfig:
         if self.strict and self.cuda_graph is False:
             raise ValueError("strict=True with cuda_graph=False: strict refuses to run eagerly; leave one of them out")
         if self.graph_batches is not None:
+            if not isinstance(self.graph_batches, Sequence) or isinstance(self.graph_batches, str):
+                raise ValueError(f"graph_batches={self.graph_batches!r}: expected a list of batch sizes, or None")
             object.__setattr__(self, "graph_batches", tuple(self.graph_batches))
-        kinds = (self.graph_sampling,) if isinstance(self.graph_sampling, str) else tuple(self.graph_sampling)
-        if not kinds or not set(kinds) <= set(GRAPH_SAMPLING):
+        wanted = (self.graph_sampling,) if isinstance(self.graph_sampling, str) else self.graph_sampling
+        if not isinstance(wanted, Sequence) or not wanted or any(kind not in GRAPH_SAMPLING for kind in wanted):
             raise ValueError(f"graph_sampling={self.graph_sampling!r}: expected one or more of {GRAPH_SAMPLING}")
-        object.__setattr__(self, "graph_sampling", kinds)
+        object.__setattr__(self, "graph_sampling", tuple(k for k in GRAPH_SAMPLING if k in wanted))
 
     def _check_rates(self) -> None:
-        rates = tuple(self.synthetic_acceptance or ())
-        is_falling = all(a >= b for a, b in zip((1.0, *rates), (*rates, 0.0), strict=True))
-        if len(rates) != self.num_steps or not is_falling:
+        rates = self.synthetic_acceptance
+        is_listed = isinstance(rates, Sequence) and all(isinstance(a, float | int) and a is not True for a in rates)
+        if not is_listed or len(rates or ()) != self.num_steps or not _is_falling((1.0, *(rates or ()), 0.0)):
             raise ValueError(
-                f"synthetic_acceptance={self.synthetic_acceptance!r}: expected num_steps={self.num_steps} shares of "
-                "rounds from 1 to 0, none above the one before (position j is accepted only if j-1 is)"
+                f"synthetic_acceptance={rates!r}: expected num_steps={self.num_steps} shares of rounds from 1 to 0, "
+                "none above the one before (position j is accepted only if j-1 is)"
+            )
+        rates = tuple(rates or ())
+        if any(rates[self.verify_width - 1 :]):
+            raise ValueError(
+                f"synthetic_acceptance={rates}: with num_draft_tokens={self.verify_width} no more than "
+                f"{self.verify_width - 1} drafts can be accepted; the rates after that must be 0"
             )
         object.__setattr__(self, "synthetic_acceptance", rates)
 
@@ -147,6 +157,10 @@ class EngineConfig:
             return self.num_slots
         per_request = self.max_seq_len + 2 * self.tail_reserve + self.page_size
         return self.max_batch * per_request
+
+
+def _is_falling(values: Sequence[float]) -> bool:
+    return all(a >= b for a, b in pairwise(values))
 
 
 _MAYBE = (None, True, False)

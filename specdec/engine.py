@@ -63,25 +63,44 @@ class Core:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Launch a prefill or a round, then hand out the results of the launches that have come back."""
+        """Launch a prefill or a round, then hand out the results of the launches that have come back.
+
+        What goes wrong comes out, and ends every running request: a launch that broke off has left their state half
+        written. The engine can serve the next ones.
+        """
         with on_device(self.device):
-            self._step()
+            try:
+                self._step()
+            except BaseException as error:
+                self._fail(error)
+                raise
 
     def _step(self) -> None:
         self.scheduler.admit()
         pieces = self.scheduler.next_prefill(self.config.max_prefill_tokens)
         decoding = self.scheduler.decoding()
+        has_posted = False
         if pieces:
-            self._prefill(pieces)
+            has_posted = self._prefill(pieces)
         elif decoding:
             self._round(decoding)
-        for results, rows in self._mailbox.take(self._lag if (pieces or decoding) else 0):
+            has_posted = True
+        for results, rows in self._mailbox.take(self._lag if has_posted else 0):
             self._hand_out(results, rows)
 
+    @torch.inference_mode()
     def abandon(self, requests: Sequence[Request]) -> None:
         """Forget `requests`, whatever they are at; their rows and slots return."""
-        for request in requests:
+        with on_device(self.device):
+            for request in requests:
+                self.scheduler.release(request)
+
+    def _fail(self, error: BaseException) -> None:
+        """End all running requests with `error`, and forget what is on its way to them."""
+        for request in list(self.scheduler.running):
+            request.finish_reason, request.failure = request.finish_reason or "error", error
             self.scheduler.release(request)
+        self._mailbox.clear()
 
     def close(self) -> None:
         """Wait for what is on its way (one round may be) and take our marks off the model."""
@@ -89,8 +108,11 @@ class Core:
             torch.cuda.synchronize(self.device)
         self.target.detach()
 
-    def _prefill(self, pieces: list[tuple[Request, int]]) -> None:
-        """One packed prefill forward over prompt pieces, then the first token of every prompt that is complete."""
+    def _prefill(self, pieces: list[tuple[Request, int]]) -> bool:
+        """One packed prefill forward over prompt pieces, then the first token of every prompt that is complete.
+
+        Returns whether there are such tokens.
+        """
         starts = [r.num_prefilled for r, _ in pieces]
         lens = [n for _, n in pieces]
         ids = [r.prompt_ids[s : s + n] for (r, n), s in zip(pieces, starts, strict=True)]
@@ -114,6 +136,7 @@ class Core:
             next_ids[last_rows[places]] = packed[:, 0].clamp(min=0)
             self._mailbox.post(finished, packed, is_round=False)
         self.round.worker.prefill(PrefillChunk(metadata, rows, next_ids, last_rows), output.aux)
+        return bool(done)
 
     def _round(self, requests: list[Request]) -> None:
         """One round of all `requests`; the host learns a launch later what it emitted."""
@@ -137,18 +160,21 @@ class Core:
         for request, (*tokens, accept_len, invalid, finished) in zip(results.requests, rows, strict=True):
             if results.is_round:
                 request.max_len_bound -= self.config.num_steps + 1 - accept_len
-            if not request.is_running or accept_len == 0:
-                continue
+            if not request.is_running:
+                continue  # a round that was launched before the host knew that the request is over
+            assert accept_len, "a running request emitted nothing: host and device disagree on who runs"
             if invalid:
-                message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"
-                warnings.warn(message, stacklevel=4)
                 request.finish_reason = "error"
+                message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"
+                warnings.warn(message, stacklevel=5)
             else:
                 num_before = len(request.tokens)
                 request.take(tokens[:accept_len])
                 if results.is_round:
                     request.acceptance.add(len(request.tokens) - num_before)
-            assert request.finish_reason or not finished, "the device ended a request that the host thinks is running"
+            # Stop strings, which only text shows, are the one end that the device does not see.
+            is_over = request.finish_reason not in (None, "stop_string")
+            assert is_over == bool(finished) or request.finish_reason == "stop_string", "host and device disagree"
             if request.finish_reason:
                 self.scheduler.release(request)
 

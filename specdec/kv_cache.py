@@ -81,7 +81,12 @@ class SlotTables:
     @property
     def total_slots(self) -> int:
         """Slots a pool must have: all pages and the dummy page."""
-        return (self.num_pages + 1) * self.page_size
+        return self.slots_for(self.num_pages * self.page_size, self.page_size)
+
+    @staticmethod
+    def slots_for(num_slots: int, page_size: int) -> int:
+        """Slots a pool must have for `num_slots` of its own: whole pages of them and the dummy page."""
+        return (num_slots // page_size + 1) * page_size
 
     def check_pool(self, pool: KVPool) -> None:
         """Raise ValueError if these tables can name slots that `pool` does not have."""

@@ -3,6 +3,7 @@
 Apart they cost two more launches and copies of what they hand on; that is for backends which plan on the host.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,8 +22,11 @@ from specdec.verify import Verdict
 
 LOWER = "max_batch, graph_batches or num_draft_tokens, leave kinds out of graph_sampling, or pass cuda_graph=False"
 Runners = list[tuple[str, Callable[..., Any], list[BufferSpec]]]  # name, body, inputs
-NODE_BYTES = 5 << 10  # of one kernel in an instantiated graph, measured on an H200
-LIVE_ROWS = 24  # hidden-sized activations that live at once, a token; measured on Llama and SmolLM2 shapes
+# For `estimate_bytes`; set so that it comes near what bench/rounds.py measures on an H200 (Llama and SmolLM2 shapes).
+NODE_BYTES = 5 << 10  # of a kernel in an instantiated graph
+NODES_A_LAYER, NODES_A_STEP, NODES_A_ROUND = 24, 60, 200
+LIVE_ROWS = 24  # hidden-sized activations of a token that live at once
+LIVE_LAWS = 11  # copies of the probabilities in hand that sampling makes
 
 
 class RoundGraphs:
@@ -37,12 +41,19 @@ class RoundGraphs:
         self.capture = pick_capture(config.cuda_graph, device)
         if config.strict and self.capture.refusal:
             raise ValueError(f"strict=True on {device.type}, where {self.capture.refusal}; leave strict out")
+        buckets = batch_buckets(config.max_batch, config.graph_batches)
+        if config.strict and buckets[-1] < config.max_batch:
+            warnings.warn(
+                f"strict=True with graphs of {buckets[-1]} requests at most: larger batches, up to "
+                f"max_batch={config.max_batch}, will raise; lower max_batch or raise graph_batches",
+                stacklevel=5,
+            )
         rows = BufferSpec("rows", lambda n: (n,), torch.int64, pad=config.dummy_row)
         setup = Setup(
             capture=self.capture,
             counters=counters,
             device=device,
-            buckets=batch_buckets(config.max_batch, config.graph_batches),
+            buckets=buckets,
             variants=config.graph_sampling,
             watched=program.tensors,
             strict=config.strict,
@@ -69,6 +80,7 @@ class RoundGraphs:
         """A round of `rows`; see `Round.play`. The results are good until the next call."""
         if self._is_debug:
             self.check_addresses()
+        kind = self._served_as(kind)
         hints = {"max_prefix": max_prefix}
         if "draft" not in self.runners:
             (runner,) = self.runners.values()
@@ -77,6 +89,12 @@ class RoundGraphs:
         inputs = {"rows": rows, **draft.tree._asdict(), "probs": draft.probs}
         verdict, aux = self.runners["target_verify"](kind, inputs, **hints)
         return self.runners["draft_extend"](kind, {"rows": rows, **verdict._asdict(), "aux": aux}, **hints)
+
+    def _served_as(self, kind: SamplingKind) -> SamplingKind:
+        """The least kind at or above `kind` that was captured; a later kind does all that an earlier one does."""
+        kinds = list(SamplingKind)
+        able = kinds[kinds.index(kind) :]
+        return next((k for k in able if k in self._config.graph_sampling), kind) if not self.capture.refusal else kind
 
     def check_addresses(self) -> None:
         """GraphError if a tensor that the graphs read has been replaced or moved."""
@@ -146,13 +164,17 @@ def extend_part(
 
 
 def estimate_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, num_layers: int, itemsize: int) -> int:
-    """Device bytes that the graphs of `config` will take, roughly: scratch of the largest, and all their nodes."""
-    buckets = batch_buckets(config.max_batch, config.graph_batches)
-    tokens = buckets[-1] * config.verify_width
-    logits = tokens * vocab_size * itemsize
-    has_laws = any(kind != SamplingKind.GREEDY for kind in config.graph_sampling)
-    laws = 11 * min(LAW_BYTES, 4 * tokens * vocab_size) if has_laws else 0
-    drafts = 2 * 4 * buckets[-1] * config.num_steps * vocab_size if has_laws and config.topk == 1 else 0
-    scratch = tokens * hidden_size * itemsize * LIVE_ROWS
-    nodes = len(buckets) * len(config.graph_sampling) * (num_layers * 24 + config.num_steps * 60 + 200)
-    return logits + laws + drafts + scratch + nodes * NODE_BYTES
+    """Device bytes that the graphs of `config` will take, roughly: scratch of the largest, and the nodes of all."""
+    num_reqs, *_smaller = reversed(batch_buckets(config.max_batch, config.graph_batches))
+    tokens = num_reqs * config.verify_width
+    logits_bytes = tokens * vocab_size * itemsize
+    activation_bytes = tokens * hidden_size * itemsize * LIVE_ROWS
+    table_bytes = num_reqs * config.table_width * 8
+    law_bytes = 0
+    if any(kind != SamplingKind.GREEDY for kind in config.graph_sampling):
+        law_bytes = LIVE_LAWS * min(LAW_BYTES, 4 * tokens * vocab_size)
+        if config.topk == 1:  # the draft's laws, as the head gives them and over the target's vocabulary
+            law_bytes += 2 * 4 * num_reqs * config.num_steps * vocab_size
+    num_graphs = (1 + len(_smaller)) * len(config.graph_sampling)
+    nodes = num_layers * NODES_A_LAYER + config.num_steps * NODES_A_STEP + NODES_A_ROUND
+    return logits_bytes + activation_bytes + table_bytes + law_bytes + num_graphs * nodes * NODE_BYTES

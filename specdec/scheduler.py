@@ -20,6 +20,7 @@ class Request:
     """One prompt on its way. `row` is set while it runs; `num_prefilled` counts prompt tokens already in the cache.
 
     max_len_bound: host upper bound of L, raised by every launched round, lowered by every read result.
+    failure: the error that ended it, with finish_reason "error"; whoever waits for the request raises it.
     """
 
     prompt_ids: list[int]
@@ -33,6 +34,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
+    failure: BaseException | None = None
     acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
     max_len_bound: int = 0
     arrived: float = field(default_factory=time.perf_counter)

@@ -97,5 +97,9 @@ class Mailbox:
                 self._free.append((buffer, results.ready))
             yield results, results.host.tolist()
 
+    def clear(self) -> None:
+        """Forget everything that has not been taken."""
+        self._pending.clear()  # not their buffers: copies may still be on their way there
+
     def _new_buffer(self) -> tuple[torch.Tensor, torch.cuda.Event]:
         return torch.empty(self._most, dtype=torch.int64, pin_memory=True), torch.cuda.Event()

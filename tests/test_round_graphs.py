@@ -17,6 +17,9 @@ from specdec.errors import CapacityError, GraphError
 from specdec.memory import MemoryNeed, check_fits
 from specdec.round_graphs import draft_part, extend_part, verify_part
 from specdec.sampling import SamplingKind
+from specdec.synthetic import impose_acceptance
+from specdec.tree import Tree
+from specdec.verify import Verdict
 from tests.heads import random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
@@ -253,6 +256,93 @@ def test_an_error_in_a_replay_leaves_the_engine_able(round_graph):
     assert engine.report().num_free_pages == engine.report().num_pages
 
 
+@pytest.mark.parametrize("where", ["extend", "prefill", "detokenizer"])
+def test_an_error_in_one_callers_step_reaches_every_caller(where):
+    """Two streams interleave and the second one's step breaks: neither hangs, neither gets a wrong text."""
+    model, prompts = model_of(), ragged_prompts()
+    engine = engine_of(model, CHAIN, round_graph=False)
+    runs = []
+    for prompt in prompts[:2]:
+        requests = engine._requests([prompt], None, 20, None, (), (), False)
+        runs.append((engine._run(requests), requests[0]))
+    (first, one), (second, two) = runs
+    if where != "prefill":
+        for _ in range(3):
+            next(first), next(second)
+    core = engine._core
+    broken = {
+        "extend": (core.round.worker, "extend"),
+        "prefill": (core.target, "forward"),
+        "detokenizer": (one, "take"),
+    }[where]
+    before = getattr(*broken)
+    setattr(*broken, lambda *args: (_ for _ in ()).throw(RuntimeError("it broke")))
+    if where == "prefill":
+        core.scheduler.add([one])
+        core.scheduler.admit()
+    with pytest.raises(RuntimeError, match="it broke"):
+        for _ in range(8):
+            next(second)
+    setattr(*broken, before)
+    assert one.finish_reason == two.finish_reason == "error"
+    if where != "prefill":
+        with pytest.raises(RuntimeError, match="it broke"):
+            next(first)
+    engine.check_integrity()
+    assert engine.generate(prompts, max_new_tokens=12).tokens == [greedy(model, p, 12) for p in prompts]
+
+
+def test_results_read_late_from_graphs_change_nothing():
+    """CUDA's order of things on a CPU: a round is launched, over the same outputs, before the last one's are read."""
+    model, prompts = model_of(), ragged_prompts()
+    limits = [7, 30, 1, 12, 30]
+    expected = [greedy(model, p, n) for p, n in zip(prompts, limits, strict=True)]
+    engine = engine_of(model, CHAIN, max_batch=2, strict=True, max_prefill_tokens=9)
+    engine._core._lag = 1
+    assert engine.generate(prompts, max_new_tokens=limits).tokens == expected
+    core = engine._core
+    for name in ("seq_lens", "remaining"):
+        assert int(getattr(core.state, name)[core.config.dummy_row]) == 0, name
+
+
+@pytest.mark.parametrize("round_graph", [True, False], ids=["whole", "apart"])
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_padding_leaves_the_dummy_row_alone_and_passes_debug_checks(shape, round_graph, monkeypatch):
+    monkeypatch.setenv("SPECDEC_DEBUG", "1")
+    engine = engine_of(model_of(), shape, graph_batches=(5,), round_graph=round_graph, strict=True)
+    engine.generate(ragged_prompts()[:3], max_new_tokens=10, sampling=list(LAWS.values()))
+    core = engine._core
+    assert int(core.state.seq_lens[core.config.dummy_row]) == int(core.state.remaining[core.config.dummy_row]) == 0
+    assert not core._mailbox._pending or core._lag
+
+
+def test_a_mixed_batch_is_served_as_its_hottest_request_needs():
+    model, prompts = model_of(), ragged_prompts()[:2]
+    law = SamplingParams(temperature=0.9, seed=11)
+    engine = engine_of(model, CHAIN, strict=True)
+    alone = engine.generate(prompts[1:], max_new_tokens=12, sampling=[law]).tokens
+    both = engine.generate(prompts, max_new_tokens=12, sampling=[SamplingParams(), law]).tokens
+    assert both == [greedy(model, prompts[0], 12), alone[0]]
+    rows = torch.tensor([0], device=DEVICE)
+    assert engine._core.round.batch("sampled", rows).sampling.has_filters is False
+    assert engine._core.round.batch("filtered", rows).sampling.has_filters is True
+
+
+def test_bounds_of_the_length_follow_what_was_read():
+    engine = engine_of(model_of(), CHAIN, cuda_graph=False)
+    core = engine._core
+    core._lag = 0
+    bounds, play = [], core.graphs.play
+    core.graphs.play = lambda kind, rows, bound: (bounds.append(bound), play(kind, rows, bound))[1]
+    requests = engine._requests(ragged_prompts(), None, 30, None, (), (), True)
+    core.scheduler.add(requests)
+    while core.scheduler.running or core.scheduler.waiting:
+        core.step()
+        for r in core.scheduler.running:
+            assert not r.is_prefilled or r.max_len_bound == len(r.prompt_ids) + len(r.tokens) - 1
+    assert bounds and all(b % 32 == 0 or b == core.slot_tables.table.shape[1] for b in bounds)
+
+
 def test_a_batch_above_the_largest_bucket():
     model, prompts = model_of(), ragged_prompts()
     expected = [greedy(model, p, 8) for p in prompts]
@@ -262,19 +352,28 @@ def test_a_batch_above_the_largest_bucket():
     assert list(rejects) == ["the batch is larger than the largest bucket"]
     assert "larger than the largest bucket" in str(engine.report())
     engine.detach()
-    engine = engine_of(model, CHAIN, graph_batches=(2,), strict=True)
+    with pytest.warns(UserWarning, match="larger batches, up to max_batch=5, will raise"):
+        engine = engine_of(model, CHAIN, graph_batches=(2,), strict=True)
     with pytest.raises(GraphError, match="round of 5 requests cannot replay"):
         engine.generate(prompts, max_new_tokens=8)
     assert engine.generate(prompts[:2], max_new_tokens=8).tokens == expected[:2]
     engine.check_integrity()
 
 
-def test_kinds_that_were_not_captured_run_eagerly():
+def test_kinds_that_were_not_captured_run_eagerly_or_as_a_later_kind():
     model, prompts = model_of(), ragged_prompts()[:1]
     engine = engine_of(model, CHAIN, graph_sampling="greedy")
     engine.generate(prompts, max_new_tokens=6, sampling=LAWS["sampled"])
     rejects = engine.report().runners["round"]["rejects"]
     assert list(rejects) == ["variant 'sampled' was not captured"]
+    engine.detach()
+    law = LAWS["sampled"]
+    engine = engine_of(model, CHAIN, graph_sampling=("filtered", "filtered"), strict=True)
+    texts = [engine.generate(prompts, max_new_tokens=6, sampling=s).tokens for s in (None, law)]
+    assert len(engine.report().graphs) == len({g.num_reqs for g in engine.report().graphs})
+    engine.detach()
+    engine = engine_of(model, CHAIN, cuda_graph=False)
+    assert texts == [engine.generate(prompts, max_new_tokens=6, sampling=s).tokens for s in (None, law)]
 
 
 def test_the_least_kind_that_serves_a_batch():
@@ -336,6 +435,22 @@ def test_synthetic_acceptance_keeps_its_rates(shape, graphs):
     assert engine.report().config["synthetic_acceptance"] == rates
 
 
+def test_imposed_paths_on_a_hand_made_verdict():
+    """Draws against rates (0.8, 0.5), over five nodes: the last two stand for depths 1 and 2."""
+    nodes = torch.tensor([[10, 11, 12, 13, 14]]).repeat(4, 1)
+    tree = Tree(nodes, nodes * 0, nodes * 0, nodes * 0)
+    lens = torch.tensor([1, 3, 2, 1])
+    tokens = torch.tensor([[7, -1, -1], [11, 12, 7], [11, 7, -1], [0, -1, -1]])
+    invalid = torch.tensor([False, False, False, True])
+    verdict = Verdict(torch.zeros(4, 3, dtype=torch.int64), lens, tokens, invalid)
+    rates, u = torch.tensor([0.8, 0.5]).double(), torch.tensor([0.4, 0.6, 0.9, 0.1]).double()
+    imposed = impose_acceptance(verdict, tree, rates, u)
+    assert imposed.accept_lens.tolist() == [3, 2, 1, 1]
+    assert imposed.tokens.tolist() == [[13, 14, 7], [13, 7, -1], [7, -1, -1], [0, -1, -1]]
+    assert imposed.accept_index.tolist() == [[0, 3, 4], [0, 3, -1], [0, -1, -1], [0, -1, -1]]
+    assert imposed.invalid.tolist() == invalid.tolist()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -344,6 +459,12 @@ def test_synthetic_acceptance_keeps_its_rates(shape, graphs):
         ({"strict": True, "cuda_graph": False}, "strict refuses to run eagerly"),
         ({"graph_batches": ()}, "graph_batches"),
         ({"graph_sampling": ("greedy", "hot")}, r"graph_sampling=\('greedy', 'hot'\): expected one or more of"),
+        ({"graph_batches": 8}, "graph_batches=8: expected a list"),
+        ({"graph_sampling": None}, "graph_sampling=None: expected one or more of"),
+        ({"synthetic_acceptance": 0.8}, "expected num_steps=3 shares"),
+        ({"synthetic_acceptance": (True, 0.4, 0.3)}, "expected num_steps=3 shares"),
+        ({"synthetic_acceptance": ("0.5", "0.4", "0.3")}, "expected num_steps=3 shares"),
+        ({"synthetic_acceptance": (0.5, 0.4, 0.3), "topk": 2, "num_draft_tokens": 3}, "no more than 2 drafts"),
         ({"synthetic_acceptance": (0.5, 0.4)}, "expected num_steps=3 shares"),
         ({"synthetic_acceptance": (0.5, 0.6, 0.1)}, "none above the one before"),
         ({"synthetic_acceptance": (1.2, 0.6, 0.1)}, "shares of rounds from 1 to 0"),
@@ -351,7 +472,7 @@ def test_synthetic_acceptance_keeps_its_rates(shape, graphs):
 )
 def test_settings_out_of_range_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
-        engine_of(model_of(), CHAIN, **settings)
+        engine_of(model_of(), {**CHAIN, **settings}) if "topk" in settings else engine_of(model_of(), CHAIN, **settings)
 
 
 def test_memory_is_counted_before_anything_is_allocated():
