@@ -58,7 +58,8 @@ class RoundGraphs:
             watched=program.tensors,
             strict=config.strict,
         )
-        runners = self._whole(rows) if may_merge and config.round_graph is not False else self._apart(rows)
+        self._is_apart = config.num_steps > 0 and (config.round_graph is False or not may_merge)
+        runners = self._apart(rows) if self._is_apart else self._whole(rows)
         self.runners = {name: GraphRunner(name, body, specs, setup) for name, body, specs in runners}
         with torch.inference_mode():
             build(list(self.runners.values()), self.capture, lower=LOWER, strict=config.strict)
@@ -68,8 +69,6 @@ class RoundGraphs:
         return [(name, self._program.play, [rows])]
 
     def _apart(self, rows: BufferSpec) -> Runners:
-        if not self._config.num_steps:
-            return self._whole(rows)
         return [
             ("draft", partial(draft_part, self._program), [rows]),
             ("target_verify", partial(verify_part, self._program), [rows, *self._tree_specs()]),
@@ -80,11 +79,11 @@ class RoundGraphs:
         """A round of `rows`; see `Round.play`. The results are good until the next call."""
         if self._is_debug:
             self.check_addresses()
-        kind = self._served_as(kind)
-        hints = {"max_prefix": max_prefix}
-        if "draft" not in self.runners:
+        kind, hints = self._served_as(kind), {"max_prefix": max_prefix}
+        if not self._is_apart:
             (runner,) = self.runners.values()
             return runner(kind, {"rows": rows}, **hints)
+        # Buffers are called what the fields of Tree and Verdict are.
         draft: Draft = self.runners["draft"](kind, {"rows": rows}, **hints)
         inputs = {"rows": rows, **draft.tree._asdict(), "probs": draft.probs}
         verdict, aux = self.runners["target_verify"](kind, inputs, **hints)
