@@ -108,15 +108,19 @@ class FullCapture(Capture):
     def __init__(self, device: torch.device):
         self.device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        # A pool without a graph is gone for good: one graph that never fails keeps it while others come and go.
-        self._anchor = self.capture(lambda: torch.zeros(1, device=device))
+        self._pool: Any = None
+        self._anchors: list[Graph] = []
 
     def warm_up(self, body: Body) -> None:
         with self._on_own_stream():
             body()
 
     def capture(self, body: Body) -> Graph:
+        if self._pool is None:
+            self._take_pool()
+        return self._capture(body)
+
+    def _capture(self, body: Body) -> Graph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         with self._on_own_stream():
@@ -152,15 +156,23 @@ class FullCapture(Capture):
         finally:
             current.wait_stream(self._stream)
 
+    def _take_pool(self) -> None:
+        """A memory pool. Without a graph it is gone for good, so one that cannot fail keeps it while others come and go."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._anchors.append(self._capture(lambda: torch.zeros(1, device=self.device)))
+
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that has failed; what it complains about says less than the error at hand."""
         with contextlib.suppress(RuntimeError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             graph.capture_end()
             return
-        # A capture that CUDA has broken off ends before it lets go of the pool; the next one would find it taken.
+        # Where CUDA has broken the capture off, torch ends it before it lets go of the pool: the allocator must be told,
+        # and the pool cannot be used for another capture.
         with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)
+            for _ in range(4):
+                torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)
+        self._pool = None
 
 
 def pick_capture(wanted: bool | None, device: torch.device) -> Capture:

@@ -270,20 +270,19 @@ def test_an_error_in_one_callers_step_reaches_every_caller(where):
         for _ in range(3):
             next(first), next(second)
     core = engine._core
-    broken = {
-        "extend": (core.round.worker, "extend"),
-        "prefill": (core.target, "forward"),
-        "detokenizer": (one, "take"),
-    }[where]
-    before = getattr(*broken)
-    setattr(*broken, lambda *args: (_ for _ in ()).throw(RuntimeError("it broke")))
+    replays = [(c.graph, "replay") for c in core.graphs.runners["draft_extend"].captured.values()]
+    broken = {"extend": replays, "prefill": [(core.target, "forward")], "detokenizer": [(one, "take")]}[where]
+    before = [getattr(*place) for place in broken]
+    for place in broken:
+        setattr(*place, lambda *args: (_ for _ in ()).throw(RuntimeError("it broke")))
     if where == "prefill":
         core.scheduler.add([one])
         core.scheduler.admit()
     with pytest.raises(RuntimeError, match="it broke"):
         for _ in range(8):
             next(second)
-    setattr(*broken, before)
+    for place, old in zip(broken, before, strict=True):
+        setattr(*place, old)
     assert one.finish_reason == two.finish_reason == "error"
     if where != "prefill":
         with pytest.raises(RuntimeError, match="it broke"):
