@@ -157,7 +157,7 @@ class FullCapture(Capture):
             current.wait_stream(self._stream)
 
     def _take_pool(self) -> None:
-        """A memory pool. Without a graph it is gone for good, so one that cannot fail keeps it while others come and go."""
+        """A memory pool; without graphs it would be gone for good, so one that cannot fail keeps it."""
         self._pool = torch.cuda.graph_pool_handle()
         self._anchors.append(self._capture(lambda: torch.zeros(1, device=self.device)))
 
@@ -167,8 +167,8 @@ class FullCapture(Capture):
             warnings.simplefilter("ignore")
             graph.capture_end()
             return
-        # Where CUDA has broken the capture off, torch ends it before it lets go of the pool: the allocator must be told,
-        # and the pool cannot be used for another capture.
+        # Where CUDA has broken the capture off, torch has not let go of the pool: the allocator must be told, and the
+        # pool cannot be captured into again.
         with contextlib.suppress(RuntimeError):
             for _ in range(4):
                 torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)
