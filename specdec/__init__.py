@@ -2,9 +2,9 @@
 
 from specdec.api import Engine, attach
 from specdec.config import EngineConfig
-from specdec.errors import AttachError, CapacityError, CheckpointError, DetachedError
+from specdec.errors import AttachError, CapacityError, CheckpointError, DetachedError, GraphError
 from specdec.metrics import AcceptanceStats, acceptance_length
-from specdec.outputs import GenerationOutput, GenerationStats, Report, RequestOutput
+from specdec.outputs import GenerationOutput, GenerationStats, GraphCost, Report, RequestOutput
 from specdec.sampling import SamplingParams
 
 __version__ = "0.1.0"
@@ -19,6 +19,8 @@ __all__ = [
     "EngineConfig",
     "GenerationOutput",
     "GenerationStats",
+    "GraphCost",
+    "GraphError",
     "Report",
     "RequestOutput",
     "SamplingParams",

@@ -53,10 +53,13 @@ def attach(
     algo: "auto" (what the checkpoint is, None without a draft), None (plain decoding) or a name of
         `specdec.draft.algo_spec.ALGORITHMS`.
     tokenizer: for text prompts, texts and stop strings; token ids need none.
-    settings: fields of `EngineConfig` (num_steps, topk, num_draft_tokens, max_batch, max_seq_len, ...).
+    settings: fields of `EngineConfig` (num_steps, topk, num_draft_tokens, max_batch, max_seq_len, cuda_graph, ...).
+
+    On CUDA all graphs are captured here, which takes seconds; nothing is captured later.
 
     Raises AttachError (a ValueError) with every reason why the model cannot be attached, CheckpointError with every
-    problem of the draft, and ValueError for settings out of range. Nothing is left on the model then.
+    problem of the draft, CapacityError if it will not fit the device, ValueError for settings out of range and, under
+    strict, GraphError for a graph that cannot be made. Nothing is left on the model then.
     """
     name = _resolve_algo(draft, algo)
     if "max_seq_len" not in settings:

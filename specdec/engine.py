@@ -103,10 +103,10 @@ class Core:
         self._mailbox.clear()
 
     def close(self) -> None:
-        """Wait for what is on its way (one round may be) and take our marks off the model."""
+        """Take our marks off the model, and wait for what is on its way: one round may be."""
+        self.target.detach()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.target.detach()
 
     def _prefill(self, pieces: list[tuple[Request, int]]) -> bool:
         """One packed prefill forward over prompt pieces, then the first token of every prompt that is complete.

@@ -21,7 +21,7 @@ class CheckpointError(ValueError):
 
 
 class CapacityError(ValueError):
-    """A request can never fit the KV pool or the context, whatever else is running."""
+    """Something can never fit: a request the KV pool or the context, or an engine the memory of its device."""
 
 
 class DetachedError(ValueError):
