@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = [[5, 9, 17, 3, 44, 8, 8, 101, 12, 13], [7, 30, 2, 90], [64, 3, 3, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30]]
-NUM_TOKENS = 7
+NUM_TOKENS = 5
 CHAIN = {"num_steps": 3}
 TREE = {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}
 
