@@ -83,9 +83,9 @@ class GraphRunner:
         GraphError under strict if it cannot replay. ValueError for inputs that were not declared.
         """
         num_reqs = self._num_reqs(inputs)
-        decision = self.can_run(num_reqs, variant)
         key = self._captured_key(num_reqs, variant)
         if key is None:
+            decision = self.can_run(num_reqs, variant)
             if self._setup.strict:
                 raise GraphError(f"strict: {self.name} of {num_reqs} requests cannot replay: {decision.reason}")
             self._setup.counters.count_eager(self.name, decision.reason)

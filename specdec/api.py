@@ -10,26 +10,14 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.backends import AttentionBackend, pick_backend
-from specdec.backends.checks import is_debug
+from specdec.assembly import assemble, resolve_algo
 from specdec.batch import on_device
 from specdec.config import EngineConfig
-from specdec.draft.algo_spec import algo_spec
-from specdec.draft.eagle3 import Eagle3Worker
-from specdec.draft.worker import DraftWorker, NoDraft
 from specdec.engine import Core
 from specdec.errors import CapacityError, DetachedError
-from specdec.graphs import Counters
-from specdec.kv_cache import KVPool, LayerShape, SlotTables
-from specdec.memory import MemoryNeed, check_fits, free_bytes
 from specdec.metrics import AcceptanceStats
-from specdec.models.eagle3 import Eagle3Head
 from specdec.models.hf import HFTarget
-from specdec.models.loader import check_head, detect_algo, load_eagle3
 from specdec.outputs import GenerationOutput, GenerationStats, Report, RequestOutput
-from specdec.round_checks import checked
-from specdec.round_graphs import LOWER, estimate_bytes
-from specdec.round_ops import RoundOps, pick_ops
 from specdec.sampling import SamplingParams
 from specdec.scheduler import Request
 from specdec.state import MAX_STOP_IDS
@@ -61,7 +49,7 @@ def attach(
     problem of the draft, CapacityError if it will not fit the device, ValueError for settings out of range and, under
     strict, GraphError for a graph that cannot be made. Nothing is left on the model then.
     """
-    name = _resolve_algo(draft, algo)
+    name = resolve_algo(draft, algo)
     if "max_seq_len" not in settings:
         limit = getattr(target.config.get_text_config(), "max_position_embeddings", DEFAULT_MAX_SEQ_LEN)
         settings["max_seq_len"] = min(limit, DEFAULT_MAX_SEQ_LEN)
@@ -82,48 +70,14 @@ class Engine:
     """Generates the target's own text. Made by `attach`; one target, one draft, one KV pool."""
 
     def __init__(self, target: HFTarget, config: EngineConfig, draft: str | Path | nn.Module | None, tokenizer: Any):
-        if config.max_seq_len > target.spec.max_positions:
-            raise ValueError(
-                f"max_seq_len={config.max_seq_len}: the model has positions up to {target.spec.max_positions}"
-            )
-        machine = (target.dtype, target.device, config.page_size)
-        backend, why = pick_backend(config.backend, target.spec.layers, *machine)
-        backends = [backend]
-        counters = Counters()
-        head = None if draft is None else _load_head(draft, target)
-        _check_memory(target, config, head)
-        tables = SlotTables(config.max_batch, config.table_width, config.pool_slots, config.page_size, target.device)
-        worker: DraftWorker = NoDraft()
-        if head is not None:
-            draft_backend, draft_why = pick_backend(config.backend, [head.config.layer], *machine)
-            why = why if draft_backend is backend else f"{why}; the draft: {draft_backend.name}, {draft_why}"
-            backends.append(draft_backend)
-            worker = Eagle3Worker(
-                head,
-                target.embed_tokens,
-                config,
-                draft_backend(),
-                _ops_for(draft_backend),
-                tables.total_slots,
-                counters.count_forward,
-            )
         if config.synthetic_acceptance is not None:
             warnings.warn(
                 "synthetic_acceptance is on: the engine's text means nothing, only its speed does", stacklevel=3
             )
         self.config = config
         self.tokenizer = tokenizer
-        self._backend_reason = why
-        self._core: Core | None = Core(
-            target,
-            config,
-            worker,
-            backend(),
-            _ops_for(backend),
-            tables,
-            counters,
-            may_merge=_may_merge(config, backends),
-        )
+        core, self._backend_reason = assemble(target, config, draft)
+        self._core: Core | None = core
         self._total = AcceptanceStats()
 
     def generate(
@@ -292,80 +246,10 @@ class Engine:
         core.slot_tables.check_fits(core.scheduler.slots_needed(len(ids), max_new_tokens))
 
 
-def _resolve_algo(draft: Any, algo: str | None) -> str | None:
-    """The algorithm's name; every contradiction between `draft` and `algo` is an error."""
-    if algo not in (None, "auto"):
-        algo_spec(algo)  # unknown names raise here
-        if draft is None:
-            raise ValueError(f"algo={algo!r} needs a draft: a checkpoint folder, a Hub id or a loaded head")
-    if algo is None and draft is not None:
-        raise ValueError("algo=None is plain decoding, but a draft was given; leave one of them out")
-    if draft is None:
-        return None
-    if isinstance(draft, nn.Module):
-        if not isinstance(draft, Eagle3Head):
-            raise ValueError(f"draft is a {type(draft).__name__}: expected a folder, a Hub id or an Eagle3Head")
-        return "eagle3"
-    found = detect_algo(draft)
-    if algo not in ("auto", found):
-        raise ValueError(f"algo={algo!r}, but {str(draft)!r} holds a draft for {found!r}")
-    return found
-
-
 def _refuse_draft_settings(settings: dict[str, Any]) -> None:
     given = sorted({"num_steps", "topk", "num_draft_tokens"} & set(settings))
     if given:
         raise ValueError(f"{', '.join(given)}: plain decoding drafts nothing; give a draft or leave them out")
-
-
-def _load_head(draft: str | Path | nn.Module, target: HFTarget) -> Eagle3Head:
-    if isinstance(draft, Eagle3Head):
-        check_head(draft, target.shape, target.dtype, target.device)
-        return draft
-    assert not isinstance(draft, nn.Module)
-    return load_eagle3(draft, target.shape, target.dtype, target.device)
-
-
-def _check_memory(target: HFTarget, config: EngineConfig, head: Eagle3Head | None) -> None:
-    """CapacityError if pools, tables and graphs will not fit beside the weights."""
-    total_slots = SlotTables.slots_for(config.pool_slots, config.page_size)
-
-    def size(module: nn.Module) -> int:
-        return sum(p.numel() * p.element_size() for p in module.parameters())
-
-    def pool(layers: Sequence[LayerShape]) -> int:
-        return KVPool.bytes_for(layers, total_slots, target.dtype)
-
-    lower = "num_slots, max_batch or max_seq_len"
-    needs = [MemoryNeed("KV pool", pool([s.shape for s in target.spec.layers]), lower)]
-    needs.append(MemoryNeed("slot tables", 8 * config.num_rows * config.table_width, "max_batch or max_seq_len"))
-    resident = [MemoryNeed("weights", size(target.model), "")]
-    if head is not None:
-        c = head.config
-        state = config.num_rows * (c.draft_vocab_size + c.hidden_size) + 2 * config.table_width * c.head_dim
-        needs.append(MemoryNeed("the draft's KV pool", pool([c.layer.shape]), lower))
-        needs.append(MemoryNeed("the draft's state", state * target.dtype.itemsize, "max_batch or max_seq_len"))
-        resident.append(MemoryNeed("draft", size(head), ""))
-    if config.cuda_graph is not False:
-        spec = target.spec
-        shape = (spec.hidden_size, spec.vocab_size, len(spec.layers), target.dtype.itemsize)
-        needs.append(MemoryNeed("graphs", estimate_bytes(config, *shape), LOWER))
-    check_fits(needs, resident, free_bytes(target.device))
-
-
-def _may_merge(config: EngineConfig, backends: Sequence[type[AttentionBackend]]) -> bool:
-    """Whether draft, verify and extend can be one graph: nothing may have to be planned on the host between them."""
-    on_host = [b.name for b in backends if not b.capabilities.device_planned]
-    if config.round_graph and on_host:
-        raise ValueError(
-            f"round_graph=True: {on_host[0]} plans on the host; leave round_graph out, or take another backend"
-        )
-    return not on_host
-
-
-def _ops_for(backend: type[AttentionBackend]) -> RoundOps:
-    ops = pick_ops(backend)
-    return checked(ops) if is_debug() else ops
 
 
 def _per_prompt(name: str, value: Any, count: int) -> list[Any]:

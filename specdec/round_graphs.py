@@ -46,7 +46,7 @@ class RoundGraphs:
             warnings.warn(
                 f"strict=True with graphs of {buckets[-1]} requests at most: larger batches, up to "
                 f"max_batch={config.max_batch}, will raise; lower max_batch or raise graph_batches",
-                stacklevel=5,
+                stacklevel=6,
             )
         rows = BufferSpec("rows", lambda n: (n,), torch.int64, pad=config.dummy_row)
         setup = Setup(

@@ -9,23 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.keys import index_of, order_key, value_of
+
 _LOWEST = tl.constexpr(-(1 << 63))
-
-
-@triton.jit
-def _key(value, index):
-    """An int64 that orders (fp32 value, lower index first); NaN ranks as -inf."""
-    value = tl.where(value != value, float("-inf"), value) + 0.0  # -0.0 equals 0.0
-    bits = value.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
-
-
-@triton.jit
-def _value(key):
-    """The fp32 value that `_key` has put in."""
-    ordered = (key >> 32).to(tl.int32)
-    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["vocab", "num_chunks"])
@@ -40,7 +26,7 @@ def _chunk_kernel(logits, keys, maxima, sums, vocab, num_chunks, stride, K: tl.c
     at = row * num_chunks + chunk
     tl.store(maxima + at, top)
     tl.store(sums + at, sum_exp)
-    key = tl.where(is_token, _key(x, index), _LOWEST)
+    key = tl.where(is_token, order_key(x, index), _LOWEST)
     for k in range(0, K):
         best = tl.max(key)
         tl.store(keys + at * K + k, best)
@@ -75,10 +61,10 @@ def _row_kernel(
     for k in range(0, K):
         best = tl.max(key)
         key = tl.where(key == best, _LOWEST, key)
-        token = (0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)).to(tl.int64)
+        token = index_of(best)
         if HAS_NAMES:
             token = tl.load(names + token)
-        tl.store(values + row * K + k, _value(best) - log_total)
+        tl.store(values + row * K + k, value_of(best) - log_total)
         tl.store(tokens + row * K + k, token)
 
 

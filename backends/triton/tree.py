@@ -7,14 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _key(score, index):
-    """An int64 that orders candidates: the higher score first, NaN as -inf, the earlier among equals."""
-    score = tl.where(score != score, float("-inf"), score) + 0.0  # -0.0 equals 0.0
-    bits = score.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+from specdec.backends.triton.keys import order_key
 
 
 @triton.jit
@@ -42,11 +35,11 @@ def _expand_kernel(
     request = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK_J)
     score = _child_scores(log_probs, parent_scores, request, j, K, C)
-    key = _key(score, j)
+    key = order_key(score, j)
     rank = tl.zeros([BLOCK_J], tl.int32)
     for base in range(0, K * C, BLOCK_I):
         i = base + tl.arange(0, BLOCK_I)
-        other = _key(_child_scores(log_probs, parent_scores, request, i, K, C), i)
+        other = order_key(_child_scores(log_probs, parent_scores, request, i, K, C), i)
         rank += tl.sum(((other[None, :] > key[:, None]) & (i[None, :] < K * C)).to(tl.int32), 1)
     tl.store(cumulative + request * K * C + j, score, mask=j < K * C)
     tl.store(kept + request * TOPK + rank, j.to(tl.int64), mask=(j < K * C) & (rank < TOPK))
@@ -75,11 +68,11 @@ def _build_kernel(
     num_before = 0
     for base_j in range(0, N, BLOCK_J):
         j = base_j + tl.arange(0, BLOCK_J)
-        key = _key(tl.load(log_probs + request * N + j, mask=j < N, other=float("-inf")), j)
+        key = order_key(tl.load(log_probs + request * N + j, mask=j < N, other=float("-inf")), j)
         rank = tl.zeros([BLOCK_J], tl.int32)
         for base in range(0, N, BLOCK_I):
             i = base + tl.arange(0, BLOCK_I)
-            other = _key(tl.load(log_probs + request * N + i, mask=i < N, other=float("-inf")), i)
+            other = order_key(tl.load(log_probs + request * N + i, mask=i < N, other=float("-inf")), i)
             rank += tl.sum(((other[None, :] > key[:, None]) & (i[None, :] < N)).to(tl.int32), 1)
         is_selected = (rank < D - 1) & (j < N)
         node = num_before + tl.cumsum(is_selected.to(tl.int32))  # creation order, from 1
