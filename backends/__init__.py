@@ -1,6 +1,7 @@
 """Attention over the paged KV pool. Backends know shapes and slots, never algorithms or models."""
 
 from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec, unmet_needs
+from specdec.backends.bridge import AttentionBridge
 from specdec.backends.op import ForwardContext, attention, forward_context
 from specdec.backends.registry import BACKENDS, pick_backend
 from specdec.backends.rope import Rope
@@ -9,6 +10,7 @@ from specdec.backends.torch_ref import TorchBackend
 __all__ = [
     "BACKENDS",
     "AttentionBackend",
+    "AttentionBridge",
     "AttentionCall",
     "Capabilities",
     "ForwardContext",

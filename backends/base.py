@@ -83,11 +83,12 @@ class AttentionCall(NamedTuple):
 
     q [T, Hq, qk_dim], k [T, Hkv, qk_dim], v [T, Hkv, v_dim], any strides but a dense last dim; out [T, Hq, v_dim] is
     filled; pool and layer_id: where K/V go; sinks [Hq] or None; rope: tables for T tokens if q and k come un-rotated.
+    `attend` needs neither k and v nor rope.
     """
 
     q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
     out: torch.Tensor
     pool: KVPool
     layer_id: int
@@ -99,6 +100,7 @@ class AttentionCall(NamedTuple):
 class AttentionBackend(ABC):
     """`plan` once a forward, `run` once a layer. A backend holds the plan of the forward in flight and nothing else.
 
+    `run` is `store`, then `attend`; a graph that breaks at attention captures the one and leaves the other outside.
     metadata: builds what it is given. With SPECDEC_DEBUG=1 in the environment every index of a plan
     is checked against its bounds, on the device, before it is used; each forward waits for the host then.
     """
@@ -110,27 +112,51 @@ class AttentionBackend(ABC):
     def __init__(self) -> None:
         self._debug = is_debug()
         self._unchecked: AttentionMetadata | None = None
+        self._planned: AttentionMetadata | None = None
 
     @classmethod
     def unusable_on(cls, device: torch.device) -> str | None:
         """Why this backend cannot run on `device` at all; None if it can."""
         return None
 
+    @property
+    def planned(self) -> AttentionMetadata:
+        """The forward in flight."""
+        assert self._planned is not None, "attention before plan"
+        return self._planned
+
     def plan(self, metadata: AttentionMetadata) -> None:
         """Prepare one forward; every `run` until the next `plan` uses it. ValueError for what cannot be planned."""
         check_shapes(metadata)
         self._unchecked = metadata if self._debug else None
+        self._planned = metadata
         self._prepare(metadata)
 
     def run(self, call: AttentionCall) -> None:
         """Write the call's k and v to the pool, then attend."""
+        self._check(call)
+        q = self.store(call, self.planned.out_cache_loc)
+        self._attend(call if q is call.q else call._replace(q=q))
+
+    def attend(self, call: AttentionCall) -> None:
+        """Attend with a q that is rotated, over K and V that are stored already."""
+        self._check(call)
+        self._attend(call)
+
+    @abstractmethod
+    def store(self, call: AttentionCall, slots: torch.Tensor, q_out: torch.Tensor | None = None) -> torch.Tensor:
+        """Write the call's k and v to pool slots [T] int64, both q and k rotated if it brings tables.
+
+        Returns the q to attend with, which is q_out [T, Hq, qk_dim] where that is given. Needs no plan.
+        """
+
+    def _check(self, call: AttentionCall) -> None:
         if self._unchecked is not None:
             check_indices(self._unchecked, num_slots=call.pool.num_slots)
             self._unchecked = None
-        self._run(call)
 
     @abstractmethod
     def _prepare(self, metadata: AttentionMetadata) -> None: ...
 
     @abstractmethod
-    def _run(self, call: AttentionCall) -> None: ...
+    def _attend(self, call: AttentionCall) -> None: ...

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -15,6 +16,16 @@ from specdec.backends.base import AttentionBackend, AttentionCall, LayerSpec
 from specdec.backends.rope import Rope
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.kv_cache import KVPool
+
+
+class AttentionScope(Protocol):
+    """What the op finds: whoever answers the attention calls of the forward in flight."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
+    ) -> torch.Tensor:
+        """See `attention`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -30,16 +41,32 @@ class ForwardContext:
     sinks: Sequence[torch.Tensor | None]
     on_forward: Callable[[ForwardMode], None]
 
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
+    ) -> torch.Tensor:
+        """Store k and v, and attend, in the forward that the backend has planned."""
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+        layer, sinks = self.layers[layer_id], self.sinks[layer_id]
+        self.backend.run(AttentionCall(q, k, v, out, self.pool, layer_id, layer, sinks, rope))
+        return out
 
-_CURRENT: ContextVar[ForwardContext] = ContextVar("specdec_forward")
+
+_CURRENT: ContextVar[AttentionScope] = ContextVar("specdec_forward")
 
 
 @contextmanager
 def forward_context(context: ForwardContext, metadata: AttentionMetadata) -> Iterator[None]:
-    """Plan `metadata` and make `context` the one that attention calls find."""
+    """A forward of `metadata`: it is counted and planned, and attention calls find `context`."""
     context.on_forward(metadata.mode)
     context.backend.plan(metadata)
-    token = _CURRENT.set(context)
+    with attention_scope(context):
+        yield
+
+
+@contextmanager
+def attention_scope(scope: AttentionScope) -> Iterator[None]:
+    """Within, attention calls of this thread go to `scope`."""
+    token = _CURRENT.set(scope)
     try:
         yield
     finally:
@@ -50,25 +77,22 @@ def _attn(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
     layer_id: int,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
-) -> None:
-    c = _CURRENT.get()
+) -> torch.Tensor:
     rope = None if cos is None or sin is None else Rope(cos, sin)
-    c.backend.run(AttentionCall(q, k, v, out, c.pool, layer_id, c.layers[layer_id], c.sinks[layer_id], rope))
+    return _CURRENT.get().attend(q, k, v, layer_id, rope)
 
 
-def _attn_fake(*args: torch.Tensor | int | None) -> None:
-    return None
+def _attn_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
-# Plain Library calls: the op adds 3-5 µs to `run` on a CPU, which decoding pays once a layer.
+# Plain Library calls: the op adds 3-5 µs to `run` on a CPU, which decoding pays once a layer. K and V that it writes to
+# the pool are no arguments of it, so a trace sees a pure function; its order is kept by what it returns.
 _LIBRARY = torch.library.Library("specdec", "DEF")
-_LIBRARY.define(
-    "attn(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int layer_id, Tensor? cos=None, Tensor? sin=None) -> ()"
-)
+_LIBRARY.define("attn(Tensor q, Tensor k, Tensor v, int layer_id, Tensor? cos=None, Tensor? sin=None) -> Tensor")
 _LIBRARY.impl("attn", _attn, "CompositeExplicitAutograd")
 torch.library.register_fake("specdec::attn", _attn_fake, lib=_LIBRARY)
 
@@ -80,6 +104,4 @@ def attention(
 
     rope: tables [T, R] that the backend rotates q and k with, where they come un-rotated.
     """
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    torch.ops.specdec.attn(q, k, v, out, layer_id, *(rope or (None, None)))
-    return out
+    return torch.ops.specdec.attn(q, k, v, layer_id, *(rope or (None, None)))

@@ -21,7 +21,6 @@ class _Plan:
     """kv_slots [bs, kv] int64; mask [bs, q, kv] bool; q_pos [bs, q], k_pos [bs, kv] int64; pad [bs, q] int64 rows
     of the packed batch, for ragged prefill only; unpad [T] int64, its inverse."""
 
-    out_cache_loc: torch.Tensor
     kv_slots: torch.Tensor
     mask: torch.Tensor
     q_pos: torch.Tensor
@@ -79,19 +78,25 @@ class TorchBackend(AttentionBackend):
         pad, unpad = _ragged_rows(m, device)
         q_pos = m.positions[pad] if pad is not None else m.positions.view(m.num_reqs, m.q_len)
         kv_slots = torch.cat([prefix_slots, tail_slots], 1)
-        self._plan = _Plan(m.out_cache_loc, kv_slots, mask, q_pos, k_pos, pad, unpad)
+        self._plan = _Plan(kv_slots, mask, q_pos, k_pos, pad, unpad)
 
-    def _run(self, call: AttentionCall) -> None:
-        q, k, v, out, pool, layer_id, layer, sinks, rope = call
+    def store(self, call: AttentionCall, slots: torch.Tensor, q_out: torch.Tensor | None = None) -> torch.Tensor:
+        q, k = call.q, call.k
+        assert k is not None and call.v is not None
+        if call.rope is not None:
+            q, k = rotate(q, call.rope), rotate(k, call.rope)
+        call.pool.write(call.layer_id, slots, k, call.v)
+        return q if q_out is None else q_out.copy_(q)
+
+    def _attend(self, call: AttentionCall) -> None:
+        q, out, pool, layer_id, layer, sinks = call.q, call.out, call.pool, call.layer_id, call.layer, call.sinks
         plan = self._plan
-        assert plan is not None, "run before plan"
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
-        pool.write(layer_id, plan.out_cache_loc, k, v)
+        assert plan is not None
         bs, kv_len = plan.kv_slots.shape
         slots = plan.kv_slots.view(-1)
-        keys = pool.k[layer_id].index_select(0, slots).view(bs, kv_len, *k.shape[1:]).transpose(1, 2)
-        values = pool.v[layer_id].index_select(0, slots).view(bs, kv_len, *v.shape[1:]).transpose(1, 2)
+        shape = (bs, kv_len, layer.num_kv_heads, -1)
+        keys = pool.k[layer_id].index_select(0, slots).view(shape).transpose(1, 2)
+        values = pool.v[layer_id].index_select(0, slots).view(shape).transpose(1, 2)
         rows = q[plan.pad] if plan.pad is not None else q.reshape(bs, -1, *q.shape[1:])  # [bs, q_len, Hq, qk_dim]
         result = _attend(rows, keys, values, plan.mask_for(layer.window), layer, sinks)
         result = result.reshape(-1, *result.shape[2:])

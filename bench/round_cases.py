@@ -120,14 +120,23 @@ def make_head(shape: str, model: Any, path: str | None) -> Any:
     return head.eval().requires_grad_(False)
 
 
+def target_weights(shape: str) -> int:
+    """Parameters of the products of a forward: layers and output head."""
+    h, inter, layers, vocab, attention = _sizes(shape)
+    return layers * (attention + 3 * h * inter) + vocab * h
+
+
 def floor_ms(case: Case) -> float:
     """Bytes that must be read, over the copy rate: the target's weights once and the head's once a pass."""
-    c = _TARGETS[case.shape]
+    h, inter, _, _, attention = _sizes(case.shape)
+    head = 2 * attention - h * h + 3 * h * inter + _DRAFT_VOCAB[case.shape] * h  # q, k, v see two widths
+    passes = case.steps  # S-1 draft forwards and the extend
+    return round(2 * (target_weights(case.shape) + passes * head + (3 * h * h if passes else 0)) / COPY_BYTES_PER_MS, 3)
+
+
+def _sizes(shape: str) -> tuple[int, ...]:
+    """hidden and intermediate size, layers, vocabulary, and weights of one attention layer."""
+    c = _TARGETS[shape]
     h, inter, layers, vocab = (c[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"))
     head_dim = h // c["num_attention_heads"]
-    attention = 2 * h * h + 2 * h * c["num_key_value_heads"] * head_dim
-    target = layers * (attention + 3 * h * inter) + vocab * h
-    head_layer = attention + h * h + h * c["num_key_value_heads"] * head_dim * 2 + 3 * h * inter
-    head = head_layer + _DRAFT_VOCAB[case.shape] * h
-    passes = case.steps  # S-1 draft forwards and the extend
-    return round(2 * (target + passes * head + (3 * h * h if passes else 0)) / COPY_BYTES_PER_MS, 3)
+    return h, inter, layers, vocab, 2 * h * h + 2 * h * c["num_key_value_heads"] * head_dim

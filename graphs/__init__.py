@@ -1,30 +1,42 @@
-"""CUDA graphs: what runs (`GraphRunner`) × how it is captured (`Capture`), in buckets of requests.
+"""CUDA graphs: what runs (`GraphRunner`) × how it is captured (`Capture`), in buckets of requests or tokens.
 
-Captures callables; knows neither models nor draft algorithms. A runner is warmed up, captured and sealed before the
-first live batch; from then on a batch replays the smallest bucket that holds it, or runs eagerly and is counted.
+Captures callables, whole or in segments; knows neither models nor draft algorithms. A runner is warmed up, captured and
+sealed before the first live batch; from then on a batch replays the smallest bucket that holds it, or runs eagerly and
+is counted.
 """
 
+from specdec.graphs.breakable import BreakableCapture, RecordedBreakable, pick_breakable
 from specdec.graphs.buffers import BufferSpec, StaticBuffers
 from specdec.graphs.build import build
 from specdec.graphs.captures import Capture, EagerCapture, FullCapture, RecordedCapture, pick_capture
 from specdec.graphs.counters import Counters, PathCounters
+from specdec.graphs.pool import GraphPool
+from specdec.graphs.prefill import HiddenCapture, PrefillRunner, PrefillShape
 from specdec.graphs.runner import GraphRunner, Setup
-from specdec.graphs.shapes import Decision, ShapeKey, batch_buckets
+from specdec.graphs.shapes import Decision, ShapeKey, batch_buckets, token_buckets
 
 __all__ = [
+    "BreakableCapture",
     "BufferSpec",
     "Capture",
     "Counters",
     "Decision",
     "EagerCapture",
     "FullCapture",
+    "GraphPool",
     "GraphRunner",
+    "HiddenCapture",
     "PathCounters",
+    "PrefillRunner",
+    "PrefillShape",
+    "RecordedBreakable",
     "RecordedCapture",
     "Setup",
     "ShapeKey",
     "StaticBuffers",
     "batch_buckets",
     "build",
+    "pick_breakable",
     "pick_capture",
+    "token_buckets",
 ]

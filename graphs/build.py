@@ -24,7 +24,7 @@ def build(runners: Sequence[GraphRunner], capture: Capture, *, lower: str, stric
     from then on, smaller ones may still succeed; under strict GraphError ends the build instead.
     """
     jobs = [(runner, key) for runner in runners for key in runner.keys]
-    jobs.sort(key=lambda job: -job[1].num_reqs)  # stable: runners and variants keep their order within a size
+    jobs.sort(key=lambda job: -job[1].size)  # stable: runners and variants keep their order within a size
     progress = tqdm(total=2 * len(jobs), desc="graphs", unit="graph", leave=False, disable=None if jobs else True)
     with progress as bar, _collection_paused():
         for phase in (GraphRunner.warm_up, GraphRunner.capture):

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -41,9 +41,9 @@ class Captured:
 class Setup:
     """What the runners of one engine share.
 
-    buckets: numbers of requests to capture, ascending. variants: all kinds of work there are.
+    buckets: sizes to capture, ascending, in `unit`s. variants: all kinds of work there are.
     watched: gives the tensors that bodies read besides their inputs; they must stay where they are.
-    strict: raise GraphError instead of running eagerly.
+    strict: raise GraphError instead of running eagerly. shared: inputs that lie in given tensors, by name.
     """
 
     capture: Capture
@@ -53,13 +53,15 @@ class Setup:
     variants: Sequence[str] = ("",)
     watched: Callable[[], Mapping[str, torch.Tensor]] = dict
     strict: bool = False
+    unit: str = "requests"
+    shared: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class GraphRunner:
     """Runs body(variant, **inputs, **hints) from graphs.
 
-    body: returns tensors (or NamedTuples of them, or None) with requests on axis 0; it may read and write tensors that
-        outlive it, and its work may depend on the shapes of its inputs and on `variant` only.
+    body: returns tensors (or NamedTuples of them, or None) with requests (or tokens) on axis 0; it may read and
+        write tensors that outlive it, and its work may depend on the shapes of its inputs and on `variant` only.
     inputs: what it takes by name. hints: host values that only make an eager run cheaper; a capture gets none.
     """
 
@@ -73,7 +75,7 @@ class GraphRunner:
         self._body = body
         self._setup = setup
         self._warm: set[ShapeKey] = set()
-        self._buffers = StaticBuffers(inputs, max(self.buckets, default=0), setup.device)
+        self._buffers = StaticBuffers(inputs, max(self.buckets, default=0), setup.device, setup.shared)
         self._addresses: dict[str, int] = {}  # of everything the graphs read, once sealed
         setup.counters.runners[name] = PathCounters()
 
@@ -82,30 +84,40 @@ class GraphRunner:
 
         GraphError under strict if it cannot replay. ValueError for inputs that were not declared.
         """
-        num_reqs = self._num_reqs(inputs)
-        key = self._captured_key(num_reqs, variant)
+        size = self._size_of(inputs)
+        key = self._captured_key(size, variant)
         if key is None:
-            decision = self.can_run(num_reqs, variant)
-            if self._setup.strict:
-                raise GraphError(f"strict: {self.name} of {num_reqs} requests cannot replay: {decision.reason}")
-            self._setup.counters.count_eager(self.name, decision.reason)
-            return self._body(variant, **inputs, **hints)
+            return self.run_eagerly(self.can_run(size, variant).reason, variant, inputs, **hints)
         captured = self.captured[key]
-        self._buffers.load(inputs, num_reqs, key.num_reqs, variant)
+        self._buffers.load(inputs, size, key.size, variant)
         with self._setup.counters.recording():  # a capture that re-runs Python must not count its forwards as eager
             captured.graph.replay()
         self._setup.counters.count_replay(self.name, captured.forwards)
-        if num_reqs == key.num_reqs:
+        if size == key.size:
             return captured.graph.outputs
-        return tree_map_only(torch.Tensor, lambda t: t[:num_reqs], captured.graph.outputs)
+        return tree_map_only(torch.Tensor, lambda t: t[:size], captured.graph.outputs)
 
-    def can_run(self, num_reqs: int, variant: str = "") -> Decision:
-        """Whether a batch of `num_reqs` requests replays."""
+    def run_eagerly(self, reason: str, variant: str, inputs: Mapping[str, Any], **hints: Any) -> Any:
+        """Call the body itself, for `reason`, which is counted; GraphError under strict."""
+        if self._setup.strict:
+            size = self._size_of(inputs)
+            raise GraphError(f"strict: {self.name} of {size} {self._setup.unit} cannot replay: {reason}")
+        self._setup.counters.count_eager(self.name, reason)
+        return self._body(variant, **inputs, **hints)
+
+    def replayed_size(self, size: int, variant: str = "") -> int:
+        """The size of the graph that a batch of `size` replays."""
+        key = self._captured_key(size, variant)
+        assert key is not None, "a batch that cannot replay"
+        return key.size
+
+    def can_run(self, size: int, variant: str = "") -> Decision:
+        """Whether a batch of `size` replays."""
         if self._setup.capture.refusal:
             return Decision(False, self._setup.capture.refusal)
-        if self._captured_key(num_reqs, variant) is not None:
+        if self._captured_key(size, variant) is not None:
             return Decision(True)
-        bucket = bucket_for(num_reqs, self.buckets)
+        bucket = bucket_for(size, self.buckets)
         if bucket is None:
             return Decision(False, "the batch is larger than the largest bucket")
         return Decision(False, self.failures.get(self._key(bucket, variant), f"variant '{variant}' was not captured"))
@@ -159,16 +171,16 @@ class GraphRunner:
     def _key(self, bucket: int, variant: str) -> ShapeKey:
         return ShapeKey(self.name, bucket, variant)
 
-    def _captured_key(self, num_reqs: int, variant: str) -> ShapeKey | None:
-        """The smallest captured graph that holds `num_reqs` requests of `variant`."""
-        fitting = (self._key(b, variant) for b in self.buckets if b >= num_reqs)
+    def _captured_key(self, size: int, variant: str) -> ShapeKey | None:
+        """The smallest captured graph that holds `size` of `variant`."""
+        fitting = (self._key(b, variant) for b in self.buckets if b >= size)
         return next((key for key in fitting if key in self.captured), None)
 
     def _bound_body(self, key: ShapeKey) -> Callable[[], Any]:
-        views = self._buffers.views(key.num_reqs, key.variant)
+        views = self._buffers.views(key.size, key.variant)
         return partial(self._body, key.variant, **views)
 
-    def _num_reqs(self, inputs: Mapping[str, torch.Tensor | None]) -> int:
+    def _size_of(self, inputs: Mapping[str, torch.Tensor | None]) -> int:
         for name, spec in self._buffers.specs.items():
             value = inputs.get(name)
             if value is not None:

@@ -3,19 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+SMALLEST_PREFILL, FINE_PREFILL = 4, 256  # tokens
 MOST_CAPTURED = 256  # requests; larger batches are captured where the caller lists them
 
 
 @dataclass(frozen=True)
 class ShapeKey:
-    """One captured graph: `num_reqs` requests of `runner`; `variant` names what else changes the work."""
+    """One captured graph: `size` requests or tokens of `runner`; `variant` names what else changes the work."""
 
     runner: str
-    num_reqs: int
+    size: int
     variant: str = ""
 
     def __str__(self) -> str:
-        return f"{self.runner} of {self.num_reqs}" + (f" ({self.variant})" if self.variant else "")
+        return f"{self.runner} of {self.size}" + (f" ({self.variant})" if self.variant else "")
 
 
 @dataclass(frozen=True)
@@ -31,19 +32,37 @@ def batch_buckets(max_batch: int, wanted: Sequence[int] | None = None) -> tuple[
 
     wanted: the caller's sizes, those above max_batch become max_batch; None: powers of two and the sizes half-way
     between them, so that at most a third of a replay is padding, up to MOST_CAPTURED; the last is max_batch.
-    ValueError for an empty list and for sizes below 1.
     """
     if wanted is not None:
-        if not wanted or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in wanted):
-            raise ValueError(
-                f"graph_batches={wanted!r}: expected batch sizes of at least 1, or None for the usual ones"
-            )
-        return tuple(sorted({min(n, max_batch) for n in wanted}))
+        return clamped(wanted, max_batch)
     ladder = [size for power in range(MOST_CAPTURED.bit_length()) for size in (1 << power, 3 << power)]
     top = min(max_batch, MOST_CAPTURED)
     return tuple(sorted({n for n in ladder if n < top} | {top}))
 
 
-def bucket_for(num_reqs: int, buckets: Sequence[int]) -> int | None:
-    """The smallest of `buckets` (ascending) that holds `num_reqs`; None if none does."""
-    return next((b for b in buckets if b >= num_reqs), None)
+def token_buckets(max_tokens: int, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Token counts to capture, ascending, from SMALLEST_PREFILL to max_tokens.
+
+    wanted: the caller's sizes, those above max_tokens become max_tokens; None: four to an octave, and from FINE_PREFILL
+    on eight, so that a replay pads by a quarter at most, or an eighth where the device has more to do than the host.
+    """
+    if wanted is not None:
+        return clamped(wanted, max_tokens)
+    sizes, size = {max_tokens}, SMALLEST_PREFILL
+    while size < max_tokens:
+        sizes.add(size)
+        octave = 1 << (size.bit_length() - 1)
+        size += max(SMALLEST_PREFILL, octave // (8 if octave >= FINE_PREFILL else 4))
+    return tuple(sorted(sizes))
+
+
+def clamped(wanted: Sequence[int], most: int) -> tuple[int, ...]:
+    """`wanted` ascending, those above `most` as `most`; ValueError for an empty list and for sizes below 1."""
+    if not wanted or min(wanted) < 1:
+        raise ValueError(f"buckets {wanted!r}: expected sizes of at least 1")
+    return tuple(sorted({min(n, most) for n in wanted}))
+
+
+def bucket_for(size: int, buckets: Sequence[int]) -> int | None:
+    """The smallest of `buckets` (ascending) that holds `size`; None if none does."""
+    return next((b for b in buckets if b >= size), None)

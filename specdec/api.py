@@ -139,7 +139,9 @@ class Engine:
             num_free_pages=core.slot_tables.num_free_pages,
             num_pages=core.slot_tables.num_pages,
             capture=core.graphs.capture.name,
-            graphs=core.graphs.costs,
+            prefill_graph=core.prefill.mode,
+            compile_seconds=core.compile_seconds,
+            graphs=core.prefill.costs + core.graphs.costs,
             runners={
                 name: {"replays": c.replays, "eager": c.eager, "rejects": dict(c.rejects)}
                 for name, c in core.counters.runners.items()
@@ -177,7 +179,7 @@ class Engine:
         Calls may interleave (two streams, say): each steps all running requests and waits for its own.
         """
         core = self._attached()
-        core.graphs.check_addresses()
+        core.check_addresses()
         core.scheduler.add(requests)
         try:
             while any(r.finish_reason is None for r in requests):

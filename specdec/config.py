@@ -6,6 +6,8 @@ from itertools import pairwise
 
 MAX_TAIL = 64  # nodes a 64-bit ancestor mask can name
 GRAPH_SAMPLING = ("greedy", "sampled", "filtered")
+PREFILL_GRAPHS = ("auto", "piecewise", "breakable", "off")
+COMPILERS = ("inductor", "eager")
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,12 @@ class EngineConfig:
     round_graph: the whole round as one graph, or False: draft, verify and extend apart; None: one where possible.
     graph_batches: batch sizes to capture, None for the usual ones up to max_batch.
     graph_sampling: kinds of sampling to capture, of "greedy", "sampled" (no filters) and "filtered".
-    strict: raise GraphError where a round cannot replay, instead of running it eagerly.
+    prefill_graph: how prefills replay: "breakable" (captured in segments around attention), "piecewise" (the same, of
+        traced and compiled pieces), "off", or "auto": on CUDA "piecewise" with compile, else "breakable".
+    prefill_buckets: token counts to capture for prefills, None for the usual ones up to max_prefill_tokens.
+    compile: trace the target and compile its pieces, for rounds and prefills; attaching takes longer then.
+    compiler: what compiles traced pieces, "inductor" or "eager" (nothing; for tests).
+    strict: raise GraphError where a round, or a prefill that has graphs, cannot replay, instead of running it eagerly.
     synthetic_acceptance: for measuring speed only: share of rounds in which draft position 1, 2, .. S is accepted,
         whatever the target says; the text means nothing then.
     """
@@ -43,6 +50,10 @@ class EngineConfig:
     round_graph: bool | None = None
     graph_batches: tuple[int, ...] | None = None
     graph_sampling: tuple[str, ...] = GRAPH_SAMPLING
+    prefill_graph: str = "auto"
+    prefill_buckets: tuple[int, ...] | None = None
+    compile: bool = False
+    compiler: str = "inductor"
     strict: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
 
@@ -73,19 +84,28 @@ class EngineConfig:
             self._check_rates()
 
     def _check_graphs(self) -> None:
-        for name, choices in (("cuda_graph", _MAYBE), ("round_graph", _MAYBE), ("strict", _MAYBE[1:])):
-            if not any(getattr(self, name) is choice for choice in choices):
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {choices}")
+        flags = {"cuda_graph": _MAYBE, "round_graph": _MAYBE, "strict": _MAYBE[1:], "compile": _MAYBE[1:]}
+        for name, choices in {**flags, "prefill_graph": PREFILL_GRAPHS, "compiler": COMPILERS}.items():
+            value = getattr(self, name)
+            if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+                raise ValueError(f"{name}={value!r}: expected one of {choices}")
         if self.strict and self.cuda_graph is False:
             raise ValueError("strict=True with cuda_graph=False: strict refuses to run eagerly; leave one of them out")
-        if self.graph_batches is not None:
-            if not isinstance(self.graph_batches, Sequence) or isinstance(self.graph_batches, str):
-                raise ValueError(f"graph_batches={self.graph_batches!r}: expected a list of batch sizes, or None")
-            object.__setattr__(self, "graph_batches", tuple(self.graph_batches))
+        self._check_sizes("graph_batches", "batch sizes")
+        self._check_sizes("prefill_buckets", "token counts")
         wanted = (self.graph_sampling,) if isinstance(self.graph_sampling, str) else self.graph_sampling
         if not isinstance(wanted, Sequence) or not wanted or any(kind not in GRAPH_SAMPLING for kind in wanted):
             raise ValueError(f"graph_sampling={self.graph_sampling!r}: expected one or more of {GRAPH_SAMPLING}")
         object.__setattr__(self, "graph_sampling", tuple(k for k in GRAPH_SAMPLING if k in wanted))
+
+    def _check_sizes(self, name: str, what: str) -> None:
+        sizes = getattr(self, name)
+        if sizes is None:
+            return
+        is_list = isinstance(sizes, Sequence) and not isinstance(sizes, str)
+        if not is_list or not sizes or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
+            raise ValueError(f"{name}={sizes!r}: expected a list of {what} of at least 1, or None for the usual ones")
+        object.__setattr__(self, name, tuple(sizes))
 
     def _check_rates(self) -> None:
         rates = self.synthetic_acceptance
@@ -134,6 +154,11 @@ class EngineConfig:
     def tail_reserve(self) -> int:
         """Slots a round may write past L: max(K·(S-1), D, S+1)."""
         return max(self.topk * (self.num_steps - 1), self.verify_width, self.num_steps + 1)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of the largest prefill forward: a chunk, or all prompts that can run at once."""
+        return min(self.max_prefill_tokens, self.max_batch * (self.max_seq_len - 1), self.pool_slots)
 
     @property
     def dummy_row(self) -> int:

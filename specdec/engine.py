@@ -6,8 +6,10 @@ The scheduler owns requests, `Round` the device program, `RoundGraphs` its graph
 CUDA the host runs one launch ahead: it launches round r+1 before it reads what round r emitted.
 """
 
+import time
 import warnings
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -15,9 +17,11 @@ from specdec.backends import AttentionBackend, ForwardContext
 from specdec.batch import ints_to_device, on_device
 from specdec.config import EngineConfig
 from specdec.draft.worker import DraftWorker, PrefillChunk
-from specdec.graphs import Counters
+from specdec.graphs import Counters, GraphPool
 from specdec.kv_cache import KVPool, SlotTables
+from specdec.models.compiled import compile_layers
 from specdec.models.hf import HFTarget
+from specdec.prefill_graphs import PrefillGraphs, resolve_prefill_mode
 from specdec.round import Round
 from specdec.round_graphs import RoundGraphs
 from specdec.round_ops import RoundOps
@@ -56,7 +60,14 @@ class Core:
         slot_tables.check_pool(pool)
         self.context = ForwardContext(backend, pool, layers, sinks, counters.count_forward)
         self.round = Round(target, config, worker, self.context, ops, slot_tables.table, self.state)
-        self.graphs = RoundGraphs(self.round, config, counters, may_merge=may_merge)
+        graph_pool = GraphPool(device) if device.type == "cuda" else None
+        start = time.perf_counter()
+        mode = compile_layers(target, config, resolve_prefill_mode(config, device))
+        self.compile_seconds = time.perf_counter() - start if target.compiled else 0.0
+        self.prefill = PrefillGraphs(
+            target, worker, self.context, config, counters, slot_tables.table, graph_pool, mode
+        )
+        self.graphs = RoundGraphs(self.round, config, counters, graph_pool, may_merge=may_merge)
         self._mailbox = Mailbox(device, most=config.max_batch * (config.num_steps + 4))
         self._rows: tuple[tuple[int, ...], torch.Tensor] = ((), torch.empty(0))
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
@@ -102,6 +113,11 @@ class Core:
             self.scheduler.release(request)
         self._mailbox.clear()
 
+    def check_addresses(self) -> None:
+        """GraphError if a tensor that graphs read has been replaced or moved."""
+        self.prefill.check_addresses()
+        self.graphs.check_addresses()
+
     def close(self) -> None:
         """Take our marks off the model, and wait for what is on its way: one round may be."""
         self.target.detach()
@@ -114,29 +130,38 @@ class Core:
         Returns whether there are such tokens.
         """
         starts = [r.num_prefilled for r, _ in pieces]
-        lens = [n for _, n in pieces]
-        ids = [r.prompt_ids[s : s + n] for (r, n), s in zip(pieces, starts, strict=True)]
-        rows = self._tensor([r.row for r, _ in pieces])
-        for (request, n), start in zip(pieces, starts, strict=True):
-            if start == 0:
+        for request, n in pieces:
+            if request.num_prefilled == 0:
                 assert request.row is not None
                 self.state.fill(request.row, request)
                 request.max_len_bound = len(request.prompt_ids)
             request.num_prefilled += n
-        last_rows = self._tensor(lens).cumsum(0) - 1
-        metadata = self.context.backend.metadata.prefill(self.slot_tables.table[rows], starts, lens)
-        packed_ids = self._tensor([t for piece in ids for t in piece])
-        output = self.target.forward(self.context, metadata, packed_ids, last_rows)
-        next_ids = self._tensor(_shifted(pieces, starts))
+        chunk, ids = self._chunk(pieces, starts)
+        hidden, aux = self.prefill.target(chunk.metadata, ids)
         done = [i for i, (r, _) in enumerate(pieces) if r.is_prefilled]
         if done:
-            finished, places = [pieces[i][0] for i in done], self._tensor(done)
+            finished = [pieces[i][0] for i in done]
+            places = slice(None) if len(done) == len(pieces) else self._tensor(done)
+            rows, last_rows = chunk.rows[places], chunk.last_rows[places]
             kind = SamplingKind.of(r.sampling for r in finished)
-            packed = self.round.first_tokens(kind, rows[places], output.logits[places])
-            next_ids[last_rows[places]] = packed[:, 0].clamp(min=0)
+            packed = self.round.first_tokens(kind, rows, self.target.head(hidden[last_rows]))
             self._mailbox.post(finished, packed, is_round=False)
-        self.round.worker.prefill(PrefillChunk(metadata, rows, next_ids, last_rows), output.aux)
+            chunk.next_ids[last_rows] = packed[:, 0].clamp(min=0)
+        worker = self.round.worker
+        has_layers = worker.context is not None
+        worker.finish_prefill(chunk, self.prefill.draft(chunk.metadata, chunk.next_ids, aux) if has_layers else None)
         return bool(done)
+
+    def _chunk(self, pieces: list[tuple[Request, int]], starts: list[int]) -> tuple[PrefillChunk, torch.Tensor]:
+        """The packed chunk that `pieces` make from `starts` on, and its ids [T]; one copy brings all of it over."""
+        lens = [n for _, n in pieces]
+        ids = [t for (r, n), s in zip(pieces, starts, strict=True) for t in r.prompt_ids[s : s + n]]
+        last_rows = [end - 1 for end in accumulate(lens)]
+        lists = ([r.row for r, _ in pieces], last_rows, ids, _shifted(pieces, starts))
+        packed = self._tensor([value for values in lists for value in values])
+        rows, last, on_device, next_ids = packed.split([len(values) for values in lists])
+        metadata = self.context.backend.metadata.prefill(self.slot_tables.table[rows], starts, lens)
+        return PrefillChunk(metadata, rows, next_ids, last), on_device
 
     def _round(self, requests: list[Request]) -> None:
         """One round of all `requests`; the host learns a launch later what it emitted."""

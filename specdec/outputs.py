@@ -83,10 +83,11 @@ class GenerationOutput:
 
 @dataclass(frozen=True)
 class GraphCost:
-    """One captured graph: `num_reqs` requests of `runner`, and what it took: seconds, device bytes."""
+    """One captured graph: `size` requests or tokens (`unit`) of `runner`; what it took: seconds, device bytes."""
 
     runner: str
-    num_reqs: int
+    size: int
+    unit: str
     variant: str
     seconds: float
     num_bytes: int
@@ -96,8 +97,9 @@ class GraphCost:
 class Report:
     """What an engine is and has done; str() prints it.
 
-    capture: how graphs are made ("full", "recorded" or "eager"); graphs: each with its cost;
-    runners: name -> {replays, eager, rejects by reason}; paths: forward mode -> {replays, eager}, a graph's forwards
+    capture: how graphs of rounds are made ("full", "recorded" or "eager"); prefill_graph: those of prefills
+    ("piecewise", "breakable" or "off"); compile_seconds: spent on tracing and compiling, 0 without;
+    graphs: each with its cost; runners: name -> {replays, eager, rejects by reason}; paths: forward mode -> {replays, eager}, a graph's forwards
     counting as replays.
     """
 
@@ -110,6 +112,8 @@ class Report:
     num_free_pages: int
     num_pages: int
     capture: str
+    prefill_graph: str
+    compile_seconds: float
     graphs: list[GraphCost]
     runners: dict[str, dict[str, Any]]
     paths: dict[str, dict[str, int]]
@@ -134,16 +138,17 @@ class Report:
             f"KV pool    {self.kv_bytes / 2**20:.1f} MiB, {self.num_free_pages} of {self.num_pages} pages free",
             f"tau        {self.acceptance.tau:.3f} over {self.acceptance.num_rounds} rounds, a_j = "
             + (" ".join(f"{a:.2f}" for a in self.acceptance.acceptance_at) or "-"),
-            f"graphs     {self.capture}: {len(self.graphs)} captured in {self.graph_seconds:.1f} s, "
-            f"{self.graph_bytes / 2**20:.0f} MiB",
+            f"graphs     {self.capture}, prefill {self.prefill_graph}: {len(self.graphs)} captured in "
+            f"{self.graph_seconds:.1f} s, {self.graph_bytes / 2**20:.0f} MiB; compiled in {self.compile_seconds:.1f} s",
         ]
         for runner in self.runners:
             own = [g for g in self.graphs if g.runner == runner]
             for variant in dict.fromkeys(g.variant for g in own):
                 alike = [g for g in own if g.variant == variant]
-                sizes = " ".join(str(g.num_reqs) for g in alike)
+                sizes = " ".join(str(g.size) for g in alike)
                 cost = f"{sum(g.seconds for g in alike):.2f} s, {sum(g.num_bytes for g in alike) / 2**20:.0f} MiB"
-                lines.append(f"           {runner} ({variant}) of {sizes} requests: {cost}")
+                what = f"{runner} ({variant})" if variant else runner
+                lines.append(f"           {what} of {sizes} {alike[0].unit}: {cost}")
         lines.append("path             replays    eager  why eager")
         for name, c in self.runners.items():
             rejects = ", ".join(f"{reason}: {n}" for reason, n in c["rejects"].items()) or "-"

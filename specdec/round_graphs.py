@@ -13,7 +13,7 @@ import torch
 from specdec.backends.checks import is_debug
 from specdec.config import EngineConfig
 from specdec.draft.worker import Draft
-from specdec.graphs import BufferSpec, Counters, GraphRunner, Setup, batch_buckets, build, pick_capture
+from specdec.graphs import BufferSpec, Counters, GraphPool, GraphRunner, Setup, batch_buckets, build, pick_capture
 from specdec.outputs import GraphCost
 from specdec.round import LAW_BYTES, Round
 from specdec.sampling import SamplingKind
@@ -32,13 +32,15 @@ LIVE_LAWS = 11  # copies of the probabilities in hand that sampling makes
 class RoundGraphs:
     """Owns the runners of one engine and their graphs."""
 
-    def __init__(self, program: Round, config: EngineConfig, counters: Counters, *, may_merge: bool):
+    def __init__(
+        self, program: Round, config: EngineConfig, counters: Counters, pool: GraphPool | None, *, may_merge: bool
+    ):
         """may_merge: the backends plan on the device, so that nothing on the host divides a round."""
         self._program = program
         self._config = config
         self._is_debug = is_debug()
         device = program.slot_table.device
-        self.capture = pick_capture(config.cuda_graph, device)
+        self.capture = pick_capture(config.cuda_graph, device, pool)
         if config.strict and self.capture.refusal:
             raise ValueError(f"strict=True on {device.type}, where {self.capture.refusal}; leave strict out")
         buckets = batch_buckets(config.max_batch, config.graph_batches)
@@ -104,7 +106,7 @@ class RoundGraphs:
     def costs(self) -> list[GraphCost]:
         """What every graph took to make, in the order of capture."""
         every = [item for runner in self.runners.values() for item in runner.captured.items()]
-        return [GraphCost(key.runner, key.num_reqs, key.variant, c.seconds, c.num_bytes) for key, c in every]
+        return [GraphCost(key.runner, key.size, "requests", key.variant, c.seconds, c.num_bytes) for key, c in every]
 
     def _tree_specs(self) -> Iterator[BufferSpec]:
         """What draft hands to verify. The pad is a tree of roots, each seeing itself."""

@@ -36,7 +36,7 @@ class OracleWorker(DraftWorker):
         self.owner: dict[int, list[int]] = {}
         self.random = torch.Generator().manual_seed(seed)
 
-    def prefill(self, chunk: PrefillChunk, aux: torch.Tensor | None) -> None:
+    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None) -> None:
         ends = [int(chunk.metadata.positions[i]) + 1 for i in chunk.last_rows.tolist()]
         first = chunk.next_ids[chunk.last_rows].tolist()
         for row, end, token in zip(chunk.rows.tolist(), ends, first, strict=True):

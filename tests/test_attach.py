@@ -109,7 +109,8 @@ def test_aux_hidden_states_are_outputs_of_the_named_layers():
     classic = model(prompt, output_hidden_states=True).hidden_states  # entry 0 is the embedding
     engine = specdec.attach(model, random_head(model, aux=(0, 1, 2)))
     seen = []
-    engine._core.round.worker.prefill = lambda chunk, aux: seen.append(aux)
+    draft = engine._core.prefill.draft
+    engine._core.prefill.draft = lambda metadata, ids, aux: (seen.append(aux), draft(metadata, ids, aux))[1]
     run = engine._run(engine._requests(prompt, None, 1, None, (), (), False))
     next(run)
     torch.testing.assert_close(seen[0], torch.cat([classic[i + 1][0] for i in (0, 1, 2)], -1), atol=1e-5, rtol=1e-5)

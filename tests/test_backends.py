@@ -16,7 +16,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.backends import BACKENDS, LayerSpec, TorchBackend, forward_context, pick_backend, unmet_needs
+from specdec.backends import (
+    BACKENDS,
+    AttentionCall,
+    LayerSpec,
+    TorchBackend,
+    forward_context,
+    pick_backend,
+    unmet_needs,
+)
 from specdec.backends.metadata import TORCH_METADATA, kv_indices
 from specdec.backends.op import ForwardContext
 from specdec.backends.rope import Rope, rope_table, rotate
@@ -85,7 +93,7 @@ class Setup:
         v = self.random(t, s.num_kv_heads, s.v_dim)
         out = torch.full((t, s.num_heads, s.v_dim), float("nan"), dtype=self.dtype, device=DEVICE)
         with forward_context(self.context, metadata):
-            torch.ops.specdec.attn(q, k, v, out, 0, *(rope or (None, None)))
+            self.backend.run(AttentionCall(q, k, v, out, self.pool, 0, s, self.sinks, rope))
         return (q if rope is None else rotate(q, rope)), out
 
     def uniform(self, q_len, **options):

@@ -178,7 +178,7 @@ def test_graphs_are_made_largest_first_after_all_warm_ups():
     capture = Spy(DEVICE) if DEVICE.type == "cuda" else Spy()
     runner, _, _ = make(capture)
     assert order == ["warm"] * 4 + ["release"] + ["capture"] * 4 + ["release"]
-    assert [key.num_reqs for key in runner.captured] == [8, 4, 2, 1]
+    assert [key.size for key in runner.captured] == [8, 4, 2, 1]
     assert all(c.seconds > 0 and c.forwards[ForwardMode.DECODE] == 1 for c in runner.captured.values())
 
 

@@ -369,7 +369,7 @@ def test_kinds_that_were_not_captured_run_eagerly_or_as_a_later_kind():
     law = LAWS["sampled"]
     engine = engine_of(model, CHAIN, graph_sampling=("filtered", "filtered"), strict=True)
     texts = [engine.generate(prompts, max_new_tokens=6, sampling=s).tokens for s in (None, law)]
-    assert len(engine.report().graphs) == len({g.num_reqs for g in engine.report().graphs})
+    assert len(engine.report().graphs) == len({g.size for g in engine.report().graphs})
     engine.detach()
     engine = engine_of(model, CHAIN, cuda_graph=False)
     assert texts == [engine.generate(prompts, max_new_tokens=6, sampling=s).tokens for s in (None, law)]

@@ -52,7 +52,6 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self._metadata: AttentionMetadata | None = None
         self._plans: dict[_Cut, tuple[SplitPlan, tuple[torch.Tensor, torch.Tensor]]] = {}
         self._can_merge: set[tuple[_Cut, torch.dtype]] = set()  # merge kernels that are compiled
 
@@ -69,15 +68,16 @@ class TritonBackend(AttentionBackend):
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def _prepare(self, metadata: AttentionMetadata) -> None:
-        self._metadata = metadata
         self._plans = {}
 
-    def _run(self, call: AttentionCall) -> None:
-        q, k, v, out, pool, layer_id, layer, sinks, rope = call
-        m = self._metadata
-        assert m is not None, "run before plan"
-        k_pool, v_pool = pool.k[layer_id], pool.v[layer_id]
-        q = store_kv(q, k, v, k_pool, v_pool, m.out_cache_loc, rope)
+    def store(self, call: AttentionCall, slots: torch.Tensor, q_out: torch.Tensor | None = None) -> torch.Tensor:
+        assert call.k is not None and call.v is not None
+        pools = call.pool.k[call.layer_id], call.pool.v[call.layer_id]
+        return store_kv(call.q, call.k, call.v, *pools, slots, call.rope, q_out)
+
+    def _attend(self, call: AttentionCall) -> None:
+        q, _k, _v, out, pool, layer_id, layer, sinks, _rope = call
+        m = self.planned
         tiling = choose_tiling(m, layer, q.dtype)
         group = layer.num_heads // layer.num_kv_heads
         cut = _Cut(layer.window or 0, group, layer.num_kv_heads, layer.v_dim, tiling)
@@ -86,7 +86,7 @@ class TritonBackend(AttentionBackend):
             # Short contexts are not split: without this the first long one would compile on live traffic.
             self._can_merge.add((cut, out.dtype))
             merge(out, partials, plan.items.new_full((1, MERGE_WIDTH), -1), m.qo_indptr, layer, tiling.block_m)
-        attend(q, out, k_pool, v_pool, m, plan, partials, layer, sinks, tiling)
+        attend(q, out, pool.k[layer_id], pool.v[layer_id], m, plan, partials, layer, sinks, tiling)
 
     def _plan_for(
         self, m: AttentionMetadata, cut: _Cut, layer: LayerSpec, device: torch.device

@@ -86,6 +86,7 @@ def _store_kernel(
     QK_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     ROTARY: tl.constexpr,
+    COPIES_Q: tl.constexpr,
     BLOCK_HQ: tl.constexpr,
     BLOCK_HKV: tl.constexpr,
     BLOCK_QK: tl.constexpr,
@@ -99,6 +100,9 @@ def _store_kernel(
     _copy(v_row, v_slot, v_stride_h, NUM_KV_HEADS, V_DIM, BLOCK_HKV, BLOCK_V)
     if ROTARY == 0:
         _copy(k_row, k_slot, k_stride_h, NUM_KV_HEADS, QK_DIM, BLOCK_HKV, BLOCK_QK)
+        if COPIES_Q:
+            q_row, q_target = q + token * q_stride_t, q_out + token * (NUM_HEADS * QK_DIM)
+            _copy(q_row, q_target, q_stride_h, NUM_HEADS, QK_DIM, BLOCK_HQ, BLOCK_QK)
     else:
         cos_row, sin_row = cos + token * rope_stride_t, sin + token * rope_stride_t
         _rotated_copy(
@@ -119,16 +123,21 @@ def store_kv(
     v_pool: torch.Tensor,
     slots: torch.Tensor,
     rope: Rope | None,
+    q_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write k [T, Hkv, qk_dim] and v [T, Hkv, v_dim] to the pool at `slots` [T] int64; returns the q to attend with.
 
-    Without `rope` q [T, Hq, qk_dim] comes back as it is; with it q and k are rotated.
+    Without `rope` q [T, Hq, qk_dim] comes back as it is; with it q and k are rotated. q_out, dense like q, takes the
+    q to attend with in either case.
     """
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1, "q, k and v need a dense last dim"
     num_tokens, num_heads, qk_dim = q.shape
     num_kv_heads, v_dim = v.shape[1:]
     rotary = 0 if rope is None else rope.cos.shape[-1]
-    q_out = q if rope is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    copies_q = rope is None and q_out is not None
+    if q_out is None:
+        q_out = q if rope is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    assert q_out is q or (q_out.is_contiguous() and q_out.shape == q.shape), "q_out must be dense and like q"
     cos, sin = (q, q) if rope is None else rope
     assert cos.stride() == sin.stride() and cos.stride(-1) == 1, "cos and sin need one layout and a dense last dim"
     _store_kernel[(num_tokens,)](
@@ -153,6 +162,7 @@ def store_kv(
         QK_DIM=qk_dim,
         V_DIM=v_dim,
         ROTARY=rotary,
+        COPIES_Q=copies_q,
         BLOCK_HQ=triton.next_power_of_2(num_heads),
         BLOCK_HKV=triton.next_power_of_2(num_kv_heads),
         BLOCK_QK=triton.next_power_of_2(qk_dim),

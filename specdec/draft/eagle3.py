@@ -51,7 +51,8 @@ class Eagle3Worker(DraftWorker):
         self.config = config
         self.ops = ops
         self.aux_layers = c.aux_layers
-        self.context = ForwardContext(backend, pool, [c.layer], [None], on_forward)
+        self.context: ForwardContext = ForwardContext(backend, pool, [c.layer], [None], on_forward)
+        self.hidden_size = c.hidden_size
         self.hot_ids = head.hot_ids
         every_position = torch.arange(config.table_width, device=weight.device)
         self.rope_tables = torch.stack(head.rope(every_position), 1)  # [table_width, 2, head_dim]: cos, sin
@@ -59,8 +60,11 @@ class Eagle3Worker(DraftWorker):
         self.logits = torch.zeros(config.num_rows, c.draft_vocab_size, dtype=weight.dtype, device=weight.device)
         self.hidden = torch.zeros(config.num_rows, c.hidden_size, dtype=weight.dtype, device=weight.device)
 
-    def prefill(self, chunk: PrefillChunk, aux: torch.Tensor | None) -> None:
-        hidden = self._forward(chunk.metadata, chunk.next_ids, self.head.fuse(_needed(aux)))
+    def prefill_layers(self, ids: torch.Tensor, positions: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+        return self._layers(ids, positions, self.head.fuse(_needed(aux)))
+
+    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None) -> None:
+        assert hidden is not None
         self._keep(chunk.rows, hidden[chunk.last_rows])
 
     def draft(self, batch: RoundBatch) -> Draft:
@@ -177,9 +181,12 @@ class Eagle3Worker(DraftWorker):
 
     def _forward(self, metadata: AttentionMetadata, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """One forward of the head: ids [T] int64 (token p+1), hidden [T, h_d] (feature or state at p): [T, h_d]."""
-        rope = Rope(*self.rope_tables[metadata.positions].unbind(1))
         with forward_context(self.context, metadata):
-            return self.head(self.embed_tokens(ids), hidden, rope, _attend)
+            return self._layers(ids, metadata.positions, hidden)
+
+    def _layers(self, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        rope = Rope(*self.rope_tables[positions].unbind(1))
+        return self.head(self.embed_tokens(ids), hidden, rope, _attend)
 
     def _keep(self, rows: torch.Tensor, hidden: torch.Tensor) -> None:
         """Store the state [n, h_d] that predicts the next token of `rows`, and its logits."""

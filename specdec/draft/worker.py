@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specdec.backends import ForwardContext
 from specdec.batch import AttentionMetadata
 from specdec.sampling import SamplingBatch
 from specdec.tree import Tree, chain
@@ -59,10 +60,20 @@ class DraftWorker(ABC):
 
     aux_layers: tuple[int, ...] = ()
     draws_chains: bool = False  # whether chain drafts of sampled requests are drawn, and so come with their laws
+    context: ForwardContext | None = None  # the draft's attention layers, if it has any
+    hidden_size: int = 0  # h_d, of what `prefill_layers` returns
 
-    @abstractmethod
-    def prefill(self, chunk: PrefillChunk, aux: torch.Tensor | None) -> None:
-        """Take the prompt rows of `chunk`; aux [T, num_aux*h] are the target's features of these rows."""
+    def prefill_layers(self, ids: torch.Tensor, positions: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+        """The forward of a draft prefill: states [T, h_d] of tokens [T]; aux [T, num_aux*h] are the target's features.
+
+        ids [T] are as the algorithm takes them (`PrefillChunk.next_ids`). Attention goes to the scope in force; rows do
+        not see each other elsewhere, so any T can be captured.
+        """
+        raise NotImplementedError
+
+    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None) -> None:
+        """Keep what the states [T, h_d] of `chunk` leave for the first round; None for a draft without layers."""
+        return None
 
     @abstractmethod
     def draft(self, batch: RoundBatch) -> Draft:
@@ -85,9 +96,6 @@ class DraftWorker(ABC):
 
 class NoDraft(DraftWorker):
     """algo=None: verifies the root alone, which is plain decoding."""
-
-    def prefill(self, chunk: PrefillChunk, aux: torch.Tensor | None) -> None:
-        return None
 
     def draft(self, batch: RoundBatch) -> Draft:
         no_drafts = batch.roots.new_empty(batch.roots.shape[0], 0)

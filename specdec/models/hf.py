@@ -5,6 +5,8 @@ and only while we run it (the implementation name is set on its configs inside `
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +17,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from specdec.backends import ForwardContext, attention, forward_context
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError
+from specdec.graphs.trace import Traced
 from specdec.models.loader import TargetShape
 from specdec.models.probe import (
     ModelSpec,
+    answering,
     attention_configs,
     attention_implementation,
     batched_experts,
@@ -49,7 +53,11 @@ AttentionInterface.register("specdec", _routed_attention)
 
 
 class HFTarget:
-    """A live model, admitted by `probe`. `aux_layers`: indices of layers whose output the draft wants, low to high."""
+    """A live model, admitted by `probe`, run in two parts: its layers, and the head over the rows that need logits.
+
+    aux_layers: indices of layers whose output the draft wants, low to high. compiled: what runs in place of the live
+    model's layers, if anything, in prefills and in rounds.
+    """
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -59,6 +67,7 @@ class HFTarget:
         self.aux_layers: tuple[int, ...] = ()
         self._configs = attention_configs(model)
         self._waiting = waiting_configs(self._configs, self.dtype)
+        self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
         _warn_about_rotary(model)
         for i, module in enumerate(self.spec.modules):
             setattr(module, LAYER_ID, i)
@@ -95,30 +104,75 @@ class HFTarget:
         context: ForwardContext,
         metadata: AttentionMetadata,
         input_ids: torch.Tensor,
-        logits_to_keep: torch.Tensor | slice | None,
+        logits_to_keep: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None = None,
     ) -> TargetOutput:
-        """One packed forward of input_ids [T]. logits_to_keep [N] int64 rows get logits; None: all rows."""
+        """One packed forward of input_ids [T], or of inputs_embeds [T, h] in their place.
+
+        logits_to_keep [N] int64: the rows that get logits; None: all.
+        """
+        with forward_context(context, metadata):
+            hidden, aux = self.layers(metadata.mode, input_ids, metadata.positions, inputs_embeds)
+        return TargetOutput(self.head(hidden if logits_to_keep is None else hidden[logits_to_keep]), aux)
+
+    def layers(
+        self,
+        mode: ForwardMode,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All but the head, for tokens [T] at positions [T]: their last hidden states [T, h] and aux [T, num_aux*h].
+
+        Attention goes to the scope in force. Rows do not see each other elsewhere, so any T can be captured.
+        """
+        compiled = self.compiled.get(mode is ForwardMode.EXTEND)
+        if compiled is not None and inputs_embeds is None:
+            hidden, aux = (*compiled(input_ids, positions), None)[:2]
+            return hidden, aux
+        with self.routed(mode):
+            return self.run_layers(input_ids, positions, inputs_embeds)
+
+    def run_layers(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The live model's own layers; see `layers`. Needs `routed`; this is what gets traced."""
         wanted: Any = list(self.aux_layers) or False
-        keep = 0 if logits_to_keep is None else logits_to_keep
-        # A round must not wait for the host; `generate` decodes on a GPU with batched experts, too.
-        waiting = () if metadata.mode is ForwardMode.EXTEND or not input_ids.is_cuda else self._waiting
-        with (
-            attention_implementation(self._configs, "specdec"),
-            batched_experts(waiting),
-            forward_context(context, metadata),
-        ):
-            out = self.model(
-                input_ids=input_ids.unsqueeze(0),
-                position_ids=metadata.positions.unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=keep,
-                output_hidden_states=wanted,
-            )
+        given = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+        out = self.spec.stack(
+            **{name: value.unsqueeze(0) for name, value in given.items()},
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            output_hidden_states=wanted,
+        )
         aux = torch.cat([out.hidden_states[i][0] for i in self.aux_layers], -1) if self.aux_layers else None
-        return TargetOutput(out.logits[0], aux)
+        return out.last_hidden_state[0], aux
+
+    @contextmanager
+    def routed(self, mode: ForwardMode) -> Iterator[None]:
+        """Within, the live model's attention calls come to us."""
+        # A round must not wait for the host; `generate` decodes on a GPU with batched experts, too.
+        waiting = () if mode is ForwardMode.EXTEND or self.device.type != "cuda" else self._waiting
+        with attention_implementation(self._configs, "specdec"), batched_experts(waiting):
+            yield
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether prefills and rounds run the same arithmetic."""
+        return not self._waiting or self.device.type != "cuda"
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""
+        # The model runs from its layers' answer on; what it would have given them is not looked at.
+        ids = torch.empty(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        with answering(self.spec.stack, self.spec.stack_output(last_hidden_state=hidden.unsqueeze(0))):
+            return self.model(input_ids=ids, use_cache=False).logits[0]
 
     def detach(self) -> None:
         """Take our marks off the model; it is as it was."""
+        for traced in self.compiled.values():
+            traced.merged.part()
+        self.compiled.clear()
         for module in self.spec.modules:
             delattr(module, LAYER_ID)
         delattr(self.model, ATTACHED)

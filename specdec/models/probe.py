@@ -42,7 +42,10 @@ class _Recording:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the attach layer needs to know: attention modules in call order, their specs and sinks, and widths."""
+    """What the attach layer needs to know: attention modules in call order, their specs and sinks, and widths.
+
+    stack: the module that is all but the head, from ids to last hidden states; stack_output: what it returns.
+    """
 
     modules: tuple[nn.Module, ...]
     layers: tuple[LayerSpec, ...]
@@ -50,6 +53,8 @@ class ModelSpec:
     hidden_size: int
     vocab_size: int
     max_positions: int
+    stack: nn.Module
+    stack_output: Callable[..., Any]
 
 
 _RECORDING: ContextVar[_Recording] = ContextVar("specdec_probe")
@@ -164,24 +169,39 @@ def _replaced(configs: Sequence[Any], attribute: str, value: str) -> Iterator[No
             setattr(config, attribute, old)
 
 
+@contextmanager
+def answering(module: nn.Module, output: Any) -> Iterator[None]:
+    """Within, `module` returns `output` whatever it is given; afterwards its forward is what it was."""
+    own = module.__dict__.get("forward")  # accelerate and others put one there
+    module.forward = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
 def probe(model: PreTrainedModel) -> ModelSpec:
     """Run one short forward and return what was seen; AttachError lists every reason against the model."""
     name = type(model).__name__
     recording = _Recording()
-    token = _RECORDING.set(recording)
-    cache = _PassThroughCache(config=model.config.get_text_config())
+    outputs: dict[nn.Module, Callable[..., Any]] = {}
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(PROBE_LENGTH, device=device).unsqueeze(0)
     try:
-        with attention_implementation(attention_configs(model), "specdec_probe"), torch.inference_mode():
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+        with _probing(model, recording), _recorded_outputs(_stack_candidates(model), outputs):
+            logits = model(input_ids=ids, past_key_values=_new_cache(model), use_cache=True).logits
     except Exception as error:
         raise AttachError(name, [*_static_reasons(model), f"the probe forward failed: {error}"]) from error
-    finally:
-        _RECORDING.reset(token)
     reasons = _static_reasons(model) + _call_reasons(recording, model)
+    if not reasons:
+        stack = _find_stack(model, outputs, ids, logits)
+        if stack is None:
+            reasons = ["its head cannot be run apart from its layers"]
     if reasons:
         raise AttachError(name, list(dict.fromkeys(reasons)))
+    assert stack is not None
     config = model.config.get_text_config()
     return ModelSpec(
         modules=tuple(c.module for c in recording.calls),
@@ -190,7 +210,63 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         hidden_size=config.hidden_size,
         vocab_size=model.get_output_embeddings().weight.shape[0],
         max_positions=getattr(config, "max_position_embeddings", 1 << 30),
+        stack=stack,
+        stack_output=outputs[stack],
     )
+
+
+@contextmanager
+def _probing(model: PreTrainedModel, recording: _Recording) -> Iterator[None]:
+    """Within, attention calls and masks of `model` go to `recording`."""
+    token = _RECORDING.set(recording)
+    try:
+        with attention_implementation(attention_configs(model), "specdec_probe"), torch.inference_mode():
+            yield
+    finally:
+        _RECORDING.reset(token)
+
+
+def _new_cache(model: PreTrainedModel) -> DynamicCache:
+    return _PassThroughCache(config=model.config.get_text_config())
+
+
+def _stack_candidates(model: PreTrainedModel) -> list[nn.Module]:
+    """Modules that may be the layers of `model`, the whole of what is under the head first."""
+    candidates = [model.base_model, model.get_decoder()]
+    return [m for m in dict.fromkeys(candidates) if isinstance(m, nn.Module) and m is not model]
+
+
+@contextmanager
+def _recorded_outputs(modules: Sequence[nn.Module], outputs: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Within, what kind of output each of `modules` returns goes to `outputs`."""
+
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(getattr(output, "last_hidden_state", None), torch.Tensor):
+            outputs[module] = type(output)
+
+    handles = [m.register_forward_hook(record) for m in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _find_stack(
+    model: PreTrainedModel, outputs: dict[nn.Module, Callable[..., Any]], ids: torch.Tensor, logits: torch.Tensor
+) -> nn.Module | None:
+    """The module from whose last hidden states the model's head makes the same `logits`; None if there is none."""
+    for stack, output in outputs.items():
+        try:
+            with _probing(model, _Recording()):
+                hidden = stack(input_ids=ids, past_key_values=_new_cache(model), use_cache=True).last_hidden_state
+                with answering(stack, output(last_hidden_state=hidden)):
+                    again = model(input_ids=torch.zeros_like(ids), use_cache=False).logits
+        except Exception:  # not made for it: the next one
+            continue
+        if torch.allclose(again.float(), logits.float(), rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
+            return stack
+    return None
 
 
 def _static_reasons(model: PreTrainedModel) -> list[str]:

@@ -1,0 +1,91 @@
+"""Attention beside a graph: what a captured forward does at its attention calls, so that live lengths stay outside.
+
+Within the graph, K and V go to the pool at static slots and q to a static buffer; the graph breaks there. Outside, at
+every replay, the planned forward attends from that buffer into another static one, from which the next part of the
+graph goes on. Nothing else crosses a break, so nobody outside ever looks at memory that belongs to a graph.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from specdec.backends.base import AttentionCall
+from specdec.backends.op import ForwardContext, attention_scope
+from specdec.backends.rope import Rope
+from specdec.batch import ForwardMode
+
+Interrupt = Callable[[Callable[[], None]], None]  # takes a callable out of the graph being captured
+
+
+class AttentionBridge:
+    """The static buffers of one model's attention calls, shared by all its layers and all its graphs.
+
+    max_tokens: of the largest graph. interrupt: ends the part of the graph that is being captured, keeps what it is
+    given for every replay, and begins the next part; outside a capture it just calls it.
+    """
+
+    def __init__(
+        self,
+        context: ForwardContext,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        interrupt: Interrupt,
+    ):
+        def buffers(shapes: set[tuple[int, int]]) -> dict[tuple[int, int], torch.Tensor]:
+            return {shape: torch.zeros(max_tokens, *shape, dtype=dtype, device=device) for shape in sorted(shapes)}
+
+        self.context = context
+        self._interrupt = interrupt
+        self._q = buffers({(s.num_heads, s.qk_dim) for s in context.layers})
+        self._out = buffers({(s.num_heads, s.v_dim) for s in context.layers})
+
+    @contextmanager
+    def capturing(self, slots: torch.Tensor) -> Iterator[None]:
+        """A forward whose k and v go to `slots` [T] int64, read at every replay; its attention breaks the graph."""
+        self.context.on_forward(ForwardMode.EXTEND)
+        with attention_scope(_CapturedScope(self, slots)):
+            yield
+
+    def clear_padding(self, num_tokens: int, size: int) -> None:
+        """Zero what rows [num_tokens, size) find as attention's answer; nobody else writes them during a replay."""
+        for out in self._out.values():
+            out[num_tokens:size].zero_()
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, what graphs read; it stays where it is."""
+        named = {"q": self._q, "out": self._out}
+        return {f"bridge {kind}{list(shape)}": t for kind, own in named.items() for shape, t in own.items()}
+
+    def attend(self, call: AttentionCall, slots: torch.Tensor) -> torch.Tensor:
+        """Store in the graph, attend outside of it; returns the static rows where the answer will be."""
+        layer, num_tokens = call.layer, slots.shape[0]
+        q = self._q[layer.num_heads, layer.qk_dim][:num_tokens]
+        out = self._out[layer.num_heads, layer.v_dim][:num_tokens]
+        self.context.backend.store(call, slots, q)
+        self._interrupt(partial(self._attend_live, call._replace(q=q, k=None, v=None, rope=None, out=out)))
+        return out
+
+    def _attend_live(self, call: AttentionCall) -> None:
+        """Attend in the planned forward, whose tokens are the first of the buffers' rows."""
+        num_tokens = self.context.backend.planned.positions.shape[0]
+        self.context.backend.attend(call._replace(q=call.q[:num_tokens], out=call.out[:num_tokens]))
+
+
+@dataclass(frozen=True)
+class _CapturedScope:
+    """Answers attention calls while a graph is captured."""
+
+    bridge: AttentionBridge
+    slots: torch.Tensor
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
+    ) -> torch.Tensor:
+        c = self.bridge.context
+        call = AttentionCall(q, k, v, q, c.pool, layer_id, c.layers[layer_id], c.sinks[layer_id], rope)
+        return self.bridge.attend(call, self.slots)

@@ -1,0 +1,135 @@
+"""Time to first token and what prefill graphs cost to make: `python bench/prefill.py`.
+
+--shape 135m or 8b: random weights of that shape, or --target a real one; a draft head is attached, as speculation wants
+its features. ms: wall clock from queueing the prompts to the host holding the first token of all of them, median over
+--repeats. Sizes between buckets are measured too. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from round_cases import COPY_BYTES_PER_MS, make_head, make_target, target_weights
+
+import specdec
+from specdec.bench import write_results
+
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"prefill_graph": "off"},
+    "breakable": {"prefill_graph": "breakable"},
+    "piecewise eager": {"prefill_graph": "piecewise", "compiler": "eager"},
+    "piecewise inductor": {"prefill_graph": "piecewise", "compiler": "inductor"},
+}
+TOKENS = (16, 64, 128, 256, 512, 1024, 2048)
+BETWEEN = (23, 150, 700, 1100, 1900)  # tokens that no bucket has
+FLOPS_PER_MS = 0.79e12  # dense bf16 products of an H200, as measured for 2048 rows
+
+
+def main() -> None:
+    """Time every mode; the table comes last."""
+    args = _arguments()
+    model = make_target(args.shape, args.target)
+    head = make_head(args.shape, model, args.draft)
+    rows: list[dict[str, Any]] = []
+    for mode in args.modes:
+        for attempt in ("cold", "warm"):
+            engine, row = attach(model, head, args, mode, attempt)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if attempt == "warm" or mode == "eager":
+                for tokens in args.tokens:
+                    for batch in args.batches:
+                        rows.append(ttft_row(engine, args, mode, tokens, batch))
+                        print(json.dumps(rows[-1]), flush=True)
+                rows.append({"what": "paths", "mode": mode, "runners": engine.report().runners})
+            engine.detach()
+            if mode == "eager":
+                break
+    print_table(rows)
+    path = write_results(args.out, "prefill", args.shape, {"target": args.target or "random weights"}, rows)
+    print(json.dumps({"file": path.name, "rows": rows}))
+
+
+def attach(model: Any, head: Any, args: argparse.Namespace, mode: str, attempt: str) -> tuple[Any, dict[str, Any]]:
+    """An engine of `mode`, and what attaching it cost; cold: the first of its kind on this machine."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before, start = torch.cuda.mem_get_info()[0], time.perf_counter()
+    settings = {"max_batch": max(args.batches), "max_seq_len": 2 * max(args.tokens), "graph_sampling": "greedy"}
+    engine = specdec.attach(model, head, num_steps=3, **settings, **MODES[mode])
+    torch.cuda.synchronize()
+    report = engine.report()
+    own = [g for g in report.graphs if g.unit == "tokens"]
+    row = {
+        "what": "build",
+        "shape": args.shape,
+        "mode": mode,
+        "attempt": attempt,
+        "attach_s": round(time.perf_counter() - start, 2),
+        "compile_s": round(report.compile_seconds, 2),
+        "capture_s": round(sum(g.seconds for g in own), 2),
+        "num_graphs": len(own),
+        "graph_mib": round(sum(g.num_bytes for g in own) / 2**20),
+        "attach_mib": round((before - torch.cuda.mem_get_info()[0]) / 2**20),
+        "busy_from": engine._core.prefill.target_runner.busy_from,
+    }
+    return engine, row
+
+
+def ttft_row(engine: Any, args: argparse.Namespace, mode: str, tokens: int, batch: int) -> dict[str, Any]:
+    """Median ms to the first tokens of `batch` prompts of `tokens` tokens, prefilled together."""
+    core = engine._core
+    generator = torch.Generator().manual_seed(0)
+    before = core.counters.runners["target_prefill"].replays
+    times = []
+    for _ in range(args.repeats + 2):
+        prompts = torch.randint(0, core.target.spec.vocab_size, (batch, tokens), generator=generator).tolist()
+        requests = engine._requests(prompts, None, 8, None, (), (), True)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        core.scheduler.add(requests)
+        while any(r.first_token_s is None for r in requests):
+            core.step()
+        times.append(1e3 * (time.perf_counter() - start))
+        core.abandon(requests)
+        torch.cuda.synchronize()
+    replays = core.counters.runners["target_prefill"].replays - before
+    weights = target_weights(args.shape)
+    floor = max(2 * weights / COPY_BYTES_PER_MS, 2 * weights * batch * tokens / FLOPS_PER_MS)
+    row = {"what": "ttft", "shape": args.shape, "mode": mode, "tokens": tokens, "batch": batch}
+    return {**row, "ms": round(median(times[2:]), 3), "floor_ms": round(floor, 3), "replayed": replays > 0}
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """A line a size: ms by mode; * where no graph was replayed."""
+    modes = list(dict.fromkeys(r["mode"] for r in rows))
+    table = Table("tokens", "batch", *modes, "floor")
+    timed = {(r["tokens"], r["batch"], r["mode"]): r for r in rows if r["what"] == "ttft"}
+    for tokens, batch in dict.fromkeys((t, b) for t, b, _ in timed):
+        own = [timed[tokens, batch, mode] for mode in modes]
+        cells = [f"{r['ms']:.2f}{'' if r['replayed'] else '*'}" for r in own]
+        table.add_row(str(tokens), str(batch), *cells, str(own[0]["floor_ms"]))
+    Console(width=120).print(table)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=("135m", "8b"), default="135m")
+    parser.add_argument("--target", default=None, help="a real target of that shape; default: random weights")
+    parser.add_argument("--draft", default=None, help="its head; default: random weights")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--tokens", type=int, nargs="+", default=sorted({*TOKENS, *BETWEEN}))
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Breakable graphs: a callable that is captured in segments, with what cannot be captured run between them.
+
+While a callable is captured, `interrupt(fn)` ends the segment, keeps `fn` and begins the next segment in the same pool;
+a replay launches segment after segment and calls each `fn` where it stood. No compiler is needed, and Python between
+breaks runs once. What is in flight is known per thread and per capture, so two engines never meet.
+"""
+
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from specdec.errors import GraphError
+from specdec.graphs.captures import Body, Capture, FullCapture, Graph, RecordedCapture, static_copy, write_outputs
+from specdec.graphs.pool import GraphPool
+
+Break = Callable[[], None]
+
+
+class _InFlight(threading.local):
+    """What this thread is doing with one capture."""
+
+    recording: "_Recording | None" = None
+    is_breaking: bool = False
+
+
+class _Recording(ABC):
+    """A callable on its way to a graph."""
+
+    @abstractmethod
+    def break_with(self, fn: Break) -> None:
+        """End what is being recorded, keep `fn`, go on."""
+
+    def fork(self, stream: torch.cuda.Stream) -> None:
+        """Join `stream` wherever a segment ends."""
+        return None
+
+
+class Breakable(Capture):
+    """What breakable captures share: who may break, and when."""
+
+    def __init__(self) -> None:
+        self._in_flight = _InFlight()
+
+    def interrupt(self, fn: Break) -> None:
+        """Keep `fn` out of the graph that this thread captures; it is called at this point of every replay, and
+        nothing it returns or allocates may be needed later. Not called during the capture, when segments compute
+        nothing. Outside a capture: call it.
+
+        GraphError for a break within a break.
+        """
+        if self._in_flight.is_breaking:
+            raise GraphError("a break within a break: what runs between two segments must not break the graph itself")
+        if self._in_flight.recording is None:
+            self._call(fn)
+        else:
+            self._in_flight.recording.break_with(fn)
+
+    def fork(self, stream: torch.cuda.Stream) -> None:
+        """Let `stream` follow the current one. A capture joins it before every break and at the end, as CUDA demands,
+        and lets it follow again after a break."""
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        if self._in_flight.recording is not None:
+            self._in_flight.recording.fork(stream)
+
+    def _record(self, recording: _Recording, body: Body) -> Any:
+        """Run `body` with its breaks going to `recording`; GraphError if this thread captures already."""
+        if self._in_flight.recording is not None or self._in_flight.is_breaking:
+            raise GraphError("a capture within a capture: breakable graphs do not nest")
+        self._in_flight.recording = recording
+        try:
+            return body()
+        finally:
+            self._in_flight.recording = None
+
+    def _call(self, fn: Break) -> None:
+        self._in_flight.is_breaking = True
+        try:
+            fn()
+        finally:
+            self._in_flight.is_breaking = False
+
+
+class BreakableCapture(Breakable, FullCapture):
+    """Segments are CUDA graphs, replayed one after the other on the current stream."""
+
+    name = "breakable"
+
+    def __init__(self, device: torch.device, pool: GraphPool | None = None):
+        Breakable.__init__(self)
+        FullCapture.__init__(self, device, pool)
+
+    def capture(self, body: Body) -> Graph:
+        torch.cuda.synchronize(self.pool.device)
+        with self.pool.on_stream(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # two breaks with nothing between them
+            segments = _CudaSegments(self.pool)
+            try:
+                outputs = self._record(segments, body)
+                segments.end()
+            except BaseException:
+                self.pool.give_up(segments.open)
+                raise
+        return _Segmented(segments.steps, self._call, outputs)
+
+
+class _CudaSegments(_Recording):
+    """steps: graphs and breaks, in turn; `open`: the graph being captured."""
+
+    def __init__(self, pool: GraphPool):
+        self.steps: list[torch.cuda.CUDAGraph | Break] = []
+        self._pool = pool
+        self._side: list[torch.cuda.Stream] = []
+        self.open = pool.begin()
+
+    def break_with(self, fn: Break) -> None:
+        self.end()
+        self.steps.append(fn)
+        self.open = self._pool.begin()
+        for stream in self._side:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+    def end(self) -> None:
+        """Join what was forked and end the segment."""
+        for stream in self._side:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self.open.capture_end()
+        self.steps.append(self.open)
+
+    def fork(self, stream: torch.cuda.Stream) -> None:
+        if stream not in self._side:
+            self._side.append(stream)
+
+
+class _Segmented(Graph):
+    def __init__(self, steps: list[Any], call: Callable[[Break], None], outputs: Any):
+        self._steps = [step.replay if isinstance(step, torch.cuda.CUDAGraph) else step for step in steps]
+        self._call = call
+        self.outputs = outputs
+
+    def replay(self) -> None:
+        for i, step in enumerate(self._steps):
+            try:
+                if i % 2:
+                    self._call(step)
+                else:
+                    step()
+            except Exception as error:
+                raise failed_segment(i, len(self._steps), error) from error
+
+
+class RecordedBreakable(Breakable, RecordedCapture):
+    """For machines without CUDA: a replay re-runs the callable on its static inputs, breaks included."""
+
+    name = "recorded, breakable"
+
+    def capture(self, body: Body) -> Graph:
+        recorded = _RecordedSegments(self, body)
+        with torch.no_grad():
+            recorded.outputs = static_copy(self._record(_Skipping(), body))
+        return recorded
+
+    def rerun(self, body: Body) -> Any:
+        """`body` again, its breaks called; GraphError names the one that fails."""
+        return self._record(_Calling(self._call), body)
+
+
+class _Skipping(_Recording):
+    """A capture computes nothing, so breaks are not called."""
+
+    def break_with(self, fn: Break) -> None:
+        return None
+
+
+class _Calling(_Recording):
+    """A replay: breaks are called."""
+
+    def __init__(self, call: Callable[[Break], None]):
+        self._num_breaks = 0
+        self._call = call
+
+    def break_with(self, fn: Break) -> None:
+        self._num_breaks += 1
+        try:
+            self._call(fn)
+        except Exception as error:
+            raise failed_segment(2 * self._num_breaks - 1, None, error) from error
+
+
+class _RecordedSegments(Graph):
+    def __init__(self, capture: RecordedBreakable, body: Body):
+        self._capture = capture
+        self._body = body
+
+    def replay(self) -> None:
+        write_outputs(self.outputs, self._capture.rerun(self._body))
+
+
+def failed_segment(index: int, total: int | None, error: Exception) -> GraphError:
+    """What a replay says that broke off at step `index` (from 0) of `total`, which graphs and breaks take in turn."""
+    what, number = ("break" if index % 2 else "graph"), index // 2 + 1
+    of = "" if total is None else f" of {total // 2 if index % 2 else (total + 1) // 2}"
+    return GraphError(f"{what} {number}{of} of a breakable graph failed: {type(error).__name__}: {error}")
+
+
+def pick_breakable(device: torch.device, pool: GraphPool | None = None) -> BreakableCapture | RecordedBreakable:
+    """Segments of CUDA graphs where there is CUDA, else recorded ones."""
+    return BreakableCapture(device, pool) if device.type == "cuda" else RecordedBreakable()

@@ -1,0 +1,214 @@
+"""A callable traced once by `torch.compile` with a backend of our own, cut into pieces at an op that stays as it is.
+
+The trace has a dynamic first dimension. Pieces that are equal but for their weights, the middle layers of a model, are
+compiled once; weights are arguments. What comes back is called directly, past Dynamo: no guards, no recompilation at
+sizes 0 and 1, no limit on how many models one process traces. Compiling runs nothing and captures nothing.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, detect_fake_mode
+from torch._inductor import standalone_compile
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.split_module import split_module
+
+from specdec.errors import GraphError
+from specdec.graphs.merge import MergedWeights, merge_linears
+
+
+class Traced:
+    """A traced callable of tensors [T, ...] with any T, on the weights it was traced with.
+
+    num_pieces: parts between the ops it was cut at; num_compiled: those that differ.
+    """
+
+    def __init__(self, split: fx.GraphModule, args: Sequence[Any], inputs: Sequence[torch.Tensor]):
+        self._split = split
+        self._args = list(args)
+        self._sizes = [i for i, a in enumerate(args) if isinstance(a, int)]
+        self._places = [next((i for i, a in enumerate(args) if a is t), None) for t in inputs]
+        self.num_pieces = 0
+        self.num_compiled = 0
+        self.merged = MergedWeights([])
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
+        args = self._args.copy()
+        for size in self._sizes:
+            args[size] = inputs[0].shape[0]
+        for place, value in zip(self._places, inputs, strict=True):
+            if place is not None:  # an input that the callable does not use is no argument of its graph
+                args[place] = value
+        return self._split(*args)
+
+
+class _Arguments(BaseException):
+    """Carries what the traced graph would have been called with; raised so that nothing is run."""
+
+    def __init__(self, args: tuple[Any, ...]):
+        self.args_given = args
+
+
+def trace(
+    fn: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    split_at: Any,
+    compiler: str,
+    progress: Callable[[], None] = lambda: None,
+) -> Traced:
+    """Trace fn(*inputs), which returns tensors or tuples of them and lets None stand.
+
+    inputs: examples [T, ...] of one T > 1, whose first dimension becomes dynamic. split_at: the op overload to cut at.
+    compiler: "inductor", or "eager" to leave the pieces as they are. progress is called after every piece.
+    GraphError for what cannot be traced as one graph, or compiled; it names the op.
+    """
+    backend = _Backend(split_at, compiler, progress)
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    compiled = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
+    try:
+        with torch.no_grad():
+            compiled(*inputs)
+        raise AssertionError("the backend was not asked")
+    except _Arguments as called:
+        args = called.args_given
+    except Exception as error:
+        raise GraphError(f"it cannot be traced and compiled as one graph: {_why(error)}") from error
+    traced = Traced(backend.split, args, inputs)
+    traced.merged = MergedWeights(backend.groups)
+    traced.merged.join(traced._args)
+    traced.num_pieces, traced.num_compiled = backend.num_pieces, len(backend.compiled)
+    return traced
+
+
+def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` behind a code object of its own: Dynamo counts recompilations by code object."""
+
+    def entry(*args: torch.Tensor) -> Any:
+        return fn(*args)
+
+    entry.__code__ = entry.__code__.replace(co_name=f"traced_{secrets.token_hex(8)}")
+    return entry
+
+
+class _Backend:
+    """What `torch.compile` hands the graph to."""
+
+    def __init__(self, split_at: Any, compiler: str, progress: Callable[[], None]):
+        self.num_pieces = 0
+        self.compiled: dict[Any, Callable[..., Any]] = {}
+        self.groups: list[list[int]] = []
+        self._split_at = split_at
+        self._compiler = compiler
+        self._progress = progress
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        mode = detect_fake_mode(example_inputs)
+        assert mode is not None, "Dynamo traces with fake tensors"
+        fakes = [_fake(mode, x) if isinstance(x, torch.Tensor) else x for x in example_inputs]
+        self.groups = merge_linears(graph, fakes, mode)
+        self.split = _cut(graph, self._split_at)
+        with mode, enable_python_dispatcher():  # which keeps sizes symbolic in ops made of others
+            _Compiling(self, self.split).run(*fakes)
+
+        def called(*args: Any) -> Any:
+            raise _Arguments(args)
+
+        return called
+
+    def piece(self, module: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
+        """`module` compiled, or an equal one that is compiled already."""
+        self.num_pieces += 1
+        key = fingerprint(module)
+        if key not in self.compiled:
+            self.compiled[key] = _compile(module, args, self._compiler)
+        self._progress()
+        return self.compiled[key]
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as the trace saw it: with the symbols that Dynamo gave its dynamic dimensions."""
+    context = TracingContext.get().tensor_to_context.get(tensor)
+    source = getattr(context, "tensor_source", None)
+    return mode.from_tensor(tensor, symbolic_context=context, source=source)
+
+
+class _Compiling(fx.Interpreter):
+    """Runs a split graph on fake tensors; every piece that is no op to cut at is replaced by its compiled form."""
+
+    def __init__(self, backend: _Backend, split: fx.GraphModule):
+        super().__init__(split)
+        self._backend = backend
+        self.extra_traceback = False
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outputs = super().call_module(target, args, kwargs)
+        module = self.fetch_attr(target)
+        if not _has(module, self._backend._split_at):
+            # An attribute of the instance, which stands before the submodule of that name.
+            self.module.__dict__[target] = self._backend.piece(module, args)
+        return outputs
+
+
+def _compile(module: fx.GraphModule, args: Sequence[Any], compiler: str) -> Callable[..., Any]:
+    if compiler == "eager":
+        return module.forward
+    return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")
+
+
+def _cut(graph: fx.GraphModule, split_at: Any) -> fx.GraphModule:
+    """`graph` as a chain of submodules; every call of `split_at` is one of its own."""
+    part = 0
+    parts: dict[fx.Node, int] = {}
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if _is_call(node, split_at):
+            parts[node] = part + 1
+            part += 2
+        else:
+            parts[node] = part
+    return split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
+
+
+def _has(module: fx.GraphModule, split_at: Any) -> bool:
+    return any(_is_call(node, split_at) for node in module.graph.nodes)
+
+
+def _is_call(node: fx.Node, op: Any) -> bool:
+    return node.op == "call_function" and node.target in (op, op.overloadpacket)
+
+
+def fingerprint(module: fx.GraphModule) -> tuple[Any, ...]:
+    """What decides how a graph is compiled: equal for graphs that differ in names and in the values of inputs alone."""
+    numbers: dict[fx.Node, int] = {}
+    lines: list[Any] = []
+
+    def name(node: fx.Node) -> str:
+        return f"%{numbers[node]}"
+
+    for i, node in enumerate(module.graph.nodes):
+        numbers[node] = i
+        args = fx.map_arg((node.args, node.kwargs), name) if node.op != "placeholder" else ()
+        target: Any = "" if node.op in ("placeholder", "output") else str(node.target)
+        if node.op == "get_attr":
+            target = id(getattr(module, str(node.target)))  # a constant: equal only to itself
+        lines.append((node.op, target, repr(args), _signature(node.meta.get("example_value"))))
+    return tuple(lines)
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), str(tuple(value.shape)), str(value.stride()), str(value.device), value.requires_grad)
+    return str(type(value))
+
+
+def _why(error: BaseException) -> str:
+    """The lines of a compiler's complaint that say what, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith(("Explanation:", "Developer debug context:", "from user code"))]
+    return "; ".join(dict.fromkeys([*lines[:1], *told[:2]])) or type(error).__name__
