@@ -80,7 +80,8 @@ class Case:
     @property
     def settings(self) -> dict[str, Any]:
         """For `attach`, beside the modes compared."""
-        shared: dict[str, Any] = {"max_seq_len": 2048, "graph_batches": (self.batch,), "graph_sampling": self.kind}
+        shared: dict[str, Any] = {"max_seq_len": 2048, "prefill_graph": "off"}
+        shared |= {"graph_batches": (self.batch,), "graph_sampling": self.kind}
         if not self.steps:
             return shared
         rates = [0.8 * 0.75**j for j in range(self.steps)]

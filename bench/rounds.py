@@ -23,6 +23,7 @@ from specdec.round_graphs import estimate_bytes
 
 MODES: dict[str, dict[str, Any]] = {
     "graph": {},
+    "compiled": {"compile": True},
     "three graphs": {"round_graph": False},
     "eager": {"cuda_graph": False},
 }
@@ -35,12 +36,15 @@ def main() -> None:
     model = make_target(args.shape, args.target)
     head = make_head(args.shape, model, args.draft)
     cases = [Case(args.shape, batch, *config) for config in CONFIGS for batch in args.batches]
-    cases += [Case(args.shape, batch, *SAMPLED, kind) for kind in ("sampled", "filtered") for batch in args.batches]
-    rows = [capture_row(model, head, args.shape, config, attempt) for config in CONFIGS for attempt in ("cold", "warm")]
+    if not args.greedy:
+        cases += [Case(args.shape, batch, *SAMPLED, kind) for kind in ("sampled", "filtered") for batch in args.batches]
+    rows = (
+        [] if args.greedy else [capture_row(model, head, args.shape, c, a) for c in CONFIGS for a in ("cold", "warm")]
+    )
     for case in cases:
         rows += time_case(model, head, case, args)
         print(json.dumps(rows[-1]), flush=True)
-    for batch in args.batches:
+    for batch in args.batches if "eager" in args.modes else ():
         ms = hf_step_ms(model, batch)
         rows.append({**Case(args.shape, batch).row, "what": "plain_step", "mode": "hf generate", "ms": round(ms, 4)})
     print_table(rows)
@@ -52,16 +56,17 @@ def time_case(model: Any, head: Any, case: Case, args: argparse.Namespace) -> li
     """Rows of one case: ms a round in every mode, ms a phase and the profile of the graph."""
     rows = []
     what = "plain_step" if case.steps == 0 else "round"
-    for mode, settings in MODES.items():
+    for mode, settings in ((m, MODES[m]) for m in args.modes):
         if mode == "three graphs" and (case.steps == 0 or case.kind != "greedy"):
             continue
         draft = head if case.steps else None
         engine = specdec.attach(model, draft, max_batch=case.batch, **case.settings, **settings)
         ms, tau = round_ms(engine, case, num_rounds=args.rounds)
         row = {**case.row, "what": what, "mode": mode, "ms": round(ms, 4), "tau": round(tau, 3)}
-        if mode == "graph":
+        if mode in ("graph", "compiled"):
             report = engine.report()
-            assert all(r["eager"] == 0 and r["replays"] for r in report.runners.values()), "rounds must replay"
+            rounds = [r for name, r in report.runners.items() if "prefill" not in name]
+            assert all(r["eager"] == 0 and r["replays"] for r in rounds), "rounds must replay"
             row |= {"floor_ms": floor_ms(case), "graph_mib": round(report.graph_bytes / 2**20, 1)}
             rows += [
                 {**case.row, "what": phase, "mode": mode, "ms": round(t, 4)}
@@ -101,7 +106,7 @@ def capture_row(model: Any, head: Any, shape: str, config: tuple[int, int, int],
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """A line a case: ms by mode, then by phase."""
-    modes = [*MODES, "hf generate"]
+    modes = list(dict.fromkeys(r["mode"] for r in rows if r["what"] in ("round", "plain_step")))
     phases = ("draft", "verify", "accept", "extend")
     names = ("steps", "topk", "draft_tokens", "sampling", "batch")
     table = Table("batch", "S", "K", "D", "sampling", *modes, "floor", *phases, "idle %", "launches")
@@ -109,8 +114,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     for key in dict.fromkeys(tuple(r[n] for n in names) for r in rows):
         own = [r for r in rows if tuple(r[n] for n in names) == key]
         whole = {r["mode"]: r for r in own if r["what"] in ("round", "plain_step")}
-        parts = {r["what"]: r["ms"] for r in own}
-        graph = whole.get("graph", {})
+        graph = whole.get("compiled", whole.get("graph", {}))
+        parts = {r["what"]: r["ms"] for r in own if r["mode"] == graph.get("mode")}
         cells = [whole.get(m, {}).get("ms", "-") for m in modes] + [graph.get("floor_ms", "-")]
         cells += [parts.get(p, "-") for p in phases] + [graph.get("idle_percent", "-"), graph.get("launches", "-")]
         steps, topk, width, kind, batch = key
@@ -124,6 +129,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--target", default=None, help="a real target of that shape; default: random weights")
     parser.add_argument("--draft", default=None, help="its head; default: random weights")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--greedy", action="store_true", help="leave out sampled rounds and what captures cost")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of one timing; the median of five counts")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     return parser.parse_args()
