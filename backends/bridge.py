@@ -15,7 +15,7 @@ import torch
 from specdec.backends.base import AttentionCall
 from specdec.backends.op import ForwardContext, attention_scope
 from specdec.backends.rope import Rope
-from specdec.batch import ForwardMode
+from specdec.batch import AttentionMetadata, ForwardMode
 
 Interrupt = Callable[[Callable[[], None]], None]  # takes a callable out of the graph being captured
 
@@ -42,6 +42,7 @@ class AttentionBridge:
         self._interrupt = interrupt
         self._q = buffers({(s.num_heads, s.qk_dim) for s in context.layers})
         self._out = buffers({(s.num_heads, s.v_dim) for s in context.layers})
+        self._live: list[AttentionCall] = []  # of the replay in flight, by layer
 
     @contextmanager
     def capturing(self, slots: torch.Tensor) -> Iterator[None]:
@@ -50,10 +51,17 @@ class AttentionBridge:
         with attention_scope(_CapturedScope(self, slots)):
             yield
 
-    def clear_padding(self, num_tokens: int, size: int) -> None:
-        """Zero what rows [num_tokens, size) find as attention's answer; nobody else writes them during a replay."""
+    def plan(self, metadata: AttentionMetadata, size: int) -> None:
+        """Before a replay of `size` tokens: plan the live forward, which has the first rows of the buffers, and zero
+        what the rest will find as attention's answer; nobody else writes that during a replay."""
+        c, num_tokens = self.context, metadata.positions.shape[0]
+        c.backend.plan(metadata)
         for out in self._out.values():
             out[num_tokens:size].zero_()
+        self._live = [
+            AttentionCall(q[:num_tokens], None, None, out[:num_tokens], c.pool, i, layer, sinks)
+            for i, (layer, sinks, q, out) in enumerate(zip(c.layers, c.sinks, *self._buffers(), strict=True))
+        ]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -64,16 +72,18 @@ class AttentionBridge:
     def attend(self, call: AttentionCall, slots: torch.Tensor) -> torch.Tensor:
         """Store in the graph, attend outside of it; returns the static rows where the answer will be."""
         layer, num_tokens = call.layer, slots.shape[0]
-        q = self._q[layer.num_heads, layer.qk_dim][:num_tokens]
-        out = self._out[layer.num_heads, layer.v_dim][:num_tokens]
-        self.context.backend.store(call, slots, q)
-        self._interrupt(partial(self._attend_live, call._replace(q=q, k=None, v=None, rope=None, out=out)))
-        return out
+        self.context.backend.store(call, slots, self._q[layer.num_heads, layer.qk_dim][:num_tokens])
+        self._interrupt(partial(self._attend_live, call.layer_id))
+        return self._out[layer.num_heads, layer.v_dim][:num_tokens]
 
-    def _attend_live(self, call: AttentionCall) -> None:
-        """Attend in the planned forward, whose tokens are the first of the buffers' rows."""
-        num_tokens = self.context.backend.planned.positions.shape[0]
-        self.context.backend.attend(call._replace(q=call.q[:num_tokens], out=call.out[:num_tokens]))
+    def _attend_live(self, layer_id: int) -> None:
+        """Attend in the planned forward."""
+        self.context.backend.attend(self._live[layer_id])
+
+    def _buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """q and out of every layer."""
+        layers = self.context.layers
+        return [self._q[s.num_heads, s.qk_dim] for s in layers], [self._out[s.num_heads, s.v_dim] for s in layers]
 
 
 @dataclass(frozen=True)

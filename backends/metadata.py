@@ -61,11 +61,21 @@ class MetadataBuilder:
             **placement._asdict(),
         )
 
-    def prefill(self, slot_tables: torch.Tensor, starts: Sequence[int], q_lens: Sequence[int]) -> AttentionMetadata:
-        """Metadata of a packed prefill: request i brings the `q_lens[i]` tokens from position `starts[i]` on."""
-        on_device = ints_to_device([list(starts), list(q_lens)], slot_tables.device)
+    def prefill(
+        self,
+        slot_tables: torch.Tensor,
+        starts: Sequence[int],
+        q_lens: Sequence[int],
+        on_device: Sequence[torch.Tensor] | None = None,
+    ) -> AttentionMetadata:
+        """Metadata of a packed prefill: request i brings the `q_lens[i]` tokens from position `starts[i]` on.
+
+        on_device: starts and q_lens [bs] int64 where they are on the device already.
+        """
+        if on_device is None:
+            on_device = ints_to_device([list(starts), list(q_lens)], slot_tables.device).unbind()
         longest = max(q_lens)
-        placement = self.prefill_placement(slot_tables, on_device[0], on_device[1], sum(q_lens), longest)
+        placement = self.prefill_placement(slot_tables, *on_device, sum(q_lens), longest)
         return AttentionMetadata(
             mode=ForwardMode.EXTEND,
             slot_tables=slot_tables,

@@ -17,11 +17,19 @@ OUT_OF_MEMORY = "out of memory when it was captured"
 NOT_CAPTURABLE = "it does what cannot be captured"
 
 
-def build(runners: Sequence[GraphRunner], capture: Capture, *, lower: str, strict: bool = False) -> None:
+def build(
+    runners: Sequence[GraphRunner],
+    capture: Capture,
+    *,
+    lower: str,
+    avoid: str = "cuda_graph=False",
+    strict: bool = False,
+) -> None:
     """Warm up and capture every key of `runners`, which share `capture`; then seal them. A progress bar shows it.
 
-    lower: what the user can lower if memory runs out. A key that cannot be captured is warned about and runs eagerly
-    from then on, smaller ones may still succeed; under strict GraphError ends the build instead.
+    lower: what the user can lower if memory runs out; avoid: what leaves these graphs out. A key that cannot be
+    captured is warned about and runs eagerly from then on, smaller ones may still succeed; under strict GraphError ends
+    the build instead.
     """
     jobs = [(runner, key) for runner in runners for key in runner.keys]
     jobs.sort(key=lambda job: -job[1].size)  # stable: runners and variants keep their order within a size
@@ -31,7 +39,7 @@ def build(runners: Sequence[GraphRunner], capture: Capture, *, lower: str, stric
             for runner, key in jobs:
                 bar.set_postfix_str(f"{phase.__name__} {key}", refresh=False)
                 if key not in runner.failures:
-                    _make(phase, runner, key, lower, strict)
+                    _make(phase, runner, key, lower, avoid, strict)
                 bar.update()
             capture.release_cache()
     for runner in runners:
@@ -51,7 +59,7 @@ def _collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _make(phase: Callable[..., None], runner: GraphRunner, key: ShapeKey, lower: str, strict: bool) -> None:
+def _make(phase: Callable[..., None], runner: GraphRunner, key: ShapeKey, lower: str, avoid: str, strict: bool) -> None:
     """Run `phase` for one key, or remember why there will be no graph."""
     try:
         phase(runner, key)
@@ -60,7 +68,7 @@ def _make(phase: Callable[..., None], runner: GraphRunner, key: ShapeKey, lower:
         if isinstance(error, GraphError) or (phase is GraphRunner.warm_up and not is_memory):
             raise
         reason = OUT_OF_MEMORY if is_memory else NOT_CAPTURABLE
-        advice = f"lower {lower}" if is_memory else "pass cuda_graph=False if that is expected"
+        advice = f"lower {lower}" if is_memory else f"pass {avoid} if that is expected"
         message = f"no graph for {key}: {reason} ({_first_line(error)}); {advice}"
         if strict:
             raise GraphError(f"strict: {message}") from error

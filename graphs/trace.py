@@ -208,7 +208,9 @@ def _signature(value: Any) -> Any:
 
 
 def _why(error: BaseException) -> str:
-    """The lines of a compiler's complaint that say what, in one line."""
+    """What a compiler complains about, and the line of the model where it stood, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith(("Explanation:", "Developer debug context:", "from user code"))]
-    return "; ".join(dict.fromkeys([*lines[:1], *told[:2]])) or type(error).__name__
+    told = [line for line in lines if line.startswith(("Explanation:", "Could not", "Attempted"))]
+    frames = [i for i, line in enumerate(lines) if line.startswith('File "')]
+    at = [f"at {lines[i]}: {lines[i + 1]}" for i in frames[-1:] if i + 1 < len(lines)]
+    return "; ".join(dict.fromkeys([*lines[:1], *told[:1], *at])) or type(error).__name__

@@ -144,7 +144,7 @@ class Core:
             places = slice(None) if len(done) == len(pieces) else self._tensor(done)
             rows, last_rows = chunk.rows[places], chunk.last_rows[places]
             kind = SamplingKind.of(r.sampling for r in finished)
-            packed = self.round.first_tokens(kind, rows, self.target.head(hidden[last_rows]))
+            packed = self.graphs.first_tokens(kind, rows, hidden[last_rows])
             self._mailbox.post(finished, packed, is_round=False)
             chunk.next_ids[last_rows] = packed[:, 0].clamp(min=0)
         worker = self.round.worker
@@ -157,11 +157,12 @@ class Core:
         lens = [n for _, n in pieces]
         ids = [t for (r, n), s in zip(pieces, starts, strict=True) for t in r.prompt_ids[s : s + n]]
         last_rows = [end - 1 for end in accumulate(lens)]
-        lists = ([r.row for r, _ in pieces], last_rows, ids, _shifted(pieces, starts))
+        lists = ([r.row for r, _ in pieces], last_rows, starts, lens, ids, _shifted(pieces, starts))
         packed = self._tensor([value for values in lists for value in values])
-        rows, last, on_device, next_ids = packed.split([len(values) for values in lists])
-        metadata = self.context.backend.metadata.prefill(self.slot_tables.table[rows], starts, lens)
-        return PrefillChunk(metadata, rows, next_ids, last), on_device
+        rows, last, starts_there, lens_there, ids_there, next_ids = packed.split([len(values) for values in lists])
+        tables, there = self.slot_tables.table[rows], (starts_there, lens_there)
+        metadata = self.context.backend.metadata.prefill(tables, starts, lens, there)
+        return PrefillChunk(metadata, rows, next_ids, last), ids_there
 
     def _round(self, requests: list[Request]) -> None:
         """One round of all `requests`; the host learns a launch later what it emitted."""

@@ -99,8 +99,8 @@ class Report:
 
     capture: how graphs of rounds are made ("full", "recorded" or "eager"); prefill_graph: those of prefills
     ("piecewise", "breakable" or "off"); compile_seconds: spent on tracing and compiling, 0 without;
-    graphs: each with its cost; runners: name -> {replays, eager, rejects by reason}; paths: forward mode -> {replays, eager}, a graph's forwards
-    counting as replays.
+    graphs: each with its cost; runners: name -> {replays, eager, rejects by reason};
+    paths: forward mode -> {replays, eager}, a graph's forwards counting as replays.
     """
 
     model: str

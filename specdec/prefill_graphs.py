@@ -30,11 +30,12 @@ from specdec.graphs import (
     pick_breakable,
     token_buckets,
 )
+from specdec.graphs.build import is_out_of_memory
 from specdec.graphs.shapes import SMALLEST_PREFILL
 from specdec.models.hf import HFTarget
 from specdec.outputs import GraphCost
 
-LOWER = "max_prefill_tokens or prefill_buckets, or pass prefill_graph='off'"
+LOWER = "max_prefill_tokens, shorten prefill_buckets, or pass prefill_graph='off'"
 BUSY = 1.3  # the device is the slower one where a forward takes this many times as long as launching it
 
 
@@ -169,25 +170,22 @@ class PrefillGraphs:
         return self._draft_hidden[: ids.shape[0]].copy_(hidden)
 
     def _before_target(self, num_tokens: int, size: int, metadata: AttentionMetadata) -> None:
-        """What the breaks of a replay need: the live batch planned, and zeros where it has no tokens."""
+        """What the breaks of a replay need: the live batch planned."""
         if self._is_debug:
             self.check_addresses()
-        self._context.backend.plan(metadata)
-        self._bridge.clear_padding(num_tokens, size)
+        self._bridge.plan(metadata, size)
 
     def _before_draft(self, num_tokens: int, size: int, metadata: AttentionMetadata) -> None:
-        assert self._worker.context is not None and self._draft_bridge is not None
-        self._worker.context.backend.plan(metadata)
-        self._draft_bridge.clear_padding(num_tokens, size)
+        assert self._draft_bridge is not None
+        self._draft_bridge.plan(metadata, size)
 
     def _build(self, config: EngineConfig) -> None:
         """Capture everything. Warm-ups attend a few tokens of the dummy row, so that kernels are compiled."""
         few = min(SMALLEST_PREFILL, self.target_runner.runner.buckets[0]) if not self._capture.refusal else 0
-        if few:
-            for context in (self._context, self._worker.context):
-                if context is not None:
-                    context.backend.plan(self._dummy_batch(context, few))
-        build(self.runners, self._capture, lower=LOWER, strict=config.strict)
+        for bridge in (self._bridge, self._draft_bridge) if few else ():
+            if bridge is not None:
+                bridge.plan(self._dummy_batch(bridge.context, few), few)
+        build(self.runners, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=config.strict)
         if not config.strict and few and self._hidden.is_cuda:
             with self._counters.recording():
                 self.target_runner.busy_from = self._find_busy()
@@ -201,23 +199,31 @@ class PrefillGraphs:
         return context.backend.metadata.prefill(tables, [0] * num_reqs, lens)
 
     def _find_busy(self) -> int | None:
-        """The smallest bucket from which on running the layers takes clearly longer than launching them."""
+        """The smallest captured size from which on running the layers takes clearly longer than launching them."""
         busy = None
-        for size in reversed(self.target_runner.runner.buckets):
+        for size in sorted((key.size for key in self.target_runner.runner.captured), reverse=True):
             metadata = self._dummy_batch(self._context, size)
-            ids = torch.zeros(size, dtype=torch.int64, device=self._hidden.device)
-            times = []
-            for _ in range(2):
-                torch.cuda.synchronize(ids.device)
-                start = time.perf_counter()
-                self._target_layers("", ids, metadata.positions, metadata.out_cache_loc, metadata)
-                launched = time.perf_counter() - start
-                torch.cuda.synchronize(ids.device)
-                times.append((time.perf_counter() - start) / launched)
-            if times[-1] < BUSY:
-                return busy
+            try:
+                self._launch_and_wait(metadata)
+                launched, done = self._launch_and_wait(metadata)
+            except RuntimeError as error:
+                if is_out_of_memory(error):  # larger than what an eager run has room for beside the graphs
+                    continue
+                raise
+            if done < BUSY * launched:
+                break
             busy = size
         return busy
+
+    def _launch_and_wait(self, metadata: AttentionMetadata) -> tuple[float, float]:
+        """Seconds until an eager forward of the target's layers is launched, and until it is done."""
+        ids = torch.zeros_like(metadata.positions)
+        torch.cuda.synchronize(ids.device)
+        start = time.perf_counter()
+        self._target_layers("", ids, metadata.positions, metadata.out_cache_loc, metadata)
+        launched = time.perf_counter() - start
+        torch.cuda.synchronize(ids.device)
+        return launched, time.perf_counter() - start
 
     def _watched(self) -> Mapping[str, torch.Tensor]:
         """By name, what the graphs read besides their inputs."""

@@ -60,15 +60,18 @@ class RoundGraphs:
             watched=program.tensors,
             strict=config.strict,
         )
+        self._name = "round" if config.num_steps else "decode"
         self._is_apart = config.num_steps > 0 and (config.round_graph is False or not may_merge)
         runners = self._apart(rows) if self._is_apart else self._whole(rows)
+        width = program.target.spec.hidden_size
+        hidden = BufferSpec("hidden", lambda n: (n, width), program.target.dtype, pad=0.0)
+        runners.append(("first_token", partial(first_token_part, program), [rows, hidden]))
         self.runners = {name: GraphRunner(name, body, specs, setup) for name, body, specs in runners}
         with torch.inference_mode():
             build(list(self.runners.values()), self.capture, lower=LOWER, strict=config.strict)
 
     def _whole(self, rows: BufferSpec) -> Runners:
-        name = "round" if self._config.num_steps else "decode"
-        return [(name, self._program.play, [rows])]
+        return [(self._name, self._program.play, [rows])]
 
     def _apart(self, rows: BufferSpec) -> Runners:
         return [
@@ -83,13 +86,16 @@ class RoundGraphs:
             self.check_addresses()
         kind, hints = self._served_as(kind), {"max_prefix": max_prefix}
         if not self._is_apart:
-            (runner,) = self.runners.values()
-            return runner(kind, {"rows": rows}, **hints)
+            return self.runners[self._name](kind, {"rows": rows}, **hints)
         # Buffers are called what the fields of Tree and Verdict are.
         draft: Draft = self.runners["draft"](kind, {"rows": rows}, **hints)
         inputs = {"rows": rows, **draft.tree._asdict(), "probs": draft.probs}
         verdict, aux = self.runners["target_verify"](kind, inputs, **hints)
         return self.runners["draft_extend"](kind, {"rows": rows, **verdict._asdict(), "aux": aux}, **hints)
+
+    def first_tokens(self, kind: SamplingKind, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The tokens after prompts, from the target's last hidden states [n, h] of `rows`; see `Round.first_tokens`."""
+        return self.runners["first_token"](self._served_as(kind), {"rows": rows, "hidden": hidden})
 
     def _served_as(self, kind: SamplingKind) -> SamplingKind:
         """The least kind at or above `kind` that was captured; a later kind does all that an earlier one does."""
@@ -162,6 +168,11 @@ def extend_part(
 ) -> torch.Tensor:
     """Round.play from the verdict (its fields) and the target's features to the results."""
     return program.extend(program.batch(kind, rows, max_prefix), Verdict(**verdict), aux)
+
+
+def first_token_part(program: Round, kind: str, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """The head over the last rows of prompts, and Round.first_tokens."""
+    return program.first_tokens(kind, rows, program.target.head(hidden))
 
 
 def estimate_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, num_layers: int, itemsize: int) -> int:

@@ -29,10 +29,13 @@ def test_fp32_equals_generate(name):
     expected = [greedy(model, p) for p in prompts]
     for config in CONFIGS:
         head = random_head(model).cuda() if config else None
-        engine = specdec.attach(model, head, max_batch=4, strict=True, **(config or {}))
+        # In fp32 these experts wait for the host, so that their prefills cannot be captured.
+        prefill_graph = "off" if name in ("gpt_oss", "qwen3_moe", "deepseek_v3") else "auto"
+        engine = specdec.attach(model, head, max_batch=4, strict=True, prefill_graph=prefill_graph, **(config or {}))
         assert engine.generate(prompts, max_new_tokens=24).tokens == expected, config
         engine.check_integrity()
-        assert all(c["replays"] for c in engine.report().runners.values())
+        runners = engine.report().runners
+        assert all(c["replays"] for what, c in runners.items() if prefill_graph == "auto" or "prefill" not in what)
         engine.detach()
 
 
@@ -42,7 +45,8 @@ def test_experts_in_bf16_are_captured(name):
     with pytest.warns(UserWarning, match="inv_freq is in low precision"):
         engine = specdec.attach(model, random_head(model).bfloat16().cuda(), max_batch=4, num_steps=3, strict=True)
     engine.generate(ragged_prompts(), max_new_tokens=12)
-    assert engine.report().runners["round"]["replays"]
+    runners = engine.report().runners
+    assert runners["round"]["replays"] and runners["target_prefill"]["replays"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -67,15 +71,13 @@ def test_a_round_never_waits_for_the_host(config, temperature):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["plain", "chain", "tree"])
 def test_nothing_is_compiled_on_live_traffic(config):
-    """Attaching and one request warm every kernel up; other lengths, batches and samplings add none."""
+    """Attaching warms every kernel up; lengths, batches and samplings add none."""
     model, prompts = tiny_model("gemma2").cuda(), ragged_prompts()
     head = random_head(model).cuda() if config else None
     laws = [specdec.SamplingParams(temperature=0.9), specdec.SamplingParams()]
     with counted_compiles() as warm:
         _attention_kernel.device_caches.clear()  # whatever other tests have compiled: the counter must see something
         engine = specdec.attach(model, head, max_batch=5, max_seq_len=512, **(config or {}))
-        for law in laws:
-            engine.generate(prompts[:1], max_new_tokens=6, sampling=law)
     with counted_compiles() as live:
         for batch in (prompts, prompts[:3], [list(range(3, 120)) * 3], [[5]]):
             for law in laws:

@@ -1,6 +1,7 @@
 """Runners, captures and buckets on toy callables: real CUDA graphs where there is a GPU, recorded ones elsewhere."""
 
 import warnings
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +11,17 @@ from hypothesis import strategies as st
 
 from specdec.batch import ForwardMode
 from specdec.errors import GraphError
-from specdec.graphs import BufferSpec, Counters, EagerCapture, GraphRunner, Setup, ShapeKey, batch_buckets, build
+from specdec.graphs import (
+    BufferSpec,
+    Counters,
+    EagerCapture,
+    GraphRunner,
+    Setup,
+    ShapeKey,
+    batch_buckets,
+    build,
+    token_buckets,
+)
 from specdec.graphs.captures import FullCapture, RecordedCapture, pick_capture
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,9 +76,19 @@ def test_every_batch_has_a_bucket_that_wastes_a_third_at_most(max_batch):
 
 def test_wanted_buckets_are_clamped_and_checked():
     assert batch_buckets(6, [8, 2, 32]) == (2, 6)
-    for wrong in ([], [0], [2, -1], [True], [1.5]):
-        with pytest.raises(ValueError, match="graph_batches"):
+    for wrong in ([], [0], [2, -1]):
+        with pytest.raises(ValueError, match="expected sizes of at least 1"):
             batch_buckets(6, wrong)
+
+
+@given(st.integers(1, 20000))
+def test_token_buckets_pad_by_a_quarter_at_most_and_by_an_eighth_where_they_are_large(max_tokens):
+    buckets = token_buckets(max_tokens)
+    assert list(buckets) == sorted(set(buckets)) and buckets[-1] == max_tokens and buckets[0] == min(4, max_tokens)
+    for below, bucket in pairwise(buckets):
+        worst = bucket - (below + 1)
+        assert worst <= 3 or worst <= bucket / (8 if below >= 256 else 4)
+    assert token_buckets(100, [7, 3, 200]) == (3, 7, 100)
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 7, 8])

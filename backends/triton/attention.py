@@ -5,8 +5,8 @@ slot table, prefix first, then its tail; the heads of one KV group are rows of o
 of them. Tiles whose keys are split leave partials for `merge`. Twin: `backends.torch_ref.TorchBackend`.
 """
 
-import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,10 +15,10 @@ import triton.language as tl
 from specdec.backends.base import LayerSpec
 from specdec.backends.triton.merge import merge, padded_dim
 from specdec.backends.triton.plan import ITEM_WIDTH, SplitPlan
+from specdec.backends.triton.relaunch import INTERPRETED, Relaunch
 from specdec.batch import AttentionMetadata
 
 LOG2E = 1.4426950408889634
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # what triton.jit looks at, too: on import
 
 
 @triton.jit
@@ -225,6 +225,25 @@ class Tiling:
     resident: int
 
 
+class AttendAgain(NamedTuple):
+    """The launches of one `attend`, to be repeated for a layer like it in the same forward."""
+
+    attention: Relaunch
+    merge: Relaunch | None
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        self.attention(q, out, k_pool, v_pool, sinks)
+        if self.merge is not None:
+            self.merge(out)
+
+
 def attend(
     q: torch.Tensor,
     out: torch.Tensor,
@@ -236,16 +255,17 @@ def attend(
     layer: LayerSpec,
     sinks: torch.Tensor | None,
     tiling: Tiling,
-) -> None:
+) -> AttendAgain | None:
     """Fill out [T, Hq, v_dim] from q [T, Hq, qk_dim] and the pool k [N, Hkv, qk_dim], v [N, Hkv, v_dim].
 
     partials: scratch for split tiles, fp32: [num_partials, Hkv, block_m, v_dim] and [num_partials, Hkv, block_m].
+    Returns how to do it again for a layer that is alike; None in the interpreter.
     """
     assert layer.scaling > 0, f"scaling {layer.scaling}: maxima are taken before scaling"
     m = metadata
-    group = layer.num_heads // layer.num_kv_heads
     cap = layer.softcap or 1.0
-    _attention_kernel[(layer.num_kv_heads, plan.items.shape[0])](
+    grid = (layer.num_kv_heads, plan.items.shape[0])
+    args = (
         q,
         out,
         k_pool,
@@ -270,8 +290,10 @@ def attend(
         q.stride(1),
         out.stride(0),
         out.stride(1),
+    )
+    constants = dict(
         NUM_KV_HEADS=layer.num_kv_heads,
-        GROUP=group,
+        GROUP=layer.num_heads // layer.num_kv_heads,
         QK_DIM=layer.qk_dim,
         V_DIM=layer.v_dim,
         BLOCK_QK=padded_dim(layer.qk_dim),
@@ -285,8 +307,12 @@ def attend(
         HAS_SINKS=sinks is not None,
         UPCAST=INTERPRETED and q.dtype == torch.bfloat16,
         ITEM=ITEM_WIDTH,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
     )
+    launch = _attention_kernel[grid]
+    compiled = launch(*args, **constants, num_warps=tiling.num_warps, num_stages=tiling.num_stages)
+    merged = None
     if plan.merges.shape[0]:
-        merge(out, partials, plan.merges, m.qo_indptr, layer, tiling.block_m)
+        merged = merge(out, partials, plan.merges, m.qo_indptr, layer, tiling.block_m)
+    if INTERPRETED:
+        return None
+    return AttendAgain(Relaunch(_attention_kernel, compiled, grid, args, constants), merged)

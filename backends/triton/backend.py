@@ -7,10 +7,11 @@ import torch
 import triton
 
 from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec
-from specdec.backends.triton.attention import INTERPRETED, Tiling, attend, padded_dim
+from specdec.backends.triton.attention import AttendAgain, Tiling, attend, padded_dim
 from specdec.backends.triton.merge import merge
 from specdec.backends.triton.metadata import TRITON_METADATA
 from specdec.backends.triton.plan import MERGE_WIDTH, SplitPlan, split_plan
+from specdec.backends.triton.relaunch import INTERPRETED, is_aligned
 from specdec.backends.triton.store import store_kv
 from specdec.batch import AttentionMetadata, ForwardMode
 
@@ -53,6 +54,7 @@ class TritonBackend(AttentionBackend):
     def __init__(self) -> None:
         super().__init__()
         self._plans: dict[_Cut, tuple[SplitPlan, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._again: dict[tuple[object, ...], AttendAgain] = {}  # launches of this forward, by what layers share
         self._can_merge: set[tuple[_Cut, torch.dtype]] = set()  # merge kernels that are compiled
 
     @classmethod
@@ -69,6 +71,7 @@ class TritonBackend(AttentionBackend):
 
     def _prepare(self, metadata: AttentionMetadata) -> None:
         self._plans = {}
+        self._again = {}
 
     def store(self, call: AttentionCall, slots: torch.Tensor, q_out: torch.Tensor | None = None) -> torch.Tensor:
         assert call.k is not None and call.v is not None
@@ -76,7 +79,12 @@ class TritonBackend(AttentionBackend):
         return store_kv(call.q, call.k, call.v, *pools, slots, call.rope, q_out)
 
     def _attend(self, call: AttentionCall) -> None:
-        q, _k, _v, out, pool, layer_id, layer, sinks, _rope = call
+        q, out, pool, layer, sinks = call.q, call.out, call.pool, call.layer, call.sinks
+        k_pool, v_pool = pool.k[call.layer_id], pool.v[call.layer_id]
+        alike = (layer, q.dtype, q.stride(), out.stride(), is_aligned(q, out, k_pool, v_pool, sinks))
+        if alike in self._again:
+            self._again[alike](q, out, k_pool, v_pool, sinks)
+            return
         m = self.planned
         tiling = choose_tiling(m, layer, q.dtype)
         group = layer.num_heads // layer.num_kv_heads
@@ -86,7 +94,9 @@ class TritonBackend(AttentionBackend):
             # Short contexts are not split: without this the first long one would compile on live traffic.
             self._can_merge.add((cut, out.dtype))
             merge(out, partials, plan.items.new_full((1, MERGE_WIDTH), -1), m.qo_indptr, layer, tiling.block_m)
-        attend(q, out, pool.k[layer_id], pool.v[layer_id], m, plan, partials, layer, sinks, tiling)
+        again = attend(q, out, k_pool, v_pool, m, plan, partials, layer, sinks, tiling)
+        if again is not None and alike[-1]:
+            self._again[alike] = again
 
     def _plan_for(
         self, m: AttentionMetadata, cut: _Cut, layer: LayerSpec, device: torch.device

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from specdec.backends.base import LayerSpec
 from specdec.backends.triton.plan import MERGE_WIDTH
+from specdec.backends.triton.relaunch import INTERPRETED, Relaunch
 
 
 @triton.jit
@@ -68,16 +69,15 @@ def merge(
     qo_indptr: torch.Tensor,
     layer: LayerSpec,
     block_m: int,
-) -> None:
-    """Write the rows of split tiles from their partials; see `attend`. Twin: `merge_reference`."""
+) -> Relaunch | None:
+    """Write the rows of split tiles from their partials; see `attend`. Twin: `merge_reference`.
+
+    Returns the launch, to be repeated with another `out`; None in the interpreter.
+    """
     block_r = 1
-    _merge_kernel[(block_m // block_r, layer.num_kv_heads, merges.shape[0])](
-        out,
-        *partials,
-        merges,
-        qo_indptr,
-        out.stride(0),
-        out.stride(1),
+    grid = (block_m // block_r, layer.num_kv_heads, merges.shape[0])
+    args = (out, *partials, merges, qo_indptr, out.stride(0), out.stride(1))
+    constants = dict(
         NUM_KV_HEADS=layer.num_kv_heads,
         GROUP=layer.num_heads // layer.num_kv_heads,
         V_DIM=layer.v_dim,
@@ -87,6 +87,8 @@ def merge(
         BLOCK_S=32,
         MERGE=MERGE_WIDTH,
     )
+    compiled = _merge_kernel[grid](*args, **constants)
+    return None if INTERPRETED else Relaunch(_merge_kernel, compiled, grid, args, constants)
 
 
 def merge_reference(partial_out: torch.Tensor, partial_lse: torch.Tensor) -> torch.Tensor:

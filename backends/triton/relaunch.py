@@ -1,0 +1,34 @@
+"""Launching a compiled kernel again with its first arguments exchanged, without Triton looking at all of them again.
+
+A launch from Python costs 20 µs and more, most of it the search for the kernel that fits the arguments. The layers of
+one forward launch attention alike: all but q, out, K, V and sinks stays the same.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # what triton.jit looks at, too: on import
+
+
+class Relaunch:
+    """Repeats the launch kernel[grid](*args, **constants) of a JIT function, which has returned `compiled`."""
+
+    def __init__(
+        self, kernel: Any, compiled: Any, grid: Sequence[int], args: Sequence[Any], constants: Mapping[str, Any]
+    ):
+        self._args = [*args, *(constants[name] for name in kernel.arg_names[len(args) :])]
+        self._compiled = compiled
+        self._grid = (*grid, 1, 1)[:3]
+
+    def __call__(self, *first: Any) -> None:
+        """Launch with `first` in place of the first arguments: tensors of the same dtype, strides and alignment."""
+        self._args[: len(first)] = first
+        self._compiled[self._grid](*self._args)
+
+
+def is_aligned(*tensors: torch.Tensor | None) -> bool:
+    """Whether Triton takes all of `tensors` for aligned, as it does nearly always; others get kernels of their own."""
+    return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)

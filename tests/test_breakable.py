@@ -1,0 +1,320 @@
+"""Breakable captures and traces on toy callables: real CUDA graphs where there is a GPU, re-runs elsewhere."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specdec.errors import GraphError
+from specdec.graphs import BreakableCapture, BufferSpec, Counters, GraphRunner, RecordedBreakable, Setup, pick_breakable
+from specdec.graphs.build import build
+from specdec.graphs.trace import trace
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Layers:
+    """x -> x + 1, doubled outside the graph, + 1, doubled, + 1; the live factor may change between replays."""
+
+    def __init__(self, capture, size=8, num_breaks=2):
+        self.capture, self.num_breaks = capture, num_breaks
+        self.inside = torch.zeros(size, device=DEVICE)
+        self.outside = torch.zeros(size, device=DEVICE)
+        self.x = torch.zeros(size, device=DEVICE)
+        self.factor, self.calls = 2.0, 0
+
+    def double(self):
+        self.calls += 1
+        self.outside.copy_(self.inside * self.factor)
+
+    def __call__(self):
+        x = self.x + 1
+        for _ in range(self.num_breaks):
+            self.inside.copy_(x)
+            self.capture.interrupt(self.double)
+            x = self.outside + 1
+        return x
+
+
+def captured(layers):
+    layers.capture.warm_up(layers)
+    return layers.capture.capture(layers)
+
+
+def test_segments_replay_with_what_is_live_between_them():
+    layers = Layers(pick_breakable(DEVICE))
+    graph = captured(layers)
+    before = layers.calls
+    for value, factor in ((1.0, 2.0), (5.0, 3.0), (-1.0, 0.0)):
+        layers.x.fill_(value)
+        layers.factor = factor
+        graph.replay()
+        assert torch.equal(graph.outputs, torch.full_like(layers.x, ((value + 1) * factor + 1) * factor + 1))
+    assert layers.calls == before + 6
+
+
+def test_breaks_are_not_called_during_a_capture():
+    layers = Layers(pick_breakable(DEVICE))
+    layers.capture.warm_up(layers)
+    assert layers.calls == 2
+    layers.capture.capture(layers)
+    assert layers.calls == 2
+
+
+@pytest.mark.gpu
+def test_python_runs_once():
+    layers = Layers(BreakableCapture(DEVICE))
+    runs = []
+    graph = layers.capture.capture(lambda: (runs.append(1), layers())[1])
+    for _ in range(3):
+        graph.replay()
+    assert len(runs) == 1 and len(graph._steps) == 5
+
+
+def test_a_failing_break_is_named_and_the_next_replay_works():
+    layers = Layers(pick_breakable(DEVICE))
+    graph = captured(layers)
+    whole, failing = Layers.double, [3]  # the second break of the second replay
+
+    def sometimes(self):
+        failing[0] -= 1
+        if failing[0] == -1:
+            raise ZeroDivisionError("no attention today")
+        whole(self)
+
+    Layers.double = sometimes
+    try:
+        layers = Layers(pick_breakable(DEVICE))
+        graph = layers.capture.capture(layers)
+        graph.replay()
+        with pytest.raises(GraphError, match=r"break 2.*ZeroDivisionError: no attention today") as caught:
+            graph.replay()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        layers.x.fill_(1.0)
+        graph.replay()
+        assert torch.equal(graph.outputs, torch.full_like(layers.x, 11.0))
+    finally:
+        Layers.double = whole
+
+
+def test_breaks_and_captures_do_not_nest():
+    capture = pick_breakable(DEVICE)
+    with pytest.raises(GraphError, match="a break within a break"):
+        capture.interrupt(lambda: capture.interrupt(lambda: None))
+    layers = Layers(capture)
+    with pytest.raises(GraphError, match="a capture within a capture"):
+        capture.capture(lambda: capture.capture(layers))
+    nested = Layers(capture)
+    nested.double = lambda: capture.interrupt(lambda: None)
+    graph = capture.capture(nested)
+    with pytest.raises(GraphError, match=r"break 1.*a break within a break"):
+        graph.replay()
+    graph = captured(layers)
+    graph.replay()
+    assert torch.equal(graph.outputs, torch.full_like(layers.x, 7.0))
+
+
+def test_other_threads_and_other_captures_do_not_break_a_capture():
+    ours, other = pick_breakable(DEVICE), pick_breakable(DEVICE)
+    called = []
+
+    def body():
+        thread = threading.Thread(target=ours.interrupt, args=(lambda: called.append("thread"),))
+        thread.start()
+        thread.join()
+        other.interrupt(lambda: called.append("other"))
+        return torch.ones(1, device=DEVICE)
+
+    ours.capture(body)
+    assert called == ["thread", "other"]
+
+
+def test_a_body_that_raises_leaves_the_capture_usable():
+    capture = pick_breakable(DEVICE)
+    layers = Layers(capture)
+
+    def broken():
+        layers()
+        raise KeyError("halfway")
+
+    with pytest.raises(KeyError):
+        capture.capture(broken)
+    graph = captured(layers)
+    graph.replay()
+    assert torch.equal(graph.outputs, torch.full_like(layers.x, 7.0))
+
+
+@pytest.mark.gpu
+def test_side_streams_are_joined_at_breaks():
+    capture = BreakableCapture(DEVICE)
+    side = torch.cuda.Stream()
+    x, y, z = (torch.zeros(1 << 20, device=DEVICE) for _ in range(3))
+
+    def body():
+        capture.fork(side)
+        with torch.cuda.stream(side):
+            for _ in range(20):
+                y.copy_(x + 1)
+        capture.interrupt(lambda: z.copy_(y * 2))  # needs what the side stream has done
+        with torch.cuda.stream(side):
+            y.copy_(z + 1)
+        return z
+
+    graph = capture.capture(body)
+    for value in (1.0, 4.0):
+        x.fill_(value)
+        graph.replay()
+        assert torch.equal(z, torch.full_like(z, 2 * value + 2)) and torch.equal(y, z + 1)
+
+
+@pytest.mark.parametrize("first", [4, 16])
+def test_a_graph_captured_later_does_not_change_the_replays_of_an_earlier_one(first):
+    """Of one pool; the later one is larger in one case and smaller in the other."""
+    capture = pick_breakable(DEVICE)
+    small, large = Layers(capture, first), Layers(capture, 20 - first, num_breaks=5)
+    graph = captured(small)
+    small.x.fill_(1.0)
+    graph.replay()
+    other = captured(large)
+    for value in (3.0, -2.0):
+        large.x.fill_(7.0)
+        other.replay()
+        small.x.fill_(value)
+        graph.replay()
+        assert torch.equal(graph.outputs, torch.full_like(small.x, ((value + 1) * 2 + 1) * 2 + 1))
+
+
+def test_runners_take_breakable_captures():
+    capture = pick_breakable(DEVICE)
+    layers = Layers(capture)
+
+    def body(variant, x):
+        layers.inside[: x.shape[0]].copy_(x + 1)
+        capture.interrupt(layers.double)
+        return layers.outside[: x.shape[0]] + 1
+
+    counters = Counters()
+    x = BufferSpec("x", lambda n: (n,), torch.float32, pad=0.0)
+    runner = GraphRunner("toy", body, [x], Setup(capture, counters, DEVICE, (4, 8), unit="tokens"))
+    build([runner], capture, lower="nothing")
+    for num in (1, 4, 5, 8):
+        assert torch.equal(
+            runner("", {"x": torch.full((num,), 2.0, device=DEVICE)}), torch.full((num,), 7.0, device=DEVICE)
+        )
+    runner("", {"x": torch.zeros(9, device=DEVICE)[:8]})
+    assert counters.runners["toy"].replays == 5
+
+
+def test_the_recorded_kind_is_for_machines_without_cuda():
+    assert isinstance(pick_breakable(torch.device("cpu")), RecordedBreakable)
+
+
+class Block(torch.nn.Module):
+    """Three products of one input, one of them with a partner of its own, and a residual."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(8)
+        self.q, self.k = torch.nn.Linear(8, 8, bias=bias), torch.nn.Linear(8, 4, bias=bias)
+        self.out = torch.nn.Linear(8, 8, bias=bias)
+
+    def forward(self, x):
+        y = self.norm(x)
+        q = torch.ops.aten.sin.default(self.q(y))  # stands for attention: the op to cut at
+        return x + self.out(q) * F.silu(self.k(y)).sum(-1, keepdim=True)
+
+
+SIN = torch.ops.aten.sin.default
+
+
+def blocks(num=4, bias=False):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[Block(bias) for _ in range(num)]).to(DEVICE).requires_grad_(False)
+
+
+def compare(model, traced):
+    for num in (1, 2, 16, 33):
+        x = torch.randn(num, 8, device=DEVICE)
+        with torch.inference_mode():
+            torch.testing.assert_close(traced(x)[0], model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_trace_serves_every_size_and_compiles_equal_pieces_once(compiler, bias):
+    model = blocks(bias=bias)
+    traced = trace(model, (torch.randn(16, 8, device=DEVICE),), SIN, compiler)
+    assert (traced.num_pieces, traced.num_compiled) == (5, 3)  # first, middle, last
+    compare(model, traced)
+
+
+def test_joined_weights_are_views_until_they_part():
+    model = blocks(2, bias=True)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    addresses = {id(p) for p in model.parameters()}
+    traced = trace(model, (torch.randn(16, 8, device=DEVICE),), SIN, "eager")
+    block = model[0]
+    assert block.q.weight.untyped_storage().data_ptr() == block.k.weight.untyped_storage().data_ptr()
+    assert block.q.bias.untyped_storage().data_ptr() == block.k.bias.untyped_storage().data_ptr()
+    assert block.out.weight.untyped_storage().nbytes() == 8 * 8 * 4
+    compare(model, traced)
+    block.q.weight.mul_(2)  # the trace computes with the weights that the model has
+    compare(model, traced)
+    block.q.weight.div_(2)
+    traced.merged.part()
+    assert {id(p) for p in model.parameters()} == addresses
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) and p.untyped_storage().nbytes() == p.numel() * 4, name
+
+
+def test_shared_weights_and_foreign_uses_are_not_joined():
+    model = blocks(1)
+    model[0].k.weight = torch.nn.Parameter(model[0].q.weight[:4].clone())
+    extra = model[0].q.weight
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return self.inner(x) + x @ extra
+
+    whole = Twice()
+    traced = trace(whole, (torch.randn(16, 8, device=DEVICE),), SIN, "eager")
+    compare(whole, traced)
+    assert extra.untyped_storage().nbytes() == 8 * 8 * 4
+
+
+def test_many_models_can_be_traced_in_one_process():
+    def run(x, model):
+        return model(x)
+
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = blocks(1)
+        compare(model, trace(lambda x, m=model: run(x, m), (torch.randn(16, 8, device=DEVICE),), SIN, "eager"))
+
+
+def test_what_does_not_trace_is_named():
+    def reads(x):
+        return x * 2 if float(x.sum()) > 0 else x
+
+    with pytest.raises(GraphError, match=r"cannot be traced and compiled as one graph: .*"):
+        trace(reads, (torch.randn(16, 8, device=DEVICE),), SIN, "eager")
+    with pytest.raises(GraphError, match=r"item|data-dependent|Data-dependent|Tensor"):
+        trace(reads, (torch.randn(16, 8, device=DEVICE),), SIN, "eager")
+
+
+def test_tracing_runs_nothing():
+    called = []
+
+    class Spy(Block):
+        def forward(self, x):
+            if not torch.compiler.is_compiling():
+                called.append(x)
+            return super().forward(x)
+
+    trace(Spy(False).to(DEVICE), (torch.randn(16, 8, device=DEVICE),), SIN, "eager")
+    assert not called

@@ -1,0 +1,492 @@
+"""Prefills from graphs, at the engine's seam: replay equals eager, the guard, poison, faults.
+
+Recorded captures and uncompiled pieces on a CPU; CUDA graphs, and Inductor as well, where there is a GPU.
+"""
+
+import threading
+import warnings
+
+import pytest
+import torch
+
+import specdec
+from specdec.batch import ForwardMode
+from specdec.errors import GraphError
+from specdec.graphs import HiddenCapture, PrefillShape
+from specdec.graphs.prefill import PrefillLimits, decide, reject_target_verify
+from tests.heads import random_head
+from tests.test_attach import greedy, ragged_prompts
+from tests.tiny_models import ADMITTED, VOCAB, tiny_model
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = 1e-4 if DEVICE.type == "cuda" else 1e-5  # padded and joined products may sum in another order
+BUCKETS = (4, 8, 12, 16, 24, 32, 48, 64)
+MODES = ["breakable", "piecewise"]
+SHAPES = {"plain": None, "chain": {"num_steps": 3}, "tree": {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}}
+COMPILERS = ["eager", "inductor"] if DEVICE.type == "cuda" else ["eager"]
+# Whose experts wait for the host in fp32: their prefills cannot be captured on CUDA.
+WAITING = ("gpt_oss", "qwen3_moe", "deepseek_v3") if DEVICE.type == "cuda" else ()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def engine_of(model, mode, shape="chain", **settings):
+    head = random_head(model).to(DEVICE, next(model.parameters()).dtype) if SHAPES[shape] else None
+    defaults = {"max_batch": 8, "max_seq_len": 128, "prefill_buckets": BUCKETS, "compiler": "eager"}
+    return specdec.attach(model, head, prefill_graph=mode, **{**(SHAPES[shape] or {}), **defaults, **settings})
+
+
+def model_of(name="llama", seed=0, dtype=torch.float32):
+    return tiny_model(name, seed, dtype).to(DEVICE)
+
+
+def batch_of(engine, lens, starts=None, seed=0):
+    """Metadata and ids of prompts of `lens` tokens from `starts` on, in rows of their own."""
+    core = engine._core
+    starts = starts or [0] * len(lens)
+    for row in list(core.slot_tables._owned):
+        core.slot_tables.release(row)
+    rows = torch.tensor([core.slot_tables.try_take(s + n) for s, n in zip(starts, lens, strict=True)], device=DEVICE)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (sum(lens),), generator=generator).to(DEVICE)
+    return core.context.backend.metadata.prefill(core.slot_tables.table[rows], starts, lens), ids
+
+
+@torch.inference_mode()
+def both_ways(engine, lens, starts=None, seed=0):
+    """What runners and a plain eager forward make of one batch: hidden, aux, draft hidden, and K/V of live slots."""
+    core = engine._core
+    metadata, ids = batch_of(engine, lens, starts, seed)
+    worker, results = core.round.worker, []
+    pools = [core.context.pool, *([worker.context.pool] if worker.context else [])]
+    for graphs in (True, False):
+        if graphs:
+            hidden, aux = core.prefill.target(metadata, ids)
+            draft = core.prefill.draft(metadata, ids, aux) if worker.context else None
+        else:
+            hidden, aux = core.prefill._target_layers("", ids, metadata.positions, metadata.out_cache_loc, metadata)
+            args = (ids, metadata.positions, metadata.out_cache_loc, aux, metadata)
+            draft = core.prefill._draft_layers("", *args) if worker.context else None
+        caches = [cache[metadata.out_cache_loc] for pool in pools for cache in (*pool.k, *pool.v)]
+        results.append([t.clone() for t in (hidden, aux, draft, *caches) if t is not None])
+    return results
+
+
+def assert_same(engine, lens, starts=None, seed=0, tolerance=TOLERANCE):
+    for ours, theirs in zip(*both_ways(engine, lens, starts, seed), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def replays(engine, name="target_prefill"):
+    return engine.report().runners[name]["replays"]
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", ["plain", "chain"])
+def test_replay_equals_eager_at_every_edge_and_batch_size(mode, shape, compiler):
+    engine = engine_of(model_of(), mode, shape, compiler=compiler)
+    sizes = [n for bucket in BUCKETS for n in (bucket - 1, bucket, bucket + 1)]
+    for num_calls, total in enumerate(n for n in sizes if 2 <= n <= 64):
+        for batch in {1, 2, 1 + total % 8}:
+            if batch > total:
+                continue
+            cuts = [total // batch + (i < total % batch) for i in range(batch)]
+            cuts[0], cuts[-1] = cuts[0] + cuts[-1] - 1, 1  # ragged
+            assert_same(engine, cuts if batch > 1 else [total], seed=num_calls)
+    counters = engine._core.counters.runners
+    assert counters["target_prefill"].replays and not counters["target_prefill"].rejects
+    if shape == "chain":
+        assert counters["draft_prefill"].replays == counters["target_prefill"].replays
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_chunks_replay_over_a_cached_prefix(mode):
+    engine = engine_of(model_of(), mode)
+    assert_same(engine, [5, 20, 1], [0, 30, 63])
+    assert replays(engine) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ADMITTED)
+def test_every_architecture_replays_and_keeps_its_text(name, mode):
+    model, prompts = model_of(name), ragged_prompts()
+    expected = [greedy(model, p) for p in prompts]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if name in WAITING else "default")
+        engine = engine_of(model, mode, max_prefill_tokens=48)
+    assert engine.generate(prompts, max_new_tokens=24).tokens == expected
+    runners = engine.report().runners
+    if name not in WAITING:
+        assert runners["target_prefill"]["replays"] and not runners["target_prefill"]["rejects"]
+        assert_same(engine, [7, 9, 3])
+    assert runners["draft_prefill"]["replays"] and not runners["draft_prefill"]["rejects"]
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize("mode", MODES)
+def test_texts_do_not_depend_on_the_mode(mode, shape):
+    """Greedy and sampled, with prompts longer than a chunk; every prefill replays, under strict."""
+    model, prompts = model_of(), ragged_prompts()
+    law = specdec.SamplingParams(temperature=0.9, seed=5)
+    off = engine_of(model, "off", shape, max_prefill_tokens=32, cuda_graph=True)
+    expected = [off.generate(prompts, max_new_tokens=16, sampling=s).tokens for s in (None, law)]
+    assert off.report().runners["target_prefill"]["eager"]
+    off.detach()
+    for settings in ({}, {"compile": True}):
+        engine = engine_of(model, mode, shape, max_prefill_tokens=32, strict=True, cuda_graph=True, **settings)
+        assert [engine.generate(prompts, max_new_tokens=16, sampling=s).tokens for s in (None, law)] == expected
+        report = engine.report()
+        assert report.prefill_graph == mode and (report.compile_seconds > 0) == bool(settings or mode == "piecewise")
+        assert all(r["replays"] and not r["eager"] for r in report.runners.values()), report.runners
+        assert report.paths["EXTEND"]["replays"] and not report.paths["EXTEND"]["eager"]
+        engine.detach()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_target_verify_batch_never_replays_a_prefill(mode, strict):
+    """Handed straight to the runners, of as many tokens as a bucket has; it runs eagerly, and right, or raises."""
+    engine = engine_of(model_of(), mode, "tree", strict=strict, cuda_graph=True)
+    core = engine._core
+    prefix, ids = batch_of(engine, [9, 6])
+    with torch.inference_mode():
+        core.prefill.target(prefix, ids)
+        nodes = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]], device=DEVICE)
+        bits = torch.tensor([[1, 3, 5, 11], [1, 3, 7, 9]], device=DEVICE)
+        depths = torch.tensor([[0, 1, 1, 2], [0, 1, 2, 1]], device=DEVICE)
+        metadata = core.context.backend.metadata.uniform(
+            ForwardMode.TARGET_VERIFY, prefix.slot_tables, torch.tensor([9, 6], device=DEVICE), q_len=4, max_prefix=9,
+            depths=depths, tail_depths=depths, ancestor_bits=bits,
+        )  # fmt: skip
+        before = replays(engine)
+        calls = [lambda: core.prefill.target(metadata, nodes.view(-1))[0]]
+        aux = torch.zeros(8, 3 * 64, device=DEVICE)
+        calls.append(lambda: core.prefill.draft(metadata, nodes.view(-1), aux))
+        if strict:
+            for call in calls:
+                with pytest.raises(GraphError, match="a TARGET_VERIFY batch is not a prefill"):
+                    call()
+        else:
+            hidden, _draft = [call() for call in calls]
+            expected = core.target.forward(core.context, metadata, nodes.view(-1), None).logits
+            torch.testing.assert_close(core.target.head(hidden), expected, rtol=1e-4, atol=1e-4)
+    for name in ("target_prefill", "draft_prefill"):
+        counters = engine.report().runners[name]
+        assert counters["eager"] == (0 if strict else 1)
+        assert strict or list(counters["rejects"]) == [
+            "a TARGET_VERIFY batch is not a prefill: its nodes would be attended causally"
+        ]
+    assert replays(engine) == before
+
+
+def test_the_guard_looks_at_the_mode_first():
+    for tokens in (1, 4, 8, 64, 1000):
+        shape = PrefillShape(ForwardMode.TARGET_VERIFY, tokens, HiddenCapture.FULL, has_embeds=True)
+        assert not reject_target_verify(shape).ok
+        assert "TARGET_VERIFY" in decide(shape, PrefillLimits(HiddenCapture.NULL, (4, 8, 64))).reason
+    for mode in set(ForwardMode) - {ForwardMode.TARGET_VERIFY}:
+        assert reject_target_verify(PrefillShape(mode, 8)).ok
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        (PrefillShape(ForwardMode.EXTEND, 8, HiddenCapture.LAST), ""),
+        (PrefillShape(ForwardMode.EXTEND, 8, HiddenCapture.NULL), ""),  # more was captured than is needed
+        (PrefillShape(ForwardMode.EXTEND, 2), ""),
+        (PrefillShape(ForwardMode.EXTEND, 1), "pads more than 2x"),
+        (PrefillShape(ForwardMode.EXTEND, 64), ""),
+        (PrefillShape(ForwardMode.EXTEND, 65), "more tokens than the largest bucket"),
+        (PrefillShape(ForwardMode.EXTEND, 8, HiddenCapture.FULL), "needs FULL hidden states, LAST were captured"),
+        (PrefillShape(ForwardMode.EXTEND, 8, has_embeds=True), "inputs given as embeddings"),
+        (PrefillShape(ForwardMode.DECODE, 8), "a DECODE batch is not a prefill"),
+        (PrefillShape(ForwardMode.DRAFT_EXTEND, 8), "a DRAFT_EXTEND batch is not a prefill"),
+    ],
+)
+def test_every_rule_of_the_guard(shape, reason):
+    decision = decide(shape, PrefillLimits(HiddenCapture.LAST, (4, 8, 16, 32, 64)))
+    assert decision.ok == (not reason) and reason in decision.reason
+
+
+def test_where_launches_are_hidden_padding_must_be_small():
+    limits = PrefillLimits(HiddenCapture.LAST, (64, 128, 256), busy_from=100)
+    verdicts = {n: decide(PrefillShape(ForwardMode.EXTEND, n), limits).ok for n in (40, 99, 100, 126, 128, 200, 256)}
+    assert verdicts == {40: True, 99: True, 100: False, 126: True, 128: True, 200: False, 256: True}
+
+
+def test_hidden_states_that_were_not_captured_are_computed():
+    engine = engine_of(model_of(), "breakable", "plain")
+    core = engine._core
+    metadata, ids = batch_of(engine, [8])
+    with torch.inference_mode():
+        shape = PrefillShape(metadata.mode, 8, HiddenCapture.FULL)
+        inputs = {"ids": ids, "positions": metadata.positions, "slots": metadata.out_cache_loc}
+        core.prefill.target_runner(shape, inputs, metadata=metadata)
+    rejects = engine.report().runners["target_prefill"]["rejects"]
+    assert rejects == {"needs FULL hidden states, LAST were captured": 1}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_embeddings_in_place_of_ids_run_eagerly(mode):
+    engine = engine_of(model_of(), mode)
+    core = engine._core
+    metadata, ids = batch_of(engine, [8, 8])
+    with torch.inference_mode():
+        expected = core.prefill.target(metadata, ids)[0].clone()
+        embeds = core.target.embed_tokens(ids)
+        hidden, _aux = core.prefill.target(metadata, torch.zeros_like(ids), inputs_embeds=embeds)
+    torch.testing.assert_close(hidden, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert engine.report().runners["target_prefill"]["rejects"] == {"inputs given as embeddings": 1}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_prompts_beyond_the_largest_bucket_run_eagerly(mode):
+    model = model_of()
+    prompt = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    engine = engine_of(model, mode, prefill_buckets=(8, 16))
+    assert engine.generate(prompt, max_new_tokens=12).tokens == [greedy(model, prompt, 12)]
+    reasons = engine.report().runners["target_prefill"]["rejects"]
+    assert reasons == {"more tokens than the largest bucket": 1}
+    assert engine.generate(prompt[:11], max_new_tokens=12).tokens == [greedy(model, prompt[:11], 12)]
+    assert replays(engine) == 1
+    engine.detach()
+    strict = engine_of(model, mode, prefill_buckets=(8, 16), strict=True, cuda_graph=True)
+    with pytest.raises(GraphError, match="strict: target_prefill of 40 tokens cannot replay: more tokens than"):
+        strict.generate(prompt, max_new_tokens=4)
+    strict.check_integrity()
+    assert strict.generate(prompt[:11], max_new_tokens=12).tokens == [greedy(model, prompt[:11], 12)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_poison_in_padding_and_dummy_slot_reaches_nobody(mode):
+    engine = engine_of(model_of(), mode)
+    core = engine._core
+    prefill = core.prefill
+    static = [prefill._hidden, prefill._aux, prefill._draft_hidden]
+    static += [*prefill._bridge.tensors.values(), *prefill._draft_bridge.tensors.values()]
+    pools = [core.context.pool, core.round.worker.context.pool]
+    with torch.inference_mode():
+        for lens in ([64], [5], [3, 9, 1], [33], [4]):
+            for tensor in static:
+                tensor.fill_(float("nan"))
+            for cache in (c for pool in pools for c in (*pool.k, *pool.v)):
+                cache[0] = float("nan")
+            ours, theirs = both_ways(engine, lens)
+            for a, b in zip(ours, theirs, strict=True):
+                assert a.isfinite().all()
+                torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+        total = sum(lens)
+        for runner in prefill.runners:
+            for name, buffer in runner._buffers.tensors.items():
+                assert (buffer[total:4] == runner._buffers.specs[name].pad).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padded_rows_find_zeros_where_attention_has_not_been(mode):
+    """The break leaves rows past the batch alone: what the graph goes on with there is zero at every replay."""
+    engine = engine_of(model_of(), mode)
+    (out,) = engine._core.prefill._bridge._out.values()
+    for lens in ([48], [25], [9, 2], [5]):
+        out.fill_(float("nan"))
+        both_ways(engine, lens)
+        size = min(b for b in BUCKETS if b >= sum(lens))
+        assert out[: sum(lens)].isfinite().all() and (out[sum(lens) : size] == 0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sizes_may_come_in_any_order(mode):
+    engine = engine_of(model_of(), mode)
+    for seed, lens in enumerate([[64], [3], [30, 2], [4], [64], [12], [5, 5, 5], [2], [47]]):
+        assert_same(engine, lens, seed=seed)
+    assert replays(engine) == 9
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_engines_do_not_meet(mode):
+    """Two models, interleaved call by call, then from two threads."""
+    models = [model_of(), model_of("qwen3", seed=1)]
+    prompts = ragged_prompts()
+    expected = [[greedy(m, p, 12) for p in prompts] for m in models]
+    engines = [engine_of(m, mode) for m in models]
+    for lens in ([5], [30], [7, 3]):
+        for engine in engines:
+            assert_same(engine, lens)
+    for e in engines:
+        for row in list(e._core.slot_tables._owned):
+            e._core.slot_tables.release(row)
+    runs = [e._run(e._requests(prompts, None, 12, None, (), (), False)) for e in engines]
+    for _ in range(3):
+        for run in runs:
+            next(run, None)
+    texts: list = [None, None]
+
+    def generate(i):
+        texts[i] = engines[i].generate(prompts, max_new_tokens=12).tokens
+
+    threads = [threading.Thread(target=generate, args=(i,)) for i in range(2)]
+    for run in runs:
+        run.close()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == expected
+    assert all(replays(e) for e in engines)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_attention_that_fails_in_a_replay_fails_its_request_only(mode):
+    model, prompts = model_of(), ragged_prompts()
+    expected = [greedy(model, p, 12) for p in prompts]
+    engine = engine_of(model, mode, max_prefill_tokens=48)
+    backend = engine._core.context.backend
+    attend, left = backend.attend, [2]
+
+    def sometimes(call):
+        left[0] -= 1
+        if left[0] == -1:
+            raise FloatingPointError("attention gave up")
+        attend(call)
+
+    backend.attend = sometimes
+    with pytest.raises(GraphError, match=r"break 3.*FloatingPointError: attention gave up"):
+        engine.generate(prompts, max_new_tokens=12)
+    engine.check_integrity()
+    assert engine._core.slot_tables.num_free_rows == 8
+    assert engine.generate(prompts, max_new_tokens=12).tokens == expected
+    assert replays(engine)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_out_of_memory_at_a_capture_leaves_the_smaller_sizes(mode, monkeypatch):
+    layers = specdec.models.hf.HFTarget.layers
+
+    def short(self, mode, ids, positions, embeds=None):
+        if ids.shape[0] > 24:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return layers(self, mode, ids, positions, embeds)
+
+    monkeypatch.setattr(specdec.models.hf.HFTarget, "layers", short)
+    with pytest.warns(UserWarning, match=r"no graph for target_prefill of 64: out of memory.*lower max_prefill_tokens"):
+        engine = engine_of(model_of(), mode)
+    monkeypatch.undo()
+    assert_same(engine, [20])
+    assert replays(engine) == 1
+    assert_same(engine, [40])
+    rejects = engine.report().runners["target_prefill"]["rejects"]
+    assert rejects == {"out of memory when it was captured": 1}
+
+
+def untraceable():
+    """A model whose MLPs look at their values from the host."""
+    model = model_of()
+
+    class Looks(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x) if float(x.abs().max()) < 1e9 else x
+
+    for layer in model.model.layers:
+        layer.mlp = Looks(layer.mlp)
+    return model
+
+
+def test_layers_that_do_not_trace_are_named_and_run_as_they_are():
+    model, prompts = untraceable(), ragged_prompts()
+    with pytest.raises(
+        GraphError, match="the layers of LlamaForCausalLM: it cannot be traced and compiled as one graph"
+    ):
+        engine_of(model, "piecewise")
+    assert not hasattr(model, "_specdec_attached")
+    with pytest.raises(GraphError, match="cannot be traced"):
+        engine_of(model, "auto", compile=True, strict=True, cuda_graph=True)
+    with pytest.warns(UserWarning, match="runs uncompiled: it cannot be traced") as caught:
+        engine = engine_of(model, "auto", compile=True)
+    assert any("float(x.abs().max())" in str(w.message) for w in caught)  # the op, where it stands
+    report = engine.report()
+    assert report.prefill_graph == ("breakable" if DEVICE.type == "cuda" else "off") and report.compile_seconds == 0
+    assert engine.generate(prompts, max_new_tokens=12).tokens == [greedy(model, p, 12) for p in prompts]
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_compiled_layers_serve_rounds(shape, compiler):
+    model, prompts = model_of(), ragged_prompts()
+    expected = [greedy(model, p) for p in prompts]
+    engine = engine_of(model, "off", shape, compile=True, compiler=compiler, cuda_graph=True)
+    live, calls = engine._core.target.run_layers, []
+    engine._core.target.run_layers = lambda *args: (calls.append(1), live(*args))[1]
+    assert engine.generate(prompts, max_new_tokens=24).tokens == expected
+    assert len(calls) == engine.report().runners["target_prefill"]["eager"]  # prefills are the live model's
+
+
+def test_a_model_is_as_it_was_after_compiled_engines():
+    model, prompt = model_of("qwen2_windowed"), ragged_prompts()[0]
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    expected = greedy(model, prompt)
+    engine = engine_of(model, "piecewise", compile=True)
+    assert greedy(model, prompt) == expected  # attached: its products read views of joined weights
+    engine.generate([prompt], max_new_tokens=4)
+    engine.detach()
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) and p.untyped_storage().nbytes() == p.numel() * p.element_size(), name
+    assert "forward" not in model.model.__dict__ and greedy(model, prompt) == expected
+
+
+def test_prefill_graphs_watch_their_tensors():
+    model = model_of()
+    engine = engine_of(model, "breakable")
+    weight = model.model.layers[1].mlp.up_proj.weight
+    before, weight.data = weight.data, weight.data.clone()
+    with pytest.raises(GraphError, match=r"up_proj.weight.*moved since target_prefill was captured"):
+        engine.generate(ragged_prompts(), max_new_tokens=4)
+    weight.data = before
+    engine.generate(ragged_prompts(), max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prefill_graph": "full"}, "prefill_graph='full': expected one of"),
+        ({"prefill_graph": None}, "prefill_graph=None: expected one of"),
+        ({"compiler": "gcc"}, "compiler='gcc': expected one of"),
+        ({"compile": 1}, "compile=1: expected one of"),
+        ({"prefill_buckets": (0, 4)}, r"prefill_buckets=\(0, 4\): expected a list of token counts"),
+        ({"prefill_buckets": 64}, "prefill_buckets=64: expected a list of token counts"),
+        ({"prefill_buckets": ()}, r"prefill_buckets=\(\): expected a list of token counts"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        specdec.attach(model_of(), **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_bf16_replays_equal_eager(mode):
+    with pytest.warns(UserWarning, match="low precision"):
+        engine = engine_of(model_of(dtype=torch.bfloat16), mode, compiler="inductor")
+    for seed, lens in enumerate([[64], [13], [3, 40, 9], [5]]):
+        for ours, theirs in zip(*both_ways(engine, lens, seed=seed), strict=True):
+            assert (ours - theirs).float().norm() <= 2e-2 * theirs.float().norm()
+    assert replays(engine) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_experts_in_bf16_replay_prefills(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = engine_of(model_of(name, dtype=torch.bfloat16), "breakable")
+    engine.generate(ragged_prompts(), max_new_tokens=8)
+    assert replays(engine)
