@@ -19,6 +19,7 @@ from round_cases import COPY_BYTES_PER_MS, make_head, make_target, target_weight
 
 import specdec
 from specdec.bench import write_results
+from specdec.prefill_graphs import estimate_prefill_bytes
 
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"prefill_graph": "off"},
@@ -76,10 +77,17 @@ def attach(model: Any, head: Any, args: argparse.Namespace, mode: str, attempt: 
         "capture_s": round(sum(g.seconds for g in own), 2),
         "num_graphs": len(own),
         "graph_mib": round(sum(g.num_bytes for g in own) / 2**20),
+        "estimated_mib": round(estimate(engine) / 2**20) if own else 0,
         "attach_mib": round((before - torch.cuda.mem_get_info()[0]) / 2**20),
         "busy_from": engine._core.prefill.target_runner.busy_from,
     }
     return engine, row
+
+
+def estimate(engine: Any) -> int:
+    """Bytes of prefill graphs as guessed before anything is allocated."""
+    target = engine._core.target
+    return estimate_prefill_bytes(engine.config, target.spec, len(target.aux_layers), target.dtype.itemsize)
 
 
 def ttft_row(engine: Any, args: argparse.Namespace, mode: str, tokens: int, batch: int) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def main() -> None:
         ms = hf_step_ms(model, batch)
         rows.append({**Case(args.shape, batch).row, "what": "plain_step", "mode": "hf generate", "ms": round(ms, 4)})
     print_table(rows)
-    path = write_results(args.out, "rounds", args.shape, {"target": args.target or "random weights"}, rows)
+    name = "rounds" if args.modes == list(MODES) else "rounds-" + "-".join(m.replace(" ", "_") for m in args.modes)
+    path = write_results(args.out, name, args.shape, {"target": args.target or "random weights"}, rows)
     print(json.dumps({"file": path.name, "rows": rows}))
 
 

@@ -66,10 +66,13 @@ class Breakable(Capture):
         if self._in_flight.recording is not None:
             self._in_flight.recording.fork(stream)
 
-    def _record(self, recording: _Recording, body: Body) -> Any:
-        """Run `body` with its breaks going to `recording`; GraphError if this thread captures already."""
+    def _require_idle(self) -> None:
+        """GraphError if this thread captures already, or is at a break."""
         if self._in_flight.recording is not None or self._in_flight.is_breaking:
             raise GraphError("a capture within a capture: breakable graphs do not nest")
+
+    def _record(self, recording: _Recording, body: Body) -> Any:
+        """Run `body` with its breaks going to `recording`."""
         self._in_flight.recording = recording
         try:
             return body()
@@ -94,6 +97,7 @@ class BreakableCapture(Breakable, FullCapture):
         FullCapture.__init__(self, device, pool)
 
     def capture(self, body: Body) -> Graph:
+        self._require_idle()
         torch.cuda.synchronize(self.pool.device)
         with self.pool.on_stream(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # two breaks with nothing between them
@@ -158,6 +162,7 @@ class RecordedBreakable(Breakable, RecordedCapture):
     name = "recorded, breakable"
 
     def capture(self, body: Body) -> Graph:
+        self._require_idle()
         recorded = _RecordedSegments(self, body)
         with torch.no_grad():
             recorded.outputs = static_copy(self._record(_Skipping(), body))

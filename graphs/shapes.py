@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SMALLEST_PREFILL, FINE_PREFILL = 4, 256  # tokens
+FINE_PREFILL = 256  # tokens
 MOST_CAPTURED = 256  # requests; larger batches are captured where the caller lists them
 
 
@@ -41,19 +41,20 @@ def batch_buckets(max_batch: int, wanted: Sequence[int] | None = None) -> tuple[
 
 
 def token_buckets(max_tokens: int, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Token counts to capture, ascending, from SMALLEST_PREFILL to max_tokens.
+    """Token counts to capture, ascending, up to max_tokens.
 
-    wanted: the caller's sizes, those above max_tokens become max_tokens; None: four to an octave, and from FINE_PREFILL
-    on eight, so that a replay pads by a quarter at most, or an eighth where the device has more to do than the host.
+    wanted: the caller's sizes, those above max_tokens become max_tokens; None: 1, 2, then steps of four, four to an
+    octave, and from FINE_PREFILL on eight, so that a replay of 16 tokens or more pads by a quarter at most, or by an
+    eighth where the device has more to do than the host.
     """
     if wanted is not None:
         return clamped(wanted, max_tokens)
-    sizes, size = {max_tokens}, SMALLEST_PREFILL
+    sizes, size = {1, 2, max_tokens}, 4
     while size < max_tokens:
         sizes.add(size)
         octave = 1 << (size.bit_length() - 1)
-        size += max(SMALLEST_PREFILL, octave // (8 if octave >= FINE_PREFILL else 4))
-    return tuple(sorted(sizes))
+        size += max(4, octave // (8 if octave >= FINE_PREFILL else 4))
+    return tuple(sorted(s for s in sizes if s <= max_tokens))
 
 
 def clamped(wanted: Sequence[int], most: int) -> tuple[int, ...]:

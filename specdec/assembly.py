@@ -19,6 +19,8 @@ from specdec.memory import MemoryNeed, check_fits, free_bytes
 from specdec.models.eagle3 import Eagle3Head
 from specdec.models.hf import HFTarget
 from specdec.models.loader import check_head, detect_algo, load_eagle3
+from specdec.prefill_graphs import LOWER as PREFILL_LOWER
+from specdec.prefill_graphs import estimate_prefill_bytes, resolve_prefill_mode
 from specdec.round_checks import checked
 from specdec.round_graphs import LOWER, estimate_bytes
 from specdec.round_ops import RoundOps, pick_ops
@@ -109,6 +111,10 @@ def _check_memory(target: HFTarget, config: EngineConfig, head: Eagle3Head | Non
         spec = target.spec
         shape = (spec.hidden_size, spec.vocab_size, len(spec.layers), target.dtype.itemsize)
         needs.append(MemoryNeed("graphs", estimate_bytes(config, *shape), LOWER))
+    if resolve_prefill_mode(config, target.device) != "off":
+        num_aux = 0 if head is None else len(head.config.aux_layers)
+        num_bytes = estimate_prefill_bytes(config, target.spec, num_aux, target.dtype.itemsize)
+        needs.append(MemoryNeed("prefill graphs", num_bytes, PREFILL_LOWER))
     check_fits(needs, resident, free_bytes(target.device))
 
 

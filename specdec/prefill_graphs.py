@@ -31,11 +31,14 @@ from specdec.graphs import (
     token_buckets,
 )
 from specdec.graphs.build import is_out_of_memory
-from specdec.graphs.shapes import SMALLEST_PREFILL
 from specdec.models.hf import HFTarget
+from specdec.models.probe import ModelSpec
 from specdec.outputs import GraphCost
 
 LOWER = "max_prefill_tokens, shorten prefill_buckets, or pass prefill_graph='off'"
+# For `estimate_prefill_bytes`; set so that it comes near what bench/prefill.py measures on an H200.
+NODE_BYTES, NODES_A_LAYER = 5 << 10, 40
+LIVE_ROWS = 12  # hidden-sized activations of a token that live at once
 BUSY = 1.3  # the device is the slower one where a forward takes this many times as long as launching it
 
 
@@ -181,7 +184,7 @@ class PrefillGraphs:
 
     def _build(self, config: EngineConfig) -> None:
         """Capture everything. Warm-ups attend a few tokens of the dummy row, so that kernels are compiled."""
-        few = min(SMALLEST_PREFILL, self.target_runner.runner.buckets[0]) if not self._capture.refusal else 0
+        few = 0 if self._capture.refusal else self.target_runner.runner.buckets[0]
         for bridge in (self._bridge, self._draft_bridge) if few else ():
             if bridge is not None:
                 bridge.plan(self._dummy_batch(bridge.context, few), few)
@@ -204,26 +207,25 @@ class PrefillGraphs:
         for size in sorted((key.size for key in self.target_runner.runner.captured), reverse=True):
             metadata = self._dummy_batch(self._context, size)
             try:
-                self._launch_and_wait(metadata)
-                launched, done = self._launch_and_wait(metadata)
+                share = min(self._launch_and_wait(metadata) for _ in range(3))
             except RuntimeError as error:
                 if is_out_of_memory(error):  # larger than what an eager run has room for beside the graphs
                     continue
                 raise
-            if done < BUSY * launched:
+            if share < BUSY:
                 break
             busy = size
         return busy
 
-    def _launch_and_wait(self, metadata: AttentionMetadata) -> tuple[float, float]:
-        """Seconds until an eager forward of the target's layers is launched, and until it is done."""
+    def _launch_and_wait(self, metadata: AttentionMetadata) -> float:
+        """How many times as long as launching it an eager forward of the target's layers takes."""
         ids = torch.zeros_like(metadata.positions)
         torch.cuda.synchronize(ids.device)
         start = time.perf_counter()
         self._target_layers("", ids, metadata.positions, metadata.out_cache_loc, metadata)
         launched = time.perf_counter() - start
         torch.cuda.synchronize(ids.device)
-        return launched, time.perf_counter() - start
+        return (time.perf_counter() - start) / launched
 
     def _watched(self) -> Mapping[str, torch.Tensor]:
         """By name, what the graphs read besides their inputs."""
@@ -238,6 +240,15 @@ class PrefillGraphs:
         if self._draft_bridge is not None:
             own |= {f"draft {name}": t for name, t in self._draft_bridge.tensors.items()}
         return {**own, **{f"draft {name}": t for name, t in self._worker.tensors.items()}}
+
+
+def estimate_prefill_bytes(config: EngineConfig, spec: ModelSpec, num_aux: int, itemsize: int) -> int:
+    """Device bytes that prefill graphs of `config` will take, roughly: static rows, scratch of the largest, nodes."""
+    buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
+    attention = max(s.num_heads * (s.qk_dim + s.v_dim) for s in spec.layers)
+    static_row = (2 + 2 * num_aux) * spec.hidden_size + attention  # the target's, and what a draft of its width has
+    row_bytes = (static_row + LIVE_ROWS * spec.hidden_size) * itemsize
+    return buckets[-1] * row_bytes + len(buckets) * len(spec.layers) * NODES_A_LAYER * NODE_BYTES
 
 
 def resolve_prefill_mode(config: EngineConfig, device: torch.device) -> str:

@@ -84,7 +84,7 @@ def test_wanted_buckets_are_clamped_and_checked():
 @given(st.integers(1, 20000))
 def test_token_buckets_pad_by_a_quarter_at_most_and_by_an_eighth_where_they_are_large(max_tokens):
     buckets = token_buckets(max_tokens)
-    assert list(buckets) == sorted(set(buckets)) and buckets[-1] == max_tokens and buckets[0] == min(4, max_tokens)
+    assert list(buckets) == sorted(set(buckets)) and buckets[-1] == max_tokens and buckets[0] == 1
     for below, bucket in pairwise(buckets):
         worst = bucket - (below + 1)
         assert worst <= 3 or worst <= bucket / (8 if below >= 256 else 4)
