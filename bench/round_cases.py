@@ -80,10 +80,9 @@ class Case:
     @property
     def settings(self) -> dict[str, Any]:
         """For `attach`, beside the modes compared."""
-        shared: dict[str, Any] = {"max_seq_len": 2048, "prefill_graph": "off"}
-        shared |= {"graph_batches": (self.batch,), "graph_sampling": self.kind}
+        shared = {"max_seq_len": 2048, "prefill_graph": "off", "graph_sampling": self.kind}
         if not self.steps:
-            return shared
+            return dict(shared)
         rates = [0.8 * 0.75**j for j in range(self.steps)]
         draft = {"num_steps": self.steps, "topk": self.topk, "num_draft_tokens": self.width}
         return {**shared, **draft, "synthetic_acceptance": rates}

@@ -35,14 +35,13 @@ def main() -> None:
     args = _arguments()
     model = make_target(args.shape, args.target)
     head = make_head(args.shape, model, args.draft)
-    cases = [Case(args.shape, batch, *config) for config in CONFIGS for batch in args.batches]
-    if not args.greedy:
-        cases += [Case(args.shape, batch, *SAMPLED, kind) for kind in ("sampled", "filtered") for batch in args.batches]
     rows = (
         [] if args.greedy else [capture_row(model, head, args.shape, c, a) for c in CONFIGS for a in ("cold", "warm")]
     )
-    for case in cases:
-        rows += time_case(model, head, case, args)
+    kinds = [(config, "greedy") for config in CONFIGS]
+    kinds += [] if args.greedy else [(SAMPLED, kind) for kind in ("sampled", "filtered")]
+    for config, kind in kinds:
+        rows += time_cases(model, head, [Case(args.shape, batch, *config, kind) for batch in args.batches], args)
         print(json.dumps(rows[-1]), flush=True)
     for batch in args.batches if "eager" in args.modes else ():
         ms = hf_step_ms(model, batch)
@@ -53,36 +52,44 @@ def main() -> None:
     print(json.dumps({"file": path.name, "rows": rows}))
 
 
-def time_case(model: Any, head: Any, case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of one case: ms a round in every mode, ms a phase and the profile of the graph."""
+def time_cases(model: Any, head: Any, cases: list[Case], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of one way to speculate at several batch sizes, an engine a mode: ms a round, and of the graphs ms a phase."""
     rows = []
-    what = "plain_step" if case.steps == 0 else "round"
-    for mode, settings in ((m, MODES[m]) for m in args.modes):
-        if mode == "three graphs" and (case.steps == 0 or case.kind != "greedy"):
+    first = cases[0]
+    for mode in args.modes:
+        if mode == "three graphs" and (first.steps == 0 or first.kind != "greedy"):
             continue
-        draft = head if case.steps else None
-        engine = specdec.attach(model, draft, max_batch=case.batch, **case.settings, **settings)
-        ms, tau = round_ms(engine, case, num_rounds=args.rounds)
-        row = {**case.row, "what": what, "mode": mode, "ms": round(ms, 4), "tau": round(tau, 3)}
-        if mode in ("graph", "compiled"):
-            report = engine.report()
-            rounds = [r for name, r in report.runners.items() if "prefill" not in name]
-            assert all(r["eager"] == 0 and r["replays"] for r in rounds), "rounds must replay"
-            row |= {"floor_ms": floor_ms(case), "graph_mib": round(report.graph_bytes / 2**20, 1)}
-            rows += [
-                {**case.row, "what": phase, "mode": mode, "ms": round(t, 4)}
-                for phase, t in phase_ms(engine, case).items()
-            ]
-            row |= profile_rounds(engine, case)
+        batches = {"max_batch": max(args.batches), "graph_batches": tuple(args.batches)}
+        engine = specdec.attach(model, head if first.steps else None, **first.settings, **batches, **MODES[mode])
+        for case in cases:
+            rows += time_case(engine, case, mode, args.rounds)
         engine.detach()
-        rows.append(row)
     return rows
+
+
+def time_case(engine: Any, case: Case, mode: str, num_rounds: int) -> list[dict[str, Any]]:
+    """Rows of one case in one mode."""
+    ms, tau = round_ms(engine, case, num_rounds)
+    what = "plain_step" if case.steps == 0 else "round"
+    row = {**case.row, "what": what, "mode": mode, "ms": round(ms, 4), "tau": round(tau, 3)}
+    if mode not in ("graph", "compiled"):
+        return [row]
+    report = engine.report()
+    rounds = [r for name, r in report.runners.items() if "prefill" not in name]
+    assert all(r["eager"] == 0 and r["replays"] for r in rounds), "rounds must replay"
+    row |= {
+        "floor_ms": floor_ms(case),
+        "graph_mib": round(report.graph_bytes / 2**20, 1),
+        **profile_rounds(engine, case),
+    }
+    phases = phase_ms(engine, case).items()
+    return [*({**case.row, "what": phase, "mode": mode, "ms": round(t, 4)} for phase, t in phases), row]
 
 
 def capture_row(model: Any, head: Any, shape: str, config: tuple[int, int, int], attempt: str) -> dict[str, Any]:
     """What attaching costs with all batches up to 32 and all kinds of sampling captured; cold: kernels are compiled."""
     case = Case(shape, 32, *config)
-    settings = {k: v for k, v in case.settings.items() if not k.startswith("graph_")}
+    settings = {k: v for k, v in case.settings.items() if k != "graph_sampling"}
     torch.cuda.empty_cache()
     start = time.perf_counter()
     engine = specdec.attach(model, head if case.steps else None, max_batch=case.batch, strict=True, **settings)

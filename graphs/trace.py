@@ -9,12 +9,14 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import standalone_compile
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.split_module import split_module
 
 from specdec.errors import GraphError
@@ -34,7 +36,7 @@ class Traced:
         self._places = [next((i for i, a in enumerate(args) if a is t), None) for t in inputs]
         self.num_pieces = 0
         self.num_compiled = 0
-        self.merged = MergedWeights([])
+        self._merged = MergedWeights([], self._args)
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
         args = self._args.copy()
@@ -44,6 +46,16 @@ class Traced:
             if place is not None:  # an input that the callable does not use is no argument of its graph
                 args[place] = value
         return self._split(*args)
+
+    def join(self, groups: Sequence[Sequence[int]]) -> None:
+        """Put the weights of joined products together; see `merge_linears`."""
+        self._merged = MergedWeights(groups, self._args)
+        self._merged.join()
+
+    def release(self) -> None:
+        """Give joined weights storages of their own again; it cannot be called any more."""
+        self._merged.part()
+        self._args = []
 
 
 class _Arguments(BaseException):
@@ -58,15 +70,20 @@ def trace(
     inputs: Sequence[torch.Tensor],
     split_at: Any,
     compiler: str,
+    *,
+    num_outputs: int = 1,
+    largest: int = 1 << 13,
+    joins: bool = True,
     progress: Callable[[], None] = lambda: None,
 ) -> Traced:
-    """Trace fn(*inputs), which returns tensors or tuples of them and lets None stand.
+    """Trace fn(*inputs), which returns `num_outputs` tensors, in tuples if it likes, beside None.
 
-    inputs: examples [T, ...] of one T > 1, whose first dimension becomes dynamic. split_at: the op overload to cut at.
-    compiler: "inductor", or "eager" to leave the pieces as they are. progress is called after every piece.
-    GraphError for what cannot be traced as one graph, or compiled; it names the op.
+    inputs: examples [T, ...] of one T > 1, whose first dimension becomes dynamic, up to `largest`. split_at: the op
+    overload to cut at. compiler: "inductor", or "eager" to leave the pieces as they are. joins: whether products of one
+    input become one. progress is called after every piece.
+    GraphError for what cannot be traced as one graph for every T, or compiled; it names the op.
     """
-    backend = _Backend(split_at, compiler, progress)
+    backend = _Backend(split_at, compiler, largest, joins, progress)
     for tensor in inputs:
         torch._dynamo.mark_dynamic(tensor, 0)
     compiled = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
@@ -78,9 +95,13 @@ def trace(
         args = called.args_given
     except Exception as error:
         raise GraphError(f"it cannot be traced and compiled as one graph: {_why(error)}") from error
+    if backend.num_outputs != num_outputs:
+        raise GraphError(
+            f"its trace returns {backend.num_outputs} tensors, {num_outputs} were expected: it keeps tensors "
+            "elsewhere, or returns one twice"
+        )
     traced = Traced(backend.split, args, inputs)
-    traced.merged = MergedWeights(backend.groups)
-    traced.merged.join(traced._args)
+    traced.join(backend.groups)
     traced.num_pieces, traced.num_compiled = backend.num_pieces, len(backend.compiled)
     return traced
 
@@ -98,22 +119,28 @@ def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
 class _Backend:
     """What `torch.compile` hands the graph to."""
 
-    def __init__(self, split_at: Any, compiler: str, progress: Callable[[], None]):
+    def __init__(self, split_at: Any, compiler: str, largest: int, joins: bool, progress: Callable[[], None]):
         self.num_pieces = 0
+        self.num_outputs = 0
         self.compiled: dict[Any, Callable[..., Any]] = {}
         self.groups: list[list[int]] = []
         self._split_at = split_at
         self._compiler = compiler
+        self._largest = largest
+        self._joins = joins
         self._progress = progress
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         mode = detect_fake_mode(example_inputs)
         assert mode is not None, "Dynamo traces with fake tensors"
         fakes = [_fake(mode, x) if isinstance(x, torch.Tensor) else x for x in example_inputs]
-        self.groups = merge_linears(graph, fakes, mode)
+        self.num_outputs = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])
+        if self._joins:
+            self.groups = merge_linears(graph, fakes, example_inputs, mode)
         self.split = _cut(graph, self._split_at)
         with mode, enable_python_dispatcher():  # which keeps sizes symbolic in ops made of others
             _Compiling(self, self.split).run(*fakes)
+        _check_guards(mode.shape_env, self._largest)
 
         def called(*args: Any) -> Any:
             raise _Arguments(args)
@@ -135,6 +162,18 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     context = TracingContext.get().tensor_to_context.get(tensor)
     source = getattr(context, "tensor_source", None)
     return mode.from_tensor(tensor, symbolic_context=context, source=source)
+
+
+def _check_guards(shape_env: ShapeEnv | None, largest: int) -> None:
+    """GraphError if the trace is right for some sizes only. Dynamo would trace again for others; we call past it."""
+    for guard in shape_env.guards if shape_env is not None else ():
+        size = sympy.Symbol("T", integer=True, positive=True)
+        told = guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, size))  # every dynamic size is T
+        if told == True or all(told.subs(size, n) == True for n in range(2, largest + 1)):  # noqa: E712 (sympy)
+            continue
+        raise GraphError(
+            f"what it computes depends on the number of tokens T: {told} was taken for granted, {guard.sloc}"
+        )
 
 
 class _Compiling(fx.Interpreter):
@@ -209,6 +248,7 @@ def _signature(value: Any) -> Any:
 
 def _why(error: BaseException) -> str:
     """What a compiler complains about, and the line of the model where it stood, in one line."""
+    error = getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if line.startswith(("Explanation:", "Could not", "Attempted"))]
     frames = [i for i, line in enumerate(lines) if line.startswith('File "')]

@@ -115,6 +115,7 @@ class Core:
 
     def check_addresses(self) -> None:
         """GraphError if a tensor that graphs read has been replaced or moved."""
+        self.target.check_compiled()
         self.prefill.check_addresses()
         self.graphs.check_addresses()
 

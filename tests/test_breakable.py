@@ -1,6 +1,7 @@
 """Breakable captures and traces on toy callables: real CUDA graphs where there is a GPU, re-runs elsewhere."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -262,7 +263,7 @@ def test_joined_weights_are_views_until_they_part():
     block.q.weight.mul_(2)  # the trace computes with the weights that the model has
     compare(model, traced)
     block.q.weight.div_(2)
-    traced.merged.part()
+    traced.release()
     assert {id(p) for p in model.parameters()} == addresses
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]) and p.untyped_storage().nbytes() == p.numel() * 4, name
@@ -318,3 +319,95 @@ def test_tracing_runs_nothing():
 
     trace(Spy(False).to(DEVICE), (torch.randn(16, 8, device=DEVICE),), SIN, "eager")
     assert not called
+
+
+@pytest.mark.parametrize("branch", [lambda n: n > 40, lambda n: n % 8 == 0, lambda n: n == 16])
+def test_what_depends_on_the_number_of_tokens_is_refused(branch):
+    """Dynamo would guard it; we call past the guards."""
+
+    def fn(x):
+        return SIN(x) * 2 if branch(x.shape[0]) else SIN(x)
+
+    with pytest.raises(GraphError, match=r"depends on the number of tokens|Constraints violated"):
+        trace(fn, (torch.randn(16, 8, device=DEVICE),), SIN, "eager")
+
+
+def test_tensors_kept_elsewhere_are_refused():
+    kept = Block(False).to(DEVICE).requires_grad_(False)
+
+    class Keeps(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = kept
+
+        def forward(self, x):
+            self.last = self.inner(x)
+            return self.last * 2
+
+    with pytest.raises(GraphError, match="its trace returns 2 tensors, 1 were expected"):
+        trace(Keeps(), (torch.randn(16, 8, device=DEVICE),), SIN, "eager")
+
+
+class Products(torch.nn.Module):
+    """Products of one input in forms that must not be joined, or only with care."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+        self.a, self.b = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+        self.vector = torch.nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        x = x * 1
+        a = SIN(self.a(x)) if self.form != "mixed" else SIN(F.linear(x, self.a.weight))
+        if self.form == "mutated":
+            x.add_(1.0)
+        if self.form == "vector":
+            return a * F.linear(x, self.vector).unsqueeze(-1)
+        return a + self.b(x)
+
+
+@pytest.mark.parametrize("form", ["plain", "mixed", "mutated", "vector", "tied", "slices"])
+def test_products_are_joined_where_nothing_forbids_it(form):
+    torch.manual_seed(0)
+    model = Products(form).to(DEVICE).requires_grad_(False)
+    if form == "tied":  # two parameters, one storage
+        model.b.weight.data = model.a.weight.data
+    if form == "slices":  # of a buffer that belongs to somebody else
+        flat = torch.randn(20, 8, device=DEVICE)
+        model.a.weight.data, model.b.weight.data = flat[:8], flat[8:16]
+    storages = [p.untyped_storage().data_ptr() for p in model.parameters()]
+    traced = trace(model, (torch.randn(16, 8, device=DEVICE),), SIN, "eager")
+    compare(model, traced)
+    are_joined = [p.untyped_storage().data_ptr() for p in model.parameters()] != storages
+    assert are_joined == (form in ("plain", "mixed"))
+    traced.release()
+
+
+def test_weights_stay_what_autograd_can_use_and_joined_ones_are_gone():
+    model = blocks(1)
+    with torch.inference_mode():
+        traced = trace(model, (torch.randn(16, 8, device=DEVICE),), SIN, "eager")
+        (joined,) = [weakref.ref(t) for t in traced._args if isinstance(t, torch.Tensor) and t.shape == (12, 8)]
+        traced.release()
+    assert joined() is None
+    model.requires_grad_(True)
+    model(torch.randn(3, 8, device=DEVICE)).sum().backward()
+
+
+def test_a_join_that_fails_half_way_leaves_no_trace(monkeypatch):
+    model = blocks(3)
+    whole, left = torch.cat, [2]
+
+    def cat(tensors, *args, **kwargs):
+        if any(isinstance(t, torch.nn.Parameter) or t.data_ptr() for t in tensors[:1] if type(t) is torch.Tensor):
+            left[0] -= 1
+            if left[0] < 0:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "cat", cat)
+    with pytest.raises(torch.OutOfMemoryError):
+        trace(model, (torch.randn(16, 8, device=DEVICE),), SIN, "eager")
+    monkeypatch.undo()
+    assert all(p.untyped_storage().nbytes() == p.numel() * 4 for p in model.parameters())

@@ -494,3 +494,107 @@ def test_experts_in_bf16_replay_prefills(name):
         engine = engine_of(model_of(name, dtype=torch.bfloat16), "breakable", max_prefill_tokens=48)
     engine.generate(ragged_prompts(), max_new_tokens=8)
     assert replays(engine)
+
+
+class Branches(torch.nn.Module):
+    """A norm that does something else for long batches."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x + 1 if x.shape[1] > 40 else x)
+
+
+def test_layers_that_depend_on_the_number_of_tokens_are_refused():
+    model = model_of()
+    model.model.norm = Branches(model.model.norm)
+    with pytest.raises(GraphError, match="depends on the number of tokens"):
+        engine_of(model, "piecewise")
+
+
+@pytest.mark.parametrize("what", ["q_proj", "k_proj", "v_proj", "down_proj", "aux"])
+def test_compiled_layers_that_differ_are_refused(what, monkeypatch):
+    """Spoil what one product of the trace computes with, or the features, after the live layers have run."""
+    model = model_of()
+    call = specdec.graphs.trace.Traced.__call__
+
+    def spoilt(self, *inputs):
+        if what == "aux":
+            hidden, aux = call(self, *inputs)
+            return hidden, aux * 1.2
+        weight = dict(model.model.layers[1].named_modules())[
+            f"self_attn.{what}" if what != "down_proj" else f"mlp.{what}"
+        ].weight
+        weight.mul_(-3)
+        out = call(self, *inputs)
+        weight.div_(-3)
+        return out
+
+    monkeypatch.setattr(specdec.graphs.trace.Traced, "__call__", spoilt)
+    with pytest.raises(GraphError, match="compiled, they differ from the live model's"):
+        engine_of(model, "piecewise")
+    assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_compiled_layers_that_raise_leave_no_trace(monkeypatch):
+    model, prompts = model_of(), ragged_prompts()
+
+    def raises(self, *inputs):
+        raise RuntimeError("an illegal something")
+
+    monkeypatch.setattr(specdec.graphs.trace.Traced, "__call__", raises)
+    with pytest.raises(GraphError, match="compiled, they fail: an illegal something"):
+        engine_of(model, "piecewise")
+    with pytest.warns(UserWarning, match="runs uncompiled: compiled, they fail"):
+        engine = engine_of(model, "off", compile=True)
+    assert engine.generate(prompts, max_new_tokens=8).tokens == [greedy(model, p, 8) for p in prompts]
+    assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_two_traces_of_one_model_hold_its_weights_once(monkeypatch):
+    """As where experts wait for the host: prefills and rounds run other arithmetic."""
+    model, prompts = model_of(), ragged_prompts()
+    monkeypatch.setattr(specdec.models.hf.HFTarget, "is_uniform", False)
+    engine = engine_of(model, "piecewise", compile=True, max_prefill_tokens=48)
+    compiled = engine._core.target.compiled
+    assert compiled[True] is not compiled[False]
+    model.model.layers[0].mlp.gate_proj.weight.data.mul_(0.5)  # both see it
+    assert engine.generate(prompts, max_new_tokens=12).tokens == [greedy(model, p, 12) for p in prompts]
+    engine.detach()
+    assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_weights_that_are_replaced_under_compiled_layers_are_noticed():
+    model = model_of()
+    engine = engine_of(model, "off", compile=True)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+    with pytest.raises(GraphError, match=r"up_proj.weight moved since the layers were compiled"):
+        engine.generate(ragged_prompts(), max_new_tokens=4)
+
+
+def test_hooks_of_the_model_run_once_a_forward():
+    model, prompts, calls = model_of(), ragged_prompts(), []
+
+    def shift(module, args, output):
+        calls.append(1)
+        output.last_hidden_state = output.last_hidden_state + 0.5
+        return output
+
+    handle = model.model.register_forward_hook(shift)
+    expected = [greedy(model, p, 8) for p in prompts]
+    engine = engine_of(model, "off", "plain")
+    calls.clear()
+    assert engine.generate(prompts, max_new_tokens=8).tokens == expected
+    assert len(calls) == sum(path["eager"] for path in engine.report().paths.values())
+    handle.remove()
+    assert engine.generate(prompts, max_new_tokens=8).tokens == [greedy(model, p, 8) for p in prompts]
+
+
+def test_attaching_draws_no_random_numbers():
+    model = model_of()
+    before = torch.get_rng_state()
+    engine_of(model, "piecewise", "plain")
+    assert torch.equal(torch.get_rng_state(), before)

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.backends import ForwardContext, attention, forward_context
 from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.errors import AttachError
+from specdec.errors import AttachError, GraphError
 from specdec.graphs.trace import Traced
 from specdec.models.loader import TargetShape
 from specdec.models.probe import (
@@ -68,6 +68,7 @@ class HFTarget:
         self._configs = attention_configs(model)
         self._waiting = waiting_configs(self._configs, self.dtype)
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
+        self._addresses: dict[str, int] = {}
         _warn_about_rotary(model)
         for i, module in enumerate(self.spec.modules):
             setattr(module, LAYER_ID, i)
@@ -163,16 +164,35 @@ class HFTarget:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""
-        # The model runs from its layers' answer on; what it would have given them is not looked at.
-        ids = torch.empty(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
-        with answering(self.spec.stack, self.spec.stack_output(last_hidden_state=hidden.unsqueeze(0))):
+        # The model runs from its layers' answer on; what it would have given them, embeddings say, is not looked at.
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        answer = self.spec.stack_output(last_hidden_state=hidden.unsqueeze(0))
+        with attention_implementation(self._configs, "specdec"), answering(self.spec.stack, answer):
             return self.model(input_ids=ids, use_cache=False).logits[0]
+
+    def use_compiled(self, traced: Traced, for_prefills: bool) -> None:
+        """Run `traced` in place of the live layers, in prefills or in rounds."""
+        self.compiled[for_prefills] = traced
+        self._addresses = {name: p.data_ptr() for name, p in self.model.named_parameters()}
+
+    def check_compiled(self) -> None:
+        """GraphError if a weight has been replaced or moved since the layers were compiled."""
+        moved = [n for n, p in self.model.named_parameters() if self._addresses.get(n) != p.data_ptr()]
+        if self.compiled and moved:
+            raise GraphError(
+                f"{', '.join(moved[:3])} moved since the layers were compiled ({len(moved)} weights): they would use "
+                "the old ones. Change weights in place while an engine is attached, or detach() and attach() again"
+            )
+
+    def drop_compiled(self) -> None:
+        """Back to the live layers; every weight has a storage of its own again."""
+        for traced in self.compiled.values():
+            traced.release()
+        self.compiled.clear()
 
     def detach(self) -> None:
         """Take our marks off the model; it is as it was."""
-        for traced in self.compiled.values():
-            traced.merged.part()
-        self.compiled.clear()
+        self.drop_compiled()
         for module in self.spec.modules:
             delattr(module, LAYER_ID)
         delattr(self.model, ATTACHED)

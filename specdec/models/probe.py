@@ -171,15 +171,15 @@ def _replaced(configs: Sequence[Any], attribute: str, value: str) -> Iterator[No
 
 @contextmanager
 def answering(module: nn.Module, output: Any) -> Iterator[None]:
-    """Within, `module` returns `output` whatever it is given; afterwards its forward is what it was."""
-    own = module.__dict__.get("forward")  # accelerate and others put one there
-    module.forward = lambda *args, **kwargs: output
+    """Within, a call of `module` returns `output` whatever it is given, and none of its hooks run."""
+    own = {name: value for name, value in module.__dict__.items() if name == "_compiled_call_impl"}
+    # What `module.compile()` sets: it is called in place of forward and hooks.
+    module._compiled_call_impl = lambda *args, **kwargs: output
     try:
         yield
     finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
+        del module._compiled_call_impl
+        module.__dict__.update(own)
 
 
 def probe(model: PreTrainedModel) -> ModelSpec:
@@ -231,8 +231,8 @@ def _new_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def _stack_candidates(model: PreTrainedModel) -> list[nn.Module]:
-    """Modules that may be the layers of `model`, the whole of what is under the head first."""
-    candidates = [model.base_model, model.get_decoder()]
+    """Modules that may be the layers of `model`, the likely ones first."""
+    candidates = [model.base_model, model.get_decoder(), *model.modules()]
     return [m for m in dict.fromkeys(candidates) if isinstance(m, nn.Module) and m is not model]
 
 
