@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def time_cases(model: Any, head: Any, cases: list[Case], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of one way to speculate at several batch sizes, an engine a mode: ms a round, and of the graphs ms a phase."""
+    """Rows of one way to speculate at several batch sizes, an engine a mode: ms a round, and a phase of graphs."""
     rows = []
     first = cases[0]
     for mode in args.modes:

@@ -52,7 +52,9 @@ class EagerCapture(Capture):
     """Captures nothing: every batch runs the callable itself, without padding."""
 
     name = "eager"
-    refusal = "graphs are off"
+
+    def __init__(self, refusal: str = "graphs are off"):
+        self.refusal = refusal
 
     def warm_up(self, body: Body) -> None:
         return None

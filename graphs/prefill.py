@@ -86,8 +86,8 @@ def decide(shape: PrefillShape, limits: PrefillLimits) -> Decision:
 class PrefillRunner:
     """A GraphRunner over tokens behind the guard.
 
-    prepare(num_tokens, size, **live) is called before a replay of `size` tokens: what the breaks will need. The
-    runner's body gets `live` as hints where it runs eagerly. hidden: what its graphs capture.
+    prepare(size, **live) is called before a replay of `size` tokens: what the breaks will need. The runner's body gets
+    `live` as hints where it runs eagerly. hidden: what its graphs capture.
     """
 
     def __init__(self, runner: GraphRunner, hidden: HiddenCapture, prepare: Callable[..., None]):
@@ -109,7 +109,7 @@ class PrefillRunner:
         decision = self.can_run(shape)
         if not decision.ok:
             return self.runner.run_eagerly(decision.reason, "", inputs, **live)
-        self._prepare(shape.num_tokens, self.runner.replayed_size(shape.num_tokens), **live)
+        self._prepare(self.runner.replayed_size(shape.num_tokens), **live)
         return self.runner("", inputs)
 
     @property

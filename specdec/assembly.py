@@ -111,7 +111,7 @@ def _check_memory(target: HFTarget, config: EngineConfig, head: Eagle3Head | Non
         spec = target.spec
         shape = (spec.hidden_size, spec.vocab_size, len(spec.layers), target.dtype.itemsize)
         needs.append(MemoryNeed("graphs", estimate_bytes(config, *shape), LOWER))
-    if resolve_prefill_mode(config, target.device) != "off":
+    if resolve_prefill_mode(config, target) != "off":
         num_aux = 0 if head is None else len(head.config.aux_layers)
         num_bytes = estimate_prefill_bytes(config, target.spec, num_aux, target.dtype.itemsize)
         needs.append(MemoryNeed("prefill graphs", num_bytes, PREFILL_LOWER))

@@ -1,18 +1,16 @@
-"""Prefills through graph runners: the layers of the target and of the draft, captured in segments around attention.
+"""Prefills through graph runners: captured in segments around attention, in buckets of tokens, behind the guard.
 
-A graph holds layers only, in buckets of tokens; the head, sampling and attention itself run on the live batch, so a
-graph serves any number of requests. What the graphs leave behind lies in static tensors that all buckets share.
+Head, sampling and attention itself run on the live batch, so a graph serves any number of requests.
 """
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from specdec.backends import AttentionBridge, ForwardContext, forward_context
+from specdec.backends import ForwardContext
 from specdec.backends.checks import is_debug
-from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.batch import AttentionMetadata
 from specdec.config import EngineConfig
 from specdec.draft.worker import DraftWorker
 from specdec.graphs import (
@@ -34,6 +32,7 @@ from specdec.graphs.build import is_out_of_memory
 from specdec.models.hf import HFTarget
 from specdec.models.probe import ModelSpec
 from specdec.outputs import GraphCost
+from specdec.prefill import Prefill
 
 LOWER = "max_prefill_tokens, shorten prefill_buckets, or pass prefill_graph='off'"
 # For `estimate_prefill_bytes`; set so that it comes near what bench/prefill.py measures on an H200.
@@ -57,46 +56,38 @@ class PrefillGraphs:
         mode: str,
     ):
         self.mode = mode
-        self._target, self._worker, self._context = target, worker, context
         self._counters = counters
         self._dummy_table = slot_table[config.dummy_row :]
         self._is_debug = is_debug()
         device = slot_table.device
-        capture = EagerCapture() if mode == "off" else pick_breakable(device, pool)
-        self._capture: Capture = capture
+        breakable = None if mode == "off" else pick_breakable(device, pool)
+        self._capture: Capture = breakable or EagerCapture(why_off(config, target))
         buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
-        most = 0 if capture.refusal else buckets[-1]
-        interrupt = getattr(capture, "interrupt", _call)
-        self._bridge = AttentionBridge(context, most, target.dtype, device, interrupt)
-        self._draft_bridge = None
-        width = target.spec.hidden_size
-        self._hidden = torch.zeros(most, width, dtype=target.dtype, device=device)
-        self._aux = torch.zeros(most, len(target.aux_layers) * width, dtype=target.dtype, device=device)
-        self._draft_hidden = torch.zeros(most, worker.hidden_size, dtype=target.dtype, device=device)
+        interrupt = breakable.interrupt if breakable is not None else lambda fn: fn()
+        program = Prefill(target, worker, context, buckets[-1] if breakable is not None else 0, interrupt, device)
+        self.program = program
         setup = Setup(
-            capture=capture,
+            capture=self._capture,
             counters=counters,
             device=device,
             buckets=buckets,
-            watched=self._watched,
+            watched=program.tensors,
             strict=config.strict and mode != "off",
             unit="tokens",
-            shared={} if capture.refusal else {"aux": self._aux},
+            shared={} if breakable is None else {"aux": program.aux},
         )
         tokens = [BufferSpec(name, lambda n: (n,), torch.int64, pad=0) for name in ("ids", "positions", "slots")]
-        hidden = HiddenCapture.FULL if target.aux_layers else HiddenCapture.LAST
-        runner = GraphRunner("target_prefill", self._target_layers, tokens, setup)
-        self.target_runner = PrefillRunner(runner, hidden, self._before_target)
+        width = program.aux.shape[1]
+        features = [BufferSpec("aux", lambda n: (n, width), target.dtype, pad=0.0)] if width else []
+        self._hidden = HiddenCapture.FULL if width else HiddenCapture.LAST
+        runner = GraphRunner("target_prefill", program.target_layers, tokens, setup)
+        self.target_runner = PrefillRunner(runner, self._hidden, program.plan_target)
         self.draft_runner: PrefillRunner | None = None
         if worker.context is not None:
-            self._draft_bridge = AttentionBridge(worker.context, most, target.dtype, device, interrupt)
-            aux = BufferSpec("aux", lambda n: (n, self._aux.shape[1]), target.dtype, pad=0.0)
-            runner = GraphRunner(
-                "draft_prefill", self._draft_layers, [*tokens, aux] if target.aux_layers else tokens, setup
-            )
-            self.draft_runner = PrefillRunner(runner, HiddenCapture.LAST, self._before_draft)
+            runner = GraphRunner("draft_prefill", program.draft_layers, [*tokens, *features], setup)
+            self.draft_runner = PrefillRunner(runner, HiddenCapture.LAST, program.plan_draft)
         with torch.inference_mode():
-            self._build(config)
+            self._build(config.strict)
 
     def target(
         self, metadata: AttentionMetadata, ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None
@@ -105,19 +96,16 @@ class PrefillGraphs:
 
         ids [T] int64, or inputs_embeds [T, h] in their place. Good until the next call.
         """
-        hidden = HiddenCapture.FULL if self._target.aux_layers else HiddenCapture.LAST
-        shape = PrefillShape(metadata.mode, ids.shape[0], hidden, inputs_embeds is not None)
-        inputs = {"ids": ids, "positions": metadata.positions, "slots": metadata.out_cache_loc}
-        live = {"metadata": metadata} if inputs_embeds is None else {"metadata": metadata, "embeds": inputs_embeds}
-        return self.target_runner(shape, inputs, **live)
+        if self._is_debug:
+            self.check_addresses()
+        shape = PrefillShape(metadata.mode, ids.shape[0], self._hidden, inputs_embeds is not None)
+        return self.target_runner(shape, _inputs(metadata, ids), metadata=metadata, embeds=inputs_embeds)
 
     def draft(self, metadata: AttentionMetadata, ids: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
         """The draft's layers over a packed batch: states [T, h_d]. Good until the next call."""
         assert self.draft_runner is not None, "this draft has no layers"
         shape = PrefillShape(metadata.mode, ids.shape[0], HiddenCapture.LAST)
-        inputs = {"ids": ids, "positions": metadata.positions, "slots": metadata.out_cache_loc}
-        if aux is not None:
-            inputs["aux"] = aux
+        inputs = {**_inputs(metadata, ids), **({} if aux is None else {"aux": aux})}
         return self.draft_runner(shape, inputs, metadata=metadata)
 
     @property
@@ -136,110 +124,59 @@ class PrefillGraphs:
         every = [item for runner in self.runners for item in runner.captured.items()]
         return [GraphCost(key.runner, key.size, "tokens", "", c.seconds, c.num_bytes) for key, c in every]
 
-    def _target_layers(
-        self,
-        variant: str,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        metadata: AttentionMetadata | None = None,
-        embeds: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """With metadata: a live forward. Without: one to be captured, which leaves its results in static tensors."""
-        if metadata is not None:
-            with forward_context(self._context, metadata):
-                return self._target.layers(metadata.mode, ids, positions, embeds)
-        with self._bridge.capturing(slots):
-            hidden, aux = self._target.layers(ForwardMode.EXTEND, ids, positions)
-        kept = self._hidden[: ids.shape[0]].copy_(hidden)
-        return kept, None if aux is None else self._aux[: ids.shape[0]].copy_(aux)
-
-    def _draft_layers(
-        self,
-        variant: str,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        aux: torch.Tensor | None = None,
-        metadata: AttentionMetadata | None = None,
-    ) -> torch.Tensor:
-        """As `_target_layers`, of the draft."""
-        assert self._worker.context is not None and self._draft_bridge is not None
-        if metadata is not None:
-            with forward_context(self._worker.context, metadata):
-                return self._worker.prefill_layers(ids, positions, aux)
-        with self._draft_bridge.capturing(slots):
-            hidden = self._worker.prefill_layers(ids, positions, aux)
-        return self._draft_hidden[: ids.shape[0]].copy_(hidden)
-
-    def _before_target(self, num_tokens: int, size: int, metadata: AttentionMetadata) -> None:
-        """What the breaks of a replay need: the live batch planned."""
-        if self._is_debug:
-            self.check_addresses()
-        self._bridge.plan(metadata, size)
-
-    def _before_draft(self, num_tokens: int, size: int, metadata: AttentionMetadata) -> None:
-        assert self._draft_bridge is not None
-        self._draft_bridge.plan(metadata, size)
-
-    def _build(self, config: EngineConfig) -> None:
+    def _build(self, strict: bool) -> None:
         """Capture everything. Warm-ups attend a few tokens of the dummy row, so that kernels are compiled."""
-        few = 0 if self._capture.refusal else self.target_runner.runner.buckets[0]
-        for bridge in (self._bridge, self._draft_bridge) if few else ():
+        buckets = self.target_runner.runner.buckets
+        for bridge in (self.program.bridge, self.program.draft_bridge) if buckets else ():
             if bridge is not None:
-                bridge.plan(self._dummy_batch(bridge.context, few), few)
-        build(self.runners, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=config.strict)
-        if not config.strict and few and self._hidden.is_cuda:
+                bridge.plan(self._dummy_batch(bridge.context, buckets[0]), buckets[0])
+        build(self.runners, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=strict)
+        if self._dummy_table.is_cuda and not strict:  # which pads rather than run eagerly
             with self._counters.recording():
                 self.target_runner.busy_from = self._find_busy()
 
     def _dummy_batch(self, context: ForwardContext, num_tokens: int) -> AttentionMetadata:
         """A prefill of `num_tokens` tokens, all of which lie in slot 0."""
-        num_reqs = -(-num_tokens // self._dummy_table.shape[1])
-        lens = [self._dummy_table.shape[1]] * (num_reqs - 1)
-        lens.append(num_tokens - sum(lens))
-        tables = self._dummy_table.expand(num_reqs, -1).contiguous()
-        return context.backend.metadata.prefill(tables, [0] * num_reqs, lens)
+        width = self._dummy_table.shape[1]
+        lens = [width] * (num_tokens // width) + [num_tokens % width] * (num_tokens % width > 0)
+        tables = self._dummy_table.expand(len(lens), -1).contiguous()
+        return context.backend.metadata.prefill(tables, [0] * len(lens), lens)
 
     def _find_busy(self) -> int | None:
-        """The smallest captured size from which on running the layers takes clearly longer than launching them."""
-        busy = None
-        for size in sorted((key.size for key in self.target_runner.runner.captured), reverse=True):
-            metadata = self._dummy_batch(self._context, size)
+        """The smallest captured size from which on running the layers takes clearly longer than launching them.
+
+        It grows with the size, so a bisection finds it.
+        """
+        sizes = sorted(key.size for key in self.target_runner.runner.captured)
+        low, high = 0, len(sizes)
+        while low < high:
+            middle = (low + high) // 2
+            if self._is_busy(sizes[middle]):
+                high = middle
+            else:
+                low = middle + 1
+        return sizes[low] if low < len(sizes) else None
+
+    def _is_busy(self, size: int) -> bool:
+        metadata = self._dummy_batch(self.program.context, size)
+        ids, shares = torch.zeros_like(metadata.positions), []
+        for _ in range(3):
+            torch.cuda.synchronize(ids.device)
+            start = time.perf_counter()
             try:
-                share = min(self._launch_and_wait(metadata) for _ in range(3))
+                self.program.target_layers("", ids, metadata.positions, metadata.out_cache_loc, metadata)
             except RuntimeError as error:
-                if is_out_of_memory(error):  # larger than what an eager run has room for beside the graphs
-                    continue
+                if is_out_of_memory(error):  # an eager run has no room beside the graphs: they will do
+                    return False
                 raise
-            if share < BUSY:
-                break
-            busy = size
-        return busy
+            launched = time.perf_counter() - start
+            torch.cuda.synchronize(ids.device)
+            shares.append((time.perf_counter() - start) / launched)
+        return min(shares[1:]) >= BUSY
 
-    def _launch_and_wait(self, metadata: AttentionMetadata) -> float:
-        """How many times as long as launching it an eager forward of the target's layers takes."""
-        ids = torch.zeros_like(metadata.positions)
-        torch.cuda.synchronize(ids.device)
-        start = time.perf_counter()
-        self._target_layers("", ids, metadata.positions, metadata.out_cache_loc, metadata)
-        launched = time.perf_counter() - start
-        torch.cuda.synchronize(ids.device)
-        return (time.perf_counter() - start) / launched
 
-    def _watched(self) -> Mapping[str, torch.Tensor]:
-        """By name, what the graphs read besides their inputs."""
-        model = self._target.model
-        own: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        own |= {
-            **self._context.pool.tensors("target"),
-            **self._bridge.tensors,
-            "hidden": self._hidden,
-            "aux": self._aux,
-        }
-        if self._draft_bridge is not None:
-            own |= {f"draft {name}": t for name, t in self._draft_bridge.tensors.items()}
-        return {**own, **{f"draft {name}": t for name, t in self._worker.tensors.items()}}
+def _inputs(metadata: AttentionMetadata, ids: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
+    return {"ids": ids, "positions": metadata.positions, "slots": metadata.out_cache_loc}
 
 
 def estimate_prefill_bytes(config: EngineConfig, spec: ModelSpec, num_aux: int, itemsize: int) -> int:
@@ -251,14 +188,17 @@ def estimate_prefill_bytes(config: EngineConfig, spec: ModelSpec, num_aux: int, 
     return buckets[-1] * row_bytes + len(buckets) * len(spec.layers) * NODES_A_LAYER * NODE_BYTES
 
 
-def resolve_prefill_mode(config: EngineConfig, device: torch.device) -> str:
-    """What `prefill_graph` comes to on `device`."""
+def resolve_prefill_mode(config: EngineConfig, target: HFTarget) -> str:
+    """What `prefill_graph` comes to: "piecewise", "breakable" or "off"."""
     if config.prefill_graph != "auto":
         return config.prefill_graph
-    if device.type != "cuda" or config.cuda_graph is False:
+    if why_off(config, target):
         return "off"
     return "piecewise" if config.compile else "breakable"
 
 
-def _call(fn: Any) -> None:
-    fn()
+def why_off(config: EngineConfig, target: HFTarget) -> str:
+    """Why "auto" captures no prefills; empty if it does."""
+    if target.device.type != "cuda" or config.cuda_graph is False or config.prefill_graph == "off":
+        return "graphs are off"
+    return "" if target.is_uniform else "the model's experts wait for the host"

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"sampling", "tree", "verify"}), frozenset({"models"}), frozenset({"text"})),
     (frozenset({"round_ops", "round_checks", "synthetic"}),),
     (frozenset({"draft"}),),
-    (frozenset({"scheduler", "state", "round", "round_graphs", "prefill_graphs"}),),
+    (frozenset({"scheduler", "state", "round", "round_graphs", "prefill", "prefill_graphs"}),),
     (frozenset({"engine"}),),
     (frozenset({"assembly"}),),
     (frozenset({"api"}),),

@@ -29,13 +29,13 @@ def test_fp32_equals_generate(name):
     expected = [greedy(model, p) for p in prompts]
     for config in CONFIGS:
         head = random_head(model).cuda() if config else None
-        # In fp32 these experts wait for the host, so that their prefills cannot be captured.
-        prefill_graph = "off" if name in ("gpt_oss", "qwen3_moe", "deepseek_v3") else "auto"
-        engine = specdec.attach(model, head, max_batch=4, strict=True, prefill_graph=prefill_graph, **(config or {}))
+        engine = specdec.attach(model, head, max_batch=4, strict=True, **(config or {}))
         assert engine.generate(prompts, max_new_tokens=24).tokens == expected, config
         engine.check_integrity()
-        runners = engine.report().runners
-        assert all(c["replays"] for what, c in runners.items() if prefill_graph == "auto" or "prefill" not in what)
+        runners, waits = engine.report().runners, name in ("gpt_oss", "qwen3_moe", "deepseek_v3")
+        assert all(c["replays"] for what, c in runners.items() if not waits or "prefill" not in what)
+        if waits:  # in fp32
+            assert runners["target_prefill"]["rejects"].keys() == {"the model's experts wait for the host"}
         engine.detach()
 
 
@@ -143,6 +143,7 @@ def test_detach_gives_the_memory_back():
         assert torch.cuda.memory_allocated() > before
         engine.detach()
         del engine
+        torch._C._cuda_clearCublasWorkspaces()  # of the 1-token prefills that ran eagerly
         torch.cuda.empty_cache()
         assert torch.cuda.memory_allocated() <= before + (8 << 20)
 

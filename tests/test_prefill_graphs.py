@@ -74,9 +74,11 @@ def both_ways(engine, lens, starts=None, seed=0):
             hidden, aux = core.prefill.target(metadata, ids)
             draft = core.prefill.draft(metadata, ids, aux) if worker.context else None
         else:
-            hidden, aux = core.prefill._target_layers("", ids, metadata.positions, metadata.out_cache_loc, metadata)
+            hidden, aux = core.prefill.program.target_layers(
+                "", ids, metadata.positions, metadata.out_cache_loc, metadata
+            )
             args = (ids, metadata.positions, metadata.out_cache_loc, aux, metadata)
-            draft = core.prefill._draft_layers("", *args) if worker.context else None
+            draft = core.prefill.program.draft_layers("", *args) if worker.context else None
         caches = [cache[metadata.out_cache_loc] for pool in pools for cache in (*pool.k, *pool.v)]
         results.append([t.clone() for t in (hidden, aux, draft, *caches) if t is not None])
     return results
@@ -273,8 +275,9 @@ def test_poison_in_padding_and_dummy_slot_reaches_nobody(mode):
     engine = engine_of(model_of(), mode)
     core = engine._core
     prefill = core.prefill
-    static = [prefill._hidden, prefill._aux, prefill._draft_hidden]
-    static += [*prefill._bridge.tensors.values(), *prefill._draft_bridge.tensors.values()]
+    program = prefill.program
+    static = [program.hidden, program.aux, program.draft_hidden]
+    static += [*program.bridge.tensors.values(), *program.draft_bridge.tensors.values()]
     pools = [core.context.pool, core.round.worker.context.pool]
     with torch.inference_mode():
         for lens in ([64], [5], [3, 9, 1], [33], [4]):
@@ -296,7 +299,7 @@ def test_poison_in_padding_and_dummy_slot_reaches_nobody(mode):
 def test_padded_rows_find_zeros_where_attention_has_not_been(mode):
     """The break leaves rows past the batch alone: what the graph goes on with there is zero at every replay."""
     engine = engine_of(model_of(), mode)
-    (out,) = engine._core.prefill._bridge._out.values()
+    (out,) = engine._core.prefill.program.bridge._out.values()
     for lens in ([48], [25], [9, 2], [5]):
         out.fill_(float("nan"))
         both_ways(engine, lens)
@@ -585,7 +588,7 @@ def test_hooks_of_the_model_run_once_a_forward():
 
     handle = model.model.register_forward_hook(shift)
     expected = [greedy(model, p, 8) for p in prompts]
-    engine = engine_of(model, "off", "plain")
+    engine = engine_of(model, "off", "plain", cuda_graph=False)
     calls.clear()
     assert engine.generate(prompts, max_new_tokens=8).tokens == expected
     assert len(calls) == sum(path["eager"] for path in engine.report().paths.values())

@@ -15,7 +15,7 @@ from specdec import SamplingParams
 from specdec.config import GRAPH_SAMPLING, EngineConfig
 from specdec.errors import CapacityError, GraphError
 from specdec.memory import MemoryNeed, check_fits
-from specdec.round_graphs import draft_part, extend_part, verify_part
+from specdec.round_graphs import draft_part, extend_part, first_token_part, verify_part
 from specdec.sampling import SamplingKind
 from specdec.synthetic import impose_acceptance
 from specdec.tree import Tree
@@ -48,7 +48,8 @@ def one_thread():
 
 def engine_of(model, shape, **settings):
     head = random_head(model).to(DEVICE) if shape else None
-    settings = {"max_batch": 5, "max_seq_len": 128, "cuda_graph": True, **settings}
+    # Prefills have tests of their own.
+    settings = {"max_batch": 5, "max_seq_len": 128, "cuda_graph": True, "prefill_graph": "off", **settings}
     return specdec.attach(model, head, **(shape or {}), **settings)
 
 
@@ -116,7 +117,11 @@ def test_replay_equals_eager_for_every_runner_and_batch(shape, kind, round_graph
         rows = every[:num]
         for name, runner in runners.items():
             replays = counters[name].replays
-            if name in ("round", "decode"):
+            if name == "first_token":
+                hidden = torch.randn(num, program.target.spec.hidden_size, device=DEVICE)
+                inputs = {"rows": rows, "hidden": hidden}
+                eager = lambda rows=rows, hidden=hidden: first_token_part(program, kind, rows, hidden)  # noqa: E731
+            elif name in ("round", "decode"):
                 inputs, eager = {"rows": rows}, lambda rows=rows: program.play(kind, rows)
             elif name == "draft":
                 inputs, eager = {"rows": rows}, lambda rows=rows: draft_part(program, kind, rows)
@@ -147,7 +152,8 @@ def test_text_does_not_depend_on_graphs(name, shape, round_graph):
         texts[graphs] = [engine.generate(prompts, max_new_tokens=16, sampling=s).tokens for s in (None, laws)]
         report = engine.report()
         if graphs:
-            assert all(c["replays"] and not c["eager"] for c in report.runners.values())
+            rounds = [c for name, c in report.runners.items() if "prefill" not in name]
+            assert all(c["replays"] and not c["eager"] for c in rounds)
             mode = "TARGET_VERIFY" if shape else "DECODE"
             assert report.paths[mode]["replays"] and not report.paths[mode]["eager"]
         engine.check_integrity()
@@ -271,7 +277,7 @@ def test_an_error_in_one_callers_step_reaches_every_caller(where):
             next(first), next(second)
     core = engine._core
     replays = [(c.graph, "replay") for c in core.graphs.runners["draft_extend"].captured.values()]
-    broken = {"extend": replays, "prefill": [(core.target, "forward")], "detokenizer": [(one, "take")]}[where]
+    broken = {"extend": replays, "prefill": [(core.target, "layers")], "detokenizer": [(one, "take")]}[where]
     before = [getattr(*place) for place in broken]
     for place in broken:
         setattr(*place, lambda *args: (_ for _ in ()).throw(RuntimeError("it broke")))
@@ -353,7 +359,7 @@ def test_a_batch_above_the_largest_bucket():
     engine.detach()
     with pytest.warns(UserWarning, match="larger batches, up to max_batch=5, will raise"):
         engine = engine_of(model, CHAIN, graph_batches=(2,), strict=True)
-    with pytest.raises(GraphError, match="round of 5 requests cannot replay"):
+    with pytest.raises(GraphError, match="of 5 requests cannot replay"):
         engine.generate(prompts, max_new_tokens=8)
     assert engine.generate(prompts[:2], max_new_tokens=8).tokens == expected[:2]
     engine.check_integrity()
@@ -369,7 +375,8 @@ def test_kinds_that_were_not_captured_run_eagerly_or_as_a_later_kind():
     law = LAWS["sampled"]
     engine = engine_of(model, CHAIN, graph_sampling=("filtered", "filtered"), strict=True)
     texts = [engine.generate(prompts, max_new_tokens=6, sampling=s).tokens for s in (None, law)]
-    assert len(engine.report().graphs) == len({g.size for g in engine.report().graphs})
+    graphs = [(g.runner, g.size) for g in engine.report().graphs]
+    assert len(graphs) == len(set(graphs))
     engine.detach()
     engine = engine_of(model, CHAIN, cuda_graph=False)
     assert texts == [engine.generate(prompts, max_new_tokens=6, sampling=s).tokens for s in (None, law)]
