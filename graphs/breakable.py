@@ -163,10 +163,7 @@ class RecordedBreakable(Breakable, RecordedCapture):
 
     def capture(self, body: Body) -> Graph:
         self._require_idle()
-        recorded = _RecordedSegments(self, body)
-        with torch.no_grad():
-            recorded.outputs = static_copy(self._record(_Skipping(), body))
-        return recorded
+        return _RecordedSegments(self, body, static_copy(self._record(_Skipping(), body)))
 
     def rerun(self, body: Body) -> Any:
         """`body` again, its breaks called; GraphError names the one that fails."""
@@ -196,9 +193,10 @@ class _Calling(_Recording):
 
 
 class _RecordedSegments(Graph):
-    def __init__(self, capture: RecordedBreakable, body: Body):
+    def __init__(self, capture: RecordedBreakable, body: Body, outputs: Any):
         self._capture = capture
         self._body = body
+        self.outputs = outputs
 
     def replay(self) -> None:
         write_outputs(self.outputs, self._capture.rerun(self._body))

@@ -601,3 +601,42 @@ def test_attaching_draws_no_random_numbers():
     before = torch.get_rng_state()
     engine_of(model, "piecewise", "plain")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("slow_from", [1, 12, 33, 64, 100])
+def test_the_size_from_which_the_device_is_busy_is_found(slow_from, monkeypatch):
+    """On a clock of our own: launching takes 1, running 1 or, from `slow_from` tokens on, 2."""
+    engine = engine_of(model_of(), "breakable")
+    prefill, clock, sizes = engine._core.prefill, [0.0], []
+
+    def launch(variant, ids, *args):
+        sizes.append(ids.shape[0])
+        clock[0] += 1
+
+    def synchronize(device):
+        clock[0] += 1 if sizes and sizes[-1] >= slow_from else 0
+
+    monkeypatch.setattr(prefill.program, "target_layers", launch)
+    monkeypatch.setattr("torch.cuda.synchronize", synchronize)
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    expected = next((b for b in BUCKETS if b >= slow_from), None)
+    assert prefill._find_busy() == expected
+    assert len(set(sizes)) <= 4  # a bisection of eight
+
+
+def test_auto_leaves_prefills_alone_where_experts_wait_for_the_host(monkeypatch):
+    from specdec.config import EngineConfig
+    from specdec.prefill_graphs import resolve_prefill_mode, why_off
+
+    class Target:
+        device, is_uniform = torch.device("cuda"), False
+
+    assert resolve_prefill_mode(EngineConfig(), Target()) == "off"
+    assert why_off(EngineConfig(), Target()) == "the model's experts wait for the host"
+    assert resolve_prefill_mode(EngineConfig(prefill_graph="breakable"), Target()) == "breakable"
+    Target.is_uniform = True
+    assert resolve_prefill_mode(EngineConfig(), Target()) == "breakable"
+    assert resolve_prefill_mode(EngineConfig(compile=True), Target()) == "piecewise"
+    assert resolve_prefill_mode(EngineConfig(cuda_graph=False), Target()) == "off"
+    Target.device = torch.device("cpu")
+    assert resolve_prefill_mode(EngineConfig(compile=True), Target()) == "off"
