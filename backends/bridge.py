@@ -70,7 +70,7 @@ class AttentionBridge:
         return {f"bridge {kind}{list(shape)}": t for kind, own in named.items() for shape, t in own.items()}
 
     def attend(self, call: AttentionCall, slots: torch.Tensor) -> torch.Tensor:
-        """Store in the graph, attend outside of it; returns the static rows where the answer will be."""
+        """Store `call` in the graph, attend outside of it; returns the static rows where the answer will be."""
         layer, num_tokens = call.layer, slots.shape[0]
         self.context.backend.store(call, slots, self._q[layer.num_heads, layer.qk_dim][:num_tokens])
         self._interrupt(partial(self._attend_live, call.layer_id))
@@ -97,5 +97,6 @@ class _CapturedScope:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
     ) -> torch.Tensor:
         c = self.bridge.context
-        call = AttentionCall(q, k, v, q, c.pool, layer_id, c.layers[layer_id], c.sinks[layer_id], rope)
+        out = q  # a store fills none
+        call = AttentionCall(q, k, v, out, c.pool, layer_id, c.layers[layer_id], c.sinks[layer_id], rope)
         return self.bridge.attend(call, self.slots)

@@ -28,7 +28,8 @@ class EngineConfig:
     graph_batches: batch sizes to capture, None for the usual ones up to max_batch.
     graph_sampling: kinds of sampling to capture, of "greedy", "sampled" (no filters) and "filtered".
     prefill_graph: how prefills replay: "breakable" (captured in segments around attention), "piecewise" (the same, of
-        traced and compiled pieces), "off", or "auto": on CUDA "piecewise" with compile, else "breakable".
+        traced and compiled pieces), "off", or "auto": on CUDA "piecewise" with compile, else "breakable"; "off"
+        elsewhere, and for models whose experts wait for the host.
     prefill_buckets: token counts to capture for prefills, None for the usual ones up to max_prefill_tokens.
     compile: trace the target and compile its pieces, for rounds and prefills; attaching takes longer then.
     compiler: what compiles traced pieces, "inductor" or "eager" (nothing; for tests).
