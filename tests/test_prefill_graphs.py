@@ -22,7 +22,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = 1e-4 if DEVICE.type == "cuda" else 1e-5  # padded and joined products may sum in another order
 BUCKETS = (4, 8, 12, 16, 24, 32, 48, 64)
 MODES = ["breakable", "piecewise"]
+LIKELY = MODES if DEVICE.type == "cuda" else ["breakable"]  # where the trace, which takes a second, changes little
 SHAPES = {"plain": None, "chain": {"num_steps": 3}, "tree": {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}}
+TRACED = ("qwen2_windowed", "gemma3", "gpt_oss", "deepseek_v3")  # biases, two ropes, sinks, latent attention
 COMPILERS = ["eager", "inductor"] if DEVICE.type == "cuda" else ["eager"]
 # Whose experts wait for the host in fp32: their prefills cannot be captured on CUDA.
 WAITING = ("gpt_oss", "qwen3_moe", "deepseek_v3") if DEVICE.type == "cuda" else ()
@@ -119,8 +121,10 @@ def test_chunks_replay_over_a_cached_prefix(mode):
     assert replays(engine) == 1
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ADMITTED)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(name, mode) for name in ADMITTED for mode in (MODES if name in TRACED or DEVICE.type == "cuda" else LIKELY)],
+)
 def test_every_architecture_replays_and_keeps_its_text(name, mode):
     model, prompts = model_of(name), ragged_prompts()
     expected = [greedy(model, p) for p in prompts]
@@ -145,7 +149,7 @@ def test_texts_do_not_depend_on_the_mode(mode, shape):
     expected = [off.generate(prompts, max_new_tokens=16, sampling=s).tokens for s in (None, law)]
     assert off.report().runners["target_prefill"]["eager"]
     off.detach()
-    for settings in ({}, {"compile": True}):
+    for settings in ({}, {"compile": True}) if mode == "piecewise" else ({},):
         engine = engine_of(model, mode, shape, max_prefill_tokens=32, strict=True, cuda_graph=True, **settings)
         assert [engine.generate(prompts, max_new_tokens=16, sampling=s).tokens for s in (None, law)] == expected
         report = engine.report()
@@ -239,7 +243,7 @@ def test_hidden_states_that_were_not_captured_are_computed():
     assert rejects == {"needs FULL hidden states, LAST were captured": 1}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LIKELY)
 def test_embeddings_in_place_of_ids_run_eagerly(mode):
     engine = engine_of(model_of(), mode)
     core = engine._core
@@ -252,7 +256,7 @@ def test_embeddings_in_place_of_ids_run_eagerly(mode):
     assert engine.report().runners["target_prefill"]["rejects"] == {"inputs given as embeddings": 1}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LIKELY)
 def test_prompts_beyond_the_largest_bucket_run_eagerly(mode):
     model = model_of()
     prompt = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -295,7 +299,7 @@ def test_poison_in_padding_and_dummy_slot_reaches_nobody(mode):
                 assert (buffer[total:4] == runner._buffers.specs[name].pad).all()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LIKELY)
 def test_padded_rows_find_zeros_where_attention_has_not_been(mode):
     """The break leaves rows past the batch alone: what the graph goes on with there is zero at every replay."""
     engine = engine_of(model_of(), mode)
@@ -307,7 +311,7 @@ def test_padded_rows_find_zeros_where_attention_has_not_been(mode):
         assert out[: sum(lens)].isfinite().all() and (out[sum(lens) : size] == 0).all()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LIKELY)
 def test_sizes_may_come_in_any_order(mode):
     engine = engine_of(model_of(), mode)
     for seed, lens in enumerate([[64], [3], [30, 2], [4], [64], [12], [5, 5, 5], [2], [47]]):
@@ -315,7 +319,7 @@ def test_sizes_may_come_in_any_order(mode):
     assert replays(engine) == 9
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LIKELY)
 def test_two_engines_do_not_meet(mode):
     """Two models, interleaved call by call, then from two threads."""
     models = [model_of(), model_of("qwen3", seed=1)]
@@ -371,7 +375,7 @@ def test_attention_that_fails_in_a_replay_fails_its_request_only(mode):
     assert replays(engine)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LIKELY)
 def test_out_of_memory_at_a_capture_leaves_the_smaller_sizes(mode, monkeypatch):
     layers = specdec.models.hf.HFTarget.layers
 
