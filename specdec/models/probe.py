@@ -190,7 +190,7 @@ def probe(model: PreTrainedModel) -> ModelSpec:
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(PROBE_LENGTH, device=device).unsqueeze(0)
     try:
-        with _probing(model, recording), _recorded_outputs(_stack_candidates(model), outputs):
+        with _probing(model, recording), _recorded_outputs(list(model.modules())[1:], outputs):
             logits = model(input_ids=ids, past_key_values=_new_cache(model), use_cache=True).logits
     except Exception as error:
         raise AttachError(name, [*_static_reasons(model), f"the probe forward failed: {error}"]) from error
@@ -230,15 +230,10 @@ def _new_cache(model: PreTrainedModel) -> DynamicCache:
     return _PassThroughCache(config=model.config.get_text_config())
 
 
-def _stack_candidates(model: PreTrainedModel) -> list[nn.Module]:
-    """Modules that may be the layers of `model`, the likely ones first."""
-    candidates = [model.base_model, model.get_decoder(), *model.modules()]
-    return [m for m in dict.fromkeys(candidates) if isinstance(m, nn.Module) and m is not model]
-
-
 @contextmanager
 def _recorded_outputs(modules: Sequence[nn.Module], outputs: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Within, what kind of output each of `modules` returns goes to `outputs`."""
+    """Within, what kind of output each of `modules` returns goes to `outputs`, the innermost first; those without last
+    hidden states do not count."""
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(getattr(output, "last_hidden_state", None), torch.Tensor):
@@ -255,7 +250,7 @@ def _recorded_outputs(modules: Sequence[nn.Module], outputs: dict[nn.Module, Cal
 def _find_stack(
     model: PreTrainedModel, outputs: dict[nn.Module, Callable[..., Any]], ids: torch.Tensor, logits: torch.Tensor
 ) -> nn.Module | None:
-    """The module from whose last hidden states the model's head makes the same `logits`; None if there is none."""
+    """The innermost module from whose last hidden states the rest of `model` makes the same `logits`, or None."""
     for stack, output in outputs.items():
         try:
             with _probing(model, _Recording()):
@@ -264,7 +259,8 @@ def _find_stack(
                     again = model(input_ids=torch.zeros_like(ids), use_cache=False).logits
         except Exception:  # not made for it: the next one
             continue
-        if torch.allclose(again.float(), logits.float(), rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
+        atol = 1e-3 * float(logits.abs().max())
+        if torch.allclose(again.float(), logits.float(), rtol=1e-3, atol=atol, equal_nan=True):
             return stack
     return None
 
