@@ -32,8 +32,15 @@ def build(
     the build instead.
     """
     jobs = [(runner, key) for runner in runners for key in runner.keys]
+    if jobs:
+        _make_all(jobs, capture, lower, avoid, strict)
+    for runner in runners:
+        runner.seal()
+
+
+def _make_all(jobs: list[tuple[GraphRunner, ShapeKey]], capture: Capture, lower: str, avoid: str, strict: bool) -> None:
     jobs.sort(key=lambda job: -job[1].size)  # stable: runners and variants keep their order within a size
-    progress = tqdm(total=2 * len(jobs), desc="graphs", unit="graph", leave=False, disable=None if jobs else True)
+    progress = tqdm(total=2 * len(jobs), desc="graphs", unit="graph", leave=False, disable=None)
     with progress as bar, _collection_paused():
         for phase in (GraphRunner.warm_up, GraphRunner.capture):
             for runner, key in jobs:
@@ -42,8 +49,6 @@ def build(
                     _make(phase, runner, key, lower, avoid, strict)
                 bar.update()
             capture.release_cache()
-    for runner in runners:
-        runner.seal()
 
 
 @contextmanager
