@@ -77,7 +77,7 @@ def _make(phase: Callable[..., None], runner: GraphRunner, key: ShapeKey, lower:
         message = f"no graph for {key}: {reason} ({_first_line(error)}); {advice}"
         if strict:
             raise GraphError(f"strict: {message}") from error
-        warnings.warn(f"{message}. Such batches run eagerly; report() counts them.", stacklevel=8)
+        warnings.warn(f"{message}. Such batches run eagerly; report() counts them.", stacklevel=9)
         # What no graph can hold, a host read most likely, the callable does at every size; memory may do for less.
         for other in [key] if is_memory else runner.keys:
             if other not in runner.captured:

@@ -56,7 +56,6 @@ class PrefillGraphs:
         mode: str,
     ):
         self.mode = mode
-        self._counters = counters
         self._dummy_table = slot_table[config.dummy_row :]
         self._is_debug = is_debug()
         device = slot_table.device
@@ -87,7 +86,11 @@ class PrefillGraphs:
             runner = GraphRunner("draft_prefill", program.draft_layers, [*tokens, *features], setup)
             self.draft_runner = PrefillRunner(runner, HiddenCapture.LAST, program.plan_draft)
         with torch.inference_mode():
-            self._build(config.strict)
+            self._plan_warm_ups()
+            build(self.runners, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=config.strict)
+            if slot_table.is_cuda and not config.strict:  # which pads rather than run eagerly
+                with counters.recording():
+                    self.target_runner.busy_from = self._find_busy()
 
     def target(
         self, metadata: AttentionMetadata, ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None
@@ -124,16 +127,12 @@ class PrefillGraphs:
         every = [item for runner in self.runners for item in runner.captured.items()]
         return [GraphCost(key.runner, key.size, "tokens", "", c.seconds, c.num_bytes) for key, c in every]
 
-    def _build(self, strict: bool) -> None:
-        """Capture everything. Warm-ups attend a few tokens of the dummy row, so that kernels are compiled."""
+    def _plan_warm_ups(self) -> None:
+        """Warm-ups attend a few tokens of the dummy row at every break, so that kernels are compiled."""
         buckets = self.target_runner.runner.buckets
         for bridge in (self.program.bridge, self.program.draft_bridge) if buckets else ():
             if bridge is not None:
                 bridge.plan(self._dummy_batch(bridge.context, buckets[0]), buckets[0])
-        build(self.runners, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=strict)
-        if self._dummy_table.is_cuda and not strict:  # which pads rather than run eagerly
-            with self._counters.recording():
-                self.target_runner.busy_from = self._find_busy()
 
     def _dummy_batch(self, context: ForwardContext, num_tokens: int) -> AttentionMetadata:
         """A prefill of `num_tokens` tokens, all of which lie in slot 0."""

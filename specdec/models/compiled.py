@@ -38,7 +38,7 @@ def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) ->
                 raise GraphError(f"the layers of {type(target.model).__name__}: {error}") from error
             warnings.warn(
                 f"{type(target.model).__name__} runs uncompiled: {error}. Leave compile out if that is expected",
-                stacklevel=7,
+                stacklevel=6,
             )
             return "breakable" if is_piecewise else prefill_mode
         for other in served:
