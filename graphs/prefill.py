@@ -14,7 +14,7 @@ import torch
 
 from specdec.batch import ForwardMode
 from specdec.graphs.runner import GraphRunner
-from specdec.graphs.shapes import Decision
+from specdec.graphs.shapes import Decision, bucket_for
 
 MAX_PADDING = 2.0  # a replay may cover this many times the live tokens
 MAX_BUSY_PADDING = 1.02  # where launches are hidden anyway
@@ -72,7 +72,7 @@ def decide(shape: PrefillShape, limits: PrefillLimits) -> Decision:
         return Decision(False, f"needs {shape.hidden.name} hidden states, {limits.hidden.name} were captured")
     if shape.has_embeds:
         return Decision(False, "inputs given as embeddings")
-    bucket = next((b for b in limits.buckets if b >= shape.num_tokens), None)
+    bucket = bucket_for(shape.num_tokens, limits.buckets)
     if bucket is None:
         return Decision(False, "more tokens than the largest bucket")
     if bucket > MAX_PADDING * shape.num_tokens:

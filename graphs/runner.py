@@ -17,6 +17,7 @@ from specdec.graphs.buffers import BufferSpec, StaticBuffers
 from specdec.graphs.captures import Capture, Graph
 from specdec.graphs.counters import Counters, PathCounters
 from specdec.graphs.shapes import Decision, ShapeKey, bucket_for
+from specdec.outputs import GraphCost
 
 
 class Phase(Enum):
@@ -121,6 +122,12 @@ class GraphRunner:
         if bucket is None:
             return Decision(False, "the batch is larger than the largest bucket")
         return Decision(False, self.failures.get(self._key(bucket, variant), f"variant '{variant}' was not captured"))
+
+    @property
+    def costs(self) -> list[GraphCost]:
+        """What every graph took to make, in the order of capture."""
+        unit = self._setup.unit
+        return [GraphCost(k.runner, k.size, unit, k.variant, c.seconds, c.num_bytes) for k, c in self.captured.items()]
 
     @property
     def keys(self) -> list[ShapeKey]:

@@ -124,8 +124,7 @@ class PrefillGraphs:
     @property
     def costs(self) -> list[GraphCost]:
         """What every graph took to make, in the order of capture."""
-        every = [item for runner in self.runners for item in runner.captured.items()]
-        return [GraphCost(key.runner, key.size, "tokens", "", c.seconds, c.num_bytes) for key, c in every]
+        return [cost for runner in self.runners for cost in runner.costs]
 
     def _plan_warm_ups(self) -> None:
         """Warm-ups attend a few tokens of the dummy row at every break, so that kernels are compiled."""

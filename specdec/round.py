@@ -78,7 +78,7 @@ class Round:
 
     def verify(self, batch: RoundBatch, tree: Tree) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One target forward over all nodes: logits [bs, D, V] and the draft's features [bs, D, num_aux*h]."""
-        output = self.target.forward(self.context, self._verify_metadata(batch, tree), tree.tokens.view(-1), None)
+        output = self.target.forward(self.context, self._verify_metadata(batch, tree), tree.tokens.view(-1))
         shape = tree.tokens.shape
         aux = None if output.aux is None else output.aux.view(*shape, -1)
         return output.logits.view(*shape, -1), aux

@@ -111,8 +111,7 @@ class RoundGraphs:
     @property
     def costs(self) -> list[GraphCost]:
         """What every graph took to make, in the order of capture."""
-        every = [item for runner in self.runners.values() for item in runner.captured.items()]
-        return [GraphCost(key.runner, key.size, "requests", key.variant, c.seconds, c.num_bytes) for key, c in every]
+        return [cost for runner in self.runners.values() for cost in runner.costs]
 
     def _tree_specs(self) -> Iterator[BufferSpec]:
         """What draft hands to verify. The pad is a tree of roots, each seeing itself."""

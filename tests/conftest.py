@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +34,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _target_is_required() -> bool:
     return any(os.environ.get(name, "").lower() not in ("", "0", "false") for name in ("CI", "SPECDEC_REQUIRE_TARGET"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Thousands of small operations: on a busy machine, threads that wait for each other take ten times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

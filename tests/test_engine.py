@@ -13,12 +13,7 @@ from tests.tiny_models import VOCAB, tiny_model
 NUM_TOKENS = 30
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def oracle_engine(model, prompts, expected, **settings):
@@ -103,9 +98,9 @@ def test_a_nan_row_ends_its_request_alone():
     engine = specdec.attach(model, random_head(model), num_steps=3)
     core, forward = engine._core, engine._core.target.forward
 
-    def spoil_second(context, metadata, ids, keep):
-        out = forward(context, metadata, ids, keep)
-        if keep is None and metadata.num_reqs == 3:
+    def spoil_second(context, metadata, ids):
+        out = forward(context, metadata, ids)
+        if metadata.num_reqs == 3:
             out.logits.view(3, -1, VOCAB)[1] = float("nan")
         return out
 

@@ -30,12 +30,7 @@ COMPILERS = ["eager", "inductor"] if DEVICE.type == "cuda" else ["eager"]
 WAITING = ("gpt_oss", "qwen3_moe", "deepseek_v3") if DEVICE.type == "cuda" else ()
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def engine_of(model, mode, shape="chain", **settings):
@@ -185,7 +180,7 @@ def test_a_target_verify_batch_never_replays_a_prefill(mode, strict):
                     call()
         else:
             hidden, _draft = [call() for call in calls]
-            expected = core.target.forward(core.context, metadata, nodes.view(-1), None).logits
+            expected = core.target.forward(core.context, metadata, nodes.view(-1)).logits
             torch.testing.assert_close(core.target.head(hidden), expected, rtol=1e-4, atol=1e-4)
     for name in ("target_prefill", "draft_prefill"):
         counters = engine.report().runners[name]

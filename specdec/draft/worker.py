@@ -69,7 +69,7 @@ class DraftWorker(ABC):
         ids [T] are as the algorithm takes them (`PrefillChunk.next_ids`). Attention goes to the scope in force; rows do
         not see each other elsewhere, so any T can be captured.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has a context, so it needs prefill_layers")
 
     def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None) -> None:
         """Keep what the states [T, h_d] of `chunk` leave for the first round; None for a draft without layers."""

@@ -35,7 +35,7 @@ LAYER_ID = "_specdec_layer_id"
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """logits [N, V] of the rows asked for; aux [T, num_aux*h] of all rows, or None."""
+    """logits [T, V] and aux [T, num_aux*h], or None."""
 
     logits: torch.Tensor
     aux: torch.Tensor | None
@@ -100,21 +100,11 @@ class HFTarget:
             lm_head=self.model.get_output_embeddings(),
         )
 
-    def forward(
-        self,
-        context: ForwardContext,
-        metadata: AttentionMetadata,
-        input_ids: torch.Tensor,
-        logits_to_keep: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> TargetOutput:
-        """One packed forward of input_ids [T], or of inputs_embeds [T, h] in their place.
-
-        logits_to_keep [N] int64: the rows that get logits; None: all.
-        """
+    def forward(self, context: ForwardContext, metadata: AttentionMetadata, input_ids: torch.Tensor) -> TargetOutput:
+        """One packed forward of input_ids [T]: layers and head."""
         with forward_context(context, metadata):
-            hidden, aux = self.layers(metadata.mode, input_ids, metadata.positions, inputs_embeds)
-        return TargetOutput(self.head(hidden if logits_to_keep is None else hidden[logits_to_keep]), aux)
+            hidden, aux = self.layers(metadata.mode, input_ids, metadata.positions)
+        return TargetOutput(self.head(hidden), aux)
 
     def layers(
         self,
