@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdec.models.draft_head import LayerConfig
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from specdec.models.pretrained import load_pretrained
 from specdec.sampling import SamplingParams
@@ -112,9 +113,8 @@ def make_head(shape: str, model: Any, path: str | None) -> Any:
     c = model.config
     heads = (c.num_attention_heads, c.num_key_value_heads, c.hidden_size // c.num_attention_heads)
     aux = default_aux_layers(c.num_hidden_layers)
-    config = Eagle3Config(
-        c.hidden_size, c.hidden_size, c.intermediate_size, *heads, c.vocab_size, _DRAFT_VOCAB[shape], aux
-    )
+    layer = LayerConfig(c.hidden_size, c.intermediate_size, *heads)
+    config = Eagle3Config(layer, c.hidden_size, c.vocab_size, _DRAFT_VOCAB[shape], aux)
     head = Eagle3Head(config).to(DTYPE).cuda()
     head.set_hot_vocab(torch.randperm(c.vocab_size, device="cuda")[: config.draft_vocab_size])
     return head.eval().requires_grad_(False)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from specdec.draft.worker import Draft, DraftWorker, PrefillChunk, RoundBatch
+from specdec.models.draft_head import LayerConfig
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head
 from specdec.tree import build, chain
 from specdec.verify import Verdict
@@ -15,7 +16,7 @@ def random_head(model: Any, draft_vocab_size: int = 64, aux: tuple[int, int, int
     torch.manual_seed(seed)
     c = model.config.get_text_config()
     h, vocab = c.hidden_size, c.vocab_size
-    head = Eagle3Head(Eagle3Config(h, h, 64, 4, 2, 16, vocab, draft_vocab_size, aux))
+    head = Eagle3Head(Eagle3Config(LayerConfig(h, 64, 4, 2, 16), h, vocab, draft_vocab_size, aux))
     head.set_hot_vocab(torch.randperm(vocab)[:draft_vocab_size])
     for p in head.parameters():
         if p.dim() > 1:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specdec.backends.base import LayerSpec
 from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.op import ForwardContext, attention, forward_context
 from specdec.backends.rope import Rope
@@ -81,7 +80,7 @@ def test_attention_equals_rows_one_by_one() -> None:
         qs.append(torch.randn(2, 7, 6, 8))
         ks.append(torch.randn(2, 7, 3, 8))
         vs.append(torch.randn(2, 7, 3, 8))
-        got = attend(qs[-1], ks[-1], vs[-1], still)
+        got = attend(qs[-1], ks[-1], vs[-1], still, 0)
         torch.testing.assert_close(got, naive_attention(qs, ks, vs), atol=1e-5, rtol=1e-5)
 
 
@@ -96,7 +95,7 @@ class Incremental:
 
     def __init__(self, head: Eagle3Head, embed: torch.nn.Module):
         c = head.config
-        spec = LayerSpec(c.num_heads, c.num_kv_heads, c.head_dim, c.head_dim, c.head_dim**-0.5)
+        spec = c.layer.attention
         pool = KVPool([spec.shape], 64, torch.float32, CPU)
         self.context = ForwardContext(TorchBackend(), pool, [spec], [None], lambda mode: None)
         self.head, self.embed, self.length = head, embed, 0
@@ -113,7 +112,7 @@ class Incremental:
         self.length += tokens.numel()
         with forward_context(self.context, metadata):
             embeds, rope = self.embed(tokens), self.head.rope(metadata.positions)
-            return self.head(embeds, hidden, rope, lambda q, k, v, rope: attention(q, k, v, 0, rope))
+            return self.head(embeds, hidden, rope, lambda q, k, v, rope, layer: attention(q, k, v, layer, rope))
 
 
 @torch.no_grad()

@@ -1,48 +1,41 @@
-"""The EAGLE-3 draft head (arXiv 2503.01840), one decoder layer with parameter names of the official layout.
+"""The EAGLE-3 draft head (arXiv 2503.01840) with parameter names of the official layout, and what followed it.
 
-Row i sees the embedding of token i+1 beside the fused target feature of token i. The head knows neither pool nor
-tree: attention is a callable that the draft worker or the trainer hands in, so both run the very same arithmetic.
+The flags are those of EAGLE-3.1 (arXiv 2605.09992) and of the speculators format; all off is the official arithmetic.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from specdec.backends import LayerSpec
-from specdec.backends.rope import Rope, rope_table
-
-# attend(q, k, v, rope): q and k come un-rotated, so that a backend can rotate them where it stores them.
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rope], torch.Tensor]
+from specdec.backends.rope import Rope
+from specdec.models.draft_head import Attend, DraftAttention, DraftHead, DraftLayer, DraftMLP, LayerConfig, layer_rope
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
     """Shape of a head. `aux_layers` are indices of target layers whose OUTPUT is taken, low to high.
 
-    hidden_size h_d: width of the head; target_hidden_size h: width of the target's hidden states.
-    vocab_size V: the target's; draft_vocab_size dv: the hot vocabulary the head scores.
-    rope_theta must be the trainer's: official heads used 10000 whatever their config says.
+    layer: its first layer's shape, whose attention reads 2*h_d; num_layers: further ones are plain decoder layers.
+    target_hidden_size h: width of the target's hidden states. vocab_size V: the target's; draft_vocab_size dv: the hot
+    vocabulary the head scores. norm_before_residual: the residual stream starts at the normed feature. norm_before_fc:
+    one norm over the 3h-wide features; fc_norm: one for each of them. recycles_normed: a step feeds back the state
+    after the out norm (speculators' norm_output). own_embedding: the checkpoint holds the input embedding [V, h_d].
     """
 
-    hidden_size: int
+    layer: LayerConfig
     target_hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
     draft_vocab_size: int
-    aux_layers: tuple[int, int, int]
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-
-    @property
-    def layer(self) -> LayerSpec:
-        """The one attention layer, as backends see it."""
-        return LayerSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5)
+    aux_layers: tuple[int, ...]
+    num_layers: int = 1
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    recycles_normed: bool = False
+    own_embedding: bool = False
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
@@ -53,73 +46,55 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     return low, mid, high
 
 
-class Eagle3Attention(nn.Module):
-    """Projections of the head's attention; its input is [embedding, feature], 2*h_d wide."""
-
-    def __init__(self, c: Eagle3Config):
-        super().__init__()
-        self.config = c
-        self.q_proj = nn.Linear(2 * c.hidden_size, c.num_heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
-        """x [..., 2*h_d], rope tables [..., head_dim] -> [..., h_d]."""
-        c = self.config
-        q = self.q_proj(x).unflatten(-1, (c.num_heads, c.head_dim))
-        k = self.k_proj(x).unflatten(-1, (c.num_kv_heads, c.head_dim))
-        v = self.v_proj(x).unflatten(-1, (c.num_kv_heads, c.head_dim))
-        return self.o_proj(attend(q, k, v, rope).flatten(-2))
-
-
-class Eagle3MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, c: Eagle3Config):
-        super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Eagle3Layer(nn.Module):
-    """The one decoder layer; the residual stream starts at the un-normed feature."""
+    """The first decoder layer: attention reads the normed embedding beside the normed feature."""
 
-    def __init__(self, c: Eagle3Config):
+    def __init__(self, c: LayerConfig, norm_before_residual: bool):
         super().__init__()
-        self.self_attn = Eagle3Attention(c)
-        self.mlp = Eagle3MLP(c)
+        self.norm_before_residual = norm_before_residual
+        self.self_attn = DraftAttention(c, 2 * c.hidden_size)
+        self.mlp = DraftMLP(c)
         self.input_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
     def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
-        x = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], -1)
-        hidden = hidden + self.self_attn(x, rope, attend)
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        x = torch.cat([self.input_layernorm(embeds), normed], -1)
+        hidden = residual + self.self_attn(x, rope, attend, 0)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3Head(nn.Module):
-    """The head. `embed_tokens` belongs to the target and is handed in by the loader, never saved or trained.
+class Eagle3Head(DraftHead):
+    """The head. Its embedding is the target's, handed in and neither saved nor trained, unless it has its own.
 
     d2t [dv] int64: target id = draft id + d2t[draft id]; t2d [V] bool: target ids the head can score.
     """
 
+    algo = "eagle3"
     d2t: torch.Tensor
     t2d: torch.Tensor
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
-        c = config
+        c, size = config, config.layer.hidden_size
+        eps = c.layer.rms_norm_eps
         self.config = c
-        self.fc = nn.Linear(len(c.aux_layers) * c.target_hidden_size, c.hidden_size, bias=False)
-        self.midlayer = Eagle3Layer(c)
-        self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
-        self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
+        self.aux_layers = c.aux_layers
+        self.hidden_size, self.target_hidden_size, self.vocab_size = size, c.target_hidden_size, c.vocab_size
+        self.recycles_normed = c.recycles_normed
+        self.fc = nn.Linear(len(c.aux_layers) * c.target_hidden_size, size, bias=False)
+        self.midlayer = Eagle3Layer(c.layer, c.norm_before_residual)
+        if c.num_layers > 1:
+            self.additional_layers = nn.ModuleList([DraftLayer(c.layer) for _ in range(c.num_layers - 1)])
+        if c.norm_before_fc:
+            self.input_norm = nn.RMSNorm(len(c.aux_layers) * c.target_hidden_size, eps=eps)
+        if c.fc_norm:
+            self.fc_norm = nn.ModuleList([nn.RMSNorm(c.target_hidden_size, eps=eps) for _ in c.aux_layers])
+        self.norm = nn.RMSNorm(size, eps=eps)
+        self.lm_head = nn.Linear(size, c.draft_vocab_size, bias=False)
+        self.embed_tokens = nn.Embedding(c.vocab_size, size) if c.own_embedding else None
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
 
@@ -132,21 +107,30 @@ class Eagle3Head(nn.Module):
 
     @property
     def hot_ids(self) -> torch.Tensor:
-        """[dv] int64: target id of every draft id."""
         return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
 
-    def fuse(self, aux: torch.Tensor) -> torch.Tensor:
-        """Target features [..., 3*h] of the aux layers, low to high, to the feature g [..., h_d]."""
-        return self.fc(aux)
+    @property
+    def attention_layers(self) -> Sequence[LayerSpec]:
+        return [self.config.layer.attention] * self.config.num_layers
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.fc.weight
 
     def rope(self, positions: torch.Tensor) -> Rope:
-        """Rotary tables [..., head_dim] for positions [...] int64, in the head's dtype."""
-        return rope_table(positions, self.config.head_dim, self.config.rope_theta, self.fc.weight.dtype)
+        return layer_rope(self.config.layer, positions, self.weight.dtype)
 
-    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
-        """embeds, hidden [..., h_d] and rope tables [..., head_dim]: the recycled (pre-norm) state [..., h_d]."""
-        return self.midlayer(embeds, hidden, rope, attend)
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """Target features [..., num_aux*h] of the aux layers, low to high, to the feature g [..., h_d]."""
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        if self.config.fc_norm:
+            parts = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(features)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Recycled state [..., h_d] to draft-vocabulary logits [..., dv]."""
-        return self.lm_head(self.norm(hidden))
+    def run_layers(self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+        state = self.midlayer(embeds, hidden, rope, attend)
+        for i in range(1, self.config.num_layers):
+            state = self.additional_layers[i - 1](state, rope, attend, i)
+        return state

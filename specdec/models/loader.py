@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from specdec.errors import CheckpointError
+from specdec.models.draft_head import LayerConfig
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 
 WEIGHTS = "model.safetensors"
@@ -117,17 +118,17 @@ def eagle3_json(c: Eagle3Config, lm_head_from_target: bool) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,
-        "hidden_size": c.hidden_size,
+        "hidden_size": c.layer.hidden_size,
         "target_hidden_size": c.target_hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
+        "intermediate_size": c.layer.intermediate_size,
+        "num_attention_heads": c.layer.num_heads,
+        "num_key_value_heads": c.layer.num_kv_heads,
+        "head_dim": c.layer.head_dim,
         "hidden_act": "silu",
         "vocab_size": c.vocab_size,
         "draft_vocab_size": c.draft_vocab_size,
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": c.rope_theta,
+        "rms_norm_eps": c.layer.rms_norm_eps,
+        "rope_theta": c.layer.rope_theta,
         "tie_word_embeddings": False,
         "lm_head_from_target": lm_head_from_target,
         "eagle_config": {
@@ -175,18 +176,21 @@ def _eagle3_config(folder: Path, raw: dict[str, Any], target: TargetShape) -> Ea
     aux = _aux_layers(raw, target.num_layers, problems)
     if problems:
         raise CheckpointError(str(folder), problems)
-    return Eagle3Config(
+    layer = LayerConfig(
         hidden_size=hidden,
-        target_hidden_size=target_hidden,
         intermediate_size=raw["intermediate_size"],
         num_heads=raw["num_attention_heads"],
         num_kv_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
         head_dim=raw.get("head_dim") or hidden // raw["num_attention_heads"],
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=float(raw.get("rope_theta") or raw.get("rope_parameters", {}).get("rope_theta", 10000.0)),
+    )
+    return Eagle3Config(
+        layer=layer,
+        target_hidden_size=target_hidden,
         vocab_size=raw["vocab_size"],
         draft_vocab_size=raw["draft_vocab_size"],
         aux_layers=aux,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=float(raw.get("rope_theta") or raw.get("rope_parameters", {}).get("rope_theta", 10000.0)),
     )
 
 

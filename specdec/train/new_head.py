@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.models.draft_head import LayerConfig
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from specdec.train.teacher import target_shape
 
@@ -26,18 +27,21 @@ def head_config(
     layers = tuple(aux_layers) if aux_layers else default_aux_layers(shape.num_layers)
     if len(layers) != 3:
         raise ValueError(f"aux_layers={layers}: expected three layers, low to high")
-    return Eagle3Config(
+    layer = LayerConfig(
         hidden_size=shape.hidden_size,
-        target_hidden_size=shape.hidden_size,
         intermediate_size=intermediate_size or 2 * config.intermediate_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=getattr(config, "head_dim", None) or shape.hidden_size // config.num_attention_heads,
+        rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-5)),
+        rope_theta=_rope_theta(config),
+    )
+    return Eagle3Config(
+        layer=layer,
+        target_hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         draft_vocab_size=min(draft_vocab_size, shape.vocab_size),
         aux_layers=layers,
-        rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-5)),
-        rope_theta=_rope_theta(config),
     )
 
 
@@ -58,8 +62,8 @@ def new_head(model: PreTrainedModel, config: Eagle3Config, hot_ids: torch.Tensor
             quiet = QUIET_OUT if name.endswith(("o_proj", "down_proj")) else 1.0
             nn.init.normal_(module.weight, std=quiet * module.in_features**-0.5, generator=random)
     nn.init.normal_(head.fc.weight, std=FC_NOISE, generator=random)
-    head.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
-    head.norm.weight.copy_(_final_norm_weight(model, config.hidden_size))
+    head.fc.weight[:, -config.layer.hidden_size :] += torch.eye(config.layer.hidden_size)
+    head.norm.weight.copy_(_final_norm_weight(model, config.layer.hidden_size))
     lm_head = model.get_output_embeddings().weight
     head.lm_head.weight.copy_(lm_head[head.hot_ids.to(lm_head.device)])
     head.lm_head.requires_grad_(False)

@@ -6,30 +6,35 @@ i+2+j, its logits at row i+1+j. Step 0 is plain causal over true features; later
 own column and their own column's earlier steps: what a draft chain from row i sees in inference.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
 from specdec.backends.rope import Rope, rotate
-from specdec.models.eagle3 import Eagle3Head
+from specdec.models.draft_head import DraftHead
 
 
 class TTTAttention:
     """The attend closure of one unrolling: called once a step, in order; remembers the steps' keys and values."""
 
     def __init__(self) -> None:
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
+        self._keys: dict[int, list[torch.Tensor]] = defaultdict(list)  # by layer
+        self._values: dict[int, list[torch.Tensor]] = defaultdict(list)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """Un-rotated q [B, T, Hq, d], k/v [B, T, Hkv, d] -> [B, T, Hq, d]."""
-        q, k = rotate(q, rope), rotate(k, rope)
-        self._keys.append(k.transpose(1, 2))
-        self._values.append(v.transpose(1, 2))
-        if len(self._keys) > 1:
-            return _prefix_and_diagonal(q, self._keys, self._values)
-        heads_first = (q.transpose(1, 2), self._keys[0], self._values[0])
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, layer: int
+    ) -> torch.Tensor:
+        """q [B, T, Hq, d], k/v [B, T, Hkv, d] -> [B, T, Hq, d]; see `Attend`."""
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        keys, values = self._keys[layer], self._values[layer]
+        keys.append(k.transpose(1, 2))
+        values.append(v.transpose(1, 2))
+        if len(keys) > 1:
+            return _prefix_and_diagonal(q, keys, values)
+        heads_first = (q.transpose(1, 2), keys[0], values[0])
         return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
@@ -53,7 +58,7 @@ def _prefix_and_diagonal(q: torch.Tensor, keys: list[torch.Tensor], values: list
 
 
 def unroll(
-    head: Eagle3Head, embed: torch.nn.Module, tokens: torch.Tensor, aux: torch.Tensor, num_steps: int
+    head: DraftHead, embed: torch.nn.Module, tokens: torch.Tensor, aux: torch.Tensor, num_steps: int
 ) -> Iterator[torch.Tensor]:
     """The recycled (pre-norm) state [B, T, h_d] of each of `num_steps` steps, one after the other.
 
