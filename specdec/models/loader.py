@@ -51,7 +51,7 @@ def resolve(path_or_id: str | Path) -> Path:
         raise CheckpointError(str(path_or_id), [f"no such folder, and the Hub did not give it: {error}"]) from error
 
 
-def detect_algo(path_or_id: str | Path) -> str:
+def detect_algo(path_or_id: str | Path, wanted=None) -> str:
     """Which algorithm a checkpoint folder is for, told from its tensor names."""
     folder = resolve(path_or_id)
     names = set(_read_weights(folder))
@@ -86,7 +86,7 @@ def load_eagle3(path_or_id: str | Path, target: TargetShape, dtype: torch.dtype,
 
 def check_head(head: Eagle3Head, target: TargetShape, dtype: torch.dtype, device: torch.device) -> None:
     """Raise CheckpointError if a loaded head does not fit the target it is to be attached to."""
-    c, weight = head.config, head.fc.weight
+    c, weight = head, head.weight
     facts = {
         "hidden size": (c.target_hidden_size, target.hidden_size),
         "vocabulary": (c.vocab_size, target.vocab_size),
@@ -224,3 +224,7 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise CheckpointError(str(folder), [f"the weights are truncated or not a checkpoint: {error}"]) from error
     raise CheckpointError(str(folder), [f"there is neither {WEIGHTS} nor {LEGACY_WEIGHTS}"])
+
+
+def load_head(path_or_id, target, dtype, device, algo=None):
+    return load_eagle3(path_or_id, target, dtype, device)
