@@ -29,7 +29,6 @@ from specdec.round_checks import checked
 from specdec.round_graphs import LOWER, estimate_bytes
 from specdec.round_ops import RoundOps, pick_ops
 
-
 Draft = DraftHead | HFTarget  # a head that reads the target's features, or a model of its own
 
 

@@ -216,4 +216,3 @@ def candidate_depths(config: EngineConfig) -> torch.Tensor:
 def names_of_step(step: int, k: int, like: torch.Tensor) -> torch.Tensor:
     """[bs, K] int64: numbers of the K draft nodes of `step` (from 1) in the draft's tail."""
     return torch.arange(k * (step - 1), k * step, device=like.device).expand_as(like)
-

@@ -81,7 +81,11 @@ class HeadWorker(DraftModelWorker):
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        return {"rope tables": self.rope_tables, **dict(self.head.named_parameters()), **dict(self.head.named_buffers())}
+        return {
+            "rope tables": self.rope_tables,
+            **dict(self.head.named_parameters()),
+            **dict(self.head.named_buffers()),
+        }
 
     @property
     def facts(self) -> dict[str, Any]:
