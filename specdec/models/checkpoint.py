@@ -1,6 +1,8 @@
 """Files of a checkpoint folder: which tensors lie where, and reading some of them. Knows no layout."""
 
 import json
+import pickle
+import zipfile
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from specdec.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 LEGACY_WEIGHTS = "pytorch_model.bin"
+INDEX = ".index.json"
 
 _DTYPES = {
     "F64": torch.float64,
@@ -61,17 +63,19 @@ class TensorFiles:
     @classmethod
     def of(cls, folder: Path) -> "TensorFiles":
         """CheckpointError if the folder has no weights or they are cut off."""
-        if (folder / INDEX).is_file():
-            weight_map = read_json(folder, INDEX).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise CheckpointError(str(folder), [f"{INDEX} has no 'weight_map'"])
-            return cls(folder, weight_map)
-        name = next((f for f in (WEIGHTS, LEGACY_WEIGHTS) if (folder / f).is_file()), None)
+        candidates = (WEIGHTS + INDEX, WEIGHTS, LEGACY_WEIGHTS + INDEX, LEGACY_WEIGHTS)
+        name = next((f for f in candidates if (folder / f).is_file()), None)
         if name is None:
-            raise CheckpointError(str(folder), [f"there is neither {WEIGHTS} nor {LEGACY_WEIGHTS} nor {INDEX}"])
+            what = f"there is neither {WEIGHTS} nor {LEGACY_WEIGHTS}, nor an index of either's parts"
+            raise CheckpointError(str(folder), [what])
+        if name.endswith(INDEX):
+            weight_map = read_json(folder, name).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise CheckpointError(str(folder), [f"{name} has no 'weight_map'"])
+            return cls(folder, weight_map)
         with _complete(folder, name):
             if name == LEGACY_WEIGHTS:
-                return cls(folder, dict.fromkeys(_load_legacy(folder), name))
+                return cls(folder, dict.fromkeys(_load_legacy(folder / name), name))
             with safe_open(folder / name, "pt") as file:
                 return cls(folder, dict.fromkeys(file.keys(), name))
 
@@ -80,8 +84,8 @@ class TensorFiles:
         found: Shapes = {}
         for file_name, wanted in self._by_file(names).items():
             with _complete(self.folder, file_name):
-                if file_name == LEGACY_WEIGHTS:
-                    state = _load_legacy(self.folder)
+                if file_name.endswith(".bin"):
+                    state = _load_legacy(self.folder / file_name)
                     found.update({n: (tuple(state[n].shape), state[n].dtype) for n in wanted})
                     continue
                 with safe_open(self.folder / file_name, "pt") as file:
@@ -95,8 +99,8 @@ class TensorFiles:
         found: dict[str, torch.Tensor] = {}
         for file_name, wanted in self._by_file(names).items():
             with _complete(self.folder, file_name):
-                if file_name == LEGACY_WEIGHTS:
-                    state = _load_legacy(self.folder)
+                if file_name.endswith(".bin"):
+                    state = _load_legacy(self.folder / file_name)
                     found.update({n: state[n] for n in wanted})
                     continue
                 with safe_open(self.folder / file_name, "pt") as file:
@@ -141,8 +145,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def _load_legacy(folder: Path) -> dict[str, torch.Tensor]:
-    state = torch.load(folder / LEGACY_WEIGHTS, map_location="cpu", weights_only=True, mmap=True)
+def _load_legacy(path: Path) -> dict[str, torch.Tensor]:
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     return {name: t for name, t in state.items() if isinstance(t, torch.Tensor)}
 
 
@@ -150,10 +154,10 @@ def _load_legacy(folder: Path) -> dict[str, torch.Tensor]:
 def _complete(folder: Path, name: str) -> Any:
     """Within, errors of reading the file `name` are the checkpoint's."""
     if not (folder / name).is_file():
-        raise CheckpointError(str(folder), [f"{INDEX} names the file {name}, which is not there: download it"])
+        raise CheckpointError(str(folder), [f"the index of its parts names {name}, which is not there: download it"])
     try:
         yield
-    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         if isinstance(error, CheckpointError):
             raise
         problem = f"{name} is truncated, corrupted or not what its index says: {error}; download it anew"

@@ -16,6 +16,7 @@ from specdec.models.draft_head import LAST, DraftHead
 from specdec.models.eagle3 import Eagle3Head
 from specdec.models.head_files import is_gguf, open_head, pick_layout
 from specdec.models.layouts import STANDALONE, layouts_of
+from specdec.models.pretrained import BUNDLED
 from specdec.models.target_shape import TargetShape
 from specdec.models.writers import save_head
 
@@ -39,7 +40,7 @@ def detect_algo(path_or_id: str | Path, wanted: str | None = None) -> str:
 
     A target with an MTP layer serves as both: `wanted` says which, else it is "nextn".
     """
-    if is_gguf(path_or_id):
+    if str(path_or_id) == BUNDLED or is_gguf(path_or_id):
         return STANDALONE
     folder = resolve(path_or_id)
     names = list(TensorFiles.of(folder).files)
