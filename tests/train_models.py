@@ -7,9 +7,10 @@ import random
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdec.models.draft_head import DraftHead
 from specdec.models.eagle3 import Eagle3Head
 from specdec.train.data import Corpus
-from specdec.train.new_head import head_config, new_head
+from specdec.train.new_head import eagle3_config, new_eagle, new_eagle3, new_nextn
 
 VOCAB = 96
 EOS = 2
@@ -39,7 +40,13 @@ def tiny_target(seed: int = 0) -> LlamaForCausalLM:
 def tiny_head(model: LlamaForCausalLM, draft_vocab_size: int = 64, seed: int = 1) -> Eagle3Head:
     """A fresh head for `model` whose hot vocabulary leaves gaps."""
     hot = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:draft_vocab_size]
-    return new_head(model, head_config(model, draft_vocab_size, AUX), hot.sort().values, seed)
+    return new_eagle3(model, eagle3_config(model, draft_vocab_size, AUX), hot.sort().values, seed)
+
+
+def fresh(algo: str, model: LlamaForCausalLM, seed: int = 1) -> DraftHead:
+    """A fresh head of each kind."""
+    makers = {"eagle": new_eagle, "eagle3": lambda m, s: tiny_head(m, seed=s), "nextn": new_nextn}
+    return makers[algo](model, seed)
 
 
 def tiny_corpus(model: LlamaForCausalLM, num_sequences: int, seed: int = 0) -> Corpus:
