@@ -37,7 +37,8 @@ def attach(
     """Attach to a live `transformers` causal LM and return an engine that generates its text.
 
     target: the model, in eval mode, on one device. It stays usable; `Engine.detach()` leaves it as it was.
-    draft: a checkpoint folder, a Hub id, a loaded head, or None for plain decoding.
+    draft: a checkpoint folder, a Hub id, a loaded head, a live causal LM of the same vocabulary ("standalone"), or
+        None for plain decoding. For "nextn" it is the target's own checkpoint, which holds its MTP layers.
     algo: "auto" (what the checkpoint is, None without a draft), None (plain decoding) or a name of
         `specdec.draft.algo_spec.ALGORITHMS`.
     tokenizer: for text prompts, texts and stop strings; token ids need none.
@@ -60,7 +61,7 @@ def attach(
     hf = HFTarget(target)
     try:
         with on_device(hf.device):
-            return Engine(hf, config, draft if name else None, tokenizer)
+            return Engine(hf, config, draft, name, tokenizer)
     except BaseException:
         hf.detach()
         raise
@@ -69,14 +70,21 @@ def attach(
 class Engine:
     """Generates the target's own text. Made by `attach`; one target, one draft, one KV pool."""
 
-    def __init__(self, target: HFTarget, config: EngineConfig, draft: str | Path | nn.Module | None, tokenizer: Any):
+    def __init__(
+        self,
+        target: HFTarget,
+        config: EngineConfig,
+        draft: str | Path | nn.Module | None,
+        algo: str | None,
+        tokenizer: Any,
+    ):
         if config.synthetic_acceptance is not None:
             warnings.warn(
                 "synthetic_acceptance is on: the engine's text means nothing, only its speed does", stacklevel=3
             )
         self.config = config
         self.tokenizer = tokenizer
-        core, self._backend_reason = assemble(target, config, draft)
+        core, self._backend_reason = assemble(target, config, draft, algo, tokenizer)
         self._core: Core | None = core
         self._total = AcceptanceStats()
 

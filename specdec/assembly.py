@@ -4,26 +4,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from specdec.backends import AttentionBackend, pick_backend
+from specdec.backends import AttentionBackend, LayerSpec, pick_backend
 from specdec.backends.checks import is_debug
 from specdec.config import EngineConfig
 from specdec.draft.algo_spec import algo_spec
-from specdec.draft.eagle3 import Eagle3Worker
+from specdec.draft.eagle import HeadWorker
+from specdec.draft.standalone import StandaloneWorker
 from specdec.draft.worker import DraftWorker, NoDraft
 from specdec.engine import Core
 from specdec.graphs import Counters
-from specdec.kv_cache import KVPool, LayerShape, SlotTables
+from specdec.kv_cache import KVPool, SlotTables
 from specdec.memory import MemoryNeed, check_fits, free_bytes
-from specdec.models.eagle3 import Eagle3Head
+from specdec.models.draft_head import DraftHead
 from specdec.models.hf import HFTarget
-from specdec.models.loader import check_head, detect_algo, load_eagle3
+from specdec.models.loader import check_head, detect_algo, load_head
+from specdec.models.standalone import load_standalone
 from specdec.prefill_graphs import LOWER as PREFILL_LOWER
 from specdec.prefill_graphs import estimate_prefill_bytes, resolve_prefill_mode
 from specdec.round_checks import checked
 from specdec.round_graphs import LOWER, estimate_bytes
 from specdec.round_ops import RoundOps, pick_ops
+
+Draft = DraftHead | HFTarget  # a head that reads the target's features, or a model of its own
 
 
 def resolve_algo(draft: Any, algo: str | None) -> str | None:
@@ -31,88 +37,128 @@ def resolve_algo(draft: Any, algo: str | None) -> str | None:
     if algo not in (None, "auto"):
         algo_spec(algo)  # unknown names raise here
         if draft is None:
-            raise ValueError(f"algo={algo!r} needs a draft: a checkpoint folder, a Hub id or a loaded head")
+            raise ValueError(f"algo={algo!r} needs a draft: a checkpoint folder, a Hub id, a loaded head or a model")
     if algo is None and draft is not None:
         raise ValueError("algo=None is plain decoding, but a draft was given; leave one of them out")
     if draft is None:
         return None
-    if isinstance(draft, nn.Module):
-        if not isinstance(draft, Eagle3Head):
-            raise ValueError(f"draft is a {type(draft).__name__}: expected a folder, a Hub id or an Eagle3Head")
-        return "eagle3"
-    found = detect_algo(draft)
+    found = _algo_of(draft, None if algo == "auto" else algo)
     if algo not in ("auto", found):
-        raise ValueError(f"algo={algo!r}, but {str(draft)!r} holds a draft for {found!r}")
+        what = type(draft).__name__ if isinstance(draft, nn.Module) else repr(str(draft))
+        raise ValueError(f"algo={algo!r}, but {what} is a draft for {found!r}")
     return found
 
 
-def assemble(target: HFTarget, config: EngineConfig, draft: str | Path | nn.Module | None) -> tuple[Core, str]:
+def _algo_of(draft: str | Path | nn.Module, wanted: str | None) -> str:
+    if isinstance(draft, DraftHead):
+        return draft.algo
+    if isinstance(draft, PreTrainedModel):
+        return "standalone"
+    if isinstance(draft, nn.Module):
+        raise ValueError(
+            f"draft is a {type(draft).__name__}: expected a folder, a Hub id, a head (such as Eagle3Head) or a causal LM"
+        )
+    return detect_algo(draft, wanted)
+
+
+def assemble(
+    target: HFTarget, config: EngineConfig, draft: str | Path | nn.Module | None, algo: str | None, tokenizer: Any
+) -> tuple[Core, str]:
     """The core of an engine, its graphs captured, and why it runs on the backend it does.
 
     ValueError, CheckpointError, CapacityError or GraphError for what cannot be put together.
     """
-    if config.max_seq_len > target.spec.max_positions:
-        raise ValueError(f"max_seq_len={config.max_seq_len}: the model has positions up to {target.spec.max_positions}")
-    machine = (target.dtype, target.device, config.page_size)
-    backend, why = pick_backend(config.backend, target.spec.layers, *machine)
+    _check_length(config, target, "model")
+    loaded = None if draft is None or algo is None else _load_draft(draft, algo, target, config, tokenizer)
+    try:
+        return _assemble(target, config, loaded)
+    except BaseException:
+        if isinstance(loaded, HFTarget):
+            loaded.detach()
+        raise
+
+
+def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None) -> tuple[Core, str]:
+    backend, why = pick_backend(config.backend, target.spec.layers, target.dtype, target.device, config.page_size)
     backends = [backend]
     counters = Counters()
-    head = None if draft is None else _load_head(draft, target)
-    _check_memory(target, config, head)
+    _check_memory(target, config, draft)
     tables = SlotTables(config.max_batch, config.table_width, config.pool_slots, config.page_size, target.device)
     worker: DraftWorker = NoDraft()
-    if head is not None:
-        draft_backend, draft_why = pick_backend(config.backend, [head.config.layer], *machine)
-        why = why if draft_backend is backend else f"{why}; the draft: {draft_backend.name}, {draft_why}"
-        backends.append(draft_backend)
-        worker = Eagle3Worker(
-            head,
-            target.embed_tokens,
-            config,
-            draft_backend(),
-            _ops_for(draft_backend),
-            tables.total_slots,
-            counters.count_forward,
-        )
+    if draft is not None:
+        layers = _layers_of(draft)
+        own, draft_why = pick_backend(config.backend, layers, _dtype_of(draft), target.device, config.page_size)
+        why = why if own is backend else f"{why}; the draft: {own.name}, {draft_why}"
+        backends.append(own)
+        rest = (config, own(), _ops_for(own), tables.total_slots, counters.count_forward)
+        worker = StandaloneWorker(draft, *rest) if isinstance(draft, HFTarget) else HeadWorker(draft, target, *rest)
     may_merge = _may_merge(config, backends)
     core = Core(target, config, worker, backend(), _ops_for(backend), tables, counters, may_merge=may_merge)
     return core, why
 
 
-def _load_head(draft: str | Path | nn.Module, target: HFTarget) -> Eagle3Head:
-    if isinstance(draft, Eagle3Head):
+def _load_draft(
+    draft: str | Path | nn.Module, algo: str, target: HFTarget, config: EngineConfig, tokenizer: Any
+) -> Draft:
+    if algo == "standalone":
+        model = load_standalone(draft, target, tokenizer)
+        try:
+            _check_length(config, model, "draft")
+        except BaseException:
+            model.detach()
+            raise
+        return model
+    if isinstance(draft, DraftHead):
         check_head(draft, target.shape, target.dtype, target.device)
         return draft
     assert not isinstance(draft, nn.Module)
-    return load_eagle3(draft, target.shape, target.dtype, target.device)
+    return load_head(draft, target.shape, target.dtype, target.device, algo)
 
 
-def _check_memory(target: HFTarget, config: EngineConfig, head: Eagle3Head | None) -> None:
+def _check_length(config: EngineConfig, model: HFTarget, what: str) -> None:
+    if config.max_seq_len > model.spec.max_positions:
+        raise ValueError(f"max_seq_len={config.max_seq_len}: the {what} has positions up to {model.spec.max_positions}")
+
+
+def _layers_of(draft: Draft) -> Sequence[LayerSpec]:
+    return draft.spec.layers if isinstance(draft, HFTarget) else draft.attention_layers
+
+
+def _dtype_of(draft: Draft) -> torch.dtype:
+    return draft.dtype if isinstance(draft, HFTarget) else draft.weight.dtype
+
+
+def _state_width(draft: Draft) -> int:
+    """Elements a row: logits, and the recycled state of a head."""
+    return draft.spec.vocab_size if isinstance(draft, HFTarget) else draft.hot_ids.numel() + draft.hidden_size
+
+
+def _check_memory(target: HFTarget, config: EngineConfig, draft: Draft | None) -> None:
     """CapacityError if pools, tables and graphs will not fit beside the weights."""
     total_slots = SlotTables.slots_for(config.pool_slots, config.page_size)
 
     def size(module: nn.Module) -> int:
         return sum(p.numel() * p.element_size() for p in module.parameters())
 
-    def pool(layers: Sequence[LayerShape]) -> int:
-        return KVPool.bytes_for(layers, total_slots, target.dtype)
+    def pool(layers: Sequence[LayerSpec], dtype: torch.dtype) -> int:
+        return KVPool.bytes_for([s.shape for s in layers], total_slots, dtype)
 
     lower = "num_slots, max_batch or max_seq_len"
-    needs = [MemoryNeed("KV pool", pool([s.shape for s in target.spec.layers]), lower)]
+    needs = [MemoryNeed("KV pool", pool(target.spec.layers, target.dtype), lower)]
     needs.append(MemoryNeed("slot tables", 8 * config.num_rows * config.table_width, "max_batch or max_seq_len"))
     resident = [MemoryNeed("weights", size(target.model), "")]
-    if head is not None:
-        c = head.config
-        state = config.num_rows * (c.draft_vocab_size + c.hidden_size) + 2 * config.table_width * c.head_dim
-        needs.append(MemoryNeed("the draft's KV pool", pool([c.layer.shape]), lower))
-        needs.append(MemoryNeed("the draft's state", state * target.dtype.itemsize, "max_batch or max_seq_len"))
-        resident.append(MemoryNeed("draft", size(head), ""))
+    if draft is not None:
+        layers, dtype = _layers_of(draft), _dtype_of(draft)
+        state = config.num_rows * _state_width(draft) + 2 * config.table_width * max(s.qk_dim for s in layers)
+        needs.append(MemoryNeed("the draft's KV pool", pool(layers, dtype), lower))
+        needs.append(MemoryNeed("the draft's state", state * dtype.itemsize, "max_batch or max_seq_len"))
+        resident.append(MemoryNeed("draft", size(draft.model if isinstance(draft, HFTarget) else draft), ""))
     if config.cuda_graph is not False:
         spec = target.spec
         shape = (spec.hidden_size, spec.vocab_size, len(spec.layers), target.dtype.itemsize)
         needs.append(MemoryNeed("graphs", estimate_bytes(config, *shape), LOWER))
     if resolve_prefill_mode(config, target) != "off":
-        num_aux = 0 if head is None else len(head.config.aux_layers)
+        num_aux = len(draft.aux_layers) if isinstance(draft, DraftHead) else 0
         num_bytes = estimate_prefill_bytes(config, target.spec, num_aux, target.dtype.itemsize)
         needs.append(MemoryNeed("prefill graphs", num_bytes, PREFILL_LOWER))
     check_fits(needs, resident, free_bytes(target.device))

@@ -22,6 +22,8 @@ class EngineConfig:
     num_slots: KV slots (tokens) of the pool; None holds `max_batch` requests of `max_seq_len`.
     page_size: KV slots handed out together.
     max_prefill_tokens: prompt tokens of one prefill forward; longer prompts are prefilled in chunks.
+    sample_drafts: whether chains of sampled requests are drawn from the draft's own law, which accepts more; False
+        drafts the most likely tokens. Both are lossless.
     backend: attention backend, "auto" or a name in `specdec.backends`.
     cuda_graph: whether rounds replay from graphs; None: on CUDA. True elsewhere records and re-runs, for tests.
     round_graph: the whole round as one graph, or False: draft, verify and extend apart; None: one where possible.
@@ -46,6 +48,7 @@ class EngineConfig:
     num_slots: int | None = None
     page_size: int = 1
     max_prefill_tokens: int = 8192
+    sample_drafts: bool = True
     backend: str = "auto"
     cuda_graph: bool | None = None
     round_graph: bool | None = None
@@ -86,6 +89,7 @@ class EngineConfig:
 
     def _check_graphs(self) -> None:
         flags = {"cuda_graph": _MAYBE, "round_graph": _MAYBE, "strict": _MAYBE[1:], "compile": _MAYBE[1:]}
+        flags["sample_drafts"] = _MAYBE[1:]
         for name, choices in {**flags, "prefill_graph": PREFILL_GRAPHS, "compiler": COMPILERS}.items():
             value = getattr(self, name)
             if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
@@ -153,8 +157,8 @@ class EngineConfig:
 
     @property
     def tail_reserve(self) -> int:
-        """Slots a round may write past L: max(K·(S-1), D, S+1)."""
-        return max(self.topk * (self.num_steps - 1), self.verify_width, self.num_steps + 1)
+        """Slots a round may write past L: max(K·(S-1), D, S+1), and one for drafts that are a token ahead."""
+        return max(self.topk * (self.num_steps - 1), self.verify_width, self.num_steps + 1) + 1
 
     @property
     def prefill_tokens(self) -> int:

@@ -122,6 +122,7 @@ class Core:
     def close(self) -> None:
         """Take our marks off the model, and wait for what is on its way: one round may be."""
         self.target.detach()
+        self.round.worker.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -140,17 +141,21 @@ class Core:
         chunk, ids = self._chunk(pieces, starts)
         hidden, aux = self.prefill.target(chunk.metadata, ids)
         done = [i for i, (r, _) in enumerate(pieces) if r.is_prefilled]
+        places = slice(None) if len(done) == len(pieces) else self._tensor(done)
+        rows, last_rows = chunk.rows[places], chunk.last_rows[places]
         if done:
             finished = [pieces[i][0] for i in done]
-            places = slice(None) if len(done) == len(pieces) else self._tensor(done)
-            rows, last_rows = chunk.rows[places], chunk.last_rows[places]
             kind = SamplingKind.of(r.sampling for r in finished)
             packed = self.graphs.first_tokens(kind, rows, hidden[last_rows])
             self._mailbox.post(finished, packed, is_round=False)
             chunk.next_ids[last_rows] = packed[:, 0].clamp(min=0)
         worker = self.round.worker
-        has_layers = worker.context is not None
-        worker.finish_prefill(chunk, self.prefill.draft(chunk.metadata, chunk.next_ids, aux) if has_layers else None)
+        states = None
+        if worker.context is not None:
+            states = self.prefill.draft(chunk.metadata, chunk.next_ids if worker.id_shift else ids, aux)
+        worker.finish_prefill(chunk, states)
+        if done and worker.has_begin:
+            self.graphs.begin(rows)
         return bool(done)
 
     def _chunk(self, pieces: list[tuple[Request, int]], starts: list[int]) -> tuple[PrefillChunk, torch.Tensor]:

@@ -30,20 +30,22 @@ class Prefill:
         interrupt: Callable[[Callable[[], None]], None],
         device: torch.device,
     ):
-        def rows(width: int) -> torch.Tensor:
-            return torch.zeros(largest, width, dtype=target.dtype, device=device)
+        def rows(width: int, dtype: torch.dtype = target.dtype) -> torch.Tensor:
+            return torch.zeros(largest, width, dtype=dtype, device=device)
 
-        def bridge(own: ForwardContext) -> AttentionBridge:
-            return AttentionBridge(own, largest, target.dtype, device, interrupt)
+        def bridge(own: ForwardContext, dtype: torch.dtype = target.dtype) -> AttentionBridge:
+            return AttentionBridge(own, largest, dtype, device, interrupt)
+
+        draft_dtype = worker.dtype or target.dtype
 
         self.target = target
         self.worker = worker
         self.context = context
         self.hidden = rows(target.spec.hidden_size)
         self.aux = rows(len(target.aux_layers) * target.spec.hidden_size)
-        self.draft_hidden = rows(worker.hidden_size)
+        self.draft_hidden = rows(worker.hidden_size, draft_dtype)
         self.bridge = bridge(context)
-        self.draft_bridge = None if worker.context is None else bridge(worker.context)
+        self.draft_bridge = None if worker.context is None else bridge(worker.context, draft_dtype)
 
     def target_layers(
         self,

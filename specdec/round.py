@@ -107,6 +107,11 @@ class Round:
         verdict = self.ops.settle(verdict, rows, self.state.stop_ids, self.state.remaining)
         return self._emit(batch, verdict, moves=False)  # the token is not in the cache yet: L stays
 
+    def begin(self, rows: torch.Tensor) -> torch.Tensor:
+        """The draft takes the first roots of `rows` [n]; returns the rows."""
+        self.worker.begin(self.batch(SamplingKind.GREEDY, rows))
+        return rows
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name, every tensor that outlives a round and that rounds read or write; they stay where they are."""
         model = self.target.model

@@ -5,6 +5,7 @@ Apart they cost two more launches and copies of what they hand on; that is for b
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -67,6 +68,9 @@ class RoundGraphs:
         hidden = BufferSpec("hidden", lambda n: (n, width), program.target.dtype, pad=0.0)
         runners.append(("first_token", partial(first_token_part, program), [rows, hidden]))
         self.runners = {name: GraphRunner(name, body, specs, setup) for name, body, specs in runners}
+        if program.worker.has_begin:  # it samples nothing, so one kind serves all
+            once = replace(setup, variants=config.graph_sampling[:1])
+            self.runners["draft_begin"] = GraphRunner("draft_begin", partial(begin_part, program), [rows], once)
         with torch.inference_mode():
             build(list(self.runners.values()), self.capture, lower=LOWER, strict=config.strict)
 
@@ -96,6 +100,10 @@ class RoundGraphs:
     def first_tokens(self, kind: SamplingKind, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """The tokens after prompts, from the target's last hidden states [n, h] of `rows`; see `Round.first_tokens`."""
         return self.runners["first_token"](self._served_as(kind), {"rows": rows, "hidden": hidden})
+
+    def begin(self, rows: torch.Tensor) -> None:
+        """See `Round.begin`."""
+        self.runners["draft_begin"](self._config.graph_sampling[0], {"rows": rows})
 
     def _served_as(self, kind: SamplingKind) -> SamplingKind:
         """The least kind at or above `kind` that was captured; a later kind does all that an earlier one does."""
@@ -172,6 +180,11 @@ def extend_part(
 def first_token_part(program: Round, kind: str, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """The head over the last rows of prompts, and Round.first_tokens."""
     return program.first_tokens(kind, rows, program.target.head(hidden))
+
+
+def begin_part(program: Round, kind: str, rows: torch.Tensor) -> torch.Tensor:
+    """Round.begin, whatever the kind."""
+    return program.begin(rows)
 
 
 def estimate_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, num_layers: int, itemsize: int) -> int:

@@ -1,4 +1,4 @@
-"""Draft heads and workers for tests: a random EAGLE-3 head, and an oracle that proposes the right tokens most times."""
+"""Drafts for tests: random ones of every algorithm, and an oracle that proposes the right tokens most times."""
 
 from typing import Any
 
@@ -6,18 +6,42 @@ import torch
 
 from specdec.draft.worker import Draft, DraftWorker, PrefillChunk, RoundBatch
 from specdec.models.draft_head import LayerConfig
+from specdec.models.eagle import EagleConfig, EagleHead
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head
+from specdec.models.nextn import NextNHead
 from specdec.tree import build, chain
 from specdec.verify import Verdict
+from tests.tiny_models import tiny_model
+
+ALGOS = ("eagle", "eagle3", "nextn", "standalone")
 
 
 def random_head(model: Any, draft_vocab_size: int = 64, aux: tuple[int, int, int] = (0, 1, 2), seed: int = 0):
-    """A head that fits `model` and proposes noise."""
-    torch.manual_seed(seed)
+    """An EAGLE-3 head that fits `model` and proposes noise."""
     c = model.config.get_text_config()
     h, vocab = c.hidden_size, c.vocab_size
+    torch.manual_seed(seed)
     head = Eagle3Head(Eagle3Config(LayerConfig(h, 64, 4, 2, 16), h, vocab, draft_vocab_size, aux))
     head.set_hot_vocab(torch.randperm(vocab)[:draft_vocab_size])
+    return noisy(head)
+
+
+def random_draft(model: Any, algo: str, seed: int = 0) -> Any:
+    """A draft of `algo` for `model` that proposes noise; the standalone one is a model of another shape."""
+    c = model.config.get_text_config()
+    torch.manual_seed(seed)
+    if algo == "eagle3":
+        return random_head(model, seed=seed)
+    if algo == "eagle":
+        layer = LayerConfig(c.hidden_size, 48, 4, 2, 16)
+        return noisy(EagleHead(EagleConfig(layer, c.vocab_size)))
+    if algo == "nextn":
+        return noisy(NextNHead(model))
+    return tiny_model("qwen3" if type(model).__name__ != "Qwen3ForCausalLM" else "llama", seed + 7)
+
+
+def noisy(head: Any) -> Any:
+    """`head` with random matrices, ready to draft."""
     for p in head.parameters():
         if p.dim() > 1:
             p.data = torch.randn_like(p) * 0.1

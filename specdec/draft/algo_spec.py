@@ -1,4 +1,8 @@
-"""How the draft algorithms differ, as data. Facts and sources: arXiv 2401.15077, 2503.01840."""
+"""How the draft algorithms differ, as data. Facts and sources: arXiv 2401.15077, 2503.01840, 2412.19437, 2211.17192.
+
+What differs between checkpoints of one algorithm (order of combination, norms, what is recycled, hot vocabulary) is a
+head's own configuration, and stands in the layouts that `specdec.models.loader` reads.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,40 +11,31 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class AlgoSpec:
-    """What one draft algorithm takes from the target and how its head combines it.
+    """What one draft algorithm takes from the target.
 
-    num_aux: target hidden states taken, by layer index ("aux layers"); 0 takes none.
-    combine: order of the two halves of the layer's input, "emb_hid" or "hid_emb".
-    recycle: what a draft step feeds back, the hidden state before ("pre_norm") or after ("post_norm") the out norm.
+    features: target hidden states it reads: "aux" (outputs of layers that the head names), "last" (after the final
+        norm) or "none".
     id_shift: row i of the draft holds token i+1 (EAGLE family) or token i (standalone).
     shares_embedding, shares_head: taken from the target where the checkpoint has none.
-    hot_vocab: the head scores a subset of the target's vocabulary; `d2t` holds OFFSETS, target = draft + d2t[draft].
+    hot_vocab: it may score a subset of the target's vocabulary; `d2t` holds OFFSETS, target = draft + d2t[draft].
     """
 
     name: str
-    num_aux: int
-    combine: str
-    recycle: str
+    features: str
     id_shift: int
     shares_embedding: bool
     shares_head: bool
     hot_vocab: bool
 
 
-ALGORITHMS: Mapping[str, AlgoSpec] = MappingProxyType(
-    {
-        "eagle3": AlgoSpec(
-            name="eagle3",
-            num_aux=3,
-            combine="emb_hid",
-            recycle="pre_norm",
-            id_shift=1,
-            shares_embedding=True,
-            shares_head=True,
-            hot_vocab=True,
-        )
-    }
+_SHARES = {"id_shift": 1, "shares_embedding": True, "shares_head": True}
+_SPECS = (
+    AlgoSpec("eagle", features="last", hot_vocab=False, **_SHARES),
+    AlgoSpec("eagle3", features="aux", hot_vocab=True, **_SHARES),
+    AlgoSpec("nextn", features="last", hot_vocab=False, **_SHARES),
+    AlgoSpec("standalone", features="none", hot_vocab=False, id_shift=0, shares_embedding=False, shares_head=False),
 )
+ALGORITHMS: Mapping[str, AlgoSpec] = MappingProxyType({spec.name: spec for spec in _SPECS})
 
 
 def algo_spec(name: str) -> AlgoSpec:

@@ -61,18 +61,29 @@ class DraftWorker(ABC):
     aux_layers: tuple[int, ...] = ()
     draws_chains: bool = False  # whether chain drafts of sampled requests are drawn, and so come with their laws
     context: ForwardContext | None = None  # the draft's attention layers, if it has any
+    dtype: torch.dtype | None = None  # of its states and K/V; None: the target's
     hidden_size: int = 0  # h_d, of what `prefill_layers` returns
+    id_shift: int = 1  # whether its prefill takes the token after each row, or (0) the row's own
+    has_begin: bool = False  # whether `begin` does anything
 
     def prefill_layers(self, ids: torch.Tensor, positions: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
         """The forward of a draft prefill: states [T, h_d] of tokens [T]; aux [T, num_aux*h] are the target's features.
 
-        ids [T] are as the algorithm takes them (`PrefillChunk.next_ids`). Attention goes to the scope in force; rows do
+        ids [T] are as the algorithm takes them (see `id_shift`). Attention goes to the scope in force; rows do
         not see each other elsewhere, so any T can be captured.
         """
         raise NotImplementedError(f"{type(self).__name__} has a context, so it needs prefill_layers")
 
     def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None) -> None:
         """Keep what the states [T, h_d] of `chunk` leave for the first round; None for a draft without layers."""
+        return None
+
+    def begin(self, batch: RoundBatch) -> None:
+        """Take the first roots of requests whose prompts are done; it runs after `finish_prefill`."""
+        return None
+
+    def close(self) -> None:
+        """Leave whatever the worker was attached to as it was."""
         return None
 
     @abstractmethod

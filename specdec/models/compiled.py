@@ -65,7 +65,7 @@ def _trace(target: HFTarget, mode: ForwardMode, config: EngineConfig) -> Traced:
             batches[0],
             torch.ops.specdec.attn.default,
             config.compiler,
-            num_outputs=1 + bool(target.aux_layers),
+            num_outputs=1 + bool(target.tapped),
             largest=max(config.prefill_tokens, config.max_batch * config.verify_width),
             joins=not target.compiled,
             progress=lambda: bar.update() and None,

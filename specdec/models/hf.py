@@ -18,6 +18,7 @@ from specdec.backends import ForwardContext, attention, forward_context
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError, GraphError
 from specdec.graphs.trace import Traced
+from specdec.models.draft_head import LAST
 from specdec.models.loader import TargetShape
 from specdec.models.probe import (
     ModelSpec,
@@ -55,8 +56,8 @@ AttentionInterface.register("specdec", _routed_attention)
 class HFTarget:
     """A live model, admitted by `probe`, run in two parts: its layers, and the head over the rows that need logits.
 
-    aux_layers: indices of layers whose output the draft wants, low to high. compiled: what runs in place of the live
-    model's layers, if anything, in prefills and in rounds.
+    aux_layers: indices of layers whose output the draft wants, low to high, or (LAST,) for the last hidden states.
+    compiled: what runs in place of the live model's layers, if anything, in prefills and in rounds.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -98,6 +99,7 @@ class HFTarget:
             num_layers=len(self.spec.layers),
             embed_tokens=self.embed_tokens,
             lm_head=self.model.get_output_embeddings(),
+            model=self.model,
         )
 
     def forward(self, context: ForwardContext, metadata: AttentionMetadata, input_ids: torch.Tensor) -> TargetOutput:
@@ -120,15 +122,16 @@ class HFTarget:
         compiled = self.compiled.get(mode is ForwardMode.EXTEND)
         if compiled is not None and inputs_embeds is None:
             hidden, aux = (*compiled(input_ids, positions), None)[:2]
-            return hidden, aux
-        with self.routed(mode):
-            return self.run_layers(input_ids, positions, inputs_embeds)
+        else:
+            with self.routed(mode):
+                hidden, aux = self.run_layers(input_ids, positions, inputs_embeds)
+        return hidden, hidden if self.aux_layers == (LAST,) else aux
 
     def run_layers(
         self, input_ids: torch.Tensor, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The live model's own layers; see `layers`. Needs `routed`; this is what gets traced."""
-        wanted: Any = list(self.aux_layers) or False
+        """The live model's own layers and the outputs of `tapped`; needs `routed`. This is what gets traced."""
+        wanted: Any = list(self.tapped) or False
         given = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         out = self.spec.stack(
             **{name: value.unsqueeze(0) for name, value in given.items()},
@@ -136,8 +139,13 @@ class HFTarget:
             use_cache=False,
             output_hidden_states=wanted,
         )
-        aux = torch.cat([out.hidden_states[i][0] for i in self.aux_layers], -1) if self.aux_layers else None
+        aux = torch.cat([out.hidden_states[i][0] for i in self.tapped], -1) if self.tapped else None
         return out.last_hidden_state[0], aux
+
+    @property
+    def tapped(self) -> tuple[int, ...]:
+        """Layers whose output has to be kept on the way."""
+        return tuple(i for i in self.aux_layers if i != LAST)
 
     @contextmanager
     def routed(self, mode: ForwardMode) -> Iterator[None]:

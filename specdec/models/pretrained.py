@@ -28,15 +28,37 @@ def load_pretrained(
 
     name: "bundled", a .gguf file, a folder as `save_pretrained` writes it, or a Hub id.
     """
-    path = bundled_gguf() if str(name) == BUNDLED else Path(name).expanduser()
-    source, extra = str(name), {}
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ValueError(f"target {str(path)!r}: there is no such .gguf file")
-        source, extra = str(path.parent), {"gguf_file": path.name}
-        if find_spec("gguf") is None:
-            raise ValueError(f"reading {path.name} needs the gguf package; {_WHEEL_HINT}")
-    options: dict[str, Any] = {"dtype": dtype, **extra}
-    model = AutoModelForCausalLM.from_pretrained(source, **options)
+    source, extra = _source(name)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
     tokenizer = AutoTokenizer.from_pretrained(source, **extra)
     return model.to(device).eval(), tokenizer
+
+
+def load_draft(
+    name: str | Path, *, dtype: torch.dtype, device: str | torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """A standalone draft and its tokenizer, or None where it brings none. A folder may hold one .gguf file instead.
+
+    Takes what `load_pretrained` takes.
+    """
+    folder = Path(name).expanduser()
+    files = sorted(folder.glob("*.gguf")) if folder.is_dir() and not (folder / "config.json").is_file() else []
+    source, extra = _source(files[0] if files else name)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **extra)
+    except (OSError, ValueError, KeyError, TypeError):  # it has no tokenizer files
+        tokenizer = None
+    return model.to(device).eval(), tokenizer
+
+
+def _source(name: str | Path) -> tuple[str, dict[str, Any]]:
+    """What `from_pretrained` is given for `name`."""
+    path = bundled_gguf() if str(name) == BUNDLED else Path(name).expanduser()
+    if path.suffix != ".gguf":
+        return str(name), {}
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r}: there is no such .gguf file")
+    if find_spec("gguf") is None:
+        raise ValueError(f"reading {path.name} needs the gguf package; {_WHEEL_HINT}")
+    return str(path.parent), {"gguf_file": path.name}

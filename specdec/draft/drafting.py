@@ -1,0 +1,218 @@
+"""What all draft models do alike: grow a chain or a tree a step at a time, and follow what the target accepted.
+
+Between rounds a row holds what the last draft-extend (or the prefill) left: the logits of the token after the root,
+and the state that a next step takes, so drafting S deep costs S-1 forwards. The draft's KV lies in a pool of its own
+under the target's slot numbers. Chains: arXiv 2211.17192; trees as in EAGLE-2, arXiv 2406.16858.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from specdec.backends import AttentionBackend, ForwardContext, LayerSpec, forward_context
+from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.config import EngineConfig
+from specdec.draft.algo_spec import AlgoSpec
+from specdec.draft.worker import STREAM_DRAFT, Draft, DraftWorker, RoundBatch
+from specdec.kv_cache import KVPool
+from specdec.round_ops import RoundOps
+from specdec.sampling import process_logits
+from specdec.tree import chain
+from specdec.verify import Verdict
+
+
+class DraftModelWorker(DraftWorker):
+    """Drafts with a model of `layers` and their `sinks`, which scores the target tokens `hot_ids` [dv] int64.
+
+    State by row: `logits` [num_rows, dv], and `hidden` [num_rows, h_d] of a model that is fed its own states.
+    """
+
+    def __init__(
+        self,
+        spec: AlgoSpec,
+        config: EngineConfig,
+        backend: AttentionBackend,
+        ops: RoundOps,
+        on_forward: Callable[[ForwardMode], None],
+        *,
+        layers: Sequence[LayerSpec],
+        sinks: Sequence[torch.Tensor | None],
+        hot_ids: torch.Tensor,
+        vocab_size: int,
+        state_size: int,
+        total_slots: int,
+        dtype: torch.dtype,
+    ):
+        """state_size: h_d, 0 for a model that is fed tokens only; vocab_size V: the target's."""
+        num_hot, device = hot_ids.numel(), hot_ids.device
+        if config.topk > num_hot:
+            raise ValueError(f"topk={config.topk}: the draft scores only {num_hot} tokens")
+        self.spec = spec
+        self.id_shift = spec.id_shift
+        self.config = config
+        self.ops = ops
+        self.dtype = dtype
+        self.hot_ids = hot_ids
+        self.vocab_size = vocab_size
+        self.draws_chains = config.sample_drafts
+        pool = KVPool([layer.shape for layer in layers], total_slots, dtype, device)
+        self.context: ForwardContext = ForwardContext(backend, pool, layers, sinks, on_forward)
+        self.candidate_depths = candidate_depths(config).to(device)
+        self.logits = torch.zeros(config.num_rows, num_hot, dtype=dtype, device=device)
+        self.hidden = torch.zeros(config.num_rows, state_size, dtype=dtype, device=device) if state_size else None
+
+    @abstractmethod
+    def run(
+        self, mode: ForwardMode, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The model's states [T, h_d] of ids [T] at positions [T], beside hidden [T, h_d]; attention is in scope."""
+
+    @abstractmethod
+    def score(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits [T, dv] over `hot_ids` of states [T, h_d]."""
+
+    def inputs(self, features: torch.Tensor | None) -> torch.Tensor | None:
+        """What stands in the place of states beside true tokens, from the target's features [T, num_aux*h]."""
+        return None
+
+    def prefill_layers(self, ids: torch.Tensor, positions: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+        return self.run(ForwardMode.EXTEND, ids, positions, self.inputs(aux))
+
+    def draft(self, batch: RoundBatch) -> Draft:
+        return self._draft_chain(batch) if self.config.topk == 1 else self._draft_tree(batch)
+
+    def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> None:
+        """Run a row for every token that could be accepted, on true features; the last accepted token's row is kept.
+
+        Rows past it compute garbage into slots past the new L, where nobody looks.
+        """
+        width = verdict.tokens.shape[1]  # S+1, or D where the tree is too small for a path of S
+        features = None
+        if aux is not None:
+            features = self.inputs(self.ops.gather_rows(aux, verdict.accept_index).flatten(0, 1))
+        ids = verdict.tokens.clamp(min=0).view(-1)
+        states = self.forward(batch, ForwardMode.DRAFT_EXTEND, ids, features, q_len=width).unflatten(0, (-1, width))
+        last = verdict.accept_lens.unsqueeze(1) - 1
+        self.keep(batch.rows, self.ops.gather_rows(states, last).squeeze(1))
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        own = {"hot_ids": self.hot_ids, "logits": self.logits}
+        if self.hidden is not None:
+            own["hidden"] = self.hidden
+        sinks = {f"sinks[{i}]": s for i, s in enumerate(self.context.sinks) if s is not None}
+        return {**own, **sinks, **self.context.pool.tensors("cache"), **self.weights}
+
+    @property
+    @abstractmethod
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The model's parameters and buffers by name."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {
+            "algo": self.spec.name,
+            "aux_layers": self.aux_layers,
+            "draft_vocab_size": self.hot_ids.numel(),
+            "draft_kv_bytes": self.context.pool.num_bytes,
+        }
+
+    def forward(
+        self, batch: RoundBatch, mode: ForwardMode, ids: torch.Tensor, hidden: torch.Tensor | None, **shape: Any
+    ) -> torch.Tensor:
+        """A forward of ids [T] after the draft's committed tokens: states [T, h_d]. shape: see `MetadataBuilder`."""
+        ahead = 1 - self.spec.id_shift  # tokens that the draft has seen more than the target: the root, or none
+        metadata: AttentionMetadata = self.context.backend.metadata.uniform(
+            mode,
+            batch.slot_tables,
+            batch.seq_lens + ahead if ahead else batch.seq_lens,
+            max_prefix=min(batch.max_prefix + ahead, batch.slot_tables.shape[1]),
+            **shape,
+        )
+        with forward_context(self.context, metadata):
+            return self.run(mode, ids, metadata.positions, hidden)
+
+    def keep(self, rows: torch.Tensor, states: torch.Tensor) -> None:
+        """Store the states [n, h_d] that predict the next tokens of `rows`, and their logits."""
+        if self.hidden is not None:
+            self.hidden[rows] = states
+        self.logits[rows] = self.score(states)
+
+    def _draft_chain(self, batch: RoundBatch) -> Draft:
+        """K=1: the best (or a sampled) token a step."""
+        logits, hidden = self.logits[batch.rows], None if self.hidden is None else self.hidden[batch.rows]
+        tokens: list[torch.Tensor] = []
+        laws: list[torch.Tensor] = []
+        for step in range(self.config.num_steps):
+            if step:
+                hidden = self.forward(batch, ForwardMode.DRAFT, tokens[-1], hidden, q_len=1, first_node=step - 1)
+                logits = self.score(hidden)
+            if batch.sampling is None or not self.draws_chains:
+                tokens.append(self.ops.best_token(logits, self.hot_ids))
+            else:
+                law = process_logits(logits.unsqueeze(1), batch.sampling).squeeze(1)
+                draws = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, STREAM_DRAFT + step, 1)
+                tokens.append(self.hot_ids[self.ops.sample(law, draws.squeeze(1))])
+                laws.append(law)
+        return Draft(chain(batch.roots, torch.stack(tokens, 1)), self._over_target_vocab(laws))
+
+    def _draft_tree(self, batch: RoundBatch) -> Draft:
+        """K>1: grow K branches a step by cumulative log-probability, then re-rank everything proposed (EAGLE-2)."""
+        k, bs = self.config.topk, batch.rows.shape[0]
+        frontier_scores, frontier_ids = self.ops.top_tokens(self.logits[batch.rows], k, self.hot_ids)  # [bs, K]
+        hidden = None if self.hidden is None else self.hidden[batch.rows].repeat_interleave(k, 0)  # [bs*K, h_d]
+        names = torch.arange(k, device=batch.rows.device).expand(bs, -1)  # candidate numbers of the frontier
+        bits = torch.zeros_like(names)  # draft nodes above the frontier
+        tokens, scores, parents = [frontier_ids], [frontier_scores], [torch.full_like(names, -1)]
+        for step in range(1, self.config.num_steps):
+            bits = bits | (1 << names_of_step(step, k, names))
+            nodes = {"first_node": k * (step - 1), "depths": torch.full_like(bits, step - 1), "ancestor_bits": bits}
+            states = self.forward(batch, ForwardMode.DRAFT, frontier_ids.reshape(-1), hidden, q_len=k, **nodes)
+            log_probs, child_ids = self.ops.top_tokens(self.score(states), k, self.hot_ids)  # [bs*K, K]
+            child_ids = child_ids.view(bs, k * k)
+            cumulative, kept = self.ops.expand(log_probs.view(bs, k, k), frontier_scores, k)
+            first_name = sum(t.shape[1] for t in tokens)
+            tokens.append(child_ids)
+            scores.append(cumulative)
+            parents.append(names.repeat_interleave(k, 1))
+            frontier_ids, frontier_scores, names = (
+                child_ids.gather(1, kept),
+                cumulative.gather(1, kept),
+                first_name + kept,
+            )
+            if hidden is not None:
+                hidden = self.ops.gather_rows(states.view(bs, k, -1), kept // k).flatten(0, 1)
+            bits = bits.gather(1, kept // k)
+        tree = self.ops.build(
+            batch.roots,
+            torch.cat(tokens, 1),
+            torch.cat(scores, 1),
+            torch.cat(parents, 1),
+            self.candidate_depths,
+            num_draft_tokens=self.config.verify_width,
+            num_steps=self.config.num_steps,
+        )
+        return Draft(tree, None)
+
+    def _over_target_vocab(self, laws: list[torch.Tensor]) -> torch.Tensor | None:
+        """Draft laws S x [bs, dv] as [bs, S, V]; tokens outside the hot vocabulary have probability 0."""
+        if not laws:
+            return None
+        q = torch.stack(laws, 1)
+        if q.shape[2] == self.vocab_size:
+            return q
+        wide = q.new_zeros(*q.shape[:2], self.vocab_size)
+        return wide.index_copy_(2, self.hot_ids, q)
+
+
+def candidate_depths(config: EngineConfig) -> torch.Tensor:
+    """[N] int64: depth of every tree candidate in creation order: K at depth 1, then K*K a step."""
+    k = config.topk
+    return torch.tensor([1] * k + [d for d in range(2, config.num_steps + 1) for _ in range(k * k)])
+
+
+def names_of_step(step: int, k: int, like: torch.Tensor) -> torch.Tensor:
+    """[bs, K] int64: numbers of the K draft nodes of `step` (from 1) in the draft's tail."""
+    return torch.arange(k * (step - 1), k * step, device=like.device).expand_as(like)

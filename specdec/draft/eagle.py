@@ -1,0 +1,97 @@
+"""The worker of the EAGLE family: EAGLE-1/2, EAGLE-3 and NextN heads, which read features of the target.
+
+Position p of the draft sees (embedding of token p+1, feature of position p): arXiv 2401.15077, 2503.01840; for NextN
+2412.19437. What the heads do with them is theirs; what they read says `AlgoSpec`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from specdec.backends import AttentionBackend, attention
+from specdec.backends.rope import Rope
+from specdec.batch import ForwardMode
+from specdec.config import EngineConfig
+from specdec.draft.algo_spec import algo_spec
+from specdec.draft.drafting import DraftModelWorker
+from specdec.draft.worker import PrefillChunk
+from specdec.models.draft_head import DraftHead
+from specdec.models.hf import HFTarget
+from specdec.models.probe import batched_experts, waiting_configs
+from specdec.round_ops import RoundOps
+
+
+class HeadWorker(DraftModelWorker):
+    """Drafts with `head` for `target`, whose embedding and output head it uses where it has none of its own."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        target: HFTarget,
+        config: EngineConfig,
+        backend: AttentionBackend,
+        ops: RoundOps,
+        total_slots: int,
+        on_forward: Callable[[ForwardMode], None],
+    ):
+        weight = head.weight
+        super().__init__(
+            algo_spec(head.algo),
+            config,
+            backend,
+            ops,
+            on_forward,
+            layers=head.attention_layers,
+            sinks=head.sinks,
+            hot_ids=head.hot_ids,
+            vocab_size=head.vocab_size,
+            state_size=head.hidden_size,
+            total_slots=total_slots,
+            dtype=weight.dtype,
+        )
+        self.head = head
+        self.target = target
+        self.embed_tokens = head.embed_tokens if head.embed_tokens is not None else target.embed_tokens
+        self.aux_layers = head.aux_layers
+        self.hidden_size = head.hidden_size
+        is_cuda = weight.device.type == "cuda"
+        self._waiting = waiting_configs(head.configs, weight.dtype) if is_cuda else []
+        every_position = torch.arange(config.table_width, device=weight.device)
+        self.rope_tables = torch.stack(head.rope(every_position), 1)  # [table_width, 2, R]: cos, sin
+
+    def run(
+        self, mode: ForwardMode, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert hidden is not None, "a head reads states"
+        rope = Rope(*self.rope_tables[positions].unbind(1))
+        with batched_experts(() if mode is ForwardMode.EXTEND else self._waiting):
+            return self.head(self.embed_tokens(ids), hidden, rope, _attend)
+
+    def score(self, states: torch.Tensor) -> torch.Tensor:
+        return self.head.logits(states, self.target.head)
+
+    def inputs(self, features: torch.Tensor | None) -> torch.Tensor:
+        assert features is not None, f"{self.spec.name} needs the target's features"
+        return self.head.fuse(features)
+
+    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None) -> None:
+        assert hidden is not None
+        self.keep(chunk.rows, hidden[chunk.last_rows])
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {
+            "rope tables": self.rope_tables,
+            **dict(self.head.named_parameters()),
+            **dict(self.head.named_buffers()),
+        }
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts, "recycles": "post_norm" if self.head.recycles_normed else "pre_norm"}
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, layer: int) -> torch.Tensor:
+    """The head's layers through our op; the backend rotates what comes un-rotated."""
+    return attention(q, k, v, layer, rope)

@@ -1,0 +1,73 @@
+"""The worker of standalone drafts (arXiv 2211.17192, 2302.01318): any causal LM of the target's vocabulary.
+
+It sees tokens only, unshifted, at their true positions, through attention of its own geometry. Between rounds it has
+seen the root too, one token more than the target, so that its logits are there when a round begins.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from specdec.backends import AttentionBackend
+from specdec.batch import ForwardMode
+from specdec.config import EngineConfig
+from specdec.draft.algo_spec import algo_spec
+from specdec.draft.drafting import DraftModelWorker
+from specdec.draft.worker import RoundBatch
+from specdec.models.hf import HFTarget
+from specdec.round_ops import RoundOps
+
+
+class StandaloneWorker(DraftModelWorker):
+    """Drafts with the live model `draft`."""
+
+    has_begin = True
+
+    def __init__(
+        self,
+        draft: HFTarget,
+        config: EngineConfig,
+        backend: AttentionBackend,
+        ops: RoundOps,
+        total_slots: int,
+        on_forward: Callable[[ForwardMode], None],
+    ):
+        super().__init__(
+            algo_spec("standalone"),
+            config,
+            backend,
+            ops,
+            on_forward,
+            layers=draft.spec.layers,
+            sinks=draft.spec.sinks,
+            hot_ids=torch.arange(draft.spec.vocab_size, device=draft.device),
+            vocab_size=draft.spec.vocab_size,
+            state_size=0,
+            total_slots=total_slots,
+            dtype=draft.dtype,
+        )
+        self.model = draft
+
+    def run(
+        self, mode: ForwardMode, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.model.layers(mode, ids, positions)[0]
+
+    def score(self, states: torch.Tensor) -> torch.Tensor:
+        return self.model.head(states)
+
+    def prefill_layers(self, ids: torch.Tensor, positions: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+        """Nothing is kept of a prompt but its K/V: states [T, 0]."""
+        return self.run(ForwardMode.EXTEND, ids, positions, None)[:, :0]
+
+    def begin(self, batch: RoundBatch) -> None:
+        """See the first root, at position L."""
+        at_root = RoundBatch(batch.rows, batch.slot_tables, batch.seq_lens - 1, batch.roots, None, batch.max_prefix)
+        self.keep(batch.rows, self.forward(at_root, ForwardMode.DRAFT_EXTEND, batch.roots, None, q_len=1))
+
+    def close(self) -> None:
+        self.model.detach()
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {**dict(self.model.model.named_parameters()), **dict(self.model.model.named_buffers())}

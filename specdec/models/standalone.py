@@ -1,0 +1,52 @@
+"""Standalone drafts: live causal LMs, admitted as targets are, that must speak the target's vocabulary."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.models.hf import HFTarget
+from specdec.models.pretrained import load_draft
+
+
+def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: Any) -> HFTarget:
+    """The draft model, attached. A folder or Hub id is loaded in the target's dtype onto its device.
+
+    tokenizer: the target's, if known; it is held against the draft's own. ValueError says what does not match,
+    AttachError why the model cannot be run.
+    """
+    if isinstance(draft, nn.Module):
+        model, own = draft, None
+    else:
+        model, own = load_draft(draft, dtype=target.dtype, device=target.device)
+    if model is target.model:
+        raise ValueError("the draft is the target itself: it would propose what it then verifies; give a smaller model")
+    assert isinstance(model, PreTrainedModel)
+    _check_vocabulary(model, target, own, tokenizer)
+    attached = HFTarget(model)
+    if attached.device != target.device:
+        attached.detach()
+        raise ValueError(f"the draft is on {attached.device}, the target on {target.device}; move one of them")
+    return attached
+
+
+def _check_vocabulary(model: PreTrainedModel, target: HFTarget, own: Any, tokenizer: Any) -> None:
+    """Ids must mean the same tokens to both."""
+    size = model.get_output_embeddings().weight.shape[0]
+    if size != target.spec.vocab_size:
+        raise ValueError(
+            f"the draft scores {size} tokens, the target {target.spec.vocab_size}: a standalone draft must have the "
+            "target's vocabulary; take a model of the same family, or resize its embeddings"
+        )
+    if own is None or tokenizer is None:
+        return
+    ours, theirs = tokenizer.get_vocab(), own.get_vocab()
+    if ours == theirs:
+        return
+    differing = sorted({*ours.items()} ^ {*theirs.items()}, key=lambda item: item[1])
+    token, index = differing[0]
+    raise ValueError(
+        f"the draft's tokenizer is not the target's: {len(differing)} entries differ, first {token!r} = {index}; its "
+        "ids would mean other tokens. Take a draft with the target's tokenizer"
+    )

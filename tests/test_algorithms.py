@@ -1,0 +1,169 @@
+"""Every algorithm through the whole engine: the target's text, and drafts that are what the draft model really says."""
+
+import copy
+
+import pytest
+import torch
+from scipy import stats
+
+import specdec
+from specdec import SamplingParams
+from specdec.backends.rope import rotate
+from specdec.draft.algo_spec import ALGORITHMS
+from specdec.models.draft_head import LAST
+from tests.heads import ALGOS, random_draft
+from tests.test_attach import greedy, ragged_prompts
+from tests.test_round_graphs import past_prefill
+from tests.tiny_models import VOCAB, tiny_model
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_TOKENS = 16
+CHAIN = {"num_steps": 3}
+TREE = {"num_steps": 4, "topk": 3, "num_draft_tokens": 12}
+SHAPES = pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+EVERY_ALGO = pytest.mark.parametrize("algo", ALGOS)
+GRAPHS = {"eager": {"cuda_graph": False}, "graphs": {"cuda_graph": True, "prefill_graph": "breakable", "strict": False}}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def engine_of(model, algo, shape, **settings):
+    draft = random_draft(model, algo).to(DEVICE)
+    return specdec.attach(model, draft, **{"max_batch": 3, "max_seq_len": 128, **shape, **settings})
+
+
+def test_all_algorithms_are_tested():
+    assert set(ALGOS) == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+@SHAPES
+@EVERY_ALGO
+def test_greedy_text_is_that_of_generate(algo, shape, graphs):
+    model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
+    expected = [greedy(model, p, NUM_TOKENS) for p in prompts]
+    engine = engine_of(model, algo, shape, max_prefill_tokens=16, **GRAPHS[graphs])
+    out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
+    engine.check_integrity()
+    report = engine.report()
+    engine.detach()
+    assert out.tokens == expected
+    assert report.draft["algo"] == algo
+    for name in ("round", "target_prefill", "draft_prefill", *(["draft_begin"] if algo == "standalone" else [])):
+        counts = report.runners[name]
+        assert bool(counts["replays"]) == (graphs == "graphs") and bool(counts["eager"]) == (graphs == "eager"), name
+
+
+@SHAPES
+@EVERY_ALGO
+def test_sampled_text_depends_on_neither_batch_nor_graphs(algo, shape):
+    model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
+    law, texts = SamplingParams(temperature=0.9, top_k=30, seed=5), []
+    for settings in ({"max_batch": 1, **GRAPHS["eager"]}, {"max_batch": 5, **GRAPHS["graphs"]}):
+        engine = engine_of(model, algo, shape, **settings)
+        texts.append(engine.generate(prompts, max_new_tokens=10, sampling=law).tokens)
+        engine.detach()
+    assert texts[0] == texts[1] and len({tuple(t) for t in texts[0]}) > 1
+
+
+@pytest.mark.parametrize("draws", [True, False], ids=["drawn", "greedy drafts"])
+@EVERY_ALGO
+def test_chains_sample_the_targets_own_law(algo, draws):
+    """The second token, drafted and verified, given the first: chi-square over 1000 seeds."""
+    model, prompt = tiny_model("llama").to(DEVICE), ragged_prompts()[1]
+    engine = engine_of(model, algo, {"num_steps": 1}, max_batch=250, max_seq_len=32, sample_drafts=draws)
+    law = SamplingParams(temperature=1.0, top_k=4)
+    out = engine.generate([prompt] * 1000, max_new_tokens=2, sampling=law, ignore_eos=True)
+    pairs = torch.tensor(out.tokens)
+    first = int(pairs[:, 0].mode().values)
+    seconds = pairs[pairs[:, 0] == first, 1]
+    best = model(torch.tensor([[*prompt, first]], device=DEVICE)).logits[0, -1].detach().double().cpu().topk(4)
+    observed = torch.stack([(seconds == t).sum() for t in best.indices]).double()
+    assert observed.sum() == len(seconds)
+    expected = best.values.softmax(-1) * observed.sum()
+    assert stats.chisquare(observed.numpy(), expected.numpy()).pvalue > 1e-3
+
+
+class FromScratch:
+    """What the draft says after `tokens`, all of them run again in one causal pass; nothing of the engine is used."""
+
+    def __init__(self, model, draft, algo, tokens):
+        self.model, self.draft, self.algo, self.tokens = model, draft, algo, tokens
+
+    @torch.no_grad()
+    def logits(self, path):
+        """Over draft ids, after the tokens and the drafted `path`."""
+        if self.algo == "standalone":
+            return self.draft(torch.tensor([[*self.tokens, *path]], device=DEVICE)).logits[0, -1]
+        head, known = self.draft, torch.tensor(self.tokens, device=DEVICE)
+        self.keys, self.values = {}, {}
+        states = self.run(known[1:], head.fuse(self.features(known[:-1])), 0)[-1:]
+        for i, token in enumerate(path):
+            states = self.run(torch.tensor([token], device=DEVICE), states, len(known) - 1 + i)
+        return head.logits(states, self.model.get_output_embeddings())[-1]
+
+    def features(self, ids):
+        out = self.model.model(ids.unsqueeze(0), output_hidden_states=True)
+        if self.draft.aux_layers == (LAST,):
+            return out.last_hidden_state[0]
+        return torch.cat([out.hidden_states[i + 1][0] for i in self.draft.aux_layers], -1)
+
+    def run(self, ids, hidden, start):
+        positions = torch.arange(start, start + len(ids), device=DEVICE)
+        embeds = self.model.get_input_embeddings()(ids)
+        return self.draft(embeds, hidden, self.draft.rope(positions), self.attend)
+
+    def attend(self, q, k, v, rope, layer):
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        k = self.keys[layer] = torch.cat([self.keys[layer], k]) if layer in self.keys else k
+        v = self.values[layer] = torch.cat([self.values[layer], v]) if layer in self.values else v
+        group = q.shape[1] // k.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * q.shape[2] ** -0.5
+        late = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).triu(k.shape[0] - q.shape[0] + 1)
+        weights = scores.masked_fill(late, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
+
+
+@torch.inference_mode()
+@SHAPES
+@EVERY_ALGO
+def test_drafts_are_what_the_draft_says_from_scratch(algo, shape):
+    """After rounds that accepted and refused: every drafted child is among the best K of a pass over all tokens."""
+    model = tiny_model("llama").to(DEVICE)
+    draft = random_draft(model, algo).to(DEVICE)
+    engine = specdec.attach(model, draft, max_batch=5, max_seq_len=128, cuda_graph=False, **shape)
+    core, rows = past_prefill(engine, SamplingParams(), num_rounds=3)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    roots, lens = core.state.roots[rows].tolist(), core.state.seq_lens[rows].tolist()
+    tree = core.round.worker.draft(core.round.batch("greedy", rows, 96)).tree
+    requests = core.scheduler.decoding()
+    for results, tokens in core._mailbox.take(0):  # what the host has not read yet
+        core._hand_out(results, tokens)
+    for i, request in enumerate(requests):
+        tokens = [*request.prompt_ids, *request.tokens][: lens[i] + 1]
+        assert tokens[-1] == roots[i] == int(tree.tokens[i, 0])
+        check_tree(FromScratch(model, draft, algo, tokens), tree.tokens[i].tolist(), tree.parents[i].tolist(), shape)
+
+
+def check_tree(scratch, tokens, parents, shape):
+    """Each drafted node is one of the best K after its parent's path; a chain's is the best."""
+    hot = list(range(VOCAB)) if scratch.algo == "standalone" else scratch.draft.hot_ids.tolist()
+    paths = {0: []}
+    for node in range(1, len(tokens)):
+        paths[node] = [*paths[parents[node]], tokens[node]]
+    for parent in set(parents[1:]):
+        best = scratch.logits(paths[parent]).topk(shape.get("topk", 1)).indices.tolist()
+        children = {tokens[n] for n in range(1, len(tokens)) if parents[n] == parent}
+        assert children <= {hot[b] for b in best}, (parent, children)
+
+
+def test_a_copy_of_the_target_has_every_draft_accepted():
+    model = tiny_model("llama").to(DEVICE)
+    twin = copy.deepcopy(model)
+    engine = specdec.attach(model, twin, max_batch=3, max_seq_len=128, **CHAIN)
+    out = engine.generate(ragged_prompts(), max_new_tokens=1 + 5 * (CHAIN["num_steps"] + 1), ignore_eos=True)
+    engine.detach()
+    assert out.stats.tau == CHAIN["num_steps"] + 1
+    assert not hasattr(twin, "_specdec_attached"), "detach leaves the draft as it was, too"
