@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec.models.draft_head import DraftHead
 from specdec.models.eagle3 import Eagle3Head
@@ -47,6 +51,16 @@ def fresh(algo: str, model: LlamaForCausalLM, seed: int = 1) -> DraftHead:
     """A fresh head of each kind."""
     makers = {"eagle": new_eagle, "eagle3": lambda m, s: tiny_head(m, seed=s), "nextn": new_nextn}
     return makers[algo](model, seed)
+
+
+def save_target(model: LlamaForCausalLM, folder: Path) -> None:
+    """Model and a tokenizer of one word an id, "w0" to "w95", with a chat template."""
+    model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w1"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"w{EOS}", unk_token="w1")
+    tokenizer.chat_template = "w4 {{ messages[0]['content'] }} w2 w5"
+    tokenizer.save_pretrained(folder)
 
 
 def tiny_corpus(model: LlamaForCausalLM, num_sequences: int, seed: int = 0) -> Corpus:

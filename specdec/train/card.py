@@ -5,10 +5,16 @@ from pathlib import Path
 from typing import Any
 
 _KINDS = {
-    "eagle": ("EAGLE-1/2 draft head", "Official EAGLE layout; the target's hidden size and vocabulary must match."),
-    "eagle3": ("EAGLE-3 draft head", "Official EAGLE-3 layout; the target's hidden size, vocabulary and layers must match."),
-    "nextn": ("NextN (MTP) draft head", "DeepSeek-V3's names; the target must be of the same class and shape."),
-    "standalone": ("Standalone draft model", "A Llama of the target's vocabulary; the target must use the same tokenizer."),
+    "eagle": ("EAGLE-1/2 draft head", "Official EAGLE layout, for targets of the same hidden size and vocabulary."),
+    "eagle3": (
+        "EAGLE-3 draft head",
+        "Official EAGLE-3 layout, for targets of the same hidden size, vocabulary and layers.",
+    ),
+    "nextn": ("NextN (MTP) draft head", "DeepSeek-V3's names, for targets of the same class and shape."),
+    "standalone": (
+        "Standalone draft model",
+        "A small Llama, for targets with the same tokenizer.",
+    ),
 }
 
 _CARD = """# {kind} for {target}
@@ -25,8 +31,8 @@ _CARD = """# {kind} for {target}
 def write_card(folder: str | Path, facts: Mapping[str, Any], tau_rows: Sequence[Mapping[str, Any]] = ()) -> Path:
     """Write README.md into `folder`.
 
-    facts: what `specdec train` reports, by name; "algo" and "target" are required. tau_rows: rows of an acceptance bench; without
-    them the card has no tau table.
+    facts: what `specdec train` reports, by name; "algo" and "target" are required. tau_rows: rows of an acceptance
+    bench; without them the card has no tau table.
     """
     folder = Path(folder)
     kind, fits = _KINDS[facts["algo"]]

@@ -153,10 +153,10 @@ class _Imitation(torch.autograd.Function):
                 logits, goal.logits[span], goal.lse[span], weights[span], lk_weight, wants_grad
             )
             loss += row_loss.sum()
-            if grad_states is not None:
+            if grad_states is not None and grad is not None:
                 grad_states[span] = grad @ weight
-            if grad_weight is not None:
-                grad_weight += (grad.T @ states[span]).float()
+                if grad_weight is not None:
+                    grad_weight += (grad.T @ states[span]).float()
         ctx.mark_non_differentiable(best)
         ctx.save_for_backward(grad_states, grad_weight)
         ctx.weight_dtype = weight.dtype

@@ -68,10 +68,11 @@ def new_eagle3(model: PreTrainedModel, config: Eagle3Config, hot_ids: torch.Tens
     random = torch.Generator().manual_seed(seed)
     _quiet(head.midlayer, random)
     _pass_last(head.fc, random)
-    head.norm.weight.copy_(_final_norm_weight(model, config.layer.hidden_size))
-    lm_head = model.get_output_embeddings().weight
-    head.lm_head.weight.copy_(lm_head[head.hot_ids.to(lm_head.device)])
-    return head.to(lm_head.device)
+    rows = model.get_output_embeddings().weight
+    norm, lm_head = head.norm.get_parameter("weight"), head.get_parameter("lm_head.weight")
+    norm.copy_(_final_norm_weight(model, config.layer.hidden_size))
+    lm_head.copy_(rows[head.hot_ids.to(rows.device)])
+    return head.to(rows.device)
 
 
 @torch.no_grad()
@@ -91,15 +92,17 @@ def new_nextn(model: PreTrainedModel, seed: int, copy_layer: bool = True) -> Nex
 
     copy_layer: its decoder layer starts as the target's own last one with full attention, else random and quiet.
     """
-    head, decoder = NextNHead(model), model.get_decoder()
+    head = NextNHead(model)
+    decoder: Any = model.get_decoder()
+    mtp: Any = head.mtp
     random = torch.Generator().manual_seed(seed)
     if copy_layer:
         own = decoder.layers[full_attention_layer(model.config.get_text_config())]
-        head.mtp.layer.load_state_dict(own.state_dict())
+        mtp.layer.load_state_dict(own.state_dict())
     else:
-        _quiet(head.mtp.layer, random)
-    head.mtp.norm.load_state_dict(decoder.norm.state_dict())
-    _pass_last(head.mtp.eh_proj, random)
+        _quiet(mtp.layer, random)
+    mtp.norm.load_state_dict(decoder.norm.state_dict())
+    _pass_last(mtp.eh_proj, random)
     return head.to(model.get_input_embeddings().weight.device)
 
 

@@ -46,7 +46,7 @@ class Optimizer:
     @torch.no_grad()
     def _refresh(self) -> None:
         if self.working is not self.module:
-            torch._foreach_copy_(_trained(self.working), _trained(self.module))
+            torch._foreach_copy_([*_trained(self.working)], [*_trained(self.module)])
 
     @torch.no_grad()
     def _carry_gradients(self) -> None:

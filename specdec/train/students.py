@@ -62,11 +62,13 @@ def make_student(algo: str, setup: Setup) -> Student:
 
 
 def _eagle(setup: Setup) -> Student:
-    return _head(setup, _loaded(setup, "eagle") or new_eagle(setup.model, setup.config.seed, setup.shape.intermediate_size))
+    head = _loaded(setup, "eagle") or new_eagle(setup.model, setup.config.seed, setup.shape.intermediate_size)
+    return _head(setup, head)
 
 
 def _nextn(setup: Setup) -> Student:
-    return _head(setup, _loaded(setup, "nextn") or new_nextn(setup.model, setup.config.seed, setup.shape.copy_layer))
+    head = _loaded(setup, "nextn") or new_nextn(setup.model, setup.config.seed, setup.shape.copy_layer)
+    return _head(setup, head)
 
 
 def _eagle3(setup: Setup) -> Student:
