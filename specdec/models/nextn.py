@@ -63,11 +63,12 @@ class NextNLayer(nn.Module):
 
     def __init__(self, decoder: nn.Module, config: Any, layer_idx: int):
         super().__init__()
-        size, norm = config.hidden_size, type(decoder.norm)
+        model: Any = decoder
+        size, norm = config.hidden_size, type(model.norm)
         eps = getattr(config, "rms_norm_eps", 1e-6)
         self.enorm, self.hnorm, self.norm = norm(size, eps=eps), norm(size, eps=eps), norm(size, eps=eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        self.layer = type(decoder.layers[layer_idx])(config, layer_idx)  # type: ignore[index,operator]
+        self.layer = type(model.layers[layer_idx])(config, layer_idx)
 
 
 class NextNHead(DraftHead):
@@ -162,7 +163,7 @@ class NextNHead(DraftHead):
         """Shape and sinks of every module's attention, off a forward of two rows."""
 
         def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *seen: Any) -> torch.Tensor:
-            self._seen.append(seen)  # type: ignore[arg-type]
+            self._seen.append(seen)
             return q.new_zeros(*q.shape[:3], v.shape[3])
 
         if not self._seen:
