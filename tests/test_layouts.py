@@ -413,7 +413,9 @@ def test_nextn_drafts_what_transformers_mtp_model_drafts(tmp_path: Path) -> None
     save_file({**load_file(str(weights)), **under(at, mtp)}, str(weights), metadata={"format": "pt"})
     head = load(tmp_path, "deepseek_v3")
     model = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
-    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{lm.LAYERS}\."]  # where this tiny one has its MTP layer
+    model._keys_to_ignore_on_load_unexpected = [
+        rf"model\.layers\.{lm.LAYERS}\."
+    ]  # where this tiny one has its MTP layer
     peer = MtpModel.from_pretrained(model).eval()
     tokens = torch.randint(3, lm.VOCAB, (ROWS + 1,))
     hidden = model.model(tokens[None, :-1]).last_hidden_state

@@ -96,6 +96,11 @@ class NextNHead(DraftHead):
         self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False) if c.own_head else None
         self._seen: tuple[LayerSpec, torch.Tensor | None] | None = None
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "NextNHead":
+        super()._apply(fn, recurse)
+        self.rotary = type(self.rotary)(config=self.hf_config).to(self.weight.device)  # frequencies stay fp32
+        return self
+
     @property
     def norm(self) -> nn.Module:  # type: ignore[override]
         """The out norm."""
