@@ -17,7 +17,7 @@ from specdec.models.pretrained import BUNDLED, load_pretrained
 from specdec.prompts import chat_ids, read_questions
 from specdec.sampling import SamplingParams
 from specdec.train.cli import app as train_app
-from specdec.train.cli import load
+from specdec.train.target import load
 
 app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measurements.", no_args_is_help=True)

@@ -203,4 +203,5 @@ def _kept_dtypes(head: DraftHead, target: TargetShape) -> dict[str, torch.dtype]
     layers = target.model.get_decoder().layers
     weight = target.embed_tokens.weight
     twin = layers[full_attention_layer(head.hf_config)].state_dict()
-    return {f"mtp.layer.{name}": t.dtype for name, t in twin.items() if t.dtype != weight.dtype}
+    kept = {name: t.dtype for name, t in twin.items() if t.dtype != weight.dtype}
+    return {f"mtp.{m}.layer.{name}": dtype for m in range(head.num_modules) for name, dtype in kept.items()}

@@ -173,7 +173,7 @@ def nextn_json(head: NextNHead) -> dict[str, Any]:
     config = json.loads(head.hf_config.to_json_string(use_diff=False))
     keys = ("hidden_first", "recycles_normed")
     own = {key: getattr(c, key) for key in keys if getattr(c, key) != getattr(plain, key)}
-    return {**config, "num_nextn_predict_layers": 1, **({OWN_KEY: own} if own else {})}
+    return {**config, "num_nextn_predict_layers": c.num_layers, **({OWN_KEY: own} if own else {})}
 
 
 def _aux_ids(c: Eagle3Config) -> list[int]:
