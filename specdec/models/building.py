@@ -67,6 +67,11 @@ def _is_own(files: HeadFiles, name: str, module: Any) -> bool:
     if not files.is_float(name, tuple(module.weight.shape)):
         return False  # absent, or of a shape that is told as a problem
     stored = files.read([name])[name]
+    for again, ours in files.copies.items():
+        if ours == name and not torch.equal(files.files.read([again])[again], stored):
+            raise CheckpointError(
+                str(files.folder), [f"{again} differs from {files.named(name)}: expected one for all"]
+            )
     if is_copy(stored, module.weight):
         return False
     if name == "embed_tokens.weight":
