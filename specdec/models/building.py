@@ -19,7 +19,7 @@ Wanted = dict[str, tuple[int, ...]]
 
 
 def build_head(files: HeadFiles, target: TargetShape, dtype: torch.dtype, device: torch.device) -> DraftHead:
-    """The head in `files` for `target` , frozen. CheckpointError lists every problem."""
+    """The head in `files` for `target`, frozen. CheckpointError lists every problem."""
     reading, config = files.read_config(target.num_layers)
     problems = reading.problems
     if config is None:
