@@ -1,4 +1,4 @@
-"""The `specdec` command: demo, generate, bench, train."""
+"""The `specdec` command: demo, generate, bench, train, convert."""
 
 import json
 import sys
@@ -11,6 +11,7 @@ import typer
 from specdec import heads
 from specdec.api import attach
 from specdec.bench import acceptance, print_rows, write_results
+from specdec.convert import convert_command
 from specdec.demo import run_demo
 from specdec.models.pretrained import BUNDLED, load_pretrained
 from specdec.prompts import chat_ids, read_questions
@@ -22,6 +23,7 @@ app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_
 bench_app = typer.Typer(help="Measurements.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
+app.command("convert")(convert_command)
 
 SHIPPED = "shipped"
 

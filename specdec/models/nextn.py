@@ -123,7 +123,10 @@ class NextNHead(DraftHead):
 
     def rope(self, positions: torch.Tensor) -> Rope:
         like = torch.empty(0, dtype=self.weight.dtype, device=positions.device)
-        cos, sin = self.rotary(like, positions.reshape(1, -1))
+        rows = positions.reshape(1, -1)
+        if hasattr(self.rotary, "mrope_section"):  # three grids, which are one for text
+            rows = rows.expand(3, *rows.shape)
+        cos, sin = self.rotary(like, rows)
         return Rope(cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1))
 
     def out_norm(self, module: int = 0) -> nn.Module:
