@@ -99,6 +99,7 @@ class HFTarget:
             num_layers=len(self.spec.layers),
             embed_tokens=self.embed_tokens,
             lm_head=self.model.get_output_embeddings(),
+            model=self.model,
         )
 
     def forward(self, context: ForwardContext, metadata: AttentionMetadata, input_ids: torch.Tensor) -> TargetOutput:

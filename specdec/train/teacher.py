@@ -60,4 +60,5 @@ def target_shape(model: PreTrainedModel) -> TargetShape:
         num_layers=config.num_hidden_layers,
         embed_tokens=model.get_input_embeddings(),
         lm_head=model.get_output_embeddings(),
+        model=model,
     )

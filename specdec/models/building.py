@@ -1,0 +1,200 @@
+"""Heads out of opened files: makes them without memory, holds every tensor against them, then reads and assigns."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from specdec.errors import CheckpointError
+from specdec.models.draft_head import DraftHead
+from specdec.models.eagle import EagleConfig, EagleHead
+from specdec.models.eagle3 import Eagle3Config, Eagle3Head
+from specdec.models.fitting import ANOTHER_TARGET, is_copy, tensor_problems, vocab_problems, warn_if_random
+from specdec.models.head_files import HeadConfig, HeadFiles
+from specdec.models.nextn import NextNConfig, NextNHead, full_attention_layer
+from specdec.models.nextn_weights import fuse_experts, per_expert
+from specdec.models.target_shape import TargetShape
+
+Wanted = dict[str, tuple[int, ...]]
+
+
+def build_head(files: HeadFiles, target: TargetShape, dtype: torch.dtype, device: torch.device) -> DraftHead:
+    """The head in `files` for `target` , frozen. CheckpointError lists every problem."""
+    reading, config = files.read_config(target.num_layers)
+    problems = reading.problems
+    if config is None:
+        raise CheckpointError(str(files.folder), problems)
+    problems += _target_problems(config, target)
+    config = _with_own_copies(files, config, target)
+    head = _make(files, config, target, problems)
+    wanted, optional = _wanted(files, head, target)
+    problems += tensor_problems(
+        wanted, optional, files.found, files.named, lambda name, shape: _why(files, head, name, shape)
+    )
+    problems += _vocab_problems(files, wanted)
+    if problems:
+        raise CheckpointError(str(files.folder), problems)
+    _fill(files, head, wanted, target, dtype, device)
+    return head.eval().requires_grad_(False)
+
+
+def _target_problems(config: HeadConfig, target: TargetShape) -> list[str]:
+    """What config.json says of the target, against the target."""
+    if isinstance(config, NextNConfig):
+        return []
+    width = config.target_hidden_size if isinstance(config, Eagle3Config) else config.layer.hidden_size
+    problems = []
+    if width != target.hidden_size:
+        problems.append(f"made for hidden size {width}, the target has {target.hidden_size}: another target's head")
+    if config.vocab_size != target.vocab_size:
+        problems.append(f"made for a vocabulary of {config.vocab_size}, the target has {target.vocab_size}")
+    return problems
+
+
+def _with_own_copies(files: HeadFiles, config: HeadConfig, target: TargetShape) -> HeadConfig:
+    """`config` with what the head keeps for itself: stored embeddings and heads that are not the target's."""
+    if isinstance(config, Eagle3Config):
+        is_narrow = config.layer.hidden_size != target.hidden_size
+        return replace(config, own_embedding=is_narrow or _is_own(files, "embed_tokens.weight", target.embed_tokens))
+    if isinstance(config, NextNConfig):
+        return replace(
+            config,
+            own_embedding=_is_own(files, "embed_tokens.weight", target.embed_tokens),
+            own_head=_is_own(files, "lm_head.weight", target.lm_head),
+        )
+    return config
+
+
+def _is_own(files: HeadFiles, name: str, module: Any) -> bool:
+    """Whether a stored [V, h] differs from the target's."""
+    if not files.is_float(name, tuple(module.weight.shape)):
+        return False  # absent, or of a shape that is told as a problem
+    stored = files.read([name])[name]
+    if is_copy(stored, module.weight):
+        return False
+    if name == "embed_tokens.weight":
+        warn_if_random(stored, module.weight, str(files.folder))
+    return True
+
+
+def _make(files: HeadFiles, config: HeadConfig, target: TargetShape, problems: list[str]) -> DraftHead:
+    """The head on the meta device."""
+    try:
+        with torch.device("meta"):
+            if isinstance(config, EagleConfig):
+                return EagleHead(config)
+            if isinstance(config, Eagle3Config):
+                return Eagle3Head(config)
+            return NextNHead(target.model, config)
+    except ValueError as error:
+        raise CheckpointError(str(files.folder), [*problems, str(error)]) from error
+
+
+def _wanted(files: HeadFiles, head: DraftHead, target: TargetShape) -> tuple[Wanted, Wanted]:
+    """(tensors that must be there, tensors that may be), with their shapes."""
+    wanted: Wanted = {}
+    for name, tensor in head.state_dict().items():
+        parts = per_expert(name, tuple(tensor.shape)) if name not in files.found else {}
+        wanted.update(parts or {name: tuple(tensor.shape)})
+    optional: Wanted = {"embed_tokens.weight": (head.vocab_size, head.hidden_size)}
+    if isinstance(head, NextNHead):
+        optional["lm_head.weight"] = (head.vocab_size, head.hidden_size)
+    if isinstance(head, Eagle3Head):
+        if files.raw.get("lm_head_from_target"):
+            optional["lm_head.weight"] = wanted.pop("lm_head.weight")
+        if _scores_all(head):  # the maps are identities, often left out or zero
+            optional.update({name: wanted.pop(name) for name in ("d2t", "t2d")})
+    return wanted, optional
+
+
+def _scores_all(head: Eagle3Head) -> bool:
+    return head.config.draft_vocab_size == head.config.vocab_size
+
+
+def _why(files: HeadFiles, head: DraftHead, name: str, shape: tuple[int, ...] | None) -> str:
+    """The likely cause of a problem with our tensor `name`; shape: what it has, None if it is missing."""
+    if isinstance(head, NextNHead):
+        return "" if name in ("embed_tokens.weight", "lm_head.weight") else "an MTP layer of another family or size"
+    if shape is None:
+        is_narrow = name == "embed_tokens.weight"
+        return "absent embedding: the head's width differs from the target's, so it needs its own" if is_narrow else ""
+    if name == "embed_tokens.weight":
+        return "the vocabulary or the hidden size of another target"
+    if name.endswith("layers.0.input_layernorm.weight") and head.algo == "eagle":
+        return "the first layer of EAGLE-1/2 has no input norm"
+    if name == "fc.weight" and len(shape) == 2:
+        return _why_fc(head, shape)
+    if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) and name.startswith("midlayer"):
+        return "the first layer of EAGLE-3 reads [embedding, feature], twice the head's width"
+    if name == "lm_head.weight" or name in ("d2t", "t2d"):
+        return "draft_vocab_size or vocab_size in config.json is not what the head was trained with"
+    return "config.json and weights do not belong together" if name in head.state_dict() else ""
+
+
+def _why_fc(head: DraftHead, shape: tuple[int, ...]) -> str:
+    num_features, rest = divmod(shape[1], head.target_hidden_size)
+    expected = 2 if head.algo == "eagle" else len(head.aux_layers)
+    if rest or num_features == expected:
+        return ANOTHER_TARGET
+    return f"it reads {num_features} parts of {head.target_hidden_size}, where config.json and layout mean {expected}"
+
+
+def _vocab_problems(files: HeadFiles, wanted: Wanted) -> list[str]:
+    maps = [name for name in ("d2t", "t2d") if name in wanted]
+    if not maps or any(name not in files.found or files.found[name][0] != wanted[name] for name in maps):
+        return []
+    read = files.read(maps)
+    return vocab_problems(read["d2t"], read["t2d"])
+
+
+@torch.no_grad()
+def _fill(
+    files: HeadFiles, head: DraftHead, wanted: Wanted, target: TargetShape, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Give `head` its memory: every tensor once, in its final dtype and place."""
+    kept = _kept_dtypes(head, target)
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in head.state_dict().items():
+        parts = per_expert(name, tuple(tensor.shape)) if name not in files.found else {}
+        if name not in wanted and not parts:
+            continue
+        stored = fuse_experts(name, files.read(list(parts))) if parts else files.read([name])[name]
+        to = kept.get(name, dtype) if stored.is_floating_point() else stored.dtype
+        state[name] = stored.to(device=device, dtype=to, copy=True)  # never the file's own pages
+    if isinstance(head, Eagle3Head):
+        _fill_eagle3(files, head, state, target, dtype, device)
+    head.load_state_dict(state, assign=True)
+    if isinstance(head, NextNHead):
+        head.rotary = type(head.rotary)(config=head.hf_config).to(device)
+
+
+def _fill_eagle3(
+    files: HeadFiles,
+    head: Eagle3Head,
+    state: dict[str, torch.Tensor],
+    target: TargetShape,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """What an EAGLE-3 file may leave out: maps that are identities, rows of the target's output head."""
+    if _scores_all(head):
+        state["d2t"] = torch.zeros(head.config.draft_vocab_size, dtype=torch.int64, device=device)
+        state["t2d"] = torch.ones(head.config.vocab_size, dtype=torch.bool, device=device)
+    if "lm_head.weight" in state:
+        return
+    if "lm_head.weight" in files.found:
+        state["lm_head.weight"] = files.read(["lm_head.weight"])["lm_head.weight"].to(device, dtype, copy=True)
+        return
+    rows = target.lm_head.get_parameter("weight").detach()
+    hot = state["d2t"] + torch.arange(state["d2t"].numel(), device=device)
+    state["lm_head.weight"] = rows[hot.to(rows.device)].to(device=device, dtype=dtype)
+
+
+def _kept_dtypes(head: DraftHead, target: TargetShape) -> dict[str, torch.dtype]:
+    """Dtypes of an MTP layer's tensors that transformers keeps in fp32 in the target's own layers, by our names."""
+    if not isinstance(head, NextNHead):
+        return {}
+    layers = target.model.get_decoder().layers
+    weight = target.embed_tokens.weight
+    twin = layers[full_attention_layer(head.hf_config)].state_dict()
+    return {f"mtp.layer.{name}": t.dtype for name, t in twin.items() if t.dtype != weight.dtype}

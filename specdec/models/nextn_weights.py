@@ -1,0 +1,76 @@
+"""MTP layers as files have them and as transformers does: their config keys, and experts one by one or fused."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from specdec.models.head_configs import Reading
+from specdec.models.layouts import Layout, mtp_indices
+from specdec.models.nextn import NextNConfig
+
+OWN_KEY = "specdec_nextn"  # our own key of config.json: fields of NextNConfig that differ from what a layout means
+COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)$")
+
+
+def nextn_config(reading: Reading, layout: Layout, names: list[str]) -> NextNConfig:
+    """How a head is put together. names: the file's; `mtp_hidden_states_first` is transformers' own key."""
+    raw = reading.raw.get("text_config") or reading.raw
+    own = raw.get(OWN_KEY) or {}
+    hidden_first = own.get("hidden_first", raw.get("mtp_hidden_states_first", layout.hidden_first))
+    config = NextNConfig(hidden_first=bool(hidden_first), recycles_normed=bool(own.get("recycles_normed", True)))
+    indices = mtp_indices(layout, names)
+    told = next((raw[key] for key in COUNTS if raw.get(key) is not None), 1)
+    if len(indices) > 1:
+        reading.problems.append(f"it has {len(indices)} MTP layers ({indices}); only heads of one are supported yet")
+    elif told > 1:
+        reading.problems.append(f"config.json speaks of {told} MTP layers; only heads of one are supported yet")
+    if layout.name == "nextn" and reading.num_layers is not None and indices[:1] != [reading.num_layers]:
+        reading.problems.append(
+            f"its MTP layer is model.layers.{indices[0]}; expected model.layers.{reading.num_layers}, after the "
+            f"{reading.num_layers} layers of the target: it belongs to another target"
+        )
+    order = "[hidden, embedding]" if config.hidden_first else "[embedding, hidden]"
+    reading.notes += [
+        f"the projection reads {order}",
+        f"recycled state: {'after' if config.recycles_normed else 'before'} the out norm",
+        "rope: the target's own",
+    ]
+    return config
+
+
+def per_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The tensors, one an expert, that transformers fuses into `name`, with their shapes; {} if it fuses nothing.
+
+    gate_up_proj [E, 2*I, h] is gate_proj [I, h] above up_proj [I, h] of each expert; down_proj [E, h, I] stacks.
+    """
+    found = _EXPERTS.match(name)
+    if not found:
+        return {}
+    parts = _FUSED[found[2]]
+    num_experts, rows, columns = shape
+    part = (rows // len(parts), columns)
+    return {f"{found[1]}{e}.{p}.weight": part for e in range(num_experts) for p in parts}
+
+
+def fuse_experts(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The fused parameter `name` out of all tensors that `per_expert` lists, in its order."""
+    found = _EXPERTS.match(name)
+    assert found, f"{name} is no fused parameter"
+    listed = list(tensors.values())
+    step = len(_FUSED[found[2]])
+    return torch.stack([torch.cat(listed[i : i + step]) for i in range(0, len(listed), step)])
+
+
+def split_experts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` with fused experts taken apart again: the names that checkpoints have."""
+    out: dict[str, Any] = {}
+    for name, tensor in state.items():
+        parts = per_expert(name, tuple(tensor.shape))
+        rows = next(iter(parts.values()))[0] if parts else 0
+        pieces = [piece for expert in tensor for piece in expert.split(rows)] if parts else [tensor]
+        out.update(zip(parts or [name], pieces, strict=True))
+    return out

@@ -1,0 +1,192 @@
+"""Writes draft heads: config.json and model.safetensors of each layout, from a head and from nothing else."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from specdec.models.checkpoint import WEIGHTS
+from specdec.models.draft_head import DraftHead, LayerConfig
+from specdec.models.eagle import EagleHead
+from specdec.models.eagle3 import Eagle3Config, Eagle3Head
+from specdec.models.layouts import LAYOUTS
+from specdec.models.nextn import NextNConfig, NextNHead
+from specdec.models.nextn_weights import OWN_KEY, split_experts
+
+WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"eagle": ("eagle",), "eagle3": ("eagle3", "speculators"), "nextn": ("nextn",)}
+)  # layouts that can be written, by algorithm, the first by default
+
+
+def save_head(
+    folder: str | Path,
+    head: DraftHead,
+    *,
+    layout: str | None = None,
+    dtype: torch.dtype,
+    lm_head_from_target: bool = False,
+    verifier: Mapping[str, Any] | None = None,
+) -> None:
+    """Write `head` to `folder` (config.json, model.safetensors), floats as `dtype`.
+
+    layout: "eagle", "eagle3" (official), "speculators" or "nextn" (DeepSeek-V3's names); None: the official one, or
+    speculators for an EAGLE-3 head that the official one cannot express. lm_head_from_target leaves out EAGLE-3's
+    lm_head, whose rows must then be the target's. verifier: speculators' `speculators_config.verifier`, the target.
+    Embeddings and output heads shared with the target are not stored. ValueError names what a layout cannot express.
+    """
+    name = layout or default_layout(head)
+    if name not in WRITTEN[head.algo]:
+        raise ValueError(f"layout={name!r}: expected one of {WRITTEN[head.algo]} for a head of {head.algo!r}")
+    if lm_head_from_target and not isinstance(head, Eagle3Head):
+        raise ValueError(f"lm_head_from_target=True: a head of {head.algo!r} has no lm_head of its own to leave out")
+    config = _CONFIGS[name](head, lm_head_from_target, verifier)
+    state = {n: t.detach().cpu() for n, t in head.state_dict().items()}
+    if lm_head_from_target:
+        del state["lm_head.weight"]
+    state = {n: t.to(dtype) if t.is_floating_point() else t for n, t in state.items()}
+    num_layers = head.hf_config.num_hidden_layers if isinstance(head, NextNHead) else None
+    if isinstance(head, NextNHead):
+        state = split_experts(state)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {LAYOUTS[name].theirs(n, num_layers): t.contiguous() for n, t in state.items()}
+    save_file(named, str(folder / WEIGHTS), metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def default_layout(head: DraftHead) -> str:
+    """The layout that `head` is written in if none is asked for."""
+    if isinstance(head, Eagle3Head) and inexpressible(head.config):
+        return "speculators"
+    return WRITTEN[head.algo][0]
+
+
+def inexpressible(c: Eagle3Config) -> list[str]:
+    """What the official EAGLE-3 layout cannot say of a head."""
+    flags = {
+        "norm_before_residual": c.norm_before_residual,
+        "norm_before_fc": c.norm_before_fc,
+        "norm_output (recycles_normed)": c.recycles_normed,
+        "sliding_window": c.layer.window is not None,
+        "q_norm and k_norm (qwen3)": c.layer.qk_norm,
+        f"{c.num_layers} layers": c.num_layers > 1,
+    }
+    return [name for name, is_set in flags.items() if is_set]
+
+
+def eagle_json(head: DraftHead, *_: Any) -> dict[str, Any]:
+    """config.json of the EAGLE-1/2 layout: an ordinary Llama config, and `bias` of fc."""
+    assert isinstance(head, EagleHead)
+    c = head.config
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": c.num_layers,
+        **_layer_json(c.layer),
+        "vocab_size": c.vocab_size,
+        "bias": c.fc_bias,
+        "qkv_bias": c.layer.qkv_bias,
+        "tie_word_embeddings": False,
+    }
+
+
+def eagle3_json(head: DraftHead, lm_head_from_target: bool, _: Any) -> dict[str, Any]:
+    """config.json of the official EAGLE-3 layout, as SpecForge writes it."""
+    assert isinstance(head, Eagle3Head)
+    c = head.config
+    flags = inexpressible(c)
+    if flags:
+        raise ValueError(
+            f"the official EAGLE-3 layout cannot express {', '.join(flags)}; expected layout='speculators'"
+        )
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "target_hidden_size": c.target_hidden_size,
+        **_layer_json(c.layer),
+        "attention_bias": c.layer.qkv_bias,
+        "vocab_size": c.vocab_size,
+        "draft_vocab_size": c.draft_vocab_size,
+        "tie_word_embeddings": False,
+        "fc_norm": c.fc_norm,
+        "lm_head_from_target": lm_head_from_target,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": _aux_ids(c), "use_aux_hidden_state": True},
+    }
+
+
+def speculators_json(head: DraftHead, lm_head_from_target: bool, verifier: Mapping[str, Any] | None) -> dict[str, Any]:
+    """config.json of speculators' EAGLE-3 layout."""
+    assert isinstance(head, Eagle3Head)
+    c = head.config
+    layer = {
+        "model_type": "qwen3" if c.layer.qk_norm else "llama",
+        "num_hidden_layers": c.num_layers,
+        **_layer_json(c.layer),
+        "attention_bias": c.layer.qkv_bias,
+        "vocab_size": c.vocab_size,
+        "tie_word_embeddings": False,
+    }
+    if c.layer.window is not None:
+        kinds = ["sliding_attention"] * c.num_layers
+        layer.update(sliding_window=c.layer.window, use_sliding_window=True, layer_types=kinds)
+    greedy = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer,
+        "draft_vocab_size": c.draft_vocab_size,
+        "target_hidden_size": None if c.target_hidden_size == c.layer.hidden_size else c.target_hidden_size,
+        "norm_before_residual": c.norm_before_residual,
+        "norm_before_fc": c.norm_before_fc,
+        "fc_norm": c.fc_norm,
+        "norm_output": c.recycles_normed,
+        "embed_requires_grad": False,
+        "eagle_aux_hidden_state_layer_ids": _aux_ids(c),
+        "lm_head_from_target": lm_head_from_target,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [greedy],
+            "verifier": dict(verifier or {"name_or_path": None, "architectures": []}),
+        },
+    }
+
+
+def nextn_json(head: DraftHead, *_: Any) -> dict[str, Any]:
+    """config.json of an MTP layer alone: the target's own, and ours where the head is not like DeepSeek-V3's."""
+    assert isinstance(head, NextNHead)
+    c, plain = head.config, NextNConfig()
+    config = json.loads(head.hf_config.to_json_string(use_diff=False))
+    keys = ("hidden_first", "recycles_normed")
+    own = {key: getattr(c, key) for key in keys if getattr(c, key) != getattr(plain, key)}
+    return {**config, "num_nextn_predict_layers": 1, **({OWN_KEY: own} if own else {})}
+
+
+def _aux_ids(c: Eagle3Config) -> list[int]:
+    """Aux ids as files count them: the residual stream after k layers is the output of layer k-1."""
+    return [i + 1 for i in c.aux_layers]
+
+
+def _layer_json(c: LayerConfig) -> dict[str, Any]:
+    scaling = {"rope_scaling": c.rope_scaling} if c.rope_scaling is not None else {}
+    return {
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_theta": c.rope_theta,
+        **scaling,
+    }
+
+
+_CONFIGS: Mapping[str, Callable[[DraftHead, bool, Mapping[str, Any] | None], dict[str, Any]]] = MappingProxyType(
+    {"eagle": eagle_json, "eagle3": eagle3_json, "speculators": speculators_json, "nextn": nextn_json}
+)
