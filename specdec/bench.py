@@ -145,23 +145,21 @@ def against_prediction(row: Mapping[str, Any], predicted: Sequence[float]) -> di
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A short table of acceptance rows, and beneath it what trainers had predicted."""
+    """A short table of acceptance rows for each draft, and what its trainer had predicted."""
     console = Console()
-    table = Table("draft", "prompts", "S:K:D", "T", "tau", "±95%", "rounds", "tok/s", "accepted at 1, 2, …")
-    for r in rows:
-        half_width = "-" if r["ci95"] is None else f"{r['ci95']:.3f}"
-        cells = (r["draft"], r["prompts"], f"{r['steps']}:{r['topk']}:{r['draft_tokens']}", f"{r['temperature']:g}")
-        counts = (f"{r['tau']:.3f}", half_width, str(r["rounds"]), f"{r['tok_s']:.0f}")
-        table.add_row(*cells, *counts, _rates(r["accept_at"]))
-    console.print(table)
-    predicted = [r for r in rows if r.get("predicted_at")]
-    if predicted:
-        table = Table("draft", "prompts", "S", "trainer's a_j", "measured", "off by")
-        for r in predicted:
-            off = " ".join("-" if d is None else f"{d:+.0%}" for d in r["off_prediction"])
-            rates = (_rates(r["predicted_at"]), _rates(r["accept_at"]))
-            table.add_row(r["draft"], r["prompts"], str(r["steps"]), *rates, off)
+    for draft in dict.fromkeys(r["draft"] for r in rows):
+        own = [r for r in rows if r["draft"] == draft]
+        title = f"{draft} ({own[0]['algo'] or 'plain decoding'})"
+        table = Table("prompts", "S:K:D", "T", "tau", "±95%", "rounds", "accepted at 1, 2, …", title=title)
+        for r in own:
+            half_width = "-" if r["ci95"] is None else f"{r['ci95']:.3f}"
+            cells = (r["prompts"], f"{r['steps']}:{r['topk']}:{r['draft_tokens']}", f"{r['temperature']:g}")
+            table.add_row(*cells, f"{r['tau']:.3f}", half_width, str(r["rounds"]), _rates(r["accept_at"]))
         console.print(table)
+        for r in own:
+            if "predicted_at" in r:
+                off = " ".join("-" if d is None else f"{d:+.0%}" for d in r["off_prediction"])
+                console.print(f"{r['prompts']}, S={r['steps']}: predicted {_rates(r['predicted_at'])}, off by {off}")
 
 
 def _rates(rates: Sequence[float]) -> str:
