@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec import attach, cli, heads
+from bench import lossless
+from specdec import SamplingParams, attach, cli, heads
 from specdec.bench import Shape, acceptance, against_prediction, predicted_at
 from specdec.models.loader import save_eagle3
 from tests.heads import random_head
@@ -136,3 +137,20 @@ def test_shipped_heads_by_algorithm():
         heads.for_algo("medusa")
     assert cli._drafts(["shipped", "none"]).keys() == {*heads.available(), "none"}
     assert cli._drafts(["x/head", "y/head"]) == {"head": "x/head", "y/head": "y/head"}
+
+
+def test_lossless_compares_greedy_and_sampled_text():
+    """bench/lossless.py on a tiny target: equal to generate and to itself, and differences are counted as such."""
+    model, draft, prompts = tiny_model("llama"), random_head(tiny_model("llama")), [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    settings = {"num_steps": 2, "max_seq_len": 64}
+    texts = [lossless.reference(model, p, 8) for p in prompts]
+    row = lossless.compare(model, draft, settings, 2, prompts, texts, 8)
+    assert (row["algo"], row["compared"], row["equal"], row["unexplained"]) == ("eagle3", 3, 3, 0)
+    row = lossless.compare(model, draft, settings, 2, prompts, [[*texts[0][:3], 99], *texts[1:]], 8)
+    assert (row["equal"], row["unexplained"]) == (2, 1)
+    law, kinds = SamplingParams(temperature=1.0), {"eager": {"cuda_graph": False}, "other": {"topk": 3}}
+    same, other = lossless.compare_sampled(model, draft, {**settings, "max_batch": 2}, kinds, prompts, law, 8)
+    assert (same["equal"], same["unexplained"], same["flips_per_token"]) == (3, 0, 0.0)
+    assert other["unexplained"] > 0 and 0 < other["flips_per_token"] < 1e-4 and len(other["first_difference"]) > 0
+    assert model.config._attn_implementation == "sdpa"
+    assert [lossless.most_likely(m) for m in (0.0, 1e-4, 0.05, 4.0)] == [0, 0, 2, 11]
