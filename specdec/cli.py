@@ -1,4 +1,4 @@
-"""The `specdec` command: demo, generate, bench, train."""
+"""The `specdec` command: demo, generate, bench, train, convert."""
 
 import json
 import sys
@@ -11,18 +11,20 @@ import typer
 from specdec import heads
 from specdec.api import attach
 from specdec.bench import Shape, acceptance, against_prediction, predicted_at, print_rows, write_results
+from specdec.convert import convert_command
 from specdec.demo import run_demo
 from specdec.models.loader import detect_algo
 from specdec.models.pretrained import BUNDLED, load_pretrained
 from specdec.prompts import chat_ids, read_questions
 from specdec.sampling import SamplingParams
 from specdec.train.cli import app as train_app
-from specdec.train.cli import load
+from specdec.train.target import load
 
 app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measurements.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
+app.command("convert")(convert_command)
 
 SHIPPED = "shipped"
 

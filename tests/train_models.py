@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specdec.models.draft_head import DraftHead
 from specdec.models.eagle3 import Eagle3Head
 from specdec.train.data import Corpus
-from specdec.train.new_head import head_config, new_head
+from specdec.train.new_head import eagle3_config, new_eagle, new_eagle3, new_nextn
 
 VOCAB = 96
 EOS = 2
@@ -39,7 +44,23 @@ def tiny_target(seed: int = 0) -> LlamaForCausalLM:
 def tiny_head(model: LlamaForCausalLM, draft_vocab_size: int = 64, seed: int = 1) -> Eagle3Head:
     """A fresh head for `model` whose hot vocabulary leaves gaps."""
     hot = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:draft_vocab_size]
-    return new_head(model, head_config(model, draft_vocab_size, AUX), hot.sort().values, seed)
+    return new_eagle3(model, eagle3_config(model, draft_vocab_size, AUX), hot.sort().values, seed)
+
+
+def fresh(algo: str, model: LlamaForCausalLM, seed: int = 1) -> DraftHead:
+    """A fresh head of each kind."""
+    makers = {"eagle": new_eagle, "eagle3": lambda m, s: tiny_head(m, seed=s), "nextn": new_nextn}
+    return makers[algo](model, seed)
+
+
+def save_target(model: LlamaForCausalLM, folder: Path) -> None:
+    """Model and a tokenizer of one word an id, "w0" to "w95", with a chat template."""
+    model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w1"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"w{EOS}", unk_token="w1")
+    tokenizer.chat_template = "w4 {{ messages[0]['content'] }} w2 w5"
+    tokenizer.save_pretrained(folder)
 
 
 def tiny_corpus(model: LlamaForCausalLM, num_sequences: int, seed: int = 0) -> Corpus:

@@ -1,13 +1,25 @@
-"""The card of a trained head: a README.md that says what it is for, how it was made and what it reaches."""
+"""The card of a trained draft: a README.md that says what it is for, how it was made and what it reaches."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_CARD = """# EAGLE-3 draft head for {target}
+_KINDS = {
+    "eagle": ("EAGLE-1/2 draft head", "Official EAGLE layout, for targets of the same hidden size and vocabulary."),
+    "eagle3": (
+        "EAGLE-3 draft head",
+        "Official EAGLE-3 layout, for targets of the same hidden size, vocabulary and layers.",
+    ),
+    "nextn": ("NextN (MTP) draft head", "DeepSeek-V3's names, for targets of the same class and shape."),
+    "standalone": (
+        "Standalone draft model",
+        "A small Llama, for targets with the same tokenizer.",
+    ),
+}
 
-Official EAGLE-3 layout; the target's hidden size, vocabulary and layers must match. Load it with
-`specdec.attach(model, DIR)`, where DIR is this folder.
+_CARD = """# {kind} for {target}
+
+{fits} Load it with `specdec.attach(model, DIR)`, where DIR is this folder.
 
 | | |
 |---|---|
@@ -19,14 +31,17 @@ Official EAGLE-3 layout; the target's hidden size, vocabulary and layers must ma
 def write_card(folder: str | Path, facts: Mapping[str, Any], tau_rows: Sequence[Mapping[str, Any]] = ()) -> Path:
     """Write README.md into `folder`.
 
-    facts: what `specdec train` reports, by name. tau_rows: rows of an acceptance bench; without
-    them the card has no tau table.
+    facts: what `specdec train` reports, by name; "algo" and "target" are required. tau_rows: rows of an acceptance
+    bench; without them the card has no tau table.
     """
     folder = Path(folder)
-    named = {k: v for k, v in facts.items() if k not in ("target", "acc", "accept_at", "loss")}
+    kind, fits = _KINDS[facts["algo"]]
+    named = {k: v for k, v in facts.items() if k not in ("algo", "target", "acc", "accept_at", "loss")}
     if "tau" in named:
         named["simulated tau, held out"] = named.pop("tau")
     text = _CARD.format(
+        kind=kind,
+        fits=fits,
         target=facts["target"],
         facts="\n".join(f"| {name.replace('_', ' ')} | {_shown(value)} |" for name, value in named.items()),
         held_out=_held_out(facts),

@@ -1,20 +1,27 @@
-"""What the draft imitates and how far it is off, without ever holding more than a chunk of [rows, dv] in fp32."""
+"""What a draft imitates and how far it is off, without ever holding more than a chunk of [rows, V] in fp32.
 
+The elementwise math over a chunk is one function; compiled, it is a kernel or two that read bf16 logits and write
+bf16 gradients, with everything between in fp32 registers.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What the target says at N rows, restricted to the hot vocabulary.
+    """What the target says at N rows, over the dv tokens that the draft scores.
 
-    logits: [N, dv] in the target's dtype. best: [N] int64, draft id of the target's argmax over its WHOLE vocabulary,
-    -1 where the hot vocabulary lacks it; such rows are not trained and count as misses.
+    logits: [N, dv] in the target's dtype. lse: [N] fp32, their log-sum-exp. best: [N] int64, draft id of the target's
+    argmax over its WHOLE vocabulary, -1 where a hot vocabulary lacks it; such rows are not trained and count as misses.
     """
 
     logits: torch.Tensor
+    lse: torch.Tensor
     best: torch.Tensor
 
     @property
@@ -22,32 +29,101 @@ class Goal:
         """[N] bool: rows whose argmax the draft can say."""
         return self.best >= 0
 
+    @property
+    def weights(self) -> torch.Tensor:
+        """[N] fp32 of a mean over the trained rows."""
+        weights = self.is_trained.float()
+        return weights / weights.sum().clamp(min=1.0)
 
-def goal_of(logits: torch.Tensor, rows: torch.Tensor, hot_ids: torch.Tensor, chunk_rows: int) -> Goal:
-    """The Goal at `rows` [N] int64 of the target's `logits` [M, V]; hot_ids [dv] int64, ascending."""
-    to_draft = torch.full((logits.shape[1],), -1, dtype=torch.int64, device=logits.device)
-    to_draft[hot_ids] = torch.arange(hot_ids.numel(), device=logits.device)
-    hot = torch.empty(rows.numel(), hot_ids.numel(), dtype=logits.dtype, device=logits.device)
-    best = torch.empty_like(rows)
-    for start in range(0, rows.numel(), chunk_rows):
-        span = slice(start, start + chunk_rows)
-        block = logits.index_select(0, rows[span])
-        torch.index_select(block, 1, hot_ids, out=hot[span])
-        best[span] = to_draft[block.argmax(-1)]
-    return Goal(hot, best)
+
+class OutputHead(NamedTuple):
+    """weight [dv, h] and bias [dv] or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
+class RowMath:
+    """Runs the row functions below over chunks of `chunk_rows`; compiled, the last chunk is padded to full size, so
+    that each of them is compiled once."""
+
+    def __init__(self, chunk_rows: int, compiled: bool = False):
+        self.chunk_rows = chunk_rows
+        self.is_compiled = compiled
+        self._losses: Callable[..., Any] = _compile(row_losses) if compiled else row_losses
+        self._summary: Callable[..., Any] = _compile(row_summary) if compiled else row_summary
+
+    def spans(self, num_rows: int) -> Iterator[slice]:
+        """The chunks of `num_rows` rows."""
+        return (slice(i, min(i + self.chunk_rows, num_rows)) for i in range(0, num_rows, self.chunk_rows))
+
+    def losses(
+        self,
+        logits: torch.Tensor,
+        goal_logits: torch.Tensor,
+        goal_lse: torch.Tensor,
+        weights: torch.Tensor,
+        lk_weight: float,
+        wants_grad: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`row_losses` of a chunk."""
+        full = (self._full(t) for t in (logits, goal_logits, goal_lse, weights))
+        return self._cut(self._losses(*full, lk_weight, wants_grad), logits.shape[0])
+
+    def summary(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`row_summary` of a chunk."""
+        return self._cut(self._summary(self._full(logits)), logits.shape[0])
+
+    def goal(self, logits: torch.Tensor) -> Goal:
+        """The Goal of a draft that scores the whole vocabulary, from `logits` [N, V], which it keeps."""
+        lse = torch.empty(logits.shape[0], device=logits.device)
+        best = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        for span in self.spans(logits.shape[0]):
+            lse[span], best[span] = self.summary(logits[span])
+        return Goal(logits, lse, best)
+
+    def hot_goal(
+        self, score: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, hot_ids: torch.Tensor, vocab: int
+    ) -> Goal:
+        """The Goal over hot_ids [dv] int64, ascending, of a target whose logits [N, V] are score(hidden [N, h])."""
+        num_rows, device = hidden.shape[0], hidden.device
+        to_draft = torch.full((vocab,), -1, dtype=torch.int64, device=device)
+        to_draft[hot_ids] = torch.arange(hot_ids.numel(), device=device)
+        logits = torch.empty(num_rows, hot_ids.numel(), dtype=hidden.dtype, device=device)
+        lse = torch.empty(num_rows, device=device)
+        best = torch.empty(num_rows, dtype=torch.int64, device=device)
+        for span in self.spans(num_rows):
+            block = score(hidden[span])
+            torch.index_select(block, 1, hot_ids, out=logits[span])
+            best[span] = to_draft[block.argmax(-1)]
+            lse[span] = self.summary(logits[span])[0]
+        return Goal(logits, lse, best)
+
+    def _full(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` [n, ...] padded with zeros to chunk_rows, where compiled."""
+        missing = self.chunk_rows - rows.shape[0]
+        return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if self.is_compiled and missing else rows
+
+    @staticmethod
+    def _cut(results: Any, num_rows: int) -> Any:
+        return tuple(None if t is None else t[:num_rows] for t in results)
 
 
 def imitation_loss(
-    states: torch.Tensor, lm_head: torch.Tensor, goal: Goal, lk_weight: float, chunk_rows: int
+    math: RowMath, states: torch.Tensor, head: OutputHead, goal: Goal, weights: torch.Tensor, lk_weight: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean loss over trained rows, draft argmax [N] int64) of normed `states` [N, h_d] under lm_head [dv, h_d].
+    """(Σ weights * loss, draft argmax [N] int64) of normed `states` [N, h_d] under `head`; weights [N] fp32.
 
-    Soft cross-entropy -Σ p log q against p, the target's softmax renormalised over the hot vocabulary; lk_weight adds
+    Soft cross-entropy -Σ p log q against p, the target's softmax over the goal's tokens; lk_weight adds
     -log Σ min(p, q), the log of the acceptance probability (the "LK" loss).
     """
-    weights = goal.is_trained.float()
-    weights = weights / weights.sum().clamp(min=1.0)
-    return _Imitation.apply(states, lm_head, goal.logits, weights, lk_weight, chunk_rows, torch.is_grad_enabled())
+    wants_grad = torch.is_grad_enabled()
+    return _Imitation.apply(states, head.weight, head.bias, goal, weights, lk_weight, math, wants_grad)
+
+
+def feature_loss(states: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """SmoothL1 of states [N, h] to the target's features [N, h], the mean over both (EAGLE-1's regression loss)."""
+    return F.smooth_l1_loss(states.float(), features.float(), reduction="sum") / max(states.numel(), 1)
 
 
 class _Imitation(torch.autograd.Function):
@@ -58,55 +134,75 @@ class _Imitation(torch.autograd.Function):
     def forward(
         ctx: Any,
         states: torch.Tensor,
-        lm_head: torch.Tensor,
-        goal_logits: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        goal: Goal,
         weights: torch.Tensor,
         lk_weight: float,
-        chunk_rows: int,
+        math: RowMath,
         wants_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         loss = torch.zeros((), device=states.device)
         best = torch.empty(states.shape[0], dtype=torch.int64, device=states.device)
-        wants_head = wants_grad and lm_head.requires_grad
+        wants_head = wants_grad and weight.requires_grad
         grad_states = torch.empty_like(states) if wants_grad else None
-        grad_head = torch.zeros_like(lm_head, dtype=torch.float32) if wants_head else None
-        for start in range(0, states.shape[0], chunk_rows):
-            span = slice(start, start + chunk_rows)
-            logits = states[span] @ lm_head.T
-            best[span] = logits.argmax(-1)
-            row_loss, grad = _rows(logits.float(), goal_logits[span].float(), lk_weight, wants_grad)
-            loss += (row_loss * weights[span]).sum()
-            if grad_states is not None:
-                grad = grad.mul_(weights[span, None]).to(states.dtype)
-                grad_states[span] = grad @ lm_head
-                if grad_head is not None:
-                    grad_head += (grad.T @ states[span]).float()
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_head else None
+        for span in math.spans(states.shape[0]):
+            logits = F.linear(states[span], weight, bias)
+            row_loss, best[span], grad = math.losses(
+                logits, goal.logits[span], goal.lse[span], weights[span], lk_weight, wants_grad
+            )
+            loss += row_loss.sum()
+            if grad_states is not None and grad is not None:
+                grad_states[span] = grad @ weight
+                if grad_weight is not None:
+                    grad_weight += (grad.T @ states[span]).float()
         ctx.mark_non_differentiable(best)
-        ctx.save_for_backward(grad_states, grad_head)
-        ctx.head_dtype = lm_head.dtype
+        ctx.save_for_backward(grad_states, grad_weight)
+        ctx.weight_dtype = weight.dtype
         return loss, best
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_states, grad_head = ctx.saved_tensors
-        for_head = None if grad_head is None else (grad_head * grad_loss).to(ctx.head_dtype)
-        return grad_states * grad_loss.to(grad_states.dtype), for_head, None, None, None, None, None
+        grad_states, grad_weight = ctx.saved_tensors
+        for_weight = None if grad_weight is None else (grad_weight * grad_loss).to(ctx.weight_dtype)
+        return grad_states * grad_loss.to(grad_states.dtype), for_weight, *[None] * 6
 
 
-def _rows(
-    logits: torch.Tensor, goal_logits: torch.Tensor, lk_weight: float, wants_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss [n], d loss / d logits [n, dv]) of fp32 logits [n, dv]; the gradient is only valid if asked for.
+def row_losses(
+    logits: torch.Tensor,
+    goal_logits: torch.Tensor,
+    goal_lse: torch.Tensor,
+    weights: torch.Tensor,
+    lk_weight: float,
+    wants_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(weighted loss [n] fp32, argmax [n] int64, its gradient [n, dv] in the logits' dtype or None).
 
     Cross-entropy: d/dz = q - p. Acceptance α = Σ min(p, q): dα/dz_k = q_k ([q_k < p_k] - Σ_v [q_v < p_v] q_v).
     """
-    log_q = logits.log_softmax(-1)
-    p = goal_logits.softmax(-1)
+    z = logits.float()
+    log_q = z.log_softmax(-1)
+    p = (goal_logits.float() - goal_lse.unsqueeze(-1)).exp()
     loss = -(p * log_q).sum(-1)
-    q = log_q.exp_() if wants_grad or lk_weight else log_q
-    if not lk_weight:
-        return loss, q.sub_(p) if wants_grad else q
-    alpha = torch.minimum(p, q).sum(-1).clamp(min=1e-6)
-    below = torch.where(q < p, q, 0.0)
-    d_alpha = below - q * below.sum(-1, keepdim=True)
-    return loss - lk_weight * alpha.log(), q - p - d_alpha * (lk_weight / alpha).unsqueeze(-1)
+    if not wants_grad and not lk_weight:
+        return loss * weights, z.argmax(-1), None
+    q = log_q.exp()
+    grad = q - p
+    if lk_weight:
+        alpha = torch.minimum(p, q).sum(-1).clamp(min=1e-6)
+        below = torch.where(q < p, q, 0.0)
+        d_alpha = below - q * below.sum(-1, keepdim=True)
+        loss = loss - lk_weight * alpha.log()
+        grad = grad - d_alpha * (lk_weight / alpha).unsqueeze(-1)
+    return loss * weights, z.argmax(-1), (grad * weights.unsqueeze(-1)).to(logits.dtype) if wants_grad else None
+
+
+def row_summary(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-sum-exp [n] fp32, argmax [n] int64) of logits [n, V]."""
+    z = logits.float()
+    return z.logsumexp(-1), z.argmax(-1)
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False, fullgraph=True)

@@ -1,4 +1,8 @@
-"""A fresh EAGLE-3 head for a target, started so that it says something sensible before its first step."""
+"""Fresh draft heads for a target, started so that they say something sensible before their first step.
+
+A head's projection passes the target's state through and what its layer adds is small, so at the start it reads that
+state through the target's own output head.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,36 +12,42 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.models.draft_head import LayerConfig
+from specdec.models.eagle import EagleConfig, EagleHead
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from specdec.models.nextn import NextNHead, full_attention_layer
 from specdec.train.teacher import target_shape
 
-FC_NOISE = 1e-3  # std; small beside the identity, enough to part the columns of the lower features
+FC_NOISE = 1e-3  # std; small beside the identity, enough to part the columns of the other features
 QUIET_OUT = 0.1  # share of the usual std for projections that add to the residual stream
 
 
-def head_config(
+def layer_config(model: PreTrainedModel, intermediate_size: int) -> LayerConfig:
+    """A draft layer with the attention heads and rope of `model`."""
+    config = model.config.get_text_config()
+    return LayerConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-5)),
+        rope_theta=_rope_theta(config),
+    )
+
+
+def eagle3_config(
     model: PreTrainedModel,
     draft_vocab_size: int,
     aux_layers: Sequence[int] | None = None,
     intermediate_size: int | None = None,
 ) -> Eagle3Config:
-    """The shape of a head for `model`: its attention heads and rope, an MLP of `intermediate_size` (default: twice)."""
+    """The shape of an EAGLE-3 head for `model`; intermediate_size: of its MLP, by default twice the target's."""
     shape = target_shape(model)
-    config = model.config.get_text_config()
     layers = tuple(aux_layers) if aux_layers else default_aux_layers(shape.num_layers)
     if len(layers) != 3:
         raise ValueError(f"aux_layers={layers}: expected three layers, low to high")
-    layer = LayerConfig(
-        hidden_size=shape.hidden_size,
-        intermediate_size=intermediate_size or 2 * config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or shape.hidden_size // config.num_attention_heads,
-        rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-5)),
-        rope_theta=_rope_theta(config),
-    )
     return Eagle3Config(
-        layer=layer,
+        layer=layer_config(model, intermediate_size or 2 * model.config.get_text_config().intermediate_size),
         target_hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         draft_vocab_size=min(draft_vocab_size, shape.vocab_size),
@@ -46,28 +56,68 @@ def head_config(
 
 
 @torch.no_grad()
-def new_head(model: PreTrainedModel, config: Eagle3Config, hot_ids: torch.Tensor, seed: int) -> Eagle3Head:
+def new_eagle3(model: PreTrainedModel, config: Eagle3Config, hot_ids: torch.Tensor, seed: int) -> Eagle3Head:
     """A head in fp32 on the target's device. hot_ids [dv] int64.
 
-    lm_head and norm are the target's, fc passes the highest feature through, attention and MLP add little: at the start
-    the head reads the target's highest tapped layer through the target's own output head.
+    lm_head and norm are the target's, fc passes the highest feature through.
     """
     if hot_ids.numel() != config.draft_vocab_size:
         raise ValueError(f"hot_ids has {hot_ids.numel()} ids: expected draft_vocab_size={config.draft_vocab_size}")
     head = Eagle3Head(config)
     head.set_hot_vocab(hot_ids)
     random = torch.Generator().manual_seed(seed)
-    for name, module in head.midlayer.named_modules():
+    _quiet(head.midlayer, random)
+    _pass_last(head.fc, random)
+    rows = model.get_output_embeddings().weight
+    norm, lm_head = head.norm.get_parameter("weight"), head.get_parameter("lm_head.weight")
+    norm.copy_(_final_norm_weight(model, config.layer.hidden_size))
+    lm_head.copy_(rows[head.hot_ids.to(rows.device)])
+    return head.to(rows.device)
+
+
+@torch.no_grad()
+def new_eagle(model: PreTrainedModel, seed: int, intermediate_size: int | None = None) -> EagleHead:
+    """An EAGLE-1/2 head in fp32 on the target's device; intermediate_size: of its MLP, by default the target's."""
+    layer = layer_config(model, intermediate_size or model.config.get_text_config().intermediate_size)
+    head = EagleHead(EagleConfig(layer, target_shape(model).vocab_size, fc_bias=False))
+    random = torch.Generator().manual_seed(seed)
+    _quiet(head.layers, random)
+    _pass_last(head.fc, random)
+    return head.to(model.get_input_embeddings().weight.device)
+
+
+@torch.no_grad()
+def new_nextn(model: PreTrainedModel, seed: int, copy_layer: bool = True) -> NextNHead:
+    """A NextN head in fp32 on the target's device, whose out norm is the target's.
+
+    copy_layer: its decoder layer starts as the target's own last one with full attention, else random and quiet.
+    """
+    head = NextNHead(model)
+    decoder: Any = model.get_decoder()
+    mtp: Any = head.mtp[0]
+    random = torch.Generator().manual_seed(seed)
+    if copy_layer:
+        own = decoder.layers[full_attention_layer(model.config.get_text_config())]
+        mtp.layer.load_state_dict(own.state_dict())
+    else:
+        _quiet(mtp.layer, random)
+    mtp.norm.load_state_dict(decoder.norm.state_dict())
+    _pass_last(mtp.eh_proj, random)
+    return head.to(model.get_input_embeddings().weight.device)
+
+
+def _quiet(layers: nn.Module, random: torch.Generator) -> None:
+    """Random linear layers, small where they add to the residual stream."""
+    for name, module in layers.named_modules():
         if isinstance(module, nn.Linear):
             quiet = QUIET_OUT if name.endswith(("o_proj", "down_proj")) else 1.0
             nn.init.normal_(module.weight, std=quiet * module.in_features**-0.5, generator=random)
-    nn.init.normal_(head.fc.weight, std=FC_NOISE, generator=random)
-    head.fc.weight[:, -config.layer.hidden_size :] += torch.eye(config.layer.hidden_size)
-    head.norm.weight.copy_(_final_norm_weight(model, config.layer.hidden_size))
-    lm_head = model.get_output_embeddings().weight
-    head.lm_head.weight.copy_(lm_head[head.hot_ids.to(lm_head.device)])
-    head.lm_head.requires_grad_(False)
-    return head.to(lm_head.device)
+
+
+def _pass_last(projection: nn.Linear, random: torch.Generator) -> None:
+    """The last block of columns passes through, the others are noise."""
+    nn.init.normal_(projection.weight, std=FC_NOISE, generator=random)
+    projection.weight[:, -projection.out_features :] += torch.eye(projection.out_features)
 
 
 def _final_norm_weight(model: PreTrainedModel, size: int) -> torch.Tensor:

@@ -3,10 +3,9 @@
 import math
 
 
-def progress(step: int, max_steps: int | None, seconds: float, max_seconds: float | None) -> float:
-    """Share of the run that is done, 0..1: the larger of the shares of steps and of time, whichever are limited."""
-    shares = [done / limit for done, limit in ((step, max_steps), (seconds, max_seconds)) if limit]
-    return min(max(shares), 1.0)
+def progress(*counts: tuple[float, float | None]) -> float:
+    """Share of the run that is done, 0..1: the largest of the shares done/limit of every (done, limit) with a limit."""
+    return min(max(done / limit for done, limit in counts if limit), 1.0)
 
 
 def learning_rate(peak: float, share: float, warmup: float) -> float:

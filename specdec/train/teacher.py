@@ -1,28 +1,40 @@
-"""The target as a teacher: one frozen forward gives the features a head reads and the logits it imitates."""
+"""The target as a teacher: one frozen forward gives the features a head reads and the law it imitates."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from specdec.models.draft_head import LAST
 from specdec.models.loader import TargetShape
+from specdec.models.probe import answering
 from specdec.train.batches import Batch
-from specdec.train.losses import Goal, goal_of
+from specdec.train.losses import Goal, OutputHead, RowMath
+
+
+class Lesson(NamedTuple):
+    """What one forward of the target tells. features: [B, T, num_aux*h]. hidden: [B, T, h], after the final norm."""
+
+    features: torch.Tensor
+    hidden: torch.Tensor
 
 
 class Teacher:
-    """A live target that is only read. aux_layers: indices of the layers whose output is taken, low to high."""
+    """A live target that is only read. aux_layers: layers whose output is taken, low to high, or (LAST,), or none."""
 
     def __init__(self, model: PreTrainedModel, aux_layers: Sequence[int]):
         last = target_shape(model).num_layers - 1
-        if list(aux_layers) != sorted(set(aux_layers)) or not all(0 <= i < last for i in aux_layers):
+        layers = [] if tuple(aux_layers) in ((), (LAST,)) else list(aux_layers)
+        if layers != sorted(set(layers)) or not all(0 <= i < last for i in layers):
             raise ValueError(
                 f"aux_layers={tuple(aux_layers)}: expected ascending layers of 0..{last - 1} (the last layer's output "
-                "is normed by transformers)"
+                "is normed by transformers), or LAST alone"
             )
         self.model = model
-        self.aux_layers = list(aux_layers)
+        self.aux_layers = layers
 
     @property
     def embed_tokens(self) -> nn.Module:
@@ -36,19 +48,40 @@ class Teacher:
         assert isinstance(weight, torch.Tensor)
         return weight
 
+    @property
+    def output_head(self) -> OutputHead:
+        """The output head, frozen. What the model does to logits after it (scaling, softcap) is not in it: a draft that
+        is scored by it imitates the served law through another, and its losses cannot reach the law's entropy."""
+        head = self.model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        return OutputHead(head.weight.detach(), None if bias is None else bias.detach())
+
     @torch.no_grad()
-    def read(self, batch: Batch, hot_ids: torch.Tensor, chunk_rows: int) -> tuple[torch.Tensor, Goal]:
-        """(aux [B, T, 3*h], the Goal at batch.rows [N])."""
-        out = self.model(
+    def read(self, batch: Batch) -> Lesson:
+        """One forward over the batch."""
+        out = self.model.get_decoder()(
             input_ids=batch.tokens[:, : batch.length],
             use_cache=False,
-            output_hidden_states=self.aux_layers,
-            logits_to_keep=batch.length - batch.first_row,
+            output_hidden_states=self.aux_layers or False,
         )
-        aux = torch.cat([out.hidden_states[i] for i in self.aux_layers], -1)
-        width = out.logits.shape[1]
-        rows = batch.rows // batch.length * width + batch.rows % batch.length - batch.first_row
-        return aux, goal_of(out.logits.flatten(0, 1), rows, hot_ids, chunk_rows)
+        hidden = out.last_hidden_state
+        return Lesson(
+            torch.cat([out.hidden_states[i] for i in self.aux_layers], -1) if self.aux_layers else hidden, hidden
+        )
+
+    @torch.no_grad()
+    def goal(self, hidden: torch.Tensor, hot_ids: torch.Tensor | None, math: RowMath) -> Goal:
+        """The Goal of the rows whose last hidden states are `hidden` [N, h]; hot_ids [dv] int64, or None for all V."""
+        if hot_ids is None:
+            return math.goal(self.logits(hidden))
+        return math.hot_goal(self.logits, hidden, hot_ids, self.output_head.weight.shape[0])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Last hidden states [N, h] to logits [N, V], through all that the model does to them."""
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        answer = BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
+        with answering(self.model.get_decoder(), answer):
+            return self.model(input_ids=ids, use_cache=False).logits[0]
 
 
 def target_shape(model: PreTrainedModel) -> TargetShape:

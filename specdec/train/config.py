@@ -1,0 +1,106 @@
+"""The training recipe as frozen data, and the recipe each algorithm starts from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+LIMITS = ("epochs", "max_steps", "max_tokens", "minutes")
+# What may differ between a checkpoint's run and the one that resumes it: where it ends, how it reports and computes.
+FREE = frozenset({*LIMITS, "log_every", "eval_every", "save_every", "chunk_rows", "compile"})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The recipe. A run ends at the first of epochs, max_steps, max_tokens and minutes; give one at least.
+
+    num_steps: draft steps unrolled (TTT). step_decay: weight of step j is step_decay**j; normalise_steps: divided by
+    the sum of all. soft_weight: of the soft cross-entropy; feature_weight: of SmoothL1 to the target's last hidden
+    state (EAGLE-1/2); lk_weight: of -log acceptance. feature_noise: half the width of uniform noise on the features a
+    head reads (EAGLE-1 used 0.1 at 512 tokens). prompt_weight: of a prompt's rows beside the answer's (standalone).
+    tokens_per_batch: padded tokens. max_len: longer sequences are cut. max_tokens: seen in training, without padding.
+    warmup: share of the run. clip: gradient norm. chunk_rows: rows whose logits exist at a time.
+    compile: the losses' elementwise math as fused kernels; None: on CUDA. *_every: in steps; a log is a sync.
+    """
+
+    num_steps: int = 5
+    step_decay: float = 0.8
+    normalise_steps: bool = False
+    soft_weight: float = 1.0
+    feature_weight: float = 0.0
+    lk_weight: float = 0.0
+    feature_noise: float = 0.0
+    prompt_weight: float = 0.0
+    lr: float = 2e-3
+    weight_decay: float = 0.01
+    warmup: float = 0.015
+    clip: float = 0.5
+    tokens_per_batch: int = 32768
+    max_len: int = 2048
+    epochs: int | None = None
+    max_steps: int | None = None
+    max_tokens: int | None = None
+    minutes: float | None = None
+    chunk_rows: int = 4096
+    compile: bool | None = None
+    train_lm_head: bool = False
+    log_every: int = 20
+    eval_every: int = 500
+    save_every: int = 500
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        limits = {name: getattr(self, name) for name in LIMITS}
+        if not any(limits.values()):
+            raise ValueError(f"{limits}: expected one at least that ends the run; pass minutes=10, say")
+        for name in ("num_steps", "tokens_per_batch", "max_len", "chunk_rows", "log_every", "eval_every", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected 1 or more")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"warmup={self.warmup}: expected a share of the run in [0, 1)")
+        if self.soft_weight < 0 or self.feature_weight < 0 or not self.soft_weight + self.feature_weight:
+            raise ValueError(
+                f"soft_weight={self.soft_weight}, feature_weight={self.feature_weight}: expected 0 or more, one above 0"
+            )
+
+    @property
+    def step_weights(self) -> list[float]:
+        """Weight of each step's loss."""
+        weights = [self.step_decay**j for j in range(self.num_steps)]
+        total = sum(weights) if self.normalise_steps else 1.0
+        return [w / total for w in weights]
+
+    @property
+    def words(self) -> str:
+        """The recipe in a line, for the card."""
+        unit = " normalised" if self.normalise_steps else ""
+        losses = {
+            "soft cross-entropy": self.soft_weight,
+            "SmoothL1 to features": self.feature_weight,
+            "LK": self.soft_weight * self.lk_weight,
+            "prompts": self.prompt_weight,
+        }
+        parts = [name if weight == 1 else f"{weight:g} {name}" for name, weight in losses.items() if weight]
+        return (
+            f"{self.num_steps} steps weighted {self.step_decay:g}^j{unit}, {' + '.join(parts)}, AdamW lr {self.lr:g} "
+            f"cosine, warm-up {self.warmup:.1%}, clip {self.clip:g}, {self.tokens_per_batch} tokens a batch"
+        )
+
+
+# Fields in which an algorithm's recipe differs from TrainConfig's own. Sources: arXiv 2401.15077 (eagle: both losses),
+# 2503.01840 (eagle3: unrolling, decay 0.8), FastMTP (nextn: weights 0.6**j normalised).
+RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "eagle": MappingProxyType({"num_steps": 3, "feature_weight": 1.0, "soft_weight": 0.1, "lr": 1e-3}),
+        "eagle3": MappingProxyType({}),
+        "nextn": MappingProxyType({"num_steps": 3, "step_decay": 0.6, "normalise_steps": True, "lr": 1e-3}),
+        "standalone": MappingProxyType({"num_steps": 5, "lr": 2e-3, "warmup": 0.03, "clip": 1.0}),
+    }
+)
+
+
+def recipe(algo: str, **changes: Any) -> TrainConfig:
+    """`algo`'s recipe with `changes`; those that are None leave it as it is."""
+    if algo not in RECIPES:
+        raise ValueError(f"algo={algo!r}: expected one of {sorted(RECIPES)}")
+    return TrainConfig(**{**RECIPES[algo], **{name: value for name, value in changes.items() if value is not None}})

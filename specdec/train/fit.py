@@ -1,0 +1,68 @@
+"""Fits a draft to corpora: splits, makes the student, trains it, exports it with its card."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.models.pretrained import BUNDLED
+from specdec.train.card import write_card
+from specdec.train.config import TrainConfig
+from specdec.train.data import Corpus, split_held_out
+from specdec.train.students import Setup, Shape, make_student
+from specdec.train.target import load
+from specdec.train.trainer import Trainer
+
+HELD_OUT_SHARE = 20  # a small corpus holds out one sequence in so many
+
+
+def train(
+    corpora: list[Path],
+    out: Path,
+    config: TrainConfig,
+    *,
+    algo: str = "eagle3",
+    shape: Shape | None = None,
+    target: str = BUNDLED,
+    dtype: str = "auto",
+    device: str = "auto",
+    held_out: int = 200,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Fit a draft of `algo` to `corpora`, export it to the folder `out` with its card, return the held-out rates.
+
+    The checkpoint lies beside `out`, as `<out>.checkpoint.pt`; resume continues from it.
+    """
+    model, tokenizer = load(target, dtype, device)
+    corpus = Corpus.merge([Corpus.load(path) for path in corpora])
+    fit, held = split_held_out(corpus, min(held_out, max(1, len(corpus) // HELD_OUT_SHARE)), config.seed)
+    student = make_student(algo, Setup(model, tokenizer, fit, config, shape or Shape()))
+    checkpoint = out.with_name(out.name + ".checkpoint.pt")
+    trainer = Trainer(student.objective, fit, held, checkpoint)
+    if resume:
+        trainer.resume(checkpoint)
+    result = trainer.fit()
+    student.export(out)
+    facts = {
+        "algo": algo,
+        "target": target,
+        **sizes(fit),
+        "held_out_sequences": len(held),
+        **student.facts,
+        "trained_parameters": student.objective.num_trained,
+        "exported_bytes": sum(f.stat().st_size for f in out.iterdir() if f.suffix in (".safetensors", ".gguf")),
+        "recipe": config.words,
+        "device": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "CPU",
+        **result,
+    }
+    write_card(out, facts)
+    return facts
+
+
+def sizes(corpus: Corpus) -> dict[str, int]:
+    """A corpus in numbers, for reports."""
+    return {
+        "sequences": len(corpus),
+        "corpus_tokens": corpus.num_tokens,
+        "answer_tokens": corpus.num_answer_tokens,
+    }

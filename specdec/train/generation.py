@@ -1,0 +1,150 @@
+"""Makes a corpus with an engine on the target: questions answered, chats whose user turns it writes too.
+
+A corpus can be made in shards, by as many processes as there are devices; merged, they hold every job once.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
+
+from specdec.api import Engine, attach
+from specdec.models.pretrained import BUNDLED
+from specdec.train.fit import sizes
+from specdec.train.regenerate import (
+    Budget,
+    Job,
+    answer,
+    answer_jobs,
+    encode,
+    gsm8k_prompts,
+    self_chat_prompts,
+    user_turn_frame,
+)
+from specdec.train.target import load
+
+USER_TURN_SHARE = 0.3  # of the generation budget; answers take the rest
+USER_TURN_TOKENS = 128
+GRAPH_BATCHES = (64, 128, 256, 512)  # few and large: a batch is full until its chunk runs out
+MAX_BATCH = {"cuda": 512, "cpu": 32}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What is generated.
+
+    gsm8k: train.jsonl, of which num_questions are answered samples_per_question times. chats: user turns that the
+    target writes and answers once. temperatures: comma-separated, they take turns. gen_minutes: wall clock, None: as
+    long as it takes. max_batch: requests decoded together, None: by device. shard: "i/n" makes part i of n of the
+    questions' jobs, and its share of the chats from a seed of its own. compile: the target's layers, by Inductor.
+    """
+
+    gsm8k: Path | None = None
+    num_questions: int | None = None
+    samples_per_question: int = 3
+    chats: int = 0
+    temperatures: str = "0,0.7,1.0"
+    max_new_tokens: int = 256
+    gen_minutes: float | None = None
+    max_batch: int | None = None
+    shard: str = "0/1"
+    compile: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.gsm8k is None and not self.chats:
+            raise ValueError("nothing to generate: pass gsm8k=PATH of train.jsonl, or chats=N, or both")
+        index, _, count = self.shard.partition("/")
+        if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
+            raise ValueError(f"shard={self.shard!r}: expected i/n with i of 0..n-1, such as 0/4")
+
+    @property
+    def laws(self) -> list[float]:
+        """The temperatures."""
+        return [float(t) for t in self.temperatures.split(",")]
+
+    @property
+    def shard_index(self) -> int:
+        """i of the shard i/n."""
+        return int(self.shard.partition("/")[0])
+
+    @property
+    def num_shards(self) -> int:
+        """n of the shard i/n."""
+        return int(self.shard.partition("/")[2])
+
+    @property
+    def num_chats(self) -> int:
+        """This shard's share of the chats."""
+        return len(range(self.shard_index, self.chats, self.num_shards))
+
+    def part(self, jobs: Sequence[T]) -> list[T]:
+        """This shard's part of `jobs`, which are the same in all shards."""
+        return list(jobs[self.shard_index :: self.num_shards])
+
+    def turn_seed(self) -> int:
+        """Seed of the user turns: another in every shard."""
+        return self.seed * 1009 + self.shard_index
+
+
+def prepare(
+    out: Path, *, target: str = BUNDLED, dtype: str = "auto", device: str = "auto", **options: Any
+) -> dict[str, Any]:
+    """Regenerate a corpus with the target, write it to `out`, and return what it holds and what it took.
+
+    options: fields of Generation.
+    """
+    g = Generation(**options)
+    model, tokenizer = load(target, dtype, device)
+    questions = gsm8k_prompts(g.gsm8k, tokenizer)[: g.num_questions] if g.gsm8k else []
+    turn_tokens = min(g.max_new_tokens, USER_TURN_TOKENS) if g.chats else 0
+    frame = sum(len(encode(tokenizer, part)) for part in user_turn_frame(tokenizer))
+    longest = max([frame + turn_tokens, *map(len, questions)])
+    engine = generating_engine(model, g, longest + g.max_new_tokens)
+    chunk = 4 * engine.config.max_batch
+    turns = Budget(g.gen_minutes * USER_TURN_SHARE if g.gen_minutes and g.chats else None)
+    chats = self_chat_prompts(engine, tokenizer, g.num_chats, g.turn_seed(), turn_tokens, chunk=chunk, budget=turns)
+    turns_report = turns.report()
+    rest = Budget(g.gen_minutes - turns.seconds / 60 if g.gen_minutes else None)
+    jobs = shard_jobs(g, questions, chats)
+    corpus = answer(engine, jobs, g.max_new_tokens, chunk=chunk, budget=rest, keep=lambda c: c.save(out))
+    engine.detach()
+    corpus.save(out)
+    if len(corpus):
+        print(corpus.show(tokenizer, 0))
+    return {
+        "corpus": str(out),
+        "target": target,
+        "shard": g.shard,
+        "questions": len(questions),
+        "chats": len(chats),
+        "user_turns": turns_report,
+        "answers": rest.report(),
+        **sizes(corpus),
+    }
+
+
+def shard_jobs(g: Generation, questions: Sequence[list[int]], chats: Sequence[list[int]]) -> list[Job]:
+    """The requests of this shard: its part of the jobs of all questions, and its own chats; shuffled, so that a run
+    cut short has the same mix."""
+    of_questions = g.part(answer_jobs(questions, g.laws, g.samples_per_question, g.seed))
+    jobs = of_questions + answer_jobs(chats, g.laws, 1, g.turn_seed() + 1)
+    random.Random(g.seed).shuffle(jobs)
+    return jobs
+
+
+def generating_engine(model: PreTrainedModel, g: Generation, max_seq_len: int) -> Engine:
+    """An engine without a draft, set for throughput: large batches in a few graphs of the kinds that are asked for."""
+    kind = model.device.type
+    max_batch = g.max_batch or MAX_BATCH.get(kind, MAX_BATCH["cpu"])
+    settings: dict[str, Any] = {"max_batch": max_batch, "max_seq_len": max_seq_len, "compile": g.compile}
+    if kind == "cuda":
+        settings["graph_batches"] = tuple(sorted({*(b for b in GRAPH_BATCHES if b < max_batch), max_batch}))
+        # a batch that mixes greedy and sampled requests is a sampled one; user turns are sampled always
+        settings["graph_sampling"] = ("greedy",) if set(g.laws) == {0.0} and not g.chats else ("sampled",)
+    return attach(model, None, algo=None, **settings)

@@ -1,0 +1,111 @@
+"""The students that `specdec train fit` knows: how each algorithm's is made, and how it is written."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.models.draft_head import DraftHead
+from specdec.models.eagle3 import Eagle3Head
+from specdec.models.loader import load_head, save_head
+from specdec.train.config import TrainConfig
+from specdec.train.data import Corpus
+from specdec.train.hot_vocab import choose_hot_vocab
+from specdec.train.new_head import eagle3_config, new_eagle, new_eagle3, new_nextn
+from specdec.train.objectives import HeadObjective, Objective
+from specdec.train.target import special_ids
+from specdec.train.teacher import target_shape
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a fresh student looks like; None: what its algorithm takes.
+
+    init: a trained head to go on with, a folder or Hub id; nothing else counts then. intermediate_size: of the MLP.
+    eagle3: draft_vocab_size, and three aux_layers. nextn: copy_layer starts its layer as the target's last one.
+    """
+
+    init: str | None = None
+    intermediate_size: int | None = None
+    draft_vocab_size: int = 8192
+    aux_layers: tuple[int, ...] | None = None
+    copy_layer: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """What a student is made from. corpus: what it is trained on."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    corpus: Corpus
+    config: TrainConfig
+    shape: Shape
+
+
+@dataclass(frozen=True, eq=False)
+class Student:
+    """objective: to be trained. facts: for the card. export: writes the trained student to a folder."""
+
+    objective: Objective
+    facts: dict[str, Any]
+    export: Callable[[Path], None]
+
+
+def make_student(algo: str, setup: Setup) -> Student:
+    """A student of `algo`, fresh or from `setup.shape.init`."""
+    return STUDENTS[algo](setup)
+
+
+def _eagle(setup: Setup) -> Student:
+    head = _loaded(setup, "eagle") or new_eagle(setup.model, setup.config.seed, setup.shape.intermediate_size)
+    return _head(setup, head)
+
+
+def _nextn(setup: Setup) -> Student:
+    head = _loaded(setup, "nextn") or new_nextn(setup.model, setup.config.seed, setup.shape.copy_layer)
+    return _head(setup, head)
+
+
+def _eagle3(setup: Setup) -> Student:
+    head = _loaded(setup, "eagle3") or _new_eagle3(setup)
+    assert isinstance(head, Eagle3Head)
+    counts = torch.bincount(setup.corpus.tokens[setup.corpus.answer].long(), minlength=head.vocab_size)
+    coverage = float(counts[head.hot_ids.cpu()].sum() / counts.sum())
+    print(f"hot vocabulary: {head.hot_ids.numel()} of {head.vocab_size} tokens cover {coverage:.2%} of the answers")
+    facts = {"coverage": coverage, "draft_vocab_size": head.hot_ids.numel(), "aux_layers": list(head.aux_layers)}
+    return _head(setup, head, facts)
+
+
+def _new_eagle3(setup: Setup) -> Eagle3Head:
+    model, shape = setup.model, setup.shape
+    config = eagle3_config(model, shape.draft_vocab_size, shape.aux_layers, shape.intermediate_size)
+    always = special_ids(model, setup.tokenizer)
+    hot = choose_hot_vocab(setup.corpus, config.draft_vocab_size, config.vocab_size, always)
+    return new_eagle3(model, config, hot.ids, setup.config.seed)
+
+
+def _loaded(setup: Setup, algo: str) -> DraftHead | None:
+    """The head to go on with in fp32, if one is named."""
+    init, device = setup.shape.init, setup.model.get_input_embeddings().weight.device
+    return load_head(init, target_shape(setup.model), torch.float32, device, algo) if init else None
+
+
+def _head(setup: Setup, head: DraftHead, facts: dict[str, Any] | None = None) -> Student:
+    objective = HeadObjective(setup.model, head, setup.config)
+    dtype = objective.draft.weight.dtype
+    is_shared = isinstance(head, Eagle3Head) and not setup.config.train_lm_head and not setup.shape.init
+
+    def export(folder: Path) -> None:
+        save_head(folder, head, dtype=dtype, lm_head_from_target=is_shared)
+
+    return Student(objective, facts or {}, export)
+
+
+STUDENTS: Mapping[str, Callable[[Setup], Student]] = MappingProxyType(
+    {"eagle": _eagle, "eagle3": _eagle3, "nextn": _nextn}
+)

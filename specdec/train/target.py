@@ -1,0 +1,27 @@
+"""Loads the target that generates and teaches, by the words of the command line."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.models.pretrained import load_pretrained
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def load(target: str, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
+    """Target and tokenizer; "auto" is CUDA in bfloat16 where there is a CUDA device."""
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    name = ("bfloat16" if where.startswith("cuda") else "float32") if dtype == "auto" else dtype
+    if name not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: expected auto or one of {sorted(DTYPES)}")
+    return load_pretrained(target, dtype=DTYPES[name], device=where)
+
+
+def special_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    """What a hot vocabulary must have: the tokenizer's special tokens and whatever ends a generation."""
+    ends = model.generation_config.eos_token_id
+    listed = ends if isinstance(ends, list) else [ends]
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    return {i for i in (*tokenizer.all_special_ids, *listed) if i is not None and i < vocab_size}

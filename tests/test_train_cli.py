@@ -1,0 +1,119 @@
+"""`specdec train` end to end on a tiny target: corpora in shards, drafts of every algorithm, cards, resumption."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from specdec.api import attach
+from specdec.models.loader import detect_algo
+from specdec.models.pretrained import load_pretrained
+from specdec.train.cli import app
+from specdec.train.data import Corpus
+from specdec.train.generation import Generation, shard_jobs
+from tests.train_models import save_target, tiny_corpus, tiny_target
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SHORT = ["--tokens-per-batch", "256", "--chunk-rows", "64", "--dtype", "float32", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds target/, two corpora and questions.jsonl."""
+    path = tmp_path_factory.mktemp("train")
+    model = tiny_target()
+    save_target(model, path / "target")
+    for name, seed in (("a", 0), ("b", 1)):
+        tiny_corpus(model, 20, seed).save(path / f"{name}.safetensors")
+    questions = [{"question": " ".join(f"w{(7 * i + j) % 90 + 6}" for j in range(8)), "answer": ""} for i in range(6)]
+    (path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)), "utf-8")
+    return path
+
+
+def invoke(*args: object) -> dict[str, Any]:
+    """What the command reports in its last line."""
+    result = CliRunner().invoke(app, [str(a) for a in args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def fit(folder: Path, algo: str, out: Path, *more: object) -> dict[str, Any]:
+    corpora = ["--corpus", folder / "a.safetensors", "--corpus", folder / "b.safetensors"]
+    return invoke("fit", *corpora, "--out", out, "--algo", algo, "--target", folder / "target", *SHORT, *more)
+
+
+HEADS = [
+    ("eagle", ["--intermediate-size", "48"]),
+    ("eagle3", ["--draft-vocab-size", "64", "--aux-layers", "0,1,3"]),
+    ("nextn", ["--max-tokens", "2000"]),
+]
+
+
+@pytest.mark.parametrize(("algo", "options"), HEADS)
+def test_a_head_is_fitted_exported_and_drafts(folder: Path, tmp_path: Path, algo: str, options: list[str]) -> None:
+    out = tmp_path / "head"
+    report = fit(folder, algo, out, "--epochs", 4, *options)
+    assert report["algo"] == algo and report["sequences"] == 38 and report["tau"] > 1 and report["steps"] > 2
+    assert report["exported_bytes"] == (out / "model.safetensors").stat().st_size
+    card = (out / "README.md").read_text("utf-8")
+    assert "draft head for" in card and "simulated tau" in card and "{" not in card
+    assert detect_algo(out) == algo
+    model, _ = load_pretrained(folder / "target")
+    engine = attach(model, out, num_steps=2, max_batch=2, max_seq_len=64)
+    prompt = Corpus.load(folder / "a.safetensors").sequence(0)[0][:8].tolist()
+    said = engine.generate([prompt], max_new_tokens=12, ignore_eos=True)
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert said.tokens[0] == expected[0, 8:].tolist()
+    engine.detach()
+
+
+def test_a_fit_goes_on_from_its_checkpoint_and_from_a_head(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    first = fit(folder, "eagle", out, "--max-steps", 3)
+    second = fit(folder, "eagle", out, "--max-steps", 5, "--resume")
+    assert (first["steps"], second["steps"]) == (3, 5)
+    tuned = fit(folder, "eagle", tmp_path / "tuned", "--max-steps", 1, "--lr", "1e-9", "--init", out)
+    assert tuned["loss"] == pytest.approx(second["loss"], rel=1e-3)
+
+
+def test_a_corpus_is_made_in_disjoint_shards(folder: Path, tmp_path: Path) -> None:
+    common = ["--gsm8k", folder / "questions.jsonl", "--target", folder / "target", "--max-new-tokens", 6]
+    common += ["--samples-per-question", 2, "--max-batch", 4, "--chats", 4, "--temperatures", "0,1", "--device", "cpu"]
+    made = []
+    for shard in ("0/2", "1/2"):
+        out = tmp_path / f"{shard[0]}.safetensors"
+        report = invoke("data", "--out", out, "--shard", shard, *common)
+        made.append(Corpus.load(out))
+        assert report["shard"] == shard and report["answers"]["gen_tokens_per_s"] > 0 and report["questions"] == 6
+    seen = [{tuple(c.sequence(i)[0].tolist()) for i in range(len(c))} for c in made]
+    assert not seen[0] & seen[1] and len(seen[0]) >= 6
+
+
+def test_shards_share_out_the_same_jobs() -> None:
+    questions = [[i, i + 1, i + 2] for i in range(7)]
+    whole = Generation(chats=5, samples_per_question=2)
+    parts = [Generation(chats=5, samples_per_question=2, shard=f"{i}/3") for i in range(3)]
+    jobs = [shard_jobs(part, questions, []) for part in parts]
+    assert sorted(map(repr, chain.from_iterable(jobs))) == sorted(map(repr, shard_jobs(whole, questions, [])))
+    assert [part.num_chats for part in parts] == [2, 2, 1] and len({part.turn_seed() for part in parts}) == 3
+    for wrong in ("3/3", "1", "-1/2"):
+        with pytest.raises(ValueError, match="expected i/n"):
+            Generation(chats=1, shard=wrong)
+    with pytest.raises(ValueError, match="nothing to generate"):
+        Generation()
+
+
+def test_run_generates_and_fits(folder: Path, tmp_path: Path) -> None:
+    options = ["--gsm8k", folder / "questions.jsonl", "--max-new-tokens", 12, "--max-batch", 8, "--max-steps", 2]
+    report = invoke(
+        "run", "--out", tmp_path / "h", "--algo", "nextn", *options, "--target", folder / "target", *SHORT[-4:]
+    )
+    assert report["steps"] == 2 and report["data"]["sequences"] > 0
+    assert (tmp_path / "h.corpus.safetensors").is_file() and (tmp_path / "h" / "config.json").is_file()
