@@ -58,7 +58,7 @@ def _held_out(facts: Mapping[str, Any]) -> str:
         {"draft step": j + 1, "right given true tokens": a, "accepted so far (a_j)": b}
         for j, (a, b) in enumerate(zip(facts.get("acc", ()), facts.get("accept_at", ()), strict=True))
     ]
-    return _table("Held out, teacher-forced, greedy; tau = 1 + Σ a_j", rows)
+    return _table("Held out, rounds of greedy decoding played on known text; tau = 1 + Σ a_j", rows)
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -4,6 +4,7 @@ It knows neither heads nor losses; an `Objective` does.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from specdec.train.batches import Batch, Batches
 from specdec.train.checkpoint import load_checkpoint, save_checkpoint
 from specdec.train.config import FREE
 from specdec.train.data import Corpus
+from specdec.train.losses import Goal
 from specdec.train.objectives import Objective
+from specdec.train.rounds import play_rounds
 from specdec.train.schedule import learning_rate, progress
 from specdec.train.tally import Tally
 
@@ -74,13 +77,23 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Rates over the held-out sequences; see `Tally.read`."""
+        """Rates over the held-out sequences, as `Tally.read` gives them, but tau and accept_at of rounds played there.
+
+        tau_of_starts: with chains from everywhere, as training logs it.
+        """
         tally = Tally.zero(self.config.num_steps, self.device)
+        stats = play_rounds(self._outcomes(tally))
+        rates = tally.read()
+        accept_at = stats.acceptance_at + [0.0] * (self.config.num_steps - len(stats.acceptance_at))
+        return {**rates, "tau_of_starts": rates["tau"], "tau": stats.tau, "accept_at": accept_at}
+
+    def _outcomes(self, tally: Tally) -> Iterator[tuple[Batch, Goal, list[torch.Tensor]]]:
+        """What the student drafts for every held-out batch, counted in `tally`."""
         for indices in self.held_out.plan(None):
             batch = self.held_out.build(indices)
             outcome = self.objective.forward(batch, None)
             tally.add(batch, outcome.goal, outcome.losses, outcome.drafted)
-        return tally.read()
+            yield batch, outcome.goal, outcome.drafted
 
     @property
     def seconds(self) -> float:

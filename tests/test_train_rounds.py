@@ -1,0 +1,58 @@
+"""What the trainer predicts is what the engine measures: the same rounds, on the same text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import specdec
+from specdec.metrics import AcceptanceStats
+from specdec.train.batches import Batches
+from specdec.train.config import recipe
+from specdec.train.data import Corpus
+from specdec.train.losses import Goal
+from specdec.train.new_head import new_eagle, new_nextn
+from specdec.train.objectives import HeadObjective
+from specdec.train.rounds import play_rounds
+from specdec.train.trainer import Trainer
+from tests.train_models import tiny_corpus, tiny_head, tiny_target
+
+CPU = torch.device("cpu")
+STEPS = 3
+HEADS = {"eagle": lambda m: new_eagle(m, 0), "eagle3": tiny_head, "nextn": lambda m: new_nextn(m, 0)}
+
+
+def test_rounds_begin_where_the_last_one_ended():
+    """One sequence of 3 + 7 tokens; the draft is right but for the tokens at rows 5 and 8."""
+    batches = Batches(Corpus.of([([3, 4, 5], list(range(10, 17)))]), 2, 64, 99, CPU)
+    batch = batches.build(batches.plan(None)[0])
+    best = torch.arange(batch.rows.numel())
+    wrong = torch.isin(batch.rows, torch.tensor([4, 7]))  # they say what tokens 5 and 8 are
+    drafted = torch.where(wrong, best + 1, best)
+    stats = play_rounds([(batch, Goal(best, best, best), [drafted, drafted])])
+    # roots are tokens 3, 5, 8: one draft right and the bonus; token 6 and 7 right and the bonus; the end
+    assert stats == AcceptanceStats(3, 6, [2, 1])
+
+
+@pytest.mark.parametrize("algo", HEADS)
+def test_prediction_equals_the_engine(algo, one_thread):
+    model = tiny_target()
+    corpus = tiny_corpus(model, 8)
+    objective = HeadObjective(
+        model, HEADS[algo](model), recipe(algo, num_steps=STEPS, max_steps=25, tokens_per_batch=512)
+    )
+    Trainer(objective, corpus, corpus).fit()
+    prompts = [corpus.sequence(i)[0][:8].tolist() for i in range(len(corpus))]
+    head = objective.draft.eval().requires_grad_(False)
+    engine = specdec.attach(model, head, num_steps=STEPS, max_seq_len=64)
+    out = engine.generate(prompts, max_new_tokens=21, ignore_eos=True)
+    engine.detach()
+    batches = Batches(Corpus.of(list(zip(prompts, out.tokens, strict=True))), STEPS, 512, 99, CPU)
+    outcomes = []
+    for indices in batches.plan(None):
+        batch = batches.build(indices)
+        with torch.no_grad():
+            outcome = objective.forward(batch, None)
+        outcomes.append((batch, outcome.goal, outcome.drafted))
+    assert out.stats.tau > 1.2, "the test needs drafts that are right at times"
+    assert play_rounds(outcomes) == out.stats.acceptance
