@@ -327,7 +327,7 @@ def test_overfits_one_batch(target: LlamaForCausalLM, corpus: Corpus, algo: str,
     head = tiny_head(target, draft_vocab_size=96) if algo == "eagle3" else fresh(algo, target)
     result = head_trainer(target, head, few, config(**{"max_steps": 60, "tokens_per_batch": 256, **changes})).fit()
     # a chain that starts near the end of an answer is cut there, so a_j has a ceiling below 1
-    assert min(result["acc"]) > 0.9 and result["accept_at"][0] > 0.9 and result["rows"] > 0
+    assert min(result["acc"]) > 0.9 and result["accept_at"][0] > 0.85 and result["rows"] > 0
     assert result["argmax_coverage"] == 1.0 and math.isclose(result["tau"], 1 + sum(result["accept_at"]))
 
 
