@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from specdec.errors import CheckpointError
 from specdec.models.building import head_problems, wanted_tensors
-from specdec.models.checkpoint import WEIGHTS, resolve
+from specdec.models.checkpoint import WEIGHTS, TensorFiles
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head
 from specdec.models.head_files import HeadFiles, open_head
 from specdec.models.layouts import LAYOUTS
@@ -31,7 +31,7 @@ def convert(src: str | Path, dst: str | Path, to: str, verifier: str | None = No
     """
     if to not in TO:
         raise ValueError(f"to={to!r}: expected one of {', '.join(TO)}")
-    head = open_head(resolve(src))
+    head = open_head(TensorFiles.at(src))
     if head.layout.algo != "eagle3":
         raise ValueError(f"{str(src)!r} holds a head of {head.layout.algo!r}: expected an EAGLE-3 head")
     if head.layout.name == TO[to]:

@@ -2,108 +2,29 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.backends.rope import Rope, rotate
-from specdec.models.draft_head import LAST, DraftHead
-from specdec.models.loader import TargetShape, check_head, detect_algo, inspect, load_head
+from specdec.models.draft_head import LAST
+from specdec.models.loader import detect_algo, inspect
 from tests import layout_models as lm
-
-CPU = torch.device("cpu")
-ROWS, STEPS = 7, 3
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-
-
-@cache
-def target(family: str = "llama") -> Any:
-    return lm.target_of(family)
-
-
-def shape_of(model: Any) -> TargetShape:
-    return TargetShape(
-        hidden_size=model.config.hidden_size,
-        vocab_size=model.config.vocab_size,
-        num_layers=model.config.num_hidden_layers,
-        embed_tokens=model.get_input_embeddings(),
-        lm_head=model.get_output_embeddings(),
-        model=model,
-    )
-
-
-def load(folder: Path, family: str = "llama", algo: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    shape = shape_of(target(family))
-    head = load_head(folder, shape, dtype, CPU, algo)
-    check_head(head, shape, dtype, CPU)
-    assert not any(p.is_meta or p.requires_grad for p in head.parameters())
-    return head
-
-
-class Played:
-    """A head run as a worker runs it: rows appended, attention over the keys and values of all rows so far."""
-
-    def __init__(self, head: DraftHead):
-        self.head, self.length, self.specs = head, 0, head.attention_layers
-        self.keys: dict[int, torch.Tensor] = {}
-        self.values: dict[int, torch.Tensor] = {}
-
-    def append(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(self.length, self.length + embeds.shape[0])
-        self.length += embeds.shape[0]
-        return self.head(embeds, hidden, self.head.rope(positions), self.attend)
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, layer: int) -> torch.Tensor:
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
-        self.keys[layer] = torch.cat([self.keys[layer], k]) if layer in self.keys else k
-        self.values[layer] = torch.cat([self.values[layer], v]) if layer in self.values else v
-        spec = self.specs[layer]
-        keys, values = (
-            x[layer].repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for x in (self.keys, self.values)
-        )
-        scores = torch.einsum("qhd,khd->hqk", q, keys) * spec.scaling
-        behind = torch.arange(self.length - q.shape[0], self.length)[:, None] - torch.arange(self.length)
-        hidden = (behind < 0) | (behind >= (spec.window or self.length))
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
-
-
-@torch.no_grad()
-def agree(head: DraftHead, reference: lm.Reference, features: torch.Tensor, fused: torch.Tensor, model: Any) -> None:
-    """Recycled states and logits of a prefill and of recursive steps are the reference's."""
-    torch.manual_seed(1)
-    embedding = head.embed_tokens if head.embed_tokens is not None else model.get_input_embeddings()
-    embeds = embedding(torch.randint(3, lm.VOCAB, (ROWS + STEPS,)))
-    played = Played(head)
-    states = played.append(embeds[:ROWS], head.fuse(features))
-    rows = fused
-    for step in range(STEPS + 1):
-        expected, logits = reference(embeds[: ROWS + step], rows)
-        torch.testing.assert_close(states, expected[-len(states) :], atol=2e-5, rtol=2e-5)
-        got = head.logits(states, model.get_output_embeddings())
-        torch.testing.assert_close(got, logits[-len(states) :], atol=5e-5, rtol=5e-5)
-        if step < STEPS:
-            rows = torch.cat([rows, expected[-1:]])
-            states = played.append(embeds[ROWS + step : ROWS + step + 1], states[-1:])
-
-
-def last_states(model: Any) -> torch.Tensor:
-    return lm.noise(ROWS, model.config.hidden_size, seed=77, scale=1.0)
-
-
-def aux_states(num_aux: int = 3) -> torch.Tensor:
-    return lm.noise(ROWS, num_aux * lm.HIDDEN, seed=78, scale=1.0)
-
+from tests.layout_heads import (
+    DEEPSEEK_NORMS,
+    LLAMA3,
+    MIMO_NORMS,
+    ROWS,
+    Played,
+    agree,
+    aux_states,
+    combine_tensors,
+    last_states,
+    load,
+    target,
+    under,
+)
 
 # ---- EAGLE-1/2
 
@@ -304,21 +225,6 @@ def test_sizes_that_speculators_leaves_out_are_its_classs_defaults(tmp_path: Pat
 # ---- NextN / MTP
 
 
-DEEPSEEK_NORMS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-MIMO_NORMS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-
-
-def combine_tensors(names: tuple[str, str, str, str], *, around: float = 1.0) -> lm.Tensors:
-    """The norms and the projection that stand before and after the decoder layer."""
-    enorm, hnorm, projection, out_norm = names
-    norms = {f"{n}.weight": lm.gain(lm.HIDDEN, 80 + i) - 1 + around for i, n in enumerate((enorm, hnorm, out_norm))}
-    return {**norms, f"{projection}.weight": lm.noise(lm.HIDDEN, 2 * lm.HIDDEN, seed=85)}
-
-
-def under(prefix: str, tensors: lm.Tensors) -> lm.Tensors:
-    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
-
-
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 @pytest.mark.parametrize("experts", ["one by one", "fused"])
 def test_nextn_of_deepseek_and_glm(tmp_path: Path, family: str, experts: str) -> None:
@@ -422,3 +328,21 @@ def test_nextn_drafts_what_transformers_mtp_model_drafts(tmp_path: Path) -> None
     _, logits, _ = peer(tokens[None, 1:], hidden, torch.ones(1, ROWS), torch.arange(ROWS)[None], None)
     states = Played(head).append(model.get_input_embeddings()(tokens[1:]), hidden[0])
     torch.testing.assert_close(head.logits(states[-1:], model.lm_head), logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_several_mtp_layers_are_modules_in_order(tmp_path: Path) -> None:
+    model = target("qwen2")
+    tensors: lm.Tensors = {}
+    for m in range(2):
+        at = f"model.layers.{lm.LAYERS + m}"
+        tensors |= under(at, combine_tensors(DEEPSEEK_NORMS)) | lm.layer_tensors(at, bias=True)
+        tensors[f"{at}.input_layernorm.weight"] = lm.gain(lm.HIDDEN, 95 + m)
+        tensors[f"{at}.embed_tokens.weight"] = model.get_input_embeddings().weight.clone()
+    head = load(lm.write(tmp_path, {**model.config.to_dict(), "num_nextn_predict_layers": 2}, tensors), "qwen2")
+    assert head.num_modules == 2 and head.embed_tokens is None
+    for m in range(2):
+        gate = tensors[f"model.layers.{lm.LAYERS + m}.mlp.gate_proj.weight"]
+        assert torch.equal(head.mtp[m].layer.mlp.gate_proj.weight, gate)
+    last = f"model.layers.{lm.LAYERS + 1}.embed_tokens.weight"
+    with pytest.raises(ValueError, match=rf"{last} differs from .*expected one for all"):
+        load(lm.write(tmp_path, model.config.to_dict(), {**tensors, last: tensors[last] + 1}), "qwen2")

@@ -19,7 +19,7 @@ Wanted = dict[str, tuple[int, ...]]
 
 
 def build_head(files: HeadFiles, target: TargetShape, dtype: torch.dtype, device: torch.device) -> DraftHead:
-    """The head in `files` for `target` , frozen. CheckpointError lists every problem."""
+    """The head in `files` for `target`, frozen. CheckpointError lists every problem."""
     reading, config = files.read_config(target.num_layers)
     problems = reading.problems
     if config is None:
@@ -67,6 +67,11 @@ def _is_own(files: HeadFiles, name: str, module: Any) -> bool:
     if not files.is_float(name, tuple(module.weight.shape)):
         return False  # absent, or of a shape that is told as a problem
     stored = files.read([name])[name]
+    for again, ours in files.copies.items():
+        if ours == name and not torch.equal(files.files.read([again])[again], stored):
+            raise CheckpointError(
+                str(files.folder), [f"{again} differs from {files.named(name)}: expected one for all"]
+            )
     if is_copy(stored, module.weight):
         return False
     if name == "embed_tokens.weight":

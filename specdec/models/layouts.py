@@ -50,7 +50,7 @@ class Layout:
         """The prefixes, for every MTP layer that there could be."""
         pairs = []
         for theirs, ours in self.prefixes:
-            modules = range(MAX_MODULES if "{" in theirs and "{m}" in ours else 1)
+            modules = range(MAX_MODULES if "{" in theirs else 1)
             pairs += [(theirs.format(m=m, at=(num_layers or 0) + m), ours.format(m=m)) for m in modules]
         return pairs
 

@@ -22,6 +22,9 @@ def nextn_config(reading: Reading, layout: Layout, names: list[str]) -> NextNCon
     own = raw.get(OWN_KEY) or {}
     hidden_first = own.get("hidden_first", raw.get("mtp_hidden_states_first", layout.hidden_first))
     indices = mtp_indices(layout, names)
+    if not indices:
+        reading.problems.append("there are tensors around an MTP layer, but none of the layer itself")
+        return NextNConfig(hidden_first=bool(hidden_first))
     told = next((raw[key] for key in COUNTS if raw.get(key) is not None), len(indices))
     config = NextNConfig(len(indices), bool(hidden_first), recycles_normed=bool(own.get("recycles_normed", True)))
     if told != len(indices) or indices != list(range(indices[0], indices[0] + len(indices))):
