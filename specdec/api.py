@@ -158,6 +158,16 @@ class Engine:
             acceptance=self._total,
         )
 
+    @property
+    def target_module(self) -> PreTrainedModel:
+        """The live target."""
+        return self._attached().target.model
+
+    @property
+    def draft_module(self) -> nn.Module | None:
+        """The head or the standalone model that drafts, if any."""
+        return self._attached().round.worker.module
+
     def check_integrity(self) -> None:
         """Assert that every KV slot is free or owned by exactly one running request."""
         self._attached().slot_tables.check_integrity()

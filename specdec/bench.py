@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +19,9 @@ from rich.table import Table
 from specdec.api import Engine, attach
 from specdec.config import EngineConfig
 from specdec.metrics import AcceptanceStats
-from specdec.outputs import RequestOutput
+from specdec.outputs import GenerationOutput, RequestOutput
 from specdec.sampling import SamplingParams
-
-TRAIN_REPORT = "train.json"  # what a trainer may leave beside a head; `accept_at` holds its simulated a_j
+from specdec.train.predict import predict
 
 
 class Shape(NamedTuple):
@@ -63,11 +63,13 @@ def acceptance(
     max_new_tokens: int = 256,
     max_batch: int = 8,
     sample_drafts: bool = True,
+    predicted: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Acceptance rows of `draft`, called `name` in them: one a file of `prompts` (token ids) and temperature.
 
     One engine serves them all, since attaching captures graphs. draft None measures plain decoding; `shape` is
-    ignored then. tokenizer: the target's, which a standalone draft's is held against.
+    ignored then. tokenizer: the target's, which a standalone draft's is held against. predicted: greedy chains get what
+    the trainer simulates on the same text beside what was measured.
     """
     longest = max(len(p) for file in prompts.values() for p in file) + max_new_tokens
     settings: dict[str, Any] = {"max_batch": max_batch, "max_seq_len": longest, "sample_drafts": sample_drafts}
@@ -78,19 +80,24 @@ def acceptance(
     try:
         for file, ids in prompts.items():
             for temperature in temperatures:
-                yield {"draft": name, **_measure(engine, file, ids, temperature, max_new_tokens)}
+                yield {"draft": name, **_measure(engine, file, ids, temperature, max_new_tokens, predicted)}
     finally:
         engine.detach()
 
 
 def _measure(
-    engine: Engine, file: str, prompts: Sequence[Sequence[int]], temperature: float, max_new_tokens: int
+    engine: Engine,
+    file: str,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    max_new_tokens: int,
+    predicted: bool,
 ) -> dict[str, Any]:
     """One acceptance row; request i of a file is sampled with seed i."""
     law = SamplingParams(temperature=temperature)
     out = engine.generate([list(p) for p in prompts], max_new_tokens=max_new_tokens, sampling=law)
     config, half_width = engine.config, ci95(out.requests)
-    return {
+    row = {
         "algo": engine.report().draft["algo"],
         "prompts": file,
         "steps": config.num_steps,
@@ -106,6 +113,9 @@ def _measure(
         "accept_at": [round(a, 4) for a in out.stats.acceptance_at],
         "tok_s": round(out.stats.tokens_per_s, 1),
     }
+    if predicted and not temperature and config.topk == 1 and config.num_steps:
+        return _beside_prediction(row, engine, out)
+    return row
 
 
 def ci95(requests: Sequence[RequestOutput]) -> float:
@@ -119,29 +129,15 @@ def ci95(requests: Sequence[RequestOutput]) -> float:
     return 1.96 * math.sqrt(residual * n / (n - 1)) / total.num_rounds
 
 
-def predicted_at(draft: Any) -> list[float] | None:
-    """a_j that the trainer of the folder `draft` simulated, if it left its report there."""
-    report = Path(str(draft)) / TRAIN_REPORT
-    if draft is None or not report.is_file():
-        return None
-    try:
-        rates = json.loads(report.read_text("utf-8")).get("accept_at")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{report}: expected a JSON object with accept_at ({error})") from error
-    return None if rates is None else [float(a) for a in rates]
-
-
-def against_prediction(row: Mapping[str, Any], predicted: Sequence[float]) -> dict[str, Any]:
-    """`row` with the trainer's a_j, which are those of greedy chains, and how far the measured ones lie off (ratio-1).
-
-    A position that no round accepted was measured as 0.
-    """
-    if row["topk"] > 1 or row["temperature"]:
-        return dict(row)
-    wanted = predicted[: row["steps"]]
-    measured = [*row["accept_at"], *[0.0] * (len(wanted) - len(row["accept_at"]))]
-    off = [round(m / p - 1, 4) if p else None for m, p in zip(measured, wanted, strict=False)]
-    return {**row, "predicted_at": [round(p, 4) for p in wanted], "off_prediction": off}
+def _beside_prediction(row: dict[str, Any], engine: Engine, out: GenerationOutput) -> dict[str, Any]:
+    """`row` with a_j as the trainer simulates them on the very text that was generated, and how far ours lie off."""
+    draft = engine.draft_module
+    assert draft is not None
+    text = [(r.prompt_ids, r.tokens) for r in out.requests]
+    stats = predict(engine.target_module, draft, text, row["steps"])
+    pairs = zip_longest(out.stats.acceptance_at, stats.acceptance_at, fillvalue=0.0)
+    off = [round(m / p - 1, 4) if p else None for m, p in pairs]
+    return {**row, "predicted_at": [round(p, 4) for p in stats.acceptance_at], "off_prediction": off}
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:

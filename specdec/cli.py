@@ -10,7 +10,7 @@ import typer
 
 from specdec import heads
 from specdec.api import attach
-from specdec.bench import Shape, acceptance, against_prediction, predicted_at, print_rows, write_results
+from specdec.bench import Shape, acceptance, print_rows, write_results
 from specdec.convert import convert_command
 from specdec.demo import run_demo
 from specdec.models.loader import detect_algo
@@ -118,6 +118,9 @@ def bench_acceptance(
     sample_drafts: Annotated[
         bool, typer.Option("--sample-drafts/--greedy-drafts", help="How chains of sampled requests are drafted.")
     ] = True,
+    predicted: Annotated[
+        bool, typer.Option("--predicted", help="Greedy chains: what the trainer simulates on the same text, too.")
+    ] = False,
     target: Target = BUNDLED,
     limit: Annotated[int | None, typer.Option(help="Prompts of each file.")] = None,
     max_new_tokens: MaxNew = 256,
@@ -138,7 +141,6 @@ def bench_acceptance(
     for folder in drafts.values():
         if folder is not None:
             detect_algo(folder)  # so that a mistyped path does not wait for the target to load
-    predicted = {name: predicted_at(folder) for name, folder in drafts.items()}
     model, tokenizer = load(target, dtype, device)
     ids = {name: chat_ids(texts, tokenizer) for name, texts in questions.items()}
     rows: list[dict[str, Any]] = []
@@ -156,10 +158,10 @@ def bench_acceptance(
                 max_new_tokens=max_new_tokens,
                 max_batch=max_batch,
                 sample_drafts=sample_drafts,
+                predicted=predicted,
             )
             for row in measured:
-                rates = predicted[name]
-                rows.append(row if rates is None else against_prediction(row, rates))
+                rows.append(row)
                 print(f"{name} {one} {row['prompts']} T={row['temperature']:g}: tau {row['tau']:.3f}", file=sys.stderr)
             if out is not None:
                 write_results(out, "acceptance", target_name, config, rows)

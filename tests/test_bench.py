@@ -10,7 +10,7 @@ import torch
 
 from bench import lossless
 from specdec import SamplingParams, attach, cli, heads
-from specdec.bench import Shape, acceptance, against_prediction, predicted_at
+from specdec.bench import Shape, acceptance
 from specdec.models.loader import save_eagle3
 from tests.heads import random_head
 from tests.tiny_folders import prompt_file, save_target
@@ -76,25 +76,17 @@ def test_one_command_makes_the_table(folders, tmp_path, capsys, monkeypatch):
 
 
 def test_measured_beside_predicted(folders, capsys, monkeypatch):
-    code, lines, _ = bench(capsys, monkeypatch, folders, "--draft", folders / "head", "--shape", "2,2:2:4")
-    chain, _, tree, _ = json.loads(lines[-1])["rows"]
-    assert code == 0 and chain["predicted_at"] == [0.5, 0.25] and "predicted_at" not in tree
-    measured = [*chain["accept_at"], 0.0, 0.0][:2]
-    assert chain["off_prediction"] == pytest.approx([measured[0] / 0.5 - 1, measured[1] / 0.25 - 1], abs=1e-3)
-    assert any(line.startswith("a, S=2: predicted 0.50 0.25, off by ") for line in lines)
-
-
-def test_prediction_is_compared_where_it_applies(tmp_path):
-    row = {"topk": 1, "temperature": 0.0, "steps": 3, "accept_at": [0.6]}
-    full = against_prediction(row, [0.5, 0.2])
-    assert (
-        full["off_prediction"] == [0.2, -1.0]
-        and against_prediction({**row, "temperature": 1.0}, [0.5]).keys() == row.keys()
-    )
-    assert predicted_at(None) is None and predicted_at(tmp_path) is None and predicted_at("owner/name") is None
-    (tmp_path / "train.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"train.json: expected a JSON object"):
-        predicted_at(tmp_path)
+    drafts = ("--draft", folders / "head", "--draft", folders / "twin")
+    code, lines, _ = bench(capsys, monkeypatch, folders, *drafts, "--shape", "2,2:2:4", "--predicted")
+    rows = json.loads(lines[-1])["rows"]
+    assert code == 0 and len(rows) == 8
+    for row in rows:
+        assert ("predicted_at" in row) == (row["topk"] == 1)
+        if row["topk"] == 1:
+            assert row["predicted_at"] == row["accept_at"], "one text, the same rounds"
+            assert row["off_prediction"] == [0.0] * len(row["accept_at"])
+    assert any(r["accept_at"] for r in rows)
+    assert any(line.startswith("a, S=2: predicted 1.00") for line in lines)
 
 
 def test_greedy_drafts_are_a_setting(folders):

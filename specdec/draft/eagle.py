@@ -50,7 +50,7 @@ class HeadWorker(DraftModelWorker):
             total_slots=total_slots,
             dtype=weight.dtype,
         )
-        self.head = head
+        self.head = self.module = head
         self.target = target
         self.embed_tokens = head.embed_tokens if head.embed_tokens is not None else target.embed_tokens
         self.aux_layers = head.aux_layers

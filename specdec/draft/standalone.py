@@ -47,6 +47,7 @@ class StandaloneWorker(DraftModelWorker):
             dtype=draft.dtype,
         )
         self.model = draft
+        self.module = draft.model
 
     def run(
         self,

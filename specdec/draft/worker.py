@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from specdec.backends import ForwardContext
 from specdec.batch import AttentionMetadata
@@ -65,6 +66,7 @@ class DraftWorker(ABC):
     hidden_size: int = 0  # h_d, of what `prefill_layers` returns
     id_shift: int = 1  # whether its prefill takes the token after each row, or (0) the row's own
     has_begin: bool = False  # whether `begin` does anything
+    module: nn.Module | None = None  # the draft's own model
 
     def prefill_layers(self, ids: torch.Tensor, positions: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
         """The forward of a draft prefill: states [T, h_d] of tokens [T]; aux [T, num_aux*h] are the target's features.
