@@ -111,6 +111,13 @@ def test_aux_layers_are_the_streams_that_the_ids_count(tmp_path: Path, ids: list
     assert all(torch.equal(seen[i], classic[k]) for i, k in zip(head.aux_layers, counted, strict=True))
 
 
+def test_the_papers_layers_are_known_in_sglangs_spelling(tmp_path: Path) -> None:
+    n = lm.LAYERS
+    more = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, n // 2 - 1, n - 4]}}
+    head = load(lm.write(tmp_path, lm.official_config(**more), lm.eagle3_tensors("midlayer")))
+    assert head.aux_layers == (1, n // 2 - 1, n - 4)
+
+
 def test_a_head_of_another_width_has_its_own_embedding(tmp_path: Path) -> None:
     tensors = {**lm.eagle3_tensors("midlayer", width=24), "embed_tokens.weight": lm.noise(lm.VOCAB, 24)}
     config = lm.official_config(hidden_size=24, target_hidden_size=lm.HIDDEN, head_dim=lm.DIM)

@@ -216,7 +216,10 @@ def _window(reading: Reading, raw: Mapping[str, Any]) -> int | None:
 
 
 def _aux_layers(reading: Reading) -> tuple[int, ...]:
-    """Layers whose OUTPUT is taken. A file counts the residual stream after k layers: its id k is layer k-1."""
+    """Layers whose OUTPUT is taken. A file counts the residual stream after k layers: its id k is layer k-1.
+
+    So vLLM and others read them; SGLang adds one to each. The paper's own layers are known in either spelling.
+    """
     raw = reading.raw
     eagle = raw.get("eagle_config") or {}
     if eagle.get("use_aux_hidden_state") is False:
@@ -238,4 +241,7 @@ def _aux_layers(reading: Reading) -> tuple[int, ...]:
             "the head was trained on another target, or on the last layer's output, which transformers hands out normed"
         )
         return tuple(range(len(ids)))
+    if reading.num_layers and list(ids) == [1, reading.num_layers // 2 - 1, reading.num_layers - 4]:
+        reading.notes.append("aux layer ids are the paper's layers as SGLang counts them: taken as outputs of layers")
+        return tuple(ids)
     return tuple(i - 1 for i in ids)

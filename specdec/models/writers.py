@@ -124,7 +124,7 @@ def eagle3_json(c: Eagle3Config, lm_head_from_target: bool) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "fc_norm": c.fc_norm,
         "lm_head_from_target": lm_head_from_target,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": _aux_ids(c), "use_aux_hidden_state": True},
+        "eagle_config": {**_aux_ids(c), "use_aux_hidden_state": True},
     }
 
 
@@ -152,7 +152,7 @@ def speculators_json(c: Eagle3Config) -> dict[str, Any]:
         "fc_norm": c.fc_norm,
         "norm_output": c.recycles_normed,
         "embed_requires_grad": False,
-        "eagle_aux_hidden_state_layer_ids": _aux_ids(c),
+        **_aux_ids(c),
     }
 
 
@@ -176,9 +176,13 @@ def nextn_json(head: NextNHead) -> dict[str, Any]:
     return {**config, "num_nextn_predict_layers": c.num_layers, **({OWN_KEY: own} if own else {})}
 
 
-def _aux_ids(c: Eagle3Config) -> list[int]:
-    """Aux ids as files count them: the residual stream after k layers is the output of layer k-1."""
-    return [i + 1 for i in c.aux_layers]
+def _aux_ids(c: Eagle3Config) -> dict[str, list[int]]:
+    """Aux ids as files count them: the residual stream after k layers is the output of layer k-1. The paper's layers
+    are every reader's default, and left out: where ids stand, SGLang counts them otherwise than vLLM does."""
+    high = c.aux_layers[-1]
+    if len(c.aux_layers) == 3 and c.aux_layers == (1, (high + 4) // 2 - 1, high):
+        return {}
+    return {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in c.aux_layers]}
 
 
 def _layer_json(c: LayerConfig) -> dict[str, Any]:
