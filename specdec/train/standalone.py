@@ -111,6 +111,16 @@ def new_student(model: PreTrainedModel, shape: LMShape, counts: torch.Tensor, se
     return student.to(head.device)
 
 
+def plain_llama(model: PreTrainedModel) -> LlamaForCausalLM:
+    """A copy of `model` that has forgotten which file it came from: transformers does not save what was a GGUF file."""
+    if not isinstance(model, LlamaForCausalLM) or not model.config.tie_word_embeddings:
+        raise ValueError(f"init is a {type(model).__name__}: expected a Llama with tied embeddings, as `fit` writes it")
+    config = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
+    copied = LlamaForCausalLM(LlamaConfig(**config)).to(model.device, torch.float32)
+    copied.load_state_dict(model.state_dict())
+    return copied
+
+
 def project(rows: torch.Tensor, counts: torch.Tensor, size: int) -> torch.Tensor:
     """rows [V, h] in their `size` principal directions, weighted by counts [V], scaled to unit mean square length.
 
