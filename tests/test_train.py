@@ -254,8 +254,11 @@ def test_an_eagle_head_learns_features_and_law(target: LlamaForCausalLM, corpus:
         torch.autograd.grad(outcome.loss, params), torch.autograd.grad(expected, params), strict=True
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-3)
-    with pytest.raises(ValueError, match=r"feature_weight=1\.0 for 'eagle3'"):
-        HeadObjective(target, tiny_head(target), config(feature_weight=1.0))
+    for algo, changes in (("eagle3", {"feature_weight": 1.0}), ("eagle", {"prompt_weight": 1.0})):
+        with pytest.raises(ValueError, match=rf"{next(iter(changes))}=1\.0 for '{algo}': expected 0\.0"):
+            HeadObjective(target, fresh(algo, target), config(**changes))
+    with pytest.raises(ValueError, match=r"train_lm_head=True for 'nextn': expected False"):
+        HeadObjective(target, fresh("nextn", target), config(train_lm_head=True))
 
 
 def test_noise_is_of_the_step_and_spares_evaluations(target: LlamaForCausalLM, corpus: Corpus) -> None:

@@ -93,6 +93,8 @@ def test_a_small_model_is_distilled_exported_and_drafts(folder: Path, tmp_path: 
     model, tokenizer = load_pretrained(folder / "target")
     assert note["tokenizer_sha256"] == tokenizer_fingerprint(tokenizer) and note["vocab_size"] == 96
     drafts_the_targets_text(model, folder, out)
+    again = ["--init", out, "--max-steps", 1, "--lr", "1e-9", "--file-format", "safetensors", "--prompt-weight", "0.1"]
+    assert fit(folder, "standalone", tmp_path / "again", *again)["loss"] == pytest.approx(report["loss"], rel=1e-3)
 
 
 def test_a_fit_goes_on_from_its_checkpoint_and_from_a_head(folder: Path, tmp_path: Path) -> None:

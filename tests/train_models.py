@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -70,6 +72,16 @@ def save_target(model: LlamaForCausalLM, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As the fixture, for fixtures of wider scope."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@one_thread()
 @torch.no_grad()
 def tiny_corpus(model: LlamaForCausalLM, num_sequences: int, seed: int = 0) -> Corpus:
     """Random prompts of 8-12 tokens with greedy answers of 12-20 tokens."""

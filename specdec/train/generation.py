@@ -29,6 +29,7 @@ from specdec.train.target import load
 USER_TURN_SHARE = 0.3  # of the generation budget; answers take the rest
 USER_TURN_TOKENS = 128
 GRAPH_BATCHES = (64, 128, 256, 512)  # few and large: a batch is full until its chunk runs out
+CHUNK_BATCHES = 8  # a chunk ends with a batch that empties, so chunks are long; what is done is saved after each
 MAX_BATCH = {"cuda": 512, "cpu": 32}
 
 T = TypeVar("T")
@@ -106,7 +107,7 @@ def prepare(
     frame = sum(len(encode(tokenizer, part)) for part in user_turn_frame(tokenizer))
     longest = max([frame + turn_tokens, *map(len, questions)])
     engine = generating_engine(model, g, longest + g.max_new_tokens)
-    chunk = 4 * engine.config.max_batch
+    chunk = CHUNK_BATCHES * engine.config.max_batch
     turns = Budget(g.gen_minutes * USER_TURN_SHARE if g.gen_minutes and g.chats else None)
     chats = self_chat_prompts(engine, tokenizer, g.num_chats, g.turn_seed(), turn_tokens, chunk=chunk, budget=turns)
     turns_report = turns.report()

@@ -65,11 +65,11 @@ class HeadObjective(Objective):
     """A draft head, unrolled over its own states; soft cross-entropy over what it scores, features if weighted."""
 
     def __init__(self, model: PreTrainedModel, head: DraftHead, config: TrainConfig):
-        if config.feature_weight and head.aux_layers != (LAST,):
-            raise ValueError(
-                f"feature_weight={config.feature_weight} for {head.algo!r}, whose states are no features of the "
-                "target: expected 0"
-            )
+        refuse(config, head.algo, "prompt_weight", "a head reads features of the answer's rows only")
+        if head.aux_layers != (LAST,):
+            refuse(config, head.algo, "feature_weight", "its states are no features of the target")
+        if head.lm_head is None:
+            refuse(config, head.algo, "train_lm_head", "its output head is the target's")
         head.requires_grad_(True)
         if head.embed_tokens is not None:
             head.embed_tokens.requires_grad_(False)
@@ -125,3 +125,10 @@ class HeadObjective(Objective):
             return features
         noise = torch.empty_like(features).uniform_(-1, 1, generator=random)
         return features + self.config.feature_noise * noise
+
+
+def refuse(config: TrainConfig, algo: str, name: str, reason: str) -> None:
+    """ValueError if field `name` is set, which `algo` cannot honour."""
+    value = getattr(config, name)
+    if value:
+        raise ValueError(f"{name}={value} for {algo!r}: expected {type(value)()}, {reason}")

@@ -13,7 +13,7 @@ from specdec.train.batches import Batch
 from specdec.train.config import TrainConfig
 from specdec.train.losses import Goal, OutputHead, imitation_loss
 from specdec.train.new_head import rope_theta
-from specdec.train.objectives import Objective, Outcome
+from specdec.train.objectives import Objective, Outcome, refuse
 from specdec.train.rounding import rounded, stored_type
 
 SMOOTHING = 1.0  # added to every token's count in the embedding's PCA, so that unseen tokens count for something
@@ -41,7 +41,10 @@ class StandaloneObjective(Objective):
     def __init__(
         self, model: PreTrainedModel, student: PreTrainedModel, config: TrainConfig, embed_type: str | None = None
     ):
+        for name in ("feature_weight", "feature_noise", "train_lm_head"):
+            refuse(config, "standalone", name, "it has no features, and its output head is its embedding")
         student.requires_grad_(True)
+        self.embed_type = embed_type
         rounding = None if embed_type is None else partial(_stored, embed_type=embed_type)
         super().__init__(model, student, config, (), rounding)
 
@@ -60,7 +63,8 @@ class StandaloneObjective(Objective):
 
     @property
     def shape(self) -> dict[str, Any]:
-        return {"algo": "standalone", **{n: list(p.shape) for n, p in self.optimizer.module.named_parameters()}}
+        stored = {"algo": "standalone", "embed_type": self.embed_type}
+        return {**stored, **{n: list(p.shape) for n, p in self.optimizer.module.named_parameters()}}
 
     def _weighted_rows(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows [N] int64, the answer's first, weights [N] fp32 of sum 1)."""
@@ -109,6 +113,16 @@ def new_student(model: PreTrainedModel, shape: LMShape, counts: torch.Tensor, se
             out.weight.mul_((2 * shape.num_layers) ** -0.5)
     student.get_input_embeddings().weight.copy_(project(head.float(), counts.to(head.device), shape.hidden_size))
     return student.to(head.device)
+
+
+def plain_llama(model: PreTrainedModel) -> LlamaForCausalLM:
+    """A copy of `model` that has forgotten which file it came from: transformers does not save what was a GGUF file."""
+    if not isinstance(model, LlamaForCausalLM) or not model.config.tie_word_embeddings:
+        raise ValueError(f"init is a {type(model).__name__}: expected a Llama with tied embeddings, as `fit` writes it")
+    config = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
+    copied = LlamaForCausalLM(LlamaConfig(**config)).to(model.device, torch.float32)
+    copied.load_state_dict(model.state_dict())
+    return copied
 
 
 def project(rows: torch.Tensor, counts: torch.Tensor, size: int) -> torch.Tensor:

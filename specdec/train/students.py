@@ -21,7 +21,7 @@ from specdec.train.hot_vocab import choose_hot_vocab
 from specdec.train.new_head import eagle3_config, new_eagle, new_eagle3, new_nextn
 from specdec.train.objectives import HeadObjective, Objective
 from specdec.train.rounding import check_blocks
-from specdec.train.standalone import LMShape, StandaloneObjective, lm_facts, new_student
+from specdec.train.standalone import LMShape, StandaloneObjective, lm_facts, new_student, plain_llama
 from specdec.train.target import special_ids
 from specdec.train.teacher import target_shape
 
@@ -140,7 +140,7 @@ def _loaded_lm(setup: Setup) -> PreTrainedModel | None:
     if not setup.shape.init:
         return None
     device = setup.model.get_input_embeddings().weight.device
-    return load_draft(setup.shape.init, dtype=torch.float32, device=device)[0]
+    return plain_llama(load_draft(setup.shape.init, dtype=torch.float32, device=device)[0])
 
 
 def _loaded(setup: Setup, algo: str) -> DraftHead | None:
