@@ -13,6 +13,7 @@ from specdec.backends.checks import is_debug
 from specdec.config import EngineConfig
 from specdec.draft.algo_spec import algo_spec
 from specdec.draft.eagle import HeadWorker
+from specdec.draft.nextn import ModulesWorker
 from specdec.draft.standalone import StandaloneWorker
 from specdec.draft.worker import DraftWorker, NoDraft
 from specdec.engine import Core
@@ -56,7 +57,7 @@ def _algo_of(draft: str | Path | nn.Module, wanted: str | None) -> str:
         return "standalone"
     if isinstance(draft, nn.Module):
         raise ValueError(
-            f"draft is a {type(draft).__name__}: expected a folder, a Hub id, a head (such as Eagle3Head) or a causal LM"
+            f"draft is a {type(draft).__name__}: expected a folder, a Hub id, a head such as Eagle3Head, or a causal LM"
         )
     return detect_algo(draft, wanted)
 
@@ -91,7 +92,10 @@ def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None) -> tu
         why = why if own is backend else f"{why}; the draft: {own.name}, {draft_why}"
         backends.append(own)
         rest = (config, own(), _ops_for(own), tables.total_slots, counters.count_forward)
-        worker = StandaloneWorker(draft, *rest) if isinstance(draft, HFTarget) else HeadWorker(draft, target, *rest)
+        if isinstance(draft, HFTarget):
+            worker = StandaloneWorker(draft, *rest)
+        else:
+            worker = (HeadWorker if draft.num_modules == 1 else ModulesWorker)(draft, target, *rest)
     may_merge = _may_merge(config, backends)
     core = Core(target, config, worker, backend(), _ops_for(backend), tables, counters, may_merge=may_merge)
     return core, why
@@ -130,7 +134,9 @@ def _dtype_of(draft: Draft) -> torch.dtype:
 
 def _state_width(draft: Draft) -> int:
     """Elements a row: logits, and the recycled state of a head."""
-    return draft.spec.vocab_size if isinstance(draft, HFTarget) else draft.hot_ids.numel() + draft.hidden_size
+    if isinstance(draft, HFTarget):
+        return draft.spec.vocab_size
+    return draft.hot_ids.numel() + (1 + draft.num_modules) * draft.hidden_size
 
 
 def _check_memory(target: HFTarget, config: EngineConfig, draft: Draft | None) -> None:

@@ -5,67 +5,107 @@ import math
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
 
-from specdec.api import attach
+from specdec.api import Engine, attach
+from specdec.config import EngineConfig
 from specdec.metrics import AcceptanceStats
 from specdec.outputs import RequestOutput
 from specdec.sampling import SamplingParams
+
+TRAIN_REPORT = "train.json"  # what a trainer may leave beside a head; `accept_at` holds its simulated a_j
+
+
+class Shape(NamedTuple):
+    """How a round drafts: S steps, K branches, D nodes verified."""
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        """From "S:K:D"; "S" and "S:K" take what `EngineConfig` takes by default. ValueError says what does not fit."""
+        parts = text.split(":")
+        if not 1 <= len(parts) <= 3 or not all(p.strip().isdecimal() for p in parts):
+            raise ValueError(f"shape {text!r}: expected S:K:D, such as 3:1:4 (a chain) or 5:8:32 (a tree)")
+        names = ("num_steps", "topk", "num_draft_tokens")
+        given: dict[str, Any] = {name: int(p) for name, p in zip(names, parts, strict=False)}
+        config = EngineConfig(**given)
+        if config.num_steps == 0:
+            raise ValueError(f"shape {text!r}: it drafts nothing; expected S of at least 1 (plain decoding: no draft)")
+        return cls(config.num_steps, config.topk, config.verify_width)
+
+    def __str__(self) -> str:
+        return ":".join(map(str, self))
+
+
+CHAIN = Shape(3, 1, 4)
 
 
 def acceptance(
     model: Any,
     draft: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: Mapping[str, Sequence[Sequence[int]]],
     *,
     name: str,
-    num_steps: int,
-    topk: int = 1,
-    num_draft_tokens: int | None = None,
+    shape: Shape = CHAIN,
+    temperatures: Sequence[float] = (0.0,),
+    tokenizer: Any = None,
     max_new_tokens: int = 256,
-    temperature: float = 0.0,
     max_batch: int = 8,
-) -> dict[str, Any]:
-    """One acceptance row for `prompts` (token ids), called `name` in the row."""
-    longest = max(map(len, prompts)) + max_new_tokens
-    engine = attach(
-        model,
-        draft,
-        num_steps=num_steps,
-        topk=topk,
-        num_draft_tokens=num_draft_tokens,
-        max_batch=max_batch,
-        max_seq_len=longest,
-    )
+    sample_drafts: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """Acceptance rows of `draft`, called `name` in them: one a file of `prompts` (token ids) and temperature.
+
+    One engine serves them all, since attaching captures graphs. draft None measures plain decoding; `shape` is
+    ignored then. tokenizer: the target's, which a standalone draft's is held against.
+    """
+    longest = max(len(p) for file in prompts.values() for p in file) + max_new_tokens
+    settings: dict[str, Any] = {"max_batch": max_batch, "max_seq_len": longest, "sample_drafts": sample_drafts}
+    settings["graph_sampling"] = tuple(dict.fromkeys("sampled" if t else "greedy" for t in temperatures))
+    if draft is not None:
+        settings.update(shape._asdict())
+    engine = attach(model, draft, tokenizer=tokenizer, **settings)
     try:
-        out = engine.generate(
-            [list(p) for p in prompts], max_new_tokens=max_new_tokens, sampling=SamplingParams(temperature=temperature)
-        )
-        return {
-            "algo": engine.report().draft["algo"],
-            "prompts": name,
-            "steps": num_steps,
-            "topk": topk,
-            "draft_tokens": engine.config.verify_width,
-            "temperature": temperature,
-            "max_new_tokens": max_new_tokens,
-            "num_prompts": len(prompts),
-            "tau": round(out.stats.tau, 4),
-            "ci95": round(ci95(out.requests), 4),
-            "rounds": out.stats.num_rounds,
-            "accept_at": [round(a, 4) for a in out.stats.acceptance_at],
-            "tok_s": round(out.stats.tokens_per_s, 1),
-        }
+        for file, ids in prompts.items():
+            for temperature in temperatures:
+                yield {"draft": name, **_measure(engine, file, ids, temperature, max_new_tokens)}
     finally:
         engine.detach()
+
+
+def _measure(
+    engine: Engine, file: str, prompts: Sequence[Sequence[int]], temperature: float, max_new_tokens: int
+) -> dict[str, Any]:
+    """One acceptance row; request i of a file is sampled with seed i."""
+    law = SamplingParams(temperature=temperature)
+    out = engine.generate([list(p) for p in prompts], max_new_tokens=max_new_tokens, sampling=law)
+    config, half_width = engine.config, ci95(out.requests)
+    return {
+        "algo": engine.report().draft["algo"],
+        "prompts": file,
+        "steps": config.num_steps,
+        "topk": config.topk,
+        "draft_tokens": config.verify_width,
+        "temperature": temperature,
+        "sample_drafts": config.sample_drafts,
+        "max_new_tokens": max_new_tokens,
+        "num_prompts": len(prompts),
+        "tau": round(out.stats.tau, 4),
+        "ci95": round(half_width, 4) if math.isfinite(half_width) else None,
+        "rounds": out.stats.num_rounds,
+        "accept_at": [round(a, 4) for a in out.stats.acceptance_at],
+        "tok_s": round(out.stats.tokens_per_s, 1),
+    }
 
 
 def ci95(requests: Sequence[RequestOutput]) -> float:
@@ -79,14 +119,51 @@ def ci95(requests: Sequence[RequestOutput]) -> float:
     return 1.96 * math.sqrt(residual * n / (n - 1)) / total.num_rounds
 
 
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """A short table of acceptance rows."""
-    table = Table("prompts", "S", "K", "D", "T", "tau", "±95%", "rounds", "accepted at 1, 2, …")
-    for r in rows:
-        rates = " ".join(f"{a:.2f}" for a in r["accept_at"])
-        cells = (r["prompts"], r["steps"], r["topk"], r["draft_tokens"], r["temperature"])
-        table.add_row(*map(str, cells), f"{r['tau']:.3f}", f"{r['ci95']:.3f}", str(r["rounds"]), rates)
-    Console().print(table)
+def predicted_at(draft: Any) -> list[float] | None:
+    """a_j that the trainer of the folder `draft` simulated, if it left its report there."""
+    report = Path(str(draft)) / TRAIN_REPORT
+    if draft is None or not report.is_file():
+        return None
+    try:
+        rates = json.loads(report.read_text("utf-8")).get("accept_at")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{report}: expected a JSON object with accept_at ({error})") from error
+    return None if rates is None else [float(a) for a in rates]
+
+
+def against_prediction(row: Mapping[str, Any], predicted: Sequence[float]) -> dict[str, Any]:
+    """`row` with the trainer's a_j, which are those of greedy chains, and how far the measured ones lie off (ratio-1).
+
+    A position that no round accepted was measured as 0.
+    """
+    if row["topk"] > 1 or row["temperature"]:
+        return dict(row)
+    wanted = predicted[: row["steps"]]
+    measured = [*row["accept_at"], *[0.0] * (len(wanted) - len(row["accept_at"]))]
+    off = [round(m / p - 1, 4) if p else None for m, p in zip(measured, wanted, strict=False)]
+    return {**row, "predicted_at": [round(p, 4) for p in wanted], "off_prediction": off}
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A short table of acceptance rows for each draft, and what its trainer had predicted."""
+    console = Console()
+    for draft in dict.fromkeys(r["draft"] for r in rows):
+        own = [r for r in rows if r["draft"] == draft]
+        title = f"{draft} ({own[0]['algo'] or 'plain decoding'})"
+        table = Table("prompts", "S:K:D", "T", "tau", "±95%", "rounds", "accepted at 1, 2, …", title=title)
+        for r in own:
+            half_width = "-" if r["ci95"] is None else f"{r['ci95']:.3f}"
+            cells = (r["prompts"], f"{r['steps']}:{r['topk']}:{r['draft_tokens']}", f"{r['temperature']:g}")
+            table.add_row(*cells, f"{r['tau']:.3f}", half_width, str(r["rounds"]), _rates(r["accept_at"]))
+        console.print(table)
+        for r in own:
+            if "predicted_at" in r:
+                off = " ".join("-" if d is None else f"{d:+.0%}" for d in r["off_prediction"])
+                console.print(f"{r['prompts']}, S={r['steps']}: predicted {_rates(r['predicted_at'])}, off by {off}")
+
+
+def _rates(rates: Sequence[float]) -> str:
+    return " ".join(f"{a:.2f}" for a in rates)
 
 
 def write_results(folder: str | Path, what: str, shape: str, config: dict[str, Any], rows: Sequence[Any]) -> Path:

@@ -1,4 +1,4 @@
-"""The `specdec` command: demo, generate, bench, train."""
+"""The `specdec` command: demo, generate, bench, train, convert."""
 
 import json
 import sys
@@ -10,8 +10,10 @@ import typer
 
 from specdec import heads
 from specdec.api import attach
-from specdec.bench import acceptance, print_rows, write_results
+from specdec.bench import Shape, acceptance, against_prediction, predicted_at, print_rows, write_results
+from specdec.convert import convert_command
 from specdec.demo import run_demo
+from specdec.models.loader import detect_algo
 from specdec.models.pretrained import BUNDLED, load_pretrained
 from specdec.prompts import chat_ids, read_questions
 from specdec.sampling import SamplingParams
@@ -22,11 +24,12 @@ app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_
 bench_app = typer.Typer(help="Measurements.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
+app.command("convert")(convert_command)
 
 SHIPPED = "shipped"
 
 Target = Annotated[str, typer.Option(help="Hub id, folder, .gguf file or 'bundled' (SmolLM2-135M-Instruct).")]
-Draft = Annotated[str, typer.Option(help="Draft folder or Hub id, 'shipped' (for the bundled target), or 'none'.")]
+Draft = Annotated[str, typer.Option(help="Draft folder, Hub id, 'shipped' or a shipped draft's name, or 'none'.")]
 Device = Annotated[str, typer.Option(help="cuda, cpu; auto: cuda where there is one.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.")]
 Steps = Annotated[int | None, typer.Option(help="Draft depth S; default 2 on CPU, 3 on CUDA.")]
@@ -103,43 +106,64 @@ def generate(
 
 @bench_app.command("acceptance")
 def bench_acceptance(
-    prompts: Annotated[list[Path], typer.Option(help="JSON lines with turns, question or prompt; may be repeated.")],
-    steps: Annotated[int, typer.Option(help="Draft depth S.")] = 3,
-    topk: TopK = 1,
-    draft_tokens: DraftTokens = None,
+    prompts: Annotated[
+        list[str], typer.Option(help="JSON lines with turns, question or prompt. Repeat it, or separate by commas.")
+    ],
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(help="Draft folders, Hub ids, names of shipped drafts, 'shipped' (all of them) or 'none'."),
+    ] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="S:K:D, such as 3:1:4,5:8:32; default 3:1:4.")] = None,
+    temperature: Annotated[list[str] | None, typer.Option(help="Such as 0,1; default 0.")] = None,
+    sample_drafts: Annotated[
+        bool, typer.Option("--sample-drafts/--greedy-drafts", help="How chains of sampled requests are drafted.")
+    ] = True,
     target: Target = BUNDLED,
-    draft: Draft = SHIPPED,
     limit: Annotated[int | None, typer.Option(help="Prompts of each file.")] = None,
     max_new_tokens: MaxNew = 256,
-    temperature: float = 0.0,
     max_batch: int = 8,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    out: Annotated[Path | None, typer.Option(help="Folder for the result file.")] = None,
-    shape: Annotated[str, typer.Option(help="Name of the target's shape in the result file.")] = "135m",
+    out: Annotated[Path | None, typer.Option(help="Folder for the result file, written after every engine.")] = None,
+    target_name: Annotated[str, typer.Option(help="Name of the target's shape in the result file.")] = "135m",
 ) -> None:
-    """Acceptance length (tau) and per-position acceptance; the last line is one JSON object."""
+    """Acceptance length (tau) and per-position acceptance of every draft, shape, prompt file and temperature.
+
+    One engine is attached for each draft and shape. The last line is one JSON object.
+    """
+    shapes = [Shape.parse(text) for text in _listed(shape, "3:1:4")]
+    laws = [_temperature(text) for text in _listed(temperature, "0")]
+    questions = {name: read_questions(file, limit) for name, file in _by_name(_listed(prompts), "stem").items()}
+    drafts = _drafts(_listed(draft, SHIPPED))
+    for folder in drafts.values():
+        if folder is not None:
+            detect_algo(folder)  # so that a mistyped path does not wait for the target to load
+    predicted = {name: predicted_at(folder) for name, folder in drafts.items()}
     model, tokenizer = load(target, dtype, device)
-    rows = [
-        acceptance(
-            model,
-            _draft(draft),
-            chat_ids(read_questions(path, limit), tokenizer),
-            name=path.stem,
-            num_steps=steps,
-            topk=topk,
-            num_draft_tokens=draft_tokens,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            max_batch=max_batch,
-        )
-        for path in prompts
-    ]
+    ids = {name: chat_ids(texts, tokenizer) for name, texts in questions.items()}
+    rows: list[dict[str, Any]] = []
+    config = {"target": target, "drafts": list(drafts), "dtype": str(model.dtype), "max_batch": max_batch}
+    for name, folder in drafts.items():
+        for one in shapes if folder is not None else shapes[:1]:
+            measured = acceptance(
+                model,
+                folder,
+                ids,
+                name=name,
+                shape=one,
+                temperatures=laws,
+                tokenizer=tokenizer,
+                max_new_tokens=max_new_tokens,
+                max_batch=max_batch,
+                sample_drafts=sample_drafts,
+            )
+            for row in measured:
+                rates = predicted[name]
+                rows.append(row if rates is None else against_prediction(row, rates))
+                print(f"{name} {one} {row['prompts']} T={row['temperature']:g}: tau {row['tau']:.3f}", file=sys.stderr)
+            if out is not None:
+                write_results(out, "acceptance", target_name, config, rows)
     print_rows(rows)
-    if out is not None:
-        config = {"target": target, "draft": draft, "dtype": str(model.dtype)}
-        what = f"acceptance-s{steps}k{topk}"
-        write_results(out, what, shape, config, rows)
     print(json.dumps({"rows": rows}))
 
 
@@ -164,7 +188,36 @@ def _steps(steps: int | None, device: str) -> int:
 def _draft(draft: str) -> Path | str | None:
     if draft == "none":
         return None
+    if draft in heads.available():
+        return heads.path(draft)
     return heads.path() if draft == SHIPPED else draft
+
+
+def _drafts(values: list[str]) -> dict[str, Path | str | None]:
+    """What to draft with, by the name it has in results."""
+    each = [name for v in values for name in (heads.available() if v == SHIPPED else [v])]
+    return {name: _draft(value) for name, value in _by_name(each, "name").items()}
+
+
+def _by_name(values: list[str], part: str) -> dict[str, str]:
+    """Paths by their `part`, "name" or "stem", or by all of the path where that is taken."""
+    found: dict[str, str] = {}
+    for value in values:
+        short = getattr(Path(value), part)
+        found[value if short in found else short] = value
+    return found
+
+
+def _listed(values: list[str] | None, default: str = "") -> list[str]:
+    """The values of an option that may be repeated or hold several, separated by commas."""
+    return [part.strip() for value in values or [default] for part in value.split(",") if part.strip()]
+
+
+def _temperature(text: str) -> float:
+    try:
+        return SamplingParams(temperature=float(text)).temperature
+    except ValueError as error:
+        raise ValueError(f"--temperature {text!r}: expected 0 or a positive number ({error})") from error
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ from specdec.draft.worker import Draft, DraftWorker, PrefillChunk, RoundBatch
 from specdec.models.draft_head import LayerConfig
 from specdec.models.eagle import EagleConfig, EagleHead
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head
-from specdec.models.nextn import NextNHead
+from specdec.models.nextn import NextNConfig, NextNHead
 from specdec.tree import build, chain
 from specdec.verify import Verdict
 from tests.tiny_models import tiny_model
 
 ALGOS = ("eagle", "eagle3", "nextn", "standalone")
+MODULES = "nextn of 3 modules"
 
 
 def random_head(model: Any, draft_vocab_size: int = 64, aux: tuple[int, int, int] = (0, 1, 2), seed: int = 0):
@@ -35,8 +36,8 @@ def random_draft(model: Any, algo: str, seed: int = 0) -> Any:
     if algo == "eagle":
         layer = LayerConfig(c.hidden_size, 48, 4, 2, 16)
         return noisy(EagleHead(EagleConfig(layer, c.vocab_size)))
-    if algo == "nextn":
-        return noisy(NextNHead(model))
+    if algo in ("nextn", MODULES):
+        return noisy(NextNHead(model, NextNConfig(num_layers=3 if algo == MODULES else 1)))
     return tiny_model("qwen3" if type(model).__name__ != "Qwen3ForCausalLM" else "llama", seed + 7)
 
 

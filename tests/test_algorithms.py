@@ -11,7 +11,7 @@ from specdec import SamplingParams
 from specdec.backends.rope import rotate
 from specdec.draft.algo_spec import ALGORITHMS
 from specdec.models.draft_head import LAST
-from tests.heads import ALGOS, random_draft
+from tests.heads import ALGOS, MODULES, random_draft
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_round_graphs import past_prefill
 from tests.tiny_models import VOCAB, tiny_model
@@ -21,7 +21,7 @@ NUM_TOKENS = 16
 CHAIN = {"num_steps": 3}
 TREE = {"num_steps": 4, "topk": 3, "num_draft_tokens": 12}
 SHAPES = pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-EVERY_ALGO = pytest.mark.parametrize("algo", ALGOS)
+EVERY_ALGO = pytest.mark.parametrize("algo", [*ALGOS, MODULES])
 GRAPHS = {"eager": {"cuda_graph": False}, "graphs": {"cuda_graph": True, "prefill_graph": "breakable", "strict": False}}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,7 +48,7 @@ def test_greedy_text_is_that_of_generate(algo, shape, graphs):
     report = engine.report()
     engine.detach()
     assert out.tokens == expected
-    assert report.draft["algo"] == algo
+    assert report.draft["algo"] == algo.split()[0]
     for name in ("round", "target_prefill", "draft_prefill", *(["draft_begin"] if algo == "standalone" else [])):
         counts = report.runners[name]
         assert bool(counts["replays"]) == (graphs == "graphs") and bool(counts["eager"]) == (graphs == "eager"), name
@@ -97,10 +97,15 @@ class FromScratch:
             return self.draft(torch.tensor([[*self.tokens, *path]], device=DEVICE)).logits[0, -1]
         head, known = self.draft, torch.tensor(self.tokens, device=DEVICE)
         self.keys, self.values = {}, {}
-        states = self.run(known[1:], head.fuse(self.features(known[:-1])), 0)[-1:]
-        for i, token in enumerate(path):
-            states = self.run(torch.tensor([token], device=DEVICE), states, len(known) - 1 + i)
-        return head.logits(states, self.model.get_output_embeddings())[-1]
+        states = self.run(known[1:], head.fuse(self.features(known[:-1])), 0)
+        modules = min(len(path), head.num_modules - 1)
+        for m in range(1, modules + 1):  # each over all positions, on the states of the one before, a position later
+            ids = torch.cat([known[1:], torch.tensor(path[:m], device=DEVICE)])
+            states = self.run(ids, torch.cat([states.new_zeros(1, states.shape[1]), states]), 0, m)
+        for i in range(modules, len(path)):
+            ids = torch.tensor([path[i]], device=DEVICE)
+            states = self.run(ids, states[-1:], len(known) - 1 + i, modules)
+        return head.logits(states[-1:], self.model.get_output_embeddings(), modules)[-1]
 
     def features(self, ids):
         out = self.model.model(ids.unsqueeze(0), output_hidden_states=True)
@@ -108,10 +113,10 @@ class FromScratch:
             return out.last_hidden_state[0]
         return torch.cat([out.hidden_states[i + 1][0] for i in self.draft.aux_layers], -1)
 
-    def run(self, ids, hidden, start):
+    def run(self, ids, hidden, start, module=0):
         positions = torch.arange(start, start + len(ids), device=DEVICE)
         embeds = self.model.get_input_embeddings()(ids)
-        return self.draft(embeds, hidden, self.draft.rope(positions), self.attend)
+        return self.draft(embeds, hidden, self.draft.rope(positions), self.attend, module)
 
     def attend(self, q, k, v, rope, layer):
         if rope is not None:
@@ -132,7 +137,9 @@ def test_drafts_are_what_the_draft_says_from_scratch(algo, shape):
     """After rounds that accepted and refused: every drafted child is among the best K of a pass over all tokens."""
     model = tiny_model("llama").to(DEVICE)
     draft = random_draft(model, algo).to(DEVICE)
-    engine = specdec.attach(model, draft, max_batch=5, max_seq_len=128, cuda_graph=False, **shape)
+    engine = specdec.attach(
+        model, draft, max_batch=5, max_seq_len=128, max_prefill_tokens=16, cuda_graph=False, **shape
+    )
     core, rows = past_prefill(engine, SamplingParams(), num_rounds=3)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()

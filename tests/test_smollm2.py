@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdec import attach, heads
-from specdec.bench import acceptance
+from specdec.bench import Shape, acceptance
 from specdec.demo import PROMPTS, run_demo
 from specdec.prompts import chat_ids, read_questions
 
@@ -56,7 +56,7 @@ def test_acceptance_row(smollm2, tmp_path: Path):
     file = tmp_path / "own.jsonl"
     file.write_text("\n".join(json.dumps({"question": p}) for p in PROMPTS[:2]))
     prompts = chat_ids(read_questions(file), tokenizer)
-    row = acceptance(model, heads.path(), prompts, name="own", num_steps=2, max_new_tokens=16)
+    (row,) = acceptance(model, heads.path(), {"own": prompts}, name="e3", shape=Shape(2, 1, 3), max_new_tokens=16)
     assert row["tau"] == pytest.approx(1 + sum(row["accept_at"]), abs=1e-3)
     assert row["draft_tokens"] == 3
 

@@ -28,12 +28,11 @@ class AlgoSpec:
     hot_vocab: bool
 
 
-_SHARES = {"id_shift": 1, "shares_embedding": True, "shares_head": True}
 _SPECS = (
-    AlgoSpec("eagle", features="last", hot_vocab=False, **_SHARES),
-    AlgoSpec("eagle3", features="aux", hot_vocab=True, **_SHARES),
-    AlgoSpec("nextn", features="last", hot_vocab=False, **_SHARES),
-    AlgoSpec("standalone", features="none", hot_vocab=False, id_shift=0, shares_embedding=False, shares_head=False),
+    AlgoSpec("eagle", "last", id_shift=1, shares_embedding=True, shares_head=True, hot_vocab=False),
+    AlgoSpec("eagle3", "aux", id_shift=1, shares_embedding=True, shares_head=True, hot_vocab=True),
+    AlgoSpec("nextn", "last", id_shift=1, shares_embedding=True, shares_head=True, hot_vocab=False),
+    AlgoSpec("standalone", "none", id_shift=0, shares_embedding=False, shares_head=False, hot_vocab=False),
 )
 ALGORITHMS: Mapping[str, AlgoSpec] = MappingProxyType({spec.name: spec for spec in _SPECS})
 

@@ -65,12 +65,17 @@ class DraftModelWorker(DraftWorker):
 
     @abstractmethod
     def run(
-        self, mode: ForwardMode, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None
+        self,
+        mode: ForwardMode,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor | None,
+        module: int = 0,
     ) -> torch.Tensor:
         """The model's states [T, h_d] of ids [T] at positions [T], beside hidden [T, h_d]; attention is in scope."""
 
     @abstractmethod
-    def score(self, states: torch.Tensor) -> torch.Tensor:
+    def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
         """Logits [T, dv] over `hot_ids` of states [T, h_d]."""
 
     def inputs(self, features: torch.Tensor | None) -> torch.Tensor | None:
@@ -120,7 +125,13 @@ class DraftModelWorker(DraftWorker):
         }
 
     def forward(
-        self, batch: RoundBatch, mode: ForwardMode, ids: torch.Tensor, hidden: torch.Tensor | None, **shape: Any
+        self,
+        batch: RoundBatch,
+        mode: ForwardMode,
+        ids: torch.Tensor,
+        hidden: torch.Tensor | None,
+        module: int = 0,
+        **shape: Any,
     ) -> torch.Tensor:
         """A forward of ids [T] after the draft's committed tokens: states [T, h_d]. shape: see `MetadataBuilder`."""
         ahead = 1 - self.spec.id_shift  # tokens that the draft has seen more than the target: the root, or none
@@ -131,8 +142,14 @@ class DraftModelWorker(DraftWorker):
             max_prefix=min(batch.max_prefix + ahead, batch.slot_tables.shape[1]),
             **shape,
         )
+        return self.forward_planned(metadata, ids, hidden, module)
+
+    def forward_planned(
+        self, metadata: AttentionMetadata, ids: torch.Tensor, hidden: torch.Tensor | None, module: int
+    ) -> torch.Tensor:
+        """A forward of ids [T] where `metadata` says: states [T, h_d]."""
         with forward_context(self.context, metadata):
-            return self.run(mode, ids, metadata.positions, hidden)
+            return self.run(metadata.mode, ids, metadata.positions, hidden, module)
 
     def keep(self, rows: torch.Tensor, states: torch.Tensor) -> None:
         """Store the states [n, h_d] that predict the next tokens of `rows`, and their logits."""
@@ -140,15 +157,18 @@ class DraftModelWorker(DraftWorker):
             self.hidden[rows] = states
         self.logits[rows] = self.score(states)
 
+    def steps(self, batch: RoundBatch) -> "Steps":
+        """The draft steps of one round."""
+        return Steps(self, batch)
+
     def _draft_chain(self, batch: RoundBatch) -> Draft:
         """K=1: the best (or a sampled) token a step."""
-        logits, hidden = self.logits[batch.rows], None if self.hidden is None else self.hidden[batch.rows]
+        logits, steps = self.logits[batch.rows], self.steps(batch)
         tokens: list[torch.Tensor] = []
         laws: list[torch.Tensor] = []
         for step in range(self.config.num_steps):
             if step:
-                hidden = self.forward(batch, ForwardMode.DRAFT, tokens[-1], hidden, q_len=1, first_node=step - 1)
-                logits = self.score(hidden)
+                logits = self.score(steps.advance(tokens[-1].unsqueeze(1)), steps.module)
             if batch.sampling is None or not self.draws_chains:
                 tokens.append(self.ops.best_token(logits, self.hot_ids))
             else:
@@ -160,31 +180,24 @@ class DraftModelWorker(DraftWorker):
 
     def _draft_tree(self, batch: RoundBatch) -> Draft:
         """K>1: grow K branches a step by cumulative log-probability, then re-rank everything proposed (EAGLE-2)."""
-        k, bs = self.config.topk, batch.rows.shape[0]
+        k, bs, steps = self.config.topk, batch.rows.shape[0], self.steps(batch)
         frontier_scores, frontier_ids = self.ops.top_tokens(self.logits[batch.rows], k, self.hot_ids)  # [bs, K]
-        hidden = None if self.hidden is None else self.hidden[batch.rows].repeat_interleave(k, 0)  # [bs*K, h_d]
         names = torch.arange(k, device=batch.rows.device).expand(bs, -1)  # candidate numbers of the frontier
-        bits = torch.zeros_like(names)  # draft nodes above the frontier
+        bits, above = torch.zeros_like(names), None  # draft nodes above the frontier; its parents in the one before
         tokens, scores, parents = [frontier_ids], [frontier_scores], [torch.full_like(names, -1)]
         for step in range(1, self.config.num_steps):
             bits = bits | (1 << names_of_step(step, k, names))
-            nodes = {"first_node": k * (step - 1), "depths": torch.full_like(bits, step - 1), "ancestor_bits": bits}
-            states = self.forward(batch, ForwardMode.DRAFT, frontier_ids.reshape(-1), hidden, q_len=k, **nodes)
-            log_probs, child_ids = self.ops.top_tokens(self.score(states), k, self.hot_ids)  # [bs*K, K]
+            states = steps.advance(frontier_ids, above, bits)
+            log_probs, child_ids = self.ops.top_tokens(self.score(states, steps.module), k, self.hot_ids)  # [bs*K, K]
             child_ids = child_ids.view(bs, k * k)
             cumulative, kept = self.ops.expand(log_probs.view(bs, k, k), frontier_scores, k)
             first_name = sum(t.shape[1] for t in tokens)
             tokens.append(child_ids)
             scores.append(cumulative)
             parents.append(names.repeat_interleave(k, 1))
-            frontier_ids, frontier_scores, names = (
-                child_ids.gather(1, kept),
-                cumulative.gather(1, kept),
-                first_name + kept,
-            )
-            if hidden is not None:
-                hidden = self.ops.gather_rows(states.view(bs, k, -1), kept // k).flatten(0, 1)
-            bits = bits.gather(1, kept // k)
+            frontier_ids, frontier_scores = child_ids.gather(1, kept), cumulative.gather(1, kept)
+            names, above = first_name + kept, kept // k
+            bits = bits.gather(1, above)
         tree = self.ops.build(
             batch.roots,
             torch.cat(tokens, 1),
@@ -205,6 +218,44 @@ class DraftModelWorker(DraftWorker):
             return q
         wide = q.new_zeros(*q.shape[:2], self.vocab_size)
         return wide.index_copy_(2, self.hot_ids, q)
+
+
+class Steps:
+    """The forwards of one round's draft, a step at a time: K new nodes each, which see their ancestors.
+
+    module: of the head, the one whose states came last (see `DraftHead.num_modules`).
+    """
+
+    def __init__(self, worker: DraftModelWorker, batch: RoundBatch):
+        self.worker = worker
+        self.batch = batch
+        self.step = self.module = 0
+        self._states: torch.Tensor | None = None  # [bs, K, h_d] of the last step
+
+    def advance(
+        self, ids: torch.Tensor, above: torch.Tensor | None = None, bits: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """States [bs*K, h_d] after nodes ids [bs, K]; above [bs, K]: their parents among the nodes of the last step.
+
+        bits [bs, K]: draft nodes that each one sees, itself included; None for a chain.
+        """
+        self.step += 1
+        shape: dict[str, Any] = {"q_len": ids.shape[1], "first_node": ids.shape[1] * (self.step - 1)}
+        if bits is not None:
+            shape |= {"depths": torch.full_like(bits, self.step - 1), "ancestor_bits": bits}
+        inputs = self._inputs(ids.shape[1], above)
+        states = self.worker.forward(self.batch, ForwardMode.DRAFT, ids.reshape(-1), inputs, self.module, **shape)
+        self._states = states.unflatten(0, ids.shape)
+        return states
+
+    def _inputs(self, k: int, above: torch.Tensor | None) -> torch.Tensor | None:
+        """What the nodes of a step are fed: their parents' states [bs*K, h_d]."""
+        if self.worker.hidden is None:
+            return None
+        if self._states is None:
+            return self.worker.hidden[self.batch.rows].repeat_interleave(k, 0)
+        states = self._states if above is None else self.worker.ops.gather_rows(self._states, above)
+        return states.flatten(0, 1)
 
 
 def candidate_depths(config: EngineConfig) -> torch.Tensor:

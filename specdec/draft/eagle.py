@@ -61,15 +61,20 @@ class HeadWorker(DraftModelWorker):
         self.rope_tables = torch.stack(head.rope(every_position), 1)  # [table_width, 2, R]: cos, sin
 
     def run(
-        self, mode: ForwardMode, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None
+        self,
+        mode: ForwardMode,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor | None,
+        module: int = 0,
     ) -> torch.Tensor:
         assert hidden is not None, "a head reads states"
         rope = Rope(*self.rope_tables[positions].unbind(1))
         with batched_experts(() if mode is ForwardMode.EXTEND else self._waiting):
-            return self.head(self.embed_tokens(ids), hidden, rope, _attend)
+            return self.head(self.embed_tokens(ids), hidden, rope, _attend, module)
 
-    def score(self, states: torch.Tensor) -> torch.Tensor:
-        return self.head.logits(states, self.target.head)
+    def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
+        return self.head.logits(states, self.target.head, module)
 
     def inputs(self, features: torch.Tensor | None) -> torch.Tensor:
         assert features is not None, f"{self.spec.name} needs the target's features"

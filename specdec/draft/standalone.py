@@ -49,11 +49,16 @@ class StandaloneWorker(DraftModelWorker):
         self.model = draft
 
     def run(
-        self, mode: ForwardMode, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None
+        self,
+        mode: ForwardMode,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor | None,
+        module: int = 0,
     ) -> torch.Tensor:
         return self.model.layers(mode, ids, positions)[0]
 
-    def score(self, states: torch.Tensor) -> torch.Tensor:
+    def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
         return self.model.head(states)
 
     def prefill_layers(self, ids: torch.Tensor, positions: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:

@@ -19,7 +19,7 @@ Wanted = dict[str, tuple[int, ...]]
 
 
 def build_head(files: HeadFiles, target: TargetShape, dtype: torch.dtype, device: torch.device) -> DraftHead:
-    """The head in `files` for `target` , frozen. CheckpointError lists every problem."""
+    """The head in `files` for `target`, frozen. CheckpointError lists every problem."""
     reading, config = files.read_config(target.num_layers)
     problems = reading.problems
     if config is None:
@@ -27,11 +27,8 @@ def build_head(files: HeadFiles, target: TargetShape, dtype: torch.dtype, device
     problems += _target_problems(config, target)
     config = _with_own_copies(files, config, target)
     head = _make(files, config, target, problems)
-    wanted, optional = _wanted(files, head, target)
-    problems += tensor_problems(
-        wanted, optional, files.found, files.named, lambda name, shape: _why(files, head, name, shape)
-    )
-    problems += _vocab_problems(files, wanted)
+    wanted, optional = wanted_tensors(files, head)
+    problems += head_problems(files, head, wanted, optional)
     if problems:
         raise CheckpointError(str(files.folder), problems)
     _fill(files, head, wanted, target, dtype, device)
@@ -70,6 +67,11 @@ def _is_own(files: HeadFiles, name: str, module: Any) -> bool:
     if not files.is_float(name, tuple(module.weight.shape)):
         return False  # absent, or of a shape that is told as a problem
     stored = files.read([name])[name]
+    for again, ours in files.copies.items():
+        if ours == name and not torch.equal(files.files.read([again])[again], stored):
+            raise CheckpointError(
+                str(files.folder), [f"{again} differs from {files.named(name)}: expected one for all"]
+            )
     if is_copy(stored, module.weight):
         return False
     if name == "embed_tokens.weight":
@@ -85,12 +87,13 @@ def _make(files: HeadFiles, config: HeadConfig, target: TargetShape, problems: l
                 return EagleHead(config)
             if isinstance(config, Eagle3Config):
                 return Eagle3Head(config)
+            assert target.model is not None, "an MTP layer is made like the live target's: TargetShape.model"
             return NextNHead(target.model, config)
     except ValueError as error:
         raise CheckpointError(str(files.folder), [*problems, str(error)]) from error
 
 
-def _wanted(files: HeadFiles, head: DraftHead, target: TargetShape) -> tuple[Wanted, Wanted]:
+def wanted_tensors(files: HeadFiles, head: DraftHead) -> tuple[Wanted, Wanted]:
     """(tensors that must be there, tensors that may be), with their shapes."""
     wanted: Wanted = {}
     for name, tensor in head.state_dict().items():
@@ -107,11 +110,20 @@ def _wanted(files: HeadFiles, head: DraftHead, target: TargetShape) -> tuple[Wan
     return wanted, optional
 
 
+def head_problems(files: HeadFiles, head: DraftHead, wanted: Wanted, optional: Wanted) -> list[str]:
+    """What is wrong with the tensors of `files`, by name, shape and likely cause."""
+
+    def why(name: str, shape: tuple[int, ...] | None) -> str:
+        return _why(head, name, shape)
+
+    return tensor_problems(wanted, optional, files.found, files.named, why) + _vocab_problems(files, wanted)
+
+
 def _scores_all(head: Eagle3Head) -> bool:
     return head.config.draft_vocab_size == head.config.vocab_size
 
 
-def _why(files: HeadFiles, head: DraftHead, name: str, shape: tuple[int, ...] | None) -> str:
+def _why(head: DraftHead, name: str, shape: tuple[int, ...] | None) -> str:
     """The likely cause of a problem with our tensor `name`; shape: what it has, None if it is missing."""
     if isinstance(head, NextNHead):
         return "" if name in ("embed_tokens.weight", "lm_head.weight") else "an MTP layer of another family or size"
@@ -197,4 +209,5 @@ def _kept_dtypes(head: DraftHead, target: TargetShape) -> dict[str, torch.dtype]
     layers = target.model.get_decoder().layers
     weight = target.embed_tokens.weight
     twin = layers[full_attention_layer(head.hf_config)].state_dict()
-    return {f"mtp.layer.{name}": t.dtype for name, t in twin.items() if t.dtype != weight.dtype}
+    kept = {name: t.dtype for name, t in twin.items() if t.dtype != weight.dtype}
+    return {f"mtp.{m}.layer.{name}": dtype for m in range(head.num_modules) for name, dtype in kept.items()}

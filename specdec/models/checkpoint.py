@@ -1,7 +1,9 @@
 """Files of a checkpoint folder: which tensors lie where, and reading some of them. Knows no layout."""
 
 import json
-from collections.abc import Iterable, Mapping
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from specdec.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 LEGACY_WEIGHTS = "pytorch_model.bin"
+INDEX = ".index.json"
 
 _DTYPES = {
     "F64": torch.float64,
@@ -53,54 +55,51 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """Where each tensor of a folder lies; nothing is read before it is asked for."""
+    """Where each tensor of a checkpoint lies; nothing is read before it is asked for.
+
+    repo: the Hub repository whose snapshot the folder is, if any; parts that are not there yet come from it.
+    """
 
     folder: Path
     files: Mapping[str, str]
+    repo: str | None = None
 
     @classmethod
-    def of(cls, folder: Path) -> "TensorFiles":
-        """CheckpointError if the folder has no weights or they are cut off."""
-        if (folder / INDEX).is_file():
-            weight_map = read_json(folder, INDEX).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise CheckpointError(str(folder), [f"{INDEX} has no 'weight_map'"])
-            return cls(folder, weight_map)
-        name = next((f for f in (WEIGHTS, LEGACY_WEIGHTS) if (folder / f).is_file()), None)
+    def at(cls, path_or_id: str | Path) -> "TensorFiles":
+        """A folder, or a Hub repository. CheckpointError if it has no weights or they are cut off."""
+        folder, repo = locate(path_or_id)
+        candidates = (WEIGHTS + INDEX, WEIGHTS, LEGACY_WEIGHTS + INDEX, LEGACY_WEIGHTS)
+        name = next((f for f in candidates if (folder / f).is_file()), None)
         if name is None:
-            raise CheckpointError(str(folder), [f"there is neither {WEIGHTS} nor {LEGACY_WEIGHTS} nor {INDEX}"])
-        with _complete(folder, name):
-            if name == LEGACY_WEIGHTS:
-                return cls(folder, dict.fromkeys(_load_legacy(folder), name))
-            with safe_open(folder / name, "pt") as file:
-                return cls(folder, dict.fromkeys(file.keys(), name))
+            what = f"there is neither {WEIGHTS} nor {LEGACY_WEIGHTS}, nor an index of either's parts"
+            raise CheckpointError(str(folder), [what])
+        if name.endswith(INDEX):
+            weight_map = read_json(folder, name).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise CheckpointError(str(folder), [f"{name} has no 'weight_map'"])
+            return cls(folder, weight_map, repo)
+        with _opened(folder, name) as file:
+            return cls(folder, dict.fromkeys(file.keys(), name), repo)
 
     def shapes(self, names: Iterable[str]) -> Shapes:
         """Shape and dtype of the tensors `names`."""
         found: Shapes = {}
         for file_name, wanted in self._by_file(names).items():
-            with _complete(self.folder, file_name):
-                if file_name == LEGACY_WEIGHTS:
-                    state = _load_legacy(self.folder)
-                    found.update({n: (tuple(state[n].shape), state[n].dtype) for n in wanted})
-                    continue
-                with safe_open(self.folder / file_name, "pt") as file:
-                    for name in wanted:
-                        part = file.get_slice(name)
-                        found[name] = (tuple(part.get_shape()), _DTYPES.get(part.get_dtype(), part.get_dtype()))
+            with _opened(self.folder, file_name, self.repo) as file:
+                for name in wanted:
+                    if isinstance(file, dict):
+                        found[name] = (tuple(file[name].shape), file[name].dtype)
+                        continue
+                    part = file.get_slice(name)
+                    found[name] = (tuple(part.get_shape()), _DTYPES.get(part.get_dtype(), part.get_dtype()))
         return found
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The tensors `names` as stored, on the CPU; they may share pages with the file: copy what you keep."""
         found: dict[str, torch.Tensor] = {}
         for file_name, wanted in self._by_file(names).items():
-            with _complete(self.folder, file_name):
-                if file_name == LEGACY_WEIGHTS:
-                    state = _load_legacy(self.folder)
-                    found.update({n: state[n] for n in wanted})
-                    continue
-                with safe_open(self.folder / file_name, "pt") as file:
-                    found.update({n: file.get_tensor(n) for n in wanted})
+            with _opened(self.folder, file_name, self.repo) as file:
+                found.update({n: file[n] if isinstance(file, dict) else file.get_tensor(n) for n in wanted})
         return found
 
     def _by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
@@ -110,21 +109,26 @@ class TensorFiles:
         return grouped
 
 
-def resolve(path_or_id: str | Path) -> Path:
-    """A local checkpoint folder: `path_or_id` itself, or the snapshot of a Hub repository of that name."""
+def locate(path_or_id: str | Path) -> tuple[Path, str | None]:
+    """(folder, None), or the snapshot of a Hub repository with its JSON files and its weights, if they are one file."""
     path = Path(path_or_id).expanduser()
     if path.is_dir():
-        return path
+        return path, None
     if path.exists():
         raise CheckpointError(str(path), ["it is a file; expected the folder that holds config.json and the weights"])
-    if path.is_absolute() or str(path_or_id).startswith(".") or str(path_or_id).count("/") != 1:
-        raise CheckpointError(str(path_or_id), ["no such folder (and not a Hub id of the form owner/name)"])
+    repo = str(path_or_id)
+    if path.is_absolute() or repo.startswith(".") or repo.count("/") != 1:
+        raise CheckpointError(repo, ["no such folder (and not a Hub id of the form owner/name)"])
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(path_or_id), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+        folder = Path(snapshot_download(repo, allow_patterns=["*.json"]))
+        for name in (WEIGHTS, LEGACY_WEIGHTS):
+            if not any((folder / f).is_file() for f in (WEIGHTS + INDEX, WEIGHTS, LEGACY_WEIGHTS + INDEX)):
+                snapshot_download(repo, allow_patterns=[name])
     except Exception as error:
-        raise CheckpointError(str(path_or_id), [f"no such folder, and the Hub did not give it: {error}"]) from error
+        raise CheckpointError(repo, [f"no such folder, and the Hub did not give it: {error}"]) from error
+    return folder, repo
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -141,20 +145,35 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def _load_legacy(folder: Path) -> dict[str, torch.Tensor]:
-    state = torch.load(folder / LEGACY_WEIGHTS, map_location="cpu", weights_only=True, mmap=True)
+def _load_legacy(path: Path) -> dict[str, torch.Tensor]:
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     return {name: t for name, t in state.items() if isinstance(t, torch.Tensor)}
 
 
 @contextmanager
-def _complete(folder: Path, name: str) -> Any:
-    """Within, errors of reading the file `name` are the checkpoint's."""
-    if not (folder / name).is_file():
-        raise CheckpointError(str(folder), [f"{INDEX} names the file {name}, which is not there: download it"])
+def _opened(folder: Path, name: str, repo: str | None = None) -> Iterator[Any]:
+    """The file `name`: safetensors' handle, or a dict of a .bin file. Errors of reading it are the checkpoint's."""
+    path = folder / name
+    if repo is not None and not path.is_file():
+        path = _download(repo, name)
+    if not path.is_file():
+        raise CheckpointError(str(folder), [f"the index of its parts names {name}, which is not there: download it"])
     try:
-        yield
-    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+        if name.endswith(".bin"):
+            yield _load_legacy(path)
+        else:
+            with safe_open(path, "pt") as file:
+                yield file
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, KeyError) as error:
         problem = f"{name} is truncated, corrupted or not what its index says: {error}; download it anew"
         raise CheckpointError(str(folder), [problem]) from error
+
+
+def _download(repo: str, name: str) -> Path:
+    """One file of a Hub repository."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repo, name))
+    except Exception as error:
+        raise CheckpointError(repo, [f"the Hub did not give {name}: {error}"]) from error

@@ -51,22 +51,23 @@ class LayerConfig:
 
 
 class DraftHead(nn.Module, ABC):
-    """A head of the EAGLE family. `norm` is the out norm; `embed_tokens` and `lm_head` are None where it shares the
-    target's.
+    """A head of the EAGLE family. `embed_tokens` and `lm_head` are None where it shares the target's.
 
     algo: its row in `specdec.draft.algo_spec.ALGORITHMS`. aux_layers: target layers whose OUTPUT it reads, low to high,
     or (LAST,). recycles_normed: whether a step feeds back the state after the out norm. vocab_size V: the target's.
+    num_modules: heads of several MTP layers run module min(j, num_modules-1) at draft step j, on states of the one
+    before it; each has an attention layer of its own.
     """
 
     algo: str
     aux_layers: tuple[int, ...]
+    num_modules: int = 1
     hidden_size: int
     target_hidden_size: int
     vocab_size: int
     recycles_normed: bool
-    norm: nn.Module
-    embed_tokens: nn.Module | None
-    lm_head: nn.Module | None
+    embed_tokens: nn.Embedding | None
+    lm_head: nn.Linear | None
 
     @property
     @abstractmethod
@@ -101,26 +102,37 @@ class DraftHead(nn.Module, ABC):
         """The target's features [..., num_aux*h] to what stands in a state's place [..., h_d]."""
         return features
 
-    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend, module: int = 0
+    ) -> torch.Tensor:
         """embeds [..., h_d] (token p+1), hidden [..., h_d] (feature or state at p): the recycled state [..., h_d]."""
-        out = self.run_layers(embeds, hidden, rope, attend)
-        return self.norm(out) if self.recycles_normed else out
+        out = self.run_layers(embeds, hidden, rope, attend, module)
+        return self.out_norm(module)(out) if self.recycles_normed else out
 
     @abstractmethod
-    def run_layers(self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+    def run_layers(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend, module: int
+    ) -> torch.Tensor:
         """As `forward`, before the out norm."""
 
-    def normed(self, state: torch.Tensor) -> torch.Tensor:
+    @abstractmethod
+    def out_norm(self, module: int = 0) -> nn.Module:
+        """The norm before the output head."""
+
+    def normed(self, state: torch.Tensor, module: int = 0) -> torch.Tensor:
         """What the output head scores, from a recycled state [..., h_d]."""
-        return state if self.recycles_normed else self.norm(state)
+        return state if self.recycles_normed else self.out_norm(module)(state)
 
     def logits(
-        self, state: torch.Tensor, target_head: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self,
+        state: torch.Tensor,
+        target_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        module: int = 0,
     ) -> torch.Tensor:
         """A recycled state [N, h_d] to logits [N, dv], through its own output head or else `target_head`."""
-        score = self.lm_head if self.lm_head is not None else target_head
+        score: Callable[[torch.Tensor], torch.Tensor] | None = self.lm_head or target_head
         assert score is not None, f"a head of {self.algo!r} without an output head needs the target's"
-        return score(self.normed(state))
+        return score(self.normed(state, module))
 
 
 class DraftAttention(nn.Module):

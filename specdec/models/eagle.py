@@ -40,7 +40,6 @@ class EagleHead(DraftHead):
         self.vocab_size = config.vocab_size
         self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([DraftLayer(c, has_input_norm=i > 0) for i in range(config.num_layers)])
-        self.norm = nn.Identity()
         self.embed_tokens = self.lm_head = None
 
     @property
@@ -54,7 +53,12 @@ class EagleHead(DraftHead):
     def rope(self, positions: torch.Tensor) -> Rope:
         return layer_rope(self.config.layer, positions, self.weight.dtype)
 
-    def run_layers(self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+    def out_norm(self, module: int = 0) -> nn.Module:
+        return nn.Identity()
+
+    def run_layers(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend, module: int = 0
+    ) -> torch.Tensor:
         state = self.fc(torch.cat([embeds, hidden], -1))
         for i, layer in enumerate(self.layers):
             state = layer(state, rope, attend, i)

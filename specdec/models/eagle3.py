@@ -129,7 +129,12 @@ class Eagle3Head(DraftHead):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(features)
 
-    def run_layers(self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+    def out_norm(self, module: int = 0) -> nn.Module:
+        return self.norm
+
+    def run_layers(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend, module: int = 0
+    ) -> torch.Tensor:
         state = self.midlayer(embeds, hidden, rope, attend)
         for i in range(1, self.config.num_layers):
             state = self.additional_layers[i - 1](state, rope, attend, i)

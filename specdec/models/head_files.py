@@ -30,7 +30,10 @@ READERS: Mapping[str, Callable[[Reading], HeadConfig | None]] = MappingProxyType
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """names: the file's name by ours; what has none of ours goes by its own. found: shape and dtype, keyed alike."""
+    """names: the file's name by ours; what has none of ours goes by its own. found: shape and dtype, keyed alike.
+
+    mtp_index: number of the first MTP layer. copies: further tensors of the file that have the same name of ours.
+    """
 
     folder: Path
     layout: Layout
@@ -39,6 +42,7 @@ class HeadFiles:
     names: Mapping[str, str]
     found: Shapes
     mtp_index: int | None
+    copies: Mapping[str, str]
 
     def named(self, ours: str) -> str:
         """The file's name of our tensor, whether it is there or not."""
@@ -86,20 +90,24 @@ def pick_layout(folder: Path, names: list[str], algo: str | None) -> Layout:
     return (asked or layouts)[0]
 
 
-def open_head(folder: Path, algo: str | None = None) -> HeadFiles:
-    """The head in `folder`, with the shapes of its own tensors only. CheckpointError if there is none."""
+def open_head(files: TensorFiles, algo: str | None = None) -> HeadFiles:
+    """The head in `files`, with the shapes of its own tensors only. CheckpointError if there is none."""
+    folder = files.folder
     raw = read_json(folder, "config.json")
-    files = TensorFiles.of(folder)
     listed = [name for name in files.files if not IGNORED.search(name)]
     layout = pick_layout(folder, listed, algo)
     indices = mtp_indices(layout, listed) if layout.algo == "nextn" else []
     index = indices[0] if indices else None
     names: dict[str, str] = {}
+    copies: dict[str, str] = {}
     for name in listed:
         ours = layout.ours(name, index)
-        if ours is not None:
+        if ours is not None and ours in names:  # MTP layers after the first bring the same embedding and head along
+            copies[name] = ours
+        elif ours is not None:
             names[ours] = name
         elif not layout.holds_target or (layout.name != "nextn" and re.match(layout.mark, name)):
             names[name] = name
     shapes = files.shapes(names.values())
-    return HeadFiles(folder, layout, raw, files, names, {ours: shapes[name] for ours, name in names.items()}, index)
+    found = {ours: shapes[name] for ours, name in names.items()}
+    return HeadFiles(folder, layout, raw, files, names, found, index, copies)

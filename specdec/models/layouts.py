@@ -10,10 +10,12 @@ whose MTP layer follows the target's last. qwen_mtp: Qwen3-Next and Qwen3.5. mim
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 
 STANDALONE = "standalone"  # an ordinary causal LM: no head, loaded as a whole
 MAX_EXTRA_LAYERS = 16  # of an EAGLE-3 head beyond its first
+MAX_MODULES = 8  # MTP layers of one target
 
 # In any layout: buffers that older transformers stored, which follow from the config.
 IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -24,8 +26,8 @@ class Layout:
     """One layout.
 
     mark: a pattern that matches a tensor of this layout and of none further down. prefixes: (the layout's, ours), the
-    first that fits counts, either way; "{n}" is the number of the target's layers. hidden_first: its projection reads
-    [hidden, embedding]. holds_target: the tensors lie among those of a whole target.
+    first that fits counts, either way; "{m}" counts MTP layers from 0, "{at}" from the number of the target's layers.
+    hidden_first: its projection reads [hidden, embedding]. holds_target: the tensors lie among those of a whole target.
     """
 
     name: str
@@ -37,13 +39,22 @@ class Layout:
 
     def ours(self, name: str, num_layers: int | None = None) -> str | None:
         """Our name of the layout's tensor `name`; None if it is none of the layout's."""
-        return _rename(name, [(theirs.format(n=num_layers), ours) for theirs, ours in self.prefixes])
+        return _rename(name, self._pairs(num_layers))
 
     def theirs(self, name: str, num_layers: int | None = None) -> str:
         """The layout's name of our tensor `name`."""
-        renamed = _rename(name, [(ours, theirs.format(n=num_layers)) for theirs, ours in self.prefixes])
+        renamed = _rename(name, [(ours, theirs) for theirs, ours in self._pairs(num_layers)])
         assert renamed is not None, f"the layout {self.name!r} has no name for {name!r}"
         return renamed
+
+    @lru_cache(maxsize=16)  # noqa: B019  (a layout lives as long as the program)
+    def _pairs(self, num_layers: int | None) -> tuple[tuple[str, str], ...]:
+        """The prefixes, for every MTP layer that there could be."""
+        pairs: list[tuple[str, str]] = []
+        for theirs, ours in self.prefixes:
+            modules = range(MAX_MODULES if "{" in theirs else 1)
+            pairs += [(theirs.format(m=m, at=(num_layers or 0) + m), ours.format(m=m)) for m in modules]
+        return tuple(pairs)
 
 
 def _rename(name: str, prefixes: Iterable[tuple[str, str]]) -> str | None:
@@ -61,11 +72,11 @@ _EAGLE3_SHARED = _same("fc.", "fc_norm.", "input_norm.", "norm.", "lm_head.", "e
 def _mtp_layer(at: str) -> tuple[tuple[str, str], ...]:
     """MiMo's names, which speculators took over, of the layer `at`."""
     return (
-        (f"{at}.token_layernorm.", "mtp.enorm."),
-        (f"{at}.hidden_layernorm.", "mtp.hnorm."),
-        (f"{at}.final_layernorm.", "mtp.norm."),
-        (f"{at}.input_proj.", "mtp.eh_proj."),
-        (f"{at}.", "mtp.layer."),
+        (f"{at}.token_layernorm.", "mtp.{m}.enorm."),
+        (f"{at}.hidden_layernorm.", "mtp.{m}.hnorm."),
+        (f"{at}.final_layernorm.", "mtp.{m}.norm."),
+        (f"{at}.input_proj.", "mtp.{m}.eh_proj."),
+        (f"{at}.", "mtp.{m}.layer."),
     )
 
 
@@ -90,13 +101,13 @@ _ALL = (
         name="speculators_mtp",
         algo="nextn",
         mark=r"mtp_layers\.",
-        prefixes=(*_mtp_layer("mtp_layers.0"), *_same("embed_tokens.", "lm_head.")),
+        prefixes=(*_mtp_layer("mtp_layers.{m}"), *_same("embed_tokens.", "lm_head.")),
     ),
     Layout(
         name="mimo",
         algo="nextn",
         mark=r"model\.mtp_layers\.",
-        prefixes=_mtp_layer("model.mtp_layers.0"),
+        prefixes=_mtp_layer("model.mtp_layers.{m}"),
         hidden_first=True,
         holds_target=True,
     ),
@@ -105,13 +116,13 @@ _ALL = (
         algo="nextn",
         mark=r"mtp\.",
         prefixes=(
-            ("mtp.fc.", "mtp.eh_proj."),
-            ("mtp.pre_fc_norm_embedding.", "mtp.enorm."),
-            ("mtp.pre_fc_norm_hidden.", "mtp.hnorm."),
-            ("mtp.norm.", "mtp.norm."),
+            ("mtp.fc.", "mtp.0.eh_proj."),
+            ("mtp.pre_fc_norm_embedding.", "mtp.0.enorm."),
+            ("mtp.pre_fc_norm_hidden.", "mtp.0.hnorm."),
+            ("mtp.norm.", "mtp.0.norm."),
             ("mtp.embed_tokens.", "embed_tokens."),
             ("mtp.lm_head.", "lm_head."),
-            ("mtp.layers.0.", "mtp.layer."),
+            ("mtp.layers.0.", "mtp.0.layer."),
         ),
         holds_target=True,
     ),
@@ -120,13 +131,13 @@ _ALL = (
         algo="nextn",
         mark=r"model\.layers\.\d+\.(eh_proj|enorm|hnorm|shared_head)\.",
         prefixes=(
-            ("model.layers.{n}.eh_proj.", "mtp.eh_proj."),
-            ("model.layers.{n}.enorm.", "mtp.enorm."),
-            ("model.layers.{n}.hnorm.", "mtp.hnorm."),
-            ("model.layers.{n}.shared_head.norm.", "mtp.norm."),
-            ("model.layers.{n}.shared_head.head.", "lm_head."),
-            ("model.layers.{n}.embed_tokens.", "embed_tokens."),
-            ("model.layers.{n}.", "mtp.layer."),
+            ("model.layers.{at}.eh_proj.", "mtp.{m}.eh_proj."),
+            ("model.layers.{at}.enorm.", "mtp.{m}.enorm."),
+            ("model.layers.{at}.hnorm.", "mtp.{m}.hnorm."),
+            ("model.layers.{at}.shared_head.norm.", "mtp.{m}.norm."),
+            ("model.layers.{at}.shared_head.head.", "lm_head."),
+            ("model.layers.{at}.embed_tokens.", "embed_tokens."),
+            ("model.layers.{at}.", "mtp.{m}.layer."),
         ),
         holds_target=True,
     ),

@@ -11,11 +11,12 @@ import torch
 
 from specdec.errors import CheckpointError
 from specdec.models.building import build_head
-from specdec.models.checkpoint import Checkpoint, TensorFiles, read_json, resolve
+from specdec.models.checkpoint import Checkpoint, TensorFiles, read_json
 from specdec.models.draft_head import LAST, DraftHead
 from specdec.models.eagle3 import Eagle3Head
 from specdec.models.head_files import is_gguf, open_head, pick_layout
 from specdec.models.layouts import STANDALONE, layouts_of
+from specdec.models.pretrained import BUNDLED
 from specdec.models.target_shape import TargetShape
 from specdec.models.writers import save_head
 
@@ -27,7 +28,6 @@ __all__ = [
     "inspect",
     "load_eagle3",
     "load_head",
-    "resolve",
     "save_eagle3",
     "save_head",
 ]
@@ -39,12 +39,12 @@ def detect_algo(path_or_id: str | Path, wanted: str | None = None) -> str:
 
     A target with an MTP layer serves as both: `wanted` says which, else it is "nextn".
     """
-    if is_gguf(path_or_id):
+    if str(path_or_id) == BUNDLED or is_gguf(path_or_id):
         return STANDALONE
-    folder = resolve(path_or_id)
-    names = list(TensorFiles.of(folder).files)
+    files = TensorFiles.at(path_or_id)
+    names = list(files.files)
     found = [layout.algo for layout in layouts_of(names)]
-    return wanted if wanted is not None and wanted in found else pick_layout(folder, names, None).algo
+    return wanted if wanted is not None and wanted in found else pick_layout(files.folder, names, None).algo
 
 
 def inspect(path_or_id: str | Path) -> Checkpoint:
@@ -54,13 +54,13 @@ def inspect(path_or_id: str | Path) -> Checkpoint:
     """
     if is_gguf(path_or_id):
         return Checkpoint(Path(path_or_id), STANDALONE, STANDALONE, {}, {}, ["a GGUF file, loaded as a whole model"])
-    folder = resolve(path_or_id)
-    files = TensorFiles.of(folder)
+    files = TensorFiles.at(path_or_id)
+    folder = files.folder
     layout = pick_layout(folder, list(files.files), None)
     if layout.name == STANDALONE:
         config = read_json(folder, "config.json")
         return Checkpoint(folder, layout.name, layout.algo, config, files.shapes(files.files), ["an ordinary model"])
-    head = open_head(folder)
+    head = open_head(files)
     reading, _ = head.read_config()
     notes = [*reading.notes, *(f"problem: {problem}" for problem in reading.problems)]
     tensors = {head.names[ours]: facts for ours, facts in head.found.items()}
@@ -78,7 +78,7 @@ def load_head(
 
     algo: what to take from a folder that holds several things. Raises CheckpointError with every problem found.
     """
-    head = open_head(resolve(path_or_id), algo)
+    head = open_head(TensorFiles.at(path_or_id), algo)
     if head.layout.name == STANDALONE:
         raise CheckpointError(str(head.folder), ["it is a whole model, not a head: load it with load_pretrained"])
     return build_head(head, target, dtype, device)

@@ -63,11 +63,12 @@ class NextNLayer(nn.Module):
 
     def __init__(self, decoder: nn.Module, config: Any, layer_idx: int):
         super().__init__()
-        size, norm = config.hidden_size, type(decoder.norm)
+        model: Any = decoder
+        size, norm = config.hidden_size, type(model.norm)
         eps = getattr(config, "rms_norm_eps", 1e-6)
         self.enorm, self.hnorm, self.norm = norm(size, eps=eps), norm(size, eps=eps), norm(size, eps=eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        self.layer = type(decoder.layers[layer_idx])(config, layer_idx)  # type: ignore[index,operator]
+        self.layer = type(model.layers[layer_idx])(config, layer_idx)
 
 
 class NextNHead(DraftHead):
@@ -79,35 +80,30 @@ class NextNHead(DraftHead):
     def __init__(self, target: PreTrainedModel, config: NextNConfig | None = None):
         super().__init__()
         self.config = c = config or NextNConfig()
-        if c.num_layers != 1:
-            raise ValueError(f"num_layers={c.num_layers}: heads of several MTP layers are not supported yet")
         decoder, text = target.get_decoder(), target.config.get_text_config()
         missing = [name for name in ("layers", "norm", "rotary_emb") if not hasattr(decoder, name)]
         if missing:
             raise ValueError(f"{type(target).__name__}'s decoder has no {', '.join(missing)}: no NextN layer fits it")
         self.hf_config = copy.deepcopy(text)
         self.hf_config._attn_implementation = IMPLEMENTATION
+        self.num_modules = c.num_layers
         self.hidden_size = self.target_hidden_size = text.hidden_size
         self.vocab_size = target.get_output_embeddings().weight.shape[0]
         self.recycles_normed = c.recycles_normed
-        self.mtp = NextNLayer(decoder, self.hf_config, full_attention_layer(text))
+        like = full_attention_layer(text)
+        self.mtp = nn.ModuleList([NextNLayer(decoder, self.hf_config, like) for _ in range(c.num_layers)])
         self.rotary = type(decoder.rotary_emb)(config=self.hf_config)
         self.embed_tokens = nn.Embedding(self.vocab_size, self.hidden_size) if c.own_embedding else None
         self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False) if c.own_head else None
-        self._seen: tuple[LayerSpec, torch.Tensor | None] | None = None
-
-    @property
-    def norm(self) -> nn.Module:  # type: ignore[override]
-        """The out norm."""
-        return self.mtp.norm
+        self._seen: list[tuple[LayerSpec, torch.Tensor | None]] = []
 
     @property
     def attention_layers(self) -> Sequence[LayerSpec]:
-        return [self._probe()[0]]
+        return [spec for spec, _ in self._probe()]
 
     @property
     def sinks(self) -> Sequence[torch.Tensor | None]:
-        return [self._probe()[1]]
+        return [sinks for _, sinks in self._probe()]
 
     @property
     def configs(self) -> Sequence[Any]:
@@ -115,32 +111,42 @@ class NextNHead(DraftHead):
 
     @property
     def weight(self) -> torch.Tensor:
-        return self.mtp.eh_proj.weight
+        return self.mtp[0].eh_proj.weight  # type: ignore[union-attr,return-value]
 
     def rope(self, positions: torch.Tensor) -> Rope:
         like = torch.empty(0, dtype=self.weight.dtype, device=positions.device)
-        cos, sin = self.rotary(like, positions.reshape(1, -1))
+        rows = positions.reshape(1, -1)
+        if hasattr(self.rotary, "mrope_section"):  # three grids, which are one for text
+            rows = rows.expand(3, *rows.shape)
+        cos, sin = self.rotary(like, rows)
         return Rope(cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1))
 
-    def run_layers(self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+    def out_norm(self, module: int = 0) -> nn.Module:
+        return self.mtp[module].norm  # type: ignore[return-value]
+
+    def run_layers(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend, module: int = 0
+    ) -> torch.Tensor:
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
-            out = attend(*(t[0] if is_flat else t for t in (q, k, v)), None, 0)
-            return out.unsqueeze(0) if is_flat else out
+            if is_flat:
+                return attend(q[0], k[0], v[0], None, module).unsqueeze(0)
+            return attend(q, k, v, None, module)
 
         is_flat = embeds.dim() == 2
-        return self._run(embeds, hidden, rope, call)
+        return self._run(embeds, hidden, rope, call, module)
 
-    def _run(self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, call: Any) -> torch.Tensor:
+    def _run(self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, call: Any, module: int) -> torch.Tensor:
         """embeds, hidden [T, h] or [B, T, h]."""
-        m = self.mtp
-        parts = [m.enorm(embeds), m.hnorm(hidden)]
-        x = m.eh_proj(torch.cat(parts[::-1] if self.config.hidden_first else parts, -1))
+        m = self.mtp[module]
+        parts = [m.enorm(embeds), m.hnorm(hidden)]  # type: ignore[operator]
+        x = m.eh_proj(torch.cat(parts[::-1] if self.config.hidden_first else parts, -1))  # type: ignore[operator]
         shape = x.shape
         cos, sin = (t.reshape(-1, shape[-2], t.shape[-1]) for t in rope)
-        attention = next(a for a in m.layer.modules() if getattr(a, "config", None) is not None and a is not m.layer)
-        attention.specdec_attend = call  # type: ignore[assignment]
+        layer: Any = m.layer
+        attention = next(a for a in layer.modules() if getattr(a, "config", None) is not None and a is not layer)
+        attention.specdec_attend = call
         try:
-            out = m.layer(
+            out = layer(
                 x.reshape(-1, *shape[-2:]), attention_mask=None, position_embeddings=(cos, sin), use_cache=False
             )
         finally:
@@ -148,17 +154,19 @@ class NextNHead(DraftHead):
         return (out[0] if isinstance(out, tuple) else out).reshape(shape)
 
     @torch.no_grad()
-    def _probe(self) -> tuple[LayerSpec, torch.Tensor | None]:
-        """The attention's shape and sinks, off a forward of two rows."""
+    def _probe(self) -> list[tuple[LayerSpec, torch.Tensor | None]]:
+        """Shape and sinks of every module's attention, off a forward of two rows."""
 
         def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *seen: Any) -> torch.Tensor:
-            self._seen = seen  # type: ignore[assignment]
+            self._seen.append(seen)
             return q.new_zeros(*q.shape[:3], v.shape[3])
 
-        if self._seen is None:
+        if not self._seen:
             rows = self.weight.new_zeros(2, self.hidden_size)
-            self._run(rows, rows, self.rope(torch.arange(2, device=rows.device)), record)
-        assert self._seen is not None, "the layer's attention does not go through AttentionInterface"
+            rope = self.rope(torch.arange(2, device=rows.device))
+            for module in range(self.num_modules):
+                self._run(rows, rows, rope, record, module)
+        assert len(self._seen) == self.num_modules, "the layer's attention does not go through AttentionInterface"
         return self._seen
 
 

@@ -21,13 +21,16 @@ def nextn_config(reading: Reading, layout: Layout, names: list[str]) -> NextNCon
     raw = reading.raw.get("text_config") or reading.raw
     own = raw.get(OWN_KEY) or {}
     hidden_first = own.get("hidden_first", raw.get("mtp_hidden_states_first", layout.hidden_first))
-    config = NextNConfig(hidden_first=bool(hidden_first), recycles_normed=bool(own.get("recycles_normed", True)))
     indices = mtp_indices(layout, names)
-    told = next((raw[key] for key in COUNTS if raw.get(key) is not None), 1)
-    if len(indices) > 1:
-        reading.problems.append(f"it has {len(indices)} MTP layers ({indices}); only heads of one are supported yet")
-    elif told > 1:
-        reading.problems.append(f"config.json speaks of {told} MTP layers; only heads of one are supported yet")
+    if not indices:
+        reading.problems.append("there are tensors around an MTP layer, but none of the layer itself")
+        return NextNConfig(hidden_first=bool(hidden_first))
+    told = next((raw[key] for key in COUNTS if raw.get(key) is not None), len(indices))
+    config = NextNConfig(len(indices), bool(hidden_first), recycles_normed=bool(own.get("recycles_normed", True)))
+    if told != len(indices) or indices != list(range(indices[0], indices[0] + len(indices))):
+        reading.problems.append(f"config.json speaks of {told} MTP layers, the tensors are of layers {indices}")
+    if len(indices) > 1 and layout.name == "qwen_mtp":
+        reading.problems.append(f"it has {len(indices)} MTP layers, which share one projection: not supported")
     if layout.name == "nextn" and reading.num_layers is not None and indices[:1] != [reading.num_layers]:
         reading.problems.append(
             f"its MTP layer is model.layers.{indices[0]}; expected model.layers.{reading.num_layers}, after the "

@@ -1,7 +1,7 @@
 """Writes draft heads: config.json and model.safetensors of each layout, from a head and from nothing else."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from specdec.models.checkpoint import WEIGHTS
 from specdec.models.draft_head import DraftHead, LayerConfig
-from specdec.models.eagle import EagleHead
+from specdec.models.eagle import EagleConfig, EagleHead
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head
 from specdec.models.layouts import LAYOUTS
 from specdec.models.nextn import NextNConfig, NextNHead
@@ -43,7 +43,7 @@ def save_head(
         raise ValueError(f"layout={name!r}: expected one of {WRITTEN[head.algo]} for a head of {head.algo!r}")
     if lm_head_from_target and not isinstance(head, Eagle3Head):
         raise ValueError(f"lm_head_from_target=True: a head of {head.algo!r} has no lm_head of its own to leave out")
-    config = _CONFIGS[name](head, lm_head_from_target, verifier)
+    config = _config_json(name, head, lm_head_from_target, verifier)
     state = {n: t.detach().cpu() for n, t in head.state_dict().items()}
     if lm_head_from_target:
         del state["lm_head.weight"]
@@ -78,10 +78,23 @@ def inexpressible(c: Eagle3Config) -> list[str]:
     return [name for name, is_set in flags.items() if is_set]
 
 
-def eagle_json(head: DraftHead, *_: Any) -> dict[str, Any]:
+def _config_json(
+    layout: str, head: DraftHead, lm_head_from_target: bool, verifier: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """config.json of `head` in `layout`."""
+    if isinstance(head, EagleHead):
+        return eagle_json(head.config)
+    if isinstance(head, NextNHead):
+        return nextn_json(head)
+    assert isinstance(head, Eagle3Head), type(head)
+    if layout == "eagle3":
+        return eagle3_json(head.config, lm_head_from_target)
+    ours = {"lm_head_from_target": True} if lm_head_from_target else {}
+    return {**speculators_json(head.config), **ours, "speculators_config": proposal_json(verifier)}
+
+
+def eagle_json(c: EagleConfig) -> dict[str, Any]:
     """config.json of the EAGLE-1/2 layout: an ordinary Llama config, and `bias` of fc."""
-    assert isinstance(head, EagleHead)
-    c = head.config
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -94,15 +107,11 @@ def eagle_json(head: DraftHead, *_: Any) -> dict[str, Any]:
     }
 
 
-def eagle3_json(head: DraftHead, lm_head_from_target: bool, _: Any) -> dict[str, Any]:
-    """config.json of the official EAGLE-3 layout, as SpecForge writes it."""
-    assert isinstance(head, Eagle3Head)
-    c = head.config
+def eagle3_json(c: Eagle3Config, lm_head_from_target: bool) -> dict[str, Any]:
+    """config.json of the official EAGLE-3 layout, as SpecForge writes it. ValueError names what it cannot express."""
     flags = inexpressible(c)
     if flags:
-        raise ValueError(
-            f"the official EAGLE-3 layout cannot express {', '.join(flags)}; expected layout='speculators'"
-        )
+        raise ValueError(f"the official EAGLE-3 layout cannot express {', '.join(flags)}; keep it in speculators'")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -119,10 +128,8 @@ def eagle3_json(head: DraftHead, lm_head_from_target: bool, _: Any) -> dict[str,
     }
 
 
-def speculators_json(head: DraftHead, lm_head_from_target: bool, verifier: Mapping[str, Any] | None) -> dict[str, Any]:
-    """config.json of speculators' EAGLE-3 layout."""
-    assert isinstance(head, Eagle3Head)
-    c = head.config
+def speculators_json(c: Eagle3Config) -> dict[str, Any]:
+    """config.json of speculators' EAGLE-3 layout, but for `proposal_json`."""
     layer = {
         "model_type": "qwen3" if c.layer.qk_norm else "llama",
         "num_hidden_layers": c.num_layers,
@@ -134,7 +141,6 @@ def speculators_json(head: DraftHead, lm_head_from_target: bool, verifier: Mappi
     if c.layer.window is not None:
         kinds = ["sliding_attention"] * c.num_layers
         layer.update(sliding_window=c.layer.window, use_sliding_window=True, layer_types=kinds)
-    greedy = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -147,24 +153,27 @@ def speculators_json(head: DraftHead, lm_head_from_target: bool, verifier: Mappi
         "norm_output": c.recycles_normed,
         "embed_requires_grad": False,
         "eagle_aux_hidden_state_layer_ids": _aux_ids(c),
-        "lm_head_from_target": lm_head_from_target,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [greedy],
-            "verifier": dict(verifier or {"name_or_path": None, "architectures": []}),
-        },
     }
 
 
-def nextn_json(head: DraftHead, *_: Any) -> dict[str, Any]:
+def proposal_json(verifier: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`speculators_config`: how to draft, and for which target ({"name_or_path", "architectures"})."""
+    greedy = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [greedy],
+        "verifier": dict(verifier or {"name_or_path": None, "architectures": []}),
+    }
+
+
+def nextn_json(head: NextNHead) -> dict[str, Any]:
     """config.json of an MTP layer alone: the target's own, and ours where the head is not like DeepSeek-V3's."""
-    assert isinstance(head, NextNHead)
     c, plain = head.config, NextNConfig()
     config = json.loads(head.hf_config.to_json_string(use_diff=False))
     keys = ("hidden_first", "recycles_normed")
     own = {key: getattr(c, key) for key in keys if getattr(c, key) != getattr(plain, key)}
-    return {**config, "num_nextn_predict_layers": 1, **({OWN_KEY: own} if own else {})}
+    return {**config, "num_nextn_predict_layers": c.num_layers, **({OWN_KEY: own} if own else {})}
 
 
 def _aux_ids(c: Eagle3Config) -> list[int]:
@@ -185,8 +194,3 @@ def _layer_json(c: LayerConfig) -> dict[str, Any]:
         "rope_theta": c.rope_theta,
         **scaling,
     }
-
-
-_CONFIGS: Mapping[str, Callable[[DraftHead, bool, Mapping[str, Any] | None], dict[str, Any]]] = MappingProxyType(
-    {"eagle": eagle_json, "eagle3": eagle3_json, "speculators": speculators_json, "nextn": nextn_json}
-)

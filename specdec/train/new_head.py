@@ -94,7 +94,7 @@ def new_nextn(model: PreTrainedModel, seed: int, copy_layer: bool = True) -> Nex
     """
     head = NextNHead(model)
     decoder: Any = model.get_decoder()
-    mtp: Any = head.mtp
+    mtp: Any = head.mtp[0]
     random = torch.Generator().manual_seed(seed)
     if copy_layer:
         own = decoder.layers[full_attention_layer(model.config.get_text_config())]

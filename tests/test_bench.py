@@ -1,0 +1,156 @@
+"""`specdec bench acceptance`: one command for a table of drafts, shapes, prompt files and temperatures."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import lossless
+from specdec import SamplingParams, attach, cli, heads
+from specdec.bench import Shape, acceptance, against_prediction, predicted_at
+from specdec.models.loader import save_eagle3
+from tests.heads import random_head
+from tests.tiny_folders import prompt_file, save_target
+from tests.tiny_models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """target, twin (a copy of it), head (noise, with a trainer's report), and the prompt files a and b."""
+    root = tmp_path_factory.mktemp("acceptance")
+    model = tiny_model("llama")
+    save_target(root / "target", model)
+    save_target(root / "twin", model)
+    save_eagle3(root / "head", random_head(model), lm_head_from_target=False, dtype=torch.float32)
+    (root / "head" / "train.json").write_text('{"accept_at": [0.5, 0.25, 0.1, 0.05]}')
+    prompt_file(root / "a.jsonl", "w5 w9 w17", "w20 w21", "w8")
+    prompt_file(root / "b.jsonl", "w33 w40 w41 w42", "w50 w6")
+    return root
+
+
+def run(capsys, monkeypatch, *arguments: object) -> tuple[int, list[str], str]:
+    """Exit status, lines of stdout and stderr of `specdec ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["specdec", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    printed = capsys.readouterr()
+    return stop.value.code or 0, printed.out.splitlines(), printed.err
+
+
+def bench(capsys, monkeypatch, root: Path, *arguments: object):
+    files = f"{root / 'a.jsonl'},{root / 'b.jsonl'}"
+    common = ("--target", root / "target", "--prompts", files, "--max-new-tokens", 12, "--device", "cpu")
+    return run(capsys, monkeypatch, "bench", "acceptance", *common, *arguments)
+
+
+def test_one_command_makes_the_table(folders, tmp_path, capsys, monkeypatch):
+    attached: list[object] = []
+
+    def counting(*args, **settings):
+        attached.append(settings["graph_sampling"])
+        return attach(*args, **settings)
+
+    monkeypatch.setattr("specdec.bench.attach", counting)
+    drafts = ("--draft", f"{folders / 'head'},none", "--draft", folders / "twin")
+    shapes = ("--shape", "2:1:3,3", "--shape", "2:3:6", "--temperature", "0,1")
+    code, lines, _ = bench(capsys, monkeypatch, folders, *drafts, *shapes, "--limit", 2, "--out", tmp_path)
+    rows = json.loads(lines[-1])["rows"]
+    assert code == 0 and len(attached) == 3 + 1 + 3 and set(attached) == {("greedy", "sampled")}
+    assert len(rows) == len(attached) * 2 * 2  # an engine for each draft and shape; two files and temperatures each
+    keys = {"draft", "algo", "prompts", "steps", "topk", "draft_tokens", "temperature", "tau", "ci95", "rounds"}
+    keys |= {"accept_at", "num_prompts", "max_new_tokens", "tok_s", "sample_drafts"}
+    assert all(keys <= set(r) for r in rows)
+    assert {(r["draft"], r["algo"]) for r in rows} == {("head", "eagle3"), ("none", None), ("twin", "standalone")}
+    assert {(r["steps"], r["topk"], r["draft_tokens"]) for r in rows if r["algo"]} == {(2, 1, 3), (3, 1, 4), (2, 3, 6)}
+    assert {(r["prompts"], r["num_prompts"]) for r in rows} == {("a", 2), ("b", 2)}
+    assert all(r["tau"] == 1.0 for r in rows if r["draft"] == "none")
+    chains = [r for r in rows if r["topk"] == 1]
+    assert all(r["tau"] == pytest.approx(1 + sum(r["accept_at"]), abs=1e-3) for r in chains)
+    (file,) = tmp_path.iterdir()
+    assert file.name.startswith("acceptance_135m_cpu_") and json.loads(file.read_text())["rows"] == rows
+
+
+def test_measured_beside_predicted(folders, capsys, monkeypatch):
+    code, lines, _ = bench(capsys, monkeypatch, folders, "--draft", folders / "head", "--shape", "2,2:2:4")
+    chain, _, tree, _ = json.loads(lines[-1])["rows"]
+    assert code == 0 and chain["predicted_at"] == [0.5, 0.25] and "predicted_at" not in tree
+    measured = [*chain["accept_at"], 0.0, 0.0][:2]
+    assert chain["off_prediction"] == pytest.approx([measured[0] / 0.5 - 1, measured[1] / 0.25 - 1], abs=1e-3)
+    assert any(line.startswith("a, S=2: predicted 0.50 0.25, off by ") for line in lines)
+
+
+def test_prediction_is_compared_where_it_applies(tmp_path):
+    row = {"topk": 1, "temperature": 0.0, "steps": 3, "accept_at": [0.6]}
+    full = against_prediction(row, [0.5, 0.2])
+    assert (
+        full["off_prediction"] == [0.2, -1.0]
+        and against_prediction({**row, "temperature": 1.0}, [0.5]).keys() == row.keys()
+    )
+    assert predicted_at(None) is None and predicted_at(tmp_path) is None and predicted_at("owner/name") is None
+    (tmp_path / "train.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"train.json: expected a JSON object"):
+        predicted_at(tmp_path)
+
+
+def test_greedy_drafts_are_a_setting(folders):
+    model = tiny_model("llama")
+    prompts = {"own": [[5, 6, 7], [8, 9]]}
+    for draws in (True, False):
+        options = {"temperatures": (1.0,), "max_new_tokens": 6, "sample_drafts": draws}
+        (row,) = acceptance(model, copy.deepcopy(model), prompts, name="twin", **options)
+        assert row["sample_drafts"] is draws and row["algo"] == "standalone"
+    assert not hasattr(model, "_specdec_attached")
+
+
+def test_shapes():
+    assert Shape.parse("5:8:32") == (5, 8, 32) and Shape.parse("3") == Shape.parse("3:1") == (3, 1, 4)
+    assert str(Shape.parse("2:4")) == "2:4:21"
+    for text, message in (("3:1:4:5", "S:K:D"), ("a", "S:K:D"), ("0", "drafts nothing"), ("3:1:9", "chain verifies")):
+        with pytest.raises(ValueError, match=message):
+            Shape.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shape", "x"), "shape 'x': expected S:K:D"),
+        (("--temperature", "-1"), "--temperature '-1'"),
+        (("--temperature", "warm"), "--temperature 'warm'"),
+        (("--prompts", "missing.jsonl"), "missing.jsonl"),
+        (("--draft", "./missing"), "no such folder"),
+    ],
+)
+def test_mistakes_are_one_line(folders, capsys, monkeypatch, arguments, message):
+    code, _, errors = bench(capsys, monkeypatch, folders, *arguments)
+    last = errors.strip().splitlines()
+    assert code == 2 and len(last) == 1 and last[0].startswith("specdec: ") and message in last[0]
+
+
+def test_shipped_heads_by_algorithm():
+    assert heads.path("smollm2-135m-instruct-eagle3") == heads.for_algo("eagle3") == heads.path()
+    with pytest.raises(ValueError, match=r"no shipped head for algo='medusa'; there are heads for .*'eagle3'"):
+        heads.for_algo("medusa")
+    assert cli._drafts(["shipped", "none"]).keys() == {*heads.available(), "none"}
+    assert cli._drafts(["x/head", "y/head"]) == {"head": "x/head", "y/head": "y/head"}
+
+
+def test_lossless_compares_greedy_and_sampled_text():
+    """bench/lossless.py on a tiny target: equal to generate and to itself, and differences are counted as such."""
+    model, draft, prompts = tiny_model("llama"), random_head(tiny_model("llama")), [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    settings = {"num_steps": 2, "max_seq_len": 64}
+    texts = [lossless.reference(model, p, 8) for p in prompts]
+    row = lossless.compare(model, draft, settings, 2, prompts, texts, 8)
+    assert (row["algo"], row["compared"], row["equal"], row["unexplained"]) == ("eagle3", 3, 3, 0)
+    row = lossless.compare(model, draft, settings, 2, prompts, [[*texts[0][:3], 99], *texts[1:]], 8)
+    assert (row["equal"], row["unexplained"]) == (2, 1)
+    law, kinds = SamplingParams(temperature=1.0), {"eager": {"cuda_graph": False}, "other": {"topk": 3}}
+    same, other = lossless.compare_sampled(model, draft, {**settings, "max_batch": 2}, kinds, prompts, law, 8)
+    assert (same["equal"], same["unexplained"], same["flips_per_token"]) == (3, 0, 0.0)
+    assert other["unexplained"] > 0 and 0 < other["flips_per_token"] < 1e-4 and len(other["first_difference"]) > 0
+    assert model.config._attn_implementation == "sdpa"
+    assert [lossless.most_likely(m) for m in (0.0, 1e-4, 0.05, 4.0)] == [0, 0, 2, 11]

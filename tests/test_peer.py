@@ -1,0 +1,104 @@
+"""An exported EAGLE-3 folder in another library, economize: the same drafts in every round, and the target's own text.
+
+The folder is complete: the shipped head leaves out `lm_head.weight`, which only we take from the target.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import specdec
+from specdec import heads
+from specdec.demo import PROMPTS
+from specdec.models.loader import save_eagle3
+from specdec.prompts import chat_ids
+from tests.heads import random_head
+from tests.test_attach import greedy, ragged_prompts
+from tests.tiny_models import VOCAB, tiny_model
+
+economize = pytest.importorskip("economize", reason="pip install --no-deps -c constraints.txt economize")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_STEPS = 4
+NUM_TOKENS = 16
+
+# A request's text, and of each of its rounds: how many tokens precede the root, the root, the drafts.
+Run = tuple[list[int], list[tuple[int, list[int]]]]
+
+
+def our_runs(model: Any, draft: Any, folder: Path, prompts: list[list[int]], monkeypatch: Any) -> list[Run]:
+    """What the engine says and drafts; its head goes to `folder`, with everything in it."""
+    engine = specdec.attach(model, draft, num_steps=NUM_STEPS, max_batch=1, cuda_graph=False)
+    worker = engine._core.round.worker
+    save_eagle3(folder, worker.head, lm_head_from_target=False, dtype=torch.float32)
+    rounds: list[tuple[int, list[int]]] = []
+    make_draft = worker.draft
+
+    def recorded(batch: Any) -> Any:
+        out = make_draft(batch)
+        rounds.append((int(batch.seq_lens[0]), out.tree.tokens[0].tolist()))
+        return out
+
+    monkeypatch.setattr(worker, "draft", recorded)
+    runs = []
+    try:
+        for prompt in prompts:
+            text = engine.generate([prompt], max_new_tokens=NUM_TOKENS).tokens[0]
+            runs.append((text, rounds.copy()))
+            rounds.clear()
+    finally:
+        engine.detach()
+    return runs
+
+
+def their_runs(model: Any, folder: Path, prompts: list[list[int]]) -> list[Run]:
+    """What economize says and drafts with the head in `folder`."""
+    peer = economize.load(model, folder)
+    runs = []
+    try:
+        for prompt in prompts:
+            rounds: list[tuple[int, list[int]]] = []
+            decoder = peer.decoder(economize.DecodeConfig(cycle_length=NUM_STEPS + 1))
+            propose = decoder.drafter.propose
+
+            def recorded(request: Any, propose: Any = propose, rounds: Any = rounds) -> Any:
+                out = propose(request)
+                root = request.ends[0] - 1
+                rounds.append((root, [int(request.seq[0, root]), *out.tokens[0].tolist()]))
+                return out
+
+            decoder.drafter.propose = recorded
+            stop = model.generation_config.eos_token_id
+            with torch.inference_mode():
+                text = decoder.decode(torch.tensor(prompt), NUM_TOKENS, stop=stop).tokens.tolist()
+            runs.append((text, rounds))
+    finally:
+        peer.detach()
+    return runs
+
+
+def test_the_shipped_head_drafts_the_same(smollm2, tmp_path, monkeypatch):
+    model, tokenizer = smollm2
+    prompts = chat_ids(list(PROMPTS[:3]), tokenizer)
+    ours = our_runs(model, heads.path(), tmp_path, prompts, monkeypatch)
+    theirs = their_runs(model, tmp_path, prompts)
+    assert theirs == ours
+    assert [text for text, _ in theirs] == [greedy(model, p, NUM_TOKENS) for p in prompts]
+    assert max(len(rounds) for _, rounds in theirs) > 4  # later rounds start from what earlier ones have left
+    assert sum(len(rounds) for _, rounds in theirs) < 0.7 * NUM_TOKENS * len(prompts)  # and drafts are accepted
+
+
+@pytest.mark.parametrize(
+    ("name", "draft_vocab_size"),
+    [("llama", 64), ("llama", VOCAB), ("gemma3", 64), ("gpt_oss", 64), ("deepseek_v3", 64)],
+)
+def test_random_heads_draft_the_same(name, draft_vocab_size, tmp_path, monkeypatch):
+    """Noise for targets of several kinds; with a full draft vocabulary `d2t` is all zeros."""
+    model, prompts = tiny_model(name), ragged_prompts()
+    ours = our_runs(model, random_head(model, draft_vocab_size), tmp_path, prompts, monkeypatch)
+    theirs = their_runs(model, tmp_path, prompts)
+    assert theirs == ours
+    assert [text for text, _ in theirs] == [greedy(model, p, NUM_TOKENS) for p in prompts]
