@@ -261,6 +261,25 @@ def test_an_eagle_head_learns_features_and_law(target: LlamaForCausalLM, corpus:
         HeadObjective(target, fresh("nextn", target), config(train_lm_head=True))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("algo", ["eagle", "nextn"])
+def test_a_fresh_head_passes_the_targets_state_through(corpus: Corpus, algo: str) -> None:
+    target = tiny_target()
+    target.model.norm.weight.copy_(torch.linspace(0.3, 2.3, 64))  # ones hide what undoes it
+    batches = Batches(corpus, 3, 128, 99, CPU)
+    batch = batches.build(batches.plan(None)[0])
+    features = Teacher(target, (LAST,)).read(batch).features
+    head = fresh(algo, target)
+    states = next(unroll(head, target.get_input_embeddings(), batch.tokens, features, 1))
+    quiet = (states - features).norm() / features.norm()
+    for name, p in head.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            assert p.abs().max() > 0
+            p.zero_()
+    states = next(unroll(head, target.get_input_embeddings(), batch.tokens, features, 1))
+    assert (states - features).norm() / features.norm() < 0.02 < quiet < 1
+
+
 def test_noise_is_of_the_step_and_spares_evaluations(target: LlamaForCausalLM, corpus: Corpus) -> None:
     objective = HeadObjective(target, loud_head(target, "eagle"), config(feature_noise=0.5))
     batches = Batches(corpus, 3, 128, 99, CPU)

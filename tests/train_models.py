@@ -51,7 +51,7 @@ def tiny_head(model: LlamaForCausalLM, draft_vocab_size: int = 64, seed: int = 1
 
 
 def fresh(algo: str, model: LlamaForCausalLM, seed: int = 1) -> DraftHead:
-    """A fresh head of each kind."""
+    """A fresh head of a kind."""
     makers = {"eagle": new_eagle, "eagle3": lambda m, s: tiny_head(m, seed=s), "nextn": new_nextn}
     return makers[algo](model, seed)
 

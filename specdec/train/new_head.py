@@ -18,6 +18,7 @@ from specdec.models.nextn import NextNHead, full_attention_layer
 from specdec.train.teacher import target_shape
 
 FC_NOISE = 1e-3  # std; small beside the identity, enough to part the columns of the other features
+MOST_GAIN = 10.0  # of a norm that undoes another
 QUIET_OUT = 0.1  # share of the usual std for projections that add to the residual stream
 
 
@@ -88,9 +89,10 @@ def new_eagle(model: PreTrainedModel, seed: int, intermediate_size: int | None =
 
 @torch.no_grad()
 def new_nextn(model: PreTrainedModel, seed: int, copy_layer: bool = True) -> NextNHead:
-    """A NextN head in fp32 on the target's device, whose out norm is the target's.
+    """A NextN head in fp32 on the target's device.
 
-    copy_layer: its decoder layer starts as the target's own last one with full attention, else random and quiet.
+    Its out norm is the target's and hnorm undoes that: the target's state comes out as it went in, but for what the
+    layer adds. copy_layer: the layer starts as the target's last one with full attention, scaled down; else random.
     """
     head = NextNHead(model)
     decoder: Any = model.get_decoder()
@@ -99,11 +101,22 @@ def new_nextn(model: PreTrainedModel, seed: int, copy_layer: bool = True) -> Nex
     if copy_layer:
         own = decoder.layers[full_attention_layer(model.config.get_text_config())]
         mtp.layer.load_state_dict(own.state_dict())
+        _scale_outputs(mtp.layer, QUIET_OUT)
     else:
         _quiet(mtp.layer, random)
     mtp.norm.load_state_dict(decoder.norm.state_dict())
+    gain = _final_norm_weight(model, head.hidden_size)
+    undone = (gain.square().mean().sqrt() / gain).nan_to_num(0.0).clamp(-MOST_GAIN, MOST_GAIN)
+    mtp.hnorm.weight += undone.to(mtp.hnorm.weight) - 1  # a fresh norm's gain is one, be its weight 1 or 0
     _pass_last(mtp.eh_proj, random)
     return head.to(model.get_input_embeddings().weight.device)
+
+
+def _scale_outputs(layer: nn.Module, factor: float) -> None:
+    """Scale what adds to the residual stream."""
+    for name, p in layer.named_parameters():
+        if p.dim() > 1 and any(part in name for part in ("o_proj", "down_proj")):
+            p.mul_(factor)
 
 
 def _quiet(layers: nn.Module, random: torch.Generator) -> None:

@@ -65,6 +65,8 @@ class HeadObjective(Objective):
     """A draft head, unrolled over its own states; soft cross-entropy over what it scores, features if weighted."""
 
     def __init__(self, model: PreTrainedModel, head: DraftHead, config: TrainConfig):
+        if head.num_modules > 1:
+            raise ValueError(f"the head has {head.num_modules} MTP modules: expected one, more cannot be trained yet")
         refuse(config, head.algo, "prompt_weight", "a head reads features of the answer's rows only")
         if head.aux_layers != (LAST,):
             refuse(config, head.algo, "feature_weight", "its states are no features of the target")

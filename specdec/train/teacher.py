@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from specdec.models.draft_head import LAST
 from specdec.models.loader import TargetShape
@@ -79,7 +79,8 @@ class Teacher:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Last hidden states [N, h] to logits [N, V], through all that the model does to them."""
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
-        answer = BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
+        # of all outputs of decoders the one with the most fields: models of experts ask for router_logits
+        answer = MoeModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
         with answering(self.model.get_decoder(), answer):
             return self.model(input_ids=ids, use_cache=False).logits[0]
 
