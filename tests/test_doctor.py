@@ -20,8 +20,8 @@ from specdec.doctor.command import PROMPTS, print_findings, prompt_ids
 from specdec.doctor.examine import examine
 from specdec.doctor.facts import tokenizer_match, weight_problems
 from specdec.doctor.readings import ALTERNATIVES
-from specdec.doctor.rows import NORMED, Observed, Reading, agreement, commonest, coverage, observe
-from specdec.doctor.search import search
+from specdec.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, commonest, coverage, observe
+from specdec.doctor.search import search, unclear
 from specdec.models.draft_head import LAST, DraftHead
 from specdec.models.loader import save_eagle3, save_head
 from specdec.train.config import TrainConfig
@@ -201,6 +201,14 @@ def test_untrained_heads_are_told_from_misread_ones(model, prompts, algo):
         assert found.defects == ["untrained or random"], found.remarks
     else:  # a fresh head hands its feature on, which is right wherever the target repeats itself
         assert not found.defects
+
+
+def test_a_gain_that_may_be_chance_is_a_remark(good, model, texts):
+    base, trials, _ = search(broken(good["eagle3"], other_theta, model), model, texts)
+    (trial,) = (t for t in trials if t.alternative.name == "the target's rope")
+    few = torch.arange(0, base.num_rows, 20)  # rows
+    small, better = Agreement(base.right[:, few]), replace(trial, agreement=Agreement(trial.agreement.right[:, few]))
+    assert unclear([better], small) is better and unclear([better], better.agreement) is None
 
 
 def test_noise_is_untrained_or_random():

@@ -11,7 +11,7 @@ from specdec.bench import ci95
 from specdec.doctor.cost import Floor, Run, floor, measure_bandwidth, run
 from specdec.doctor.facts import embedding_likeness, facts_of, never_trained, weight_problems
 from specdec.doctor.rows import Agreement, Observed, commonest, coverage, model_agreement, observe
-from specdec.doctor.search import Trial, search
+from specdec.doctor.search import Trial, search, unclear
 from specdec.models.draft_head import DraftHead
 
 LOW_TAU = 1.25  # a draft that gives less is suspected
@@ -186,6 +186,13 @@ def _why_low(found: Findings, draft: DraftHead | PreTrainedModel) -> tuple[str |
 def _doubts(found: Findings) -> list[str]:
     """What else does not fit together."""
     remarks = []
+    base = found.agreement
+    maybe = None if base is None or found.repairs else unclear(found.trials, base)
+    if base is not None and maybe is not None:
+        remarks.append(
+            f"it may read better with {maybe.alternative.name!r} ({maybe.agreement.score:.2f} of two drafts accepted, "
+            f"not {base.score:.2f}); {base.num_rows} rows do not tell, give more prompts"
+        )
     if found.speculative is not None and found.speculative.tokens != found.plain.tokens:
         differing = sum(a != b for a, b in zip(found.speculative.tokens, found.plain.tokens, strict=True))
         remarks.append(

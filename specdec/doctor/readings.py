@@ -147,6 +147,7 @@ def _targets_embedding(reading: Reading, target: TargetFacts) -> Reading | None:
     return replace(reading, head=head)
 
 
+# Where two repair equally well, the first is named.
 ALTERNATIVES: tuple[Alternative, ...] = (
     Alternative(
         "embedding and feature swapped",
@@ -180,14 +181,14 @@ ALTERNATIVES: tuple[Alternative, ...] = (
         _absolute,
     ),
     Alternative(
-        "rope theta 10000",
-        "it was trained with rope theta 10000, as the official EAGLE-3 trainer does: set rope_theta in its config.json",
-        _official_theta,
-    ),
-    Alternative(
         "the target's rope",
         "it was trained with the target's rope: set rope_theta and rope_scaling in its config.json to the target's",
         _targets_theta,
+    ),
+    Alternative(
+        "rope theta 10000",
+        "it was trained with rope theta 10000, as the official EAGLE-3 trainer does: set rope_theta in its config.json",
+        _official_theta,
     ),
     Alternative(
         "the target's embedding",

@@ -53,6 +53,12 @@ def search(
     return base, trials, repairs
 
 
+def unclear(trials: Sequence[Trial], base: Agreement) -> Trial | None:
+    """The trial that seems to gain most over `base`, though it may be chance: more rows would tell."""
+    gaining = [t for t in trials if not t.alternative.leaks and _is_clear(t.agreement, base, num_errors=1.5)]
+    return max(gaining, key=lambda t: t.agreement.score, default=None)
+
+
 def _best(trials: Sequence[Trial], base: Agreement) -> Trial | None:
     """The trial that gains most over `base`, and clearly. One that leaks must gain twice what others do and be right in
     most rows, as any head does better when it is shown the answer."""
@@ -64,6 +70,6 @@ def _best(trials: Sequence[Trial], base: Agreement) -> Trial | None:
     return max(leaks, key=lambda t: t.agreement.score, default=best)
 
 
-def _is_clear(found: Agreement, base: Agreement) -> bool:
+def _is_clear(found: Agreement, base: Agreement, num_errors: float = 3) -> bool:
     gain, error = found.gain_over(base)
-    return found.score > USEFUL and gain > max(LEAST_GAIN, 3 * error)
+    return found.score > USEFUL and gain > max(LEAST_GAIN, num_errors * error)
