@@ -16,12 +16,13 @@ from torch import nn
 
 from specdec import cli
 from specdec.doctor import cost
+from specdec.doctor import examine as examination
 from specdec.doctor.command import PROMPTS, print_findings, prompt_ids
 from specdec.doctor.examine import examine
 from specdec.doctor.facts import tokenizer_match, weight_problems
 from specdec.doctor.readings import ALTERNATIVES
 from specdec.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, commonest, coverage, observe
-from specdec.doctor.search import search, unclear
+from specdec.doctor.search import Trial, search, unclear
 from specdec.models.draft_head import LAST, DraftHead
 from specdec.models.loader import save_eagle3, save_head
 from specdec.train.config import TrainConfig
@@ -203,12 +204,14 @@ def test_untrained_heads_are_told_from_misread_ones(model, prompts, algo):
         assert not found.defects
 
 
-def test_a_gain_that_may_be_chance_is_a_remark(good, model, texts):
-    base, trials, _ = search(broken(good["eagle3"], other_theta, model), model, texts)
-    (trial,) = (t for t in trials if t.alternative.name == "the target's rope")
-    few = torch.arange(0, base.num_rows, 20)  # rows
-    small, better = Agreement(base.right[:, few]), replace(trial, agreement=Agreement(trial.agreement.right[:, few]))
-    assert unclear([better], small) is better and unclear([better], better.agreement) is None
+def test_a_gain_that_may_be_chance_is_a_remark(good, model, prompts):
+    rows = torch.arange(40)
+    base = Agreement(torch.stack([rows < 20, rows < 20]))
+    better = Trial(ALTERNATIVES[0], Agreement(torch.stack([rows < 23, rows < 20])))  # three rows more
+    assert unclear([better], base) is better and unclear([better], better.agreement) is None
+    found = examine(model, good["eagle3"], prompts[:3], max_new_tokens=8, gb_s=10.0)
+    found.trials, found.agreement = [better], base
+    assert "rows do not tell" in examination.doubts(found)[0]
 
 
 def test_noise_is_untrained_or_random():
@@ -221,7 +224,13 @@ def test_noise_is_untrained_or_random():
 def test_a_copy_of_the_target_is_as_good_as_a_draft_can_be(model, prompts):
     found = examine(model, copy.deepcopy(model), prompts, num_steps=3, max_new_tokens=13, gb_s=10.0)
     facts = found.json
-    assert facts["tau"] == 4.0 and facts["agreement"] == [1.0, 1.0] and facts["equal"] and facts["defects"] == []
+    assert (
+        facts["tau"] > 3.7
+        and facts["accept_at"][0] > 0.97
+        and facts["agreement"] == [1.0, 1.0]
+        and facts["equal"]
+        and facts["defects"] == []
+    )
     assert facts["floor_break_even"] == 4.0, "three passes of a draft as heavy as the target"
     assert facts["break_even"] == pytest.approx(facts["round_ms"] / facts["plain_ms"], rel=1e-2)
     assert facts["pays"] is (facts["tau"] > facts["break_even"])

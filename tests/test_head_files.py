@@ -249,6 +249,10 @@ REFUSED = {
         lambda: _official(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}),
         "transformers hands out normed",
     ),
+    "a head of one layer's output": (
+        lambda: _official(eagle_config={"use_aux_hidden_state": False}),
+        "use_aux_hidden_state=False: expected a head that reads outputs of several layers",
+    ),
     "rope that depends on the length": (
         lambda: _official(rope_scaling={"type": "dynamic", "factor": 2.0}),
         "rope_type='dynamic': expected default or one of linear, llama3, yarn",

@@ -155,6 +155,12 @@ def test_an_embedding_as_it_was_initialised_is_warned_about(tmp_path: Path) -> N
         load(lm.write(tmp_path, lm.official_config(), tensors))
 
 
+def test_a_rope_base_that_safeailabs_trainer_ignored_is_noted(tmp_path: Path) -> None:
+    head = load(lm.write(tmp_path, lm.official_config(rope_theta=500000.0), lm.eagle3_tensors("midlayer")))
+    assert head.config.layer.rope_theta == 500000.0  # what the file says; the note tells what may be meant
+    assert "SafeAILab's EAGLE-3 trainer used rope theta 10000 whatever config.json says" in inspect(tmp_path).notes
+
+
 # ---- EAGLE-3, speculators
 
 

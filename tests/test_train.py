@@ -35,6 +35,7 @@ from tests.train_models import AUX, fresh, tiny_corpus, tiny_head, tiny_target
 
 CPU = torch.device("cpu")
 STEPS = 4
+NONE = torch.zeros(0, dtype=torch.int64)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -146,7 +147,7 @@ class Incremental:
 def test_unrolling_equals_the_draft_chain_of_inference(target: LlamaForCausalLM, algo: str) -> None:
     head, embed = loud_head(target, algo), target.get_input_embeddings()
     tokens = torch.randint(3, 96, (2, 12 + STEPS), generator=torch.Generator().manual_seed(5))
-    batch = Batch(tokens, torch.zeros(0).long(), torch.zeros(0).long(), 12, 0, 24)
+    batch = Batch(tokens, NONE, NONE, NONE, 12, 24)
     aux = Teacher(target, head.aux_layers).read(batch).features
     score = partial(head.logits, target_head=target.lm_head)
     unrolled = [score(state) for state in unroll(head, embed, tokens, aux, STEPS)]
@@ -269,7 +270,7 @@ def test_noise_is_of_the_step_and_spares_evaluations(target: LlamaForCausalLM, c
 
 def test_acceptance_counts_prefixes_from_chain_starts() -> None:
     # one sequence, 3 prompt tokens, 4 answer tokens (3..6): rows 2..5, starts at columns 2, 3, 4
-    batch = Batch(torch.zeros(1, 18).long(), torch.tensor([2, 3, 4, 5]), torch.tensor([2, 3, 4]), 16, 2, 7)
+    batch = Batch(torch.zeros(1, 18).long(), torch.tensor([2, 3, 4, 5]), torch.tensor([2, 3, 4]), NONE, 16, 7)
     right = torch.tensor([[True, True, False, True], [True, True, True, False]])  # [step, row]
     prefixes = accepted_prefixes(batch, right)
     # column i is right at step j if row i+1+j is: (3, 4), (4, 5), (5, beyond the end)
@@ -284,7 +285,7 @@ def test_acceptance_counts_prefixes_from_chain_starts() -> None:
 
 
 def test_a_miss_of_the_hot_vocabulary_is_never_right() -> None:
-    batch = Batch(torch.zeros(1, 17).long(), torch.tensor([4]), torch.tensor([3]), 16, 4, 7)
+    batch = Batch(torch.zeros(1, 17).long(), torch.tensor([4]), torch.tensor([3]), NONE, 16, 7)
     tally = Tally.zero(1, CPU)
     tally.add(
         batch, Goal(torch.zeros(1, 3), torch.zeros(1), torch.tensor([-1])), [torch.tensor(0.0)], [torch.tensor([0])]

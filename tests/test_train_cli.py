@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from specdec.api import attach
 from specdec.models.loader import detect_algo
 from specdec.models.pretrained import load_pretrained
+from specdec.text import tokenizer_fingerprint
 from specdec.train.cli import app
 from specdec.train.data import Corpus
 from specdec.train.generation import Generation, shard_jobs
@@ -65,13 +66,33 @@ def test_a_head_is_fitted_exported_and_drafts(folder: Path, tmp_path: Path, algo
     card = (out / "README.md").read_text("utf-8")
     assert "draft head for" in card and "simulated tau" in card and "{" not in card
     assert detect_algo(out) == algo
-    model, _ = load_pretrained(folder / "target")
-    engine = attach(model, out, num_steps=2, max_batch=2, max_seq_len=64)
+    drafts_the_targets_text(load_pretrained(folder / "target")[0], folder, out)
+
+
+def drafts_the_targets_text(model: Any, folder: Path, draft: Path) -> None:
+    engine = attach(model, draft, num_steps=2, max_batch=2, max_seq_len=64)
     prompt = Corpus.load(folder / "a.safetensors").sequence(0)[0][:8].tolist()
     said = engine.generate([prompt], max_new_tokens=12, ignore_eos=True)
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert said.tokens[0] == expected[0, 8:].tolist()
     engine.detach()
+
+
+SMALL = ["--hidden-size", "32", "--num-heads", "2", "--num-layers", "2", "--intermediate-size", "64"]
+
+
+@pytest.mark.parametrize("file_format", ["gguf", "safetensors"])
+def test_a_small_model_is_distilled_exported_and_drafts(folder: Path, tmp_path: Path, file_format: str) -> None:
+    pytest.importorskip("gguf")
+    out = tmp_path / "draft"
+    options = [*SMALL, "--file-format", file_format, "--prompt-weight", "0.1"]
+    report = fit(folder, "standalone", out, "--epochs", 4, *options)
+    assert report["algo"] == "standalone" and report["tau"] > 1 and report["layers"] == 2
+    assert "Standalone draft model" in (out / "README.md").read_text("utf-8") and detect_algo(out) == "standalone"
+    note = json.loads((out / "specdec.json").read_text("utf-8"))
+    model, tokenizer = load_pretrained(folder / "target")
+    assert note["tokenizer_sha256"] == tokenizer_fingerprint(tokenizer) and note["vocab_size"] == 96
+    drafts_the_targets_text(model, folder, out)
 
 
 def test_a_fit_goes_on_from_its_checkpoint_and_from_a_head(folder: Path, tmp_path: Path) -> None:

@@ -109,7 +109,10 @@ def test_trained_rows_include_the_boundary_row_and_eos() -> None:
     # A chain starts at column i when its root (token i+1) and the next one were generated: roots 20, 21 and 30.
     starts = {(int(s) // batch.length, int(s) % batch.length) for s in batch.starts}
     assert starts == {(long, 3), (long, 4), (short, 2)}
-    assert batch.first_row == 2 and batch.num_tokens == 12
+    # every other row that a real token follows
+    given = {(int(r) // batch.length, int(r) % batch.length) for r in batch.prompt_rows}
+    assert given == {(long, 0), (long, 1), (long, 2), (short, 0), (short, 1)}
+    assert batch.num_tokens == 12
 
 
 def test_batches_cover_an_epoch_once_and_stay_in_budget() -> None:

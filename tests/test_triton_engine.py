@@ -8,7 +8,7 @@ import torch
 
 import specdec
 from specdec import SamplingParams
-from tests.heads import OracleWorker, random_head
+from tests.heads import ALGOS, MODULES, OracleWorker, random_draft, random_head
 from tests.test_attach import greedy
 from tests.tiny_models import VOCAB, tiny_model
 
@@ -57,17 +57,26 @@ def test_accepted_paths_are_committed(shape):
     assert out.tokens == expected and out.stats.tau > 1.5
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-def test_sampled_text_is_that_of_the_torch_backend(shape):
+@pytest.mark.parametrize(
+    ("algo", "shape"),
+    [
+        pytest.param(algo, shape, id=f"{algo}-{name}")
+        for i, algo in enumerate([*ALGOS, MODULES])
+        for j, (name, shape) in enumerate([("chain", CHAIN), ("tree", TREE)])
+        if DEVICE.type == "cuda" or algo == "eagle3" or i % 2 == j  # the interpreter is slow
+    ],
+)
+def test_greedy_and_sampled_text_is_that_of_the_torch_backend(algo, shape):
     model = model_of("llama")
     laws = [SamplingParams(temperature=0.9, seed=3), SamplingParams(), SamplingParams(temperature=1.2, top_p=0.8)]
     texts = []
     for backend in ("triton", "torch"):
-        head = random_head(model).to(DEVICE)
-        engine = specdec.attach(model, head, backend=backend, max_batch=3, max_seq_len=64, **shape)
+        draft = random_draft(model, algo).to(DEVICE)
+        engine = specdec.attach(model, draft, backend=backend, max_batch=3, max_seq_len=64, **shape)
         texts.append(engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS, sampling=laws).tokens)
         engine.detach()
     assert texts[0] == texts[1]
+    assert texts[0][1] == greedy(model, PROMPTS[1], NUM_TOKENS)
 
 
 def test_poisoned_pools_change_nothing_and_debug_mode_finds_nothing(monkeypatch):

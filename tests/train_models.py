@@ -15,6 +15,7 @@ from specdec.models.draft_head import DraftHead
 from specdec.models.eagle3 import Eagle3Head
 from specdec.train.data import Corpus
 from specdec.train.new_head import eagle3_config, new_eagle, new_eagle3, new_nextn
+from specdec.train.standalone import LMShape, new_student
 
 VOCAB = 96
 EOS = 2
@@ -53,6 +54,12 @@ def fresh(algo: str, model: LlamaForCausalLM, seed: int = 1) -> DraftHead:
     return makers[algo](model, seed)
 
 
+def tiny_student(model: LlamaForCausalLM, corpus: Corpus, seed: int = 1) -> LlamaForCausalLM:
+    """A fresh standalone draft."""
+    counts = torch.bincount(corpus.tokens.long(), minlength=VOCAB)
+    return new_student(model, LMShape(32, 64, num_layers=2, num_heads=2, num_kv_heads=1), counts, seed)
+
+
 def save_target(model: LlamaForCausalLM, folder: Path) -> None:
     """Model and a tokenizer of one word an id, "w0" to "w95", with a chat template."""
     model.save_pretrained(folder)
@@ -63,14 +70,16 @@ def save_target(model: LlamaForCausalLM, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+@torch.no_grad()
 def tiny_corpus(model: LlamaForCausalLM, num_sequences: int, seed: int = 0) -> Corpus:
     """Random prompts of 8-12 tokens with greedy answers of 12-20 tokens."""
     rng = random.Random(seed)
-    pairs = []
-    for _ in range(num_sequences):
-        prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(8, 12))]
-        ids = torch.tensor([prompt])
-        for _ in range(rng.randint(12, 20)):
-            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-        pairs.append((prompt, ids[0, len(prompt) :].tolist()))
-    return Corpus.of(pairs)
+    given = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(8, 12))] for _ in range(num_sequences)]
+    said: list[list[int]] = [[] for _ in given]
+    for _ in range(20):
+        rows = [[*g, *s] for g, s in zip(given, said, strict=True)]
+        width = max(map(len, rows))
+        logits = model(torch.tensor([r + [0] * (width - len(r)) for r in rows]), use_cache=False).logits  # causal
+        for i, (row, answer) in enumerate(zip(rows, said, strict=True)):
+            answer.append(int(logits[i, len(row) - 1].argmax()))
+    return Corpus.of([(g, s[: rng.randint(12, 20)]) for g, s in zip(given, said, strict=True)])

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from specdec.bench import ci95
 from specdec.doctor.cost import Floor, Run, floor, measure_bandwidth, run
-from specdec.doctor.facts import embedding_likeness, facts_of, never_trained, weight_problems
+from specdec.doctor.facts import embedding_likeness, facts_of, untouched_norm, weight_problems
 from specdec.doctor.rows import Agreement, Observed, commonest, coverage, model_agreement, observe
 from specdec.doctor.search import Trial, search, unclear
 from specdec.models.draft_head import DraftHead
@@ -131,7 +131,7 @@ def _read_head(found: Findings, head: DraftHead, model: PreTrainedModel, texts: 
 def _conclude(found: Findings, draft: DraftHead | PreTrainedModel, problems: Sequence[str]) -> None:
     """Fill in defects and remarks."""
     found.remarks += problems
-    if isinstance(draft, DraftHead) and never_trained(draft) and all(_is_idle(trial) for trial in found.repairs):
+    if isinstance(draft, DraftHead) and untouched_norm(draft) and all(_is_idle(trial) for trial in found.repairs):
         found.repairs = []
     for trial in found.repairs:
         found.defects.append(trial.alternative.name)
@@ -148,7 +148,7 @@ def _conclude(found: Findings, draft: DraftHead | PreTrainedModel, problems: Seq
         name, remark = _why_low(found, draft)
         found.defects += [name] if name else []
         found.remarks.append(remark)
-    found.remarks += _doubts(found)
+    found.remarks += doubts(found)
 
 
 def _is_idle(trial: Trial) -> bool:
@@ -176,14 +176,14 @@ def _why_low(found: Findings, draft: DraftHead | PreTrainedModel) -> tuple[str |
         return None, "it is read as it was trained, as far as other readings tell; it knows little of such text"
     if found.facts.get("embedding_likeness", 1.0) < UNLIKE:
         why = "its own embedding has nothing in common with the target's"
-    elif isinstance(draft, DraftHead) and never_trained(draft):
-        why = "all its norms are exactly 1, as they are made"
+    elif isinstance(draft, DraftHead) and untouched_norm(draft):
+        why = f"{untouched_norm(draft)} is all of one value, as norms are made"
     else:
         why = "it is untrained, or was trained for another target"
     return "untrained or random", f"it agrees no more than chance under every reading: {why}"
 
 
-def _doubts(found: Findings) -> list[str]:
+def doubts(found: Findings) -> list[str]:
     """What else does not fit together."""
     remarks = []
     base = found.agreement

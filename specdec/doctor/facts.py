@@ -80,10 +80,10 @@ def embedding_likeness(draft: DraftHead, model: PreTrainedModel) -> float | None
     return float(torch.corrcoef(both)[0, 1].nan_to_num())  # a constant is like nothing
 
 
-def never_trained(draft: DraftHead) -> bool:
-    """Whether every norm is still exactly 1, as it is made."""
-    norms = [p for name, p in draft.named_parameters() if "norm" in name and p.dim() == 1]
-    return bool(norms) and all(bool((p == 1).all()) for p in norms)
+def untouched_norm(draft: DraftHead) -> str | None:
+    """The name of a norm whose weights are all alike, as they are made and no training leaves them."""
+    norms = ((name, p) for name, p in draft.named_parameters() if "norm" in name and p.dim() == 1)
+    return next((name for name, p in norms if bool((p == p[0]).all())), None)
 
 
 def tokenizer_of(folder: Path) -> Any:

@@ -87,6 +87,7 @@ def _make(files: HeadFiles, config: HeadConfig, target: TargetShape, problems: l
                 return EagleHead(config)
             if isinstance(config, Eagle3Config):
                 return Eagle3Head(config)
+            assert target.model is not None, "an MTP layer is made like the live target's: TargetShape.model"
             return NextNHead(target.model, config)
     except ValueError as error:
         raise CheckpointError(str(files.folder), [*problems, str(error)]) from error

@@ -83,9 +83,12 @@ def eagle3_config(reading: Reading) -> Eagle3Config | None:
             )
     if "norm_output" in raw:
         reading.notes.append(f"norm_output={raw['norm_output']}: here only that lm_head reads normed states")
+    layer = _layer(reading, raw, "midlayer", bias_key="attention_bias")
+    if layer.rope_theta != 10000.0 and "LlamaForCausalLMEagle3" not in (raw.get("architectures") or ()):
+        reading.notes.append("SafeAILab's EAGLE-3 trainer used rope theta 10000 whatever config.json says")
     return _eagle3(
         reading,
-        _layer(reading, raw, "midlayer", bias_key="attention_bias"),
+        layer,
         num_layers=1 + reading.count("additional_layers"),
         fc_norm=reading.flag("fc_norm", "fc_norm", absent=None),
     )
@@ -215,7 +218,10 @@ def _window(reading: Reading, raw: Mapping[str, Any]) -> int | None:
 def _aux_layers(reading: Reading) -> tuple[int, ...]:
     """Layers whose OUTPUT is taken. A file counts the residual stream after k layers: its id k is layer k-1."""
     raw = reading.raw
-    ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    eagle = raw.get("eagle_config") or {}
+    if eagle.get("use_aux_hidden_state") is False:
+        reading.problems.append("use_aux_hidden_state=False: expected a head that reads outputs of several layers")
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids")
     ids = ids or raw.get("eagle_aux_hidden_state_layer_ids")
     if not ids:
         reading.notes.append("aux layer ids: the default [2, n//2, n-3] of a target of n layers")

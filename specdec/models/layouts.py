@@ -10,6 +10,7 @@ whose MTP layer follows the target's last. qwen_mtp: Qwen3-Next and Qwen3.5. mim
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 
 STANDALONE = "standalone"  # an ordinary causal LM: no head, loaded as a whole
@@ -46,13 +47,14 @@ class Layout:
         assert renamed is not None, f"the layout {self.name!r} has no name for {name!r}"
         return renamed
 
-    def _pairs(self, num_layers: int | None) -> list[tuple[str, str]]:
+    @lru_cache(maxsize=16)  # noqa: B019  (a layout lives as long as the program)
+    def _pairs(self, num_layers: int | None) -> tuple[tuple[str, str], ...]:
         """The prefixes, for every MTP layer that there could be."""
-        pairs = []
+        pairs: list[tuple[str, str]] = []
         for theirs, ours in self.prefixes:
             modules = range(MAX_MODULES if "{" in theirs else 1)
             pairs += [(theirs.format(m=m, at=(num_layers or 0) + m), ours.format(m=m)) for m in modules]
-        return pairs
+        return tuple(pairs)
 
 
 def _rename(name: str, prefixes: Iterable[tuple[str, str]]) -> str | None:

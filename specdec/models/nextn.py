@@ -5,7 +5,7 @@ attention or experts a family has come along; only how embedding and hidden stat
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,14 +96,6 @@ class NextNHead(DraftHead):
         self.embed_tokens = nn.Embedding(self.vocab_size, self.hidden_size) if c.own_embedding else None
         self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False) if c.own_head else None
         self._seen: list[tuple[LayerSpec, torch.Tensor | None]] = []
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "NextNHead":
-        """As any module's, but rotary frequencies keep fp32, as `from_pretrained` leaves the target's."""
-        exact = {name: b.clone() for name, b in self.rotary.named_buffers()}
-        super()._apply(fn, recurse)
-        for name, buffer in exact.items():
-            self.rotary.register_buffer(name, buffer.to(self.weight.device), persistent=False)
-        return self
 
     @property
     def attention_layers(self) -> Sequence[LayerSpec]:

@@ -17,14 +17,14 @@ class Batch:
     tokens: [B, T + num_steps] int64, so that every step's shifted tokens exist.
     rows: [N] int64, flat b*T+t of the target rows that are imitated; column row-1-j does so at step j.
     starts: [S] int64, flat columns from which a draft chain would start in inference: root and next token generated.
-    first_row: smallest t among `rows`; logits before it are not needed. num_tokens: without padding.
+    prompt_rows: [M] int64, flat, of the other rows that a real token follows. num_tokens: without padding.
     """
 
     tokens: torch.Tensor
     rows: torch.Tensor
     starts: torch.Tensor
+    prompt_rows: torch.Tensor
     length: int
-    first_row: int
     num_tokens: int
 
 
@@ -78,9 +78,9 @@ class Batches:
         is_row[:, : self.num_steps] = False
         rows = np.flatnonzero(is_row)
         starts = np.flatnonzero(is_row & answer[:, :length]) - 1
-        first_row = int(is_row.any(0).argmax())
-        num_tokens = int(lengths.sum())
-        return Batch(self._send(tokens), self._send(rows), self._send(starts), length, first_row, num_tokens)
+        prompt_rows = np.flatnonzero(is_real[:, 1 : length + 1] & ~answer[:, 1 : length + 1])
+        ids, *index = (self._send(array) for array in (tokens, rows, starts, prompt_rows))
+        return Batch(ids, index[0], index[1], index[2], length, int(lengths.sum()))
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array.astype(np.int64, copy=False))

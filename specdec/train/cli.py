@@ -39,7 +39,10 @@ Layers = Annotated[str | None, typer.Option(help="eagle3: three layers, such as 
 Vocab = Annotated[int, typer.Option(help="eagle3: tokens that the head scores.")]
 Intermediate = Annotated[int | None, typer.Option(help="Width of the draft's MLP.")]
 CopyLayer = Annotated[bool, typer.Option(help="nextn: start from a copy of the target's last layer.")]
-Init = Annotated[str | None, typer.Option(help="A trained head to go on with: a folder or Hub id.")]
+Init = Annotated[str | None, typer.Option(help="A trained draft to go on with: a folder or Hub id.")]
+Student = Annotated[int, typer.Option(help="standalone: the small Llama's shape.")]
+Format = Annotated[str, typer.Option(help="standalone: gguf, or safetensors.")]
+EmbedType = Annotated[str, typer.Option(help="standalone: the embedding in GGUF, Q4_0, Q5_0 or Q8_0.")]
 CompileLoss = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Fused losses; default on CUDA.")]
 
 
@@ -80,6 +83,7 @@ def fit(
     feature_weight: Recipe = None,
     lk_weight: Recipe = None,
     feature_noise: Recipe = None,
+    prompt_weight: Recipe = None,
     lr: Recipe = None,
     warmup: Recipe = None,
     clip: Recipe = None,
@@ -97,6 +101,12 @@ def fit(
     draft_vocab_size: Vocab = Shape.draft_vocab_size,
     aux_layers: Layers = None,
     copy_layer: CopyLayer = Shape.copy_layer,
+    hidden_size: Student = Shape.hidden_size,
+    num_layers: Student = Shape.num_layers,
+    num_heads: Student = Shape.num_heads,
+    num_kv_heads: Student = Shape.num_kv_heads,
+    file_format: Format = Shape.file_format,
+    embed_type: EmbedType = Shape.embed_type,
     held_out: int = 200,
     resume: bool = False,
     target: Target = BUNDLED,

@@ -36,7 +36,7 @@ def train(
     model, tokenizer = load(target, dtype, device)
     corpus = Corpus.merge([Corpus.load(path) for path in corpora])
     fit, held = split_held_out(corpus, min(held_out, max(1, len(corpus) // HELD_OUT_SHARE)), config.seed)
-    student = make_student(algo, Setup(model, tokenizer, fit, config, shape or Shape()))
+    student = make_student(algo, Setup(target, model, tokenizer, fit, config, shape or Shape()))
     checkpoint = out.with_name(out.name + ".checkpoint.pt")
     trainer = Trainer(student.objective, fit, held, checkpoint)
     if resume:

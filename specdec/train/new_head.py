@@ -31,7 +31,7 @@ def layer_config(model: PreTrainedModel, intermediate_size: int) -> LayerConfig:
         num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-5)),
-        rope_theta=_rope_theta(config),
+        rope_theta=rope_theta(config),
     )
 
 
@@ -130,7 +130,7 @@ def _final_norm_weight(model: PreTrainedModel, size: int) -> torch.Tensor:
     return shown if bool(shown.abs().sum() > 0) else torch.ones(size)  # a norm that centres shows nothing
 
 
-def _rope_theta(config: Any) -> float:
+def rope_theta(config: Any) -> float:
     """The base of the target's rotary embedding; of its full-attention layers where layers differ."""
     parameters = getattr(config, "rope_parameters", None) or {}
     parameters = parameters.get("full_attention", parameters)

@@ -12,7 +12,7 @@ from specdec.models.draft_head import LAST, DraftHead
 from specdec.train.batches import Batch
 from specdec.train.config import TrainConfig
 from specdec.train.losses import Goal, OutputHead, RowMath, feature_loss, imitation_loss
-from specdec.train.optimizer import Optimizer
+from specdec.train.optimizer import Optimizer, Rounding
 from specdec.train.teacher import Teacher
 from specdec.train.ttt import unroll
 
@@ -31,13 +31,20 @@ class Outcome:
 class Objective(ABC):
     """A student module in fp32, trained in place, and what it is to learn from `model`, which is only read."""
 
-    def __init__(self, model: PreTrainedModel, student: nn.Module, config: TrainConfig, aux_layers: tuple[int, ...]):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        student: nn.Module,
+        config: TrainConfig,
+        aux_layers: tuple[int, ...],
+        rounding: Rounding | None = None,
+    ):
         self.config = config
         self.teacher = Teacher(model, aux_layers)
         self.device = self.teacher.weight.device
         is_compiled = self.device.type == "cuda" if config.compile is None else config.compile
         self.math = RowMath(config.chunk_rows, is_compiled)
-        self.optimizer = Optimizer(student, self.teacher.weight.dtype, config)
+        self.optimizer = Optimizer(student, self.teacher.weight.dtype, config, rounding)
 
     @abstractmethod
     def forward(self, batch: Batch, random: torch.Generator | None) -> Outcome:

@@ -1,6 +1,7 @@
 """AdamW over a module kept in fp32, while a copy in the target's dtype does the work with inference's arithmetic."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,30 +9,34 @@ from torch import nn
 
 from specdec.train.config import TrainConfig
 
+Rounding = Callable[[str, torch.Tensor], torch.Tensor]  # (name, weight fp32) to what the working copy takes of it
+
 
 class Optimizer:
     """Owns the optimizer's state and the working copy.
 
-    module: fp32, updated in place; what of it requires gradients is trained. working: the module itself where it is in
-    `dtype`, else a copy in `dtype`; losses are backpropagated through it.
+    module: fp32, updated in place; what of it requires gradients is trained. working: a copy in `dtype`, through which
+    losses are backpropagated; the module itself where it is in `dtype` already and there is no rounding.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, config: TrainConfig):
+    def __init__(self, module: nn.Module, dtype: torch.dtype, config: TrainConfig, rounding: Rounding | None = None):
         weight = next(module.parameters())
         self.module = module
-        self.working = module if weight.dtype == dtype else copy.deepcopy(module).to(dtype)
+        self.working = module if weight.dtype == dtype and rounding is None else _copy_in(module, dtype)
         self.clip = config.clip
-        self._adamw = _adamw(_trained(module), config, fused=weight.is_cuda)
+        self._rounding = rounding
+        self._adamw = _adamw(list(_trained(module).values()), config, fused=weight.is_cuda)
+        self.refresh()
 
     def step(self, lr: float) -> None:
         """One update from the gradients of `working`, which are taken away."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._carry_gradients()
-        nn.utils.clip_grad_norm_(_trained(self.module), self.clip)
+        nn.utils.clip_grad_norm_(_trained(self.module).values(), self.clip)
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
-        self._refresh()
+        self.refresh()
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and moments."""
@@ -41,20 +46,25 @@ class Optimizer:
         """Take over what `state_dict` gave."""
         self.module.load_state_dict(state["module"])
         self._adamw.load_state_dict(state["adamw"])
-        self._refresh()
+        self.refresh()
 
     @torch.no_grad()
-    def _refresh(self) -> None:
-        if self.working is not self.module:
-            torch._foreach_copy_([*_trained(self.working)], [*_trained(self.module)])
+    def refresh(self) -> None:
+        """Bring the working copy up to the module."""
+        if self.working is self.module:
+            return
+        exact = _trained(self.module)
+        values = [self._rounding(name, p) if self._rounding else p for name, p in exact.items()]
+        torch._foreach_copy_(list(_trained(self.working).values()), values)
 
     @torch.no_grad()
     def _carry_gradients(self) -> None:
         if self.working is self.module:
             return
-        for low, full in zip(_trained(self.working), _trained(self.module), strict=True):
-            assert low.grad is not None, "a trained weight got no gradient"
-            full.grad = low.grad.float()
+        exact = _trained(self.module)
+        for name, low in _trained(self.working).items():
+            assert low.grad is not None, f"{name} is trained and got no gradient"
+            exact[name].grad = low.grad.float()
             low.grad = None
 
 
@@ -67,5 +77,13 @@ def _adamw(trained: list[nn.Parameter], c: TrainConfig, fused: bool) -> torch.op
     return torch.optim.AdamW(groups, lr=c.lr, betas=(0.9, 0.95), fused=fused)
 
 
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.requires_grad]
+def _copy_in(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy whose parameters are in `dtype`; buffers stay exact (rotary frequencies must not be rounded)."""
+    working = copy.deepcopy(module)
+    for p in working.parameters():
+        p.data = p.data.to(dtype)
+    return working
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -12,11 +12,16 @@ from transformers import PreTrainedModel
 from specdec.models.draft_head import DraftHead
 from specdec.models.eagle3 import Eagle3Head
 from specdec.models.loader import load_head, save_head
+from specdec.models.pretrained import load_draft
+from specdec.text import tokenizer_fingerprint
 from specdec.train.config import TrainConfig
 from specdec.train.data import Corpus
+from specdec.train.export import write_gguf, write_note, write_safetensors
 from specdec.train.hot_vocab import choose_hot_vocab
 from specdec.train.new_head import eagle3_config, new_eagle, new_eagle3, new_nextn
 from specdec.train.objectives import HeadObjective, Objective
+from specdec.train.rounding import check_blocks
+from specdec.train.standalone import LMShape, StandaloneObjective, lm_facts, new_student
 from specdec.train.target import special_ids
 from specdec.train.teacher import target_shape
 
@@ -27,6 +32,8 @@ class Shape:
 
     init: a trained head to go on with, a folder or Hub id; nothing else counts then. intermediate_size: of the MLP.
     eagle3: draft_vocab_size, and three aux_layers. nextn: copy_layer starts its layer as the target's last one.
+    standalone: hidden_size, num_layers, num_heads, num_kv_heads; file_format "gguf", with the embedding as embed_type,
+    or "safetensors".
     """
 
     init: str | None = None
@@ -34,12 +41,19 @@ class Shape:
     draft_vocab_size: int = 8192
     aux_layers: tuple[int, ...] | None = None
     copy_layer: bool = True
+    hidden_size: int = LMShape.hidden_size
+    num_layers: int = LMShape.num_layers
+    num_heads: int = LMShape.num_heads
+    num_kv_heads: int = LMShape.num_kv_heads
+    file_format: str = "gguf"
+    embed_type: str = "Q4_0"
 
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """What a student is made from. corpus: what it is trained on."""
+    """What a student is made from. target: its name. corpus: what it is trained on."""
 
+    target: str
     model: PreTrainedModel
     tokenizer: Any
     corpus: Corpus
@@ -74,7 +88,7 @@ def _nextn(setup: Setup) -> Student:
 def _eagle3(setup: Setup) -> Student:
     head = _loaded(setup, "eagle3") or _new_eagle3(setup)
     assert isinstance(head, Eagle3Head)
-    counts = torch.bincount(setup.corpus.tokens[setup.corpus.answer].long(), minlength=head.vocab_size)
+    counts = _answer_counts(setup, head.vocab_size)
     coverage = float(counts[head.hot_ids.cpu()].sum() / counts.sum())
     print(f"hot vocabulary: {head.hot_ids.numel()} of {head.vocab_size} tokens cover {coverage:.2%} of the answers")
     facts = {"coverage": coverage, "draft_vocab_size": head.hot_ids.numel(), "aux_layers": list(head.aux_layers)}
@@ -87,6 +101,46 @@ def _new_eagle3(setup: Setup) -> Eagle3Head:
     always = special_ids(model, setup.tokenizer)
     hot = choose_hot_vocab(setup.corpus, config.draft_vocab_size, config.vocab_size, always)
     return new_eagle3(model, config, hot.ids, setup.config.seed)
+
+
+def _standalone(setup: Setup) -> Student:
+    shape, model = setup.shape, setup.model
+    if shape.file_format not in ("gguf", "safetensors"):
+        raise ValueError(f"file_format={shape.file_format!r}: expected gguf or safetensors")
+    is_gguf = shape.file_format == "gguf"
+    width = shape.intermediate_size or LMShape.intermediate_size
+    if is_gguf:
+        check_blocks(shape.hidden_size, width, shape.embed_type)
+    student = _loaded_lm(setup) or new_student(
+        model,
+        LMShape(shape.hidden_size, width, shape.num_layers, shape.num_heads, shape.num_kv_heads),
+        _answer_counts(setup, target_shape(model).vocab_size),
+        setup.config.seed,
+    )
+    objective = StandaloneObjective(model, student, setup.config, shape.embed_type if is_gguf else None)
+
+    def export(folder: Path) -> None:
+        if is_gguf:
+            write_gguf(folder, student, shape.embed_type)
+        else:
+            write_safetensors(folder, student, objective.teacher.weight.dtype)
+        write_note(folder, setup.target, student.config.vocab_size, tokenizer_fingerprint(setup.tokenizer))
+
+    facts = {**lm_facts(student), "stored_as": f"GGUF, embedding {shape.embed_type}" if is_gguf else "safetensors"}
+    return Student(objective, facts, export)
+
+
+def _answer_counts(setup: Setup, vocab_size: int) -> torch.Tensor:
+    """[vocab_size] int64: how often the target says each token."""
+    return torch.bincount(setup.corpus.tokens[setup.corpus.answer].long(), minlength=vocab_size)
+
+
+def _loaded_lm(setup: Setup) -> PreTrainedModel | None:
+    """The LM to go on with in fp32, if one is named."""
+    if not setup.shape.init:
+        return None
+    device = setup.model.get_input_embeddings().weight.device
+    return load_draft(setup.shape.init, dtype=torch.float32, device=device)[0]
 
 
 def _loaded(setup: Setup, algo: str) -> DraftHead | None:
@@ -107,5 +161,5 @@ def _head(setup: Setup, head: DraftHead, facts: dict[str, Any] | None = None) ->
 
 
 STUDENTS: Mapping[str, Callable[[Setup], Student]] = MappingProxyType(
-    {"eagle": _eagle, "eagle3": _eagle3, "nextn": _nextn}
+    {"eagle": _eagle, "eagle3": _eagle3, "nextn": _nextn, "standalone": _standalone}
 )

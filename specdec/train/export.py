@@ -1,0 +1,76 @@
+"""Writes a distilled LM: as a GGUF file in few bits, or as transformers does; beside it, whose vocabulary it speaks.
+
+The tokenizer, which a GGUF file would hold in megabytes, is the target's and left out.
+"""
+
+import copy
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.train.rounding import EMBED_TYPES, check_blocks, stored_type
+
+FILE = "draft.gguf"
+NOTE = "specdec.json"
+
+
+def write_gguf(folder: Path, student: PreTrainedModel, embed_type: str) -> None:
+    """Write `student`, a Llama with tied embeddings, to folder/draft.gguf; `from_pretrained(folder, gguf_file=...)`
+    reads it. embed_type: GGUF type of the embedding; see `rounding.stored_type`."""
+    gguf = _gguf()
+    c = student.config
+    check_blocks(c.hidden_size, c.intermediate_size, embed_type)
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(folder / FILE, "llama")
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_file_type(EMBED_TYPES[embed_type])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
+    for name, weight in student.named_parameters():
+        rows = _interleaved(weight.detach(), name, c).cpu().numpy()
+        kind = gguf.GGMLQuantizationType[stored_type(name, weight, embed_type)]
+        writer.add_tensor(names.get_name(name, (".weight",)), gguf.quants.quantize(rows, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_safetensors(folder: Path, student: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Write `student` as transformers does, in `dtype`."""
+    copy.deepcopy(student).to(dtype).save_pretrained(folder)
+
+
+def write_note(folder: Path, target: str, vocab_size: int, fingerprint: str) -> None:
+    """Write whose vocabulary the draft speaks; fingerprint: `specdec.text.tokenizer_fingerprint` of the target's."""
+    note = {"algo": "standalone", "target": target, "vocab_size": vocab_size, "tokenizer_sha256": fingerprint}
+    (folder / NOTE).write_text(json.dumps(note, indent=2) + "\n", "utf-8")
+
+
+def _interleaved(weight: torch.Tensor, name: str, config: Any) -> torch.Tensor:
+    """Rows of q and k as ggml rotates them: pairs beside each other, where HF keeps two halves of a head."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    count = next((n for key, n in heads.items() if key in name), None)
+    if count is None:
+        return weight
+    return weight.view(count, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _gguf() -> Any:
+    if find_spec("gguf") is None:
+        raise ValueError("writing GGUF needs its package: pip install gguf accelerate; or export safetensors")
+    import gguf
+
+    return gguf

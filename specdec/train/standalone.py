@@ -1,0 +1,137 @@
+"""Distils a small causal LM of the target's vocabulary, which drafts on its own: it sees tokens only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from specdec.train.batches import Batch
+from specdec.train.config import TrainConfig
+from specdec.train.losses import Goal, OutputHead, imitation_loss
+from specdec.train.new_head import rope_theta
+from specdec.train.objectives import Objective, Outcome
+from specdec.train.rounding import rounded, stored_type
+
+SMOOTHING = 1.0  # added to every token's count in the embedding's PCA, so that unseen tokens count for something
+
+
+@dataclass(frozen=True)
+class LMShape:
+    """Of the student. The defaults take about 7 MB for a vocabulary of 49152 as GGUF, embeddings in Q4_0."""
+
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_layers: int = 4
+    num_heads: int = 3
+    num_kv_heads: int = 1
+
+
+class StandaloneObjective(Objective):
+    """Soft cross-entropy against the target's whole law, at the answer's rows and, weighted, at the prompt's.
+
+    Given true tokens a standalone draft is as right at every draft step; so each step's rates are of the same rows.
+    embed_type: GGUF type that the embedding will be stored as, or None. The working copy then holds stored weights,
+    whose gradients go to the exact ones ("straight through"), and held-out rates are those of the file.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, student: PreTrainedModel, config: TrainConfig, embed_type: str | None = None
+    ):
+        student.requires_grad_(True)
+        rounding = None if embed_type is None else partial(_stored, embed_type=embed_type)
+        super().__init__(model, student, config, (), rounding)
+
+    def forward(self, batch: Batch, random: torch.Generator | None) -> Outcome:
+        c, num_rows = self.config, batch.rows.numel()
+        rows, weights = self._weighted_rows(batch)
+        hidden = self.teacher.read(batch).hidden.flatten(0, 1).index_select(0, rows)
+        goal = self.teacher.goal(hidden, None, self.math)
+        student: Any = self.optimizer.working
+        out = student.get_decoder()(input_ids=batch.tokens[:, : batch.length], use_cache=False)
+        states = out.last_hidden_state.flatten(0, 1).index_select(0, rows)
+        head = OutputHead(student.get_output_embeddings().weight)
+        loss, best = imitation_loss(self.math, states, head, goal, weights, c.lk_weight)
+        at_answers = Goal(goal.logits[:num_rows], goal.lse[:num_rows], goal.best[:num_rows])
+        return Outcome(loss, at_answers, [loss] * c.num_steps, [best[:num_rows]] * c.num_steps)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"algo": "standalone", **{n: list(p.shape) for n, p in self.optimizer.module.named_parameters()}}
+
+    def _weighted_rows(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows [N] int64, the answer's first, weights [N] fp32 of sum 1)."""
+        rows, weight = batch.rows, self.config.prompt_weight
+        weights = torch.ones(rows.numel(), device=rows.device)
+        if weight:
+            rows = torch.cat([rows, batch.prompt_rows])
+            weights = torch.cat([weights, weights.new_full((batch.prompt_rows.numel(),), weight)])
+        return rows, weights / weights.sum().clamp(min=1e-6)
+
+
+def _stored(name: str, weight: torch.Tensor, embed_type: str) -> torch.Tensor:
+    return rounded(weight, stored_type(name, weight, embed_type))
+
+
+@torch.no_grad()
+def new_student(model: PreTrainedModel, shape: LMShape, counts: torch.Tensor, seed: int) -> LlamaForCausalLM:
+    """A Llama in fp32 on the target's device, with tied embeddings projected from the target's output head.
+
+    counts [V] int64: how often the target says each token; its frequent tokens shape the projection most.
+    """
+    text, head = model.config.get_text_config(), model.get_output_embeddings().weight
+    if shape.hidden_size % shape.num_heads:
+        raise ValueError(f"hidden_size={shape.hidden_size}: expected a multiple of num_heads={shape.num_heads}")
+    config = LlamaConfig(
+        vocab_size=head.shape[0],
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        max_position_embeddings=text.max_position_embeddings,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta(text)},
+        tie_word_embeddings=True,
+        bos_token_id=text.bos_token_id,
+        eos_token_id=text.eos_token_id,
+    )
+    student = LlamaForCausalLM(config).float()
+    random = torch.Generator().manual_seed(seed)
+    for module in student.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5, generator=random)
+    for layer in student.model.layers:
+        for out in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            out.weight.mul_((2 * shape.num_layers) ** -0.5)
+    student.get_input_embeddings().weight.copy_(project(head.float(), counts.to(head.device), shape.hidden_size))
+    return student.to(head.device)
+
+
+def project(rows: torch.Tensor, counts: torch.Tensor, size: int) -> torch.Tensor:
+    """rows [V, h] in their `size` principal directions, weighted by counts [V], scaled to unit mean square length.
+
+    A constant added to all rows of an output head moves no softmax, so the weighted mean is taken away.
+    """
+    if size > rows.shape[1]:
+        raise ValueError(f"hidden_size={size}: the target's embeddings are {rows.shape[1]} wide; take that or less")
+    weights = (counts.float() + SMOOTHING).unsqueeze(1)
+    weights = weights / weights.sum()
+    centred = rows - (weights * rows).sum(0)
+    directions = torch.linalg.eigh((centred * weights).T @ centred).eigenvectors[:, -size:]
+    projected = centred @ directions
+    return projected / (projected.square().sum(-1) * weights.squeeze(1)).sum().sqrt()
+
+
+def lm_facts(student: PreTrainedModel) -> Mapping[str, Any]:
+    """The student's shape, for its card."""
+    c = student.config
+    return {
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "layers": c.num_hidden_layers,
+        "heads": f"{c.num_attention_heads} of {c.head_dim}, {c.num_key_value_heads} for keys and values",
+    }
