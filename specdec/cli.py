@@ -1,4 +1,4 @@
-"""The `specdec` command: demo, generate, bench, train, convert."""
+"""The `specdec` command: demo, generate, bench, train, convert, doctor."""
 
 import json
 import sys
@@ -13,6 +13,7 @@ from specdec.api import attach
 from specdec.bench import Shape, acceptance, print_rows, write_results
 from specdec.convert import convert_command
 from specdec.demo import run_demo
+from specdec.doctor.command import doctor_command
 from specdec.models.loader import detect_algo
 from specdec.models.pretrained import BUNDLED, load_pretrained
 from specdec.prompts import chat_ids, read_questions
@@ -25,6 +26,7 @@ bench_app = typer.Typer(help="Measurements.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 app.command("convert")(convert_command)
+app.command("doctor")(doctor_command)
 
 SHIPPED = "shipped"
 
@@ -188,11 +190,7 @@ def _steps(steps: int | None, device: str) -> int:
 
 
 def _draft(draft: str) -> Path | str | None:
-    if draft == "none":
-        return None
-    if draft in heads.available():
-        return heads.path(draft)
-    return heads.path() if draft == SHIPPED else draft
+    return None if draft == "none" else heads.find(draft)
 
 
 def _drafts(values: list[str]) -> dict[str, Path | str | None]:

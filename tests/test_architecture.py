@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"assembly"}),),
     (frozenset({"api"}),),
     (frozenset({"train"}),),
-    (frozenset({"", "__main__", "demo", "cli", "bench", "convert"}),),
+    (frozenset({"", "__main__", "demo", "cli", "bench", "doctor", "convert"}),),
 )
 
 # Beyond the order: who must not know whom, although it lies below or outside.

@@ -13,19 +13,23 @@ from specdec import SamplingParams, attach, cli, heads
 from specdec.bench import Shape, acceptance
 from specdec.models.loader import save_eagle3
 from tests.heads import random_head
-from tests.tiny_folders import prompt_file, save_target
 from tests.tiny_models import tiny_model
+from tests.train_models import save_target, tiny_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def prompt_file(path: Path, *questions: str) -> None:
+    path.write_text("".join(json.dumps({"question": q}) + "\n" for q in questions), "utf-8")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """target, twin (a copy of it), head (noise, with a trainer's report), and the prompt files a and b."""
     root = tmp_path_factory.mktemp("acceptance")
-    model = tiny_model("llama")
-    save_target(root / "target", model)
-    save_target(root / "twin", model)
+    model = tiny_target()
+    save_target(model, root / "target")
+    save_target(model, root / "twin")
     save_eagle3(root / "head", random_head(model), lm_head_from_target=False, dtype=torch.float32)
     (root / "head" / "train.json").write_text('{"accept_at": [0.5, 0.25, 0.1, 0.05]}')
     prompt_file(root / "a.jsonl", "w5 w9 w17", "w20 w21", "w8")
@@ -127,6 +131,8 @@ def test_shipped_heads_by_algorithm():
     assert heads.path("smollm2-135m-instruct-eagle3") == heads.for_algo("eagle3") == heads.path()
     with pytest.raises(ValueError, match=r"no shipped head for algo='medusa'; there are heads for .*'eagle3'"):
         heads.for_algo("medusa")
+    assert heads.find("shipped") == heads.find("smollm2-135m-instruct-eagle3") == heads.path()
+    assert heads.find("owner/name") == "owner/name"
     assert cli._drafts(["shipped", "none"]).keys() == {*heads.available(), "none"}
     assert cli._drafts(["x/head", "y/head"]) == {"head": "x/head", "y/head": "y/head"}
 

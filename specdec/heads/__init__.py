@@ -25,3 +25,10 @@ def for_algo(algo: str) -> Path:
         algos = [name.removeprefix(f"{SMOLLM2}-") for name in available()]
         raise ValueError(f"no shipped head for algo={algo!r}; there are heads for {algos}")
     return path(f"{SMOLLM2}-{algo}")
+
+
+def find(draft: str) -> Path | str:
+    """What a user may call a draft: "shipped" or the name of a shipped one is its folder; anything else is itself."""
+    if draft == "shipped":
+        return path()
+    return path(draft) if draft in available() else draft

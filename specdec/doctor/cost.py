@@ -1,0 +1,124 @@
+"""What a round costs beside a plain step: from the bytes that must be read, and measured through the engine."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.api import Engine, attach
+from specdec.metrics import AcceptanceStats
+from specdec.models.draft_head import DraftHead
+from specdec.outputs import RequestOutput
+
+COPY_BYTES = {"cuda": 2**30}  # larger than any cache; elsewhere 2**27
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least that a plain step and a round of S draft passes can take if only weights are read, each once a pass.
+
+    A mixture of experts reads less than all its weights; attention, its cache and compute are left out.
+    """
+
+    target_bytes: int
+    draft_bytes: int
+    num_steps: int
+    gb_s: float  # 1e9 bytes a second
+
+    @property
+    def plain_ms(self) -> float:
+        """One token without a draft."""
+        return self.target_bytes / self.gb_s / 1e6
+
+    @property
+    def round_ms(self) -> float:
+        """One verify and S passes of the draft."""
+        return self.plain_ms * self.break_even
+
+    @property
+    def break_even(self) -> float:
+        """The tau at which a round yields what it costs."""
+        return 1 + self.num_steps * self.draft_bytes / self.target_bytes
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine over all prompts, one at a time. step_ms: a plain step, or a round of a draft, without prefills: the
+    median over prompts."""
+
+    outputs: list[RequestOutput]
+    acceptance: AcceptanceStats
+    step_ms: float
+    facts: dict[str, Any]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Emitted ids of every prompt."""
+        return [r.tokens for r in self.outputs]
+
+
+def run(
+    model: PreTrainedModel, draft: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, num_steps: int
+) -> Run:
+    """Greedy text at batch 1, after a warm-up; draft None is plain decoding."""
+    longest = max(map(len, prompts)) + max_new_tokens
+    settings: dict[str, Any] = {"max_batch": 1, "max_seq_len": longest, "graph_sampling": "greedy"}
+    if draft is not None:
+        settings["num_steps"] = num_steps
+    engine: Engine = attach(model, draft, **settings)
+    try:
+        engine.generate([list(prompts[0])], max_new_tokens=min(4, max_new_tokens))
+        out = engine.generate([list(p) for p in prompts], max_new_tokens=max_new_tokens)
+        facts = engine.report().draft
+    finally:
+        engine.detach()
+    paces = [(r.time_s - r.first_token_s) / r.acceptance.num_rounds for r in out.requests if r.acceptance.num_rounds]
+    if not paces:
+        raise ValueError("the target's answers are one token each: give other prompts or raise max_new_tokens")
+    return Run(out.requests, out.stats.acceptance, 1e3 * statistics.median(paces), facts)
+
+
+def floor(model: PreTrainedModel, draft: Any, num_steps: int, gb_s: float) -> Floor:
+    """From the weights of target and draft; a head without an output head of its own reads the target's."""
+    head = model.get_output_embeddings()
+    target_bytes = read_bytes(model, model.get_input_embeddings(), head)
+    if isinstance(draft, DraftHead):
+        shared = 0 if draft.lm_head is not None else num_bytes(head)
+        return Floor(target_bytes, read_bytes(draft, draft.embed_tokens, None) + shared, num_steps, gb_s)
+    own = read_bytes(draft, draft.get_input_embeddings(), draft.get_output_embeddings())
+    return Floor(target_bytes, own, num_steps, gb_s)
+
+
+def num_bytes(module: nn.Module) -> int:
+    """Of its parameters, tied ones counted once."""
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def read_bytes(module: nn.Module, embedding: nn.Module | None, head: nn.Module | None) -> int:
+    """What a forward of one token reads: all but the rows of `embedding`, unless `head` is tied to them."""
+    if embedding is None or (head is not None and head.weight is embedding.weight):
+        return num_bytes(module)
+    return num_bytes(module) - num_bytes(embedding)
+
+
+def measure_bandwidth(device: torch.device) -> float:
+    """GB/s of a copy on `device`, read and write counted: the median of five."""
+    source = torch.empty(COPY_BYTES.get(device.type, 2**27), dtype=torch.uint8, device=device)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(6):
+        _wait(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * source.numel() / statistics.median(seconds[1:]) / 1e9
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

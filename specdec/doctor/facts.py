@@ -1,0 +1,108 @@
+"""What a draft is, before it runs: layout and what was read, shapes, vocabulary, tokenizer, sizes."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedModel
+
+from specdec.doctor.cost import num_bytes
+from specdec.models.draft_head import DraftHead, LayerConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+SHAPE = {  # what a config calls it, by what we call it
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "intermediate": "intermediate_size",
+}
+
+
+def facts_of(draft: DraftHead | PreTrainedModel, model: PreTrainedModel) -> dict[str, Any]:
+    """Of a loaded draft beside its target `model`."""
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    facts: dict[str, Any] = {"shape": shape_of(draft), "target_shape": shape_of(model), "target_vocab": vocab_size}
+    if isinstance(draft, DraftHead):
+        own = {"embedding": draft.embed_tokens, "output head": draft.lm_head}
+        facts |= {
+            "draft_vocab": draft.hot_ids.numel(),
+            "aux_layers": list(draft.aux_layers),
+            "recycles": "state after the out norm" if draft.recycles_normed else "state before the out norm",
+            "own": [name for name, module in own.items() if module is not None],
+        }
+    else:
+        facts["draft_vocab"] = draft.get_output_embeddings().weight.shape[0]
+    for name, module in (("draft", draft), ("target", model)):
+        facts[f"{name}_parameters"] = sum(p.numel() for p in module.parameters())
+        facts[f"{name}_bytes"] = num_bytes(module)
+    return facts
+
+
+def shape_of(module: nn.Module) -> dict[str, int]:
+    """hidden, layers, heads, kv_heads, head_dim and intermediate of a head or a model, as far as it says."""
+    layer = getattr(getattr(module, "config", None), "layer", None)
+    if isinstance(layer, LayerConfig) and isinstance(module, DraftHead):
+        sizes = (layer.hidden_size, len(module.attention_layers), layer.num_heads, layer.num_kv_heads)
+        return dict(zip(SHAPE, (*sizes, layer.head_dim, layer.intermediate_size), strict=True))
+    config: Any = module.configs[0] if isinstance(module, DraftHead) else module.config.get_text_config()  # type: ignore[operator,union-attr]
+    found = {ours: getattr(config, theirs, None) for ours, theirs in SHAPE.items()}
+    found["head_dim"] = found["head_dim"] or config.hidden_size // config.num_attention_heads
+    if isinstance(module, DraftHead):
+        found["layers"] = len(module.attention_layers)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def weight_problems(draft: DraftHead, model: PreTrainedModel) -> list[str]:
+    """What its weights and maps alone show to be wrong."""
+    problems = []
+    broken = [name for name, p in draft.named_parameters() if not bool(torch.isfinite(p).all())]
+    if broken:
+        problems.append(f"{len(broken)} tensors hold NaN or infinity, first {broken[0]}: the training diverged")
+    hot, size = draft.hot_ids, model.get_output_embeddings().weight.shape[0]
+    if int(hot.min()) < 0 or int(hot.max()) >= size:
+        problems.append(f"d2t leads to target ids {int(hot.min())} to {int(hot.max())}; the target has 0 to {size - 1}")
+    elif hot.unique().numel() != hot.numel():
+        problems.append(f"d2t leads to {hot.unique().numel()} distinct target ids; expected {hot.numel()}")
+    return problems
+
+
+def embedding_likeness(draft: DraftHead, model: PreTrainedModel) -> float | None:
+    """Correlation of its own embedding with the target's over all entries; None if it shares the target's."""
+    if draft.embed_tokens is None:
+        return None
+    own, theirs = draft.embed_tokens.get_parameter("weight"), model.get_input_embeddings().get_parameter("weight")
+    if own.shape != theirs.shape:
+        return None
+    both = torch.stack([own.detach().float().flatten(), theirs.detach().float().flatten()])
+    return float(torch.corrcoef(both)[0, 1].nan_to_num())  # a constant is like nothing
+
+
+def untouched_norm(draft: DraftHead) -> str | None:
+    """The name of a norm whose weights are all alike, as they are made and no training leaves them."""
+    norms = ((name, p) for name, p in draft.named_parameters() if "norm" in name and p.dim() == 1)
+    return next((name for name, p in norms if bool((p == p[0]).all())), None)
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer that a draft's folder brings, or None."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError):  # files of a tokenizer, but no whole one
+        return None
+
+
+def tokenizer_match(ours: Any, theirs: Any) -> str | None:
+    """Where the draft's tokenizer differs from the target's; "equal" if it does not, None if there are not two."""
+    if ours is None or theirs is None:
+        return None
+    a, b = ours.get_vocab(), theirs.get_vocab()
+    differing = sorted({*a.items()} ^ {*b.items()}, key=lambda item: (item[1], item[0]))
+    if not differing:
+        return "equal"
+    token, index = differing[0]
+    return f"{len(differing)} entries differ, first {token!r} = {index}"

@@ -1,0 +1,187 @@
+"""Drafts beside the target's own text, a row for every token: how often they say what the target says next.
+
+Everything is teacher-forced, so a few forwards give hundreds of rows. Nothing of the engine is used: what is measured
+here is the draft and how it is read, not the machinery around it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.models.draft_head import LAST, DraftHead
+from specdec.train.ttt import TTTAttention
+
+NORMED = -1  # as a source of features: the last hidden state after the final norm
+NUM_STEPS = 2  # draft steps that are looked at: the second one is the first to read a recycled state
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A text of the target's and what the target computes for it.
+
+    ids [T] int64: prompt and greedy answer; num_prompt: tokens of the prompt. best [T] int64: what the target says
+    after each token. stream: [T, h] after k layers, un-normed, k = 0 (embeddings) to n; None where it cannot be had.
+    normed [T, h]: the last one after the final norm.
+    """
+
+    ids: torch.Tensor
+    num_prompt: int
+    best: torch.Tensor
+    stream: tuple[torch.Tensor | None, ...]
+    normed: torch.Tensor
+
+    def features(self, sources: Sequence[int]) -> torch.Tensor:
+        """[T, num_sources*h]: the stream after k layers for each source k, or the normed state for NORMED."""
+        parts = [self.normed if k == NORMED else self.stream[k] for k in sources]
+        assert all(part is not None for part in parts), f"sources {tuple(sources)} cannot be had of this target"
+        return torch.cat([part for part in parts if part is not None], -1)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A way to read a head. Row i predicts token i+2 from token i+1+token_offset and feature i+feature_offset.
+
+    sources: k for the residual stream after k layers of the target (the output of layer k-1), or NORMED.
+    """
+
+    head: DraftHead
+    sources: tuple[int, ...]
+    token_offset: int = 0
+    feature_offset: int = 0
+
+    @classmethod
+    def of(cls, head: DraftHead) -> "Reading":
+        """How the engine reads it."""
+        return cls(head, tuple(NORMED if i == LAST else i + 1 for i in head.aux_layers))
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """Rows in which a draft says what the target says. right [NUM_STEPS, num_rows] bool: at step 1, and at step 2 after
+    a true token."""
+
+    right: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.right.shape[1]
+
+    @property
+    def first(self) -> float:
+        """Share of rows that are right at step 1."""
+        return float(self.right[0].float().mean())
+
+    @property
+    def second(self) -> float:
+        """Share of rows that are right at step 2."""
+        return float(self.right[1].float().mean())
+
+    @property
+    def score(self) -> float:
+        """Drafts that a chain of two would have accepted, mean over rows."""
+        return float(self._accepted.mean())
+
+    def gain_over(self, other: "Agreement") -> tuple[float, float]:
+        """(how much higher the score is than that of `other`, of the same rows; the standard error of that)."""
+        gains = self._accepted - other._accepted
+        return float(gains.mean()), float(gains.std() / self.num_rows**0.5)
+
+    @property
+    def _accepted(self) -> torch.Tensor:
+        return self.right.cumprod(0).sum(0).float()
+
+
+@torch.no_grad()
+def observe(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> Observed:
+    """Run the target once over a prompt and its own answer."""
+    ids = torch.tensor([[*prompt, *answer]], device=model.device)
+    seen: list[torch.Tensor] = []
+    norm = getattr(model.get_decoder(), "norm", None)
+    hook = None
+    if isinstance(norm, nn.Module):
+        hook = norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    try:
+        out = model(input_ids=ids, use_cache=False, output_hidden_states=True)
+    finally:
+        if hook is not None:
+            hook.remove()
+    raw = seen[-1][0] if seen else None
+    stream = (*(h[0] for h in out.hidden_states[:-1]), raw)
+    return Observed(ids[0], len(prompt), out.logits[0].argmax(-1), stream, out.hidden_states[-1][0])
+
+
+@torch.no_grad()
+def agreement(reading: Reading, model: PreTrainedModel, texts: Sequence[Observed]) -> Agreement:
+    """How often `reading` says what the target says of its answers in `texts`."""
+    embed, score = model.get_input_embeddings(), model.get_output_embeddings()
+    hot, right = reading.head.hot_ids, []
+    for text in texts:
+        length = len(text.ids) - NUM_STEPS - 1  # columns; one less, as tokens may be read one ahead
+        first = max(text.num_prompt - 1, 0)
+        if length <= first:
+            continue
+        tokens = _moved(text.ids, reading.token_offset)
+        features = _moved(text.features(reading.sources), reading.feature_offset)[:length]
+        logits = [
+            reading.head.logits(state[first:], score, module)
+            for module, state in _unroll(reading.head, embed, tokens, features)
+        ]
+        drafted = torch.stack([hot[row.argmax(-1)] for row in logits])
+        wanted = torch.stack([text.best[first + 1 + j : length + 1 + j] for j in range(NUM_STEPS)])
+        right.append(drafted == wanted)
+    return _joined(right)
+
+
+@torch.no_grad()
+def model_agreement(draft: PreTrainedModel, texts: Sequence[Observed]) -> Agreement:
+    """The same of a standalone model, to which all steps are alike."""
+    right = []
+    for text in texts:
+        best = draft(input_ids=text.ids.unsqueeze(0), use_cache=False).logits[0].argmax(-1)
+        right.append((best == text.best)[text.num_prompt : -1].expand(NUM_STEPS, -1))
+    return _joined(right)
+
+
+def commonest(texts: Sequence[Observed]) -> float:
+    """Share of the target's answers that its most frequent token makes up: what knowing nothing else gives."""
+    tokens = [t for text in texts for t in text.best[text.num_prompt :].tolist()]
+    return max(Counter(tokens).values()) / len(tokens) if tokens else 0.0
+
+
+def coverage(hot_ids: torch.Tensor, texts: Sequence[Observed]) -> float:
+    """Share of what the target says that a draft scoring only `hot_ids` can say at all."""
+    said = torch.cat([text.best[text.num_prompt :] for text in texts])
+    return float(torch.isin(said, hot_ids).float().mean())
+
+
+def _unroll(
+    head: DraftHead, embed: nn.Module, tokens: torch.Tensor, features: torch.Tensor
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(module, states [T, h_d]) of each step for tokens [> T] and features [T, num*h]. Column i of step j stands at
+    position i+j and reads token i+1+j beside its own state of step j-1: a chain that begins at row i."""
+    length, attend = features.shape[0], TTTAttention(head.attention_layers)
+    embeds = (head.embed_tokens or embed)(tokens)
+    positions = torch.arange(length, device=tokens.device)
+    state = head.fuse(features).unsqueeze(0)
+    for j in range(NUM_STEPS):
+        module = min(j, head.num_modules - 1)
+        rope = head.rope((positions + j).unsqueeze(0))
+        state = head(embeds[1 + j : 1 + j + length].unsqueeze(0), state, rope, attend, module)
+        yield module, state[0]
+
+
+def _moved(rows: torch.Tensor, offset: int) -> torch.Tensor:
+    """Row i of the answer is row i+offset of `rows`, the ends repeated."""
+    index = torch.arange(rows.shape[0], device=rows.device) + offset
+    return rows[index.clamp(0, rows.shape[0] - 1)]
+
+
+def _joined(right: list[torch.Tensor]) -> Agreement:
+    """From [NUM_STEPS, rows] bool of each text."""
+    if sum(part.shape[1] for part in right) < 2:
+        raise ValueError("the target's answers are too short to look at; give other prompts or raise max_new_tokens")
+    return Agreement(torch.cat(right, 1))

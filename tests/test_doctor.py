@@ -1,0 +1,380 @@
+"""`specdec doctor`: heads that are good and stay so, heads broken on purpose and the defect that is named."""
+
+import copy
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from specdec import cli
+from specdec.doctor import cost
+from specdec.doctor import examine as examination
+from specdec.doctor.command import PROMPTS, print_findings, prompt_ids
+from specdec.doctor.examine import examine
+from specdec.doctor.facts import tokenizer_match, weight_problems
+from specdec.doctor.readings import ALTERNATIVES
+from specdec.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, commonest, coverage, observe
+from specdec.doctor.search import Trial, search, unclear
+from specdec.models.draft_head import LAST, DraftHead
+from specdec.models.loader import save_eagle3, save_head
+from specdec.train.config import TrainConfig
+from specdec.train.objectives import HeadObjective
+from specdec.train.trainer import Trainer
+from tests.heads import random_head
+from tests.tiny_models import tiny_model
+from tests.train_models import VOCAB, fresh, save_target, tiny_corpus, tiny_head, tiny_target
+
+NUM_NEW = 16  # tokens
+ALGOS = ("eagle", "eagle3", "nextn")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def corpus(model):
+    return tiny_corpus(model, 32)
+
+
+@pytest.fixture(scope="module")
+def prompts(corpus) -> list[list[int]]:
+    """Prompts whose answers the good heads have learnt."""
+    pieces = zip(corpus.offsets[:-1].tolist(), corpus.offsets[1:].tolist(), strict=True)
+    return [corpus.tokens[a:b][~corpus.answer[a:b]].tolist() for a, b in pieces][:16]
+
+
+@pytest.fixture(scope="module")
+def texts(model, corpus) -> list[Observed]:
+    out = []
+    for a, b in list(zip(corpus.offsets[:-1].tolist(), corpus.offsets[1:].tolist(), strict=True))[:24]:
+        ids, is_answer = corpus.tokens[a:b], corpus.answer[a:b]
+        out.append(observe(model, ids[~is_answer].tolist(), ids[is_answer].tolist()))
+    return out
+
+
+@pytest.fixture(scope="module")
+def good(model, corpus) -> dict[str, DraftHead]:
+    """A head of each kind that has learnt the corpus by heart: a few seconds each."""
+    heads = {}
+    for algo in ALGOS:
+        head = tiny_head(model, VOCAB) if algo == "eagle3" else fresh(algo, model)
+        settings = TrainConfig(num_steps=2, tokens_per_batch=512, max_steps=80, lr=5e-3, chunk_rows=256, log_every=500)
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        Trainer(HeadObjective(model, head, settings), corpus, corpus).fit()
+        torch.set_num_threads(before)
+        heads[algo] = head.eval().requires_grad_(False)
+    return heads
+
+
+def swapped(head: DraftHead) -> None:
+    names = {"eagle": ["fc"], "nextn": ["mtp.0.eh_proj"]}
+    projections = ["q_proj", "k_proj", "v_proj"]
+    for name in names.get(head.algo, [f"midlayer.self_attn.{p}" for p in projections]):
+        weight = head.get_parameter(f"{name}.weight")
+        h = weight.shape[1] // 2
+        weight.data = torch.cat([weight[:, h:], weight[:, :h]], 1)
+
+
+def random_embedding(head: DraftHead) -> None:
+    torch.manual_seed(0)
+    head.embed_tokens = nn.Embedding(VOCAB, head.hidden_size).requires_grad_(False)
+
+
+def shuffled_embedding(head: DraftHead, model: Any) -> None:
+    random_embedding(head)
+    order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))
+    head.embed_tokens.weight.data = model.get_input_embeddings().weight[order].clone()
+
+
+def other_theta(head: Any) -> None:
+    head.config = replace(head.config, layer=replace(head.config.layer, rope_theta=10.0))
+
+
+def aux_one_higher(head: Any) -> None:
+    head.aux_layers = tuple(i + 1 for i in head.aux_layers)
+
+
+def aux_reversed(head: Any) -> None:
+    head.aux_layers = head.aux_layers[::-1]
+
+
+def absolute_d2t(head: Any) -> None:
+    head.d2t = head.hot_ids.clone()
+
+
+def recycles_otherwise(head: Any) -> None:
+    """Scale the norm's channels and undo that in lm_head: the head is the same, but its two states differ now."""
+    scale = torch.logspace(-1, 1, head.hidden_size)[torch.randperm(head.hidden_size)]
+    head.norm.weight.data = head.norm.weight * scale
+    head.lm_head.weight.data = head.lm_head.weight / scale
+    head.recycles_normed = True
+
+
+BREAKS: list[tuple[str, Callable[..., None], str]] = [
+    ("eagle", swapped, "embedding and feature swapped"),
+    ("eagle3", swapped, "embedding and feature swapped"),
+    ("nextn", swapped, "embedding and feature swapped"),
+    ("eagle", random_embedding, "the target's embedding"),
+    ("eagle3", shuffled_embedding, "the target's embedding"),
+    ("nextn", random_embedding, "the target's embedding"),
+    ("eagle3", other_theta, "the target's rope"),
+    ("eagle3", aux_one_higher, "aux layers one lower"),
+    ("eagle3", aux_reversed, "aux layers high to low"),
+    ("eagle3", absolute_d2t, "d2t holds absolute ids"),
+    ("eagle3", recycles_otherwise, "state recycled after the other norm"),
+]
+
+
+def broken(head: DraftHead, change: Callable[..., None], model: Any) -> DraftHead:
+    head = copy.deepcopy(head)
+    change(head, model) if change is shuffled_embedding else change(head)
+    return head
+
+
+@pytest.mark.parametrize(("algo", "change", "name"), BREAKS, ids=[f"{a}-{c.__name__}" for a, c, _ in BREAKS])
+def test_the_defect_is_named(good, model, texts, algo, change, name):
+    base, trials, repairs = search(broken(good[algo], change, model), model, texts)
+    assert [t.alternative.name for t in repairs] == [name]
+    assert repairs[0].agreement.score > base.score + 0.05
+    expected = agreement(Reading.of(good[algo]), model, texts)
+    assert abs(repairs[0].agreement.first - expected.first) < 0.02, "the repair gives the good head back"
+    assert name in [t.alternative.name for t in trials]
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_nothing_is_named_for_good_heads(good, model, texts, algo):
+    base, trials, repairs = search(good[algo], model, texts)
+    assert base.first > 0.7 and not repairs
+    names = {t.alternative.name for t in trials}
+    assert ("un-normed features" in names) is (algo != "eagle3")
+    assert ("aux layers one lower" in names) is (algo == "eagle3")
+    assert ("state recycled after the other norm" in names) is (algo != "eagle")
+
+
+def moved(rows: torch.Tensor, by: int) -> torch.Tensor:
+    return rows[(torch.arange(len(rows)) + by).clamp(0, len(rows) - 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        # what the head was trained on, as the doctor sees it: inputs that lie one row off
+        ("features one earlier", lambda t: replace(t, normed=moved(t.normed, 1))),
+        ("tokens not shifted", lambda t: replace(t, ids=moved(t.ids, 1))),
+        ("tokens one ahead", lambda t: replace(t, ids=moved(t.ids, -1))),
+        (
+            "features one ahead",
+            lambda t: replace(t, normed=moved(t.normed, -1), stream=(*t.stream[:-1], moved(t.stream[-1], -1))),
+        ),
+        ("un-normed features", lambda t: replace(t, normed=t.normed * 3, stream=(*t.stream[:-1], t.normed))),
+    ],
+)
+def test_shifts_and_norms_are_named(good, model, texts, name, change):
+    head = good["eagle"]
+    _, _, repairs = search(head, model, [change(text) for text in texts])
+    assert [t.alternative.name for t in repairs] == [name]
+
+
+def test_two_defects_are_named_one_after_the_other(good, model, texts):
+    head = broken(broken(good["eagle3"], aux_one_higher, model), random_embedding, model)
+    _, _, repairs = search(head, model, texts)
+    assert {t.alternative.name for t in repairs} == {"aux layers one lower", "the target's embedding"}
+    assert repairs[1].agreement.score > repairs[0].agreement.score
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_untrained_heads_are_told_from_misread_ones(model, prompts, algo):
+    found = examine(model, fresh(algo, model, seed=5).eval(), prompts, max_new_tokens=NUM_NEW, gb_s=10.0)
+    if found.tau < 1.25:
+        assert found.defects == ["untrained or random"], found.remarks
+    else:  # a fresh head hands its feature on, which is right wherever the target repeats itself
+        assert not found.defects
+
+
+def test_a_gain_that_may_be_chance_is_a_remark(good, model, prompts):
+    rows = torch.arange(40)
+    base = Agreement(torch.stack([rows < 20, rows < 20]))
+    better = Trial(ALTERNATIVES[0], Agreement(torch.stack([rows < 23, rows < 20])))  # three rows more
+    assert unclear([better], base) is better and unclear([better], better.agreement) is None
+    found = examine(model, good["eagle3"], prompts[:3], max_new_tokens=8, gb_s=10.0)
+    found.trials, found.agreement = [better], base
+    assert "rows do not tell" in examination.doubts(found)[0]
+
+
+def test_noise_is_untrained_or_random():
+    model = tiny_model("llama")
+    found = examine(model, random_head(model), [[5, 6, 7], [9, 8], [40, 41, 42, 43]], max_new_tokens=24, gb_s=10.0)
+    assert found.defects == ["untrained or random"] and found.tau < 1.25
+    assert any("no more than chance" in remark for remark in found.remarks)
+
+
+def test_a_copy_of_the_target_is_as_good_as_a_draft_can_be(model, prompts):
+    found = examine(model, copy.deepcopy(model), prompts, num_steps=3, max_new_tokens=13, gb_s=10.0)
+    facts = found.json
+    assert (
+        facts["tau"] > 3.7
+        and facts["accept_at"][0] > 0.97
+        and facts["agreement"] == [1.0, 1.0]
+        and facts["equal"]
+        and facts["defects"] == []
+    )
+    assert facts["floor_break_even"] == 4.0, "three passes of a draft as heavy as the target"
+    assert facts["break_even"] == pytest.approx(facts["round_ms"] / facts["plain_ms"], rel=1e-2)
+    assert facts["pays"] is (facts["tau"] > facts["break_even"])
+    json.dumps(facts, allow_nan=False)
+
+
+def test_a_good_head_through_the_engine(good, model, prompts, capsys):
+    found = examine(model, good["eagle3"], prompts, max_new_tokens=NUM_NEW, gb_s=10.0)
+    facts = found.json
+    assert facts["tau"] > 2 and facts["equal"] and not facts["defects"] and facts["coverage"] == 1.0
+    assert facts["tau"] == pytest.approx(1 + sum(facts["accept_at"]), abs=1e-3)
+    assert facts["shape"]["hidden"] == 64 and facts["draft_vocab"] == VOCAB and facts["own"] == ["output head"]
+    print_findings(Console(width=100), found)
+    printed = capsys.readouterr().out
+    assert "as it is read" in printed and "no defect found" in printed and "break-even tau" in printed
+
+
+def test_a_broken_head_through_the_engine(good, model, prompts, capsys):
+    found = examine(model, broken(good["eagle"], swapped, model), prompts, max_new_tokens=NUM_NEW, gb_s=10.0)
+    assert found.tau < 1.25 and found.defects == ["embedding and feature swapped"]
+    print_findings(Console(width=100), found)
+    assert "likely defect: embedding and feature swapped" in capsys.readouterr().out
+
+
+def test_weights_and_maps_that_cannot_run_are_told(good, model, prompts):
+    head = copy.deepcopy(good["eagle3"])
+    head.fc.weight.data[0, 0] = math.nan
+    found = examine(model, head, prompts[:4], max_new_tokens=8, gb_s=10.0)
+    assert found.tau is None and found.defects == ["broken weights"] and "fc.weight" in found.remarks[0]
+    head = copy.deepcopy(good["eagle3"])
+    absolute_d2t(head)
+    (problem,) = weight_problems(head, model)
+    assert problem == f"d2t leads to target ids 0 to {2 * VOCAB - 2}; the target has 0 to {VOCAB - 1}"
+    found = examine(model, head, prompts, max_new_tokens=NUM_NEW, gb_s=10.0)
+    assert found.tau is None and found.defects == ["d2t holds absolute ids"]
+    head.d2t = torch.zeros_like(head.d2t) - torch.arange(VOCAB)
+    assert weight_problems(head, model) == [f"d2t leads to 1 distinct target ids; expected {VOCAB}"]
+
+
+def test_rows_are_what_a_head_sees(model, texts):
+    text = texts[0]
+    out = model(text.ids.unsqueeze(0), output_hidden_states=True)
+    assert torch.equal(text.best, out.logits[0].argmax(-1)) and len(text.stream) == 6
+    torch.testing.assert_close(model.lm_head(text.normed), out.logits[0])
+    torch.testing.assert_close(model.model.norm(text.stream[5]), text.normed)
+    torch.testing.assert_close(text.features((1, NORMED)), torch.cat([out.hidden_states[1][0], text.normed], -1))
+    assert Reading.of(fresh("eagle", model)).sources == (NORMED,) and fresh("eagle", model).aux_layers == (LAST,)
+    assert Reading.of(tiny_head(model)).sources == (1, 2, 4)
+    said = [t for x in texts for t in x.best[x.num_prompt :].tolist()]
+    assert commonest(texts) == max(map(said.count, said)) / len(said)
+    assert coverage(torch.tensor(said[:1]), texts) == pytest.approx(said.count(said[0]) / len(said))
+
+
+def test_floor_counts_what_is_read():
+    model = tiny_model("llama")
+    body = cost.num_bytes(model) - 4 * model.get_input_embeddings().weight.numel()
+    own = random_head(model)
+    found = cost.floor(model, own, 3, 100.0)
+    assert (found.target_bytes, found.draft_bytes) == (body, cost.num_bytes(own))
+    assert found.plain_ms == pytest.approx(body / 100e9 * 1e3)
+    assert found.round_ms == pytest.approx(found.plain_ms + 3 * cost.num_bytes(own) / 100e9 * 1e3)
+    model.lm_head.weight = model.get_input_embeddings().weight  # tied: the output head reads it
+    assert cost.floor(model, own, 3, 100.0).target_bytes == cost.num_bytes(model)
+    assert cost.measure_bandwidth(torch.device("cpu")) > 0.1
+
+
+def test_alternatives_have_a_name_and_a_cure_each():
+    names = [a.name for a in ALTERNATIVES]
+    assert len(set(names)) == len(names) and all(len(a.defect) > 40 for a in ALTERNATIVES)
+    assert {a.name for a in ALTERNATIVES if a.leaks} == {"tokens one ahead", "features one ahead"}
+
+
+class Words:
+    chat_template = None
+
+    def __init__(self, **vocab: int):
+        self.vocab = vocab
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.vocab
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+def test_tokenizers_are_compared():
+    assert tokenizer_match(Words(a=1), None) is None and tokenizer_match(Words(a=1), Words(a=1)) == "equal"
+    assert tokenizer_match(Words(a=1, b=2), Words(a=1, c=2)) == "2 entries differ, first 'b' = 2"
+    assert prompt_ids(["ab c"], Words()) == [[2, 1]] and len(PROMPTS) > 3
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, good, model) -> Path:
+    """target, head (good), swapped (broken), other (another target's), twin (of the target), prompts.jsonl."""
+    root = tmp_path_factory.mktemp("doctor")
+    save_target(model, root / "target")
+    save_target(model, root / "twin")
+    save_head(root / "head", good["eagle3"], dtype=torch.float32)
+    save_head(root / "swapped", broken(good["eagle3"], swapped, model), dtype=torch.float32)
+    save_eagle3(root / "other", random_head(tiny_model("llama")), lm_head_from_target=False, dtype=torch.float32)
+    questions = [f"w{i} w{i + 7} w{i + 21}" for i in range(10, 40, 2)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in questions))
+    return root
+
+
+def doctor(capsys, monkeypatch, root: Path, draft: str, *more: object) -> tuple[int, list[str], str]:
+    arguments = ("--prompts", root / "prompts.jsonl", "--max-new-tokens", 16, "--device", "cpu", *more)
+    monkeypatch.setattr(sys, "argv", list(map(str, ("specdec", "doctor", root / "target", root / draft, *arguments))))
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    printed = capsys.readouterr()
+    return stop.value.code or 0, printed.out.splitlines(), printed.err
+
+
+def test_the_command(folders, capsys, monkeypatch):
+    code, lines, _ = doctor(capsys, monkeypatch, folders, "twin", "--steps", 2, "--bandwidth-gb-s", 50, "--limit", 4)
+    facts = json.loads(lines[-1])
+    assert (
+        code == 0 and facts["algo"] == "standalone" and facts["tokenizer"] == "equal" and facts["bandwidth_gb_s"] == 50
+    )
+    assert facts["tau"] > 2 and facts["accept_at"][0] == 1.0
+    code, lines, _ = doctor(capsys, monkeypatch, folders, "head", "--limit", 3)
+    facts = json.loads(lines[-1])
+    assert facts["layout"] == "eagle3" and any("rope theta 5000" in note for note in facts["notes"])
+    assert facts["aux_layers"] == [0, 1, 3] and facts["tokenizer"] is None and len(facts["readings"]) > 8
+
+
+def test_the_command_on_a_draft_of_another_target(folders, capsys, monkeypatch):
+    code, lines, _ = doctor(capsys, monkeypatch, folders, "other")
+    facts = json.loads(lines[-1])
+    assert code == 1 and facts["defects"] == ["cannot be loaded"] and len(facts["remarks"]) == 1
+    assert "made for a vocabulary of 128" in facts["remarks"][0]
+    assert any("cannot be loaded" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("draft", "more", "message"),
+    [
+        ("missing", (), "no such folder"),
+        ("head", ("--bandwidth-gb-s", -1), "expected a positive number"),
+        ("head", ("--steps", 0), "at least 1 step"),
+        ("head", ("--prompts", "missing.jsonl"), "no such file"),
+    ],
+)
+def test_mistakes_are_one_line(folders, capsys, monkeypatch, draft, more, message):
+    code, _, errors = doctor(capsys, monkeypatch, folders, draft, *more)
+    assert code == 2 and len(errors.strip().splitlines()) == 1 and message in errors
