@@ -14,6 +14,7 @@ from specdec.batch import ForwardMode
 from specdec.errors import GraphError
 from specdec.graphs import HiddenCapture, PrefillShape
 from specdec.graphs.prefill import PrefillLimits, decide, reject_target_verify
+from specdec.models.probe import waiting_configs
 from tests.heads import random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import ADMITTED, VOCAB, tiny_model
@@ -639,3 +640,17 @@ def test_auto_leaves_prefills_alone_where_experts_wait_for_the_host(monkeypatch)
     assert resolve_prefill_mode(EngineConfig(cuda_graph=False), Target()) == "off"
     Target.device = torch.device("cpu")
     assert resolve_prefill_mode(EngineConfig(compile=True), Target()) == "off"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "waits"),
+    [
+        ("llama", torch.float32, False),
+        ("gemma2", torch.bfloat16, False),
+        ("qwen3_moe", torch.float32, True),
+        ("qwen3_moe", torch.bfloat16, False),
+    ],
+)
+def test_only_experts_wait_for_the_host(name, dtype, waits):
+    """transformers gives a model without experts the implementation "eager", too: that must not turn its graphs off."""
+    assert bool(waiting_configs(tiny_model(name), dtype)) == waits

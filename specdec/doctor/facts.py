@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from specdec.doctor.cost import num_bytes
 from specdec.models.draft_head import DraftHead, LayerConfig
+from specdec.models.nextn import NextNHead
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 SHAPE = {  # what a config calls it, by what we call it
@@ -47,7 +48,7 @@ def shape_of(module: nn.Module) -> dict[str, int]:
     if isinstance(layer, LayerConfig) and isinstance(module, DraftHead):
         sizes = (layer.hidden_size, len(module.attention_layers), layer.num_heads, layer.num_kv_heads)
         return dict(zip(SHAPE, (*sizes, layer.head_dim, layer.intermediate_size), strict=True))
-    config: Any = module.configs[0] if isinstance(module, DraftHead) else module.config.get_text_config()  # type: ignore[operator,union-attr]
+    config: Any = module.hf_config if isinstance(module, NextNHead) else module.config.get_text_config()  # type: ignore
     found = {ours: getattr(config, theirs, None) for ours, theirs in SHAPE.items()}
     found["head_dim"] = found["head_dim"] or config.hidden_size // config.num_attention_heads
     if isinstance(module, DraftHead):

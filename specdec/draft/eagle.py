@@ -56,7 +56,7 @@ class HeadWorker(DraftModelWorker):
         self.aux_layers = head.aux_layers
         self.hidden_size = head.hidden_size
         is_cuda = weight.device.type == "cuda"
-        self._waiting = waiting_configs(head.configs, weight.dtype) if is_cuda else []
+        self._waiting = waiting_configs(head, weight.dtype) if is_cuda else []
         every_position = torch.arange(config.table_width, device=weight.device)
         self.rope_tables = torch.stack(head.rope(every_position), 1)  # [table_width, 2, R]: cos, sin
 

@@ -80,11 +80,6 @@ class DraftHead(nn.Module, ABC):
         return [None] * len(self.attention_layers)
 
     @property
-    def configs(self) -> Sequence[Any]:
-        """HF configs that its layers read, if they are HF's."""
-        return ()
-
-    @property
     def hot_ids(self) -> torch.Tensor:
         """[dv] int64, ascending: target id of everything the head scores; all of the vocabulary, unless it says so."""
         return torch.arange(self.vocab_size, device=self.weight.device)

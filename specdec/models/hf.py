@@ -67,7 +67,7 @@ class HFTarget:
         self.spec: ModelSpec = probe(model)
         self.aux_layers: tuple[int, ...] = ()
         self._configs = attention_configs(model)
-        self._waiting = waiting_configs(self._configs, self.dtype)
+        self._waiting = waiting_configs(model, self.dtype)
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
         self._addresses: dict[str, int] = {}
         _warn_about_rotary(model)

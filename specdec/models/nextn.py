@@ -106,10 +106,6 @@ class NextNHead(DraftHead):
         return [sinks for _, sinks in self._probe()]
 
     @property
-    def configs(self) -> Sequence[Any]:
-        return [self.hf_config]
-
-    @property
     def weight(self) -> torch.Tensor:
         return self.mtp[0].eh_proj.weight  # type: ignore[union-attr,return-value]
 

@@ -151,10 +151,14 @@ def batched_experts(configs: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def waiting_configs(configs: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """Those of `configs` whose experts wait for the host: eager ones, and grouped products in other types than bf16."""
+def waiting_configs(model: nn.Module, dtype: torch.dtype) -> list[Any]:
+    """Configs of experts in `model` that wait for the host: eager ones, and grouped products in other types than bf16.
+
+    Models without experts have such a config, too; what transformers made switchable has `_apply_gate`.
+    """
     waiting = ("eager",) if dtype is torch.bfloat16 else ("eager", "grouped_mm")
-    return [c for c in configs if getattr(c, "_experts_implementation_internal", None) in waiting]
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(m, "config")}
+    return [c for c in configs.values() if getattr(c, "_experts_implementation_internal", None) in waiting]
 
 
 @contextmanager
