@@ -53,7 +53,7 @@ def fit(folder: Path, algo: str, out: Path, *more: object) -> dict[str, Any]:
 HEADS = [
     ("eagle", ["--intermediate-size", "48"]),
     ("eagle3", ["--draft-vocab-size", "64", "--aux-layers", "0,1,3"]),
-    ("nextn", ["--max-tokens", "2000"]),
+    ("nextn", ["--max-tokens", "2000", "--copy-layer"]),
 ]
 
 

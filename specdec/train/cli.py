@@ -38,7 +38,7 @@ Recipe = Annotated[float | None, typer.Option(help="By the algorithm's recipe if
 Layers = Annotated[str | None, typer.Option(help="eagle3: three layers, such as 1,14,26.")]
 Vocab = Annotated[int, typer.Option(help="eagle3: tokens that the head scores.")]
 Intermediate = Annotated[int | None, typer.Option(help="Width of the draft's MLP.")]
-CopyLayer = Annotated[bool, typer.Option(help="nextn: start from a copy of the target's last layer.")]
+CopyLayer = Annotated[bool, typer.Option(help="nextn: start from a copy of the target's last layer, not at random.")]
 Init = Annotated[str | None, typer.Option(help="A trained draft to go on with: a folder or Hub id.")]
 Student = Annotated[int, typer.Option(help="standalone: the small Llama's shape.")]
 Format = Annotated[str, typer.Option(help="standalone: gguf, or safetensors.")]

@@ -91,10 +91,10 @@ class TrainConfig:
 # 2503.01840 (eagle3: unrolling, decay 0.8), FastMTP (nextn: weights 0.6**j normalised).
 RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "eagle": MappingProxyType({"num_steps": 3, "feature_weight": 1.0, "soft_weight": 0.1, "lr": 1e-3}),
+        "eagle": MappingProxyType({"num_steps": 3, "feature_weight": 1.0, "soft_weight": 0.1}),
         "eagle3": MappingProxyType({}),
-        "nextn": MappingProxyType({"num_steps": 3, "step_decay": 0.6, "normalise_steps": True, "lr": 1e-3}),
-        "standalone": MappingProxyType({"num_steps": 5, "lr": 2e-3, "warmup": 0.03, "clip": 1.0}),
+        "nextn": MappingProxyType({"num_steps": 3, "step_decay": 0.6, "normalise_steps": True}),
+        "standalone": MappingProxyType({"warmup": 0.03, "clip": 1.0}),
     }
 )
 

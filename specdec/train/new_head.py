@@ -88,7 +88,7 @@ def new_eagle(model: PreTrainedModel, seed: int, intermediate_size: int | None =
 
 
 @torch.no_grad()
-def new_nextn(model: PreTrainedModel, seed: int, copy_layer: bool = True) -> NextNHead:
+def new_nextn(model: PreTrainedModel, seed: int, copy_layer: bool = False) -> NextNHead:
     """A NextN head in fp32 on the target's device.
 
     Its out norm is the target's and hnorm undoes that: the target's state comes out as it went in, but for what the

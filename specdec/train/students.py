@@ -40,7 +40,7 @@ class Shape:
     intermediate_size: int | None = None
     draft_vocab_size: int = 8192
     aux_layers: tuple[int, ...] | None = None
-    copy_layer: bool = True
+    copy_layer: bool = False
     hidden_size: int = LMShape.hidden_size
     num_layers: int = LMShape.num_layers
     num_heads: int = LMShape.num_heads
