@@ -1,5 +1,6 @@
-"""Reads prompt files (JSON lines) and renders their questions with a chat template."""
+"""Reads prompt files (JSON lines) and renders their questions with a chat template; tells tokenizers apart."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -39,3 +40,9 @@ def _question(line: str, file: Path, number: int) -> str:
     if found is None:
         raise ValueError(f"{file.name}:{number}: none of {QUESTION_KEYS} in {sorted(record)}")
     return found[0] if isinstance(found, list) else found
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256 of the vocabulary, special tokens included: equal where every id means the same token."""
+    entries = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(entries).encode("utf-8")).hexdigest()

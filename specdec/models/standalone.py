@@ -1,5 +1,6 @@
 """Standalone drafts: live causal LMs, admitted as targets are, that must speak the target's vocabulary."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ from transformers import PreTrainedModel
 
 from specdec.models.hf import HFTarget
 from specdec.models.pretrained import load_draft
+from specdec.prompts import tokenizer_fingerprint
+
+NOTE = "specdec.json"  # beside an exported draft without a tokenizer: `tokenizer_sha256` of the target's
 
 
 def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: Any) -> HFTarget:
@@ -24,6 +28,8 @@ def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: 
         raise ValueError("the draft is the target itself: it would propose what it then verifies; give a smaller model")
     assert isinstance(model, PreTrainedModel)
     _check_vocabulary(model, target, own, tokenizer)
+    if own is None and tokenizer is not None and not isinstance(draft, nn.Module):
+        _check_note(Path(draft), tokenizer)
     attached = HFTarget(model)
     if attached.device != target.device:
         attached.detach()
@@ -50,3 +56,17 @@ def _check_vocabulary(model: PreTrainedModel, target: HFTarget, own: Any, tokeni
         f"the draft's tokenizer is not the target's: {len(differing)} entries differ, first {token!r} = {index}; its "
         "ids would mean other tokens. Take a draft with the target's tokenizer"
     )
+
+
+def _check_note(draft: Path, tokenizer: Any) -> None:
+    """A draft that brings no tokenizer may say which one it was trained with."""
+    note = (draft if draft.is_dir() else draft.parent) / NOTE
+    if not note.is_file():
+        return
+    wanted = json.loads(note.read_text("utf-8")).get("tokenizer_sha256")
+    found = tokenizer_fingerprint(tokenizer)
+    if wanted not in (None, found):
+        raise ValueError(
+            f"{note.name} says the draft was trained with the tokenizer {wanted[:12]}…, the target's is {found[:12]}…: "
+            "its ids would mean other tokens. Take a draft made for this target"
+        )

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from specdec.models.standalone import NOTE
 from specdec.train.rounding import EMBED_TYPES, check_blocks, stored_type
 
 FILE = "draft.gguf"
-NOTE = "specdec.json"
 
 
 def write_gguf(folder: Path, student: PreTrainedModel, embed_type: str) -> None:

@@ -13,7 +13,7 @@ from specdec.models.draft_head import DraftHead
 from specdec.models.eagle3 import Eagle3Head
 from specdec.models.loader import load_head, save_head
 from specdec.models.pretrained import load_draft
-from specdec.text import tokenizer_fingerprint
+from specdec.prompts import tokenizer_fingerprint
 from specdec.train.config import TrainConfig
 from specdec.train.data import Corpus
 from specdec.train.export import write_gguf, write_note, write_safetensors
