@@ -1,4 +1,4 @@
-"""The main job on the real target with the shipped head: equal text, real acceptance, the demo's last line."""
+"""The main job on the real target with the shipped drafts: equal text, real acceptance, the demo's last line."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 from specdec import attach, heads
 from specdec.bench import Shape, acceptance
 from specdec.demo import PROMPTS, run_demo
+from specdec.draft.algo_spec import ALGORITHMS
 from specdec.prompts import chat_ids, read_questions
 
 NUM_TOKENS = 32
@@ -28,12 +29,20 @@ def references(smollm2):
     return prompts, out
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("config", CONFIGS, ids=["chain", "tree"])
-def test_greedy_speculation_equals_generate(smollm2, references, config, batch):
+CASES = [("eagle3", config, batch) for config in CONFIGS for batch in (1, 4)]
+CASES += [(algo, CONFIGS[i % 2], 4) for i, algo in enumerate(("eagle", "nextn", "standalone"))]
+
+
+def test_shipped_drafts_are_of_every_algorithm_and_small():
+    assert {path.name.rpartition("-")[2] for path in map(heads.path, heads.available())} == set(ALGORITHMS)
+    assert sum(f.stat().st_size for f in heads.HERE.glob("*/*")) <= 36e6
+
+
+@pytest.mark.parametrize(("algo", "config", "batch"), CASES, ids=[f"{a}-K{c.get('topk', 1)}-{b}" for a, c, b in CASES])
+def test_greedy_speculation_equals_generate(smollm2, references, algo, config, batch):
     model, tokenizer = smollm2
     prompts, expected = references
-    engine = attach(model, heads.path(), tokenizer=tokenizer, max_batch=batch, **config)
+    engine = attach(model, heads.for_algo(algo), tokenizer=tokenizer, max_batch=batch, **config)
     try:
         out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
         engine.check_integrity()
