@@ -120,8 +120,13 @@ def _load_draft(
 
 
 def _check_length(config: EngineConfig, model: HFTarget, what: str) -> None:
-    if config.max_seq_len > model.spec.max_positions:
-        raise ValueError(f"max_seq_len={config.max_seq_len}: the {what} has positions up to {model.spec.max_positions}")
+    limit = model.spec.max_positions
+    if config.max_seq_len > limit:
+        raise ValueError(
+            f"max_seq_len={config.max_seq_len}: the {what} has positions up to {limit}; "
+            f"attach with max_seq_len={limit} or less"
+        )
+    model.expect_positions(config.table_width)
 
 
 def _layers_of(draft: Draft) -> Sequence[LayerSpec]:
@@ -136,7 +141,8 @@ def _state_width(draft: Draft) -> int:
     """Elements a row: logits, and the recycled state of a head."""
     if isinstance(draft, HFTarget):
         return draft.spec.vocab_size
-    return draft.hot_ids.numel() + (1 + draft.num_modules) * draft.hidden_size
+    num_states = 1 if draft.num_modules == 1 else 1 + draft.num_modules
+    return draft.hot_ids.numel() + num_states * draft.hidden_size
 
 
 def _check_memory(target: HFTarget, config: EngineConfig, draft: Draft | None) -> None:
@@ -149,6 +155,7 @@ def _check_memory(target: HFTarget, config: EngineConfig, draft: Draft | None) -
     def pool(layers: Sequence[LayerSpec], dtype: torch.dtype) -> int:
         return KVPool.bytes_for([s.shape for s in layers], total_slots, dtype)
 
+    num_draft_layers = 1 if draft is None else len(_layers_of(draft))
     lower = "num_slots, max_batch or max_seq_len"
     needs = [MemoryNeed("KV pool", pool(target.spec.layers, target.dtype), lower)]
     needs.append(MemoryNeed("slot tables", 8 * config.num_rows * config.table_width, "max_batch or max_seq_len"))
@@ -162,10 +169,10 @@ def _check_memory(target: HFTarget, config: EngineConfig, draft: Draft | None) -
     if config.cuda_graph is not False:
         spec = target.spec
         shape = (spec.hidden_size, spec.vocab_size, len(spec.layers), target.dtype.itemsize)
-        needs.append(MemoryNeed("graphs", estimate_bytes(config, *shape), LOWER))
+        needs.append(MemoryNeed("graphs", estimate_bytes(config, *shape, num_draft_layers), LOWER))
     if resolve_prefill_mode(config, target) != "off":
         num_aux = len(draft.aux_layers) if isinstance(draft, DraftHead) else 0
-        num_bytes = estimate_prefill_bytes(config, target.spec, num_aux, target.dtype.itemsize)
+        num_bytes = estimate_prefill_bytes(config, target.spec, num_aux, target.dtype.itemsize, num_draft_layers)
         needs.append(MemoryNeed("prefill graphs", num_bytes, PREFILL_LOWER))
     check_fits(needs, resident, free_bytes(target.device))
 

@@ -133,6 +133,8 @@ def _beside_prediction(row: dict[str, Any], engine: Engine, out: GenerationOutpu
     """`row` with a_j as the trainer simulates them on the very text that was generated, and how far ours lie off."""
     draft = engine.draft_module
     assert draft is not None
+    if getattr(draft, "num_modules", 1) > 1:  # the trainer knows heads of one module
+        return row
     text = [(r.prompt_ids, r.tokens) for r in out.requests]
     stats = predict(engine.target_module, draft, text, row["steps"])
     pairs = zip_longest(out.stats.acceptance_at, stats.acceptance_at, fillvalue=0.0)

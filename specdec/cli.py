@@ -130,7 +130,9 @@ def bench_acceptance(
     device: Device = "auto",
     dtype: Dtype = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder for the result file, written after every engine.")] = None,
-    target_name: Annotated[str, typer.Option(help="Name of the target's shape in the result file.")] = "135m",
+    target_name: Annotated[
+        str | None, typer.Option(help="Name of the target in the result file; else its own.")
+    ] = None,
 ) -> None:
     """Acceptance length (tau) and per-position acceptance of every draft, shape, prompt file and temperature.
 
@@ -166,7 +168,7 @@ def bench_acceptance(
                 rows.append(row)
                 print(f"{name} {one} {row['prompts']} T={row['temperature']:g}: tau {row['tau']:.3f}", file=sys.stderr)
             if out is not None:
-                write_results(out, "acceptance", target_name, config, rows)
+                write_results(out, "acceptance", target_name or _name_of(target), config, rows)
     print_rows(rows)
     print(json.dumps({"rows": rows}))
 
@@ -175,9 +177,14 @@ def main() -> None:
     """Entry point: a user's mistake is one line on stderr and exit status 2."""
     try:
         app()
-    except ValueError as error:
+    except (ValueError, FloatingPointError) as error:
         print(f"specdec: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _name_of(target: str) -> str:
+    """A target in a file name: "135m" for the bundled one."""
+    return "135m" if target == BUNDLED else Path(target).name.lower().removesuffix(".gguf")
 
 
 def _device(device: str) -> str:

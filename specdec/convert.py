@@ -1,6 +1,7 @@
 """`specdec convert`: EAGLE-3 heads between the official layout and vLLM speculators', tensor by tensor, bit for bit."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,11 +15,10 @@ from specdec.models.building import head_problems, wanted_tensors
 from specdec.models.checkpoint import WEIGHTS, TensorFiles
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head
 from specdec.models.head_files import HeadFiles, open_head
-from specdec.models.layouts import LAYOUTS
+from specdec.models.layouts import AUX_IDS, AUX_LAYERS, LAYOUTS
 from specdec.models.writers import eagle3_json, proposal_json, speculators_json
 
 TO = {"official": "eagle3", "speculators": "speculators"}
-AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 # Keys that no arithmetic of ours depends on, but that other readers look at.
 PASSED = ("max_position_embeddings", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -63,8 +63,7 @@ def _to_official(head: HeadFiles, config: Eagle3Config) -> dict[str, Any]:
     written = eagle3_json(config, lm_head_from_target=bool(raw.get("lm_head_from_target")))
     layer = raw["transformer_layer_config"]
     written.update({key: layer.get(key, raw.get(key)) for key in PASSED if key in layer or key in raw})
-    if not raw.get(AUX_IDS):  # the default depends on the target's depth, which is not known here
-        del written["eagle_config"][AUX_IDS]
+    _keep_aux(raw, written, written["eagle_config"])
     if "speculators_config" in raw:
         written["speculators_config"] = raw["speculators_config"]
     return written
@@ -79,9 +78,17 @@ def _to_speculators(head: HeadFiles, config: Eagle3Config) -> dict[str, Any]:
         )
     written = speculators_json(config)
     written["transformer_layer_config"].update({key: raw[key] for key in PASSED if key in raw})
-    if not (raw.get("eagle_config") or {}).get(AUX_IDS) and not raw.get(AUX_IDS):
-        written[AUX_IDS] = None
+    _keep_aux(raw, written, written)
     return written
+
+
+def _keep_aux(raw: Mapping[str, Any], written: dict[str, Any], holder: dict[str, Any]) -> None:
+    """Aux ids as `raw` has them, or none: how they are meant depends on the target's depth, which is not known here."""
+    ids = (raw.get("eagle_config") or {}).get(AUX_IDS) or raw.get(AUX_IDS)
+    for config, key, value in ((holder, AUX_IDS, ids), (written, AUX_LAYERS, raw.get(AUX_LAYERS))):
+        config.pop(key, None)
+        if value:
+            config[key] = value
 
 
 def _with_verifier(known: Any, verifier: str | None) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Core:
         self.round = Round(target, config, worker, self.context, ops, slot_tables.table, self.state)
         graph_pool = GraphPool(device) if device.type == "cuda" else None
         start = time.perf_counter()
-        mode = compile_layers(target, config, resolve_prefill_mode(config, target))
+        mode = compile_layers(target, config, resolve_prefill_mode(config, target, worker.waits))
         self.compile_seconds = time.perf_counter() - start if target.compiled else 0.0
         self.prefill = PrefillGraphs(
             target, worker, self.context, config, counters, slot_tables.table, graph_pool, mode
@@ -121,8 +121,10 @@ class Core:
 
     def close(self) -> None:
         """Take our marks off the model, and wait for what is on its way: one round may be."""
-        self.target.detach()
-        self.round.worker.close()
+        try:
+            self.target.detach()
+        finally:
+            self.round.worker.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

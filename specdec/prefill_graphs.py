@@ -60,7 +60,7 @@ class PrefillGraphs:
         self._is_debug = is_debug()
         device = slot_table.device
         breakable = None if mode == "off" else pick_breakable(device, pool)
-        self._capture: Capture = breakable or EagerCapture(why_off(config, target))
+        self._capture: Capture = breakable or EagerCapture(why_off(config, target, worker.waits))
         buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
         interrupt = breakable.interrupt if breakable is not None else lambda fn: fn()
         program = Prefill(target, worker, context, buckets[-1] if breakable is not None else 0, interrupt, device)
@@ -177,26 +177,31 @@ def _inputs(metadata: AttentionMetadata, ids: torch.Tensor) -> Mapping[str, torc
     return {"ids": ids, "positions": metadata.positions, "slots": metadata.out_cache_loc}
 
 
-def estimate_prefill_bytes(config: EngineConfig, spec: ModelSpec, num_aux: int, itemsize: int) -> int:
+def estimate_prefill_bytes(
+    config: EngineConfig, spec: ModelSpec, num_aux: int, itemsize: int, draft_layers: int = 1
+) -> int:
     """Device bytes that prefill graphs of `config` will take, roughly: static rows, scratch of the largest, nodes."""
     buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
     attention = max(s.num_heads * (s.qk_dim + s.v_dim) for s in spec.layers)
     static_row = (2 + 2 * num_aux) * spec.hidden_size + attention  # the target's, and what a draft of its width has
     row_bytes = (static_row + LIVE_ROWS * spec.hidden_size) * itemsize
-    return buckets[-1] * row_bytes + len(buckets) * len(spec.layers) * NODES_A_LAYER * NODE_BYTES
+    num_layers = len(spec.layers) + draft_layers - 1
+    return buckets[-1] * row_bytes + len(buckets) * num_layers * NODES_A_LAYER * NODE_BYTES
 
 
-def resolve_prefill_mode(config: EngineConfig, target: HFTarget) -> str:
-    """What `prefill_graph` comes to: "piecewise", "breakable" or "off"."""
+def resolve_prefill_mode(config: EngineConfig, target: HFTarget, draft_waits: bool = False) -> str:
+    """What `prefill_graph` comes to: "piecewise", "breakable" or "off". draft_waits: see `why_off`."""
     if config.prefill_graph != "auto":
         return config.prefill_graph
-    if why_off(config, target):
+    if why_off(config, target, draft_waits):
         return "off"
     return "piecewise" if config.compile else "breakable"
 
 
-def why_off(config: EngineConfig, target: HFTarget) -> str:
-    """Why "auto" captures no prefills; empty if it does."""
+def why_off(config: EngineConfig, target: HFTarget, draft_waits: bool = False) -> str:
+    """Why "auto" captures no prefills; empty if it does. draft_waits: the draft's prefills wait for the host."""
     if target.device.type != "cuda" or config.cuda_graph is False or config.prefill_graph == "off":
         return "graphs are off"
+    if draft_waits:
+        return "the draft's experts wait for the host"
     return "" if target.is_uniform else "the model's experts wait for the host"

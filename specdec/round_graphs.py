@@ -187,7 +187,9 @@ def begin_part(program: Round, kind: str, rows: torch.Tensor) -> torch.Tensor:
     return program.begin(rows)
 
 
-def estimate_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, num_layers: int, itemsize: int) -> int:
+def estimate_bytes(
+    config: EngineConfig, hidden_size: int, vocab_size: int, num_layers: int, itemsize: int, draft_layers: int = 1
+) -> int:
     """Device bytes that the graphs of `config` will take, roughly: scratch of the largest, and the nodes of all."""
     num_reqs, *_smaller = reversed(batch_buckets(config.max_batch, config.graph_batches))
     tokens = num_reqs * config.verify_width
@@ -200,5 +202,6 @@ def estimate_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, num_
         if config.topk == 1:  # the draft's laws, as the head gives them and over the target's vocabulary
             law_bytes += 2 * 4 * num_reqs * config.num_steps * vocab_size
     num_graphs = (1 + len(_smaller)) * len(config.graph_sampling)
-    nodes = num_layers * NODES_A_LAYER + config.num_steps * NODES_A_STEP + NODES_A_ROUND
+    layers = num_layers + (draft_layers - 1) * config.num_steps  # one of the draft's is in NODES_A_STEP
+    nodes = layers * NODES_A_LAYER + config.num_steps * NODES_A_STEP + NODES_A_ROUND
     return logits_bytes + activation_bytes + table_bytes + law_bytes + num_graphs * nodes * NODE_BYTES

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import specdec
 from specdec.backends import BACKENDS
 from specdec.kv_cache import KVPool, LayerShape, SlotTables
-from specdec.models.loader import save_eagle3
+from specdec.models.loader import save_head
 from specdec.round_checks import checked
 from specdec.round_ops import pick_ops
 from specdec.tree import chain
@@ -34,7 +34,7 @@ def engine(model):
 
 @pytest.fixture
 def checkpoint(model, tmp_path: Path) -> Path:
-    save_eagle3(tmp_path / "head", random_head(model), lm_head_from_target=False, dtype=torch.float32)
+    save_head(tmp_path / "head", random_head(model), lm_head_from_target=False, dtype=torch.float32)
     return tmp_path / "head"
 
 

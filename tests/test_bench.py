@@ -11,7 +11,7 @@ import torch
 from bench import lossless
 from specdec import SamplingParams, attach, cli, heads
 from specdec.bench import Shape, acceptance
-from specdec.models.loader import save_eagle3
+from specdec.models.loader import save_head
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, tiny_target
@@ -30,7 +30,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny_target()
     save_target(model, root / "target")
     save_target(model, root / "twin")
-    save_eagle3(root / "head", random_head(model), lm_head_from_target=False, dtype=torch.float32)
+    save_head(root / "head", random_head(model), lm_head_from_target=False, dtype=torch.float32)
     (root / "head" / "train.json").write_text('{"accept_at": [0.5, 0.25, 0.1, 0.05]}')
     prompt_file(root / "a.jsonl", "w5 w9 w17", "w20 w21", "w8")
     prompt_file(root / "b.jsonl", "w33 w40 w41 w42", "w50 w6")
@@ -76,7 +76,7 @@ def test_one_command_makes_the_table(folders, tmp_path, capsys, monkeypatch):
     chains = [r for r in rows if r["topk"] == 1]
     assert all(r["tau"] == pytest.approx(1 + sum(r["accept_at"]), abs=1e-3) for r in chains)
     (file,) = tmp_path.iterdir()
-    assert file.name.startswith("acceptance_135m_cpu_") and json.loads(file.read_text())["rows"] == rows
+    assert file.name.startswith("acceptance_target_cpu_") and json.loads(file.read_text())["rows"] == rows
 
 
 def test_measured_beside_predicted(folders, capsys, monkeypatch):

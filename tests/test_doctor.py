@@ -24,7 +24,7 @@ from specdec.doctor.readings import ALTERNATIVES
 from specdec.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, commonest, coverage, observe
 from specdec.doctor.search import Trial, search, unclear
 from specdec.models.draft_head import LAST, DraftHead
-from specdec.models.loader import save_eagle3, save_head
+from specdec.models.loader import save_head
 from specdec.train.config import TrainConfig
 from specdec.train.objectives import HeadObjective
 from specdec.train.trainer import Trainer
@@ -330,7 +330,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, good, model) -> Path:
     save_target(model, root / "twin")
     save_head(root / "head", good["eagle3"], dtype=torch.float32)
     save_head(root / "swapped", broken(good["eagle3"], swapped, model), dtype=torch.float32)
-    save_eagle3(root / "other", random_head(tiny_model("llama")), lm_head_from_target=False, dtype=torch.float32)
+    save_head(root / "other", random_head(tiny_model("llama")), lm_head_from_target=False, dtype=torch.float32)
     questions = [f"w{i} w{i + 7} w{i + 21}" for i in range(10, 40, 2)]
     (root / "prompts.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in questions))
     return root

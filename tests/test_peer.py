@@ -12,7 +12,7 @@ import torch
 import specdec
 from specdec import heads
 from specdec.demo import PROMPTS
-from specdec.models.loader import save_eagle3
+from specdec.models.loader import save_head
 from specdec.prompts import chat_ids
 from tests.heads import random_head
 from tests.test_attach import greedy, ragged_prompts
@@ -33,7 +33,7 @@ def our_runs(model: Any, draft: Any, folder: Path, prompts: list[list[int]], mon
     """What the engine says and drafts; its head goes to `folder`, with everything in it."""
     engine = specdec.attach(model, draft, num_steps=NUM_STEPS, max_batch=1, cuda_graph=False)
     worker = engine._core.round.worker
-    save_eagle3(folder, worker.head, lm_head_from_target=False, dtype=torch.float32)
+    save_head(folder, worker.head, lm_head_from_target=False, dtype=torch.float32)
     rounds: list[tuple[int, list[int]]] = []
     make_draft = worker.draft
 

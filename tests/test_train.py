@@ -19,7 +19,7 @@ from specdec.backends.torch_ref import TorchBackend
 from specdec.batch import ForwardMode
 from specdec.kv_cache import KVPool
 from specdec.models.draft_head import LAST, DraftHead
-from specdec.models.loader import load_eagle3, save_eagle3
+from specdec.models.loader import load_head, save_head
 from specdec.train.batches import Batch, Batches
 from specdec.train.card import write_card
 from specdec.train.config import TrainConfig, recipe
@@ -411,8 +411,8 @@ def test_low_precision_targets_train_a_head_in_fp32(corpus: Corpus, algo: str) -
 @pytest.mark.parametrize("from_target", [True, False])
 def test_export_comes_back_with_the_same_logits(target: LlamaForCausalLM, tmp_path: Path, from_target: bool) -> None:
     head = tiny_head(target)
-    save_eagle3(tmp_path, head, lm_head_from_target=from_target, dtype=torch.float32)
-    back = load_eagle3(tmp_path, target_shape(target), torch.float32, CPU)
+    save_head(tmp_path, head, lm_head_from_target=from_target, dtype=torch.float32)
+    back = load_head(tmp_path, target_shape(target), torch.float32, CPU)
     tokens = torch.randint(3, 96, (1, 9 + STEPS), generator=torch.Generator().manual_seed(0))
     aux = torch.randn(1, 9, 192, generator=torch.Generator().manual_seed(0))
     embed = target.get_input_embeddings()

@@ -16,23 +16,18 @@ class AlgoSpec:
     features: target hidden states it reads: "aux" (outputs of layers that the head names), "last" (after the final
         norm) or "none".
     id_shift: row i of the draft holds token i+1 (EAGLE family) or token i (standalone).
-    shares_embedding, shares_head: taken from the target where the checkpoint has none.
-    hot_vocab: it may score a subset of the target's vocabulary; `d2t` holds OFFSETS, target = draft + d2t[draft].
     """
 
     name: str
     features: str
     id_shift: int
-    shares_embedding: bool
-    shares_head: bool
-    hot_vocab: bool
 
 
 _SPECS = (
-    AlgoSpec("eagle", "last", id_shift=1, shares_embedding=True, shares_head=True, hot_vocab=False),
-    AlgoSpec("eagle3", "aux", id_shift=1, shares_embedding=True, shares_head=True, hot_vocab=True),
-    AlgoSpec("nextn", "last", id_shift=1, shares_embedding=True, shares_head=True, hot_vocab=False),
-    AlgoSpec("standalone", "none", id_shift=0, shares_embedding=False, shares_head=False, hot_vocab=False),
+    AlgoSpec("eagle", features="last", id_shift=1),
+    AlgoSpec("eagle3", features="aux", id_shift=1),
+    AlgoSpec("nextn", features="last", id_shift=1),
+    AlgoSpec("standalone", features="none", id_shift=0),
 )
 ALGORITHMS: Mapping[str, AlgoSpec] = MappingProxyType({spec.name: spec for spec in _SPECS})
 

@@ -119,6 +119,7 @@ class DraftModelWorker(DraftWorker):
     def facts(self) -> dict[str, Any]:
         return {
             "algo": self.spec.name,
+            "features": self.spec.features,
             "aux_layers": self.aux_layers,
             "draft_vocab_size": self.hot_ids.numel(),
             "draft_kv_bytes": self.context.pool.num_bytes,
@@ -156,6 +157,13 @@ class DraftModelWorker(DraftWorker):
         if self.hidden is not None:
             self.hidden[rows] = states
         self.logits[rows] = self.score(states)
+
+    def tail_depths(self, bits: torch.Tensor, num_steps: int) -> torch.Tensor | None:
+        """Depths [bs, K*num_steps] of the draft nodes of `num_steps` steps, bits [bs, K] each; windows go by them."""
+        if all(layer.window is None for layer in self.context.layers):
+            return None
+        depths = torch.arange(num_steps, device=bits.device).repeat_interleave(bits.shape[1])
+        return depths.expand(bits.shape[0], -1).contiguous()
 
     def steps(self, batch: RoundBatch) -> "Steps":
         """The draft steps of one round."""
@@ -243,6 +251,7 @@ class Steps:
         shape: dict[str, Any] = {"q_len": ids.shape[1], "first_node": ids.shape[1] * (self.step - 1)}
         if bits is not None:
             shape |= {"depths": torch.full_like(bits, self.step - 1), "ancestor_bits": bits}
+            shape["tail_depths"] = self.worker.tail_depths(bits, self.step)
         inputs = self._inputs(ids.shape[1], above)
         states = self.worker.forward(self.batch, ForwardMode.DRAFT, ids.reshape(-1), inputs, self.module, **shape)
         self._states = states.unflatten(0, ids.shape)

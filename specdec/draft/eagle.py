@@ -57,6 +57,7 @@ class HeadWorker(DraftModelWorker):
         self.hidden_size = head.hidden_size
         is_cuda = weight.device.type == "cuda"
         self._waiting = waiting_configs(head, weight.dtype) if is_cuda else []
+        self.waits = bool(self._waiting)
         every_position = torch.arange(config.table_width, device=weight.device)
         self.rope_tables = torch.stack(head.rope(every_position), 1)  # [table_width, 2, R]: cos, sin
 

@@ -90,6 +90,7 @@ class ModuleSteps(Steps):
             self._bits.append(bits)
             depths = [torch.full_like(bits, depth) for depth in range(self.step)]
             shape |= {"depths": torch.cat(depths, 1), "ancestor_bits": torch.cat(self._bits, 1)}
+            shape["tail_depths"] = self.worker.tail_depths(bits, self.step)
         every_id = torch.cat(self._ids, 1).reshape(-1)
         states = self.worker.forward(self.batch, ForwardMode.DRAFT, every_id, inputs, self.module, **shape)
         self._all = states.unflatten(0, (ids.shape[0], -1))

@@ -48,6 +48,7 @@ class StandaloneWorker(DraftModelWorker):
         )
         self.model = draft
         self.module = draft.model
+        self.waits = not draft.is_uniform
 
     def run(
         self,

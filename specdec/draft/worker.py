@@ -67,6 +67,7 @@ class DraftWorker(ABC):
     id_shift: int = 1  # whether its prefill takes the token after each row, or (0) the row's own
     has_begin: bool = False  # whether `begin` does anything
     module: nn.Module | None = None  # the draft's own model
+    waits: bool = False  # whether its prefills wait for the host, so that they cannot be captured
 
     def prefill_layers(self, ids: torch.Tensor, positions: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
         """The forward of a draft prefill: states [T, h_d] of tokens [T]; aux [T, num_aux*h] are the target's features.

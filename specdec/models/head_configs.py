@@ -13,6 +13,7 @@ from specdec.models.checkpoint import Shapes
 from specdec.models.draft_head import LayerConfig
 from specdec.models.eagle import EagleConfig
 from specdec.models.eagle3 import Eagle3Config, default_aux_layers
+from specdec.models.layouts import AUX_IDS, AUX_LAYERS
 
 ROPE_TYPES = ("linear", "llama3", "yarn")  # those that follow from the config alone, not from a sequence's length
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -163,6 +164,9 @@ def _with_defaults(raw: Any, reading: Reading) -> dict[str, Any] | None:
 
 def _layer(reading: Reading, raw: Mapping[str, Any], at: str, bias_key: str) -> LayerConfig:
     """The first layer; `at` is our name of it."""
+    act = raw.get("hidden_act", "silu")
+    if act != "silu":
+        reading.problems.append(f"hidden_act={act!r}: expected silu, which draft layers are made with")
     heads = raw["num_attention_heads"]
     theta, scaling, whence = rope_of(raw, reading.problems)
     reading.notes.append(whence)
@@ -218,14 +222,18 @@ def _window(reading: Reading, raw: Mapping[str, Any]) -> int | None:
 def _aux_layers(reading: Reading) -> tuple[int, ...]:
     """Layers whose OUTPUT is taken. A file counts the residual stream after k layers: its id k is layer k-1.
 
-    So vLLM and others read them; SGLang adds one to each. The paper's own layers are known in either spelling.
+    So vLLM and others read them; SGLang adds one to each. The paper's own layers are known in either spelling, and our
+    own key says the layers themselves.
     """
     raw = reading.raw
     eagle = raw.get("eagle_config") or {}
     if eagle.get("use_aux_hidden_state") is False:
         reading.problems.append("use_aux_hidden_state=False: expected a head that reads outputs of several layers")
-    ids = eagle.get("eagle_aux_hidden_state_layer_ids")
-    ids = ids or raw.get("eagle_aux_hidden_state_layer_ids")
+    ids, own = eagle.get(AUX_IDS) or raw.get(AUX_IDS), raw.get(AUX_LAYERS)
+    if own and (not ids or list(ids) == [i + 1 for i in own]):
+        ids, is_ours = [i + 1 for i in own], True
+    else:
+        is_ours = False
     if not ids:
         reading.notes.append("aux layer ids: the default [2, n//2, n-3] of a target of n layers")
         try:
@@ -233,7 +241,7 @@ def _aux_layers(reading: Reading) -> tuple[int, ...]:
         except ValueError as error:
             reading.problems.append(str(error))
             return (0, 1, 2)
-    reading.notes.append(f"aux layer ids: {list(ids)}, from eagle_aux_hidden_state_layer_ids")
+    reading.notes.append(f"aux layer ids: {list(ids)}, from {AUX_LAYERS if is_ours else AUX_IDS}")
     last = (reading.num_layers or max(ids) + 1) - 1
     if list(ids) != sorted(set(ids)) or not all(1 <= i <= last for i in ids):
         reading.problems.append(
@@ -241,7 +249,7 @@ def _aux_layers(reading: Reading) -> tuple[int, ...]:
             "the head was trained on another target, or on the last layer's output, which transformers hands out normed"
         )
         return tuple(range(len(ids)))
-    if reading.num_layers and list(ids) == [1, reading.num_layers // 2 - 1, reading.num_layers - 4]:
+    if not is_ours and reading.num_layers and list(ids) == [1, reading.num_layers // 2 - 1, reading.num_layers - 4]:
         reading.notes.append("aux layer ids are the paper's layers as SGLang counts them: taken as outputs of layers")
         return tuple(ids)
     return tuple(i - 1 for i in ids)

@@ -14,7 +14,7 @@ from specdec.models.checkpoint import Shapes, TensorFiles, read_json
 from specdec.models.eagle import EagleConfig
 from specdec.models.eagle3 import Eagle3Config
 from specdec.models.head_configs import Reading, eagle3_config, eagle_config, speculators_config
-from specdec.models.layouts import IGNORED, STANDALONE, Layout, layouts_of, mtp_indices
+from specdec.models.layouts import IGNORED, LAYOUTS, STANDALONE, Layout, layouts_of, mtp_indices
 from specdec.models.nextn import NextNConfig
 from specdec.models.nextn_weights import nextn_config
 
@@ -66,17 +66,11 @@ class HeadFiles:
         return reading, READERS[self.layout.name](reading)
 
 
-def is_gguf(path: str | Path) -> bool:
-    """Whether `path` is a .gguf file or a folder whose only weights are such files."""
-    path = Path(path).expanduser()
-    if path.is_dir():
-        return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
-    return path.suffix == ".gguf" and path.is_file()
-
-
 def pick_layout(folder: Path, names: list[str], algo: str | None) -> Layout:
     """The layout that tensors `names` make up; of a target with an MTP layer the one for `algo`, else the MTP layer."""
     layouts = layouts_of(names)
+    if not layouts and (algo == STANDALONE or _is_causal_lm(folder)):
+        return LAYOUTS[STANDALONE]
     if not layouts:
         known = (
             "eagle3 has midlayer.* or layers.0.hidden_norm, eagle fc and layers.0, nextn eh_proj, mtp.* or mtp_layers"
@@ -88,6 +82,12 @@ def pick_layout(folder: Path, names: list[str], algo: str | None) -> Layout:
         is_dropped = algo == "nextn" and layouts[0].name == STANDALONE
         raise CheckpointError(str(folder), [f"algo={algo!r}, but it holds {found!r}" + f": {DROPPED}" * is_dropped])
     return (asked or layouts)[0]
+
+
+def _is_causal_lm(folder: Path) -> bool:
+    """Whether config.json names a class of transformers that has an output head."""
+    classes = read_json(folder, "config.json").get("architectures") or ()
+    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in classes)
 
 
 def open_head(files: TensorFiles, algo: str | None = None) -> HeadFiles:

@@ -65,11 +65,14 @@ class HFTarget:
         if getattr(model, ATTACHED, False):
             raise AttachError(type(model).__name__, ["it is attached already; call detach() on that engine first"])
         self.spec: ModelSpec = probe(model)
+        if any(hasattr(module, LAYER_ID) for module in self.spec.modules):
+            raise AttachError(type(model).__name__, ["some of its layers belong to a model that is attached already"])
         self.aux_layers: tuple[int, ...] = ()
         self._configs = attention_configs(model)
         self._waiting = waiting_configs(model, self.dtype)
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
         self._addresses: dict[str, int] = {}
+        self._last_position: int | None = None
         _warn_about_rotary(model)
         for i, module in enumerate(self.spec.modules):
             setattr(module, LAYER_ID, i)
@@ -119,6 +122,8 @@ class HFTarget:
 
         Attention goes to the scope in force. Rows do not see each other elsewhere, so any T can be captured.
         """
+        if self._last_position is not None:
+            positions = positions.clamp(max=self._last_position)
         compiled = self.compiled.get(mode is ForwardMode.EXTEND)
         if compiled is not None and inputs_embeds is None:
             hidden, aux = (*compiled(input_ids, positions), None)[:2]
@@ -167,6 +172,12 @@ class HFTarget:
         answer = self.spec.stack_output(last_hidden_state=hidden.unsqueeze(0))
         with attention_implementation(self._configs, "specdec"), answering(self.spec.stack, answer):
             return self.model(input_ids=ids, use_cache=False).logits[0]
+
+    def expect_positions(self, count: int) -> None:
+        """Rounds will reach up to position count-1. Past the model's limit, where tables of learned positions end, lie
+        drafts that are never emitted: they take the last position."""
+        if count > self.spec.max_positions:
+            self._last_position = self.spec.max_positions - 1
 
     def use_compiled(self, traced: Traced, for_prefills: bool) -> None:
         """Run `traced` in place of the live layers, in prefills or in rounds."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"  # of EAGLE-3: as files count layers
+AUX_LAYERS = "specdec_aux_layers"  # our own: indices of the layers whose output is read, beyond doubt
 STANDALONE = "standalone"  # an ordinary causal LM: no head, loaded as a whole
 MAX_EXTRA_LAYERS = 16  # of an EAGLE-3 head beyond its first
 MAX_MODULES = 8  # MTP layers of one target

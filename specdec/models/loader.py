@@ -13,10 +13,9 @@ from specdec.errors import CheckpointError
 from specdec.models.building import build_head
 from specdec.models.checkpoint import Checkpoint, TensorFiles, read_json
 from specdec.models.draft_head import LAST, DraftHead
-from specdec.models.eagle3 import Eagle3Head
-from specdec.models.head_files import is_gguf, open_head, pick_layout
+from specdec.models.head_files import open_head, pick_layout
 from specdec.models.layouts import STANDALONE, layouts_of
-from specdec.models.pretrained import BUNDLED
+from specdec.models.pretrained import BUNDLED, gguf_of
 from specdec.models.target_shape import TargetShape
 from specdec.models.writers import save_head
 
@@ -26,9 +25,7 @@ __all__ = [
     "check_head",
     "detect_algo",
     "inspect",
-    "load_eagle3",
     "load_head",
-    "save_eagle3",
     "save_head",
 ]
 
@@ -39,12 +36,14 @@ def detect_algo(path_or_id: str | Path, wanted: str | None = None) -> str:
 
     A target with an MTP layer serves as both: `wanted` says which, else it is "nextn".
     """
-    if str(path_or_id) == BUNDLED or is_gguf(path_or_id):
+    if str(path_or_id) == BUNDLED or gguf_of(path_or_id) is not None:
         return STANDALONE
     files = TensorFiles.at(path_or_id)
     names = list(files.files)
     found = [layout.algo for layout in layouts_of(names)]
-    return wanted if wanted is not None and wanted in found else pick_layout(files.folder, names, None).algo
+    if wanted is not None and wanted in found:
+        return wanted
+    return pick_layout(files.folder, names, wanted if wanted == STANDALONE and not found else None).algo
 
 
 def inspect(path_or_id: str | Path) -> Checkpoint:
@@ -52,7 +51,7 @@ def inspect(path_or_id: str | Path) -> Checkpoint:
 
     Raises CheckpointError if it cannot be opened; what is wrong inside is noted as "problem: …".
     """
-    if is_gguf(path_or_id):
+    if str(path_or_id) == BUNDLED or gguf_of(path_or_id) is not None:
         return Checkpoint(Path(path_or_id), STANDALONE, STANDALONE, {}, {}, ["a GGUF file, loaded as a whole model"])
     files = TensorFiles.at(path_or_id)
     folder = files.folder
@@ -82,18 +81,6 @@ def load_head(
     if head.layout.name == STANDALONE:
         raise CheckpointError(str(head.folder), ["it is a whole model, not a head: load it with load_pretrained"])
     return build_head(head, target, dtype, device)
-
-
-def load_eagle3(path_or_id: str | Path, target: TargetShape, dtype: torch.dtype, device: torch.device) -> Eagle3Head:
-    """`load_head` of an EAGLE-3 head."""
-    head = load_head(path_or_id, target, dtype, device, "eagle3")
-    assert isinstance(head, Eagle3Head), type(head)
-    return head
-
-
-def save_eagle3(folder: str | Path, head: Eagle3Head, *, lm_head_from_target: bool, dtype: torch.dtype) -> None:
-    """`save_head` of an EAGLE-3 head in the official layout."""
-    save_head(folder, head, layout="eagle3", dtype=dtype, lm_head_from_target=lm_head_from_target)
 
 
 def check_head(head: DraftHead, target: TargetShape, dtype: torch.dtype, device: torch.device) -> None:

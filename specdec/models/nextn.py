@@ -7,6 +7,7 @@ attention or experts a family has come along; only how embedding and hidden stat
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -114,7 +115,8 @@ class NextNHead(DraftHead):
         rows = positions.reshape(1, -1)
         if hasattr(self.rotary, "mrope_section"):  # three grids, which are one for text
             rows = rows.expand(3, *rows.shape)
-        cos, sin = self.rotary(like, rows)
+        kind = {"layer_type": "full_attention"} if "layer_type" in signature(self.rotary.forward).parameters else {}
+        cos, sin = self.rotary(like, rows, **kind)
         return Rope(cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1))
 
     def out_norm(self, module: int = 0) -> nn.Module:

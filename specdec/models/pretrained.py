@@ -43,8 +43,7 @@ def load_draft(
     Takes what `load_pretrained` takes.
     """
     folder = Path(name).expanduser()
-    files = sorted(folder.glob("*.gguf")) if folder.is_dir() and not (folder / "config.json").is_file() else []
-    source, extra = _source(files[0] if files else name)
+    source, extra = _source(gguf_of(name) or name)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
     model = model.to(device).eval()
     if folder.is_dir() and not extra and not any((folder / file).is_file() for file in _TOKENIZER_FILES):
@@ -53,6 +52,21 @@ def load_draft(
         return model, AutoTokenizer.from_pretrained(source, **extra)
     except (OSError, ValueError, KeyError, TypeError):  # a .gguf file without one
         return model, None
+
+
+def gguf_of(name: str | Path) -> Path | None:
+    """The .gguf file that `name` is, or that is the only weights of the folder `name`; ValueError if it has several."""
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return path if path.suffix == ".gguf" and path.is_file() else None
+    files = sorted(path.glob("*.gguf"))
+    if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+        return None
+    if len(files) > 1:
+        raise ValueError(
+            f"{str(path)!r} holds {', '.join(f.name for f in files)}: expected one .gguf file; name the one"
+        )
+    return files[0] if files else None
 
 
 def _source(name: str | Path) -> tuple[str, dict[str, Any]]:

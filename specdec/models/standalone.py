@@ -39,7 +39,10 @@ def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: 
 
 def _check_vocabulary(model: PreTrainedModel, target: HFTarget, own: Any, tokenizer: Any) -> None:
     """Ids must mean the same tokens to both."""
-    size = model.get_output_embeddings().weight.shape[0]
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"the draft, a {type(model).__name__}, has no output head; expected a causal LM")
+    size = head.weight.shape[0]
     if size != target.spec.vocab_size:
         raise ValueError(
             f"the draft scores {size} tokens, the target {target.spec.vocab_size}: a standalone draft must have the "

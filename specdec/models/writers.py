@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from specdec.models.checkpoint import WEIGHTS
 from specdec.models.draft_head import DraftHead, LayerConfig
 from specdec.models.eagle import EagleConfig, EagleHead
-from specdec.models.eagle3 import Eagle3Config, Eagle3Head
-from specdec.models.layouts import LAYOUTS
+from specdec.models.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from specdec.models.layouts import AUX_IDS, AUX_LAYERS, LAYOUTS
 from specdec.models.nextn import NextNConfig, NextNHead
 from specdec.models.nextn_weights import OWN_KEY, split_experts
 
@@ -30,13 +30,15 @@ def save_head(
     dtype: torch.dtype,
     lm_head_from_target: bool = False,
     verifier: Mapping[str, Any] | None = None,
+    num_layers: int | None = None,
 ) -> None:
     """Write `head` to `folder` (config.json, model.safetensors), floats as `dtype`.
 
     layout: "eagle", "eagle3" (official), "speculators" or "nextn" (DeepSeek-V3's names); None: the official one, or
     speculators for an EAGLE-3 head that the official one cannot express. lm_head_from_target leaves out EAGLE-3's
     lm_head, whose rows must then be the target's. verifier: speculators' `speculators_config.verifier`, the target.
-    Embeddings and output heads shared with the target are not stored. ValueError names what a layout cannot express.
+    num_layers: the target's, with which aux ids that are every reader's default are left out. Embeddings and output
+    heads shared with the target are not stored. ValueError names what a layout cannot express.
     """
     name = layout or default_layout(head)
     if name not in WRITTEN[head.algo]:
@@ -44,16 +46,19 @@ def save_head(
     if lm_head_from_target and not isinstance(head, Eagle3Head):
         raise ValueError(f"lm_head_from_target=True: a head of {head.algo!r} has no lm_head of its own to leave out")
     config = _config_json(name, head, lm_head_from_target, verifier)
+    if isinstance(head, Eagle3Head):
+        _without_default_ids(config, head.config, num_layers)
     state = {n: t.detach().cpu() for n, t in head.state_dict().items()}
     if lm_head_from_target:
         del state["lm_head.weight"]
-    state = {n: t.to(dtype) if t.is_floating_point() else t for n, t in state.items()}
-    num_layers = head.hf_config.num_hidden_layers if isinstance(head, NextNHead) else None
+    weights = dict(head.named_parameters())  # buffers that transformers keeps in fp32 stay so
+    state = {n: t.to(dtype) if n in weights else t for n, t in state.items()}
+    depth = head.hf_config.num_hidden_layers if isinstance(head, NextNHead) else None
     if isinstance(head, NextNHead):
         state = split_experts(state)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    named = {LAYOUTS[name].theirs(n, num_layers): t.contiguous() for n, t in state.items()}
+    named = {LAYOUTS[name].theirs(n, depth): t.contiguous() for n, t in state.items()}
     save_file(named, str(folder / WEIGHTS), metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
@@ -125,6 +130,7 @@ def eagle3_json(c: Eagle3Config, lm_head_from_target: bool) -> dict[str, Any]:
         "fc_norm": c.fc_norm,
         "lm_head_from_target": lm_head_from_target,
         "eagle_config": {**_aux_ids(c), "use_aux_hidden_state": True},
+        AUX_LAYERS: list(c.aux_layers),
     }
 
 
@@ -153,6 +159,7 @@ def speculators_json(c: Eagle3Config) -> dict[str, Any]:
         "norm_output": c.recycles_normed,
         "embed_requires_grad": False,
         **_aux_ids(c),
+        AUX_LAYERS: list(c.aux_layers),
     }
 
 
@@ -177,12 +184,15 @@ def nextn_json(head: NextNHead) -> dict[str, Any]:
 
 
 def _aux_ids(c: Eagle3Config) -> dict[str, list[int]]:
-    """Aux ids as files count them: the residual stream after k layers is the output of layer k-1. The paper's layers
-    are every reader's default, and left out: where ids stand, SGLang counts them otherwise than vLLM does."""
-    high = c.aux_layers[-1]
-    if len(c.aux_layers) == 3 and c.aux_layers == (1, (high + 4) // 2 - 1, high):
-        return {}
-    return {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in c.aux_layers]}
+    """Aux ids as files count them: the residual stream after k layers is the output of layer k-1."""
+    return {AUX_IDS: [i + 1 for i in c.aux_layers]}
+
+
+def _without_default_ids(config: dict[str, Any], c: Eagle3Config, num_layers: int | None) -> None:
+    """Leave the paper's layers of a target of `num_layers` out, which every reader takes by itself: where ids stand,
+    SGLang counts them otherwise than vLLM does."""
+    if num_layers is not None and num_layers > 7 and c.aux_layers == default_aux_layers(num_layers):
+        config.get("eagle_config", config).pop(AUX_IDS)
 
 
 def _layer_json(c: LayerConfig) -> dict[str, Any]:

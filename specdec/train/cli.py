@@ -115,7 +115,7 @@ def fit(
 ) -> None:
     """Fit a draft to corpora and export it."""
     values = dict(locals())
-    values["aux_layers"] = tuple(int(i) for i in aux_layers.split(",")) if aux_layers else None
+    values["aux_layers"] = _layers(aux_layers) if aux_layers else None
     config = recipe(algo, **_picked(TrainConfig, values))
     shape = Shape(**_picked(Shape, values))
     result = train(corpus, out, config, algo=algo, shape=shape, held_out=held_out, resume=resume, **_where(values))
@@ -147,6 +147,13 @@ def run(
     corpus = out.with_name(out.name + ".corpus.safetensors")
     made = prepare(**_picked(Generation, values), **_where(values), out=corpus)
     _print_json({"data": made, **train([corpus], out, config, algo=algo, **_where(values))})
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"--aux-layers {text!r}: expected layers, such as 1,14,26")
+    return tuple(map(int, parts))
 
 
 def _picked(kind: type, values: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 It knows nothing about models or batches; those lie in `regenerate` (what fills it) and `batches` (what reads it).
 """
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,6 +111,12 @@ class Corpus:
     def num_answer_tokens(self) -> int:
         """Tokens that the target generated."""
         return int(self.answer.sum())
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that it holds."""
+        parts = (self.tokens, self.offsets, self.answer)
+        return hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in parts)).hexdigest()
 
     def sequence(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens [n] int32, answer [n] bool) of sequence `i`."""

@@ -63,6 +63,12 @@ class Generation:
         index, _, count = self.shard.partition("/")
         if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
             raise ValueError(f"shard={self.shard!r}: expected i/n with i of 0..n-1, such as 0/4")
+        try:
+            valid = all(law >= 0 for law in self.laws)
+        except ValueError:
+            valid = False
+        if not valid:
+            raise ValueError(f"temperatures={self.temperatures!r}: expected numbers from 0, such as 0,0.7,1.0")
 
     @property
     def laws(self) -> list[float]:

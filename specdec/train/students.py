@@ -1,7 +1,7 @@
 """The students that `specdec train fit` knows: how each algorithm's is made, and how it is written."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -71,7 +71,13 @@ class Student:
 
 
 def make_student(algo: str, setup: Setup) -> Student:
-    """A student of `algo`, fresh or from `setup.shape.init`."""
+    """A student of `algo`, fresh or from `setup.shape.init`; ValueError for what such a student does not have."""
+    shape = setup.shape
+    takes = {"file_format", "embed_type"} & TAKEN[algo] if shape.init else TAKEN[algo]
+    given = [f.name for f in fields(Shape) if getattr(shape, f.name) != f.default and f.name not in {"init", *takes}]
+    if given:
+        what = f"a draft that goes on from {shape.init!r}" if shape.init else f"algo={algo!r}"
+        raise ValueError(f"{', '.join(given)}: {what} takes only {', '.join(sorted(takes)) or 'nothing'}; leave it out")
     return STUDENTS[algo](setup)
 
 
@@ -155,11 +161,22 @@ def _head(setup: Setup, head: DraftHead, facts: dict[str, Any] | None = None) ->
     is_shared = isinstance(head, Eagle3Head) and not setup.config.train_lm_head and not setup.shape.init
 
     def export(folder: Path) -> None:
-        save_head(folder, head, dtype=dtype, lm_head_from_target=is_shared)
+        depth = target_shape(setup.model).num_layers
+        save_head(folder, head, dtype=dtype, lm_head_from_target=is_shared, num_layers=depth)
 
     return Student(objective, facts or {}, export)
 
 
+# Fields of Shape that say something of a fresh student.
+TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "eagle": frozenset({"intermediate_size"}),
+        "eagle3": frozenset({"intermediate_size", "draft_vocab_size", "aux_layers"}),
+        "nextn": frozenset({"copy_layer"}),
+        "standalone": frozenset({"intermediate_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"})
+        | {"file_format", "embed_type"},
+    }
+)
 STUDENTS: Mapping[str, Callable[[Setup], Student]] = MappingProxyType(
     {"eagle": _eagle, "eagle3": _eagle3, "nextn": _nextn, "standalone": _standalone}
 )

@@ -33,6 +33,7 @@ class Trainer:
         self.objective = objective
         self.device = objective.device
         self.checkpoint = checkpoint
+        self._digest = train.digest
         self.batches = Batches(train, c.num_steps, c.tokens_per_batch, c.max_len, self.device)
         self.held_out = Batches(held_out, c.num_steps, c.tokens_per_batch, c.max_len, self.device)
         self.step = self.epoch = self.cursor = self.tokens_seen = 0
@@ -142,7 +143,7 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         """What must be equal for a checkpoint to be this run's."""
         recipe = {k: v for k, v in asdict(self.config).items() if k not in FREE}
-        return {**recipe, "student": self.objective.shape, "num_batches": len(self._plan)}
+        return {**recipe, "student": self.objective.shape, "corpus": self._digest}
 
     def _postfix(self, rates: dict[str, Any]) -> str:
         if not all(np.isfinite(rates["loss"])):
