@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/specdec demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = [[5, 9, 17, 3, 44, 8, 8, 101, 12, 13], [7, 30, 2, 90], [64, 3, 3, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30]]
-NUM_TOKENS = 5
+NUM_TOKENS = 5 if DEVICE.type == "cuda" else 4
 CHAIN = {"num_steps": 3}
 TREE = {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}
 
@@ -63,7 +63,7 @@ def test_accepted_paths_are_committed(shape):
         pytest.param(algo, shape, id=f"{algo}-{name}")
         for i, algo in enumerate([*ALGOS, MODULES])
         for j, (name, shape) in enumerate([("chain", CHAIN), ("tree", TREE)])
-        if DEVICE.type == "cuda" or algo == "eagle3" or i % 2 == j  # the interpreter is slow
+        if DEVICE.type == "cuda" or algo == "eagle3" or (i % 2 == j and algo != "eagle")  # the interpreter is slow
     ],
 )
 def test_greedy_and_sampled_text_is_that_of_the_torch_backend(algo, shape):
