@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from specdec.backends import LayerSpec
 from specdec.backends.rope import Rope
 from specdec.models.draft_head import LAST, Attend, DraftHead
+from specdec.models.probe import attention_spec
 
 IMPLEMENTATION = "specdec_head"  # attention of a head's layers: what its attention module was handed
 
@@ -42,16 +43,7 @@ def _handed_attention(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
 ) -> tuple[torch.Tensor, None]:
     """HF's attention call, q/k/v [B, heads, T, dim], through the callable of the forward in flight."""
-    spec = LayerSpec(
-        num_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
-        qk_dim=q.shape[3],
-        v_dim=v.shape[3],
-        scaling=float(kw["scaling"]) if kw.get("scaling") is not None else q.shape[3] ** -0.5,
-        window=kw.get("sliding_window"),
-        softcap=kw.get("softcap"),
-        has_sinks=kw.get("s_aux") is not None,
-    )
+    spec = attention_spec(q, k, v, kw)
     heads_last = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     return module.specdec_attend(*heads_last, spec, kw.get("s_aux")), None  # type: ignore[operator]
 

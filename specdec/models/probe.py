@@ -4,7 +4,7 @@ What is recorded: every attention call (module, shapes, scaling, window, softcap
 built, classified by evaluating HF's own mask closure far out. No model is known by name.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -70,6 +70,20 @@ class _PassThroughCache(DynamicCache):
         return 0
 
 
+def attention_spec(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kw: Mapping[str, Any]) -> LayerSpec:
+    """What an attention call of transformers says of its layer: q/k/v [B, heads, T, dim] and its other arguments."""
+    return LayerSpec(
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        qk_dim=q.shape[3],
+        v_dim=v.shape[3],
+        scaling=float(kw["scaling"]) if kw.get("scaling") is not None else q.shape[3] ** -0.5,
+        window=kw.get("sliding_window"),
+        softcap=kw.get("softcap"),
+        has_sinks=kw.get("s_aux") is not None,
+    )
+
+
 def _record_attention(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
 ) -> tuple[torch.Tensor, None]:
@@ -82,16 +96,7 @@ def _record_attention(
         problems.append(f"keys cover {k.shape[2]} positions for {q.shape[2]} queries (compressed or cached keys)")
     if q.shape[1] % k.shape[1]:
         problems.append(f"{q.shape[1]} query heads do not group over {k.shape[1]} KV heads")
-    spec = LayerSpec(
-        num_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
-        qk_dim=q.shape[3],
-        v_dim=v.shape[3],
-        scaling=float(kw["scaling"]) if kw.get("scaling") is not None else q.shape[3] ** -0.5,
-        window=kw.get("sliding_window"),
-        softcap=kw.get("softcap"),
-        has_sinks=kw.get("s_aux") is not None,
-    )
+    spec = attention_spec(q, k, v, kw)
     mask_id = int(mask) if isinstance(mask, torch.Tensor) and mask.numel() == 1 else None
     if mask is not None and mask_id is None:
         problems.append("attention gets a mask that HF's mask functions did not make")
