@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from specdec.doctor.cost import num_bytes
-from specdec.models.draft_head import DraftHead, LayerConfig
+from specdec.models.draft_head import LAST, DraftHead, LayerConfig
 from specdec.models.nextn import NextNHead
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -30,7 +30,8 @@ def facts_of(draft: DraftHead | PreTrainedModel, model: PreTrainedModel) -> dict
         own = {"embedding": draft.embed_tokens, "output head": draft.lm_head}
         facts |= {
             "draft_vocab": draft.hot_ids.numel(),
-            "aux_layers": list(draft.aux_layers),
+            "reads": "last hidden state" if draft.aux_layers == (LAST,) else "outputs of aux layers",
+            "aux_layers": [i for i in draft.aux_layers if i != LAST],
             "recycles": "state after the out norm" if draft.recycles_normed else "state before the out norm",
             "own": [name for name, module in own.items() if module is not None],
         }
