@@ -18,7 +18,7 @@ from rich.table import Table
 from specdec.backends.triton.backend import TritonBackend
 from specdec.bench import write_results
 from specdec.config import EngineConfig
-from specdec.draft.eagle3 import candidate_depths
+from specdec.draft.drafting import candidate_depths
 from specdec.kv_cache import KVPool
 from specdec.round_ops import TORCH_OPS, RoundOps, pick_ops
 from specdec.tree import chain

@@ -16,6 +16,7 @@ from specdec.train.losses import OutputHead, RowMath, imitation_loss
 
 
 def main() -> None:
+    """Time both ways; the table comes last."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=24576)
     parser.add_argument("--vocab", type=int, default=49152)

@@ -31,7 +31,8 @@ app.command("doctor")(doctor_command)
 SHIPPED = "shipped"
 
 Target = Annotated[str, typer.Option(help="Hub id, folder, .gguf file or 'bundled' (SmolLM2-135M-Instruct).")]
-Draft = Annotated[str, typer.Option(help="Draft folder, Hub id, 'shipped' or a shipped draft's name, or 'none'.")]
+DemoDraft = Annotated[str, typer.Option(help="Draft folder, .gguf file, Hub id, 'shipped' or a shipped draft's name.")]
+Draft = Annotated[str, typer.Option(help="As of `demo`, or 'none'. 'shipped' is the EAGLE-3 head.")]
 Device = Annotated[str, typer.Option(help="cuda, cpu; auto: cuda where there is one.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.")]
 Steps = Annotated[int | None, typer.Option(help="Draft depth S; default 2 on CPU, 3 on CUDA.")]
@@ -43,7 +44,7 @@ MaxNew = Annotated[int, typer.Option(help="Tokens to emit at most.")]
 @app.command()
 def demo(
     target: Target = BUNDLED,
-    draft: Draft = SHIPPED,
+    draft: DemoDraft = SHIPPED,
     steps: Steps = None,
     topk: TopK = 1,
     draft_tokens: DraftTokens = None,

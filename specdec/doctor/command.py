@@ -16,7 +16,8 @@ from specdec.doctor.facts import tokenizer_match, tokenizer_of
 from specdec.errors import CheckpointError
 from specdec.models.loader import Checkpoint, detect_algo, inspect, load_head
 from specdec.models.pretrained import BUNDLED, load_draft
-from specdec.prompts import chat_ids, read_questions
+from specdec.models.standalone import named_tokenizer
+from specdec.prompts import chat_ids, read_questions, tokenizer_fingerprint
 from specdec.train.target import load
 from specdec.train.teacher import target_shape
 
@@ -70,6 +71,9 @@ def doctor_command(
     if theirs is None and checkpoint is not None:
         theirs = tokenizer_of(checkpoint.folder)
     told["tokenizer"] = tokenizer_match(tokenizer, theirs)
+    named = named_tokenizer(source) if theirs is None else None
+    if named is not None:
+        told["tokenizer"] = "equal" if named == tokenizer_fingerprint(tokenizer) else "another, by its fingerprint"
     if problems:
         _print_facts(console, told)
         for problem in problems:

@@ -36,6 +36,7 @@ class TargetFacts:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "TargetFacts":
+        """Those of `model`."""
         config = model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None)
         found = None

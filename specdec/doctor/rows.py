@@ -68,6 +68,7 @@ class Agreement:
 
     @property
     def num_rows(self) -> int:
+        """Rows that were compared."""
         return self.right.shape[1]
 
     @property

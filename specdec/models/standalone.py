@@ -29,7 +29,7 @@ def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: 
     assert isinstance(model, PreTrainedModel)
     _check_vocabulary(model, target, own, tokenizer)
     if own is None and tokenizer is not None and not isinstance(draft, nn.Module):
-        _check_note(Path(draft), tokenizer)
+        _check_note(draft, tokenizer)
     attached = HFTarget(model)
     if attached.device != target.device:
         attached.detach()
@@ -61,15 +61,17 @@ def _check_vocabulary(model: PreTrainedModel, target: HFTarget, own: Any, tokeni
     )
 
 
-def _check_note(draft: Path, tokenizer: Any) -> None:
-    """A draft that brings no tokenizer may say which one it was trained with."""
-    note = (draft if draft.is_dir() else draft.parent) / NOTE
-    if not note.is_file():
-        return
-    wanted = json.loads(note.read_text("utf-8")).get("tokenizer_sha256")
-    found = tokenizer_fingerprint(tokenizer)
+def named_tokenizer(draft: str | Path) -> str | None:
+    """The fingerprint of the tokenizer that a draft without one says it was trained with."""
+    path = Path(draft).expanduser()
+    note = (path if path.is_dir() else path.parent) / NOTE
+    return json.loads(note.read_text("utf-8")).get("tokenizer_sha256") if note.is_file() else None
+
+
+def _check_note(draft: str | Path, tokenizer: Any) -> None:
+    wanted, found = named_tokenizer(draft), tokenizer_fingerprint(tokenizer)
     if wanted not in (None, found):
         raise ValueError(
-            f"{note.name} says the draft was trained with the tokenizer {wanted[:12]}…, the target's is {found[:12]}…: "
+            f"{NOTE} says the draft was trained with the tokenizer {wanted[:12]}…, the target's is {found[:12]}…: "
             "its ids would mean other tokens. Take a draft made for this target"
         )

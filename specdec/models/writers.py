@@ -177,7 +177,9 @@ def proposal_json(verifier: Mapping[str, Any] | None) -> dict[str, Any]:
 def nextn_json(head: NextNHead) -> dict[str, Any]:
     """config.json of an MTP layer alone: the target's own, and ours where the head is not like DeepSeek-V3's."""
     c, plain = head.config, NextNConfig()
-    config = json.loads(head.hf_config.to_json_string(use_diff=False))
+    whole = json.loads(head.hf_config.to_json_string(use_diff=False))
+    of_a_file = {"_name_or_path", "_model_name_or_path", "quantization_config", "dtype", "architectures"}
+    config = {name: value for name, value in whole.items() if name not in of_a_file}
     keys = ("hidden_first", "recycles_normed")
     own = {key: getattr(c, key) for key in keys if getattr(c, key) != getattr(plain, key)}
     return {**config, "num_nextn_predict_layers": c.num_layers, **({OWN_KEY: own} if own else {})}

@@ -1,1 +1,1 @@
-"""Trains draft heads: target-regenerated data, training-time test, export in the official EAGLE-3 layout."""
+"""Trains drafts: target-regenerated data, training-time test and distillation, export in layouts that others read."""

@@ -53,7 +53,7 @@ def write_card(folder: str | Path, facts: Mapping[str, Any], tau_rows: Sequence[
 
 
 def _held_out(facts: Mapping[str, Any]) -> str:
-    """Table of what the trainer measured on held-out sequences, teacher-forced."""
+    """Table of held-out rates: accuracy given true tokens, and what rounds played there accept."""
     rows = [
         {"draft step": j + 1, "right given true tokens": a, "accepted so far (a_j)": b}
         for j, (a, b) in enumerate(zip(facts.get("acc", ()), facts.get("accept_at", ()), strict=True))

@@ -27,7 +27,9 @@ Questions = Annotated[Path | None, typer.Option(help="GSM8K train.jsonl.")]
 Temperatures = Annotated[str, typer.Option(help="Temperatures of answers, taken in turns.")]
 GenMinutes = Annotated[float | None, typer.Option("--minutes", "--gen-minutes", help="Wall clock of generating.")]
 MaxBatch = Annotated[int | None, typer.Option(help="Requests decoded together; default 512 on CUDA, else 32.")]
-Shard = Annotated[str, typer.Option(help="i/n: make part i (from 0) of n of the same jobs.")]
+Shard = Annotated[
+    str, typer.Option(help="i/n: make part i (from 0) of n of the questions' jobs, and its share of the chats.")
+]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the target's layers for generating.")]
 Minutes = Annotated[float | None, typer.Option(help="Wall clock of training; the schedule fits itself to it.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens seen in training, without padding.")]

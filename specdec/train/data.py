@@ -25,7 +25,8 @@ class Corpus:
     tokens: [num_tokens] int32. offsets: [len + 1] int64, sequence i is the half-open interval offsets[i]:offsets[i+1].
     answer: [num_tokens] bool, set on tokens that the target generated, EOS included. Mask semantics: target row t
     (whose logits say what follows token t) is trained iff answer[t+1]. So the boundary row, the last prompt token,
-    counts, as does the row that predicts EOS; the EOS row itself and rows inside the prompt do not.
+    counts, as does the row that predicts EOS; the EOS row itself and rows inside the prompt do not
+    (standalone drafts may weigh those in: prompt_weight).
     """
 
     tokens: torch.Tensor

@@ -54,7 +54,7 @@ def write_safetensors(folder: Path, student: PreTrainedModel, dtype: torch.dtype
 
 
 def write_note(folder: Path, target: str, vocab_size: int, fingerprint: str) -> None:
-    """Write whose vocabulary the draft speaks; fingerprint: `specdec.text.tokenizer_fingerprint` of the target's."""
+    """Write whose vocabulary the draft speaks; fingerprint: `specdec.prompts.tokenizer_fingerprint` of the target's."""
     note = {"algo": "standalone", "target": target, "vocab_size": vocab_size, "tokenizer_sha256": fingerprint}
     (folder / NOTE).write_text(json.dumps(note, indent=2) + "\n", "utf-8")
 

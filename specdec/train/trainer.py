@@ -44,7 +44,7 @@ class Trainer:
         self.max_steps = min((n for n in limits if n), default=None)
 
     def fit(self) -> dict[str, Any]:
-        """Train to the end of the run; returns the held-out rates there (`Tally.read`) with steps, tokens, minutes."""
+        """Train to the end of the run; returns the held-out rates there (`evaluate`) with steps, tokens, minutes."""
         self._began = time.monotonic()
         tally = Tally.zero(self.config.num_steps, self.device)
         with tqdm(total=self.max_steps, initial=self.step, unit="step", dynamic_ncols=True) as bar:
