@@ -38,8 +38,8 @@ def attach(
 
     target: the model, in eval mode, on one device. It stays usable; `Engine.detach()` leaves it as it was.
     draft: a checkpoint folder, a .gguf file, a Hub id, a loaded head, a live causal LM of the same vocabulary
-        ("standalone"), or None for plain decoding. For "nextn" the target's own checkpoint, if it holds MTP layers, or a
-        folder that holds only them.
+        ("standalone"), or None for plain decoding. For "nextn" the target's own checkpoint, if it holds MTP layers, or
+        a folder that holds only them.
     algo: "auto" (what the checkpoint is, None without a draft), None (plain decoding) or a name of
         `specdec.draft.algo_spec.ALGORITHMS`.
     tokenizer: for text prompts, texts and stop strings; token ids need none.
