@@ -20,7 +20,7 @@ from specdec.sampling import SamplingKind
 from specdec.synthetic import impose_acceptance
 from specdec.tree import Tree
 from specdec.verify import Verdict
-from tests.heads import random_head
+from tests.heads import ALGOS, MODULES, random_draft
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
 
@@ -41,8 +41,8 @@ LAWS = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def engine_of(model, shape, **settings):
-    head = random_head(model).to(DEVICE) if shape else None
+def engine_of(model, shape, algo="eagle3", **settings):
+    head = random_draft(model, algo).to(DEVICE) if shape else None
     # Prefills have tests of their own.
     settings = {"max_batch": 5, "max_seq_len": 128, "cuda_graph": True, "prefill_graph": "off", **settings}
     return specdec.attach(model, head, **(shape or {}), **settings)
@@ -89,7 +89,7 @@ def outcome(core, call):
     for name, t in state.items():
         t.copy_(before[name])
     dummy = core.config.dummy_row
-    for name in {*core.state.tensors, "logits", "hidden"} & set(after):
+    for name in {*core.state.tensors, "logits", "hidden", "last"} & set(after):
         after[name][dummy] = 0  # padding's own
     for name in after:
         if "[" in name:  # a cache: slot 0 is padding's
@@ -101,11 +101,14 @@ def outcome(core, call):
 @pytest.mark.parametrize("kind", GRAPH_SAMPLING)
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
 @pytest.mark.parametrize("round_graph", [True, False], ids=["whole", "apart"])
-def test_replay_equals_eager_for_every_runner_and_batch(shape, kind, round_graph):
+@pytest.mark.parametrize("algo", [*ALGOS, MODULES])
+def test_replay_equals_eager_for_every_runner_and_batch(algo, shape, kind, round_graph):
     """Batches 1, bucket-1, bucket, bucket+1 and above the largest; every runner against the callable it captured."""
-    if shape is PLAIN and not round_graph:
+    if shape is PLAIN and not (round_graph and algo == "eagle3"):
         pytest.skip("plain decoding is one graph anyway")
-    engine = engine_of(model_of(), shape, graph_batches=(1, 2, 4), round_graph=round_graph)
+    if kind == "filtered" and algo != "eagle3":
+        pytest.skip("filters are the target's matter")
+    engine = engine_of(model_of(), shape, algo, graph_batches=(1, 2, 4), round_graph=round_graph)
     core, every = past_prefill(engine, LAWS[kind])
     program, runners, counters = core.round, core.graphs.runners, core.counters.runners
     for num in (1, 2, 3, 4, 5):
@@ -116,6 +119,8 @@ def test_replay_equals_eager_for_every_runner_and_batch(shape, kind, round_graph
                 hidden = torch.randn(num, program.target.spec.hidden_size, device=DEVICE)
                 inputs = {"rows": rows, "hidden": hidden}
                 eager = lambda rows=rows, hidden=hidden: first_token_part(program, kind, rows, hidden)  # noqa: E731
+            elif name == "draft_begin":
+                inputs, eager = {"rows": rows}, lambda rows=rows: program.begin(rows)
             elif name in ("round", "decode"):
                 inputs, eager = {"rows": rows}, lambda rows=rows: program.play(kind, rows)
             elif name == "draft":
@@ -130,7 +135,8 @@ def test_replay_equals_eager_for_every_runner_and_batch(shape, kind, round_graph
                 given = {**verdict._asdict(), "aux": aux}
                 inputs = {"rows": rows, **given}
                 eager = lambda rows=rows, given=given: extend_part(program, kind, rows, **given)  # noqa: E731
-            ours = outcome(core, lambda runner=runner, inputs=inputs: runner(kind, inputs))
+            variant = GRAPH_SAMPLING[0] if name == "draft_begin" else kind
+            ours = outcome(core, lambda runner=runner, inputs=inputs, variant=variant: runner(variant, inputs))
             assert_same(ours, outcome(core, eager), f"{name} of {num}")
             assert counters[name].replays == replays + (num <= 4), f"{name} of {num} must replay, above the largest not"
 

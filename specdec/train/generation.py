@@ -28,6 +28,7 @@ from specdec.train.target import load
 
 USER_TURN_SHARE = 0.3  # of the generation budget; answers take the rest
 USER_TURN_TOKENS = 128
+ANSWER_SEEDS = 1 << 20  # what chat answers add to the seed of user turns, so that no shard draws as another does
 GRAPH_BATCHES = (64, 128, 256, 512)  # few and large: a batch is full until its chunk runs out
 CHUNK_BATCHES = 8  # a chunk ends with a batch that empties, so chunks are long; what is done is saved after each
 MAX_BATCH = {"cuda": 512, "cpu": 32}
@@ -140,7 +141,7 @@ def shard_jobs(g: Generation, questions: Sequence[list[int]], chats: Sequence[li
     """The requests of this shard: its part of the jobs of all questions, and its own chats; shuffled, so that a run
     cut short has the same mix."""
     of_questions = g.part(answer_jobs(questions, g.laws, g.samples_per_question, g.seed))
-    jobs = of_questions + answer_jobs(chats, g.laws, 1, g.turn_seed() + 1)
+    jobs = of_questions + answer_jobs(chats, g.laws, 1, g.turn_seed() + ANSWER_SEEDS)
     random.Random(g.seed).shuffle(jobs)
     return jobs
 
