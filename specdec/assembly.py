@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -83,16 +83,18 @@ def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None) -> tu
     backend, why = pick_backend(config.backend, target.spec.layers, target.dtype, target.device, config.page_size)
     backends = [backend]
     counters = Counters()
-    _check_memory(target, config, draft)
+    shape = None if draft is None else DraftShape.of(draft)
+    _check_memory(target, config, shape)
     tables = SlotTables(config.max_batch, config.table_width, config.pool_slots, config.page_size, target.device)
     worker: DraftWorker = NoDraft()
-    if draft is not None:
-        layers = _layers_of(draft)
-        own, draft_why = pick_backend(config.backend, layers, _dtype_of(draft), target.device, config.page_size)
+    target.expect_positions(config.table_width)
+    if draft is not None and shape is not None:
+        own, draft_why = pick_backend(config.backend, shape.layers, shape.dtype, target.device, config.page_size)
         why = why if own is backend else f"{why}; the draft: {own.name}, {draft_why}"
         backends.append(own)
         rest = (config, own(), _ops_for(own), tables.total_slots, counters.count_forward)
         if isinstance(draft, HFTarget):
+            draft.expect_positions(config.table_width)
             worker = StandaloneWorker(draft, *rest)
         else:
             worker = (HeadWorker if draft.num_modules == 1 else ModulesWorker)(draft, target, *rest)
@@ -126,26 +128,29 @@ def _check_length(config: EngineConfig, model: HFTarget, what: str) -> None:
             f"max_seq_len={config.max_seq_len}: the {what} has positions up to {limit}; "
             f"attach with max_seq_len={limit} or less"
         )
-    model.expect_positions(config.table_width)
 
 
-def _layers_of(draft: Draft) -> Sequence[LayerSpec]:
-    return draft.spec.layers if isinstance(draft, HFTarget) else draft.attention_layers
+class DraftShape(NamedTuple):
+    """What an engine makes room for. num_state: elements a row, logits and recycled states; num_aux: hidden states it
+    reads of the target."""
+
+    layers: Sequence[LayerSpec]
+    dtype: torch.dtype
+    num_state: int
+    module: nn.Module
+    num_aux: int
+
+    @classmethod
+    def of(cls, draft: Draft) -> "DraftShape":
+        """That of a head or a model."""
+        if isinstance(draft, HFTarget):
+            return cls(draft.spec.layers, draft.dtype, draft.spec.vocab_size, draft.model, 0)
+        num_states = 1 if draft.num_modules == 1 else 1 + draft.num_modules
+        num_state = draft.hot_ids.numel() + num_states * draft.hidden_size
+        return cls(draft.attention_layers, draft.weight.dtype, num_state, draft, len(draft.aux_layers))
 
 
-def _dtype_of(draft: Draft) -> torch.dtype:
-    return draft.dtype if isinstance(draft, HFTarget) else draft.weight.dtype
-
-
-def _state_width(draft: Draft) -> int:
-    """Elements a row: logits, and the recycled state of a head."""
-    if isinstance(draft, HFTarget):
-        return draft.spec.vocab_size
-    num_states = 1 if draft.num_modules == 1 else 1 + draft.num_modules
-    return draft.hot_ids.numel() + num_states * draft.hidden_size
-
-
-def _check_memory(target: HFTarget, config: EngineConfig, draft: Draft | None) -> None:
+def _check_memory(target: HFTarget, config: EngineConfig, draft: DraftShape | None) -> None:
     """CapacityError if pools, tables and graphs will not fit beside the weights."""
     total_slots = SlotTables.slots_for(config.pool_slots, config.page_size)
 
@@ -155,23 +160,23 @@ def _check_memory(target: HFTarget, config: EngineConfig, draft: Draft | None) -
     def pool(layers: Sequence[LayerSpec], dtype: torch.dtype) -> int:
         return KVPool.bytes_for([s.shape for s in layers], total_slots, dtype)
 
-    num_draft_layers = 1 if draft is None else len(_layers_of(draft))
+    num_draft_layers = 1 if draft is None else len(draft.layers)
     lower = "num_slots, max_batch or max_seq_len"
     needs = [MemoryNeed("KV pool", pool(target.spec.layers, target.dtype), lower)]
     needs.append(MemoryNeed("slot tables", 8 * config.num_rows * config.table_width, "max_batch or max_seq_len"))
     resident = [MemoryNeed("weights", size(target.model), "")]
     if draft is not None:
-        layers, dtype = _layers_of(draft), _dtype_of(draft)
-        state = config.num_rows * _state_width(draft) + 2 * config.table_width * max(s.qk_dim for s in layers)
-        needs.append(MemoryNeed("the draft's KV pool", pool(layers, dtype), lower))
-        needs.append(MemoryNeed("the draft's state", state * dtype.itemsize, "max_batch or max_seq_len"))
-        resident.append(MemoryNeed("draft", size(draft.model if isinstance(draft, HFTarget) else draft), ""))
+        tables = 2 * config.table_width * max(s.qk_dim for s in draft.layers)
+        state = (config.num_rows * draft.num_state + tables) * draft.dtype.itemsize
+        needs.append(MemoryNeed("the draft's KV pool", pool(draft.layers, draft.dtype), lower))
+        needs.append(MemoryNeed("the draft's state", state, "max_batch or max_seq_len"))
+        resident.append(MemoryNeed("draft", size(draft.module), ""))
     if config.cuda_graph is not False:
         spec = target.spec
         shape = (spec.hidden_size, spec.vocab_size, len(spec.layers), target.dtype.itemsize)
         needs.append(MemoryNeed("graphs", estimate_bytes(config, *shape, num_draft_layers), LOWER))
     if resolve_prefill_mode(config, target) != "off":
-        num_aux = len(draft.aux_layers) if isinstance(draft, DraftHead) else 0
+        num_aux = 0 if draft is None else draft.num_aux
         num_bytes = estimate_prefill_bytes(config, target.spec, num_aux, target.dtype.itemsize, num_draft_layers)
         needs.append(MemoryNeed("prefill graphs", num_bytes, PREFILL_LOWER))
     check_fits(needs, resident, free_bytes(target.device))

@@ -143,9 +143,9 @@ class Core:
         chunk, ids = self._chunk(pieces, starts)
         hidden, aux = self.prefill.target(chunk.metadata, ids)
         done = [i for i, (r, _) in enumerate(pieces) if r.is_prefilled]
-        places = slice(None) if len(done) == len(pieces) else self._tensor(done)
-        rows, last_rows = chunk.rows[places], chunk.last_rows[places]
         if done:
+            places = slice(None) if len(done) == len(pieces) else self._tensor(done)
+            rows, last_rows = chunk.rows[places], chunk.last_rows[places]
             finished = [pieces[i][0] for i in done]
             kind = SamplingKind.of(r.sampling for r in finished)
             packed = self.graphs.first_tokens(kind, rows, hidden[last_rows])

@@ -33,6 +33,8 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # that need no scales
+
 Shapes = dict[str, tuple[tuple[int, ...], Any]]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from specdec.models.checkpoint import Shapes
+from specdec.models.checkpoint import FLOATS, Shapes
 
 INIT_STD = 0.02  # of embeddings that transformers initialises
 ANOTHER_TARGET = "the hidden size of another target"
@@ -41,9 +41,8 @@ def tensor_problems(
 
 def quantised_problems(found: Shapes, known: Iterable[str], named: Callable[[str], str]) -> list[str]:
     """Weights that are stored in a type that needs scales."""
-    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     whole = ("d2t", "t2d")
-    odd = [n for n in known if n in found and found[n][1] not in floats and n not in whole]
+    odd = [n for n in known if n in found and found[n][1] not in FLOATS and n not in whole]
     if not odd:
         return []
     kinds = sorted({str(found[n][1]) for n in odd})

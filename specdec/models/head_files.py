@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from specdec.errors import CheckpointError
-from specdec.models.checkpoint import Shapes, TensorFiles, read_json
+from specdec.models.checkpoint import FLOATS, Shapes, TensorFiles, read_json
 from specdec.models.eagle import EagleConfig
 from specdec.models.eagle3 import Eagle3Config
 from specdec.models.head_configs import Reading, eagle3_config, eagle_config, speculators_config
@@ -55,8 +55,7 @@ class HeadFiles:
 
     def is_float(self, ours: str, shape: tuple[int, ...]) -> bool:
         """Whether there is such a tensor of plain floats."""
-        floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-        return ours in self.found and self.found[ours][0] == shape and self.found[ours][1] in floats
+        return ours in self.found and self.found[ours][0] == shape and self.found[ours][1] in FLOATS
 
     def read_config(self, num_layers: int | None = None) -> tuple[Reading, HeadConfig | None]:
         """The head's config for a target of `num_layers`, with notes and problems; None if it cannot be made."""

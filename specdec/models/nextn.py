@@ -86,6 +86,8 @@ class NextNHead(DraftHead):
         like = full_attention_layer(text)
         self.mtp = nn.ModuleList([NextNLayer(decoder, self.hf_config, like) for _ in range(c.num_layers)])
         self.rotary = type(decoder.rotary_emb)(config=self.hf_config)
+        differs = "layer_type" in signature(self.rotary.forward).parameters  # one rotary for several kinds of layers
+        self._rope_kind = {"layer_type": "full_attention"} if differs else {}
         self.embed_tokens = nn.Embedding(self.vocab_size, self.hidden_size) if c.own_embedding else None
         self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False) if c.own_head else None
         self._seen: list[tuple[LayerSpec, torch.Tensor | None]] = []
@@ -107,8 +109,7 @@ class NextNHead(DraftHead):
         rows = positions.reshape(1, -1)
         if hasattr(self.rotary, "mrope_section"):  # three grids, which are one for text
             rows = rows.expand(3, *rows.shape)
-        kind = {"layer_type": "full_attention"} if "layer_type" in signature(self.rotary.forward).parameters else {}
-        cos, sin = self.rotary(like, rows, **kind)
+        cos, sin = self.rotary(like, rows, **self._rope_kind)
         return Rope(cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1))
 
     def out_norm(self, module: int = 0) -> nn.Module:
