@@ -54,6 +54,34 @@ def test_greedy_text_is_that_of_generate(algo, shape, graphs):
         assert bool(counts["replays"]) == (graphs == "graphs") and bool(counts["eager"]) == (graphs == "eager"), name
 
 
+@EVERY_ALGO
+def test_compiled_layers_feed_every_draft_alike(algo):
+    """Traced layers in rounds and prefills: the same text, and the very same drafts accepted."""
+    model, prompts, outs = tiny_model("llama").to(DEVICE), ragged_prompts(), []
+    traced = {"compile": True, "compiler": "eager", "prefill_graph": "piecewise", "cuda_graph": True}
+    for settings in (GRAPHS["eager"], traced):
+        engine = engine_of(model, algo, CHAIN, **settings)
+        outs.append(engine.generate(prompts, max_new_tokens=NUM_TOKENS))
+        is_traced = engine.report().compile_seconds > 0
+        engine.detach()
+        assert is_traced == (settings is traced)
+    assert outs[0].tokens == outs[1].tokens == [greedy(model, p, NUM_TOKENS) for p in prompts]
+    assert outs[0].stats.acceptance == outs[1].stats.acceptance
+
+
+@SHAPES
+@EVERY_ALGO
+def test_poisoned_pools_change_nothing(algo, shape):
+    model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
+    engine = engine_of(model, algo, shape)
+    expected = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
+    for context in (engine._core.context, engine._core.round.worker.context):
+        for cache in (*context.pool.k, *context.pool.v):
+            cache.fill_(float("nan"))
+    again = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
+    assert again.tokens == expected.tokens and again.stats.acceptance == expected.stats.acceptance
+
+
 @SHAPES
 @EVERY_ALGO
 def test_sampled_text_depends_on_neither_batch_nor_graphs(algo, shape):
