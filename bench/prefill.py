@@ -98,7 +98,7 @@ def ttft_row(engine: Any, args: argparse.Namespace, mode: str, tokens: int, batc
     times = []
     for _ in range(args.repeats + 2):
         prompts = torch.randint(0, core.target.spec.vocab_size, (batch, tokens), generator=generator).tolist()
-        requests = engine._requests(prompts, None, 8, None, (), (), True)
+        requests = engine._requests(prompts, max_new_tokens=8, ignore_eos=True)
         torch.cuda.synchronize()
         start = time.perf_counter()
         core.scheduler.add(requests)

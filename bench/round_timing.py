@@ -28,7 +28,7 @@ def running(engine: Any, case: Case) -> Iterator[Any]:
     vocab = engine._core.target.spec.vocab_size
     prompts = torch.randint(0, vocab, (case.batch, PROMPT), generator=generator).tolist()
     core = engine._core
-    requests = engine._requests(prompts, None, NEW_TOKENS, case.law, (), (), True)
+    requests = engine._requests(prompts, max_new_tokens=NEW_TOKENS, sampling=case.law, ignore_eos=True)
     core.scheduler.add(requests)
     while any(not r.is_prefilled for r in requests):
         core.step()

@@ -2,26 +2,24 @@
 
 import time
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Generator, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.admission import make_requests
 from specdec.assembly import assemble, resolve_algo
 from specdec.batch import on_device
 from specdec.config import EngineConfig
 from specdec.engine import Core
-from specdec.errors import CapacityError, DetachedError
+from specdec.errors import DetachedError
 from specdec.metrics import AcceptanceStats
 from specdec.models.hf import HFTarget
 from specdec.outputs import GenerationOutput, GenerationStats, Report, RequestOutput
-from specdec.sampling import SamplingParams
 from specdec.scheduler import Request
-from specdec.state import MAX_STOP_IDS
-from specdec.text import Detokenizer, prompts_to_ids
 
 DEFAULT_MAX_SEQ_LEN = 2048
 
@@ -89,24 +87,15 @@ class Engine:
         self._core: Core | None = core
         self._total = AcceptanceStats()
 
-    def generate(
-        self,
-        prompts: Any,
-        *,
-        attention_mask: Any = None,
-        max_new_tokens: int | Sequence[int] = 256,
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-    ) -> GenerationOutput:
+    def generate(self, prompts: Any, **options: Any) -> GenerationOutput:
         """Generate for one prompt or a ragged batch; see `specdec.text.prompts_to_ids` for what a prompt can be.
 
+        The options are the keyword arguments of `specdec.admission.make_requests`:
         sampling: None is greedy; one SamplingParams for all (request i then uses seed + i) or one a prompt.
         stop: strings that end a request; its text ends before the string. stop_token_ids: ids that end it.
         Every argument is checked before any work starts; ValueError (CapacityError for what can never fit).
         """
-        requests = self._requests(prompts, attention_mask, max_new_tokens, sampling, stop, stop_token_ids, ignore_eos)
+        requests = self._requests(prompts, **options)
         start = time.perf_counter()
         for _ in self._run(requests):
             pass
@@ -119,18 +108,7 @@ class Engine:
         """
         if self.tokenizer is None:
             raise ValueError("stream() yields text and the engine has no tokenizer; attach(..., tokenizer=...)")
-        defaults: dict[str, Any] = {
-            "attention_mask": None,
-            "max_new_tokens": 256,
-            "sampling": None,
-            "stop": (),
-            "stop_token_ids": (),
-            "ignore_eos": False,
-        }
-        unknown = set(options) - set(defaults)
-        if unknown:
-            raise ValueError(f"stream() got unknown options {sorted(unknown)}; expected some of {sorted(defaults)}")
-        requests = self._requests(prompt, **{**defaults, **options})
+        requests = self._requests(prompt, **options)
         if len(requests) != 1:
             raise ValueError(f"stream() takes one prompt, got {len(requests)}; use generate() for a batch")
         return self._stream(requests)
@@ -218,90 +196,15 @@ class Engine:
             if request.failure is not None:
                 raise request.failure
 
-    def _requests(
-        self,
-        prompts: Any,
-        attention_mask: Any,
-        max_new_tokens: int | Sequence[int],
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
-        stop: str | Sequence[str],
-        stop_token_ids: Sequence[int],
-        ignore_eos: bool,
-    ) -> list[Request]:
-        """Check everything, then make the requests; nothing has run yet."""
-        core = self._attached()
-        batch = prompts_to_ids(prompts, self.tokenizer, attention_mask)
-        limits = _per_prompt("max_new_tokens", max_new_tokens, len(batch))
-        laws = _sampling_per_prompt(sampling, len(batch))
-        strings = [stop] if isinstance(stop, str) else list(stop)
-        if strings and self.tokenizer is None:
-            raise ValueError(f"stop={stop!r} needs a tokenizer; attach(..., tokenizer=...)")
-        if not all(strings):
-            raise ValueError(f"stop={stop!r}: stop strings must not be empty")
-        eos = frozenset() if ignore_eos else _eos_ids(core.target.model)
-        stop_ids = tuple(sorted({*eos, *stop_token_ids}))
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(f"{len(stop_ids)} stop ids (EOS included): at most {MAX_STOP_IDS}")
-        for i, (ids, limit) in enumerate(zip(batch, limits, strict=True)):
-            self._check(core, i, ids, limit)
-        return [
-            Request(ids, limit, law, stop_ids, eos, Detokenizer(self.tokenizer, strings))
-            for ids, limit, law in zip(batch, limits, laws, strict=True)
-        ]
-
-    def _check(self, core: Core, index: int, ids: list[int], max_new_tokens: int) -> None:
-        if not ids:
-            raise ValueError(f"prompt {index} is empty; a target needs at least one token to continue")
-        vocab = core.target.spec.vocab_size
-        if not all(0 <= t < vocab for t in ids):
-            bad = next(t for t in ids if not 0 <= t < vocab)
-            raise ValueError(f"prompt {index} holds token {bad}; the target's vocabulary has {vocab} tokens")
-        if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens!r} for prompt {index}: expected an integer of at least 1")
-        total = len(ids) + max_new_tokens
-        if total > self.config.max_seq_len:
-            raise CapacityError(
-                f"prompt {index} has {len(ids)} tokens and may emit {max_new_tokens}: {total} exceed "
-                f"max_seq_len={self.config.max_seq_len}; shorten it, lower max_new_tokens, or attach with more"
-            )
-        core.slot_tables.check_fits(core.scheduler.slots_needed(len(ids), max_new_tokens))
+    def _requests(self, prompts: Any, **options: Any) -> list[Request]:
+        """Checked requests that are not queued yet; the options are those of `generate`."""
+        return make_requests(self._attached(), self.tokenizer, prompts, **options)
 
 
 def _refuse_draft_settings(settings: dict[str, Any]) -> None:
     given = sorted({"num_steps", "topk", "num_draft_tokens"} & set(settings))
     if given:
         raise ValueError(f"{', '.join(given)}: plain decoding drafts nothing; give a draft or leave them out")
-
-
-def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    """One value for all prompts, or one each."""
-    if not isinstance(value, Sequence):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"{name} has {len(value)} values for {count} prompts")
-    return list(value)
-
-
-def _sampling_per_prompt(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if sampling is None:
-        return [SamplingParams(seed=i) for i in range(count)]  # greedy; only synthetic acceptance draws
-    if isinstance(sampling, SamplingParams):
-        return [replace(sampling, seed=(sampling.seed + i) % 2**63) for i in range(count)]
-    laws = _per_prompt("sampling", sampling, count)
-    wrong = next((s for s in laws if not isinstance(s, SamplingParams)), None)
-    if wrong is not None:
-        raise ValueError(f"sampling={wrong!r}: expected SamplingParams")
-    return laws
-
-
-def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """EOS ids as `generate` takes them: from the generation config."""
-    ids = model.generation_config.eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset(ids if isinstance(ids, Iterable) else [ids])
 
 
 def _output(requests: list[Request], time_s: float) -> GenerationOutput:

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"draft"}),),
     (frozenset({"scheduler", "state", "round", "round_graphs", "prefill", "prefill_graphs"}),),
     (frozenset({"engine"}),),
-    (frozenset({"assembly"}),),
+    (frozenset({"admission"}), frozenset({"assembly"}),),
     (frozenset({"api"}),),
     (frozenset({"train"}),),
     (frozenset({"", "__main__", "demo", "cli", "bench", "doctor", "convert"}),),

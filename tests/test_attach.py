@@ -83,7 +83,7 @@ def test_attach_twice_and_generate_after_detach():
 def test_a_run_that_is_under_way_at_detach_says_so():
     model = tiny_model("llama")
     engine = specdec.attach(model)
-    run = engine._run(engine._requests([[3, 4]], None, 20, None, (), (), True))
+    run = engine._run(engine._requests([[3, 4]], max_new_tokens=20, ignore_eos=True))
     next(run)
     engine.detach()
     with pytest.raises(specdec.DetachedError, match="detached"):
@@ -95,7 +95,7 @@ def test_two_engines_do_not_meet():
     prompt = ragged_prompts()[0]
     expected = [greedy(m, prompt) for m in models]
     engines = [specdec.attach(m, random_head(m)) for m in models]
-    requests = [e._requests(prompt, None, NUM_TOKENS, None, (), (), False) for e in engines]
+    requests = [e._requests(prompt, max_new_tokens=NUM_TOKENS) for e in engines]
     runs = [e._run(r) for e, r in zip(engines, requests, strict=True)]
     while any(r[0].finish_reason is None for r in requests):
         for run in runs:
@@ -111,7 +111,7 @@ def test_aux_hidden_states_are_outputs_of_the_named_layers():
     seen = []
     draft = engine._core.prefill.draft
     engine._core.prefill.draft = lambda metadata, ids, aux: (seen.append(aux), draft(metadata, ids, aux))[1]
-    run = engine._run(engine._requests(prompt, None, 1, None, (), (), False))
+    run = engine._run(engine._requests(prompt, max_new_tokens=1))
     next(run)
     torch.testing.assert_close(seen[0], torch.cat([classic[i + 1][0] for i in (0, 1, 2)], -1), atol=1e-5, rtol=1e-5)
 

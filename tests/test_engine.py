@@ -176,7 +176,7 @@ def test_late_results_change_nothing(lag):
     expected = [greedy(model, p, n) for p, n in zip(prompts, limits, strict=True)]
     engine = specdec.attach(model, random_head(model), max_batch=2, num_steps=3, max_prefill_tokens=9)
     engine._core._lag = lag
-    run = engine._run(engine._requests([prompts[0]], None, 20, None, (), (), True))
+    run = engine._run(engine._requests([prompts[0]], max_new_tokens=20, ignore_eos=True))
     for _ in range(4):
         next(run)
     run.close()  # its last rounds are still on their way

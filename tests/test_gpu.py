@@ -92,7 +92,7 @@ def test_a_round_is_one_launch(round_graph):
     model, num_rounds = tiny_model("llama").cuda(), 12
     engine = specdec.attach(model, random_head(model).cuda(), num_steps=3, max_batch=2, round_graph=round_graph)
     core = engine._core
-    core.scheduler.add(engine._requests(ragged_prompts()[:2], None, 100, None, (), (), True))
+    core.scheduler.add(engine._requests(ragged_prompts()[:2], max_new_tokens=100, ignore_eos=True))
     for _ in range(4):
         core.step()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:

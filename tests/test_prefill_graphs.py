@@ -328,7 +328,7 @@ def test_two_engines_do_not_meet(mode):
     for e in engines:
         for row in list(e._core.slot_tables._owned):
             e._core.slot_tables.release(row)
-    runs = [e._run(e._requests(prompts, None, 12, None, (), (), False)) for e in engines]
+    runs = [e._run(e._requests(prompts, max_new_tokens=12)) for e in engines]
     for _ in range(3):
         for run in runs:
             next(run, None)

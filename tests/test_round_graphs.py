@@ -61,7 +61,7 @@ def state_of(core):
 def past_prefill(engine, law, num_rounds=2):
     """The core and its live rows [5], a few rounds into five ragged requests."""
     core = engine._core
-    core.scheduler.add(engine._requests(ragged_prompts(), None, 60, law, (), (), True))
+    core.scheduler.add(engine._requests(ragged_prompts(), max_new_tokens=60, sampling=law, ignore_eos=True))
     while not core.scheduler.decoding() or any(not r.is_prefilled for r in core.scheduler.running):
         core.step()
     for _ in range(num_rounds):
@@ -202,7 +202,7 @@ def test_batches_that_shrink_and_grow(shape):
     while num_changes < 200:
         if rng.random() < 0.3:
             which, limit = rng.randrange(len(prompts)), rng.randrange(1, 25)
-            requests = engine._requests([prompts[which]], None, limit, None, (), (), False)
+            requests = engine._requests([prompts[which]], max_new_tokens=limit)
             core.scheduler.add(requests)
             jobs.append((requests[0], which, limit))
         running = [r for r in core.scheduler.running if r.is_running]
@@ -228,7 +228,7 @@ def test_two_engines_never_meet():
     engines = [engine_of(m, s, strict=True) for m, s in zip(models, (CHAIN, TREE), strict=True)]
     runs = []
     for engine in engines:
-        requests = engine._requests(prompts, None, 20, None, (), (), False)
+        requests = engine._requests(prompts, max_new_tokens=20)
         runs.append((engine._run(requests), requests))
     alive = True
     while alive:
@@ -270,7 +270,7 @@ def test_an_error_in_one_callers_step_reaches_every_caller(where):
     engine = engine_of(model, CHAIN, round_graph=False)
     runs = []
     for prompt in prompts[:2]:
-        requests = engine._requests([prompt], None, 20, None, (), (), False)
+        requests = engine._requests([prompt], max_new_tokens=20)
         runs.append((engine._run(requests), requests[0]))
     (first, one), (second, two) = runs
     if where != "prefill":
@@ -340,7 +340,7 @@ def test_bounds_of_the_length_follow_what_was_read():
     core._lag = 0
     bounds, play = [], core.graphs.play
     core.graphs.play = lambda kind, rows, bound: (bounds.append(bound), play(kind, rows, bound))[1]
-    requests = engine._requests(ragged_prompts(), None, 30, None, (), (), True)
+    requests = engine._requests(ragged_prompts(), max_new_tokens=30, ignore_eos=True)
     core.scheduler.add(requests)
     while core.scheduler.running or core.scheduler.waiting:
         core.step()
@@ -406,7 +406,7 @@ def test_tensors_that_move_are_found_before_a_replay(what, monkeypatch):
         with pytest.raises(GraphError, match="moved since round was captured"):
             engine.generate(prompts, max_new_tokens=4)
         return
-    run = engine._run(engine._requests(prompts, None, 20, None, (), (), True))
+    run = engine._run(engine._requests(prompts, max_new_tokens=20, ignore_eos=True))
     next(run)
     core.context.pool.k[1] = core.context.pool.k[1].clone()  # between two rounds: only debug mode looks there
     with pytest.raises(GraphError, match=r"target k\[1\] moved"):
