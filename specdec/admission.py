@@ -1,14 +1,17 @@
 """From what a caller hands in to checked requests. Nothing has run yet when a mistake is found here."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
 
 from specdec.engine import Core
 from specdec.errors import CapacityError
-from specdec.sampling import SamplingParams
+from specdec.generation import HONOURED, LENGTHS, Settings
+from specdec.processors import MAX_BAD_WORDS, MAX_ENTRIES, TokenRules
+from specdec.sampling_params import SamplingParams, check_ids, is_whole
 from specdec.scheduler import Request
 from specdec.state import MAX_STOP_IDS
 from specdec.text import Detokenizer, prompts_to_ids
@@ -22,31 +25,95 @@ def make_requests(
     prompts: Any,
     *,
     attention_mask: Any = None,
-    max_new_tokens: int | Sequence[int] = DEFAULT_NEW_TOKENS,
+    max_new_tokens: int | Sequence[int] | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-    stop: str | Sequence[str] = (),
-    stop_token_ids: Sequence[int] = (),
+    generation_config: Any = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: int | Sequence[int] | None = None,
     ignore_eos: bool = False,
+    **settings: Any,
 ) -> list[Request]:
-    """Requests for `prompts`, one each; the options are those of `Engine.generate`, whose errors these are."""
+    """Requests for `prompts`, one each, that are not queued yet; the options are those of `Engine.generate`."""
+    if sampling is not None:
+        _refuse_two_laws(settings)
+    merged = Settings.merge(core.target.model.generation_config, generation_config, settings)
     batch = prompts_to_ids(prompts, tokenizer, attention_mask)
-    limits = _per_prompt("max_new_tokens", max_new_tokens, len(batch))
-    laws = _sampling_per_prompt(sampling, len(batch))
-    strings = [stop] if isinstance(stop, str) else list(stop)
+    limits = _limits(core, merged, max_new_tokens, batch)
+    if not isinstance(ignore_eos, bool):
+        raise ValueError(f"ignore_eos={ignore_eos!r}: expected True or False")
+    eos = frozenset() if ignore_eos else merged.eos_ids
+    ids = () if stop_token_ids is None else [stop_token_ids] if is_whole(stop_token_ids) else stop_token_ids
+    strings, special = _stop_strings(stop if stop is not None else merged.get("stop_strings"), tokenizer)
+    stop_ids = tuple(sorted({*eos, *check_ids("stop_token_ids", ids), *special}))
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise ValueError(f"{len(stop_ids)} stop ids (EOS included): at most {MAX_STOP_IDS}")
+    _check_vocabulary(core, "stop ids", stop_ids)
+    laws = _laws(sampling, merged, batch)
+    for i, (prompt, limit, law) in enumerate(zip(batch, limits, laws, strict=True)):
+        _check(core, i, prompt, limit)
+        _check_rules(core, law, eos)
+    return [
+        Request(prompt, limit, law, stop_ids, eos, Detokenizer(tokenizer, strings), special)
+        for prompt, limit, law in zip(batch, limits, laws, strict=True)
+    ]
+
+
+def _refuse_two_laws(settings: dict[str, Any]) -> None:
+    """SamplingParams are a whole law: settings beside them would be dropped."""
+    both = sorted((HONOURED - {*LENGTHS, "eos_token_id", "stop_strings"}) & settings.keys())
+    if both:
+        raise ValueError(
+            f"sampling=SamplingParams(...) together with {', '.join(both)}: say it in one of the two; "
+            "SamplingParams has these fields, too"
+        )
+
+
+def _limits(core: Core, settings: Settings, given: Any, batch: list[list[int]]) -> list[int]:
+    """max_new_tokens of every prompt: the caller's, else the model's as far as the engine holds it, else 256."""
+    if given is not None:
+        return _per_prompt("max_new_tokens", given, len(batch))
+    limits = [settings.max_new_tokens(len(prompt)) for prompt in batch]
+    if any(name in settings.given for name in LENGTHS):
+        return [DEFAULT_NEW_TOKENS if limit is None else limit for limit in limits]
+    room = [core.config.max_seq_len - len(prompt) for prompt in batch]
+    if any(limit is not None and limit > most >= 1 for limit, most in zip(limits, room, strict=True)):
+        warnings.warn(
+            f"the model's generation_config allows more tokens than max_seq_len={core.config.max_seq_len} holds: texts "
+            "end there. Attach with a larger max_seq_len, or give max_new_tokens",
+            stacklevel=5,
+        )
+    return [
+        DEFAULT_NEW_TOKENS if limit is None else min(limit, max(most, 1))
+        for limit, most in zip(limits, room, strict=True)
+    ]
+
+
+def _stop_strings(stop: Any, tokenizer: Any) -> tuple[list[str], tuple[int, ...]]:
+    """Stop strings that text can show, and the ids of those that are special tokens, which never become text."""
+    strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, Iterable) or not all(isinstance(s, str) for s in strings):
+        raise ValueError(f"stop={stop!r}: expected a string or a list of strings")
+    strings = list(strings)
     if strings and tokenizer is None:
         raise ValueError(f"stop={stop!r} needs a tokenizer; attach(..., tokenizer=...)")
     if not all(strings):
         raise ValueError(f"stop={stop!r}: stop strings must not be empty")
-    eos = frozenset() if ignore_eos else _eos_ids(core.target.model)
-    stop_ids = tuple(sorted({*eos, *stop_token_ids}))
-    if len(stop_ids) > MAX_STOP_IDS:
-        raise ValueError(f"{len(stop_ids)} stop ids (EOS included): at most {MAX_STOP_IDS}")
-    for i, (ids, limit) in enumerate(zip(batch, limits, strict=True)):
-        _check(core, i, ids, limit)
-    return [
-        Request(ids, limit, law, stop_ids, eos, Detokenizer(tokenizer, strings))
-        for ids, limit, law in zip(batch, limits, laws, strict=True)
-    ]
+    special = _special_tokens(tokenizer) if strings else {}
+    mixed = [(s, t) for s in strings for t in special if t in s and t != s]
+    if mixed:
+        raise ValueError(
+            f"stop={mixed[0][0]!r} holds the special token {mixed[0][1]!r}, which never becomes text: "
+            "stop at the token alone, or leave it out of the string"
+        )
+    return [s for s in strings if s not in special], tuple(special[s] for s in strings if s in special)
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Id of every special token, which decoding leaves out, by its text."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    found = {str(token): index for index, token in added.items() if getattr(token, "special", False)}
+    names, ids = getattr(tokenizer, "all_special_tokens", ()), getattr(tokenizer, "all_special_ids", ())
+    return {**found, **dict(zip(map(str, names), ids, strict=False))}
 
 
 def _check(core: Core, index: int, ids: list[int], max_new_tokens: int) -> None:
@@ -56,7 +123,7 @@ def _check(core: Core, index: int, ids: list[int], max_new_tokens: int) -> None:
     if not all(0 <= t < vocab for t in ids):
         bad = next(t for t in ids if not 0 <= t < vocab)
         raise ValueError(f"prompt {index} holds token {bad}; the target's vocabulary has {vocab} tokens")
-    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+    if not is_whole(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens!r} for prompt {index}: expected an integer of at least 1")
     total = len(ids) + max_new_tokens
     if total > core.config.max_seq_len:
@@ -76,23 +143,51 @@ def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
     return list(value)
 
 
-def _sampling_per_prompt(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+def _laws(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, settings: Settings, batch: list[list[int]]
 ) -> list[SamplingParams]:
-    if sampling is None:
-        return [SamplingParams(seed=i) for i in range(count)]  # greedy; only synthetic acceptance draws
+    """The law of every prompt, seeded: a law for all gives request i the seed + i; without one it is drawn."""
     if isinstance(sampling, SamplingParams):
-        return [replace(sampling, seed=(sampling.seed + i) % 2**63) for i in range(count)]
-    laws = _per_prompt("sampling", sampling, count)
-    wrong = next((s for s in laws if not isinstance(s, SamplingParams)), None)
+        laws = [sampling] * len(batch)
+    elif sampling is None:
+        by_length = {n: settings.params(n) for n in {len(prompt) for prompt in batch}}
+        laws = [by_length[len(prompt)] for prompt in batch]
+    else:
+        laws = _per_prompt("sampling", sampling, len(batch))
+        wrong = next((s for s in laws if not isinstance(s, SamplingParams)), None)
+        if wrong is not None:
+            raise ValueError(f"sampling={wrong!r}: expected SamplingParams")
+        return [_seeded(law, 0) for law in laws]
+    if all(law.is_greedy and law.seed is None for law in laws):
+        return laws
+    return [_seeded(law, i) for i, law in enumerate(laws)]
+
+
+def _seeded(law: SamplingParams, index: int) -> SamplingParams:
+    """`law` with a seed of its own: its seed + index, or one drawn from torch's generator."""
+    if law.seed is None and law.is_greedy:
+        return law
+    seed = int(torch.randint(2**63 - 1, ())) if law.seed is None else (law.seed + index) % 2**63
+    return replace(law, seed=seed)
+
+
+def _check_rules(core: Core, law: SamplingParams, eos: frozenset[int]) -> None:
+    """ValueError if the rules of `law` name tokens that are not there, or are too many."""
+    if not law.has_processors:
+        return
+    _check_vocabulary(core, "suppressed, banned and biased tokens", law.named_tokens)
+    rules = TokenRules.of(law, sorted(eos))
+    counts = {
+        "tokens suppressed, banned or biased": (len(rules.tokens), MAX_ENTRIES),
+        "bad words of several tokens": (len(rules.bad_words), MAX_BAD_WORDS),
+    }
+    for what, (count, most) in counts.items():
+        if count > most:
+            raise ValueError(f"{count} {what}: at most {most} a request")
+
+
+def _check_vocabulary(core: Core, what: str, ids: Iterable[int]) -> None:
+    vocab = core.target.spec.vocab_size
+    wrong = next((token for token in ids if token >= vocab), None)
     if wrong is not None:
-        raise ValueError(f"sampling={wrong!r}: expected SamplingParams")
-    return laws
-
-
-def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """EOS ids as `generate` takes them: from the generation config."""
-    ids = model.generation_config.eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset(ids if isinstance(ids, Iterable) else [ids])
+        raise ValueError(f"{what} hold {wrong}; the target's vocabulary has {vocab} tokens")

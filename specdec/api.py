@@ -16,6 +16,7 @@ from specdec.batch import on_device
 from specdec.config import EngineConfig
 from specdec.engine import Core
 from specdec.errors import DetachedError
+from specdec.generation import shipped_settings
 from specdec.metrics import AcceptanceStats
 from specdec.models.hf import HFTarget
 from specdec.outputs import GenerationOutput, GenerationStats, Report, RequestOutput
@@ -90,10 +91,19 @@ class Engine:
     def generate(self, prompts: Any, **options: Any) -> GenerationOutput:
         """Generate for one prompt or a ragged batch; see `specdec.text.prompts_to_ids` for what a prompt can be.
 
-        The options are the keyword arguments of `specdec.admission.make_requests`:
-        sampling: None is greedy; one SamplingParams for all (request i then uses seed + i) or one a prompt.
+        Without options it does what `model.generate` would: the model's own `generation_config` decides about
+        sampling, penalties, lengths and EOS; where that names no length, 256 tokens are emitted at most. Options:
+        max_new_tokens: one number, or one a prompt. attention_mask: which of the ids count.
+        do_sample, temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens,
+        min_length, max_length, suppress_tokens, begin_suppress_tokens, bad_words_ids, sequence_bias (single tokens),
+        eos_token_id, stop_strings, generation_config: as in `model.generate`; None switches one off.
+        logit_bias: id -> what is added to its logit. seed: request i uses seed + i; None draws fresh ones.
+        sampling: SamplingParams, one for all or one a prompt, in place of all these but EOS and lengths.
         stop: strings that end a request; its text ends before the string. stop_token_ids: ids that end it.
-        Every argument is checked before any work starts; ValueError (CapacityError for what can never fit).
+        ignore_eos: go on past EOS.
+
+        Every argument is checked before any work starts; ValueError (CapacityError for what can never fit) names what
+        is wrong, or is not honoured here.
         """
         requests = self._requests(prompts, **options)
         start = time.perf_counter()
@@ -122,6 +132,7 @@ class Engine:
             backend=core.context.backend.name,
             backend_reason=self._backend_reason,
             config=asdict(self.config),
+            generation=shipped_settings(core.target.model.generation_config),
             kv_bytes=core.context.pool.num_bytes,
             num_free_pages=core.slot_tables.num_free_pages,
             num_pages=core.slot_tables.num_pages,

@@ -26,6 +26,7 @@ from specdec.models.loader import check_head, detect_algo, load_head
 from specdec.models.standalone import load_standalone
 from specdec.prefill_graphs import LOWER as PREFILL_LOWER
 from specdec.prefill_graphs import estimate_prefill_bytes, resolve_prefill_mode
+from specdec.processors import ProcessorState
 from specdec.round_checks import checked
 from specdec.round_graphs import LOWER, estimate_bytes
 from specdec.round_ops import RoundOps, pick_ops
@@ -164,6 +165,8 @@ def _check_memory(target: HFTarget, config: EngineConfig, draft: DraftShape | No
     lower = "num_slots, max_batch or max_seq_len"
     needs = [MemoryNeed("KV pool", pool(target.spec.layers, target.dtype), lower)]
     needs.append(MemoryNeed("slot tables", 8 * config.num_rows * config.table_width, "max_batch or max_seq_len"))
+    processors = ProcessorState.bytes_for(config.num_rows, config.table_width, target.spec.vocab_size)
+    needs.append(MemoryNeed("the state of penalties", processors, "max_batch or max_seq_len"))
     resident = [MemoryNeed("weights", size(target.model), "")]
     if draft is not None:
         tables = 2 * config.table_width * max(s.qk_dim for s in draft.layers)

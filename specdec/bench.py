@@ -94,7 +94,7 @@ def _measure(
     predicted: bool,
 ) -> dict[str, Any]:
     """One acceptance row; request i of a file is sampled with seed i."""
-    law = SamplingParams(temperature=temperature)
+    law = SamplingParams(temperature=temperature, seed=0)
     out = engine.generate([list(p) for p in prompts], max_new_tokens=max_new_tokens, sampling=law)
     config, half_width = engine.config, ci95(out.requests)
     row = {

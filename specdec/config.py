@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MAX_TAIL = 64  # nodes a 64-bit ancestor mask can name
-GRAPH_SAMPLING = ("greedy", "sampled", "filtered")
+GRAPH_SAMPLING = ("greedy", "sampled", "filtered", "processed_greedy", "processed")
 PREFILL_GRAPHS = ("auto", "piecewise", "breakable", "off")
 COMPILERS = ("inductor", "eager")
 
@@ -28,7 +28,8 @@ class EngineConfig:
     cuda_graph: whether rounds replay from graphs; None: on CUDA. True elsewhere records and re-runs, for tests.
     round_graph: the whole round as one graph, or False: draft, verify and extend apart; None: one where possible.
     graph_batches: batch sizes to capture, None for the usual ones up to max_batch.
-    graph_sampling: kinds of sampling to capture, of "greedy", "sampled" (no filters) and "filtered".
+    graph_sampling: kinds of sampling to capture, of "greedy", "sampled" (no filters), "filtered", and, for requests
+        with penalties, bans or biases, "processed_greedy" and "processed".
     prefill_graph: how prefills replay: "breakable" (captured in segments around attention), "piecewise" (the same, of
         traced and compiled pieces), "off", or "auto": on CUDA "piecewise" with compile, else "breakable"; "off"
         elsewhere, and for models whose experts wait for the host.

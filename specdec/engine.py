@@ -53,7 +53,7 @@ class Core:
         self.counters = counters
         self.slot_tables = slot_tables
         self.scheduler = Scheduler(slot_tables, config.tail_reserve)
-        self.state = EngineState.empty(config.num_rows, device)
+        self.state = EngineState.empty(config.num_rows, config.table_width, target.spec.vocab_size, device)
         self.device = device
         layers, sinks = target.spec.layers, target.spec.sinks
         pool = KVPool([s.shape for s in layers], slot_tables.total_slots, target.dtype, device)

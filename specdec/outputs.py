@@ -99,6 +99,7 @@ class Report:
 
     capture: how graphs of rounds are made ("full", "recorded" or "eager"); prefill_graph: those of prefills
     ("piecewise", "breakable" or "off"); compile_seconds: spent on tracing and compiling, 0 without;
+    generation: settings that the model ships, which `generate` honours;
     graphs: each with its cost; runners: name -> {replays, eager, rejects by reason};
     paths: forward mode -> {replays, eager}, a graph's forwards counting as replays.
     """
@@ -108,6 +109,7 @@ class Report:
     backend: str
     backend_reason: str
     config: dict[str, Any]
+    generation: dict[str, Any]
     kv_bytes: int
     num_free_pages: int
     num_pages: int
@@ -135,6 +137,9 @@ class Report:
             "draft      " + ", ".join(f"{k}={v}" for k, v in self.draft.items()),
             f"backend    {self.backend} ({self.backend_reason})",
             "config     " + ", ".join(f"{k}={v}" for k, v in self.config.items()),
+            "generation "
+            + (", ".join(f"{k}={v}" for k, v in self.generation.items()) or "nothing set")
+            + " (the model's own; SamplingParams replace all but EOS)",
             f"KV pool    {self.kv_bytes / 2**20:.1f} MiB, {self.num_free_pages} of {self.num_pages} pages free",
             f"tau        {self.acceptance.tau:.3f} over {self.acceptance.num_rounds} rounds, a_j = "
             + (" ".join(f"{a:.2f}" for a in self.acceptance.acceptance_at) or "-"),

@@ -18,8 +18,9 @@ from specdec.draft.worker import (
     RoundBatch,
 )
 from specdec.models.hf import HFTarget
+from specdec.processors import remember
 from specdec.round_ops import RoundOps
-from specdec.sampling import SamplingBatch, SamplingKind, process_logits
+from specdec.sampling import SamplingKind, process_logits
 from specdec.state import EngineState
 from specdec.synthetic import impose_acceptance
 from specdec.tree import Tree, chain
@@ -66,14 +67,15 @@ class Round:
 
     def batch(self, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> RoundBatch:
         """Gather what a round needs to know of `rows`."""
-        filters = kind == SamplingKind.FILTERED
+        kind = SamplingKind(kind)
         return RoundBatch(
             rows=rows,
             slot_tables=self.slot_table[rows],
             seq_lens=self.state.seq_lens[rows],
             roots=self.state.roots[rows],
-            sampling=None if kind == SamplingKind.GREEDY else self.state.sampling.select(rows, filters),
+            sampling=None if kind.is_greedy else self.state.sampling.select(rows, kind.has_filters),
             max_prefix=self.slot_table.shape[1] if max_prefix is None else max_prefix,
+            is_processed=kind.has_processors,
         )
 
     def verify(self, batch: RoundBatch, tree: Tree) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -136,31 +138,47 @@ class Round:
     def _decide(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor, stream: int) -> Verdict:
         """Which nodes the target accepts (logits [bs, D, V]), before stops and limits."""
         num_steps = min(self.config.num_steps, logits.shape[1] - 1)
-        if batch.sampling is None:
+        if batch.sampling is None and not batch.is_processed:
             return self.ops.verify_greedy(logits, draft.tree, num_steps)
-        uniforms = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, stream, logits.shape[1])
+        uniforms = None
+        if batch.sampling is not None:
+            uniforms = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, stream, logits.shape[1])
         size = max(1, LAW_BYTES // (4 * logits[0].numel()))
         parts = [slice(i, i + size) for i in range(0, logits.shape[0], size)]
-        verdicts = [self._sample(batch.sampling, draft, logits, uniforms, num_steps, part) for part in parts]
+        verdicts = [self._judge(batch, draft, logits, uniforms, num_steps, stream, part) for part in parts]
         return verdicts[0] if len(verdicts) == 1 else Verdict(*map(torch.cat, zip(*verdicts, strict=True)))
 
-    def _sample(
+    def _judge(
         self,
-        sampling: SamplingBatch,
+        batch: RoundBatch,
         draft: Draft,
         logits: torch.Tensor,
-        uniforms: torch.Tensor,
+        uniforms: torch.Tensor | None,
         num_steps: int,
+        stream: int,
         part: slice,
     ) -> Verdict:
-        """The stochastic verdict of the requests `part`."""
-        probs = process_logits(logits[part], sampling.select(part))
-        tree = Tree(*(t[part] for t in draft.tree))
+        """The verdict of the requests `part` on processed logits, or on the laws that logits make."""
+        tree, scores = Tree(*(t[part] for t in draft.tree)), logits[part]
+        if batch.is_processed:
+            context = self._num_context(batch, stream)[part]
+            scores = self.ops.process(scores, tree, batch.rows[part], context, self.state.processors)
+        if batch.sampling is None or uniforms is None:
+            return self.ops.verify_greedy(scores, tree, num_steps)
+        probs = process_logits(scores, batch.sampling.select(part))
         if draft.probs is not None:
             return self.ops.verify_chain(probs, draft.probs[part], tree, uniforms[part])
         return self.ops.verify_tree(probs, tree, num_steps, uniforms[part])
 
+    @staticmethod
+    def _num_context(batch: RoundBatch, stream: int) -> torch.Tensor:
+        """[bs] tokens that the root's logits follow: the prompt alone, or all up to the root."""
+        return batch.seq_lens if stream == STREAM_PREFILL else batch.seq_lens + 1
+
     def _emit(self, batch: RoundBatch, verdict: Verdict, moves: bool) -> torch.Tensor:
         """The last token is the new root and L += accept_lens, if it moves; results for the host."""
         state = self.state
+        if batch.is_processed:
+            context = self._num_context(batch, STREAM_VERIFY if moves else STREAM_PREFILL)
+            remember(verdict.tokens, batch.rows, context, state.processors)
         return self.ops.emit(verdict, batch.rows, state.seq_lens, state.roots, state.remaining, moves)

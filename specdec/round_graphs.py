@@ -106,10 +106,9 @@ class RoundGraphs:
         self.runners["draft_begin"](self._config.graph_sampling[0], {"rows": rows})
 
     def _served_as(self, kind: SamplingKind) -> SamplingKind:
-        """The least kind at or above `kind` that was captured; a later kind does all that an earlier one does."""
-        kinds = list(SamplingKind)
-        able = kinds[kinds.index(kind) :]
-        return next((k for k in able if k in self._config.graph_sampling), kind) if not self.capture.refusal else kind
+        """The least kind that was captured and serves `kind`; without graphs, `kind` itself."""
+        captured = [SamplingKind(k) for k in self._config.graph_sampling if not self.capture.refusal]
+        return next((k for k in captured if k.serves(kind)), kind)
 
     def check_addresses(self) -> None:
         """GraphError if a tensor that the graphs read has been replaced or moved."""
@@ -129,7 +128,7 @@ class RoundGraphs:
             yield BufferSpec(name, lambda n: (n, num_nodes), torch.int64, pad=pad)
         if self._program.worker.draws_chains and self._config.topk == 1:
             law = (self._config.num_steps, self._program.target.spec.vocab_size)
-            sampled = (SamplingKind.SAMPLED, SamplingKind.FILTERED)
+            sampled = tuple(kind for kind in SamplingKind if not kind.is_greedy)
             yield BufferSpec("probs", lambda n: (n, *law), torch.float32, pad=0.0, variants=sampled)
 
     def _verdict_specs(self) -> Iterator[BufferSpec]:
@@ -197,7 +196,7 @@ def estimate_bytes(
     activation_bytes = tokens * hidden_size * itemsize * LIVE_ROWS
     table_bytes = num_reqs * config.table_width * 8
     law_bytes = 0
-    if any(kind != SamplingKind.GREEDY for kind in config.graph_sampling):
+    if any(not SamplingKind(kind).is_greedy for kind in config.graph_sampling):
         law_bytes = LIVE_LAWS * min(LAW_BYTES, 4 * tokens * vocab_size)
         if config.topk == 1:  # the draft's laws, as the head gives them and over the target's vocabulary
             law_bytes += 2 * 4 * num_reqs * config.num_steps * vocab_size

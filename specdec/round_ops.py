@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec import sampling, tree, verify
+from specdec import processors, sampling, tree, verify
 from specdec.backends import AttentionBackend
 from specdec.backends.metadata import slots_at
 from specdec.kv_cache import KVPool
+from specdec.processors import ProcessorState
 from specdec.tree import Tree
 from specdec.verify import Verdict
 
@@ -23,7 +24,8 @@ Commit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 class RoundOps:
     """What the fields do is told by the torch functions they are twins of.
 
-    best_token, top_tokens, expand, build: `specdec.tree`; verify_*: `specdec.verify`; sample: `specdec.sampling`;
+    best_token, top_tokens, expand, build: `specdec.tree`; verify_*: `specdec.verify`; process:
+    `specdec.processors`; sample: `specdec.sampling`;
     uniforms(seeds [bs], counters [bs], first_stream, num) -> [bs, num]: `sampling.uniform` on consecutive streams;
     gather_rows(values [bs, n, h], index [bs, m]) -> [bs, m, h]: rows by index, -1 reads row 0;
     settle(verdict, rows [bs], stop_ids [num_rows, num_stops], remaining [num_rows]) -> the verdict cut at stops and
@@ -42,6 +44,7 @@ class RoundOps:
     verify_greedy: Callable[[torch.Tensor, Tree, int], Verdict]
     verify_tree: Callable[[torch.Tensor, Tree, int, torch.Tensor], Verdict]
     verify_chain: Callable[[torch.Tensor, torch.Tensor, Tree, torch.Tensor], Verdict]
+    process: Callable[[torch.Tensor, Tree, torch.Tensor, torch.Tensor, ProcessorState], torch.Tensor]
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     uniforms: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -109,6 +112,7 @@ TORCH_OPS = RoundOps(
     verify_greedy=verify.verify_greedy,
     verify_tree=verify.verify_tree,
     verify_chain=verify.verify_chain,
+    process=processors.process,
     sample=sampling.sample,
     uniforms=_uniforms,
     gather_rows=_gather_rows,
@@ -120,7 +124,7 @@ TORCH_OPS = RoundOps(
 
 def _triton_ops() -> RoundOps:
     """The kernels, in the types of this layer; imported here, since triton is optional."""
-    from specdec.backends.triton import rows, sampling, settle, top, tree, walk
+    from specdec.backends.triton import processors, rows, sampling, settle, top, tree, walk
 
     def build(*candidates: torch.Tensor, num_draft_tokens: int, num_steps: int) -> Tree:
         return Tree(*tree.build(*candidates, num_draft_tokens=num_draft_tokens, num_steps=num_steps))
@@ -134,6 +138,11 @@ def _triton_ops() -> RoundOps:
     def verify_chain(probs: torch.Tensor, laws: torch.Tensor, draft: Tree, uniforms: torch.Tensor) -> Verdict:
         return Verdict(*walk.verify_chain(probs, laws, draft.tokens, uniforms))
 
+    def process(
+        logits: torch.Tensor, draft: Tree, owners: torch.Tensor, num_context: torch.Tensor, state: ProcessorState
+    ) -> torch.Tensor:
+        return processors.process(logits, *draft, owners, num_context, state)
+
     def cut(verdict: Verdict, *state: torch.Tensor) -> Verdict:
         return Verdict(*settle.settle(verdict, *state))
 
@@ -146,6 +155,7 @@ def _triton_ops() -> RoundOps:
         verify_greedy=verify_greedy,
         verify_tree=verify_tree,
         verify_chain=verify_chain,
+        process=process,
         sample=sampling.sample,
         uniforms=sampling.uniform,
         gather_rows=rows.gather_rows,

@@ -1,83 +1,24 @@
-"""How a request samples: its parameters, the law they make of the target's logits, and counter-based random numbers.
+"""How a batch samples: the law that parameters make of the target's logits, and counter-based random numbers.
 
 Pure tensor functions on CPU or CUDA; no value ever travels to the host. This file is the specification that the
 Triton kernels are compared with. It knows nothing about drafts, trees, rounds or requests.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from enum import StrEnum
-from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
-# Below this, logits / temperature may overflow float32; the law is greedy long before.
-MIN_TEMPERATURE = 1e-5
+from specdec.sampling_params import SamplingKind, SamplingParams
+
+__all__ = ["SamplingBatch", "SamplingKind", "SamplingParams", "process_logits", "sample", "uniform"]
 
 # splitmix64 (Steele, Lea, Flood 2014), its unsigned constants written as the int64 of the same bits.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_A = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_B = 0x94D049BB133111EB - (1 << 64)
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """What the user asks for one request. The filters mean what they mean in `transformers`' `generate`."""
-
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # 1: off
-    min_p: float = 0.0  # 0: off
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        is_hot = _within(self.temperature, MIN_TEMPERATURE, math.inf) and self.temperature < math.inf
-        _require(
-            is_hot or _within(self.temperature, 0, 0),
-            f"temperature must be 0 or a finite number >= {MIN_TEMPERATURE}, got {self.temperature!r}; "
-            "pass 0 for greedy decoding",
-        )
-        _require(
-            isinstance(self.top_k, Integral) and _within(self.top_k, 0, 2**63 - 1),
-            f"top_k must be an integer >= 0, got {self.top_k!r}; pass 0 to turn it off",
-        )
-        _require(_within(self.top_p, 0, 1), f"top_p must be in [0, 1], got {self.top_p!r}; pass 1.0 to turn it off")
-        _require(_within(self.min_p, 0, 1), f"min_p must be in [0, 1], got {self.min_p!r}; pass 0.0 to turn it off")
-        _require(
-            isinstance(self.seed, Integral) and _within(self.seed, 0, 2**63 - 1),
-            f"seed must be an integer in [0, 2**63), got {self.seed!r}; pass seed % 2**63",
-        )
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the argmax is wanted."""
-        return self.temperature == 0
-
-    @property
-    def has_filters(self) -> bool:
-        """Whether top-k, top-p or min-p drops anything."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-
-class SamplingKind(StrEnum):
-    """What a batch needs: the argmax, laws, or laws behind a sort over the vocabulary. The last does for all."""
-
-    GREEDY = "greedy"
-    SAMPLED = "sampled"
-    FILTERED = "filtered"
-
-    @classmethod
-    def of(cls, params: Iterable[SamplingParams]) -> "SamplingKind":
-        """The least that every one of `params` can be served with."""
-        kind = cls.GREEDY
-        for p in params:
-            if p.has_filters and not p.is_greedy:
-                return cls.FILTERED
-            if not p.is_greedy:
-                kind = cls.SAMPLED
-        return kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +40,7 @@ class SamplingBatch:
             top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
             top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
             min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-            seeds=torch.tensor([p.seed for p in params], dtype=torch.int64, device=device),
+            seeds=torch.tensor([p.seed or 0 for p in params], dtype=torch.int64, device=device),
             has_filters=any(p.has_filters for p in params),
         )
 
@@ -109,7 +50,7 @@ class SamplingBatch:
         self.top_k[row] = params.top_k
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
-        self.seeds[row] = params.seed
+        self.seeds[row] = params.seed or 0
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -214,12 +155,3 @@ def _mix(x: Tensor) -> Tensor:
 def _shift_right(x: Tensor, num_bits: int) -> Tensor:
     """Logical shift: `>>` on int64 drags the sign in, the mask takes it out again."""
     return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)
-
-
-def _within(value: float, low: float, high: float) -> bool:
-    return isinstance(value, Real) and low <= value <= high
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)

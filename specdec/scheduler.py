@@ -20,6 +20,7 @@ class Request:
     """One prompt on its way. `row` is set while it runs; `num_prefilled` counts prompt tokens already in the cache.
 
     max_len_bound: host upper bound of L, raised by every launched round, lowered by every read result.
+    string_ids: stop ids that stand for stop strings: special tokens.
     failure: the error that ended it, with finish_reason "error"; whoever waits for the request raises it.
     """
 
@@ -29,6 +30,7 @@ class Request:
     stop_ids: tuple[int, ...]
     eos_ids: frozenset[int]
     detokenizer: Detokenizer
+    string_ids: tuple[int, ...] = ()
     row: int | None = None
     num_prefilled: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -61,12 +63,17 @@ class Request:
             if self.detokenizer.stopped:
                 self.finish_reason = "stop_string"
             elif token in self.stop_ids:
-                self.finish_reason = "eos" if token in self.eos_ids else "stop_id"
+                self.finish_reason = self._why_stopped(token)
             elif len(self.tokens) >= self.max_new_tokens:
                 self.finish_reason = "length"
             if self.finish_reason:
                 self.text += self.detokenizer.finish()
                 return
+
+    def _why_stopped(self, token: int) -> str:
+        if token in self.eos_ids:
+            return "eos"
+        return "stop_string" if token in self.string_ids else "stop_id"
 
 
 class Scheduler:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from specdec.batch import ints_to_device
+from specdec.processors import ProcessorState
 from specdec.sampling import SamplingBatch, SamplingParams
 from specdec.scheduler import Request
 
@@ -19,7 +20,7 @@ class EngineState:
 
     The last row is the dummy row: it is over for ever, owns slot 0 only, and padding of captured batches points to it.
     seq_lens: L; roots: the token at L; remaining: tokens the request may still emit, 0 once it is over;
-    stop_ids [num_rows, MAX_STOP_IDS], -1 padded; sampling: parameters by row.
+    stop_ids [num_rows, MAX_STOP_IDS], -1 padded; sampling: parameters by row; processors: penalties and bans by row.
     """
 
     seq_lens: torch.Tensor
@@ -27,17 +28,19 @@ class EngineState:
     remaining: torch.Tensor
     stop_ids: torch.Tensor
     sampling: SamplingBatch
+    processors: ProcessorState
 
     @classmethod
-    def empty(cls, num_rows: int, device: torch.device) -> "EngineState":
-        """All rows idle."""
+    def empty(cls, num_rows: int, width: int, vocab_size: int, device: torch.device) -> "EngineState":
+        """All rows idle. width: positions that a request can reach."""
 
         def zeros() -> torch.Tensor:
             return torch.zeros(num_rows, dtype=torch.int64, device=device)
 
         stop_ids = torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int64, device=device)
         sampling = SamplingBatch.stack([SamplingParams()] * num_rows, device)
-        return cls(zeros(), zeros(), zeros(), stop_ids, sampling)
+        processors = ProcessorState.empty(num_rows, width, vocab_size, device)
+        return cls(zeros(), zeros(), zeros(), stop_ids, sampling, processors)
 
     def fill(self, row: int, request: Request) -> None:
         """Write a new request's constants into its row."""
@@ -46,12 +49,13 @@ class EngineState:
         self.seq_lens[row] = len(request.prompt_ids)
         self.remaining[row] = request.max_new_tokens
         self.sampling.fill(row, request.sampling)
+        self.processors.fill(row, request.prompt_ids, request.sampling, sorted(request.eos_ids))
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of it by name."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sampling"}
-        return {**own, **self.sampling.tensors}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sampling", "processors")}
+        return {**own, **self.sampling.tensors, **self.processors.tensors}
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,13 @@ PACKAGES = ("specdec", "graphs", "backends")  # the last two are read where they
 # Lowest first. Modules in one set may import each other; sets side by side may not; a row may import all rows above it
 # in this listing. "" is specdec/__init__.py.
 LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
-    (frozenset({"errors", "config", "batch", "kv_cache", "memory", "metrics", "outputs", "heads", "prompts"}),),
+    (
+        frozenset({"errors", "config", "batch", "kv_cache", "memory", "metrics", "outputs", "heads", "prompts"}),
+        frozenset({"sampling_params"}),
+    ),
+    (frozenset({"generation"}),),
     (frozenset({"backends"}), frozenset({"graphs"})),
-    (frozenset({"sampling", "tree", "verify"}), frozenset({"models"}), frozenset({"text"})),
+    (frozenset({"sampling", "tree", "verify", "processors"}), frozenset({"models"}), frozenset({"text"})),
     (frozenset({"round_ops", "round_checks", "synthetic"}),),
     (frozenset({"draft"}),),
     (frozenset({"scheduler", "state", "round", "round_graphs", "prefill", "prefill_graphs"}),),

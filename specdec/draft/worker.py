@@ -25,7 +25,8 @@ class RoundBatch:
     """The requests of one round, gathered from the engine's state. L is constant during the round.
 
     rows [bs]: rows in the engine's state; slot_tables [bs, width]; seq_lens [bs]: L; roots [bs]: token at L;
-    sampling: None if every request is greedy; max_prefix: host upper bound of L. All tensors int64.
+    sampling: None if every request is greedy; max_prefix: host upper bound of L; is_processed: logits are processed
+    before they are judged (drafts are not). All tensors int64.
     """
 
     rows: torch.Tensor
@@ -34,6 +35,7 @@ class RoundBatch:
     roots: torch.Tensor
     sampling: SamplingBatch | None
     max_prefix: int
+    is_processed: bool = False
 
 
 class Draft(NamedTuple):

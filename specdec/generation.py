@@ -1,0 +1,239 @@
+"""What `generation_config` and keyword arguments of `transformers` ask for: each setting honoured or refused by name.
+
+As in `model.generate`: an argument of the call stands before the config of the call, that before the model's own, and
+what nobody sets has the defaults of `transformers`. Knows no engine: what comes out are SamplingParams and limits.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from specdec.sampling_params import SamplingParams, check_ids, is_whole
+
+# What a sampled request has where nobody says otherwise: `transformers` cuts at the best 50 tokens.
+HF_DEFAULTS = MappingProxyType({"do_sample": False, "temperature": 1.0, "top_k": 50})
+
+LAW = ("temperature", "top_k", "top_p", "min_p")  # they count only with do_sample, as in `transformers`
+RULES = (
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "min_new_tokens",
+    "min_length",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "bad_words_ids",
+    "sequence_bias",
+)
+LENGTHS = ("max_new_tokens", "max_length")
+STOPS = ("eos_token_id", "stop_strings")
+OURS = ("logit_bias", "seed")  # that `transformers` does not have
+HONOURED = frozenset({"do_sample", *LAW, *RULES, *LENGTHS, *STOPS, *OURS})
+
+# Settings that change neither tokens nor text here: caches, speed, ids that only padding and encoders need.
+_CACHES = ("use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size")
+_SPEED = ("compile_config", "disable_compile", "continuous_batching_config", "use_mtp", "speculation_type")
+_ASSISTANTS = (
+    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_early_exit", "assistant_lookbehind", "assistant_ensemble_weight", "target_lookbehind"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
+)
+_BEAMS = ("early_stopping", "length_penalty")  # where there are beams, `num_beams` is refused
+_OTHERS = ("pad_token_id", "bos_token_id", "decoder_start_token_id", "renormalize_logits", "return_dict_in_generate")
+HARMLESS = frozenset({*_CACHES, *_SPEED, *_ASSISTANTS, *_BEAMS, *_OTHERS, "transformers_version"})
+
+
+def _unless(*neutral: Any) -> Callable[[Any], bool]:
+    return lambda value: any(value is n or (value == n and not isinstance(value, bool)) for n in neutral)
+
+
+# Refused unless their value means "off": what is wrong with them, and what to do.
+_ONE, _OFF = _unless(1, 1.0), _unless(False, 0, 0.0)
+REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
+    {
+        "num_beams": (_ONE, "one sequence is decoded, not beams"),
+        "num_beam_groups": (_ONE, "one sequence is decoded, not beams"),
+        "diversity_penalty": (_OFF, "one sequence is decoded, not beams"),
+        "constraints": (_unless(), "constrained beam search is not supported"),
+        "force_words_ids": (_unless(), "constrained beam search is not supported"),
+        "num_return_sequences": (_ONE, "give the prompt several times instead"),
+        "max_time": (_unless(), "there is no clock; lower max_new_tokens"),
+        "encoder_repetition_penalty": (_unless(1.0), "use repetition_penalty"),
+        "encoder_no_repeat_ngram_size": (_OFF, "use no_repeat_ngram_size"),
+        "forced_bos_token_id": (_unless(), "append the token to the prompt"),
+        "forced_eos_token_id": (_unless(), "append the token to the output"),
+        "exponential_decay_length_penalty": (_unless(), "use max_new_tokens, or logit_bias on EOS"),
+        "remove_invalid_values": (_OFF, "logits that are not finite end a request with finish_reason 'error'"),
+        "guidance_scale": (_ONE, "classifier-free guidance needs a second forward"),
+        "watermarking_config": (_unless(), "watermarks are not supported"),
+        "token_healing": (_OFF, "trim the prompt yourself"),
+        "penalty_alpha": (_OFF, "contrastive search is not supported"),
+        "dola_layers": (_unless(), "DoLa decoding is not supported"),
+        "output_scores": (_OFF, "scores are not returned"),
+        "output_logits": (_OFF, "logits are not returned"),
+        "output_attentions": (_OFF, "attentions are not returned"),
+        "output_hidden_states": (_OFF, "hidden states are not returned"),
+    }
+)
+# The same, for settings that `transformers` looks at only where it samples.
+REFUSED_SAMPLED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
+    {
+        "typical_p": (_ONE, "use top_p or min_p"),
+        "top_h": (_unless(), "use top_p or min_p"),
+        "epsilon_cutoff": (_OFF, "use min_p"),
+        "eta_cutoff": (_OFF, "use min_p"),
+    }
+)
+# Arguments of `generate` that are no settings.
+REFUSED_ARGUMENTS = MappingProxyType(
+    {
+        "logits_processor": "processors run in Python; express it with the settings that SamplingParams has",
+        "stopping_criteria": "use stop, stop_token_ids or max_new_tokens",
+        "prefix_allowed_tokens_fn": "constrained decoding is not supported",
+        "streamer": "use Engine.stream()",
+        "assistant_model": "attach the draft: specdec.attach(target, draft)",
+        "negative_prompt_ids": "classifier-free guidance needs a second forward",
+        "inputs_embeds": "prompts are token ids or text",
+        "custom_generate": "call model.generate for it",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of one call. values: by name, those that somebody has set; given: those the call itself names."""
+
+    values: Mapping[str, Any]
+    given: frozenset[str]
+
+    @classmethod
+    def merge(
+        cls, model_config: Any, call_config: Any = None, arguments: Mapping[str, Any] | None = None
+    ) -> "Settings":
+        """The settings of a call: its arguments, its GenerationConfig, and the model's own.
+
+        ValueError for what is not honoured, with its name, its value and what to do. An argument of None switches off.
+        """
+        arguments = dict(arguments or {})
+        _refuse_arguments(arguments)
+        layers = [_set_values(config, name) for config, name in ((model_config, "model"), (call_config, "call"))]
+        values = {**layers[0], **layers[1], **arguments}
+        settings = cls(values, frozenset({*layers[1], *arguments}))
+        settings._check()
+        idle = [n for n in LAW if arguments.get(n) not in (None, 0.0) and not settings.samples]
+        if idle:
+            raise ValueError(
+                f"{idle[0]}={arguments[idle[0]]!r} does nothing with do_sample=False, which is the default: pass "
+                f"do_sample=True, or sampling=SamplingParams({idle[0]}={arguments[idle[0]]!r})"
+            )
+        return settings
+
+    def get(self, name: str) -> Any:
+        """The value of a setting, with the defaults of `transformers`; None: off."""
+        return self.values[name] if name in self.values else HF_DEFAULTS.get(name)
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn."""
+        return bool(self.get("do_sample"))
+
+    def params(self, prompt_len: int) -> SamplingParams:
+        """The law of a request whose prompt has `prompt_len` tokens."""
+        chosen = {name: self.get(name) for name in (*LAW, "seed") if self.samples or name == "seed"}
+        if self.samples and chosen["temperature"] is None:
+            chosen["temperature"] = 1.0
+        names = [n for n in (*RULES, "logit_bias") if n not in ("min_length", "sequence_bias")]
+        chosen |= {name: self.get(name) for name in names}
+        if chosen["min_new_tokens"] is None and self.get("min_length") is not None:
+            chosen["min_new_tokens"] = max(_length("min_length", self.get("min_length")) - prompt_len, 0)
+        bias = self.get("sequence_bias")
+        if bias is not None:
+            chosen["logit_bias"] = {**_single_tokens(bias), **(chosen["logit_bias"] or {})}
+        return SamplingParams(**{name: value for name, value in chosen.items() if value is not None})
+
+    def max_new_tokens(self, prompt_len: int) -> int | None:
+        """How many tokens a request may emit; None where nobody says."""
+        if self.get("max_new_tokens") is not None:
+            return self.get("max_new_tokens")
+        if self.get("max_length") is None:
+            return None
+        limit = _length("max_length", self.get("max_length")) - prompt_len
+        if limit < 1:
+            raise ValueError(
+                f"max_length={self.get('max_length')} leaves no room after a prompt of {prompt_len} tokens; "
+                "raise it, or give max_new_tokens"
+            )
+        return limit
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        ids = self.get("eos_token_id")
+        if ids is None:
+            return frozenset()
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
+        return frozenset(check_ids("eos_token_id", [ids] if not isinstance(ids, Sequence) else ids))
+
+    def _check(self) -> None:
+        for name, value in self.values.items():
+            if value is None or name in HONOURED or name in HARMLESS:
+                continue
+            refused = {**REFUSED, **(REFUSED_SAMPLED if self.samples else {})}
+            is_off, cure = refused.get(name, (_unless(), "it is not known to specdec"))
+            if name in REFUSED_SAMPLED and not self.samples:
+                continue
+            if not is_off(value):
+                whose = "this call" if name in self.given else "the model's generation_config"
+                raise ValueError(
+                    f"{name}={value!r}, of {whose}, would change the text and is not supported: {cure}"
+                    + ("" if name in self.given else f", or pass {name}=None to go without")
+                )
+
+
+def shipped_settings(model_config: Any) -> dict[str, Any]:
+    """What a model's own generation_config says that changes text, for a report."""
+    return {name: value for name, value in _set_values(model_config, "model").items() if name not in HARMLESS}
+
+
+def _set_values(config: Any, whose: str) -> dict[str, Any]:
+    """What a GenerationConfig sets."""
+    if config is None:
+        return {}
+    if not hasattr(config, "to_dict"):
+        raise ValueError(f"generation_config={config!r}: expected a transformers GenerationConfig")
+    return {name: value for name, value in vars(config).items() if value is not None and not _is_private(name)}
+
+
+def _is_private(name: str) -> bool:
+    """Bookkeeping of `transformers`: tensors it makes of ids, whence a config came."""
+    return name.startswith("_")
+
+
+def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name in REFUSED_ARGUMENTS and value is not None:
+            raise ValueError(f"{name} is not supported: {REFUSED_ARGUMENTS[name]}")
+    known = HONOURED | HARMLESS | REFUSED.keys() | REFUSED_SAMPLED.keys() | REFUSED_ARGUMENTS.keys()
+    unknown = sorted(set(arguments) - known)
+    if unknown:
+        raise ValueError(f"generate() got unknown options {unknown}; expected settings of GenerationConfig or {OURS}")
+
+
+def _length(name: str, value: Any) -> int:
+    if not is_whole(value) or value < 0:
+        raise ValueError(f"{name}={value!r}: expected an integer of at least 0")
+    return int(value)
+
+
+def _single_tokens(sequence_bias: Any) -> dict[int, float]:
+    """`sequence_bias` of single tokens as `logit_bias`; ValueError for longer sequences."""
+    pairs = sequence_bias.items() if isinstance(sequence_bias, Mapping) else sequence_bias
+    found = {}
+    for tokens, bias in pairs:
+        ids = check_ids("sequence_bias", tokens)
+        if len(ids) != 1:
+            raise ValueError(
+                f"sequence_bias of {list(ids)}: only single tokens can be biased; use bad_words_ids to ban a sequence"
+            )
+        found[ids[0]] = bias
+    return found

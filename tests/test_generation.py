@@ -1,0 +1,253 @@
+"""Every setting of `GenerationConfig` is honoured, harmless or refused by name: none is dropped."""
+
+import inspect
+import re
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation.utils import GenerationMixin
+
+import specdec
+from specdec import SamplingParams, generation
+from specdec.generation import HARMLESS, HONOURED, REFUSED, REFUSED_ARGUMENTS, REFUSED_SAMPLED, Settings
+from tests.tiny_models import tiny_model
+
+# A value of each refused setting that would change the text.
+CHANGING = {
+    "num_beams": 4,
+    "num_beam_groups": 2,
+    "diversity_penalty": 0.5,
+    "constraints": ["x"],
+    "force_words_ids": [[3]],
+    "num_return_sequences": 3,
+    "max_time": 2.0,
+    "encoder_repetition_penalty": 1.2,
+    "encoder_no_repeat_ngram_size": 2,
+    "forced_bos_token_id": 3,
+    "forced_eos_token_id": 3,
+    "exponential_decay_length_penalty": (5, 1.1),
+    "remove_invalid_values": True,
+    "guidance_scale": 1.5,
+    "watermarking_config": {"bias": 2.5},
+    "token_healing": True,
+    "penalty_alpha": 0.6,
+    "dola_layers": "high",
+    "output_scores": True,
+    "output_logits": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "typical_p": 0.9,
+    "top_h": 0.5,
+    "epsilon_cutoff": 0.01,
+    "eta_cutoff": 0.01,
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def engine(model):
+    engine = specdec.attach(model, max_seq_len=64, max_batch=2)
+    yield engine
+    engine.check_integrity()
+    engine.detach()
+
+
+def test_every_field_of_generation_config_has_one_answer():
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    answers = [HONOURED, HARMLESS, frozenset(REFUSED), frozenset(REFUSED_SAMPLED)]
+    known = frozenset().union(*answers)
+    assert sum(map(len, answers)) == len(known), "a setting has two answers"
+    assert fields <= known, f"dropped silently: {sorted(fields - known)}"
+    assert CHANGING.keys() == REFUSED.keys() | REFUSED_SAMPLED.keys()
+
+
+def test_harmless_settings_never_reach_the_logits():
+    """What `transformers` makes processors of, as its own function says, is honoured or refused."""
+    source = inspect.getsource(GenerationMixin._get_logits_processor)
+    used = set(re.findall(r"generation_config\.(\w+)", source)) & vars(GenerationConfig()).keys()
+    assert len(used) > 20
+    # A softmax of log-probabilities is that of the logits; the cache is that of a second forward, for guidance.
+    assert used & HARMLESS == {"renormalize_logits", "use_cache"}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("whose", ["call", "config", "model"])
+def test_what_is_not_honoured_is_refused_by_name(engine, model, name, whose):
+    value, samples = CHANGING[name], {"do_sample": True} if name in REFUSED_SAMPLED else {}
+    before = dict(vars(model.generation_config))
+    config = GenerationConfig(**samples)
+    setattr(config, name, value)
+    try:
+        options = {"call": {name: value, **samples}, "config": {"generation_config": config}, "model": samples}[whose]
+        if whose == "model":
+            setattr(model.generation_config, name, value)
+        with pytest.raises(ValueError, match=f"{name}=.*would change the text"):
+            engine.generate([[3]], max_new_tokens=1, **options)
+        if whose == "model":  # and the way out that the message names
+            engine.generate([[3]], max_new_tokens=1, **options, **{name: None})
+    finally:
+        vars(model.generation_config).clear()
+        vars(model.generation_config).update(before)
+
+
+@pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
+def test_arguments_of_generate_that_cannot_be_honoured(engine, name):
+    with pytest.raises(ValueError, match=f"{name} is not supported"):
+        engine.generate([[3]], max_new_tokens=1, **{name: object()})
+
+
+def test_an_unknown_option_is_named(engine):
+    with pytest.raises(ValueError, match=r"unknown options \['temprature'\]"):
+        engine.generate([[3]], temprature=0.5)
+    model_config = engine.target_module.generation_config
+    model_config.my_own_knob = 3
+    try:
+        with pytest.raises(ValueError, match="my_own_knob=3, of the model's generation_config"):
+            engine.generate([[3]], max_new_tokens=1)
+    finally:
+        del model_config.my_own_knob
+
+
+def settings_of(model_says=None, call_says=None, **arguments):
+    return Settings.merge(
+        GenerationConfig(**(model_says or {})),
+        None if call_says is None else GenerationConfig(**call_says),
+        arguments,
+    )
+
+
+def test_sampling_is_as_in_transformers():
+    greedy = settings_of({"temperature": 0.6, "top_p": 0.9}).params(3)
+    assert greedy.is_greedy and greedy.top_p == 1.0
+    shipped = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    law = settings_of(shipped).params(3)
+    assert (law.temperature, law.top_p, law.top_k) == (0.6, 0.9, 50)  # 50 is what transformers adds
+    assert settings_of(shipped, {"temperature": 0.3}).params(3).temperature == 0.3
+    assert settings_of(shipped, {"temperature": 0.3}, temperature=0.2, top_k=None).params(3).top_k == 0
+    assert settings_of(shipped, do_sample=False).params(3).is_greedy
+    assert settings_of({"do_sample": True}, temperature=None).params(3).temperature == 1.0
+    with pytest.raises(ValueError, match=r"temperature=0.7 does nothing with do_sample=False"):
+        settings_of(temperature=0.7)
+    assert settings_of(temperature=0.0).params(3).is_greedy
+
+
+def test_lengths_are_as_in_transformers():
+    assert settings_of({"max_new_tokens": 7}).max_new_tokens(3) == 7
+    assert settings_of({"max_length": 7}).max_new_tokens(3) == 4
+    assert settings_of({"max_length": 7}, max_new_tokens=9).max_new_tokens(3) == 9
+    assert settings_of().max_new_tokens(3) is None
+    with pytest.raises(ValueError, match="max_length=7 leaves no room after a prompt of 7"):
+        settings_of(max_length=7).max_new_tokens(7)
+    assert settings_of({"min_length": 10}).params(3).min_new_tokens == 7
+    assert settings_of({"min_length": 10}, min_new_tokens=2).params(3).min_new_tokens == 2
+
+
+def test_the_models_own_limit_is_kept_as_far_as_the_engine_holds_it(engine, model):
+    model.generation_config.max_new_tokens = 1000
+    try:
+        with pytest.warns(UserWarning, match="allows more tokens than max_seq_len=64"):
+            assert len(engine.generate([[3, 4]], ignore_eos=True).tokens[0]) == 62
+        model.generation_config.max_new_tokens = 5
+        assert len(engine.generate([[3, 4]], ignore_eos=True).tokens[0]) == 5
+    finally:
+        model.generation_config.max_new_tokens = None
+
+
+def test_eos_ids_of_the_call(engine, model):
+    text = engine.generate([[3, 4]], max_new_tokens=12).tokens[0]
+    out = engine.generate([[3, 4]], max_new_tokens=12, eos_token_id=[text[2], 99])
+    assert out.tokens[0] == text[: text.index(text[2]) + 1] and out.finish_reasons == ["eos"]
+    assert engine.generate([[3, 4]], max_new_tokens=12, eos_token_id=torch.tensor(text[2])).finish_reasons == ["eos"]
+
+
+def test_seeds_are_fresh_unless_given(engine):
+    law, options = SamplingParams(temperature=1.0), {"max_new_tokens": 24, "ignore_eos": True}
+    texts = [engine.generate([[3, 4]] * 2, sampling=law, **options).tokens for _ in range(2)]
+    assert len({tuple(t) for text in texts for t in text}) == 4
+    again = [engine.generate([[3, 4]] * 2, do_sample=True, seed=5, **options).tokens for _ in range(2)]
+    assert again[0] == again[1] and again[0][0] != again[0][1]
+    for _ in range(2):
+        torch.manual_seed(3)
+        again.append(engine.generate([[3, 4]], sampling=law, **options).tokens)
+    assert again[2] == again[3]
+
+
+def test_one_law_is_said_in_one_place(engine):
+    with pytest.raises(ValueError, match=r"together with temperature, top_k"):
+        engine.generate([[3]], sampling=SamplingParams(), temperature=0.5, top_k=3)
+    engine.generate([[3]], sampling=SamplingParams(), max_length=4, eos_token_id=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop_token_ids": [2**70]}, "expected a list of token ids"),
+        ({"stop_token_ids": [3.0]}, "expected a list of token ids"),
+        ({"stop_token_ids": [True]}, "expected a list of token ids"),
+        ({"stop_token_ids": "5"}, "expected a list of token ids"),
+        ({"stop_token_ids": [-1]}, "expected a list of token ids"),
+        ({"stop_token_ids": [128]}, "stop ids hold 128; the target's vocabulary has 128 tokens"),
+        ({"stop": [5]}, "expected a string or a list of strings"),
+        ({"stop": b"a"}, "expected a string or a list of strings"),
+        ({"stop": 5}, "expected a string or a list of strings"),
+        ({"ignore_eos": "no"}, "expected True or False"),
+        ({"generation_config": {"top_k": 3}}, "expected a transformers GenerationConfig"),
+        ({"eos_token_id": "x"}, "eos_token_id=.*expected a list of token ids"),
+        ({"max_new_tokens": 2.5}, "expected an integer"),
+        ({"max_length": "9", "max_new_tokens": None}, "max_length='9'"),
+        ({"temperature": "hot", "do_sample": True}, "temperature must be"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(engine, options, message):
+    """Another caller's request is running, and goes on as if nothing had been."""
+    options = {"max_new_tokens": 4, **options}
+    expected = engine.generate([[3, 4]], max_new_tokens=12).tokens
+    run = engine._run(running := engine._requests([[3, 4]], max_new_tokens=12))
+    next(run)
+    with pytest.raises(ValueError, match=message):
+        engine.generate([[5]], **options)
+    for _ in run:
+        pass
+    assert [r.tokens for r in running] == expected
+
+
+def test_what_hf_users_write_is_accepted(engine):
+    law = SamplingParams(temperature=np.float32(0.7), top_k=np.int64(5), seed=np.int64(3))
+    assert type(law.temperature) is float and type(law.seed) is int
+    engine.generate([[3]], max_new_tokens=np.int64(2), sampling=law, stop=None, stop_token_ids=None)
+    assert engine.generate([[3, 4]], max_new_tokens=2, stop_token_ids=np.int64(9)).tokens
+
+
+def test_refusals_tell_the_way_out():
+    assert all(cure and not cure.endswith(".") for _, cure in [*REFUSED.values(), *REFUSED_SAMPLED.values()])
+    assert generation.HF_DEFAULTS["top_k"] == GenerationConfig()._get_default_generation_params()["top_k"]
+
+
+class Letters:
+    """A tokenizer of one letter a token, whose token 98 is special: it never becomes text."""
+
+    all_special_tokens, all_special_ids = ["<end>"], [98]
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(chr(ord("a") + i % 26) for i in ids if not (skip_special_tokens and i == 98))
+
+    def __call__(self, text):
+        return {"input_ids": [ord(letter) - ord("a") for letter in text]}
+
+
+def test_a_stop_string_that_is_a_special_token_stops(model):
+    engine = specdec.attach(model, tokenizer=Letters(), max_seq_len=64)
+    prompt, options = [[5, 9, 5, 9, 6]], {"max_new_tokens": 12, "ignore_eos": True}
+    tokens = engine.generate(prompt, **options).tokens[0]
+    assert 98 in tokens
+    out = engine.generate(prompt, stop="<end>", **options)
+    assert out.tokens[0] == tokens[: tokens.index(98) + 1] and out.finish_reasons == ["stop_string"]
+    with pytest.raises(ValueError, match=r"stop='<end>\\n' holds the special token '<end>'"):
+        engine.generate(prompt, stop=["x", "<end>\n"], **options)
+    engine.detach()
