@@ -16,9 +16,9 @@ from specdec.sampling import SamplingParams
 from specdec.tree import Tree, ancestor_mask
 
 MAX_ENTRIES = 1024  # tokens that one request biases or bans by themselves
-MAX_BAD_WORDS = 128  # bad words of several tokens
+MAX_BAD_WORDS = 64  # bad words of several tokens
 MAX_CONTEXT = 31  # tokens that an n-gram or a bad word has before its last
-FOREVER = 1 << 62
+FOREVER = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class ProcessorState:
     """What processors know of every row; rows of requests that use none are neutral, whatever their lists hold.
 
     penalties [n] float32 (1: off); ngram_sizes [n] int64 (0: off); prompt_lens [n] int64; num_entries, num_bad_words
-    [n] int64: how many of a row's rules count. tokens, untils [n, MAX_ENTRIES] int64 and biases, float32: see
-    `TokenRules`. bad_words [n, MAX_BAD_WORDS, MAX_CONTEXT + 1] int64: the banned token, then the ones before it, the
-    nearest first, -1 past the word. history [n, width] int64: tokens by position, the prompt's and emitted ones. seen
+    [n] int64: how many of a row's rules count. tokens, untils [n, MAX_ENTRIES] int32 and biases, float32: see
+    `TokenRules`. bad_words [n, MAX_BAD_WORDS, MAX_CONTEXT + 1] int32: the banned token, then the ones before it, the
+    nearest first, -1 past the word. history [n, width] int32: tokens by position, the prompt's and emitted ones. seen
     [n, V] uint8: which tokens those are.
     """
 
@@ -95,18 +95,18 @@ class ProcessorState:
             prompt_lens=zeros(),
             num_entries=zeros(),
             num_bad_words=zeros(),
-            tokens=zeros(MAX_ENTRIES),
+            tokens=zeros(MAX_ENTRIES, dtype=torch.int32),
             biases=zeros(MAX_ENTRIES, dtype=torch.float32),
-            untils=zeros(MAX_ENTRIES),
-            bad_words=zeros(MAX_BAD_WORDS, MAX_CONTEXT + 1),
-            history=zeros(width),
+            untils=zeros(MAX_ENTRIES, dtype=torch.int32),
+            bad_words=zeros(MAX_BAD_WORDS, MAX_CONTEXT + 1, dtype=torch.int32),
+            history=zeros(width, dtype=torch.int32),
             seen=zeros(vocab_size, dtype=torch.uint8),
         )
 
     @staticmethod
     def bytes_for(num_rows: int, width: int, vocab_size: int) -> int:
         """Bytes that the state of so many rows takes."""
-        return num_rows * (5 * 8 + 20 * MAX_ENTRIES + 8 * MAX_BAD_WORDS * (MAX_CONTEXT + 1) + 8 * width + vocab_size)
+        return num_rows * (5 * 8 + 12 * MAX_ENTRIES + 4 * MAX_BAD_WORDS * (MAX_CONTEXT + 1) + 4 * width + vocab_size)
 
     def fill(self, row: int, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int]) -> None:
         """Take a new request into its row, without waiting for the device; one without processors costs nothing."""
@@ -157,7 +157,7 @@ def process(logits: Tensor, tree: Tree, rows: Tensor, num_context: Tensor, state
     scores = logits.float()
     is_path = ancestor_mask(tree.ancestor_bits, num_nodes).clone()  # [bs, D, D]: which drafts a node follows
     is_path[:, :, 0] = False  # the root belongs to the history
-    tokens, columns = state.tokens[rows], torch.arange(MAX_ENTRIES, device=rows.device)
+    tokens, columns = state.tokens[rows].long(), torch.arange(MAX_ENTRIES, device=rows.device)
     is_entry = columns < state.num_entries[rows, None]  # [bs, E]
     wide_tokens = tokens.unsqueeze(1).expand(-1, num_nodes, -1)
     biases = torch.where(is_entry, state.biases[rows], 0.0)
@@ -186,7 +186,7 @@ def remember(verdict_tokens: Tensor, rows: Tensor, num_context: Tensor, state: P
     owners = torch.where(is_token, rows.unsqueeze(1), dummy)
     positions = (num_context.unsqueeze(1) + columns).clamp(max=state.history.shape[1] - 1)
     tokens = verdict_tokens.clamp(min=0)
-    state.history[owners, positions] = tokens
+    state.history[owners, positions] = tokens.int()
     state.seen[owners, tokens] = torch.ones_like(tokens, dtype=torch.uint8)
 
 
@@ -196,7 +196,7 @@ def suffixes(tree: Tree, rows: Tensor, num_context: Tensor, history: Tensor) -> 
     found = []
     for back in range(MAX_CONTEXT):
         position = num_context.unsqueeze(1) - 1 - (back - tree.depths)
-        old = history[rows.unsqueeze(1), position.clamp(0, history.shape[1] - 1)]
+        old = history[rows.unsqueeze(1), position.clamp(0, history.shape[1] - 1)].long()
         old = torch.where(position >= 0, old, -2)
         found.append(torch.where(current > 0, tree.tokens.gather(1, current), old))
         current = torch.where(current > 0, tree.parents.gather(1, current), 0)
@@ -216,7 +216,7 @@ def _bad_words(
 
     As in `transformers`, a word counts only where as many tokens as it has itself have come before.
     """
-    words = state.bad_words[rows]  # [bs, Q, M + 1]
+    words = state.bad_words[rows].long()  # [bs, Q, M + 1]
     before, last = words[..., 1:].unsqueeze(1), words[..., 0].unsqueeze(1).expand(-1, suffix.shape[1], -1)
     is_match = ((before == suffix.unsqueeze(2)) | (before < 0)).all(3)
     lengths = (words >= 0).sum(2).unsqueeze(1)
@@ -235,7 +235,7 @@ def _repeated_ngrams(
     vocab_size: int,
 ) -> Tensor:
     """[bs, D, V] bool: tokens that would end an n-gram which the history or the node's path holds already."""
-    sizes, history = state.ngram_sizes[rows, None, None], state.history[rows]
+    sizes, history = state.ngram_sizes[rows, None, None], state.history[rows].long()
     ends = torch.arange(history.shape[1], device=rows.device)  # where an old n-gram may end
     in_history = (sizes > 0) & (ends >= sizes - 1) & (ends < num_context[:, None, None])
     in_history = in_history.expand(-1, suffix.shape[1], -1)

@@ -12,6 +12,7 @@ from typing import Any
 # Below this, logits / temperature may overflow float32; the law is greedy long before.
 MIN_TEMPERATURE = 1e-5
 MAX_SEED = 2**63 - 1
+MAX_TOKENS = 2**31 - 2  # that can be counted
 MAX_NGRAM = 32  # tokens of the longest n-gram or bad word that is looked for
 
 
@@ -205,7 +206,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
         "seed": _seed,
         "repetition_penalty": _penalty,
         "no_repeat_ngram_size": _count(MAX_NGRAM),
-        "min_new_tokens": _count(MAX_SEED),
+        "min_new_tokens": _count(MAX_TOKENS),
         "suppress_tokens": check_ids,
         "begin_suppress_tokens": check_ids,
         "bad_words_ids": _words,

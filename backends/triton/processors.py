@@ -52,7 +52,7 @@ def _suffix_kernel(
     position = tl.load(num_context + request) - 1 - (k - depth)
     is_old = (k >= depth) & (k < M)
     place = tl.minimum(tl.maximum(position, 0), width - 1)
-    old = tl.load(history + row * width + place, mask=is_old, other=-2)
+    old = tl.load(history + row * width + place, mask=is_old, other=-2).to(tl.int64)
     tl.store(suffix + at * M + k, tl.where(position >= 0, old, -2), mask=is_old)
 
 
@@ -117,7 +117,7 @@ def _tokens_kernel(
     for base in range(0, count, BLOCK_E):
         e = base + tl.arange(0, BLOCK_E)
         is_entry = e < count
-        token = tl.load(tokens + row * most_entries + e, mask=is_entry, other=0)
+        token = tl.load(tokens + row * most_entries + e, mask=is_entry, other=0).to(tl.int64)
         bias = tl.load(biases + row * most_entries + e, mask=is_entry, other=0.0)
         until = tl.load(untils + row * most_entries + e, mask=is_entry, other=0)
         x = tl.load(own_logits + token, mask=is_entry, other=0.0).to(tl.float32) + bias
@@ -137,7 +137,7 @@ def _tokens_kernel(
             wanted = tl.load(word + 1 + k, mask=q < num_words, other=-1)
             is_word = is_word & ((wanted < 0) | (wanted == tl.load(suffix + at * M + k)))
             num_tokens += (wanted >= 0).to(tl.int64)
-        last = tl.load(word, mask=is_word, other=0)
+        last = tl.load(word, mask=is_word, other=0).to(tl.int64)
         tl.store(own + last, float("-inf"), mask=is_word & (length >= num_tokens))
 
 
@@ -173,7 +173,7 @@ def _ngram_kernel(
     for back in range(0, size - 1):
         wanted = tl.load(suffix + at * M + back)
         is_old = is_old & (tl.load(own_history + end - 1 - back, mask=is_old, other=-1) == wanted)
-    tl.store(own + tl.load(own_history + end, mask=is_old, other=0), float("-inf"), mask=is_old)
+    tl.store(own + tl.load(own_history + end, mask=is_old, other=0).to(tl.int64), float("-inf"), mask=is_old)
     if tl.program_id(1) == 0:
         n = tl.arange(0, BLOCK_D)
         is_path = _path(ancestor_bits, at, n, D)
