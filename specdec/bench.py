@@ -195,7 +195,7 @@ def write_results(
 
 
 def _new_file(folder: Path, stem: str) -> Path:
-    """An empty file of that name, or of the first numbered one that nobody has; runs at the same time never share it."""
+    """An empty file of that name, or of the first numbered one that nobody has; two runs at once never share one."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         path = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")

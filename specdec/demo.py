@@ -114,18 +114,18 @@ def exchange(prompt: str, output: RequestOutput, tokenizer: Any, mark: Marking, 
     lines = Table.grid(padding=(0, 1))
     lines.add_column(width=LABEL_WIDTH, style="bold")
     lines.add_column(width=width - LABEL_WIDTH - 1)
-    text = marked(output, tokenizer, mark)
-    most = ANSWER_LINES * (width - LABEL_WIDTH - 9)  # a line breaks some characters early
-    shown = text if len(text) <= most else text[: most - len(CUT)] + Text(CUT)
     lines.add_row("prompt", Text(prompt))
-    lines.add_row("answer", shown)
+    # a line breaks some characters early
+    lines.add_row("answer", marked(output, tokenizer, mark, ANSWER_LINES * (width - LABEL_WIDTH - 9)))
     return lines
 
 
-def marked(output: RequestOutput, tokenizer: Any, mark: Marking) -> Text:
-    """The text of `output` on one line, drafted tokens marked round by round."""
+def marked(output: RequestOutput, tokenizer: Any, mark: Marking, most: int) -> Text:
+    """The text of `output` on one line, drafted tokens marked round by round, cut after about `most` characters."""
     text, detokenizer = Text(), Detokenizer(tokenizer)
     for is_drafted, tokens in _runs(output):
+        if len(text) > most - len(CUT):
+            return text.append(CUT)
         piece = re.sub(r"\s+", " ", "".join(map(detokenizer.feed, tokens)))
         if not is_drafted or not piece.strip():
             text.append(piece)
