@@ -185,7 +185,7 @@ def latency_main(latency, monkeypatch, capsys, *arguments: object) -> dict:
 
 
 def test_latency_through_generate(latency, folders, tmp_path, capsys, monkeypatch):
-    common = ("--shape", "tiny", "--new-tokens", 5, "--repeats", 2, "--out", tmp_path)
+    common = ("--shape", "tiny", "--new-tokens", 4, "--repeats", 1, "--out", tmp_path)
     drafts = ("--drafts", "plain", "2:2:4", "--tokenizer", folders / "target", "--label", "before")
     found = latency_main(latency, monkeypatch, capsys, *common, *drafts)
     cells = [(r["steps"], r["batch"], r["tokenizer"], r["what"]) for r in found["rows"] if r["what"] != "attach"]

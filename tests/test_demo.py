@@ -6,12 +6,13 @@ import re
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
 from specdec import AcceptanceStats, RequestOutput, attach, cli
-from specdec.demo import Marking, marked, run_demo
+from specdec.demo import PROMPTS, Marking, exchange, marked, run_demo
 from specdec.models.loader import save_head
 from specdec.terminal import quiet_pipes
 from tests.heads import random_head
@@ -19,16 +20,13 @@ from tests.train_models import save_target, tiny_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PROMPTS = ("w5 w9 w17", "w20 w21", "w8", "w33 w40 w41 w42")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """target, and a head for it."""
     root = tmp_path_factory.mktemp("demo")
     model = tiny_target()
     save_target(model, root / "target")
-    save_head(root / "head", random_head(model))
+    save_head(root / "head", random_head(model), lm_head_from_target=False, dtype=torch.float32)
     return root
 
 
@@ -66,16 +64,29 @@ def test_drafted_tokens_are_marked(folder):
     assert Marking.of(Console(file=io.StringIO(), no_color=True, **terminal)).style == "underline"
 
 
-def test_demo_fits_a_screen(folder, capsys, monkeypatch):
+def test_demo_prints_each_text_once(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     model, tokenizer = tiny_target(), AutoTokenizer.from_pretrained(folder / "target")
-    result = run_demo(model, tokenizer, folder / "head", num_steps=2, max_new_tokens=96, prompts=PROMPTS)
+    prompts = ("w5 w9 w17", "w20 w21")
+    result = run_demo(model, tokenizer, folder / "head", num_steps=2, max_new_tokens=12, prompts=prompts)
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert json.loads(lines[-1]) == result and result["equal"] and printed.err == ""
-    assert len(lines) <= 49 and max(map(len, lines[:-1])) <= 100
-    assert [line.removeprefix("prompt").strip() for line in lines if line.startswith("prompt")] == list(PROMPTS)
-    assert sum(line.startswith("answer") for line in lines) == len(PROMPTS)
+    assert [line.removeprefix("prompt").strip() for line in lines if line.startswith("prompt")] == list(prompts)
+    assert sum(line.startswith("answer") for line in lines) == len(prompts)
+    assert len(lines) - len(prompts) * 3 == 1 + 7 + 1 + 1  # legend, table, verdict, JSON; blank, prompt, answer
+
+
+@pytest.mark.parametrize("file", [io.StringIO(), None])
+def test_demo_fits_a_screen(folder, file):
+    """At 100 columns and 50 lines, the longest prompts and answers of any length."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    console = Console(file=file or io.StringIO(), force_terminal=file is None, width=100)
+    out = output([7, 8, 9] * 80, [2, 3, 1] * 39 + [1] * 5)
+    heights = [
+        len(console.render_lines(exchange(p, out, tokenizer, Marking.of(console), 100), pad=False)) for p in PROMPTS
+    ]
+    assert 4 * len(PROMPTS) < sum(heights) and sum(h + 1 for h in heights) + 1 + 7 + 1 + 1 < 50
 
 
 def test_generate_in_a_pipe_prints_the_text_only(folder, capsys, monkeypatch):
