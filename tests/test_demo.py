@@ -20,6 +20,7 @@ from tests.train_models import save_target, tiny_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """target, and a head for it."""
