@@ -49,6 +49,7 @@ def main() -> None:
     common = {"backend": args.backend, "strict": args.device == "cuda", "tokenizer": tokenizer}
     common["max_seq_len"] = max(map(len, prompts)) + args.max_new_tokens
     rows = []
+    file: Path | None = None
     for name in args.drafts:
         draft = heads.path(name) if name in heads.available() else name
         for config in CONFIGS:
@@ -65,7 +66,8 @@ def main() -> None:
             for row in rows[-len(found) :]:
                 print(row, flush=True)
             if args.out:
-                write_results(args.out, f"lossless-{args.backend}-{args.dtype}", "135m", {"device": args.device}, rows)
+                what = f"lossless-{args.backend}-{args.dtype}"
+                file = write_results(args.out, what, "135m", {"device": args.device}, rows, file)
     result = {key: sum(r[key] for r in rows) for key in ("compared", "equal", "unexplained")}
     print(json.dumps({**result, "configs": rows}))
     raise SystemExit(1 if result["unexplained"] else 0)

@@ -1,4 +1,6 @@
-"""Time to first token and what prefill graphs cost to make: `python bench/prefill.py`.
+"""What prefills and their graphs cost, mode by mode: `python bench/prefill.py`.
+
+It steps the core, for finding causes; what users wait for is measured through `generate`, by bench/latency.py.
 
 --shape 135m or 8b: random weights of that shape, or --target a real one; a draft head is attached, as speculation wants
 its features. ms: wall clock from queueing the prompts to the host holding the first token of all of them, median over

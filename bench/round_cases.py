@@ -1,4 +1,4 @@
-"""What bench/rounds.py times: targets and heads of two shapes, and the ways to speculate."""
+"""What the speed benches time: targets and heads of two shapes (and a tiny one, for tests), and ways to speculate."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +12,12 @@ from specdec.models.pretrained import load_pretrained
 from specdec.sampling import SamplingParams
 
 PROMPT = 128  # tokens
-DTYPE = torch.bfloat16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 COPY_BYTES_PER_MS = 4.24e9  # of an H200, read and written bytes counted
 CONFIGS = ((0, 1, 1), (3, 1, 4), (5, 1, 6), (5, 8, 32))  # num_steps, topk, num_draft_tokens
+
+MAX_POSITIONS = 131072  # of every shape, so that long contexts can be timed; costs nothing until it is used
 
 LAWS = {
     "greedy": SamplingParams(),
@@ -30,7 +33,6 @@ _TARGETS: dict[str, dict[str, Any]] = {
         num_hidden_layers=30,
         num_attention_heads=9,
         num_key_value_heads=3,
-        max_position_embeddings=8192,
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
         tie_word_embeddings=True,
     ),
@@ -41,12 +43,21 @@ _TARGETS: dict[str, dict[str, Any]] = {
         num_hidden_layers=32,
         num_attention_heads=32,
         num_key_value_heads=8,
-        max_position_embeddings=8192,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         tie_word_embeddings=False,
     ),
+    "tiny": dict(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+    ),
 }
-_DRAFT_VOCAB = {"135m": 16384, "8b": 32000}
+_DRAFT_VOCAB = {"135m": 16384, "8b": 32000, "tiny": 48}
 
 
 @dataclass(frozen=True)
@@ -84,21 +95,26 @@ class Case:
         shared = {"max_seq_len": 2048, "prefill_graph": "off", "graph_sampling": self.kind}
         if not self.steps:
             return dict(shared)
-        rates = [0.8 * 0.75**j for j in range(self.steps)]
         draft = {"num_steps": self.steps, "topk": self.topk, "num_draft_tokens": self.width}
-        return {**shared, **draft, "synthetic_acceptance": rates}
+        return {**shared, **draft, "synthetic_acceptance": acceptance_rates(self.steps)}
+
+
+def acceptance_rates(steps: int) -> list[float]:
+    """Share of rounds in which draft position 1, 2, .. is accepted: what every speed bench imposes."""
+    return [0.8 * 0.75**j for j in range(steps)]
 
 
 def make_target(shape: str, path: str | None) -> Any:
     """The model at `path`, or one of that shape with random weights."""
     if path is not None:
-        return load_pretrained(path, dtype=DTYPE, device="cuda")[0]
+        return load_pretrained(path, dtype=DTYPE, device=DEVICE)[0]
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPE)
     try:
-        with torch.device("cuda"):
-            model = LlamaForCausalLM(LlamaConfig(**_TARGETS[shape], dtype=DTYPE))
+        with torch.device(DEVICE):
+            config = LlamaConfig(**_TARGETS[shape], max_position_embeddings=MAX_POSITIONS, dtype=DTYPE)
+            model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
     for name, buffer in model.named_buffers():
@@ -106,17 +122,19 @@ def make_target(shape: str, path: str | None) -> Any:
     return model.eval()
 
 
-def make_head(shape: str, model: Any, path: str | None) -> Any:
-    """The head at `path`, or one that fits `model` with random weights."""
+def make_head(shape: str, model: Any, path: str | None, ids: torch.Tensor | None = None) -> Any:
+    """The head at `path`, or one that fits `model` with random weights and drafts tokens of `ids` (default: any)."""
     if path is not None:
         return path
     c = model.config
     heads = (c.num_attention_heads, c.num_key_value_heads, c.hidden_size // c.num_attention_heads)
     aux = default_aux_layers(c.num_hidden_layers)
     layer = LayerConfig(c.hidden_size, c.intermediate_size, *heads)
-    config = Eagle3Config(layer, c.hidden_size, c.vocab_size, _DRAFT_VOCAB[shape], aux)
-    head = Eagle3Head(config).to(DTYPE).cuda()
-    head.set_hot_vocab(torch.randperm(c.vocab_size, device="cuda")[: config.draft_vocab_size])
+    if ids is None:
+        ids = torch.arange(c.vocab_size)
+    config = Eagle3Config(layer, c.hidden_size, c.vocab_size, min(_DRAFT_VOCAB[shape], len(ids)), aux)
+    head = Eagle3Head(config).to(DEVICE, DTYPE)
+    head.set_hot_vocab(ids[torch.randperm(len(ids))][: config.draft_vocab_size].to(DEVICE))
     return head.eval().requires_grad_(False)
 
 
@@ -132,6 +150,13 @@ def floor_ms(case: Case) -> float:
     head = 2 * attention - h * h + 3 * h * inter + _DRAFT_VOCAB[case.shape] * h  # q, k, v see two widths
     passes = case.steps  # S-1 draft forwards and the extend
     return round(2 * (target_weights(case.shape) + passes * head + (3 * h * h if passes else 0)) / COPY_BYTES_PER_MS, 3)
+
+
+def attention_sizes(shape: str) -> tuple[int, int, int, int]:
+    """Layers, heads, KV heads and the width of a head."""
+    c = _TARGETS[shape]
+    heads = c["num_attention_heads"]
+    return c["num_hidden_layers"], heads, c["num_key_value_heads"], c["hidden_size"] // heads
 
 
 def _sizes(shape: str) -> tuple[int, ...]:

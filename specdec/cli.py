@@ -18,6 +18,7 @@ from specdec.models.loader import detect_algo
 from specdec.models.pretrained import BUNDLED, load_pretrained
 from specdec.prompts import chat_ids, read_questions
 from specdec.sampling import SamplingParams
+from specdec.terminal import quiet_pipes
 from specdec.train.cli import app as train_app
 from specdec.train.target import load
 
@@ -51,7 +52,10 @@ def demo(
     max_new_tokens: MaxNew = 96,
     device: Device = "auto",
 ) -> None:
-    """HF generate, plain decoding and speculation side by side; the last line is one JSON object."""
+    """HF generate, plain decoding and speculation side by side, and which tokens were drafted.
+
+    The last line is one JSON object.
+    """
     where = _device(device)
     model, tokenizer = load_pretrained(target, dtype=torch.float32, device=where)
     run_demo(
@@ -78,14 +82,14 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    seed: int = 0,
+    seed: Annotated[int | None, typer.Option(help="Of the random draws; another one each run if left out.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
     raw: Annotated[bool, typer.Option(help="Continue the prompt as it is, without the chat template.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """Generate for one prompt, text as it comes; statistics go to stderr."""
-    law = SamplingParams(temperature, top_k, top_p, min_p, seed)
+    law = SamplingParams(temperature, top_k, top_p, min_p, **({} if seed is None else {"seed": seed}))
     model, tokenizer = load(target, dtype, device)
     settings: dict[str, Any] = {}
     if draft != "none":
@@ -149,6 +153,7 @@ def bench_acceptance(
     model, tokenizer = load(target, dtype, device)
     ids = {name: chat_ids(texts, tokenizer) for name, texts in questions.items()}
     rows: list[dict[str, Any]] = []
+    file: Path | None = None
     config = {"target": target, "drafts": list(drafts), "dtype": str(model.dtype), "max_batch": max_batch}
     for name, folder in drafts.items():
         for one in shapes if folder is not None else shapes[:1]:
@@ -169,13 +174,14 @@ def bench_acceptance(
                 rows.append(row)
                 print(f"{name} {one} {row['prompts']} T={row['temperature']:g}: tau {row['tau']:.3f}", file=sys.stderr)
             if out is not None:
-                write_results(out, "acceptance", target_name or _name_of(target), config, rows)
+                file = write_results(out, "acceptance", target_name or _name_of(target), config, rows, file)
     print_rows(rows)
     print(json.dumps({"rows": rows}))
 
 
 def main() -> None:
     """Entry point: a user's mistake is one line on stderr and exit status 2."""
+    quiet_pipes()
     try:
         app()
     except (ValueError, FloatingPointError) as error:

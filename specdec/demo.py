@@ -1,17 +1,22 @@
-"""`specdec demo`: the same prompts with HF `generate`, plain decoding and speculation, live, then a small table."""
+"""`specdec demo`: the same prompts with HF `generate`, plain decoding and speculation: what was drafted, how fast."""
 
 import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+from tqdm import tqdm
 
 from specdec.api import Engine, attach
+from specdec.outputs import RequestOutput
 from specdec.prompts import chat_ids
+from specdec.text import Detokenizer
 
 PROMPTS = (
     "A baker sells 24 rolls in the morning and half as many in the afternoon. Each roll costs $2. "
@@ -20,6 +25,9 @@ PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
     "A train travels 60 miles per hour for 3 hours and then 40 miles per hour for 2 hours. How far does it go?",
 )
+LABEL_WIDTH = 7
+ANSWER_LINES = 4  # shown of each answer, so that all fits one screen; the whole answer is measured
+CUT = " ..."
 
 
 @dataclass
@@ -52,16 +60,20 @@ def run_demo(
     console = Console()
     ids = chat_ids(list(prompts), tokenizer)
     hf = _run_hf(model, ids, max_new_tokens)
-    console.rule("plain decoding")
-    plain = _run_engine("plain", lambda: attach(model, tokenizer=tokenizer), ids, max_new_tokens, console)
-    console.rule("speculative decoding")
+    plain = _run_engine("plain", lambda: attach(model, tokenizer=tokenizer), ids, max_new_tokens)
+    mark = Marking.of(console)
+    console.print(mark.legend)
+
+    def show(index: int, output: RequestOutput) -> None:
+        console.print()
+        console.print(exchange(prompts[index], output, tokenizer, mark, console.width))
 
     def speculative() -> Engine:
         return attach(
             model, draft, tokenizer=tokenizer, num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens
         )
 
-    spec = _run_engine("speculative", speculative, ids, max_new_tokens, console)
+    spec = _run_engine("speculative", speculative, ids, max_new_tokens, show)
     equal = hf.tokens == plain.tokens == spec.tokens
     _print_table(console, [hf, plain, spec], equal)
     result = {
@@ -75,11 +87,69 @@ def run_demo(
     return result
 
 
+@dataclass(frozen=True)
+class Marking:
+    """How drafted tokens that the target accepted stand out: a style, and what stands before and after them."""
+
+    style: str
+    before: str
+    after: str
+
+    @classmethod
+    def of(cls, console: Console) -> "Marking":
+        """Colour where there is colour, underlines on a terminal without, brackets in a pipe or a file."""
+        if not console.is_terminal or console.is_dumb_terminal:
+            return cls("", "[", "]")
+        return cls("underline" if console.no_color or console.color_system is None else "bold green", "", "")
+
+    @property
+    def legend(self) -> Text:
+        """A line that explains the marks."""
+        sample = Text(f"{self.before}drafted and accepted{self.after}", self.style)
+        return sample + Text(", the rest: the target's own tokens. All of it is the target's own text.", "")
+
+
+def exchange(prompt: str, output: RequestOutput, tokenizer: Any, mark: Marking, width: int) -> Table:
+    """A prompt and its answer, labelled, wrapped for `width` columns; long answers are cut."""
+    lines = Table.grid(padding=(0, 1))
+    lines.add_column(width=LABEL_WIDTH, style="bold")
+    lines.add_column(width=width - LABEL_WIDTH - 1)
+    lines.add_row("prompt", Text(prompt))
+    # a line breaks some characters early
+    lines.add_row("answer", marked(output, tokenizer, mark, ANSWER_LINES * (width - LABEL_WIDTH - 9)))
+    return lines
+
+
+def marked(output: RequestOutput, tokenizer: Any, mark: Marking, most: int) -> Text:
+    """The text of `output` on one line, drafted tokens marked round by round, cut after about `most` characters."""
+    text, detokenizer = Text(), Detokenizer(tokenizer)
+    for is_drafted, tokens in _runs(output):
+        if len(text) > most - len(CUT):
+            return text.append(CUT)
+        piece = re.sub(r"\s+", " ", "".join(map(detokenizer.feed, tokens)))
+        if not is_drafted or not piece.strip():
+            text.append(piece)
+            continue
+        text.append(" " * piece.startswith(" "))
+        text.append(mark.before + piece.lstrip() + mark.after, mark.style)
+    return text.append(detokenizer.finish())
+
+
+def _runs(output: RequestOutput) -> Iterable[tuple[bool, list[int]]]:
+    """Neighbouring tokens of one round and one origin: its accepted drafts, then the target's own."""
+    start = len(output.tokens) - sum(output.round_lens)
+    yield False, output.tokens[:start]
+    for n in output.round_lens:
+        yield True, output.tokens[start : start + n - 1]
+        yield False, output.tokens[start + n - 1 : start + n]
+        start += n
+
+
 def _run_hf(model: Any, prompts: list[list[int]], max_new_tokens: int) -> Run:
     """`model.generate`, one prompt at a time, after a short warm-up."""
     run = Run("HF generate")
     _hf_tokens(model, prompts[0], 4)
-    for prompt in prompts:
+    for prompt in _progress(prompts, run.name):
         start = time.perf_counter()
         run.tokens.append(_hf_tokens(model, prompt, max_new_tokens))
         run.seconds += time.perf_counter() - start
@@ -94,35 +164,35 @@ def _hf_tokens(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
 
 
 def _run_engine(
-    name: str, make: Callable[[], Engine], prompts: list[list[int]], max_new_tokens: int, console: Console
+    name: str,
+    make: Callable[[], Engine],
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    show: Callable[[int, RequestOutput], None] | None = None,
 ) -> Run:
-    """Stream every prompt through a fresh engine, showing text as it comes."""
+    """Every prompt through a fresh engine; `show` gets each output, outside what is timed."""
     run, engine = Run(name), make()
     try:
         engine.generate(prompts[0], max_new_tokens=4)
         num_emitted = num_rounds = 0
-        for prompt in prompts:
+        for index, prompt in enumerate(_progress(prompts, name) if show is None else prompts):
             start = time.perf_counter()
-            pieces = engine.stream(prompt, max_new_tokens=max_new_tokens)
-            output = _show(pieces, console)
+            (output,) = engine.generate(prompt, max_new_tokens=max_new_tokens).requests
             run.seconds += time.perf_counter() - start
             run.tokens.append(output.tokens)
             num_emitted += output.acceptance.num_emitted
             num_rounds += output.acceptance.num_rounds
+            if show is not None:
+                show(index, output)
         run.tau = num_emitted / max(num_rounds, 1)
     finally:
         engine.detach()
     return run
 
 
-def _show(pieces: Any, console: Console) -> Any:
-    """Print the pieces of a stream; returns the RequestOutput that ends it."""
-    while True:
-        try:
-            console.out(next(pieces), end="", highlight=False)
-        except StopIteration as stop:
-            console.out("\n")
-            return stop.value
+def _progress(prompts: list[list[int]], name: str) -> Iterable[list[int]]:
+    """The prompts, with a bar on a terminal that goes away when they are over."""
+    return tqdm(prompts, desc=name, unit="prompt", leave=False, disable=None)
 
 
 def _print_table(console: Console, runs: list[Run], equal: bool) -> None:

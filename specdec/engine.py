@@ -206,6 +206,7 @@ class Core:
                 request.take(tokens[:accept_len])
                 if results.is_round:
                     request.acceptance.add(len(request.tokens) - num_before)
+                    request.round_lens.append(len(request.tokens) - num_before)
             # Stop strings, which only text shows, are the one end that the device does not see.
             is_over = request.finish_reason not in (None, "stop_string")
             assert is_over == bool(finished) or request.finish_reason == "stop_string", "host and device disagree"

@@ -1,6 +1,6 @@
 """What users get back: outputs of requests, totals of a call, and the engine's report."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.metrics import AcceptanceStats
@@ -13,6 +13,7 @@ class RequestOutput:
     tokens: ids emitted, EOS or stop id included; text: without special tokens, cut before a stop string.
     finish_reason: "eos", "stop_id", "stop_string", "length", or "error" (the target's logits were not finite).
     acceptance: rounds and acceptance of this request; first_token_s, time_s: seconds since it was queued.
+    round_lens: tokens that each verify round emitted, in order; `tokens` begins with one more, the prefill's.
     """
 
     prompt_ids: list[int]
@@ -22,6 +23,17 @@ class RequestOutput:
     acceptance: AcceptanceStats
     first_token_s: float
     time_s: float
+    round_lens: list[int] = field(default_factory=list)
+
+    @property
+    def is_drafted(self) -> list[bool]:
+        """For each of `tokens`, whether it was drafted and accepted; else the target chose it itself.
+
+        The last token of a round is the target's own. Where the request ended within a round, the last one kept may
+        have been a draft; it counts as the target's.
+        """
+        marks = [i < n - 1 for n in self.round_lens for i in range(n)]
+        return [False] * (len(self.tokens) - len(marks)) + marks
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class Request:
     max_len_bound: host upper bound of L, raised by every launched round, lowered by every read result.
     string_ids: stop ids that stand for stop strings: special tokens.
     failure: the error that ended it, with finish_reason "error"; whoever waits for the request raises it.
+    round_lens: tokens that each verify round emitted, after trimming; the engine adds to it as to `acceptance`.
     """
 
     prompt_ids: list[int]
@@ -38,6 +39,7 @@ class Request:
     finish_reason: str | None = None
     failure: BaseException | None = None
     acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
+    round_lens: list[int] = field(default_factory=list)
     max_len_bound: int = 0
     arrived: float = field(default_factory=time.perf_counter)
     first_token_s: float | None = None

@@ -1,6 +1,7 @@
 """`specdec bench acceptance`: one command for a table of drafts, shapes, prompt files and temperatures."""
 
 import copy
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from bench import lossless
 from specdec import SamplingParams, attach, cli, heads
-from specdec.bench import Shape, acceptance
+from specdec.bench import Shape, acceptance, write_results
 from specdec.models.loader import save_head
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
@@ -152,3 +153,98 @@ def test_lossless_compares_greedy_and_sampled_text():
     assert other["unexplained"] > 0 and 0 < other["flips_per_token"] < 1e-4 and len(other["first_difference"]) > 0
     assert model.config._attn_implementation == "sdpa"
     assert [lossless.most_likely(m) for m in (0.0, 1e-4, 0.05, 4.0)] == [0, 0, 2, 11]
+
+
+def test_results_leave_other_runs_alone(tmp_path):
+    """Two runs of a day have a file each; a run that writes again, to its own path, has one."""
+    first = write_results(tmp_path, "x", "tiny", {}, [1])
+    second = write_results(tmp_path, "x", "tiny", {}, [2])
+    assert write_results(tmp_path, "x", "tiny", {}, [2, 3], second) == second
+    third = write_results(tmp_path, "x", "tiny", {}, [4])
+    assert [p.stem.removeprefix(first.stem) for p in (first, second, third)] == ["", "-2", "-3"]
+    assert [json.loads(p.read_text())["rows"] for p in (first, second, third)] == [[1], [2, 3], [4]]
+    with pytest.raises(TypeError):
+        write_results(tmp_path, "x", "tiny", {}, [object()], first)
+    assert json.loads(first.read_text())["rows"] == [1] and len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.fixture
+def latency(monkeypatch):
+    """bench/latency.py, whose neighbours are imported as a script imports them."""
+    monkeypatch.syspath_prepend(str(Path(lossless.__file__).parent))
+    return importlib.import_module("latency")
+
+
+def latency_main(latency, monkeypatch, capsys, *arguments: object) -> dict:
+    """The JSON line of a run."""
+    monkeypatch.setattr(sys, "argv", ["latency.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        latency.main()
+    assert not stop.value.code
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_latency_through_generate(latency, folders, tmp_path, capsys, monkeypatch):
+    common = ("--shape", "tiny", "--new-tokens", 4, "--repeats", 1, "--out", tmp_path)
+    drafts = ("--drafts", "plain", "2:2:4", "--tokenizer", folders / "target", "--label", "before")
+    found = latency_main(latency, monkeypatch, capsys, *common, *drafts)
+    cells = [(r["steps"], r["batch"], r["tokenizer"], r["what"]) for r in found["rows"] if r["what"] != "attach"]
+    assert sorted(cells) == sorted(
+        (steps, batch, text, what)
+        for steps in (0, 2)
+        for batch in (1, 2)
+        for text in (False, True)
+        for what in ("ttft", "tpot")
+    )
+    assert not found["skipped"] and all(r["label"] == "before" and r["ms"] != 0 for r in found["rows"])
+    assert all(r["tau"] == 1.0 for r in found["rows"] if r["what"] == "tpot" and not r["steps"])
+    later = latency_main(latency, monkeypatch, capsys, *common, "--drafts", "plain", "--batches", 1, "--label", "after")
+    record = json.loads(Path(later["file"]).read_text())
+    assert record["rows"] == later["rows"] and record["config"]["host_probe_ms"] > 0
+    monkeypatch.setattr(sys, "argv", ["latency.py", "--compare", found["file"], later["file"]])
+    latency.main()
+    pairs = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert {(p["what"], p["batch"], p["tokenizer"]) for p in pairs} == {("ttft", 1, False), ("tpot", 1, False)}
+    assert all(p["ratio"]["after"] == pytest.approx(p["ms"]["after"] / p["ms"]["before"], abs=1e-3) for p in pairs)
+
+
+def test_latency_stops_for_its_budget(latency, tmp_path, capsys, monkeypatch):
+    found = latency_main(latency, monkeypatch, capsys, "--shape", "tiny", "--budget", 1, "--out", tmp_path)
+    assert found["rows"] == [] and len(found["skipped"]) == 4 * 2 and Path(found["file"]).is_file()
+
+
+def test_latency_rounds_of_a_trace(latency):
+    """Idle time is read from the last graph launches: those before are the prefill's."""
+    timing = sys.modules["latency_timing"]
+    events = []
+    for i, ts in enumerate((0, 10, 100, 200, 300)):  # two segments of a prefill, three rounds of 60 us
+        args = {"correlation": i}
+        events.append({"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": ts, "dur": 1, "args": args})
+        events.append({"cat": "kernel", "name": "k", "ts": ts + 5, "dur": 60 if ts >= 100 else 4, "args": args})
+    found = timing.read_trace(*timing.last_launches(events, 3))
+    assert (found["launches"], found["gap_us"], found["idle_percent"]) == (1.0, 40, 40.0)
+
+
+def test_latency_host_time_leaves_waits_out(latency, monkeypatch):
+    timing = sys.modules["latency_timing"]
+    monkeypatch.setattr(timing, "DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    before = (torch.cuda.Event.synchronize, torch.cuda.CUDAGraph.replay, torch.cuda.synchronize)
+    with timing._waits() as seconds:
+        torch.cuda.synchronize()
+        assert len(seconds) == 1
+    assert before == (torch.cuda.Event.synchronize, torch.cuda.CUDAGraph.replay, torch.cuda.synchronize)
+
+
+def test_latency_engines(latency):
+    """Short contexts share an engine, long ones have their own; capacity is that of the largest cell."""
+    cases = sys.modules["latency_cases"]
+    cells = cases.cells_of([1, 8], [128, 8192], [512])
+    assert [[str(c) for c in group] for group in cases.groups_of(cells)] == [
+        ["1 x 128", "8 x 128", "1 x 512"],
+        ["1 x 8192", "8 x 8192"],
+    ]
+    room = cases.capacity(cases.groups_of(cells)[1], 257)
+    assert room == {"max_batch": 8, "max_seq_len": 8192 + 257, "num_slots": 8 * (8192 + 257 + cases.SPARE)}
+    with pytest.raises(ValueError, match=r"--drafts '3:1': expected plain or S:K:D"):
+        cases.Draft.parse("3:1")

@@ -1,0 +1,108 @@
+"""`specdec demo` and `generate` as people and pipes see them: what was drafted is shown, and nothing else is said."""
+
+import io
+import json
+import re
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
+from transformers import modeling_gguf_pytorch_utils as gguf_reader
+
+from specdec import AcceptanceStats, RequestOutput, attach, cli
+from specdec.demo import PROMPTS, Marking, exchange, marked, run_demo
+from specdec.models.loader import save_head
+from specdec.terminal import quiet_pipes
+from tests.heads import random_head
+from tests.train_models import save_target, tiny_target
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """target, and a head for it."""
+    root = tmp_path_factory.mktemp("demo")
+    model = tiny_target()
+    save_target(model, root / "target")
+    save_head(root / "head", random_head(model), lm_head_from_target=False, dtype=torch.float32)
+    return root
+
+
+def output(tokens: list[int], round_lens: list[int]) -> RequestOutput:
+    return RequestOutput([5], tokens, "", "length", AcceptanceStats(), 0.0, 0.0, round_lens)
+
+
+@pytest.mark.parametrize("settings", [{}, {"topk": 3, "num_draft_tokens": 6}, {"cuda_graph": True}])
+def test_rounds_of_an_output_add_up(settings):
+    model = tiny_target()
+    engine = attach(model, random_head(model), num_steps=2, max_seq_len=64, **settings)
+    try:
+        out = engine.generate([[5, 6, 7], [8], [9, 10]], max_new_tokens=[17, 1, 9], ignore_eos=True)
+    finally:
+        engine.detach()
+    for r in out.requests:
+        assert len(r.tokens) == len(r.is_drafted) == 1 + sum(r.round_lens)
+        assert len(r.round_lens) == r.acceptance.num_rounds and sum(r.round_lens) == r.acceptance.num_emitted
+        assert sum(r.is_drafted) == sum(r.acceptance.accepted_at) and not r.is_drafted[0]
+
+
+def test_drafted_tokens_are_marked(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    out = output([7, 8, 9, 10, 11, 12], [3, 1, 1])
+    assert out.is_drafted == [False, True, True, False, False, False]
+    piped = Marking.of(Console(file=io.StringIO()))
+    text = marked(out, tokenizer, piped, 1000)
+    assert re.sub(r"\s", "", text.plain) == "w7[w8w9]w10w11w12" and "[drafted and accepted]" in piped.legend.plain
+    assert marked(out, tokenizer, piped, 8).plain.endswith(" ...")
+    terminal = {"force_terminal": True, "legacy_windows": False, "_environ": {"TERM": "xterm"}}
+    colour = Marking.of(Console(file=io.StringIO(), color_system="standard", **terminal))
+    text = marked(out, tokenizer, colour, 1000)
+    assert "[" not in text.plain and [text.plain[s.start : s.end].replace(" ", "") for s in text.spans] == ["w8w9"]
+    assert "green" in colour.style
+    assert Marking.of(Console(file=io.StringIO(), no_color=True, **terminal)).style == "underline"
+
+
+def test_demo_prints_each_text_once(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    model, tokenizer = tiny_target(), AutoTokenizer.from_pretrained(folder / "target")
+    prompts = ("w5 w9 w17", "w20 w21")
+    result = run_demo(model, tokenizer, folder / "head", num_steps=2, max_new_tokens=12, prompts=prompts)
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert json.loads(lines[-1]) == result and result["equal"] and printed.err == ""
+    assert [line.removeprefix("prompt").strip() for line in lines if line.startswith("prompt")] == list(prompts)
+    assert sum(line.startswith("answer") for line in lines) == len(prompts)
+    assert len(lines) - len(prompts) * 3 == 1 + 7 + 1 + 1  # legend, table, verdict, JSON; blank, prompt, answer
+
+
+@pytest.mark.parametrize("file", [io.StringIO(), None])
+def test_demo_fits_a_screen(folder, file):
+    """At 100 columns and 50 lines, the longest prompts and answers of any length."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    console = Console(file=file or io.StringIO(), force_terminal=file is None, width=100)
+    out = output([7, 8, 9] * 80, [2, 3, 1] * 39 + [1] * 5)
+    heights = [
+        len(console.render_lines(exchange(p, out, tokenizer, Marking.of(console), 100), pad=False)) for p in PROMPTS
+    ]
+    assert 4 * len(PROMPTS) < sum(heights) and sum(h + 1 for h in heights) + 1 + 7 + 1 + 1 < 50
+
+
+def test_generate_in_a_pipe_prints_the_text_only(folder, capsys, monkeypatch):
+    monkeypatch.setattr(gguf_reader, "tqdm", gguf_reader.tqdm)  # put back afterwards
+    common = ("--target", folder / "target", "--draft", folder / "head", "--max-new-tokens", "8", "--device", "cpu")
+    monkeypatch.setattr(sys, "argv", ["specdec", "generate", "w5 w9", *map(str, common), "--seed", "3"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    printed = capsys.readouterr()
+    assert not stop.value.code
+    assert re.fullmatch(r"(\s*w\d+)+\n", printed.out) and re.fullmatch(r"\[\d+ tokens, .*\]\n", printed.err)
+
+
+def test_bars_are_for_terminals(capsys, monkeypatch):
+    monkeypatch.setattr(gguf_reader, "tqdm", gguf_reader.tqdm)
+    quiet_pipes()
+    assert list(gguf_reader.tqdm(range(3), desc="x")) == [0, 1, 2]
+    assert capsys.readouterr().err == ""
