@@ -78,25 +78,33 @@ def generate(
     topk: TopK = 1,
     draft_tokens: DraftTokens = None,
     max_new_tokens: MaxNew = 256,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; left out, the model's own default.")] = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     seed: Annotated[int | None, typer.Option(help="Of the random draws; another one each run if left out.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
     raw: Annotated[bool, typer.Option(help="Continue the prompt as it is, without the chat template.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Generate for one prompt, text as it comes; statistics go to stderr."""
-    law = SamplingParams(temperature, top_k, top_p, min_p, **({} if seed is None else {"seed": seed}))
+    """Generate for one prompt, text as it comes; statistics go to stderr.
+
+    What is left out is as the model's generation_config has it.
+    """
+    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    law["repetition_penalty"] = repetition_penalty
+    given = {name: value for name, value in law.items() if value is not None}
+    if temperature is not None:
+        given["do_sample"] = temperature > 0
     model, tokenizer = load(target, dtype, device)
     settings: dict[str, Any] = {}
     if draft != "none":
         settings = {"num_steps": _steps(steps, _device(device)), "topk": topk, "num_draft_tokens": draft_tokens}
     engine = attach(model, _draft(draft), tokenizer=tokenizer, **settings)
     question: Any = prompt if raw else [{"role": "user", "content": prompt}]
-    pieces = engine.stream(question, max_new_tokens=max_new_tokens, sampling=law, stop=stop or ())
+    pieces = engine.stream(question, max_new_tokens=max_new_tokens, stop=stop, **given)
     while True:
         try:
             print(next(pieces), end="", flush=True)
