@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,6 +66,13 @@ def test_every_field_of_generation_config_has_one_answer():
     assert sum(map(len, answers)) == len(known), "a setting has two answers"
     assert fields <= known, f"dropped silently: {sorted(fields - known)}"
     assert CHANGING.keys() == REFUSED.keys() | REFUSED_SAMPLED.keys()
+
+
+def test_the_page_of_settings_names_them_all():
+    page = (Path(__file__).parents[1] / "docs" / "generation-settings.md").read_text("utf-8")
+    for names, title in ((HONOURED, "## Honoured"), ({**REFUSED, **REFUSED_SAMPLED}, "## Refused"), (HARMLESS, "## Without")):
+        section = page[page.index(title) :].split("\n## ")[0]
+        assert not [name for name in names if f"`{name}`" not in section], title
 
 
 def test_harmless_settings_never_reach_the_logits():
