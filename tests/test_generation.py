@@ -70,7 +70,8 @@ def test_every_field_of_generation_config_has_one_answer():
 
 def test_the_page_of_settings_names_them_all():
     page = (Path(__file__).parents[1] / "docs" / "generation-settings.md").read_text("utf-8")
-    for names, title in ((HONOURED, "## Honoured"), ({**REFUSED, **REFUSED_SAMPLED}, "## Refused"), (HARMLESS, "## Without")):
+    refused = {**REFUSED, **REFUSED_SAMPLED}
+    for names, title in ((HONOURED, "## Honoured"), (refused, "## Refused"), (HARMLESS, "## Without")):
         section = page[page.index(title) :].split("\n## ")[0]
         assert not [name for name in names if f"`{name}`" not in section], title
 
