@@ -268,7 +268,7 @@ def _find_stack(
                     again = model(input_ids=torch.zeros_like(ids), use_cache=False).logits
         except Exception:  # not made for it: the next one
             continue
-        atol = 1e-3 * float(logits.abs().max())
+        atol = 1e-3 * float(logits.abs().nan_to_num().max())
         if torch.allclose(again.float(), logits.float(), rtol=1e-3, atol=atol, equal_nan=True):
             return stack
     return None

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from specdec.models.checkpoint import WEIGHTS
+from specdec.models.folders import WEIGHTS
 from specdec.models.draft_head import DraftHead, LayerConfig
 from specdec.models.eagle import EagleConfig, EagleHead
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
-from specdec.models.layouts import AUX_IDS, AUX_LAYERS, LAYOUTS
+from specdec.models.layouts import AUX_IDS, AUX_LAYERS, LAYOUTS, OWN_KEY
 from specdec.models.nextn import NextNConfig, NextNHead
-from specdec.models.nextn_weights import OWN_KEY, split_experts
+from specdec.models.nextn_weights import split_experts
 
 WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"eagle": ("eagle",), "eagle3": ("eagle3", "speculators"), "nextn": ("nextn",)}
