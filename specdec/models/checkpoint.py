@@ -130,7 +130,9 @@ class _State(dict[str, torch.Tensor]):
         self.folder, self.name = folder, name
 
     def __missing__(self, name: str) -> torch.Tensor:
-        raise CheckpointError(str(self.folder), [f"{self.name} has no {name!r}, which its index says: download it anew"])
+        raise CheckpointError(
+            str(self.folder), [f"{self.name} has no {name!r}, which its index says: download it anew"]
+        )
 
 
 def _load_legacy(folder: Path, path: Path) -> _State:

@@ -171,10 +171,12 @@ def _relations(raw: Mapping[str, Any], at: str) -> list[str]:
     heads, kv_heads, size = (raw.get(k) for k in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     problems = []
     if heads and kv_heads and heads % kv_heads:
-        problems.append(f"config.json has {at}num_key_value_heads={kv_heads}: expected a divisor of {heads} query heads")
-    dim = raw.get("head_dim")
-    if not dim and heads and size and size % heads:
+        problems.append(
+            f"config.json has {at}num_key_value_heads={kv_heads}: expected a divisor of {heads} query heads"
+        )
+    if heads and size and not raw.get("head_dim") and size % heads:
         problems.append(f"config.json has no {at}head_dim, and {heads} heads do not share hidden_size={size} equally")
-    elif (dim or 2) % 2 or (not dim and heads and size and size // heads % 2):
-        problems.append(f"heads of {dim or size // heads} elements: expected an even number, which rope turns in pairs")
+    dim = raw.get("head_dim") or (size // heads if heads and size else 2)
+    if dim % 2:
+        problems.append(f"heads of {dim} elements: expected an even number, which rope turns in pairs")
     return problems

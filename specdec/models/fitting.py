@@ -83,7 +83,10 @@ def full_vocab_problems(d2t: torch.Tensor | None, t2d: torch.Tensor | None) -> l
         return problems
     if d2t.long().sort().values.equal(torch.arange(d2t.numel())):
         return [*problems, "d2t holds absolute target ids; expected offsets (target id = draft id + d2t[draft id])"]
-    return [*problems, f"d2t does not lead to each of the {d2t.numel()} target tokens once, and the head scores them all"]
+    return [
+        *problems,
+        f"d2t does not lead to each of the {d2t.numel()} target tokens once, and the head scores them all",
+    ]
 
 
 def full_vocab_ids(d2t: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Where a checkpoint lies: paths that a user or an index names, Hub snapshots, JSON files. Knows no tensors.
 
-A repository is not trusted: no name in it leads out of its folder, and whatever is wrong with a file is CheckpointError.
+A repository is not trusted: no name in it leads out of its folder, and what is wrong with a file is CheckpointError.
 """
 
 import json
@@ -88,7 +88,9 @@ def read_weight_map(folder: Path, name: str) -> dict[str, str]:
     for file in {str(value): value for value in weight_map.values()}.values():
         why = _why_outside(folder, file)
         if why:
-            problems.append(f"{name} names the file {shortened(repr(file))}, {why}; do not trust it, or download it anew")
+            problems.append(
+                f"{name} names the file {shortened(repr(file))}, {why}; do not trust it, or download it anew"
+            )
     if problems:
         raise CheckpointError(str(folder), problems[:5])
     return weight_map

@@ -54,7 +54,9 @@ def inspect(path_or_id: str | Path) -> Checkpoint:
     Raises CheckpointError if it cannot be opened; what is wrong inside is noted as "problem: …".
     """
     if str(path_or_id) == BUNDLED or gguf_of(path_or_id) is not None:
-        return Checkpoint(local_path(path_or_id), STANDALONE, STANDALONE, {}, {}, ["a GGUF file, loaded as a whole model"])
+        return Checkpoint(
+            local_path(path_or_id), STANDALONE, STANDALONE, {}, {}, ["a GGUF file, loaded as a whole model"]
+        )
     files = TensorFiles.at(path_or_id)
     folder = files.folder
     layout = pick_layout(folder, list(files.files), None)
@@ -86,7 +88,7 @@ def load_head(
 
 
 def check_head(head: DraftHead, target: TargetShape, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise CheckpointError if a loaded head does not fit the target it is to be attached to; warn of broken weights."""
+    """Raise CheckpointError if a loaded head does not fit the target it is attached to; warn of broken weights."""
     weight = head.weight
     facts = {
         "hidden size": (head.target_hidden_size, target.hidden_size),

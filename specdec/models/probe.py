@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from specdec.backends import LayerSpec
 from specdec.errors import AttachError
+from specdec.models.fitting import weight_doubts
 
 PROBE_LENGTH = 12
 FAR = 1 << 18  # masks are evaluated around this query position, so that windows up to it are seen
@@ -204,6 +205,10 @@ def probe(model: PreTrainedModel) -> ModelSpec:
     except Exception as error:
         raise AttachError(name, [*_static_reasons(model), f"the probe forward failed: {error}"]) from error
     reasons = _static_reasons(model) + _call_reasons(recording, model)
+    if bool(logits.isnan().any()):  # nothing could be compared with them
+        reasons.append(
+            "; ".join(["its logits are NaN", *weight_doubts(model)]) + ": take another export of its weights"
+        )
     if not reasons:
         stack = _find_stack(model, outputs, ids, logits)
         if stack is None:
@@ -268,7 +273,7 @@ def _find_stack(
                     again = model(input_ids=torch.zeros_like(ids), use_cache=False).logits
         except Exception:  # not made for it: the next one
             continue
-        atol = 1e-3 * float(logits.abs().nan_to_num().max())
+        atol = 1e-3 * float(logits.abs().max())
         if torch.allclose(again.float(), logits.float(), rtol=1e-3, atol=atol, equal_nan=True):
             return stack
     return None
