@@ -139,10 +139,11 @@ def _load_legacy(folder: Path, path: Path) -> _State:
     """The plain tensors in the pickle `path`; nothing in it is run."""
     with told_of(folder, f"{path.name} is truncated, corrupted or no file of tensors; download it anew"):
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        what = f"a {type(state).__name__}" if not isinstance(state, dict) else "names that are no strings"
+    named = state if isinstance(state, dict) else {}
+    tensors = {name: t for name, t in named.items() if isinstance(t, torch.Tensor)}
+    if not tensors or not all(isinstance(name, str) for name in named):
+        what = "no tensors by names" if isinstance(state, dict) else f"a {type(state).__name__}"
         raise CheckpointError(str(folder), [f"{path.name} holds {what}: expected a dict of tensors by their names"])
-    tensors = {name: t for name, t in state.items() if isinstance(t, torch.Tensor)}
     odd = {name: _oddity(t) for name, t in tensors.items() if _oddity(t)}
     if odd:
         name, why = next(iter(odd.items()))

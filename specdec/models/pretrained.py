@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from specdec.errors import CheckpointError
@@ -18,12 +18,16 @@ from specdec.models.folders import (
     LEGACY_WEIGHTS,
     WEIGHTS,
     local_path,
+    read_json,
     read_weight_map,
     shortened,
     told_of,
 )
 
 BUNDLED = "bundled"
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+MAX_DEPTH = 4096
+MAX_PER_BYTE = 4  # parameters in a byte of weights: half of that in the lowest precision there is
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("vocab.json", "vocab.txt", "spiece.model", "tekken.json"),
@@ -64,7 +68,8 @@ def load_draft(
     Takes what `load_pretrained` takes. CheckpointError if the files and the config do not make up a whole model.
     """
     source, extra = _source(gguf_of(name) or name)
-    _check_parts(source)
+    if not extra and Path(source).is_dir():
+        _check_folder(Path(source))
     what = f"{extra.get('gguf_file', 'it')} cannot be read as a causal LM; download it anew"
     with no_foreign_code(source), told_of(source, what):
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -138,12 +143,26 @@ def _gguf_tokens(path: Path) -> list[str]:
         return [path.name] if load_gguf_checkpoint(str(path))["tokenizer"].get("tokens") else []
 
 
-def _check_parts(source: str) -> None:
-    """CheckpointError if an index in the folder `source` names files outside it, or nothing that can be read."""
-    folder = Path(source)
+def _check_folder(folder: Path) -> None:
+    """What transformers does not look at: files that an index names outside of `folder`, and whether config.json asks
+    for far more memory than the weights have, which would be filled up at random."""
     for name in (WEIGHTS + INDEX, LEGACY_WEIGHTS + INDEX):
         if (folder / name).is_file():
             read_weight_map(folder, name)
+    raw = read_json(folder, "config.json")
+    parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
+    depths = [part[key] for part in parts for key in DEPTHS if isinstance(part.get(key), int)]
+    if depths and max(depths) > MAX_DEPTH:
+        raise CheckpointError(str(folder), [f"config.json speaks of more layers than {MAX_DEPTH}"])
+    with no_foreign_code(str(folder)), told_of(folder, "config.json describes no causal LM; download it anew"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    stored = sum(f.stat().st_size for f in folder.iterdir() if f.suffix in (".safetensors", ".bin"))
+    if num_parameters > MAX_PER_BYTE * stored:
+        what = f"config.json describes a model of {num_parameters:,} parameters, the weights are {stored:,} bytes"
+        raise CheckpointError(str(folder), [f"{what}: they do not belong together; download both anew"])
 
 
 def _check_whole(source: str, found: Mapping[str, Any]) -> None:
