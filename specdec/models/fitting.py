@@ -99,7 +99,7 @@ def weight_doubts(module: nn.Module) -> list[str]:
 
     One pass over the weights, and one wait for their device at the end.
     """
-    named = list(module.named_parameters())
+    named = [(name, p) for name, p in module.named_parameters() if p.dtype in FLOATS]  # others are quantised
     heads = [(name, p) for name, p in named if name.endswith("lm_head.weight")]
     if not named or any(p.is_meta for _, p in named):
         return []

@@ -27,7 +27,7 @@ from specdec.models.folders import (
 BUNDLED = "bundled"
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MAX_DEPTH = 4096
-MAX_PER_BYTE = 4  # parameters in a byte of weights: half of that in the lowest precision there is
+MAX_PER_BYTE = 16  # parameters in a byte of weights: half of that at one bit each
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("vocab.json", "vocab.txt", "spiece.model", "tekken.json"),
