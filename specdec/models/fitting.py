@@ -107,10 +107,8 @@ def weight_doubts(module: nn.Module) -> list[str]:
     good = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
     broken = [name for (name, _), is_good in zip(named, good, strict=False) if not is_good]
     empty = [name for (name, _), is_good in zip(heads, good[len(named) :], strict=True) if not is_good]
-    doubts = []
-    if broken:
-        what = f"{len(broken)} tensors hold NaN or infinity, first {broken[0]}" if len(broken) > 1 else broken[0]
-        doubts.append(what if len(broken) > 1 else f"{what} holds NaN or infinity")
+    many = f"{len(broken)} tensors hold NaN or infinity, first " if len(broken) > 1 else ""
+    doubts = [many + broken[0] if many else f"{broken[0]} holds NaN or infinity"] if broken else []
     return doubts + [f"{name} is all zeros, so that every token is as likely as any other" for name in empty]
 
 
