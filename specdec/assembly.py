@@ -56,7 +56,7 @@ def _algo_of(draft: str | Path | nn.Module, wanted: str | None) -> str:
         return draft.algo
     if isinstance(draft, PreTrainedModel):
         return "standalone"
-    if isinstance(draft, nn.Module):
+    if not isinstance(draft, str | Path):
         raise ValueError(
             f"draft is a {type(draft).__name__}: expected a folder, a Hub id, a head such as Eagle3Head, or a causal LM"
         )

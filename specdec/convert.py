@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from safetensors.torch import save_file
 
 from specdec.errors import CheckpointError
 from specdec.models.building import head_problems, wanted_tensors
-from specdec.models.checkpoint import WEIGHTS, TensorFiles
+from specdec.models.checkpoint import TensorFiles
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head
 from specdec.models.head_files import HeadFiles, open_head
 from specdec.models.layouts import AUX_IDS, AUX_LAYERS, LAYOUTS
+from specdec.models.replacing import check_free, write_checkpoint
 from specdec.models.writers import eagle3_json, proposal_json, speculators_json
 
 TO = {"official": "eagle3", "speculators": "speculators"}
@@ -23,11 +23,14 @@ TO = {"official": "eagle3", "speculators": "speculators"}
 PASSED = ("max_position_embeddings", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def convert(src: str | Path, dst: str | Path, to: str, verifier: str | None = None) -> list[str]:
+def convert(
+    src: str | Path, dst: str | Path, to: str, verifier: str | None = None, *, overwrite: bool = False
+) -> list[str]:
     """Write the EAGLE-3 head in `src` to the folder `dst` in the layout `to`; returns notes on what was read.
 
     to: "official" or "speculators". verifier: name of the target for speculators' config; None keeps what `src` says.
-    ValueError names what `to` cannot express, CheckpointError what is wrong with `src`.
+    overwrite: take the place of a checkpoint in `dst`. ValueError names what `to` cannot express, CheckpointError what
+    is wrong with `src`.
     """
     if to not in TO:
         raise ValueError(f"to={to!r}: expected one of {', '.join(TO)}")
@@ -38,6 +41,7 @@ def convert(src: str | Path, dst: str | Path, to: str, verifier: str | None = No
         raise ValueError(f"{str(src)!r} is in the layout {to!r} already")
     if Path(dst).exists() and Path(dst).resolve() == head.folder.resolve():
         raise ValueError(f"dst={str(dst)!r} is the source: expected another folder")
+    check_free(dst, overwrite)
     reading, config = head.read_config()
     if not isinstance(config, Eagle3Config):
         raise CheckpointError(str(head.folder), reading.problems)
@@ -51,11 +55,8 @@ def convert(src: str | Path, dst: str | Path, to: str, verifier: str | None = No
         written["speculators_config"] = _with_verifier(head.raw.get("speculators_config"), verifier)
     layout = LAYOUTS[TO[to]]
     tensors = {layout.theirs(ours): t.contiguous() for ours, t in head.read(list(head.names)).items()}
-    folder = Path(dst)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", "utf-8")
-    return reading.notes
+    write_checkpoint(dst, written, tensors)
+    return reading.notes + reading.doubts
 
 
 def _to_official(head: HeadFiles, config: Eagle3Config) -> dict[str, Any]:
@@ -104,9 +105,10 @@ def convert_command(
     dst: Annotated[Path, typer.Argument(help="Folder to write.")],
     to: Annotated[str, typer.Option(help="official (SafeAILab, SpecForge, SGLang) or speculators (vLLM).")],
     verifier: Annotated[str | None, typer.Option(help="Name of the target, for speculators' config.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a checkpoint that lies in DST.")] = False,
 ) -> None:
     """Rewrite an EAGLE-3 head in the other layout; the last line is one JSON object."""
-    notes = convert(src, dst, to, verifier)
+    notes = convert(src, dst, to, verifier, overwrite=overwrite)
     for note in notes:
         print(note)
     print(json.dumps({"src": src, "dst": str(dst), "to": to, "notes": notes}))

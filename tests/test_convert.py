@@ -122,6 +122,13 @@ def test_what_convert_refuses(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     lm.write(tmp_path / "a", lm.official_config(), lm.eagle3_tensors("midlayer"))
-    done = CliRunner().invoke(app, ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "speculators"])
+    command = ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "speculators"]
+    done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert json.loads(done.output.splitlines()[-1])["dst"] == str(tmp_path / "b")
+    (tmp_path / "b" / "config.json").write_text("somebody's")
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code != 0 and "--overwrite" in str(again.exception)
+    assert (tmp_path / "b" / "config.json").read_text() == "somebody's"
+    done = CliRunner().invoke(app, [*command, "--overwrite"])
+    assert done.exit_code == 0 and config_of(tmp_path / "b")["speculators_model_type"] == "eagle3"

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from specdec import cli
@@ -364,6 +366,25 @@ def test_the_command_on_a_draft_of_another_target(folders, capsys, monkeypatch):
     assert code == 1 and facts["defects"] == ["cannot be loaded"] and len(facts["remarks"]) == 1
     assert "made for a vocabulary of 128" in facts["remarks"][0]
     assert any("cannot be loaded" in line for line in lines)
+
+
+def test_the_command_on_weights_and_tokenizers_that_are_broken(folders, capsys, monkeypatch, tmp_path):
+    twin, head = tmp_path / "twin", tmp_path / "head"
+    for path in (twin, head):
+        shutil.copytree(folders / path.name, path)
+    weights = load_file(str(twin / "model.safetensors"))
+    name = next(n for n in sorted(weights) if "up_proj" in n)
+    weights[name][:] = float("inf")
+    save_file(weights, str(twin / "model.safetensors"), metadata={"format": "pt"})
+    code, lines, _ = doctor(capsys, monkeypatch, folders, twin, "--limit", 2)
+    facts = json.loads(lines[-1])
+    assert (
+        code == 1 and facts["defects"] == ["broken weights"] and f"{name} holds NaN or infinity" in facts["remarks"][0]
+    )
+    (head / "tokenizer.json").write_text("{broken")  # a head drafts without one
+    code, lines, _ = doctor(capsys, monkeypatch, folders, head, "--limit", 2)
+    facts = json.loads(lines[-1])
+    assert code == 0 and "its tokenizer (tokenizer.json) cannot be read" in facts["tokenizer"]
 
 
 @pytest.mark.parametrize(

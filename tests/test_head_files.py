@@ -120,6 +120,7 @@ def heads_to_save() -> dict[str, tuple[str, DraftHead]]:
             "llama",
             EagleHead(EagleConfig(dataclasses.replace(layer, qkv_bias=True), lm.VOCAB, False)),
         ),
+        "eagle with an embedding of its own": ("llama", EagleHead(EagleConfig(layer, lm.VOCAB, own_embedding=True))),
         "eagle3": ("llama", Eagle3Head(eagle3)),
         "eagle3 with fc_norm": ("llama", Eagle3Head(dataclasses.replace(eagle3, fc_norm=True))),
         "eagle3 of another width": ("llama", Eagle3Head(narrow)),
@@ -157,6 +158,46 @@ def test_what_save_head_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lm_head_from_target=True: a head of 'eagle' has no lm_head"):
         save_head(tmp_path, heads["eagle"][1], dtype=torch.float32, lm_head_from_target=True)
     assert not any(tmp_path.iterdir())
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_head_takes_the_place_of_another_only_if_told(tmp_path: Path) -> None:
+    heads = heads_to_save()
+    save_head(tmp_path, heads["eagle"][1], dtype=torch.float32)
+    before = listing(tmp_path)
+    with pytest.raises(ValueError, match=r"holds config.json, model.safetensors already: .* or pass overwrite=True"):
+        save_head(tmp_path, heads["eagle3"][1], dtype=torch.float32)
+    assert listing(tmp_path) == before
+    (tmp_path / "pytorch_model.bin").write_bytes(b"an older one")
+    head = heads["eagle3"][1]
+    head.set_hot_vocab(lm.hot_ids(40))
+    save_head(tmp_path, head, dtype=torch.float32, overwrite=True)
+    assert inspect(tmp_path).layout == "eagle3" and set(listing(tmp_path)) == set(before)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")  # readers look there first
+    with pytest.raises(ValueError, match=r"holds model.safetensors.index.json, which readers would follow"):
+        save_head(tmp_path, head, dtype=torch.float32, overwrite=True)
+    with pytest.raises(ValueError, match="is a file: expected a folder"):
+        save_head(tmp_path / "config.json", head, dtype=torch.float32)
+
+
+def test_a_crash_while_writing_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specdec.models import replacing
+
+    head = heads_to_save()["eagle"][1]
+    save_head(tmp_path / "head", head, dtype=torch.float32)
+    before = listing(tmp_path / "head")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(replacing, "json_text", full)  # after the weights
+    for folder in (tmp_path / "head", tmp_path / "new"):
+        with pytest.raises(OSError, match="no space left"):
+            save_head(folder, head, dtype=torch.bfloat16, overwrite=True)
+    assert listing(tmp_path / "head") == before and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])

@@ -40,7 +40,7 @@ from tests.layout_heads import (
 )
 def test_eagle(tmp_path: Path, config: dict, fc_bias: bool, qkv_bias: bool, theta: float, notes: list[str]) -> None:
     tensors = lm.eagle_tensors(fc_bias=fc_bias, qkv_bias=qkv_bias)
-    stored = {**tensors, "embed_tokens.weight": lm.noise(lm.VOCAB, lm.HIDDEN)}  # overwritten from the target
+    stored = {**tensors, "embed_tokens.weight": target().get_input_embeddings().weight.clone()}
     folder = lm.write(tmp_path / "head", lm.eagle_config(**config), stored, legacy=not config)
     head = load(folder)
     assert (head.algo, head.aux_layers, head.embed_tokens, head.lm_head) == ("eagle", (LAST,), None, None)
@@ -52,6 +52,17 @@ def test_eagle(tmp_path: Path, config: dict, fc_bias: bool, qkv_bias: bool, thet
     assert report.tensors["fc.weight"] == ((lm.HIDDEN, 2 * lm.HIDDEN), torch.float32)
     for note in notes:
         assert any(note in line for line in report.notes), (note, report.notes)
+
+
+def test_an_embedding_of_an_eagle_head_that_is_not_the_targets_is_kept(tmp_path: Path) -> None:
+    tensors = {**lm.eagle_tensors(fc_bias=False), "embed_tokens.weight": lm.noise(lm.VOCAB, lm.HIDDEN)}
+    head = load(lm.write(tmp_path / "head", lm.eagle_config(bias=False), tensors))
+    assert head.config.own_embedding and torch.equal(head.embed_tokens.weight, tensors["embed_tokens.weight"])
+    features = last_states(target())
+    agree(head, lm.eagle_reference(tensors, target().lm_head.weight, 10000.0), features, features, target())
+    tensors["embed_tokens.weight"] = lm.noise(lm.VOCAB, lm.HIDDEN + 1)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight has shape \(96, 33\), expected \(96, 32\)"):
+        load(lm.write(tmp_path / "wide", lm.eagle_config(bias=False), tensors))
 
 
 # ---- EAGLE-3, official names
@@ -142,6 +153,37 @@ def test_a_head_that_scores_all_tokens_needs_no_maps(tmp_path: Path, maps: str) 
     assert head.hot_ids.tolist() == list(range(lm.VOCAB)) and bool(head.t2d.all())
     features = aux_states()
     agree(head, lm.eagle3_reference(tensors, "midlayer", 10000.0), features, lm.fused(tensors, features), target())
+
+
+def test_maps_of_a_head_that_scores_all_tokens_are_followed(tmp_path: Path) -> None:
+    """Draft ids in another order: the rows of the output head go where d2t leads."""
+    order = torch.randperm(lm.VOCAB, generator=torch.Generator().manual_seed(6))
+    tensors = lm.eagle3_tensors("midlayer", dv=lm.VOCAB)
+    straight = dict(tensors)
+    tensors["lm_head.weight"] = straight["lm_head.weight"][order]
+    tensors["d2t"] = order - torch.arange(lm.VOCAB)
+    for i, t2d in enumerate((torch.ones(lm.VOCAB).bool(), torch.zeros(lm.VOCAB).bool())):
+        folder = lm.write(tmp_path / str(i), lm.official_config(lm.VOCAB), {**tensors, "t2d": t2d})
+        head = load(folder)
+        assert head.hot_ids.tolist() == list(range(lm.VOCAB))
+        features = aux_states()
+        reference = lm.eagle3_reference(straight, "midlayer", 10000.0)
+        agree(head, reference, features, lm.fused(straight, features), target())
+
+
+@pytest.mark.parametrize(
+    ("maps", "message"),
+    [
+        ({"d2t": torch.arange(lm.VOCAB).flip(0)}, "d2t holds absolute target ids; expected offsets"),
+        ({"d2t": torch.arange(lm.VOCAB) // 7}, "d2t does not lead to each of the 96 target tokens once"),
+        ({"d2t": torch.full((lm.VOCAB,), 0.5)}, "d2t is torch.float32; expected torch.int64"),
+        ({"t2d": torch.arange(lm.VOCAB) < 40}, "t2d marks 40 target tokens, but the head scores all 96"),
+    ],
+)
+def test_maps_that_contradict_a_head_that_scores_all(tmp_path: Path, maps: lm.Tensors, message: str) -> None:
+    tensors = lm.eagle3_tensors("midlayer", dv=lm.VOCAB) | maps
+    with pytest.raises(ValueError, match=message):
+        load(lm.write(tmp_path, lm.official_config(lm.VOCAB), tensors))
 
 
 @pytest.mark.parametrize("stored", ["copy", "bfloat16 copy", "trained"])

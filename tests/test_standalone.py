@@ -9,6 +9,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import specdec
+from specdec import heads
+from specdec.models.pretrained import load_pretrained, read_tokenizer
 from specdec.prompts import tokenizer_fingerprint
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
@@ -58,6 +60,60 @@ def test_a_draft_without_a_tokenizer_may_name_its_own(folder):
     note.write_text(json.dumps({"tokenizer_sha256": tokenizer_fingerprint(words())}))
     specdec.attach(model, folder, tokenizer=words()).detach()
     assert untouched(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", "{broken"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", None),
+        ("tokenizer_config.json", "[1]"),
+    ],
+)
+def test_a_broken_tokenizer_is_no_missing_one(folder, name, text):
+    """None would turn the check of the vocabulary off; text None: the file is gone, the others speak of it."""
+    if text is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(text)
+    model = tiny_model("llama")
+    with pytest.raises(specdec.CheckpointError, match=r"its tokenizer \(token.*json\) cannot be read"):
+        specdec.attach(model, folder, tokenizer=words())
+    assert untouched(model)
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(folder, monkeypatch):
+    def asks(*_):
+        raise AssertionError("asked a question")
+
+    monkeypatch.setattr("builtins.input", asks)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text("raise AssertionError('ran')")
+    load_pretrained(folder)  # transformers has a tokenizer of its own for this kind of model
+    (folder / "config.json").unlink()
+    with pytest.raises(
+        specdec.CheckpointError, match="it brings code of its own, which is not run here; read the code"
+    ):
+        read_tokenizer(folder)
+
+
+def test_a_gguf_file_may_come_without_tokens_but_not_with_broken_ones(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    shipped = heads.path("smollm2-135m-instruct-standalone")
+    assert read_tokenizer(shipped, "draft.gguf") is None
+    writer = gguf.GGUFWriter(tmp_path / "broken.gguf", "llama")
+    writer.add_vocab_size(3)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["a", "b", "c"])  # without scores or merges
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(specdec.CheckpointError, match=r"its tokenizer \(broken.gguf\) cannot be read"):
+        read_tokenizer(tmp_path, "broken.gguf")
 
 
 def test_another_vocabulary_the_target_itself_and_short_positions_are_refused():

@@ -102,6 +102,15 @@ def test_a_fit_goes_on_from_its_checkpoint_and_from_a_head(folder: Path, tmp_pat
     first = fit(folder, "eagle", out, "--max-steps", 3)
     second = fit(folder, "eagle", out, "--max-steps", 5, "--resume")
     assert (first["steps"], second["steps"]) == (3, 5)
+    with pytest.raises(ValueError, match=r"holds config.json, model.safetensors already: .*--overwrite"):
+        fit(folder, "eagle3", out, "--max-steps", 1)
+    with pytest.raises(ValueError, match=r"holds config.json, model.safetensors already: .*--overwrite"):
+        invoke("run", "--out", out, "--max-steps", 1, "--chats", 1, "--target", folder / "target")
+    small = [*SMALL, "--max-steps", 1, "--overwrite", "--file-format", "safetensors"]
+    other = tmp_path / "other"
+    for algo, more in (("nextn", ["--max-steps", 1]), ("standalone", small)):
+        fit(folder, algo, other, *more)
+        assert detect_algo(other) == algo
     tuned = fit(folder, "eagle", tmp_path / "tuned", "--max-steps", 1, "--lr", "1e-9", "--init", out)
     assert tuned["loss"] == pytest.approx(second["loss"], rel=1e-3)
 

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from specdec import heads
 from specdec.doctor.examine import Findings, examine
-from specdec.doctor.facts import tokenizer_match, tokenizer_of
+from specdec.doctor.facts import tokenizer_match
 from specdec.errors import CheckpointError
 from specdec.models.loader import Checkpoint, detect_algo, inspect, load_head
-from specdec.models.pretrained import BUNDLED, load_draft
+from specdec.models.pretrained import BUNDLED, load_draft, read_tokenizer
 from specdec.models.standalone import named_tokenizer
 from specdec.prompts import chat_ids, read_questions, tokenizer_fingerprint
 from specdec.train.target import load
@@ -68,9 +68,9 @@ def doctor_command(
             loaded = load_head(source, target_shape(model), model.dtype, model.device, kind)
     except CheckpointError as error:
         problems = list(error.problems)
-    if theirs is None and checkpoint is not None:
-        theirs = tokenizer_of(checkpoint.folder)
     told["tokenizer"] = tokenizer_match(tokenizer, theirs)
+    if kind != "standalone" and checkpoint is not None:
+        told["tokenizer"] = _tokenizer_beside(checkpoint.folder, tokenizer)
     named = named_tokenizer(source) if theirs is None else None
     if named is not None:
         told["tokenizer"] = "equal" if named == tokenizer_fingerprint(tokenizer) else "another, by its fingerprint"
@@ -93,6 +93,14 @@ def prompt_ids(questions: list[str], tokenizer: Any) -> list[list[int]]:
     if getattr(tokenizer, "chat_template", None):
         return chat_ids(questions, tokenizer)
     return [tokenizer(q)["input_ids"] for q in questions]
+
+
+def _tokenizer_beside(folder: Path, tokenizer: Any) -> str | None:
+    """How the tokenizer in a head's folder matches the target's. A head drafts without one."""
+    try:
+        return tokenizer_match(tokenizer, read_tokenizer(folder))
+    except CheckpointError as error:
+        return "; ".join(error.problems)
 
 
 def standalone_problems(draft: Any, model: Any) -> list[str]:

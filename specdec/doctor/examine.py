@@ -104,7 +104,7 @@ def examine(
     bandwidth = measure_bandwidth(model.device) if gb_s is None else gb_s
     plain = run(model, None, prompts, max_new_tokens, 0)
     found = Findings({**told, **facts_of(draft, model)}, floor(model, draft, num_steps, bandwidth), num_steps, plain)
-    problems = weight_problems(draft, model) if isinstance(draft, DraftHead) else []
+    problems = weight_problems(draft, model)
     if not problems:
         found.speculative = run(model, draft, prompts, max_new_tokens, num_steps)
     texts = [observe(model, prompt, answer) for prompt, answer in zip(prompts, plain.tokens, strict=True)]

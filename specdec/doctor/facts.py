@@ -1,17 +1,16 @@
 """What a draft is, before it runs: layout and what was read, shapes, vocabulary, tokenizer, sizes."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdec.doctor.cost import num_bytes
 from specdec.models.draft_head import LAST, DraftHead, LayerConfig
+from specdec.models.fitting import weight_doubts
 from specdec.models.nextn import NextNHead
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 SHAPE = {  # what a config calls it, by what we call it
     "hidden": "hidden_size",
     "layers": "num_hidden_layers",
@@ -57,12 +56,11 @@ def shape_of(module: nn.Module) -> dict[str, int]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def weight_problems(draft: DraftHead, model: PreTrainedModel) -> list[str]:
+def weight_problems(draft: DraftHead | PreTrainedModel, model: PreTrainedModel) -> list[str]:
     """What its weights and maps alone show to be wrong."""
-    problems = []
-    broken = [name for name, p in draft.named_parameters() if not bool(torch.isfinite(p).all())]
-    if broken:
-        problems.append(f"{len(broken)} tensors hold NaN or infinity, first {broken[0]}: the training diverged")
+    problems = [f"{doubt}: the training diverged, or the export is broken" for doubt in weight_doubts(draft)]
+    if not isinstance(draft, DraftHead):
+        return problems
     hot, size = draft.hot_ids, model.get_output_embeddings().weight.shape[0]
     if int(hot.min()) < 0 or int(hot.max()) >= size:
         problems.append(f"d2t leads to target ids {int(hot.min())} to {int(hot.max())}; the target has 0 to {size - 1}")
@@ -86,16 +84,6 @@ def untouched_norm(draft: DraftHead) -> str | None:
     """The name of a norm whose weights are all alike, as they are made and no training leaves them."""
     norms = ((name, p) for name, p in draft.named_parameters() if "norm" in name and p.dim() == 1)
     return next((name for name, p in norms if bool((p == p[0]).all())), None)
-
-
-def tokenizer_of(folder: Path) -> Any:
-    """The tokenizer that a draft's folder brings, or None."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError):  # files of a tokenizer, but no whole one
-        return None
 
 
 def tokenizer_match(ours: Any, theirs: Any) -> str | None:

@@ -1,15 +1,26 @@
 """Heads out of opened files: makes them without memory, holds every tensor against them, then reads and assigns."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from specdec.errors import CheckpointError
-from specdec.models.draft_head import DraftHead
+from specdec.models.draft_head import DraftHead, layer_rope
 from specdec.models.eagle import EagleConfig, EagleHead
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head
-from specdec.models.fitting import ANOTHER_TARGET, is_copy, tensor_problems, vocab_problems, warn_if_random
+from specdec.models.fitting import (
+    ANOTHER_TARGET,
+    full_vocab_ids,
+    full_vocab_problems,
+    is_copy,
+    tensor_problems,
+    vocab_problems,
+    warn_if_random,
+    warn_of_weights,
+)
+from specdec.models.folders import told_of
 from specdec.models.head_files import HeadConfig, HeadFiles
 from specdec.models.nextn import NextNConfig, NextNHead, full_attention_layer
 from specdec.models.nextn_weights import fuse_experts, per_expert
@@ -25,6 +36,8 @@ def build_head(files: HeadFiles, target: TargetShape, dtype: torch.dtype, device
     if config is None:
         raise CheckpointError(str(files.folder), problems)
     problems += _target_problems(config, target)
+    for doubt in reading.doubts:
+        warnings.warn(f"{files.folder}: {doubt}", stacklevel=3)
     config = _with_own_copies(files, config, target)
     head = _make(files, config, target, problems)
     wanted, optional = wanted_tensors(files, head)
@@ -32,6 +45,7 @@ def build_head(files: HeadFiles, target: TargetShape, dtype: torch.dtype, device
     if problems:
         raise CheckpointError(str(files.folder), problems)
     _fill(files, head, wanted, target, dtype, device)
+    warn_of_weights(head, str(files.folder))
     return head.eval().requires_grad_(False)
 
 
@@ -50,16 +64,16 @@ def _target_problems(config: HeadConfig, target: TargetShape) -> list[str]:
 
 def _with_own_copies(files: HeadFiles, config: HeadConfig, target: TargetShape) -> HeadConfig:
     """`config` with what the head keeps for itself: stored embeddings and heads that are not the target's."""
+    if isinstance(config, EagleConfig):
+        return replace(config, own_embedding=_is_own(files, "embed_tokens.weight", target.embed_tokens))
     if isinstance(config, Eagle3Config):
         is_narrow = config.layer.hidden_size != target.hidden_size
         return replace(config, own_embedding=is_narrow or _is_own(files, "embed_tokens.weight", target.embed_tokens))
-    if isinstance(config, NextNConfig):
-        return replace(
-            config,
-            own_embedding=_is_own(files, "embed_tokens.weight", target.embed_tokens),
-            own_head=_is_own(files, "lm_head.weight", target.lm_head),
-        )
-    return config
+    return replace(
+        config,
+        own_embedding=_is_own(files, "embed_tokens.weight", target.embed_tokens),
+        own_head=_is_own(files, "lm_head.weight", target.lm_head),
+    )
 
 
 def _is_own(files: HeadFiles, name: str, module: Any) -> bool:
@@ -81,16 +95,33 @@ def _is_own(files: HeadFiles, name: str, module: Any) -> bool:
 
 def _make(files: HeadFiles, config: HeadConfig, target: TargetShape, problems: list[str]) -> DraftHead:
     """The head on the meta device."""
-    try:
-        with torch.device("meta"):
-            if isinstance(config, EagleConfig):
-                return EagleHead(config)
-            if isinstance(config, Eagle3Config):
-                return Eagle3Head(config)
-            assert target.model is not None, "an MTP layer is made like the live target's: TargetShape.model"
-            return NextNHead(target.model, config)
-    except ValueError as error:
-        raise CheckpointError(str(files.folder), [*problems, str(error)]) from error
+    if isinstance(config, NextNConfig):
+        assert target.model is not None, "an MTP layer is made like the live target's: TargetShape.model"
+        try:
+            with torch.device("meta"):
+                return NextNHead(target.model, config)
+        except ValueError as error:
+            raise CheckpointError(str(files.folder), [*problems, str(error)]) from error
+    if problems:  # sizes or ropes that were refused are not tried
+        return _shell(config)
+    with told_of(files.folder, "config.json describes a head that cannot be made"):
+        head = _shell(config)
+        _try_rope(files, head)
+    return head
+
+
+def _shell(config: EagleConfig | Eagle3Config) -> EagleHead | Eagle3Head:
+    with torch.device("meta"):
+        return EagleHead(config) if isinstance(config, EagleConfig) else Eagle3Head(config)
+
+
+def _try_rope(files: HeadFiles, head: EagleHead | Eagle3Head) -> None:
+    """CheckpointError if two positions cannot be told apart by finite tables as wide as a head."""
+    c = head.config.layer
+    cos, sin = layer_rope(c, torch.arange(2), torch.float32)
+    if cos.shape[-1] != c.head_dim or not bool(torch.isfinite(cos).all() & torch.isfinite(sin).all()):
+        said = f"rope_theta={c.rope_theta:g} and rope_scaling={c.rope_scaling}"
+        raise CheckpointError(str(files.folder), [f"{said} give no finite angles for heads of {c.head_dim} elements"])
 
 
 def wanted_tensors(files: HeadFiles, head: DraftHead) -> tuple[Wanted, Wanted]:
@@ -116,7 +147,17 @@ def head_problems(files: HeadFiles, head: DraftHead, wanted: Wanted, optional: W
     def why(name: str, shape: tuple[int, ...] | None) -> str:
         return _why(head, name, shape)
 
-    return tensor_problems(wanted, optional, files.found, files.named, why) + _vocab_problems(files, wanted)
+    problems = tensor_problems(wanted, optional, files.found, files.named, why) + _vocab_problems(files, wanted)
+    if isinstance(head, Eagle3Head) and _scores_all(head):
+        maps = _stored_maps(files, head)
+        problems += full_vocab_problems(maps.get("d2t"), maps.get("t2d"))
+    return problems
+
+
+def _stored_maps(files: HeadFiles, head: Eagle3Head) -> dict[str, torch.Tensor]:
+    """d2t and t2d, as far as they are stored in their shapes."""
+    sizes = {"d2t": head.config.draft_vocab_size, "t2d": head.config.vocab_size}
+    return files.read([name for name, size in sizes.items() if files.found.get(name, (None,))[0] == (size,)])
 
 
 def _scores_all(head: Eagle3Head) -> bool:
@@ -189,17 +230,18 @@ def _fill_eagle3(
     device: torch.device,
 ) -> None:
     """What an EAGLE-3 file may leave out: maps that are identities, rows of the target's output head."""
-    if _scores_all(head):
-        state["d2t"] = torch.zeros(head.config.draft_vocab_size, dtype=torch.int64, device=device)
-        state["t2d"] = torch.ones(head.config.vocab_size, dtype=torch.bool, device=device)
-    if "lm_head.weight" in state:
-        return
     if "lm_head.weight" in files.found:
         state["lm_head.weight"] = files.read(["lm_head.weight"])["lm_head.weight"].to(device, dtype, copy=True)
-        return
-    rows = target.lm_head.get_parameter("weight").detach()
-    hot = state["d2t"] + torch.arange(state["d2t"].numel(), device=device)
-    state["lm_head.weight"] = rows[hot.to(rows.device)].to(device=device, dtype=dtype)
+    if _scores_all(head):
+        d2t = _stored_maps(files, head).get("d2t")
+        if d2t is not None and "lm_head.weight" in state:  # rows go where d2t leads: hot ids are ascending
+            state["lm_head.weight"] = state["lm_head.weight"][full_vocab_ids(d2t).argsort().to(device)]
+        state["d2t"] = torch.zeros(head.config.draft_vocab_size, dtype=torch.int64, device=device)
+        state["t2d"] = torch.ones(head.config.vocab_size, dtype=torch.bool, device=device)
+    if "lm_head.weight" not in state:
+        rows = target.lm_head.get_parameter("weight").detach()
+        hot = state["d2t"] + torch.arange(state["d2t"].numel(), device=device)
+        state["lm_head.weight"] = rows[hot.to(rows.device)].to(device=device, dtype=dtype)
 
 
 def _kept_dtypes(head: DraftHead, target: TargetShape) -> dict[str, torch.dtype]:

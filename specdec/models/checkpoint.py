@@ -1,7 +1,5 @@
 """Files of a checkpoint folder: which tensors lie where, and reading some of them. Knows no layout."""
 
-import json
-import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,10 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specdec.errors import CheckpointError
-
-WEIGHTS = "model.safetensors"
-LEGACY_WEIGHTS = "pytorch_model.bin"
-INDEX = ".index.json"
+from specdec.models.folders import INDEX, LEGACY_WEIGHTS, WEIGHTS, download, locate, read_weight_map, told_of
 
 _DTYPES = {
     "F64": torch.float64,
@@ -76,10 +71,7 @@ class TensorFiles:
             what = f"there is neither {WEIGHTS} nor {LEGACY_WEIGHTS}, nor an index of either's parts"
             raise CheckpointError(str(folder), [what])
         if name.endswith(INDEX):
-            weight_map = read_json(folder, name).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise CheckpointError(str(folder), [f"{name} has no 'weight_map'"])
-            return cls(folder, weight_map, repo)
+            return cls(folder, read_weight_map(folder, name), repo)
         with _opened(folder, name) as file:
             return cls(folder, dict.fromkeys(file.keys(), name), repo)
 
@@ -111,71 +103,60 @@ class TensorFiles:
         return grouped
 
 
-def locate(path_or_id: str | Path) -> tuple[Path, str | None]:
-    """(folder, None), or the snapshot of a Hub repository with its JSON files and its weights, if they are one file."""
-    path = Path(path_or_id).expanduser()
-    if path.is_dir():
-        return path, None
-    if path.exists():
-        raise CheckpointError(str(path), ["it is a file; expected the folder that holds config.json and the weights"])
-    repo = str(path_or_id)
-    if path.is_absolute() or repo.startswith(".") or repo.count("/") != 1:
-        raise CheckpointError(repo, ["no such folder (and not a Hub id of the form owner/name)"])
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(repo, allow_patterns=["*.json"]))
-        for name in (WEIGHTS, LEGACY_WEIGHTS):
-            if not any((folder / f).is_file() for f in (WEIGHTS + INDEX, WEIGHTS, LEGACY_WEIGHTS + INDEX)):
-                snapshot_download(repo, allow_patterns=[name])
-    except Exception as error:
-        raise CheckpointError(repo, [f"no such folder, and the Hub did not give it: {error}"]) from error
-    return folder, repo
-
-
-def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in the file `name` of `folder`."""
-    path = folder / name
-    if not path.is_file():
-        raise CheckpointError(str(folder), [f"there is no {name}"])
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise CheckpointError(str(folder), [f"{name} is not JSON: {error}"]) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(str(folder), [f"{name} holds a {type(value).__name__}; expected a JSON object"])
-    return value
-
-
-def _load_legacy(path: Path) -> dict[str, torch.Tensor]:
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    return {name: t for name, t in state.items() if isinstance(t, torch.Tensor)}
-
-
 @contextmanager
 def _opened(folder: Path, name: str, repo: str | None = None) -> Iterator[Any]:
     """The file `name`: safetensors' handle, or a dict of a .bin file. Errors of reading it are the checkpoint's."""
     path = folder / name
     if repo is not None and not path.is_file():
-        path = _download(repo, name)
+        path = download(repo, name)
     if not path.is_file():
         raise CheckpointError(str(folder), [f"the index of its parts names {name}, which is not there: download it"])
+    if name.endswith(".bin"):
+        yield _load_legacy(folder, path)
+        return
     try:
-        if name.endswith(".bin"):
-            yield _load_legacy(path)
-        else:
-            with safe_open(path, "pt") as file:
-                yield file
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, KeyError) as error:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (SafetensorError, RuntimeError, OSError, KeyError) as error:
         problem = f"{name} is truncated, corrupted or not what its index says: {error}; download it anew"
         raise CheckpointError(str(folder), [problem]) from error
 
 
-def _download(repo: str, name: str) -> Path:
-    """One file of a Hub repository."""
-    from huggingface_hub import hf_hub_download
+class _State(dict[str, torch.Tensor]):
+    """The tensors of a .bin file. One that its index promises and it has not is the checkpoint's fault."""
 
-    try:
-        return Path(hf_hub_download(repo, name))
-    except Exception as error:
-        raise CheckpointError(repo, [f"the Hub did not give {name}: {error}"]) from error
+    def __init__(self, folder: Path, name: str, state: Mapping[str, torch.Tensor]):
+        super().__init__(state)
+        self.folder, self.name = folder, name
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        raise CheckpointError(
+            str(self.folder), [f"{self.name} has no {name!r}, which its index says: download it anew"]
+        )
+
+
+def _load_legacy(folder: Path, path: Path) -> _State:
+    """The plain tensors in the pickle `path`; nothing in it is run."""
+    with told_of(folder, f"{path.name} is truncated, corrupted or no file of tensors; download it anew"):
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    named = state if isinstance(state, dict) else {}
+    tensors = {name: t for name, t in named.items() if isinstance(t, torch.Tensor)}
+    if not tensors or not all(isinstance(name, str) for name in named):
+        what = "no tensors by names" if isinstance(state, dict) else f"a {type(state).__name__}"
+        raise CheckpointError(str(folder), [f"{path.name} holds {what}: expected a dict of tensors by their names"])
+    odd = {name: _oddity(t) for name, t in tensors.items() if _oddity(t)}
+    if odd:
+        name, why = next(iter(odd.items()))
+        more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+        problem = f"{path.name}: {name}{more} is {why}: expected plain, dense tensors; save them so"
+        raise CheckpointError(str(folder), [problem])
+    return _State(folder, path.name, tensors)
+
+
+def _oddity(tensor: torch.Tensor) -> str | None:
+    """What a stored tensor is, if it is no plain one."""
+    if tensor.is_meta:
+        return "a meta tensor, which has no data"
+    if tensor.layout is not torch.strided:
+        return f"stored as {tensor.layout}"
+    return "quantised" if tensor.is_quantized else "nested" if tensor.is_nested else None

@@ -17,16 +17,20 @@ from specdec.models.draft_head import LAST, Attend, DraftHead, DraftLayer, Layer
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """Shape of a head: its layer (h_d = h), the target's vocabulary V, and whether fc has a bias (Llama-2 heads do)."""
+    """Shape of a head: its layer (h_d = h), the target's vocabulary V, and whether fc has a bias (Llama-2 heads do).
+
+    own_embedding: the head keeps its own input embedding [V, h], which differs from the target's.
+    """
 
     layer: LayerConfig
     vocab_size: int
     fc_bias: bool = True
     num_layers: int = 1
+    own_embedding: bool = False
 
 
 class EagleHead(DraftHead):
-    """The head; embedding and output head are the target's."""
+    """The head. Its output head is the target's, and so is its embedding, unless it has its own."""
 
     algo = "eagle"
     aux_layers = (LAST,)
@@ -40,7 +44,8 @@ class EagleHead(DraftHead):
         self.vocab_size = config.vocab_size
         self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([DraftLayer(c, has_input_norm=i > 0) for i in range(config.num_layers)])
-        self.embed_tokens = self.lm_head = None
+        self.embed_tokens = nn.Embedding(config.vocab_size, c.hidden_size) if config.own_embedding else None
+        self.lm_head = None
 
     @property
     def attention_layers(self) -> Sequence[LayerSpec]:

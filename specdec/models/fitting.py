@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
+from torch import nn
 
 from specdec.models.checkpoint import FLOATS, Shapes
 
@@ -66,6 +67,57 @@ def vocab_problems(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
     if d2t.min() >= 0 and d2t.max() < t2d.numel() and bool(t2d[d2t].all()):
         return ["d2t holds absolute target ids; expected offsets (target id = draft id + d2t[draft id])"]
     return ["d2t does not map the draft vocabulary onto the tokens that t2d marks"]
+
+
+def full_vocab_problems(d2t: torch.Tensor | None, t2d: torch.Tensor | None) -> list[str]:
+    """Maps of a head that scores all V tokens: t2d marks all or none; d2t is zero, or leads to a permutation."""
+    problems = []
+    if t2d is not None and 0 < int((t2d != 0).sum()) < t2d.numel():
+        marked = int((t2d != 0).sum())
+        problems.append(f"t2d marks {marked} target tokens, but the head scores all {t2d.numel()}: expected all")
+    if d2t is None or not bool((d2t != 0).any()):
+        return problems
+    if d2t.is_floating_point() or d2t.dtype == torch.bool:
+        return [*problems, f"d2t is {d2t.dtype}; expected torch.int64"]
+    if full_vocab_ids(d2t).sort().values.equal(torch.arange(d2t.numel())):
+        return problems
+    if d2t.long().sort().values.equal(torch.arange(d2t.numel())):
+        return [*problems, "d2t holds absolute target ids; expected offsets (target id = draft id + d2t[draft id])"]
+    return [
+        *problems,
+        f"d2t does not lead to each of the {d2t.numel()} target tokens once, and the head scores them all",
+    ]
+
+
+def full_vocab_ids(d2t: torch.Tensor) -> torch.Tensor:
+    """[V] int64: the target id of each draft id."""
+    return d2t.long() + torch.arange(d2t.numel())
+
+
+def weight_doubts(module: nn.Module) -> list[str]:
+    """What no training leaves behind: weights that are not finite, an output head of zeros; by name.
+
+    One pass over the weights, and one wait for their device at the end.
+    """
+    named = [(name, p) for name, p in module.named_parameters() if p.dtype in FLOATS]  # others are quantised
+    heads = [(name, p) for name, p in named if name.endswith("lm_head.weight")]
+    if not named or any(p.is_meta for _, p in named):
+        return []
+    flags = [torch.isfinite(p).all() for _, p in named] + [p.any() for _, p in heads]
+    good = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+    broken = [name for (name, _), is_good in zip(named, good, strict=False) if not is_good]
+    empty = [name for (name, _), is_good in zip(heads, good[len(named) :], strict=True) if not is_good]
+    many = f"{len(broken)} tensors hold NaN or infinity, first " if len(broken) > 1 else ""
+    doubts = [many + broken[0] if many else f"{broken[0]} holds NaN or infinity"] if broken else []
+    return doubts + [f"{name} is all zeros, so that every token is as likely as any other" for name in empty]
+
+
+def warn_of_weights(module: nn.Module, where: str) -> None:
+    """Warn of weights that cannot draft. Texts stay right: what a draft says is verified."""
+    for doubt in weight_doubts(module):
+        warnings.warn(
+            f"{where}: {doubt}; its drafts will be rejected. Take another export, or train it anew", stacklevel=4
+        )
 
 
 def is_copy(stored: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -10,24 +10,29 @@ from typing import Any
 from transformers import AutoConfig
 
 from specdec.models.checkpoint import Shapes
+from specdec.models.config_schema import AUX, HEAD, ROPE_NEEDS, layer_problems, value_problems
 from specdec.models.draft_head import LayerConfig
 from specdec.models.eagle import EagleConfig
 from specdec.models.eagle3 import Eagle3Config, default_aux_layers
 from specdec.models.layouts import AUX_IDS, AUX_LAYERS
 
-ROPE_TYPES = ("linear", "llama3", "yarn")  # those that follow from the config alone, not from a sequence's length
+ROPE_TYPES = tuple(sorted(ROPE_NEEDS))  # those that follow from the config alone, not from a sequence's length
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
 @dataclass
 class Reading:
-    """A config in the course of being read. tensors: shapes by OUR names. num_layers: the target's, if known."""
+    """A config in the course of being read. tensors: shapes by OUR names. num_layers: the target's, if known.
+
+    problems: why the head cannot be read. doubts: where config.json contradicts the tensors, which then count.
+    """
 
     raw: Mapping[str, Any]
     tensors: Shapes
     num_layers: int | None = None
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
 
     def has(self, prefix: str) -> bool:
         """Whether there is a tensor of this name, or below it."""
@@ -41,6 +46,11 @@ class Reading:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of our tensor `name`, () if there is none."""
         return self.tensors[name][0] if name in self.tensors else ()
+
+    def compare(self, key: str, told: Any, found: int) -> None:
+        """Doubt the number `told` for `key` if the tensors say another one; they count."""
+        if told is not None and told != found:
+            self.doubts.append(f"config.json has {key}={told}, the tensors say {found}, which is taken")
 
     def flag(self, key: str, tensor: str, absent: bool | None = False) -> bool:
         """The bool `key`; `absent` is what a missing key means, None: whatever the tensors say."""
@@ -62,11 +72,13 @@ def eagle_config(reading: Reading) -> EagleConfig | None:
 
     `bias` of fc is true where config.json does not say, as in the official reader; fc.bias must agree.
     """
-    if not _has_sizes(reading, reading.raw):
+    if not _is_sound(reading, reading.raw):
         return None
     has_bias = reading.flag("bias", "fc.bias", absent=True)
     layer = _layer(reading, reading.raw, "layers.0", bias_key="qkv_bias")
-    return EagleConfig(layer, reading.raw["vocab_size"], has_bias, max(1, reading.count("layers")))
+    num_layers = max(1, reading.count("layers"))
+    reading.compare("num_hidden_layers", reading.raw.get("num_hidden_layers"), num_layers)
+    return EagleConfig(layer, reading.raw["vocab_size"], has_bias, num_layers)
 
 
 def eagle3_config(reading: Reading) -> Eagle3Config | None:
@@ -75,7 +87,7 @@ def eagle3_config(reading: Reading) -> Eagle3Config | None:
     `norm_output` (SpecForge) only says that a norm precedes lm_head, which is always so: states before it are recycled.
     """
     raw = reading.raw
-    if not _has_sizes(reading, raw):
+    if not _is_sound(reading, raw):
         return None
     for key in ("norm_before_residual", "norm_before_fc"):
         if raw.get(key):
@@ -87,10 +99,12 @@ def eagle3_config(reading: Reading) -> Eagle3Config | None:
     layer = _layer(reading, raw, "midlayer", bias_key="attention_bias")
     if layer.rope_theta != 10000.0 and "LlamaForCausalLMEagle3" not in (raw.get("architectures") or ()):
         reading.notes.append("SafeAILab's EAGLE-3 trainer used rope theta 10000 whatever config.json says")
+    num_layers = 1 + reading.count("additional_layers")
+    reading.compare("num_hidden_layers", raw.get("num_hidden_layers"), num_layers)
     return _eagle3(
         reading,
         layer,
-        num_layers=1 + reading.count("additional_layers"),
+        num_layers=num_layers,
         fc_norm=reading.flag("fc_norm", "fc_norm", absent=None),
     )
 
@@ -103,10 +117,10 @@ def speculators_config(reading: Reading) -> Eagle3Config | None:
     """
     raw = reading.raw
     layer_raw = _with_defaults(raw.get("transformer_layer_config"), reading)
-    if layer_raw is None or not _has_sizes(reading, layer_raw):
+    if layer_raw is None or not _is_sound(reading, layer_raw, "transformer_layer_config."):
         return None
     num_layers = max(1, 1 + reading.count("additional_layers"))
-    if layer_raw.get("num_hidden_layers", num_layers) != num_layers:
+    if (layer_raw.get("num_hidden_layers") or num_layers) != num_layers:
         reading.problems.append(f"num_hidden_layers={layer_raw['num_hidden_layers']}, but {num_layers} have tensors")
     for key in ("norm_before_residual", "norm_output"):
         if key not in raw:
@@ -139,10 +153,17 @@ def _eagle3(reading: Reading, layer: LayerConfig, **more: Any) -> Eagle3Config:
     )
 
 
-def _has_sizes(reading: Reading, raw: Mapping[str, Any]) -> bool:
-    missing = [key for key in SIZES if not isinstance(raw.get(key), int)]
-    reading.problems += [f"config.json lacks {key!r} (an integer)" for key in missing]
-    return not missing
+def _is_sound(reading: Reading, layer: Mapping[str, Any], at: str = "") -> bool:
+    """Whether the values of the file are what their keys can have, and all sizes are there; else there are problems.
+
+    layer: the config of the draft's layers, which lies `at` a path of the file.
+    """
+    eagle = reading.raw.get("eagle_config")
+    found = value_problems(reading.raw, HEAD) + layer_problems(layer, at)
+    found += value_problems(eagle, AUX, "eagle_config.") if isinstance(eagle, dict) else []
+    found += [f"config.json lacks {key!r} (an integer)" for key in SIZES if layer.get(key) is None]
+    reading.problems += found
+    return not found
 
 
 def _with_defaults(raw: Any, reading: Reading) -> dict[str, Any] | None:
@@ -151,7 +172,7 @@ def _with_defaults(raw: Any, reading: Reading) -> dict[str, Any] | None:
         reading.problems.append("config.json lacks 'transformer_layer_config' (an object)")
         return None
     kind = raw.get("model_type", "llama")
-    if kind not in ("llama", "qwen3"):
+    if not isinstance(kind, str) or kind not in ("llama", "qwen3"):
         reading.problems.append(f"transformer_layer_config.model_type={kind!r}: expected llama or qwen3")
         return None
     defaults = AutoConfig.for_model(kind).to_dict()
@@ -204,6 +225,9 @@ def rope_of(raw: Mapping[str, Any], problems: list[str]) -> tuple[float, dict[st
         problems.append(f"rope_type={kind!r}: expected default or one of {', '.join(ROPE_TYPES)}")
     if "original_max_position_embeddings" not in scaling and raw.get("max_position_embeddings"):
         scaling["original_max_position_embeddings"] = raw["max_position_embeddings"]
+    lacking = [key for key in ROPE_NEEDS.get(kind, ()) if scaling.get(key) is None]
+    if lacking:
+        problems.append(f"rope_type={kind!r} without {', '.join(lacking)}: expected a number for each in config.json")
     return theta, {**scaling, "rope_type": kind}, f"rope theta {theta:g}, {whence}; scaling {kind}"
 
 

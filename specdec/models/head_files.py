@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from specdec.errors import CheckpointError
-from specdec.models.checkpoint import FLOATS, Shapes, TensorFiles, read_json
+from specdec.models.checkpoint import FLOATS, Shapes, TensorFiles
 from specdec.models.eagle import EagleConfig
 from specdec.models.eagle3 import Eagle3Config
+from specdec.models.folders import read_json, told_of
 from specdec.models.head_configs import Reading, eagle3_config, eagle_config, speculators_config
 from specdec.models.layouts import IGNORED, LAYOUTS, STANDALONE, Layout, layouts_of, mtp_indices
 from specdec.models.nextn import NextNConfig
@@ -60,9 +61,10 @@ class HeadFiles:
     def read_config(self, num_layers: int | None = None) -> tuple[Reading, HeadConfig | None]:
         """The head's config for a target of `num_layers`, with notes and problems; None if it cannot be made."""
         reading = Reading(self.raw, self.found, num_layers)
-        if self.layout.algo == "nextn":
-            return reading, nextn_config(reading, self.layout, list(self.names.values()))
-        return reading, READERS[self.layout.name](reading)
+        with told_of(self.folder, f"config.json cannot be read as that of {self.layout.name!r}"):
+            if self.layout.algo == "nextn":
+                return reading, nextn_config(reading, self.layout, list(self.names.values()))
+            return reading, READERS[self.layout.name](reading)
 
 
 def pick_layout(folder: Path, names: list[str], algo: str | None) -> Layout:
@@ -85,8 +87,9 @@ def pick_layout(folder: Path, names: list[str], algo: str | None) -> Layout:
 
 def _is_causal_lm(folder: Path) -> bool:
     """Whether config.json names a class of transformers that has an output head."""
-    classes = read_json(folder, "config.json").get("architectures") or ()
-    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in classes)
+    classes = read_json(folder, "config.json").get("architectures")
+    names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
 
 
 def open_head(files: TensorFiles, algo: str | None = None) -> HeadFiles:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"  # of EAGLE-3: as files count layers
 AUX_LAYERS = "specdec_aux_layers"  # our own: indices of the layers whose output is read, beyond doubt
+OWN_KEY = "specdec_nextn"  # our own: fields of NextNConfig that differ from what a layout means
 STANDALONE = "standalone"  # an ordinary causal LM: no head, loaded as a whole
 MAX_EXTRA_LAYERS = 16  # of an EAGLE-3 head beyond its first
 MAX_MODULES = 8  # MTP layers of one target
@@ -131,7 +132,7 @@ _ALL = (
     Layout(
         name="nextn",
         algo="nextn",
-        mark=r"model\.layers\.\d+\.(eh_proj|enorm|hnorm|shared_head)\.",
+        mark=r"model\.layers\.\d{1,6}\.(eh_proj|enorm|hnorm|shared_head)\.",
         prefixes=(
             ("model.layers.{at}.eh_proj.", "mtp.{m}.eh_proj."),
             ("model.layers.{at}.enorm.", "mtp.{m}.enorm."),
@@ -169,8 +170,8 @@ def layouts_of(names: Iterable[str]) -> list[Layout]:
 
 def mtp_indices(layout: Layout, names: Iterable[str]) -> list[int]:
     """Indices of the MTP layers among tensors `names`, ascending; what the target has does not count."""
-    pattern = {"nextn": layout.mark, "qwen_mtp": r"mtp\.layers\.(\d+)\."}.get(
-        layout.name, r"(model\.)?mtp_layers\.(\d+)\."
+    pattern = {"nextn": layout.mark, "qwen_mtp": r"mtp\.layers\.(\d{1,6})\."}.get(
+        layout.name, r"(model\.)?mtp_layers\.(\d{1,6})\."
     )
     found = (re.match(pattern, name) for name in names)
     return sorted({int(re.search(r"\.(\d+)\.", m[0])[1]) for m in found if m})  # type: ignore[index]

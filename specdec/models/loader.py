@@ -11,8 +11,10 @@ import torch
 
 from specdec.errors import CheckpointError
 from specdec.models.building import build_head
-from specdec.models.checkpoint import Checkpoint, TensorFiles, read_json
+from specdec.models.checkpoint import Checkpoint, TensorFiles
 from specdec.models.draft_head import LAST, DraftHead
+from specdec.models.fitting import warn_of_weights
+from specdec.models.folders import local_path, read_json
 from specdec.models.head_files import open_head, pick_layout
 from specdec.models.layouts import STANDALONE, layouts_of
 from specdec.models.pretrained import BUNDLED, gguf_of
@@ -52,7 +54,9 @@ def inspect(path_or_id: str | Path) -> Checkpoint:
     Raises CheckpointError if it cannot be opened; what is wrong inside is noted as "problem: …".
     """
     if str(path_or_id) == BUNDLED or gguf_of(path_or_id) is not None:
-        return Checkpoint(Path(path_or_id), STANDALONE, STANDALONE, {}, {}, ["a GGUF file, loaded as a whole model"])
+        return Checkpoint(
+            local_path(path_or_id), STANDALONE, STANDALONE, {}, {}, ["a GGUF file, loaded as a whole model"]
+        )
     files = TensorFiles.at(path_or_id)
     folder = files.folder
     layout = pick_layout(folder, list(files.files), None)
@@ -61,7 +65,7 @@ def inspect(path_or_id: str | Path) -> Checkpoint:
         return Checkpoint(folder, layout.name, layout.algo, config, files.shapes(files.files), ["an ordinary model"])
     head = open_head(files)
     reading, _ = head.read_config()
-    notes = [*reading.notes, *(f"problem: {problem}" for problem in reading.problems)]
+    notes = [*reading.notes, *reading.doubts, *(f"problem: {problem}" for problem in reading.problems)]
     tensors = {head.names[ours]: facts for ours, facts in head.found.items()}
     return Checkpoint(folder, layout.name, layout.algo, head.raw, tensors, notes)
 
@@ -84,7 +88,7 @@ def load_head(
 
 
 def check_head(head: DraftHead, target: TargetShape, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise CheckpointError if a loaded head does not fit the target it is to be attached to."""
+    """Raise CheckpointError if a loaded head does not fit the target it is attached to; warn of broken weights."""
     weight = head.weight
     facts = {
         "hidden size": (head.target_hidden_size, target.hidden_size),
@@ -100,3 +104,4 @@ def check_head(head: DraftHead, target: TargetShape, dtype: torch.dtype, device:
         problems.append(f"aux layers {head.aux_layers} do not fit a target of {target.num_layers} layers")
     if problems:
         raise CheckpointError(type(head).__name__, problems)
+    warn_of_weights(head, type(head).__name__)

@@ -6,18 +6,24 @@ from typing import Any
 
 import torch
 
+from specdec.models.config_schema import MTP, OWN_MTP, value_problems
 from specdec.models.head_configs import Reading
-from specdec.models.layouts import Layout, mtp_indices
+from specdec.models.layouts import OWN_KEY, Layout, mtp_indices
 from specdec.models.nextn import NextNConfig
 
-OWN_KEY = "specdec_nextn"  # our own key of config.json: fields of NextNConfig that differ from what a layout means
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)$")
 
 
-def nextn_config(reading: Reading, layout: Layout, names: list[str]) -> NextNConfig:
-    """How a head is put together. names: the file's; `mtp_hidden_states_first` is transformers' own key."""
+def nextn_config(reading: Reading, layout: Layout, names: list[str]) -> NextNConfig | None:
+    """How a head is put together; None if config.json holds what cannot be. names: the file's.
+
+    `mtp_hidden_states_first` is transformers' own key.
+    """
+    reading.problems += _value_problems(reading.raw)
+    if reading.problems:
+        return None
     raw = reading.raw.get("text_config") or reading.raw
     own = raw.get(OWN_KEY) or {}
     hidden_first = own.get("hidden_first", raw.get("mtp_hidden_states_first", layout.hidden_first))
@@ -36,6 +42,7 @@ def nextn_config(reading: Reading, layout: Layout, names: list[str]) -> NextNCon
             f"its MTP layer is model.layers.{indices[0]}; expected model.layers.{reading.num_layers}, after the "
             f"{reading.num_layers} layers of the target: it belongs to another target"
         )
+    _doubt_sizes(reading, layout, indices)
     order = "[hidden, embedding]" if config.hidden_first else "[embedding, hidden]"
     reading.notes += [
         f"the projection reads {order}",
@@ -43,6 +50,34 @@ def nextn_config(reading: Reading, layout: Layout, names: list[str]) -> NextNCon
         "rope: the target's own",
     ]
     return config
+
+
+def _value_problems(raw: Mapping[str, Any]) -> list[str]:
+    """What no value of these keys can be, in the file and in its parts."""
+    parts = {"": raw, **{f"{name}.": raw.get(name) for name in ("text_config", "transformer_layer_config")}}
+    problems = []
+    for at, part in parts.items():
+        if isinstance(part, dict):
+            problems += value_problems(part, MTP, at)
+            own = part.get(OWN_KEY)
+            problems += value_problems(own, OWN_MTP, f"{at}{OWN_KEY}.") if isinstance(own, dict) else []
+    return problems
+
+
+def _described(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json that speaks of the target an MTP layer is like."""
+    return raw.get("text_config") or raw.get("transformer_layer_config") or raw
+
+
+def _doubt_sizes(reading: Reading, layout: Layout, indices: list[int]) -> None:
+    """The layer is made like the live target's: sizes in config.json are nothing but the target's description."""
+    told = _described(reading.raw)
+    width = (reading.shape("mtp.0.eh_proj.weight") or (None,))[0]
+    vocab = (reading.shape("embed_tokens.weight") or reading.shape("lm_head.weight") or (None,))[0]
+    depth = indices[0] if layout.name == "nextn" else reading.num_layers
+    for key, found in (("hidden_size", width), ("vocab_size", vocab), ("num_hidden_layers", depth)):
+        if found is not None:
+            reading.compare(key, told.get(key), found)
 
 
 def per_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from specdec.backends import LayerSpec
 from specdec.errors import AttachError
+from specdec.models.fitting import weight_doubts
 
 PROBE_LENGTH = 12
 FAR = 1 << 18  # masks are evaluated around this query position, so that windows up to it are seen
@@ -204,6 +205,10 @@ def probe(model: PreTrainedModel) -> ModelSpec:
     except Exception as error:
         raise AttachError(name, [*_static_reasons(model), f"the probe forward failed: {error}"]) from error
     reasons = _static_reasons(model) + _call_reasons(recording, model)
+    if bool(logits.isnan().any()):  # nothing could be compared with them
+        reasons.append(
+            "; ".join(["its logits are NaN", *weight_doubts(model)]) + ": take another export of its weights"
+        )
     if not reasons:
         stack = _find_stack(model, outputs, ids, logits)
         if stack is None:

@@ -1,12 +1,14 @@
 """Standalone drafts: live causal LMs, admitted as targets are, that must speak the target's vocabulary."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.errors import CheckpointError
+from specdec.models.fitting import warn_of_weights
+from specdec.models.folders import local_path, read_json
 from specdec.models.hf import HFTarget
 from specdec.models.pretrained import load_draft
 from specdec.prompts import tokenizer_fingerprint
@@ -27,6 +29,7 @@ def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: 
     if model is target.model:
         raise ValueError("the draft is the target itself: it would propose what it then verifies; give a smaller model")
     assert isinstance(model, PreTrainedModel)
+    warn_of_weights(model, type(draft).__name__ if isinstance(draft, nn.Module) else str(draft))
     _check_vocabulary(model, target, own, tokenizer)
     if own is None and tokenizer is not None and not isinstance(draft, nn.Module):
         _check_note(draft, tokenizer)
@@ -63,14 +66,19 @@ def _check_vocabulary(model: PreTrainedModel, target: HFTarget, own: Any, tokeni
 
 def named_tokenizer(draft: str | Path) -> str | None:
     """The fingerprint of the tokenizer that a draft without one says it was trained with."""
-    path = Path(draft).expanduser()
-    note = (path if path.is_dir() else path.parent) / NOTE
-    return json.loads(note.read_text("utf-8")).get("tokenizer_sha256") if note.is_file() else None
+    path = local_path(draft)
+    folder = path if path.is_dir() else path.parent
+    if not (folder / NOTE).is_file():
+        return None
+    named = read_json(folder, NOTE).get("tokenizer_sha256")
+    if named is not None and not isinstance(named, str):
+        raise CheckpointError(str(folder), [f"{NOTE} has tokenizer_sha256={named!r}: expected a string of 64 digits"])
+    return named
 
 
 def _check_note(draft: str | Path, tokenizer: Any) -> None:
     wanted, found = named_tokenizer(draft), tokenizer_fingerprint(tokenizer)
-    if wanted not in (None, found):
+    if wanted is not None and wanted != found:
         raise ValueError(
             f"{NOTE} says the draft was trained with the tokenizer {wanted[:12]}…, the target's is {found[:12]}…: "
             "its ids would mean other tokens. Take a draft made for this target"

@@ -7,15 +7,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from specdec.models.checkpoint import WEIGHTS
 from specdec.models.draft_head import DraftHead, LayerConfig
 from specdec.models.eagle import EagleConfig, EagleHead
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
-from specdec.models.layouts import AUX_IDS, AUX_LAYERS, LAYOUTS
+from specdec.models.layouts import AUX_IDS, AUX_LAYERS, LAYOUTS, OWN_KEY
 from specdec.models.nextn import NextNConfig, NextNHead
-from specdec.models.nextn_weights import OWN_KEY, split_experts
+from specdec.models.nextn_weights import split_experts
+from specdec.models.replacing import check_free, write_checkpoint
 
 WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"eagle": ("eagle",), "eagle3": ("eagle3", "speculators"), "nextn": ("nextn",)}
@@ -31,6 +30,7 @@ def save_head(
     lm_head_from_target: bool = False,
     verifier: Mapping[str, Any] | None = None,
     num_layers: int | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write `head` to `folder` (config.json, model.safetensors), floats as `dtype`.
 
@@ -38,13 +38,15 @@ def save_head(
     speculators for an EAGLE-3 head that the official one cannot express. lm_head_from_target leaves out EAGLE-3's
     lm_head, whose rows must then be the target's. verifier: speculators' `speculators_config.verifier`, the target.
     num_layers: the target's, with which aux ids that are every reader's default are left out. Embeddings and output
-    heads shared with the target are not stored. ValueError names what a layout cannot express.
+    heads shared with the target are not stored. overwrite: take the place of a checkpoint in `folder`. ValueError names
+    what a layout cannot express, or what lies in `folder`.
     """
     name = layout or default_layout(head)
     if name not in WRITTEN[head.algo]:
         raise ValueError(f"layout={name!r}: expected one of {WRITTEN[head.algo]} for a head of {head.algo!r}")
     if lm_head_from_target and not isinstance(head, Eagle3Head):
         raise ValueError(f"lm_head_from_target=True: a head of {head.algo!r} has no lm_head of its own to leave out")
+    check_free(folder, overwrite)
     config = _config_json(name, head, lm_head_from_target, verifier)
     if isinstance(head, Eagle3Head):
         _without_default_ids(config, head.config, num_layers)
@@ -56,11 +58,8 @@ def save_head(
     depth = head.hf_config.num_hidden_layers if isinstance(head, NextNHead) else None
     if isinstance(head, NextNHead):
         state = split_experts(state)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     named = {LAYOUTS[name].theirs(n, depth): t.contiguous() for n, t in state.items()}
-    save_file(named, str(folder / WEIGHTS), metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    write_checkpoint(folder, config, named)
 
 
 def default_layout(head: DraftHead) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.models.replacing import write_text
+
 _KINDS = {
     "eagle": ("EAGLE-1/2 draft head", "Official EAGLE layout, for targets of the same hidden size and vocabulary."),
     "eagle3": (
@@ -48,7 +50,7 @@ def write_card(folder: str | Path, facts: Mapping[str, Any], tau_rows: Sequence[
         tau=_table("Measured by `bench acceptance`", tau_rows),
     )
     path = folder / "README.md"
-    path.write_text(text.rstrip() + "\n", "utf-8")
+    write_text(path, text.rstrip() + "\n")
     return path
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from specdec.models.pretrained import BUNDLED
+from specdec.models.replacing import check_free
 from specdec.train.config import TrainConfig, recipe
 from specdec.train.fit import train
 from specdec.train.generation import Generation, prepare
@@ -43,6 +44,7 @@ Intermediate = Annotated[int | None, typer.Option(help="Width of the draft's MLP
 CopyLayer = Annotated[bool, typer.Option(help="nextn: start from a copy of the target's last layer, not at random.")]
 Init = Annotated[str | None, typer.Option(help="A trained draft to go on with: a folder or Hub id.")]
 Student = Annotated[int, typer.Option(help="standalone: the small Llama's shape.")]
+Overwrite = Annotated[bool, typer.Option(help="Export over another draft in the folder; --resume may anyway.")]
 Format = Annotated[str, typer.Option(help="standalone: gguf, or safetensors.")]
 EmbedType = Annotated[str, typer.Option(help="standalone: the embedding in GGUF, Q4_0, Q5_0 or Q8_0.")]
 CompileLoss = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Fused losses; default on CUDA.")]
@@ -111,6 +113,7 @@ def fit(
     embed_type: EmbedType = Shape.embed_type,
     held_out: int = 200,
     resume: bool = False,
+    overwrite: Overwrite = False,
     target: Target = BUNDLED,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -120,7 +123,8 @@ def fit(
     values["aux_layers"] = _layers(aux_layers) if aux_layers else None
     config = recipe(algo, **_picked(TrainConfig, values))
     shape = Shape(**_picked(Shape, values))
-    result = train(corpus, out, config, algo=algo, shape=shape, held_out=held_out, resume=resume, **_where(values))
+    where = {**_where(values), "resume": resume, "overwrite": overwrite}
+    result = train(corpus, out, config, algo=algo, shape=shape, held_out=held_out, **where)
     _print_json(result)
 
 
@@ -139,6 +143,7 @@ def run(
     max_tokens: MaxTokens = None,
     max_batch: MaxBatch = None,
     seed: int = 0,
+    overwrite: Overwrite = False,
     target: Target = BUNDLED,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -146,9 +151,10 @@ def run(
     """`data`, then `fit`; the corpus lies beside the draft as `<out>.corpus.safetensors`."""
     values = dict(locals())
     config = recipe(algo, **_picked(TrainConfig, values))
+    check_free(out, overwrite)
     corpus = out.with_name(out.name + ".corpus.safetensors")
     made = prepare(**_picked(Generation, values), **_where(values), out=corpus)
-    _print_json({"data": made, **train([corpus], out, config, algo=algo, **_where(values))})
+    _print_json({"data": made, **train([corpus], out, config, algo=algo, overwrite=overwrite, **_where(values))})
 
 
 def _layers(text: str) -> tuple[int, ...]:

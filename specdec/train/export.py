@@ -4,7 +4,6 @@ The tokenizer, which a GGUF file would hold in megabytes, is the target's and le
 """
 
 import copy
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from specdec.models.folders import json_text
+from specdec.models.replacing import CHECKPOINT, replacing, write_text
 from specdec.models.standalone import NOTE
 from specdec.train.rounding import EMBED_TYPES, check_blocks, stored_type
 
@@ -24,8 +25,13 @@ def write_gguf(folder: Path, student: PreTrainedModel, embed_type: str) -> None:
     gguf = _gguf()
     c = student.config
     check_blocks(c.hidden_size, c.intermediate_size, embed_type)
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(folder / FILE, "llama")
+    with replacing(folder, CHECKPOINT) as partial:
+        _write(gguf, partial / FILE, student, embed_type)
+
+
+def _write(gguf: Any, path: Path, student: PreTrainedModel, embed_type: str) -> None:
+    c = student.config
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_vocab_size(c.vocab_size)
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)
@@ -50,13 +56,14 @@ def write_gguf(folder: Path, student: PreTrainedModel, embed_type: str) -> None:
 
 def write_safetensors(folder: Path, student: PreTrainedModel, dtype: torch.dtype) -> None:
     """Write `student` as transformers does, in `dtype`."""
-    copy.deepcopy(student).to(dtype).save_pretrained(folder)
+    with replacing(folder, CHECKPOINT) as partial:
+        copy.deepcopy(student).to(dtype).save_pretrained(partial)
 
 
 def write_note(folder: Path, target: str, vocab_size: int, fingerprint: str) -> None:
     """Write whose vocabulary the draft speaks; fingerprint: `specdec.prompts.tokenizer_fingerprint` of the target's."""
     note = {"algo": "standalone", "target": target, "vocab_size": vocab_size, "tokenizer_sha256": fingerprint}
-    (folder / NOTE).write_text(json.dumps(note, indent=2) + "\n", "utf-8")
+    write_text(folder / NOTE, json_text(note))
 
 
 def _interleaved(weight: torch.Tensor, name: str, config: Any) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from specdec.models.pretrained import BUNDLED
+from specdec.models.replacing import check_free
 from specdec.train.card import write_card
 from specdec.train.config import TrainConfig
 from specdec.train.data import Corpus, split_held_out
@@ -28,11 +29,14 @@ def train(
     device: str = "auto",
     held_out: int = 200,
     resume: bool = False,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Fit a draft of `algo` to `corpora`, export it to the folder `out` with its card, return the held-out rates.
 
-    The checkpoint lies beside `out`, as `<out>.checkpoint.pt`; resume continues from it.
+    The checkpoint lies beside `out`, as `<out>.checkpoint.pt`; resume continues from it, and exports anew. overwrite:
+    export over another draft in `out`.
     """
+    check_free(out, overwrite or resume)  # now, not after hours of training
     model, tokenizer = load(target, dtype, device)
     corpus = Corpus.merge([Corpus.load(path) for path in corpora])
     fit, held = split_held_out(corpus, min(held_out, max(1, len(corpus) // HELD_OUT_SHARE)), config.seed)

@@ -162,7 +162,8 @@ def _head(setup: Setup, head: DraftHead, facts: dict[str, Any] | None = None) ->
 
     def export(folder: Path) -> None:
         depth = target_shape(setup.model).num_layers
-        save_head(folder, head, dtype=dtype, lm_head_from_target=is_shared, num_layers=depth)
+        # overwrite: `train` has looked before it began
+        save_head(folder, head, dtype=dtype, lm_head_from_target=is_shared, num_layers=depth, overwrite=True)
 
     return Student(objective, facts or {}, export)
 

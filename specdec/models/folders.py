@@ -1,0 +1,139 @@
+"""Where a checkpoint lies: paths that a user or an index names, Hub snapshots, JSON files. Knows no tensors.
+
+A repository is not trusted: no name in it leads out of its folder, and what is wrong with a file is CheckpointError.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from specdec.errors import CheckpointError
+
+WEIGHTS = "model.safetensors"
+LEGACY_WEIGHTS = "pytorch_model.bin"
+INDEX = ".index.json"
+MAX_NAME = 255  # of a part of a path: what file systems take
+
+
+def local_path(path_or_id: Any) -> Path:
+    """`path_or_id` as a path, whether there is such a file or not; ValueError if it is neither a path nor a name."""
+    if not isinstance(path_or_id, str | os.PathLike) or not os.fspath(path_or_id):
+        raise ValueError(f"{path_or_id!r}: expected the path of a folder or a .gguf file, or a Hub id owner/name")
+    path = Path(path_or_id)
+    try:
+        path = path.expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such user
+        raise CheckpointError(shortened(str(path_or_id)), [f"that is no path: {error}"]) from error
+    return path
+
+
+def locate(path_or_id: str | Path) -> tuple[Path, str | None]:
+    """(folder, None), or the snapshot of a Hub repository with its JSON files and its weights, if they are one file."""
+    path = local_path(path_or_id)
+    if path.is_dir():
+        return path, None
+    if path.exists():
+        raise CheckpointError(str(path), ["it is a file; expected the folder that holds config.json and the weights"])
+    repo = str(path_or_id)
+    if path.is_absolute() or repo.startswith((".", "~")) or repo.count("/") != 1:
+        raise CheckpointError(repo, ["no such folder (and not a Hub id of the form owner/name)"])
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(repo, allow_patterns=["*.json"]))
+        for name in (WEIGHTS, LEGACY_WEIGHTS):
+            if not any((folder / f).is_file() for f in (WEIGHTS + INDEX, WEIGHTS, LEGACY_WEIGHTS + INDEX)):
+                snapshot_download(repo, allow_patterns=[name])
+    except Exception as error:
+        raise CheckpointError(repo, [f"no such folder, and the Hub did not give it: {error}"]) from error
+    return folder, repo
+
+
+def download(repo: str, name: str) -> Path:
+    """One file of a Hub repository."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repo, name))
+    except Exception as error:
+        raise CheckpointError(repo, [f"the Hub did not give {name}: {error}"]) from error
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """The JSON object in the file `name` of `folder`."""
+    path = folder / name
+    if not path.is_file():
+        raise CheckpointError(str(folder), [f"there is no {name}"])
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except RecursionError as error:
+        raise CheckpointError(str(folder), [f"{name} is nested too deep to be read; download it anew"]) from error
+    except (ValueError, OSError) as error:
+        raise CheckpointError(str(folder), [f"{name} is not JSON: {error}; download it anew"]) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(str(folder), [f"{name} holds a {type(value).__name__}; expected a JSON object"])
+    return value
+
+
+def read_weight_map(folder: Path, name: str) -> dict[str, str]:
+    """The file of each tensor, out of the index `name`; CheckpointError if one of them would lie outside `folder`."""
+    weight_map = read_json(folder, name).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(str(folder), [f"{name} has no 'weight_map' (an object); download it anew"])
+    problems = []
+    for file in {str(value): value for value in weight_map.values()}.values():
+        why = _why_outside(folder, file)
+        if why:
+            problems.append(
+                f"{name} names the file {shortened(repr(file))}, {why}; do not trust it, or download it anew"
+            )
+    if problems:
+        raise CheckpointError(str(folder), problems[:5])
+    return weight_map
+
+
+def _why_outside(folder: Path, name: Any) -> str | None:
+    """Why `name` is not that of a file in `folder`. The file itself may be a link: snapshots of the Hub hold nothing
+    but links; the folders on the way may not lead out."""
+    if not isinstance(name, str):
+        return f"a {type(name).__name__}: expected a file name"
+    if not name or "\0" in name or any(len(part) > MAX_NAME for part in name.split("/")):
+        return "which no file can be called"
+    windows = PureWindowsPath(name)
+    if PurePosixPath(name).is_absolute() or windows.drive or windows.root or ".." in windows.parts:
+        return "which leads out of the folder"
+    try:
+        parent, root = (folder / name).parent.resolve(), folder.resolve()
+    except (OSError, RuntimeError) as error:
+        return f"which cannot be followed ({error})"
+    return None if parent.is_relative_to(root) else "which leads out of the folder through a link"
+
+
+@contextmanager
+def told_of(folder: str | Path, what: str) -> Iterator[None]:
+    """The last resort for files nobody vouches for: what escapes from within becomes a CheckpointError of `what`.
+
+    Checks with better words stand before it; ValueErrors of ours pass as they are.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        said = str(error).strip() or "no reason was given"
+        problem = f"{what}: {type(error).__name__}: {shortened(said, 400)}"
+        raise CheckpointError(str(folder), [problem]) from error
+
+
+def shortened(text: str, length: int = 120) -> str:
+    """`text`, its middle left out if it is longer than `length`."""
+    return text if len(text) <= length else f"{text[: length // 2]}…{text[-length // 2 :]}"
+
+
+def json_text(value: Mapping[str, Any]) -> str:
+    """`value` as our files have it."""
+    return json.dumps(value, indent=2) + "\n"
