@@ -321,7 +321,7 @@ def test_tracing_runs_nothing():
     assert not called
 
 
-@pytest.mark.parametrize("branch", [lambda n: n > 40, lambda n: n % 8 == 0, lambda n: n == 16])
+@pytest.mark.parametrize("branch", [lambda n: n > 40, lambda n: n % 8 == 0, lambda n: n == 16, lambda n: n == 1])
 def test_what_depends_on_the_number_of_tokens_is_refused(branch):
     """Dynamo would guard it; we call past the guards."""
 

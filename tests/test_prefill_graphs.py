@@ -654,3 +654,44 @@ def test_auto_leaves_prefills_alone_where_experts_wait_for_the_host(monkeypatch)
 def test_only_experts_wait_for_the_host(name, dtype, waits):
     """transformers gives a model without experts the implementation "eager", too: that must not turn its graphs off."""
     assert bool(waiting_configs(tiny_model(name), dtype)) == waits
+
+
+class BranchesOnOne(torch.nn.Module):
+    """An MLP that does something else for a single token, as kernels for decoding do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) * (1.5 if x.shape[1] == 1 else 1.0)
+
+
+def branching_on_one():
+    model = model_of()
+    for layer in model.model.layers:
+        layer.mlp = BranchesOnOne(layer.mlp)
+    return model
+
+
+def test_a_trace_that_is_wrong_for_one_token_is_refused():
+    """Dynamo takes T > 1 for granted without a guard; a plain decode at batch 1 is one token."""
+    model, prompts = branching_on_one(), ragged_prompts()
+    with pytest.raises(GraphError, match="differ from the live model's by .* in forwards of 1 token"):
+        engine_of(model, "piecewise")
+    assert not hasattr(model, "_specdec_attached")
+    with pytest.warns(UserWarning, match="runs uncompiled: .* in forwards of 1 token"):
+        engine = engine_of(model, "off", "plain", compile=True, cuda_graph=True)
+    for prompt in prompts:
+        assert engine.generate([prompt], max_new_tokens=8).tokens == [greedy(model, prompt, 8)]
+
+
+@pytest.mark.parametrize("name", ADMITTED)
+def test_compiled_layers_serve_one_token(name):
+    model = model_of(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if name in WAITING else "default")
+        engine = engine_of(model, "off", "plain", compile=True, cuda_graph=True)
+    for prompt in ragged_prompts():
+        assert engine.generate([prompt], max_new_tokens=8).tokens == [greedy(model, prompt, 8)]
+    assert engine._core.target.compiled
