@@ -677,10 +677,10 @@ def branching_on_one():
 def test_a_trace_that_is_wrong_for_one_token_is_refused():
     """Dynamo takes T > 1 for granted without a guard; a plain decode at batch 1 is one token."""
     model, prompts = branching_on_one(), ragged_prompts()
-    with pytest.raises(GraphError, match="differ from the live model's by .* in forwards of 1 token"):
+    with pytest.raises(GraphError, match=r"differ from the live model's by .* in forwards of 1 token"):
         engine_of(model, "piecewise")
     assert not hasattr(model, "_specdec_attached")
-    with pytest.warns(UserWarning, match="runs uncompiled: .* in forwards of 1 token"):
+    with pytest.warns(UserWarning, match=r"runs uncompiled: .* in forwards of 1 token"):
         engine = engine_of(model, "off", "plain", compile=True, cuda_graph=True)
     for prompt in prompts:
         assert engine.generate([prompt], max_new_tokens=8).tokens == [greedy(model, prompt, 8)]
