@@ -93,7 +93,7 @@ def trace(
     compiled = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
     try:
         # Without it Dynamo takes T > 1 for granted and leaves no guard that would say so.
-        with torch.no_grad(), shape_config.patch(backed_size_oblivious=True):
+        with torch.no_grad(), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             compiled(*inputs)
         raise AssertionError("the backend was not asked")
     except _Arguments as called:

@@ -62,7 +62,7 @@ class Core:
         self.round = Round(target, config, worker, self.context, ops, slot_tables.table, self.state)
         graph_pool = GraphPool(device) if device.type == "cuda" else None
         start = time.perf_counter()
-        mode = compile_layers(target, config, resolve_prefill_mode(config, target, worker.waits))
+        mode = compile_layers(target, config, resolve_prefill_mode(config, target, worker.prefill_syncs))
         self.compile_seconds = time.perf_counter() - start if target.compiled else 0.0
         self.prefill = PrefillGraphs(
             target, worker, self.context, config, counters, slot_tables.table, graph_pool, mode
@@ -155,7 +155,7 @@ class Core:
         states = None
         if worker.context is not None:
             states = self.prefill.draft(chunk.metadata, chunk.next_ids if worker.id_shift else ids, aux)
-        worker.finish_prefill(chunk, states)
+        worker.finish_prefill(chunk, states, self.prefill.draft)
         if done and worker.has_begin:
             self.graphs.begin(rows)
         return bool(done)

@@ -32,7 +32,7 @@ def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) ->
     is_piecewise = prefill_mode == "piecewise"
     wanted = [ForwardMode.EXTEND] * is_piecewise + [ForwardMode.DECODE] * config.compile
     # One trace serves prefills and rounds, where they run the same arithmetic.
-    traces = {wanted[0]: wanted} if wanted and target.is_uniform else {mode: [mode] for mode in wanted}
+    traces = {wanted[0]: wanted} if wanted and target.same_experts_in_all_modes else {mode: [mode] for mode in wanted}
     for mode, served in traces.items():
         try:
             traced = _trace(target, mode, config)

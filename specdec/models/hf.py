@@ -112,11 +112,7 @@ class HFTarget:
         return TargetOutput(self.head(hidden), aux)
 
     def layers(
-        self,
-        mode: ForwardMode,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        inputs_embeds: torch.Tensor | None = None,
+        self, mode: ForwardMode, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """All but the head, for tokens [T] at positions [T]: their last hidden states [T, h] and aux [T, num_aux*h].
 
@@ -125,21 +121,20 @@ class HFTarget:
         if self._last_position is not None:
             positions = positions.clamp(max=self._last_position)
         compiled = self.compiled.get(mode is ForwardMode.EXTEND)
-        if compiled is not None and inputs_embeds is None:
+        if compiled is not None:
             hidden, aux = (*compiled(input_ids, positions), None)[:2]
         else:
             with self.routed(mode):
-                hidden, aux = self.run_layers(input_ids, positions, inputs_embeds)
+                hidden, aux = self.run_layers(input_ids, positions)
         return hidden, hidden if self.aux_layers == (LAST,) else aux
 
     def run_layers(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
+        self, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The live model's own layers and the outputs of `tapped`; needs `routed`. This is what gets traced."""
         wanted: Any = list(self.tapped) or False
-        given = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         out = self.spec.stack(
-            **{name: value.unsqueeze(0) for name, value in given.items()},
+            input_ids=input_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
             output_hidden_states=wanted,
@@ -161,13 +156,13 @@ class HFTarget:
             yield
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether prefills and rounds run the same arithmetic."""
+    def same_experts_in_all_modes(self) -> bool:
+        """Whether prefills and rounds multiply experts the same way, and nothing waits for the host; see `routed`."""
         return not self._waiting or self.device.type != "cuda"
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""
-        # The model runs from its layers' answer on; what it would have given them, embeddings say, is not looked at.
+        # We call the model with its decoder stubbed out, so only the head runs; the ids are ignored.
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
         answer = self.spec.stack_output(last_hidden_state=hidden.unsqueeze(0))
         with attention_implementation(self._configs, "specdec"), answering(self.spec.stack, answer):
