@@ -157,7 +157,7 @@ class Core:
             states = self.prefill.draft(chunk.metadata, chunk.next_ids if worker.id_shift else ids, aux)
         worker.finish_prefill(chunk, states, self.prefill.draft)
         if done and worker.has_begin:
-            self.graphs.begin(rows)
+            self.graphs.begin(rows, self._len_bound(finished))
         return bool(done)
 
     def _chunk(self, pieces: list[tuple[Request, int]], starts: list[int]) -> tuple[PrefillChunk, torch.Tensor]:
@@ -175,12 +175,15 @@ class Core:
     def _round(self, requests: list[Request]) -> None:
         """One round of all `requests`; the host learns a launch later what it emitted."""
         kind = SamplingKind.of(r.sampling for r in requests)
-        longest = max(r.max_len_bound for r in requests)
-        bound = min(-(-longest // PREFIX_STEP) * PREFIX_STEP, self.slot_tables.table.shape[1])
-        packed = self.graphs.play(kind, self._rows_of(requests), bound)
+        packed = self.graphs.play(kind, self._rows_of(requests), self._len_bound(requests))
         for request in requests:
             request.max_len_bound += self.config.num_steps + 1
         self._mailbox.post(requests, packed, is_round=True)
+
+    def _len_bound(self, requests: Sequence[Request]) -> int:
+        """A host bound of L of all `requests`."""
+        longest = max(r.max_len_bound for r in requests)
+        return min(-(-longest // PREFIX_STEP) * PREFIX_STEP, self.slot_tables.table.shape[1])
 
     def _rows_of(self, requests: list[Request]) -> torch.Tensor:
         """Rows of `requests` [n] int64 on the device, copied only where the batch has changed."""

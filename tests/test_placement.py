@@ -49,7 +49,7 @@ def test_hooks_that_move_no_weights_are_no_reason():
 def test_weights_without_values_are_refused():
     model = tiny_model("llama")
     model.model.layers[2].to("meta")
-    refused(model, r"model.layers.2.\S+ is on the meta device \(9 tensors\): it holds no values; load the weights first")
+    refused(model, r"model.layers.2.\S+ is on the meta device \(9 tensors\): it holds no values; load the weights")
 
 
 @pytest.mark.gpu
@@ -69,7 +69,7 @@ def test_devices_are_counted(monkeypatch):
     model = tiny_model("llama")
     tensors = [*placement._tensors(model), ("model.layers.3.mlp.up_proj.weight", There())]
     monkeypatch.setattr(placement, "_tensors", lambda model: tensors)
-    refused(model, r"it lies on 2 devices \(model.embed_tokens.weight on cpu, model.layers.3.\S+ on cuda:1\).*one: load")
+    refused(model, r"it lies on 2 devices \(model.embed_tokens.weight on cpu, model.layers.3.\S+ on cuda:1\).*one: ")
 
 
 class Packed(nn.Module):
@@ -92,7 +92,7 @@ class Packed(nn.Module):
 def test_packed_weights_are_refused(keep):
     model = tiny_model("llama")
     model.model.layers[1].mlp.up_proj = Packed(model.model.layers[1].mlp.up_proj, keep)
-    refused(model, r"up_proj.weight is of torch.int8 \(1 such tensors\): expected plain parameters.*quantization_config")
+    refused(model, r"up_proj.weight is of torch.int8 \(1 such tensors\): expected plain.*quantization_config")
 
 
 class Sharded(torch.Tensor):

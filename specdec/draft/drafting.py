@@ -153,7 +153,7 @@ class DraftModelWorker(DraftWorker):
         """Store the states [n, h_d] that predict the next tokens of `rows`, and their logits."""
         if self.hidden is not None:
             self.hidden[rows] = states
-        self.logits[rows] = self.score(states)
+        self.logits[rows] = self.score(states).to(self.logits.dtype)  # a head may give fp32 for states in bf16
 
     def tail_depths(self, bits: torch.Tensor, num_steps: int) -> torch.Tensor | None:
         """Depths [bs, K*num_steps] of the draft nodes of `num_steps` steps, bits [bs, K] each; windows go by them."""

@@ -4,7 +4,9 @@ The model's own code runs, packed [1, T], without an HF cache and without masks;
 and only while we run it (the implementation name is set on its configs inside `forward` and put back).
 """
 
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +34,27 @@ from specdec.models.probe import (
 
 ATTACHED = "_specdec_attached"
 LAYER_ID = "_specdec_layer_id"
+
+
+class Mark:
+    """Says on a module which target it belongs to. It keeps nobody alive, and a copy of it says nothing: copies of a
+    model are no part of the engine."""
+
+    def __init__(self, owner: "HFTarget | None" = None):
+        self._owner = None if owner is None else weakref.ref(owner)
+
+    def owner(self) -> "HFTarget | None":
+        """The target, if there still is one."""
+        return None if self._owner is None else self._owner()
+
+    def __reduce__(self) -> tuple[type["Mark"], tuple[()]]:
+        return Mark, ()
+
+
+def is_attached(module: nn.Module) -> bool:
+    """Whether `module` belongs to a target that is alive."""
+    mark = getattr(module, ATTACHED, None)
+    return mark is not None and mark.owner() is not None
 
 
 @dataclass(frozen=True)
@@ -62,10 +85,12 @@ class HFTarget:
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        if getattr(model, ATTACHED, False):
+        if is_attached(model):
+            gc.collect()  # an engine that nobody holds any more may be waiting for it
+        if is_attached(model):
             raise AttachError(type(model).__name__, ["it is attached already; call detach() on that engine first"])
         self.spec: ModelSpec = probe(model)
-        if any(hasattr(module, LAYER_ID) for module in self.spec.modules):
+        if any(is_attached(module) for module in self.spec.modules):
             raise AttachError(type(model).__name__, ["some of its layers belong to a model that is attached already"])
         self.aux_layers: tuple[int, ...] = ()
         self._configs = attention_configs(model)
@@ -76,7 +101,8 @@ class HFTarget:
         _warn_about_rotary(model)
         for i, module in enumerate(self.spec.modules):
             setattr(module, LAYER_ID, i)
-        setattr(model, ATTACHED, True)
+            setattr(module, ATTACHED, Mark(self))
+        setattr(model, ATTACHED, Mark(self))
 
     @property
     def device(self) -> torch.device:
@@ -189,17 +215,22 @@ class HFTarget:
             )
 
     def drop_compiled(self) -> None:
-        """Back to the live layers; every weight has a storage of its own again."""
+        """Back to the live layers; every weight has a storage of its own again.
+
+        What it raises (out of memory, where a weight is copied) leaves the model usable; it can be called again.
+        """
         for traced in self.compiled.values():
             traced.release()
         self.compiled.clear()
 
     def detach(self) -> None:
-        """Take our marks off the model; it is as it was."""
+        """Take our marks off the model; it is as it was. A second call does nothing, or goes on where one failed."""
         self.drop_compiled()
-        for module in self.spec.modules:
-            delattr(module, LAYER_ID)
-        delattr(self.model, ATTACHED)
+        for module in (*self.spec.modules, self.model):
+            mark = getattr(module, ATTACHED, None)
+            if mark is not None and mark.owner() is self:
+                delattr(module, ATTACHED)
+                module.__dict__.pop(LAYER_ID, None)
 
 
 def _warn_about_rotary(model: nn.Module) -> None:

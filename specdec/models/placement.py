@@ -36,16 +36,16 @@ def _device_reasons(model: nn.Module) -> Iterator[str]:
     missing = by_device.pop("meta", [])
     if offloaded:
         yield (
-            f"accelerate offloads {offloaded[0]} ({len(offloaded)} modules): its weights are elsewhere between forwards; "
-            "load the whole model onto one device (device_map={'': 0}, or .to(device) without offloading)"
+            f"accelerate offloads {offloaded[0]} ({len(offloaded)} modules): weights are elsewhere between "
+            "forwards; load the whole model onto one device (device_map={'': 0}, or .to(device) without offloading)"
         )
     elif missing:
         yield f"{missing[0]} is on the meta device ({len(missing)} tensors): it holds no values; load the weights first"
     if len(by_device) > 1:
         where = ", ".join(f"{names[0]} on {device}" for device, names in by_device.items())
         yield (
-            f"it lies on {len(by_device)} devices ({where}); an engine runs on one: load it with device_map={{'': 0}}, or "
-            "move it with .to(device)"
+            f"it lies on {len(by_device)} devices ({where}); an engine runs on one: load it with "
+            "device_map={'': 0}, or move it with .to(device)"
         )
 
 
@@ -89,7 +89,7 @@ def _quantisation(quantizer: Any) -> str:
 
 
 def _compiled_reasons(model: nn.Module) -> Iterator[str]:
-    """Compiled code has its attention built in, where it cannot be routed. Modules without attention may be compiled."""
+    """Compiled code has its attention built in, where it cannot be routed. Modules without any may be compiled."""
     for name, module in model.named_modules():
         if _is_compiled(module) and any(hasattr(child, "layer_idx") for child in module.modules()):
             yield (
