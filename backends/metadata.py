@@ -28,7 +28,6 @@ class MetadataBuilder:
 
     uniform_placement: Callable[..., Placement]
     prefill_placement: Callable[..., Placement]
-    kv_indices: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
     def uniform(
         self,
@@ -130,25 +129,4 @@ def indptr(lens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def kv_indices(metadata: AttentionMetadata, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots each request attends to as a packed list, as engines with page size 1 want them.
-
-    Returns kv_indptr [bs + 1] int32 and kv_indices [bs * (max_prefix + tail_len)] int32: request i's slots lie in
-    [kv_indptr[i], kv_indptr[i+1]), in order of position; past the last is slot 0. With a `window` (tokens) the list
-    begins where the first query's window does.
-    """
-    m, width = metadata, metadata.max_prefix + metadata.tail_len
-    q_lens = m.qo_indptr.diff()
-    begins = torch.zeros_like(m.prefix_lens) if window is None else (m.prefix_lens - window + 1).clamp(min=0)
-    lens = m.prefix_lens + m.tail_len - m.q_len + q_lens - begins
-    starts = indptr(lens)
-    columns = torch.arange(width, device=lens.device)
-    slots = slots_at(m.slot_tables, begins.unsqueeze(1) + columns).to(torch.int32)
-    is_used = columns < lens.unsqueeze(1)
-    # What is not used goes to one entry past the end, which is cut off.
-    target = torch.where(is_used, starts[:-1].unsqueeze(1) + columns, m.num_reqs * width)
-    packed = slots.new_zeros(m.num_reqs * width + 1).scatter(0, target.view(-1), slots.view(-1))
-    return starts, packed[:-1]
-
-
-TORCH_METADATA = MetadataBuilder(uniform_placement, prefill_placement, kv_indices)
+TORCH_METADATA = MetadataBuilder(uniform_placement, prefill_placement)

@@ -1,7 +1,7 @@
 """`specdec::attn`, the one custom op through which all attention goes, and the context it finds its state in.
 
-The op knows only a layer number; pool, backend and plan come from the ForwardContext of the forward in flight: a
-ContextVar, the one process-wide handle there is. Two engines enter contexts of their own and never meet.
+The op knows only a layer number; pool, backend and plan come from the ForwardContext of the forward in flight, which a
+ContextVar holds: every thread has its own, and two engines enter contexts of their own and never meet.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -81,8 +81,15 @@ def _attn(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    scope = _CURRENT.get(None)
+    if scope is None:
+        raise RuntimeError(
+            "an attached model's attention was called outside its engine: the model ran in one thread while the engine "
+            "stepped in another, or its forward was compiled. While an engine works, use engine.generate() or wait; "
+            "detach() before compiling the model"
+        )
     rope = None if cos is None or sin is None else Rope(cos, sin)
-    return _CURRENT.get().attend(q, k, v, layer_id, rope)
+    return scope.attend(q, k, v, layer_id, rope)
 
 
 def _attn_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from specdec.graphs.build import build
 from specdec.graphs.captures import Capture, EagerCapture, FullCapture, RecordedCapture, pick_capture
 from specdec.graphs.counters import Counters, PathCounters
 from specdec.graphs.pool import GraphPool
-from specdec.graphs.prefill import HiddenCapture, PrefillRunner, PrefillShape
+from specdec.graphs.prefill import PrefillRunner
 from specdec.graphs.runner import GraphRunner, Setup
 from specdec.graphs.shapes import Decision, ShapeKey, batch_buckets, token_buckets
 
@@ -25,10 +25,8 @@ __all__ = [
     "FullCapture",
     "GraphPool",
     "GraphRunner",
-    "HiddenCapture",
     "PathCounters",
     "PrefillRunner",
-    "PrefillShape",
     "RecordedBreakable",
     "RecordedCapture",
     "Setup",

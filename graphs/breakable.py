@@ -34,10 +34,6 @@ class _Recording(ABC):
     def break_with(self, fn: Break) -> None:
         """End what is being recorded, keep `fn`, go on."""
 
-    def fork(self, stream: torch.cuda.Stream) -> None:
-        """Join `stream` wherever a segment ends."""
-        return None
-
 
 class Breakable(Capture):
     """What breakable captures share: who may break, and when."""
@@ -46,9 +42,9 @@ class Breakable(Capture):
         self._in_flight = _InFlight()
 
     def interrupt(self, fn: Break) -> None:
-        """Keep `fn` out of the graph that this thread captures; it is called at this point of every replay, and
-        nothing it returns or allocates may be needed later. Not called during the capture, when segments compute
-        nothing. Outside a capture: call it.
+        """Run `fn` here on every replay, outside the graph that this thread captures. It must write its results to
+        static buffers, and is not called during the capture, when segments compute nothing. Outside a capture it runs
+        at once.
 
         GraphError for a break within a break.
         """
@@ -58,13 +54,6 @@ class Breakable(Capture):
             self._call(fn)
         else:
             self._in_flight.recording.break_with(fn)
-
-    def fork(self, stream: torch.cuda.Stream) -> None:
-        """Let `stream` follow the current one. A capture joins it before every break and at the end, as CUDA demands,
-        and lets it follow again after a break."""
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        if self._in_flight.recording is not None:
-            self._in_flight.recording.fork(stream)
 
     def _require_idle(self) -> None:
         """GraphError if this thread captures already, or is at a break."""
@@ -117,26 +106,17 @@ class _CudaSegments(_Recording):
     def __init__(self, pool: GraphPool):
         self.steps: list[torch.cuda.CUDAGraph | Break] = []
         self._pool = pool
-        self._side: list[torch.cuda.Stream] = []
         self.open = pool.begin()
 
     def break_with(self, fn: Break) -> None:
         self.end()
         self.steps.append(fn)
         self.open = self._pool.begin()
-        for stream in self._side:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
 
     def end(self) -> None:
-        """Join what was forked and end the segment."""
-        for stream in self._side:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        """End the segment."""
         self.open.capture_end()
         self.steps.append(self.open)
-
-    def fork(self, stream: torch.cuda.Stream) -> None:
-        if stream not in self._side:
-            self._side.append(stream)
 
 
 class _Segmented(Graph):

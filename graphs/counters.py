@@ -21,9 +21,7 @@ class Counters:
     """Of one engine: `forwards` by mode (a graph's forwards are replays), `runners` by name."""
 
     def __init__(self) -> None:
-        self.forwards: dict[ForwardMode, PathCounters] = {
-            mode: PathCounters() for mode in ForwardMode if mode is not ForwardMode.IDLE
-        }
+        self.forwards: dict[ForwardMode, PathCounters] = {mode: PathCounters() for mode in ForwardMode}
         self.runners: dict[str, PathCounters] = {}
         self._recorded: Counter[ForwardMode] | None = None
 

@@ -120,9 +120,12 @@ class MergedWeights:
 
     @torch.inference_mode(False)
     def part(self) -> None:
-        """Give every weight a storage of its own again, a group at a time; what was joined is gone then."""
-        for group, members in zip(self._groups, self._members, strict=False):
-            self._args[group[0]] = None
-            for member in members:
-                member.data = member.data.clone()
-        self._members = []
+        """Give every weight a storage of its own again, a group at a time; what was joined is gone then.
+
+        If it raises, the groups that are left are as they were, and another call goes on with them.
+        """
+        while self._members:
+            own = [member.data.clone() for member in self._members[-1]]
+            for member, data in zip(self._members.pop(), own, strict=True):
+                member.data = data
+            self._args[self._groups[len(self._members)][0]] = None

@@ -16,6 +16,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import standalone_compile
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import _config as shape_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.split_module import split_module
 
@@ -72,23 +73,27 @@ def trace(
     compiler: str,
     *,
     num_outputs: int = 1,
+    smallest: int = 1,
     largest: int = 1 << 13,
     joins: bool = True,
     progress: Callable[[], None] = lambda: None,
 ) -> Traced:
     """Trace fn(*inputs), which returns `num_outputs` tensors, in tuples if it likes, beside None.
 
-    inputs: examples [T, ...] of one T > 1, whose first dimension becomes dynamic, up to `largest`. split_at: the op
-    overload to cut at. compiler: "inductor", or "eager" to leave the pieces as they are. joins: whether products of one
-    input become one. progress is called after every piece.
+    inputs: examples [T, ...] of one T > 1, whose first dimension becomes dynamic. smallest, largest: the T it will be
+    called with. A caller who holds T=1 against `fn` himself gives smallest=2: torch's own ops guard against one row
+    where a copy might broadcast, which seldom changes what they compute. split_at: the op overload to cut at.
+    compiler: "inductor", or "eager" to leave the pieces as they are. joins: whether products of one input become one.
+    progress is called after every piece.
     GraphError for what cannot be traced as one graph for every T, or compiled; it names the op.
     """
-    backend = _Backend(split_at, compiler, largest, joins, progress)
+    backend = _Backend(split_at, compiler, (smallest, largest), joins, progress)
     for tensor in inputs:
         torch._dynamo.mark_dynamic(tensor, 0)
     compiled = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
     try:
-        with torch.no_grad():
+        # Without it Dynamo takes T > 1 for granted and leaves no guard that would say so.
+        with torch.no_grad(), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             compiled(*inputs)
         raise AssertionError("the backend was not asked")
     except _Arguments as called:
@@ -119,20 +124,21 @@ def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
 class _Backend:
     """What `torch.compile` hands the graph to."""
 
-    def __init__(self, split_at: Any, compiler: str, largest: int, joins: bool, progress: Callable[[], None]):
+    def __init__(self, split_at: Any, compiler: str, sizes: tuple[int, int], joins: bool, progress: Callable[[], None]):
         self.num_pieces = 0
         self.num_outputs = 0
         self.compiled: dict[Any, Callable[..., Any]] = {}
         self.groups: list[list[int]] = []
         self._split_at = split_at
         self._compiler = compiler
-        self._largest = largest
+        self._smallest, self._largest = sizes
         self._joins = joins
         self._progress = progress
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         mode = detect_fake_mode(example_inputs)
         assert mode is not None, "Dynamo traces with fake tensors"
+        _check_guards(mode.shape_env, self._smallest, self._largest)
         fakes = [_fake(mode, x) if isinstance(x, torch.Tensor) else x for x in example_inputs]
         self.num_outputs = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])
         if self._joins:
@@ -140,7 +146,8 @@ class _Backend:
         self.split = _cut(graph, self._split_at)
         with mode, enable_python_dispatcher():  # which keeps sizes symbolic in ops made of others
             _Compiling(self, self.split).run(*fakes)
-        _check_guards(mode.shape_env, self._largest)
+        # The compiler rules out one row wherever an op could broadcast it, but makes code that is right for it.
+        _check_guards(mode.shape_env, 2, self._largest)
 
         def called(*args: Any) -> Any:
             raise _Arguments(args)
@@ -164,12 +171,13 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     return mode.from_tensor(tensor, symbolic_context=context, source=source)
 
 
-def _check_guards(shape_env: ShapeEnv | None, largest: int) -> None:
-    """GraphError if the trace is right for some sizes only. Dynamo would trace again for others; we call past it."""
+def _check_guards(shape_env: ShapeEnv | None, smallest: int, largest: int) -> None:
+    """GraphError if the trace is right for some of the sizes only. Dynamo would trace again for others; we call past
+    it."""
     for guard in shape_env.guards if shape_env is not None else ():
         size = sympy.Symbol("T", integer=True, positive=True)
         told = guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, size))  # every dynamic size is T
-        if told == True or all(told.subs(size, n) == True for n in range(2, largest + 1)):  # noqa: E712 (sympy)
+        if told == True or all(told.subs(size, n) == True for n in range(smallest, largest + 1)):  # noqa: E712 (sympy)
             continue
         raise GraphError(
             f"what it computes depends on the number of tokens T: {told} was taken for granted, {guard.sloc}"

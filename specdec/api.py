@@ -1,9 +1,11 @@
 """The face: `attach()` a draft to a live causal LM, and the `Engine` that generates the same text faster."""
 
+import difflib
 import time
 import warnings
+import weakref
 from collections.abc import Generator, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from specdec.assembly import assemble, resolve_algo
 from specdec.batch import on_device
 from specdec.config import EngineConfig
 from specdec.engine import Core
-from specdec.errors import DetachedError
+from specdec.errors import AttachError, DetachedError
 from specdec.generation import shipped_settings
 from specdec.metrics import AcceptanceStats
 from specdec.models.hf import HFTarget
@@ -35,7 +37,8 @@ def attach(
 ) -> "Engine":
     """Attach to a live `transformers` causal LM and return an engine that generates its text.
 
-    target: the model, in eval mode, on one device. It stays usable; `Engine.detach()` leaves it as it was.
+    target: the model, in eval mode, on one device, not quantised. It stays usable; `Engine.detach()` leaves it as it
+        was, and so does dropping the engine.
     draft: a checkpoint folder, a .gguf file, a Hub id, a loaded head, a live causal LM of the same vocabulary
         ("standalone"), or None for plain decoding. For "nextn" the target's own checkpoint, if it holds MTP layers, or
         a folder that holds only them.
@@ -50,6 +53,8 @@ def attach(
     problem of the draft, CapacityError if it will not fit the device, ValueError for settings out of range and, under
     strict, GraphError for a graph that cannot be made. Nothing is left on the model then.
     """
+    _check_target(target)
+    _check_settings(settings)
     name = resolve_algo(draft, algo)
     if "max_seq_len" not in settings:
         limit = getattr(target.config.get_text_config(), "max_position_embeddings", DEFAULT_MAX_SEQ_LEN)
@@ -58,6 +63,10 @@ def attach(
         _refuse_draft_settings(settings)
         settings.update(num_steps=0, topk=1, num_draft_tokens=1)
     config = EngineConfig(**settings)
+    if name is not None and config.num_steps == 0:
+        raise ValueError(
+            "num_steps=0 with a draft: expected at least 1 draft step a round; leave the draft out for plain decoding"
+        )
     hf = HFTarget(target)
     try:
         with on_device(hf.device):
@@ -86,6 +95,9 @@ class Engine:
         self.tokenizer = tokenizer
         core, self._backend_reason = assemble(target, config, draft, algo, tokenizer)
         self._core: Core | None = core
+        # An engine that is dropped without detach(), as in a notebook cell run again, leaves the model free.
+        self._release = weakref.finalize(self, core.close)
+        self._release.atexit = False
         self._total = AcceptanceStats()
 
     def generate(self, prompts: Any, **options: Any) -> GenerationOutput:
@@ -163,10 +175,14 @@ class Engine:
         self._attached().slot_tables.check_integrity()
 
     def detach(self) -> None:
-        """Leave the model as it was and free the pools. The engine cannot generate afterwards."""
-        core = self._attached()
+        """Leave the model as it was and free the pools. The engine cannot generate afterwards.
+
+        If it raises (out of memory, where compiled layers give weights back), the model is usable and the engine still
+        attached: free some memory and call it again.
+        """
+        self._attached().close()
+        self._release.detach()
         self._core = None
-        core.close()
 
     def _attached(self) -> Core:
         if self._core is None:
@@ -210,6 +226,29 @@ class Engine:
     def _requests(self, prompts: Any, **options: Any) -> list[Request]:
         """Checked requests that are not queued yet; the options are those of `generate`."""
         return make_requests(self._attached(), self.tokenizer, prompts, **options)
+
+
+def _check_target(target: Any) -> None:
+    """AttachError for what is no live causal LM."""
+    if isinstance(target, PreTrainedModel):
+        return
+    if isinstance(target, str | Path):
+        what, cure = repr(str(target)), "it is a name: load it first, AutoModelForCausalLM.from_pretrained(...).eval()"
+    elif isinstance(getattr(target, "_orig_mod", None), PreTrainedModel):
+        what, cure = "the result of torch.compile()", "pass the model itself, and compile=True to attach()"
+    else:
+        what, cure = f"a {type(target).__name__}", "expected a transformers causal LM (a PreTrainedModel)"
+    raise AttachError(what, [cure])
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    """ValueError for settings that are no fields of EngineConfig."""
+    known = [field.name for field in fields(EngineConfig)]
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}? It takes" if near else "expected one of"
+            raise ValueError(f"{name}={settings[name]!r}: attach() has no such setting; {hint} {', '.join(known)}")
 
 
 def _refuse_draft_settings(settings: dict[str, Any]) -> None:

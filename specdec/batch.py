@@ -17,7 +17,6 @@ class ForwardMode(Enum):
     DRAFT = auto()  # one draft step
     TARGET_VERIFY = auto()
     DRAFT_EXTEND = auto()
-    IDLE = auto()
 
 
 @dataclass(frozen=True)

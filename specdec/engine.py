@@ -62,7 +62,7 @@ class Core:
         self.round = Round(target, config, worker, self.context, ops, slot_tables.table, self.state)
         graph_pool = GraphPool(device) if device.type == "cuda" else None
         start = time.perf_counter()
-        mode = compile_layers(target, config, resolve_prefill_mode(config, target, worker.waits))
+        mode = compile_layers(target, config, resolve_prefill_mode(config, target, worker.prefill_syncs))
         self.compile_seconds = time.perf_counter() - start if target.compiled else 0.0
         self.prefill = PrefillGraphs(
             target, worker, self.context, config, counters, slot_tables.table, graph_pool, mode
@@ -155,9 +155,9 @@ class Core:
         states = None
         if worker.context is not None:
             states = self.prefill.draft(chunk.metadata, chunk.next_ids if worker.id_shift else ids, aux)
-        worker.finish_prefill(chunk, states)
+        worker.finish_prefill(chunk, states, self.prefill.draft)
         if done and worker.has_begin:
-            self.graphs.begin(rows)
+            self.graphs.begin(rows, self._len_bound(finished))
         return bool(done)
 
     def _chunk(self, pieces: list[tuple[Request, int]], starts: list[int]) -> tuple[PrefillChunk, torch.Tensor]:
@@ -175,12 +175,15 @@ class Core:
     def _round(self, requests: list[Request]) -> None:
         """One round of all `requests`; the host learns a launch later what it emitted."""
         kind = SamplingKind.of(r.sampling for r in requests)
-        longest = max(r.max_len_bound for r in requests)
-        bound = min(-(-longest // PREFIX_STEP) * PREFIX_STEP, self.slot_tables.table.shape[1])
-        packed = self.graphs.play(kind, self._rows_of(requests), bound)
+        packed = self.graphs.play(kind, self._rows_of(requests), self._len_bound(requests))
         for request in requests:
             request.max_len_bound += self.config.num_steps + 1
         self._mailbox.post(requests, packed, is_round=True)
+
+    def _len_bound(self, requests: Sequence[Request]) -> int:
+        """A host bound of L of all `requests`."""
+        longest = max(r.max_len_bound for r in requests)
+        return min(-(-longest // PREFIX_STEP) * PREFIX_STEP, self.slot_tables.table.shape[1])
 
     def _rows_of(self, requests: list[Request]) -> torch.Tensor:
         """Rows of `requests` [n] int64 on the device, copied only where the batch has changed."""

@@ -44,6 +44,8 @@ class Prefill:
         self.hidden = rows(target.spec.hidden_size)
         self.aux = rows(len(target.aux_layers) * target.spec.hidden_size)
         self.draft_hidden = rows(worker.hidden_size, draft_dtype)
+        # What MTP modules after the first read; no two of them run at once.
+        self.draft_states = rows(worker.hidden_size if worker.num_modules > 1 else 0, draft_dtype)
         self.bridge = bridge(context)
         self.draft_bridge = None if worker.context is None else bridge(worker.context, draft_dtype)
 
@@ -54,12 +56,11 @@ class Prefill:
         positions: torch.Tensor,
         slots: torch.Tensor,
         metadata: AttentionMetadata | None = None,
-        embeds: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Last hidden states [T, h] and aux [T, num_aux*h] of ids [T], or of embeds [T, h] in their place."""
+        """Last hidden states [T, h] and aux [T, num_aux*h] of ids [T]."""
         if metadata is not None:
             with forward_context(self.context, metadata):
-                return self.target.layers(metadata.mode, ids, positions, embeds)
+                return self.target.layers(metadata.mode, ids, positions)
         with self.bridge.capturing(slots):
             hidden, aux = self.target.layers(ForwardMode.EXTEND, ids, positions)
         num_tokens = ids.shape[0]
@@ -72,18 +73,21 @@ class Prefill:
         positions: torch.Tensor,
         slots: torch.Tensor,
         aux: torch.Tensor | None = None,
+        states: torch.Tensor | None = None,
         metadata: AttentionMetadata | None = None,
+        module: int = 0,
     ) -> torch.Tensor:
-        """The draft's states [T, h_d]."""
+        """The states [T, h_d] of the draft, or of its MTP module `module`; see `DraftWorker.prefill_layers`."""
         assert self.worker.context is not None and self.draft_bridge is not None
+        features = states if module else aux
         if metadata is not None:
             with forward_context(self.worker.context, metadata):
-                return self.worker.prefill_layers(ids, positions, aux)
+                return self.worker.prefill_layers(ids, positions, features, module)
         with self.draft_bridge.capturing(slots):
-            hidden = self.worker.prefill_layers(ids, positions, aux)
+            hidden = self.worker.prefill_layers(ids, positions, features, module)
         return self.draft_hidden[: ids.shape[0]].copy_(hidden)
 
-    def plan_target(self, size: int, metadata: AttentionMetadata, embeds: torch.Tensor | None = None) -> None:
+    def plan_target(self, size: int, metadata: AttentionMetadata) -> None:
         """What the breaks of a replay of `size` tokens need: the live batch planned."""
         self.bridge.plan(metadata, size)
 

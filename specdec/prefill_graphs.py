@@ -5,6 +5,7 @@ Head, sampling and attention itself run on the live batch, so a graph serves any
 
 import time
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -20,9 +21,7 @@ from specdec.graphs import (
     EagerCapture,
     GraphPool,
     GraphRunner,
-    HiddenCapture,
     PrefillRunner,
-    PrefillShape,
     Setup,
     build,
     pick_breakable,
@@ -60,7 +59,7 @@ class PrefillGraphs:
         self._is_debug = is_debug()
         device = slot_table.device
         breakable = None if mode == "off" else pick_breakable(device, pool)
-        self._capture: Capture = breakable or EagerCapture(why_off(config, target, worker.waits))
+        self._capture: Capture = breakable or EagerCapture(why_off(config, target, worker.prefill_syncs))
         buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
         interrupt = breakable.interrupt if breakable is not None else lambda fn: fn()
         program = Prefill(target, worker, context, buckets[-1] if breakable is not None else 0, interrupt, device)
@@ -73,18 +72,19 @@ class PrefillGraphs:
             watched=program.tensors,
             strict=config.strict and mode != "off",
             unit="tokens",
-            shared={} if breakable is None else {"aux": program.aux},
+            shared={} if breakable is None else {"aux": program.aux, "states": program.draft_states},
         )
         tokens = [BufferSpec(name, lambda n: (n,), torch.int64, pad=0) for name in ("ids", "positions", "slots")]
         width = program.aux.shape[1]
         features = [BufferSpec("aux", lambda n: (n, width), target.dtype, pad=0.0)] if width else []
-        self._hidden = HiddenCapture.FULL if width else HiddenCapture.LAST
         runner = GraphRunner("target_prefill", program.target_layers, tokens, setup)
-        self.target_runner = PrefillRunner(runner, self._hidden, program.plan_target)
-        self.draft_runner: PrefillRunner | None = None
-        if worker.context is not None:
-            runner = GraphRunner("draft_prefill", program.draft_layers, [*tokens, *features], setup)
-            self.draft_runner = PrefillRunner(runner, HiddenCapture.LAST, program.plan_draft)
+        self.target_runner = PrefillRunner(runner, program.plan_target)
+        states = BufferSpec("states", lambda n: (n, worker.hidden_size), worker.dtype or target.dtype, pad=0.0)
+        self.draft_runners: list[PrefillRunner] = []  # one a module
+        for module in range(worker.num_modules if worker.context is not None else 0):
+            name, inputs = (f"draft_prefill_{module}", [states]) if module else ("draft_prefill", features)
+            runner = GraphRunner(name, partial(program.draft_layers, module=module), [*tokens, *inputs], setup)
+            self.draft_runners.append(PrefillRunner(runner, program.plan_draft))
         with torch.inference_mode():
             self._plan_warm_ups()
             build(self.runners, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=config.strict)
@@ -92,29 +92,31 @@ class PrefillGraphs:
                 with counters.recording():
                     self.target_runner.busy_from = self._find_busy()
 
-    def target(
-        self, metadata: AttentionMetadata, ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The target's layers over a packed batch: last hidden states [T, h], aux [T, num_aux*h] or None.
+    def target(self, metadata: AttentionMetadata, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The target's layers over a packed batch, ids [T] int64: last hidden states [T, h], aux or None.
 
-        ids [T] int64, or inputs_embeds [T, h] in their place. Good until the next call.
+        Good until the next call.
         """
         if self._is_debug:
             self.check_addresses()
-        shape = PrefillShape(metadata.mode, ids.shape[0], self._hidden, inputs_embeds is not None)
-        return self.target_runner(shape, _inputs(metadata, ids), metadata=metadata, embeds=inputs_embeds)
+        return self.target_runner(metadata.mode, ids.shape[0], _inputs(metadata, ids), metadata=metadata)
 
-    def draft(self, metadata: AttentionMetadata, ids: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
-        """The draft's layers over a packed batch: states [T, h_d]. Good until the next call."""
-        assert self.draft_runner is not None, "this draft has no layers"
-        shape = PrefillShape(metadata.mode, ids.shape[0], HiddenCapture.LAST)
-        inputs = {**_inputs(metadata, ids), **({} if aux is None else {"aux": aux})}
-        return self.draft_runner(shape, inputs, metadata=metadata)
+    def draft(
+        self, metadata: AttentionMetadata, ids: torch.Tensor, features: torch.Tensor | None, module: int = 0
+    ) -> torch.Tensor:
+        """The draft's layers, or those of one of its MTP modules, over a packed batch: states [T, h_d].
+
+        features: what `DraftWorker.prefill_layers` takes. Good until the next call.
+        """
+        assert self.draft_runners, "this draft has no layers"
+        name = "states" if module else "aux"
+        inputs = {**_inputs(metadata, ids), **({} if features is None else {name: features})}
+        return self.draft_runners[module](metadata.mode, ids.shape[0], inputs, metadata=metadata)
 
     @property
     def runners(self) -> list[GraphRunner]:
         """Those there are."""
-        return [r.runner for r in (self.target_runner, self.draft_runner) if r is not None]
+        return [r.runner for r in (self.target_runner, *self.draft_runners)]
 
     def check_addresses(self) -> None:
         """GraphError if a tensor that the graphs read has been replaced or moved."""
@@ -183,25 +185,26 @@ def estimate_prefill_bytes(
     """Device bytes that prefill graphs of `config` will take, roughly: static rows, scratch of the largest, nodes."""
     buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
     attention = max(s.num_heads * (s.qk_dim + s.v_dim) for s in spec.layers)
-    static_row = (2 + 2 * num_aux) * spec.hidden_size + attention  # the target's, and what a draft of its width has
+    num_rows = 2 + 2 * num_aux + (draft_layers > 1)  # the target's, and what a draft of its width has
+    static_row = num_rows * spec.hidden_size + attention
     row_bytes = (static_row + LIVE_ROWS * spec.hidden_size) * itemsize
     num_layers = len(spec.layers) + draft_layers - 1
     return buckets[-1] * row_bytes + len(buckets) * num_layers * NODES_A_LAYER * NODE_BYTES
 
 
-def resolve_prefill_mode(config: EngineConfig, target: HFTarget, draft_waits: bool = False) -> str:
-    """What `prefill_graph` comes to: "piecewise", "breakable" or "off". draft_waits: see `why_off`."""
+def resolve_prefill_mode(config: EngineConfig, target: HFTarget, draft_syncs: bool = False) -> str:
+    """What `prefill_graph` comes to: "piecewise", "breakable" or "off". draft_syncs: see `why_off`."""
     if config.prefill_graph != "auto":
         return config.prefill_graph
-    if why_off(config, target, draft_waits):
+    if why_off(config, target, draft_syncs):
         return "off"
     return "piecewise" if config.compile else "breakable"
 
 
-def why_off(config: EngineConfig, target: HFTarget, draft_waits: bool = False) -> str:
-    """Why "auto" captures no prefills; empty if it does. draft_waits: the draft's prefills wait for the host."""
+def why_off(config: EngineConfig, target: HFTarget, draft_syncs: bool = False) -> str:
+    """Why "auto" captures no prefills; empty if it does. draft_syncs: `DraftWorker.prefill_syncs`."""
     if target.device.type != "cuda" or config.cuda_graph is False or config.prefill_graph == "off":
         return "graphs are off"
-    if draft_waits:
+    if draft_syncs:
         return "the draft's experts wait for the host"
-    return "" if target.is_uniform else "the model's experts wait for the host"
+    return "" if target.same_experts_in_all_modes else "the model's experts wait for the host"

@@ -101,9 +101,9 @@ class RoundGraphs:
         """The tokens after prompts, from the target's last hidden states [n, h] of `rows`; see `Round.first_tokens`."""
         return self.runners["first_token"](self._served_as(kind), {"rows": rows, "hidden": hidden})
 
-    def begin(self, rows: torch.Tensor) -> None:
+    def begin(self, rows: torch.Tensor, max_prefix: int) -> None:
         """See `Round.begin`."""
-        self.runners["draft_begin"](self._config.graph_sampling[0], {"rows": rows})
+        self.runners["draft_begin"](self._config.graph_sampling[0], {"rows": rows}, max_prefix=max_prefix)
 
     def _served_as(self, kind: SamplingKind) -> SamplingKind:
         """The least kind that was captured and serves `kind`; without graphs, `kind` itself."""
@@ -181,9 +181,9 @@ def first_token_part(program: Round, kind: str, rows: torch.Tensor, hidden: torc
     return program.first_tokens(kind, rows, program.target.head(hidden))
 
 
-def begin_part(program: Round, kind: str, rows: torch.Tensor) -> torch.Tensor:
+def begin_part(program: Round, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> torch.Tensor:
     """Round.begin, whatever the kind."""
-    return program.begin(rows)
+    return program.begin(rows, max_prefix)
 
 
 def estimate_bytes(

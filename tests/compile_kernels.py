@@ -88,7 +88,6 @@ def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
             backend.plan(plan)
             rope = rope_table(torch.arange(t), 64, 1e4, dtype) if layer.has_sinks else None
             backend.run(AttentionCall(*(x.to(dtype) for x in (q, k, v, out)), pool, 0, layer, sinks, rope))
-    TRITON_METADATA.kv_indices(plans[0])
 
 
 def round_kernels() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from specdec.draft.worker import Draft, DraftWorker, PrefillChunk, RoundBatch
+from specdec.draft.worker import Draft, DraftWorker, PrefillChunk, RoundBatch, RunPrefill
 from specdec.models.draft_head import LayerConfig
 from specdec.models.eagle import EagleConfig, EagleHead
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head
@@ -62,7 +62,7 @@ class OracleWorker(DraftWorker):
         self.owner: dict[int, list[int]] = {}
         self.random = torch.Generator().manual_seed(seed)
 
-    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None) -> None:
+    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> None:
         ends = [int(chunk.metadata.positions[i]) + 1 for i in chunk.last_rows.tolist()]
         first = chunk.next_ids[chunk.last_rows].tolist()
         for row, end, token in zip(chunk.rows.tolist(), ends, first, strict=True):

@@ -1,11 +1,17 @@
 """Attach and detach on live models of many architectures: the same text as `generate`, and no trace afterwards."""
 
+import copy
+import gc
+import pickle
+import weakref
+from pathlib import Path
+
 import pytest
 import torch
 
 import specdec
 from specdec.models.probe import attention_configs
-from tests.heads import random_head
+from tests.heads import ALGOS, MODULES, random_draft, random_head
 from tests.tiny_models import ADMITTED, REFUSED, VOCAB, tiny_model
 
 LENGTHS = (23, 5, 14, 40, 1)
@@ -119,3 +125,146 @@ def test_aux_hidden_states_are_outputs_of_the_named_layers():
 def test_low_precision_rotary_is_reported():
     with pytest.warns(UserWarning, match="inv_freq is in low precision"):
         specdec.attach(tiny_model("llama").to(torch.bfloat16)).detach()
+
+
+@pytest.mark.parametrize("settings", [{}, {"compile": True, "compiler": "eager"}])
+def test_an_engine_that_is_dropped_leaves_the_model_free(settings):
+    """As in a notebook cell that is run again; no collection is needed, and nothing is left on the model."""
+    model, prompt = tiny_model("llama"), ragged_prompts()[0]
+    model(torch.tensor([prompt]), output_hidden_states=[0])  # HF itself leaves attributes behind the first time
+    names = [sorted(vars(m)) for m in model.modules()]
+    expected = greedy(model, prompt)
+    gc.disable()
+    try:
+        for _ in range(3):
+            engine = specdec.attach(model, random_draft(model, "standalone"), **settings)
+            assert engine.generate([prompt], max_new_tokens=NUM_TOKENS).tokens == [expected]
+            core = weakref.ref(engine._core)
+            del engine
+            assert core() is None, "pools and graphs are freed with the engine"
+            assert [sorted(vars(m)) for m in model.modules()] == names
+    finally:
+        gc.enable()
+    assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_an_engine_in_a_cycle_is_found_when_the_model_is_attached_again():
+    model = tiny_model("llama")
+    engine = specdec.attach(model)
+    holder = [engine]
+    holder.append(holder)
+    del engine, holder
+    specdec.attach(model).detach()
+
+
+def test_an_exception_between_attach_and_detach_leaves_the_model_free():
+    model = tiny_model("llama")
+
+    def cell():
+        engine = specdec.attach(model)
+        raise KeyError(engine.report().model)
+
+    with pytest.raises(KeyError):
+        cell()
+    specdec.attach(model).detach()
+
+
+def test_a_stream_keeps_its_engine_attached():
+    model = tiny_model("llama")
+
+    class Letters:
+        def decode(self, ids, **options):
+            return "".join(chr(65 + i % 26) for i in ids)
+
+    engine = specdec.attach(model, tokenizer=Letters())
+    stream = engine.stream([5, 6, 7], max_new_tokens=8, ignore_eos=True)
+    first = next(stream)
+    del engine
+    with pytest.raises(specdec.AttachError, match="attached already"):
+        specdec.attach(model)
+    assert len(first + "".join(stream)) == 8
+    del stream
+    specdec.attach(model).detach()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_copies_of_an_attached_model_are_free(compiled):
+    model, prompt = tiny_model("llama"), ragged_prompts()[0]
+    expected = greedy(model, prompt)
+    engine = specdec.attach(model, compile=compiled, compiler="eager")
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for twin in copies:
+        other = specdec.attach(twin)
+        with pytest.raises(specdec.AttachError, match="attached already"):
+            specdec.attach(twin)
+        assert other.generate([prompt], max_new_tokens=NUM_TOKENS).tokens == [expected]
+        other.detach()
+        assert not hasattr(twin, "_specdec_attached")
+        assert greedy(twin, prompt) == expected
+    with pytest.raises(specdec.AttachError, match="attached already"):
+        specdec.attach(model)
+    assert engine.generate([prompt], max_new_tokens=NUM_TOKENS).tokens == [expected]
+
+
+def test_detach_that_runs_out_of_memory_can_be_called_again(monkeypatch):
+    model, prompt = tiny_model("llama"), ragged_prompts()[0]
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    expected = greedy(model, prompt)
+    engine = specdec.attach(model, random_draft(model, "standalone"), compile=True, compiler="eager")
+    clone, left = torch.Tensor.clone, [5]
+
+    def short(self, **options):
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return clone(self, **options)
+
+    monkeypatch.setattr(torch.Tensor, "clone", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.detach()
+    monkeypatch.undo()
+    assert greedy(model, prompt) == expected
+    with pytest.raises(specdec.AttachError, match="attached already"):
+        specdec.attach(model)
+    engine.detach()
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) and p.untyped_storage().nbytes() == p.numel() * p.element_size(), name
+    assert not any("specdec" in name for m in model.modules() for name in vars(m))
+    specdec.attach(model).detach()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("org/model", r"cannot attach 'org/model': it is a name: load it first, .*from_pretrained"),
+        (Path("some/folder"), "it is a name: load it first"),
+        (None, "cannot attach a NoneType: expected a transformers causal LM"),
+        (torch.nn.Linear(2, 2), "cannot attach a Linear: expected a transformers causal LM"),
+    ],
+)
+def test_targets_that_are_no_models(target, message):
+    with pytest.raises(specdec.AttachError, match=message):
+        specdec.attach(target, "org/draft")
+
+
+def test_the_result_of_torch_compile_is_named():
+    compiled = torch.compile(tiny_model("llama"), backend="eager")
+    with pytest.raises(specdec.AttachError, match=r"result of torch.compile\(\): pass the model itself"):
+        specdec.attach(compiled)
+
+
+def test_unknown_settings_are_named():
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match=r"num_step=3: attach.. has no such setting; did you mean num_steps.*topk"):
+        specdec.attach(model, num_step=3)
+    with pytest.raises(ValueError, match=r"zzz=1: attach.. has no such setting; expected one of num_steps, topk"):
+        specdec.attach(model, zzz=1)
+    specdec.attach(model).detach()
+
+
+@pytest.mark.parametrize("algo", [*ALGOS, MODULES])
+def test_drafts_without_a_step_are_refused(algo):
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="num_steps=0 with a draft: expected at least 1 draft step"):
+        specdec.attach(model, random_draft(model, algo), num_steps=0)
+    specdec.attach(model).detach()

@@ -1,6 +1,7 @@
 """Edges of drafts, found by a second reader: shared layers, learned positions, windows in trees, what saving keeps."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from safetensors.torch import load_file
 
 import specdec
 from specdec import SamplingParams, assembly
+from specdec.batch import ForwardMode
 from specdec.convert import convert
+from specdec.engine import PREFIX_STEP
 from specdec.models.loader import detect_algo, load_head, save_head
 from specdec.models.nextn import NextNHead
 from specdec.train.batches import Batches
@@ -20,7 +23,7 @@ from specdec.train.objectives import HeadObjective
 from specdec.train.students import Setup, Shape, make_student
 from specdec.train.teacher import target_shape
 from specdec.train.trainer import Trainer
-from tests.heads import MODULES, random_draft, random_head
+from tests.heads import ALGOS, MODULES, random_draft, random_head
 from tests.test_algorithms import FromScratch
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_round_graphs import past_prefill
@@ -227,3 +230,41 @@ def test_options_that_a_student_has_no_use_for_are_refused(algo, shape, names):
     model = tiny_model("llama").requires_grad_(False)
     with pytest.raises(ValueError, match=names):
         make_student(algo, Setup("t", model, None, tokens(3), recipe(algo, max_steps=1, compile=False), shape))
+
+
+class Upcasting(torch.nn.Linear):
+    """An output head that scores in fp32 what comes in bf16, as some models do."""
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight).float()
+
+
+@pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.8, top_k=20, seed=3)])
+@pytest.mark.parametrize("shape", [{}, {"topk": 3, "num_draft_tokens": 8}])
+@pytest.mark.parametrize("algo", [*ALGOS, MODULES])
+def test_heads_that_score_in_fp32_serve_drafts_in_bf16(algo, shape, sampling):
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    model.lm_head.__class__ = Upcasting
+    draft = random_draft(model, algo).to(torch.bfloat16)
+    if algo == "standalone":
+        draft.lm_head.__class__ = Upcasting
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    settings = {"num_steps": 3, "max_seq_len": 64, "cuda_graph": True, "round_graph": False, "graph_batches": (2,)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # rotary frequencies in bf16
+        engine = specdec.attach(model, draft, **settings, **shape)
+    out = engine.generate(prompts, max_new_tokens=12, sampling=sampling, ignore_eos=True)
+    assert [len(tokens) for tokens in out.tokens] == [12, 12]
+
+
+@pytest.mark.parametrize("length", [3, 40])
+def test_the_first_root_is_attended_no_wider_than_the_prompt(length):
+    """On a CPU the width is work: the host's bound of L goes down to the draft."""
+    model = tiny_model("llama")
+    engine = specdec.attach(model, random_draft(model, "standalone"), num_steps=3, max_seq_len=512)
+    backend = engine._core.round.worker.context.backend
+    plan, widths = backend.plan, []
+    backend.plan = lambda metadata: (widths.append((metadata.mode, metadata.max_prefix)), plan(metadata))[1]
+    engine.generate(list(range(3, 3 + length)), max_new_tokens=1)
+    (width,) = [width for mode, width in widths if mode is ForwardMode.DRAFT_EXTEND]
+    assert length <= width <= length + PREFIX_STEP + 1

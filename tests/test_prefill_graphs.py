@@ -5,6 +5,7 @@ Recorded captures and uncompiled pieces on a CPU; CUDA graphs, and Inductor as w
 
 import threading
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ import torch
 import specdec
 from specdec.batch import ForwardMode
 from specdec.errors import GraphError
-from specdec.graphs import HiddenCapture, PrefillShape
-from specdec.graphs.prefill import PrefillLimits, decide, reject_target_verify
+from specdec.graphs import BufferSpec, Counters, EagerCapture, GraphRunner, PrefillRunner, RecordedCapture, Setup
+from specdec.graphs.build import build
+from specdec.graphs.prefill import check_padding, reject_target_verify
 from specdec.models.probe import waiting_configs
-from tests.heads import random_head
+from tests.heads import MODULES, random_draft, random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import ADMITTED, VOCAB, tiny_model
 
@@ -40,6 +42,15 @@ def engine_of(model, mode, shape="chain", **settings):
     engine = specdec.attach(model, head, prefill_graph=mode, **{**(SHAPES[shape] or {}), **defaults, **settings})
     engine._core.prefill.target_runner.busy_from = None  # a measurement: not beside other tests
     return engine
+
+
+@contextmanager
+def specdec_engine(model, draft, **settings):
+    engine = specdec.attach(model, draft, **settings)
+    try:
+        yield engine
+    finally:
+        engine.detach()
 
 
 def model_of(name="llama", seed=0, dtype=torch.float32):
@@ -187,69 +198,114 @@ def test_a_target_verify_batch_never_replays_a_prefill(mode, strict):
         counters = engine.report().runners[name]
         assert counters["eager"] == (0 if strict else 1)
         assert strict or list(counters["rejects"]) == [
-            "a TARGET_VERIFY batch is not a prefill: its nodes would be attended causally"
+            "a TARGET_VERIFY batch is not a prefill: rounds have graphs of their own"
         ]
     assert replays(engine) == before
 
 
-def test_the_guard_looks_at_the_mode_first():
+def guarded(sizes=(4, 8, 16, 32, 64), failing=(), capture=None):
+    """A prefill runner over a body that doubles its ids; graphs of `failing` run out of memory."""
+    setup = Setup(capture or RecordedCapture(), Counters(), torch.device("cpu"), sizes, unit="tokens")
+    ids = BufferSpec("ids", lambda n: (n,), torch.int64, pad=0)
+
+    def body(variant, ids, **live):
+        if ids.shape[0] in failing:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return ids * 2
+
+    runner = GraphRunner("target_prefill", body, [ids], setup)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        build([runner], setup.capture, lower="max_prefill_tokens")
+    return PrefillRunner(runner, lambda size, **live: None)
+
+
+@pytest.mark.parametrize("capture", [RecordedCapture(), EagerCapture("graphs are off")])
+def test_the_guard_looks_at_the_mode_first(capture):
+    runner = guarded(capture=capture)
     for tokens in (1, 4, 8, 64, 1000):
-        shape = PrefillShape(ForwardMode.TARGET_VERIFY, tokens, HiddenCapture.FULL, has_embeds=True)
-        assert not reject_target_verify(shape).ok
-        assert "TARGET_VERIFY" in decide(shape, PrefillLimits(HiddenCapture.NULL, (4, 8, 64))).reason
+        assert "TARGET_VERIFY" in runner.can_run(ForwardMode.TARGET_VERIFY, tokens).reason
     for mode in set(ForwardMode) - {ForwardMode.TARGET_VERIFY}:
-        assert reject_target_verify(PrefillShape(mode, 8)).ok
+        assert reject_target_verify(mode).ok
 
 
 @pytest.mark.parametrize(
-    ("shape", "reason"),
+    ("mode", "num_tokens", "reason"),
     [
-        (PrefillShape(ForwardMode.EXTEND, 8, HiddenCapture.LAST), ""),
-        (PrefillShape(ForwardMode.EXTEND, 8, HiddenCapture.NULL), ""),  # more was captured than is needed
-        (PrefillShape(ForwardMode.EXTEND, 2), ""),
-        (PrefillShape(ForwardMode.EXTEND, 1), "pads more than 2x"),
-        (PrefillShape(ForwardMode.EXTEND, 64), ""),
-        (PrefillShape(ForwardMode.EXTEND, 65), "more tokens than the largest bucket"),
-        (PrefillShape(ForwardMode.EXTEND, 8, HiddenCapture.FULL), "needs FULL hidden states, LAST were captured"),
-        (PrefillShape(ForwardMode.EXTEND, 8, has_embeds=True), "inputs given as embeddings"),
-        (PrefillShape(ForwardMode.DECODE, 8), "a DECODE batch is not a prefill"),
-        (PrefillShape(ForwardMode.DRAFT_EXTEND, 8), "a DRAFT_EXTEND batch is not a prefill"),
+        (ForwardMode.EXTEND, 8, ""),
+        (ForwardMode.EXTEND, 2, ""),
+        (ForwardMode.EXTEND, 1, "pads more than 2x"),
+        (ForwardMode.EXTEND, 64, ""),
+        (ForwardMode.EXTEND, 65, "the batch is larger than the largest bucket"),
+        (ForwardMode.DECODE, 8, "a DECODE batch is not a prefill"),
+        (ForwardMode.DRAFT_EXTEND, 8, "a DRAFT_EXTEND batch is not a prefill"),
     ],
 )
-def test_every_rule_of_the_guard(shape, reason):
-    decision = decide(shape, PrefillLimits(HiddenCapture.LAST, (4, 8, 16, 32, 64)))
+def test_every_rule_of_the_guard(mode, num_tokens, reason):
+    decision = guarded().can_run(mode, num_tokens)
     assert decision.ok == (not reason) and reason in decision.reason
 
 
 def test_where_launches_are_hidden_padding_must_be_small():
-    limits = PrefillLimits(HiddenCapture.LAST, (64, 128, 256), busy_from=100)
-    verdicts = {n: decide(PrefillShape(ForwardMode.EXTEND, n), limits).ok for n in (40, 99, 100, 126, 128, 200, 256)}
+    runner = guarded((64, 128, 256))
+    runner.busy_from = 100
+    verdicts = {n: runner.can_run(ForwardMode.EXTEND, n).ok for n in (40, 99, 100, 126, 128, 200, 256)}
     assert verdicts == {40: True, 99: True, 100: False, 126: True, 128: True, 200: False, 256: True}
 
 
-def test_hidden_states_that_were_not_captured_are_computed():
-    engine = engine_of(model_of(), "breakable", "plain")
-    core = engine._core
-    metadata, ids = batch_of(engine, [8])
-    with torch.inference_mode():
-        shape = PrefillShape(metadata.mode, 8, HiddenCapture.FULL)
-        inputs = {"ids": ids, "positions": metadata.positions, "slots": metadata.out_cache_loc}
-        core.prefill.target_runner(shape, inputs, metadata=metadata)
-    rejects = engine.report().runners["target_prefill"]["rejects"]
-    assert rejects == {"needs FULL hidden states, LAST were captured": 1}
+def test_padding_is_measured_against_the_graph_that_would_replay():
+    """16 and 32 ran out of memory: what planned to replay them meets the graph of 64."""
+    runner = guarded(failing=(16, 32))
+    padded = "the smallest graph pads more than 2x"
+    reasons = {n: runner.can_run(ForwardMode.EXTEND, n).reason for n in (8, 10, 16, 31, 32, 40)}
+    assert reasons == {8: "", 10: padded, 16: padded, 31: padded, 32: "", 40: ""}
+    assert not check_padding(10, 64).ok and check_padding(10, 16).ok
+    runner(ForwardMode.EXTEND, 8, {"ids": torch.arange(8)})
+    runner.busy_from = 30
+    assert "launches are hidden" in runner.can_run(ForwardMode.EXTEND, 33).reason
 
 
-@pytest.mark.parametrize("mode", LIKELY)
-def test_embeddings_in_place_of_ids_run_eagerly(mode):
-    engine = engine_of(model_of(), mode)
-    core = engine._core
-    metadata, ids = batch_of(engine, [8, 8])
-    with torch.inference_mode():
-        expected = core.prefill.target(metadata, ids)[0].clone()
-        embeds = core.target.embed_tokens(ids)
-        hidden, _aux = core.prefill.target(metadata, torch.zeros_like(ids), inputs_embeds=embeds)
-    torch.testing.assert_close(hidden, expected, rtol=TOLERANCE, atol=TOLERANCE)
-    assert engine.report().runners["target_prefill"]["rejects"] == {"inputs given as embeddings": 1}
+@pytest.mark.parametrize("mode", MODES)
+def test_prefills_of_every_module_replay_and_equal_eager(mode):
+    """A NextN head of several modules: a forward each, from graphs, counted, and strict about it."""
+    model, prompts = model_of(), ragged_prompts()
+    expected = [greedy(model, p) for p in prompts]
+    settings = {"num_steps": 3, "max_prefill_tokens": 32, "prefill_buckets": BUCKETS, "max_seq_len": 128}
+    told, last = [], []
+    for graphs in (mode, "off"):
+        draft = random_draft(model, MODULES).to(DEVICE)
+        engine = specdec.attach(
+            model, draft, prefill_graph=graphs, strict=graphs != "off", cuda_graph=True, compiler="eager", **settings
+        )
+        assert engine.generate(prompts, max_new_tokens=24).tokens == expected
+        told.append(engine.report())
+        last.append(engine._core.round.worker.last[:8].clone())
+        engine.detach()
+    runners, paths = told[0].runners, told[0].paths
+    names = ["target_prefill", "draft_prefill", "draft_prefill_1", "draft_prefill_2"]
+    assert len({runners[name]["replays"] for name in names}) == 1 and runners["draft_prefill_2"]["replays"]
+    assert not any(runners[name]["eager"] for name in names)
+    assert paths["EXTEND"] == {"replays": 4 * runners["target_prefill"]["replays"], "eager": 0}
+    assert told[1].runners["draft_prefill_2"]["eager"] == told[1].paths["EXTEND"]["eager"] / 4
+    torch.testing.assert_close(*last, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_prefills_of_modules_that_cannot_replay_are_counted_and_strict_raises():
+    model, prompt = model_of(), ragged_prompts()[3]
+    settings = {"num_steps": 3, "prefill_buckets": (8, 16), "max_seq_len": 128, "prefill_graph": "breakable"}
+    with specdec_engine(model, random_draft(model, MODULES).to(DEVICE), **settings) as engine:
+        engine.generate(prompt, max_new_tokens=4)
+        for module in (1, 2):
+            rejects = engine.report().runners[f"draft_prefill_{module}"]["rejects"]
+            assert rejects == {"the batch is larger than the largest bucket": 1}
+    with specdec_engine(
+        model, random_draft(model, MODULES).to(DEVICE), strict=True, cuda_graph=True, **settings
+    ) as engine:
+        prefill = engine._core.prefill
+        metadata, ids = batch_of(engine, [40])
+        states = torch.zeros(40, 64, device=DEVICE)
+        with pytest.raises(GraphError, match="strict: draft_prefill_2 of 40 tokens cannot replay"):
+            prefill.draft(metadata, ids, states, 2)
 
 
 @pytest.mark.parametrize("mode", LIKELY)
@@ -259,12 +315,12 @@ def test_prompts_beyond_the_largest_bucket_run_eagerly(mode):
     engine = engine_of(model, mode, prefill_buckets=(8, 16))
     assert engine.generate(prompt, max_new_tokens=12).tokens == [greedy(model, prompt, 12)]
     reasons = engine.report().runners["target_prefill"]["rejects"]
-    assert reasons == {"more tokens than the largest bucket": 1}
+    assert reasons == {"the batch is larger than the largest bucket": 1}
     assert engine.generate(prompt[:11], max_new_tokens=12).tokens == [greedy(model, prompt[:11], 12)]
     assert replays(engine) == 1
     engine.detach()
     strict = engine_of(model, mode, prefill_buckets=(8, 16), strict=True, cuda_graph=True)
-    with pytest.raises(GraphError, match="strict: target_prefill of 40 tokens cannot replay: more tokens than"):
+    with pytest.raises(GraphError, match="strict: target_prefill of 40 tokens cannot replay: the batch is larger than"):
         strict.generate(prompt, max_new_tokens=4)
     strict.check_integrity()
     assert strict.generate(prompt[:11], max_new_tokens=12).tokens == [greedy(model, prompt[:11], 12)]
@@ -375,10 +431,10 @@ def test_attention_that_fails_in_a_replay_fails_its_request_only(mode):
 def test_out_of_memory_at_a_capture_leaves_the_smaller_sizes(mode, monkeypatch):
     layers = specdec.models.hf.HFTarget.layers
 
-    def short(self, mode, ids, positions, embeds=None):
+    def short(self, mode, ids, positions):
         if ids.shape[0] > 24:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-        return layers(self, mode, ids, positions, embeds)
+        return layers(self, mode, ids, positions)
 
     monkeypatch.setattr(specdec.models.hf.HFTarget, "layers", short)
     with pytest.warns(UserWarning, match=r"no graph for target_prefill of 64: out of memory.*lower max_prefill_tokens"):
@@ -559,7 +615,7 @@ def test_compiled_layers_that_raise_leave_no_trace(monkeypatch):
 def test_two_traces_of_one_model_hold_its_weights_once(monkeypatch):
     """As where experts wait for the host: prefills and rounds run other arithmetic."""
     model, prompts = model_of(), ragged_prompts()
-    monkeypatch.setattr(specdec.models.hf.HFTarget, "is_uniform", False)
+    monkeypatch.setattr(specdec.models.hf.HFTarget, "same_experts_in_all_modes", False)
     engine = engine_of(model, "piecewise", compile=True, max_prefill_tokens=48)
     compiled = engine._core.target.compiled
     assert compiled[True] is not compiled[False]
@@ -629,12 +685,12 @@ def test_auto_leaves_prefills_alone_where_experts_wait_for_the_host(monkeypatch)
     from specdec.prefill_graphs import resolve_prefill_mode, why_off
 
     class Target:
-        device, is_uniform = torch.device("cuda"), False
+        device, same_experts_in_all_modes = torch.device("cuda"), False
 
     assert resolve_prefill_mode(EngineConfig(), Target()) == "off"
     assert why_off(EngineConfig(), Target()) == "the model's experts wait for the host"
     assert resolve_prefill_mode(EngineConfig(prefill_graph="breakable"), Target()) == "breakable"
-    Target.is_uniform = True
+    Target.same_experts_in_all_modes = True
     assert resolve_prefill_mode(EngineConfig(), Target()) == "breakable"
     assert resolve_prefill_mode(EngineConfig(compile=True), Target()) == "piecewise"
     assert resolve_prefill_mode(EngineConfig(cuda_graph=False), Target()) == "off"
@@ -654,3 +710,44 @@ def test_auto_leaves_prefills_alone_where_experts_wait_for_the_host(monkeypatch)
 def test_only_experts_wait_for_the_host(name, dtype, waits):
     """transformers gives a model without experts the implementation "eager", too: that must not turn its graphs off."""
     assert bool(waiting_configs(tiny_model(name), dtype)) == waits
+
+
+class BranchesOnOne(torch.nn.Module):
+    """An MLP that does something else for a single token, as kernels for decoding do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) * (1.5 if x.shape[1] == 1 else 1.0)
+
+
+def branching_on_one():
+    model = model_of()
+    for layer in model.model.layers:
+        layer.mlp = BranchesOnOne(layer.mlp)
+    return model
+
+
+def test_a_trace_that_is_wrong_for_one_token_is_refused():
+    """Dynamo takes T > 1 for granted without a guard; a plain decode at batch 1 is one token."""
+    model, prompts = branching_on_one(), ragged_prompts()
+    with pytest.raises(GraphError, match=r"differ from the live model's by .* in forwards of 1 token"):
+        engine_of(model, "piecewise")
+    assert not hasattr(model, "_specdec_attached")
+    with pytest.warns(UserWarning, match=r"runs uncompiled: .* in forwards of 1 token"):
+        engine = engine_of(model, "off", "plain", compile=True, cuda_graph=True)
+    for prompt in prompts:
+        assert engine.generate([prompt], max_new_tokens=8).tokens == [greedy(model, prompt, 8)]
+
+
+@pytest.mark.parametrize("name", ADMITTED)
+def test_compiled_layers_serve_one_token(name):
+    model = model_of(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if name in WAITING else "default")
+        engine = engine_of(model, "off", "plain", compile=True, cuda_graph=True)
+    for prompt in ragged_prompts():
+        assert engine.generate([prompt], max_new_tokens=8).tokens == [greedy(model, prompt, 8)]
+    assert engine._core.target.compiled

@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 
 from specdec.backends.metadata import MetadataBuilder, Placement
-from specdec.backends.triton.plan import key_range
-from specdec.batch import AttentionMetadata
 
 
 @triton.jit(do_not_specialize=["table_stride", "width"])
@@ -71,41 +69,6 @@ def _prefill_kernel(
     tl.store(out_cache_loc + first + i, slots, mask=i < q_len)
 
 
-@triton.jit(do_not_specialize=["bs", "first_node", "window", "table_stride", "width"])
-def _kv_indices_kernel(
-    slot_tables,
-    prefix_lens,
-    qo_indptr,
-    kv_indptr,
-    kv_indices,
-    bs,
-    first_node,
-    window,
-    table_stride,
-    width,
-    BLOCK_BS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    request = tl.program_id(0)
-    first = tl.zeros([], tl.int64)
-    total = tl.zeros([], tl.int64)
-    for base in range(0, bs, BLOCK_BS):
-        i = base + tl.arange(0, BLOCK_BS)
-        _tiles, begin, end = key_range(i, bs, prefix_lens, qo_indptr, first_node, window, 1, 1)
-        first += tl.sum(tl.where(i < request, end - begin, 0))
-        total += tl.sum(end - begin)
-    _tiles, begin, end = key_range(request, bs, prefix_lens, qo_indptr, first_node, window, 1, 1)
-    length = end - begin
-    tl.store(kv_indptr + request + 1, (first + length).to(tl.int32))
-    if request == 0:
-        tl.store(kv_indptr, 0)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slots = tl.load(slot_tables + request.to(tl.int64) * table_stride + begin + i, mask=i < length, other=0)
-    tl.store(kv_indices + first + i, slots.to(tl.int32), mask=i < length)
-    unused = total + (request * width - first) + (i - length)  # after all used entries, request by request
-    tl.store(kv_indices + unused, 0, mask=(i >= length) & (i < width))
-
-
 def uniform_placement(
     slot_tables: torch.Tensor,
     prefix_lens: torch.Tensor,
@@ -154,27 +117,4 @@ def _empty_placement(bs: int, num_tokens: int, device: torch.device) -> Placemen
     return Placement(positions, torch.empty_like(positions), qo_indptr)
 
 
-def kv_indices(metadata: AttentionMetadata, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin: `backends.metadata.kv_indices`."""
-    m, width = metadata, metadata.max_prefix + metadata.tail_len
-    kv_indptr = torch.empty(m.num_reqs + 1, dtype=torch.int32, device=m.prefix_lens.device)
-    packed = torch.empty(m.num_reqs * width, dtype=torch.int32, device=m.prefix_lens.device)
-    block = 1024
-    _kv_indices_kernel[(m.num_reqs, triton.cdiv(width, block))](
-        m.slot_tables,
-        m.prefix_lens,
-        m.qo_indptr,
-        kv_indptr,
-        packed,
-        m.num_reqs,
-        m.tail_len - m.q_len,
-        window or 0,
-        m.slot_tables.stride(0),
-        width,
-        BLOCK_BS=64,
-        BLOCK=block,
-    )
-    return kv_indptr, packed
-
-
-TRITON_METADATA = MetadataBuilder(uniform_placement, prefill_placement, kv_indices)
+TRITON_METADATA = MetadataBuilder(uniform_placement, prefill_placement)

@@ -82,8 +82,11 @@ class DraftModelWorker(DraftWorker):
         """What stands in the place of states beside true tokens, from the target's features [T, num_aux*h]."""
         return None
 
-    def prefill_layers(self, ids: torch.Tensor, positions: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
-        return self.run(ForwardMode.EXTEND, ids, positions, self.inputs(aux))
+    def prefill_layers(
+        self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
+    ) -> torch.Tensor:
+        hidden = features if module else self.inputs(features)
+        return self.run(ForwardMode.EXTEND, ids, positions, hidden, module)
 
     def draft(self, batch: RoundBatch) -> Draft:
         return self._draft_chain(batch) if self.config.topk == 1 else self._draft_tree(batch)
@@ -143,20 +146,14 @@ class DraftModelWorker(DraftWorker):
             max_prefix=min(batch.max_prefix + ahead, batch.slot_tables.shape[1]),
             **shape,
         )
-        return self.forward_planned(metadata, ids, hidden, module)
-
-    def forward_planned(
-        self, metadata: AttentionMetadata, ids: torch.Tensor, hidden: torch.Tensor | None, module: int
-    ) -> torch.Tensor:
-        """A forward of ids [T] where `metadata` says: states [T, h_d]."""
         with forward_context(self.context, metadata):
-            return self.run(metadata.mode, ids, metadata.positions, hidden, module)
+            return self.run(mode, ids, metadata.positions, hidden, module)
 
     def keep(self, rows: torch.Tensor, states: torch.Tensor) -> None:
         """Store the states [n, h_d] that predict the next tokens of `rows`, and their logits."""
         if self.hidden is not None:
             self.hidden[rows] = states
-        self.logits[rows] = self.score(states)
+        self.logits[rows] = self.score(states).to(self.logits.dtype)  # a head may give fp32 for states in bf16
 
     def tail_depths(self, bits: torch.Tensor, num_steps: int) -> torch.Tensor | None:
         """Depths [bs, K*num_steps] of the draft nodes of `num_steps` steps, bits [bs, K] each; windows go by them."""

@@ -15,7 +15,7 @@ from specdec.batch import ForwardMode
 from specdec.config import EngineConfig
 from specdec.draft.algo_spec import algo_spec
 from specdec.draft.drafting import DraftModelWorker
-from specdec.draft.worker import PrefillChunk
+from specdec.draft.worker import PrefillChunk, RunPrefill
 from specdec.models.draft_head import DraftHead
 from specdec.models.hf import HFTarget
 from specdec.models.probe import batched_experts, waiting_configs
@@ -55,9 +55,10 @@ class HeadWorker(DraftModelWorker):
         self.embed_tokens = head.embed_tokens if head.embed_tokens is not None else target.embed_tokens
         self.aux_layers = head.aux_layers
         self.hidden_size = head.hidden_size
+        self.num_modules = head.num_modules
         is_cuda = weight.device.type == "cuda"
         self._waiting = waiting_configs(head, weight.dtype) if is_cuda else []
-        self.waits = bool(self._waiting)
+        self.prefill_syncs = bool(self._waiting)
         every_position = torch.arange(config.table_width, device=weight.device)
         self.rope_tables = torch.stack(head.rope(every_position), 1)  # [table_width, 2, R]: cos, sin
 
@@ -81,7 +82,7 @@ class HeadWorker(DraftModelWorker):
         assert features is not None, f"{self.spec.name} needs the target's features"
         return self.head.fuse(features)
 
-    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None) -> None:
+    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> None:
         assert hidden is not None
         self.keep(chunk.rows, hidden[chunk.last_rows])
 

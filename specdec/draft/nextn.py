@@ -10,7 +10,7 @@ import torch
 from specdec.batch import ForwardMode
 from specdec.draft.drafting import Steps
 from specdec.draft.eagle import HeadWorker
-from specdec.draft.worker import PrefillChunk, RoundBatch
+from specdec.draft.worker import PrefillChunk, RoundBatch, RunPrefill
 from specdec.verify import Verdict
 
 
@@ -28,7 +28,7 @@ class ModulesWorker(HeadWorker):
     def steps(self, batch: RoundBatch) -> Steps:
         return ModuleSteps(self, batch)
 
-    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None) -> None:
+    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> None:
         """Module 0's states [T, h_d] are there; the other modules run over the chunk now."""
         assert hidden is not None
         metadata, states = chunk.metadata, [hidden[chunk.last_rows]]
@@ -37,7 +37,7 @@ class ModulesWorker(HeadWorker):
         for module in range(1, self.head.num_modules):
             before = hidden.roll(1, 0)
             before[first_rows] = torch.where(begins, self.last[chunk.rows, module - 1], 0.0)
-            hidden = self.forward_planned(metadata, chunk.next_ids, before, module)
+            hidden = run(metadata, chunk.next_ids, before, module)
             states.append(hidden[chunk.last_rows])
         self.last[chunk.rows] = torch.stack(states, 1)
         self.keep(chunk.rows, states[0])

@@ -48,7 +48,7 @@ class StandaloneWorker(DraftModelWorker):
         )
         self.model = draft
         self.module = draft.model
-        self.waits = not draft.is_uniform
+        self.prefill_syncs = not draft.same_experts_in_all_modes
 
     def run(
         self,
@@ -63,7 +63,9 @@ class StandaloneWorker(DraftModelWorker):
     def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
         return self.model.head(states)
 
-    def prefill_layers(self, ids: torch.Tensor, positions: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+    def prefill_layers(
+        self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
+    ) -> torch.Tensor:
         """Nothing is kept of a prompt but its K/V: states [T, 0]."""
         return self.run(ForwardMode.EXTEND, ids, positions, None)[:, :0]
 

@@ -1,6 +1,7 @@
 """The contract between the engine's round and a draft worker, and the data they exchange."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,6 +59,11 @@ class PrefillChunk:
     last_rows: torch.Tensor
 
 
+# A forward of a draft prefill, from a graph if there is one: (metadata, ids [T], features, module) -> states [T, h_d];
+# see `DraftWorker.prefill_layers`.
+RunPrefill = Callable[[AttentionMetadata, torch.Tensor, torch.Tensor | None, int], torch.Tensor]
+
+
 class DraftWorker(ABC):
     """Proposes tokens. A worker owns its model's KV and per-row state; it knows no scheduler and no graphs."""
 
@@ -69,18 +75,25 @@ class DraftWorker(ABC):
     id_shift: int = 1  # whether its prefill takes the token after each row, or (0) the row's own
     has_begin: bool = False  # whether `begin` does anything
     module: nn.Module | None = None  # the draft's own model
-    waits: bool = False  # whether its prefills wait for the host, so that they cannot be captured
+    num_modules: int = 1  # forwards of a prefill, one after the other: MTP modules
+    prefill_syncs: bool = False  # its prefill reads device values on the host, so it cannot be captured
 
-    def prefill_layers(self, ids: torch.Tensor, positions: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
-        """The forward of a draft prefill: states [T, h_d] of tokens [T]; aux [T, num_aux*h] are the target's features.
+    def prefill_layers(
+        self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
+    ) -> torch.Tensor:
+        """One forward of a draft prefill: states [T, h_d] of tokens [T].
 
-        ids [T] are as the algorithm takes them (see `id_shift`). Attention goes to the scope in force; rows do
+        features: of the target, [T, num_aux*h]; for the MTP modules after the first the states [T, h_d] of the module
+        before. ids [T] are as the algorithm takes them (see `id_shift`). Attention goes to the scope in force; rows do
         not see each other elsewhere, so any T can be captured.
         """
         raise NotImplementedError(f"{type(self).__name__} has a context, so it needs prefill_layers")
 
-    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None) -> None:
-        """Keep what the states [T, h_d] of `chunk` leave for the first round; None for a draft without layers."""
+    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> None:
+        """Keep what the states [T, h_d] of `chunk` leave for the first round; None for a draft without layers.
+
+        run: runs the modules after the first, of a draft that has any.
+        """
         return None
 
     def begin(self, batch: RoundBatch) -> None:

@@ -4,7 +4,9 @@ The model's own code runs, packed [1, T], without an HF cache and without masks;
 and only while we run it (the implementation name is set on its configs inside `forward` and put back).
 """
 
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +34,27 @@ from specdec.models.probe import (
 
 ATTACHED = "_specdec_attached"
 LAYER_ID = "_specdec_layer_id"
+
+
+class Mark:
+    """Says on a module which target it belongs to. It keeps nobody alive, and a copy of it says nothing: copies of a
+    model are no part of the engine."""
+
+    def __init__(self, owner: "HFTarget | None" = None):
+        self._owner = None if owner is None else weakref.ref(owner)
+
+    def owner(self) -> "HFTarget | None":
+        """The target, if there still is one."""
+        return None if self._owner is None else self._owner()
+
+    def __reduce__(self) -> tuple[type["Mark"], tuple[()]]:
+        return Mark, ()
+
+
+def is_attached(module: nn.Module) -> bool:
+    """Whether `module` belongs to a target that is alive."""
+    mark = getattr(module, ATTACHED, None)
+    return mark is not None and mark.owner() is not None
 
 
 @dataclass(frozen=True)
@@ -62,10 +85,12 @@ class HFTarget:
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        if getattr(model, ATTACHED, False):
+        if is_attached(model):
+            gc.collect()  # an engine that nobody holds any more may be waiting for it
+        if is_attached(model):
             raise AttachError(type(model).__name__, ["it is attached already; call detach() on that engine first"])
         self.spec: ModelSpec = probe(model)
-        if any(hasattr(module, LAYER_ID) for module in self.spec.modules):
+        if any(is_attached(module) for module in self.spec.modules):
             raise AttachError(type(model).__name__, ["some of its layers belong to a model that is attached already"])
         self.aux_layers: tuple[int, ...] = ()
         self._configs = attention_configs(model)
@@ -76,7 +101,8 @@ class HFTarget:
         _warn_about_rotary(model)
         for i, module in enumerate(self.spec.modules):
             setattr(module, LAYER_ID, i)
-        setattr(model, ATTACHED, True)
+            setattr(module, ATTACHED, Mark(self))
+        setattr(model, ATTACHED, Mark(self))
 
     @property
     def device(self) -> torch.device:
@@ -112,11 +138,7 @@ class HFTarget:
         return TargetOutput(self.head(hidden), aux)
 
     def layers(
-        self,
-        mode: ForwardMode,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        inputs_embeds: torch.Tensor | None = None,
+        self, mode: ForwardMode, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """All but the head, for tokens [T] at positions [T]: their last hidden states [T, h] and aux [T, num_aux*h].
 
@@ -125,21 +147,20 @@ class HFTarget:
         if self._last_position is not None:
             positions = positions.clamp(max=self._last_position)
         compiled = self.compiled.get(mode is ForwardMode.EXTEND)
-        if compiled is not None and inputs_embeds is None:
+        if compiled is not None:
             hidden, aux = (*compiled(input_ids, positions), None)[:2]
         else:
             with self.routed(mode):
-                hidden, aux = self.run_layers(input_ids, positions, inputs_embeds)
+                hidden, aux = self.run_layers(input_ids, positions)
         return hidden, hidden if self.aux_layers == (LAST,) else aux
 
     def run_layers(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
+        self, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The live model's own layers and the outputs of `tapped`; needs `routed`. This is what gets traced."""
         wanted: Any = list(self.tapped) or False
-        given = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         out = self.spec.stack(
-            **{name: value.unsqueeze(0) for name, value in given.items()},
+            input_ids=input_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
             output_hidden_states=wanted,
@@ -161,13 +182,13 @@ class HFTarget:
             yield
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether prefills and rounds run the same arithmetic."""
+    def same_experts_in_all_modes(self) -> bool:
+        """Whether prefills and rounds multiply experts the same way, and nothing waits for the host; see `routed`."""
         return not self._waiting or self.device.type != "cuda"
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""
-        # The model runs from its layers' answer on; what it would have given them, embeddings say, is not looked at.
+        # We call the model with its decoder stubbed out, so only the head runs; the ids are ignored.
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
         answer = self.spec.stack_output(last_hidden_state=hidden.unsqueeze(0))
         with attention_implementation(self._configs, "specdec"), answering(self.spec.stack, answer):
@@ -194,17 +215,22 @@ class HFTarget:
             )
 
     def drop_compiled(self) -> None:
-        """Back to the live layers; every weight has a storage of its own again."""
+        """Back to the live layers; every weight has a storage of its own again.
+
+        What it raises (out of memory, where a weight is copied) leaves the model usable; it can be called again.
+        """
         for traced in self.compiled.values():
             traced.release()
         self.compiled.clear()
 
     def detach(self) -> None:
-        """Take our marks off the model; it is as it was."""
+        """Take our marks off the model; it is as it was. A second call does nothing, or goes on where one failed."""
         self.drop_compiled()
-        for module in self.spec.modules:
-            delattr(module, LAYER_ID)
-        delattr(self.model, ATTACHED)
+        for module in (*self.spec.modules, self.model):
+            mark = getattr(module, ATTACHED, None)
+            if mark is not None and mark.owner() is self:
+                delattr(module, ATTACHED)
+                module.__dict__.pop(LAYER_ID, None)
 
 
 def _warn_about_rotary(model: nn.Module) -> None:

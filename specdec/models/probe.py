@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicCache
 from specdec.backends import LayerSpec
 from specdec.errors import AttachError
 from specdec.models.fitting import weight_doubts
+from specdec.models.placement import placement_reasons
 
 PROBE_LENGTH = 12
 FAR = 1 << 18  # masks are evaluated around this query position, so that windows up to it are seen
@@ -32,6 +33,7 @@ class _Call:
     spec: LayerSpec
     sinks: torch.Tensor | None
     mask_id: int | None
+    dtype: torch.dtype
     problems: list[str]
 
 
@@ -59,6 +61,16 @@ class ModelSpec:
 
 
 _RECORDING: ContextVar[_Recording] = ContextVar("specdec_probe")
+
+
+def _recording() -> _Recording:
+    """That of the probe in flight; RuntimeError for a call that is none of its."""
+    recording = _RECORDING.get(None)
+    if recording is None:
+        raise RuntimeError(
+            "the model ran in another thread while attach() was probing it: attach first, then use the model"
+        )
+    return recording
 
 
 class _PassThroughCache(DynamicCache):
@@ -101,13 +113,16 @@ def _record_attention(
     mask_id = int(mask) if isinstance(mask, torch.Tensor) and mask.numel() == 1 else None
     if mask is not None and mask_id is None:
         problems.append("attention gets a mask that HF's mask functions did not make")
-    _RECORDING.get().calls.append(_Call(module, spec, kw.get("s_aux"), mask_id, problems))
+    dtypes = {q.dtype, k.dtype, v.dtype}
+    if len(dtypes) > 1:
+        problems.append(f"queries, keys and values have several types ({', '.join(sorted(map(str, dtypes)))})")
+    _recording().calls.append(_Call(module, spec, kw.get("s_aux"), mask_id, k.dtype, problems))
     out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     return out, None
 
 
 def _record_mask(mask_function: Callable[..., Any], device: Any = "cpu", **kw: Any) -> torch.Tensor:
-    recording = _RECORDING.get()
+    recording = _recording()
     recording.masks.append(classify_mask(mask_function, torch.device(device)))
     return torch.tensor(len(recording.masks) - 1)
 
@@ -195,6 +210,9 @@ def answering(module: nn.Module, output: Any) -> Iterator[None]:
 def probe(model: PreTrainedModel) -> ModelSpec:
     """Run one short forward and return what was seen; AttachError lists every reason against the model."""
     name = type(model).__name__
+    misplaced = placement_reasons(model)
+    if misplaced:  # a forward might not run, or bring weights in from elsewhere
+        raise AttachError(name, misplaced)
     recording = _Recording()
     outputs: dict[nn.Module, Callable[..., Any]] = {}
     device = model.get_input_embeddings().weight.device
@@ -212,7 +230,7 @@ def probe(model: PreTrainedModel) -> ModelSpec:
     if not reasons:
         stack = _find_stack(model, outputs, ids, logits)
         if stack is None:
-            reasons = ["its head cannot be run apart from its layers"]
+            reasons = ["its head cannot be run apart from its layers, on hidden states of the embedding's type"]
     if reasons:
         raise AttachError(name, list(dict.fromkeys(reasons)))
     assert stack is not None
@@ -273,6 +291,8 @@ def _find_stack(
                     again = model(input_ids=torch.zeros_like(ids), use_cache=False).logits
         except Exception:  # not made for it: the next one
             continue
+        if hidden.dtype is not model.get_input_embeddings().weight.dtype:
+            continue  # what rounds and graphs keep of them would be rounded
         atol = 1e-3 * float(logits.abs().max())
         if torch.allclose(again.float(), logits.float(), rtol=1e-3, atol=atol, equal_nan=True):
             return stack
@@ -306,6 +326,13 @@ def _call_reasons(recording: _Recording, model: PreTrainedModel) -> list[str]:
     reasons = [p for c in calls for p in c.problems]
     if len(calls) != num_layers:
         reasons.append(f"{len(calls)} attention calls for {num_layers} layers (layers without routed attention)")
+    dtype = model.get_input_embeddings().weight.dtype
+    others = sorted({str(c.dtype) for c in calls if c.dtype is not dtype})
+    if others:
+        reasons.append(
+            f"its embedding is {dtype}, but attention runs in {', '.join(others)}: pools and heads need one type; load "
+            "the model with from_pretrained(..., dtype=...) or convert the embedding"
+        )
     if len({id(c.module) for c in calls}) != len(calls):
         reasons.append("one attention module is called several times a forward")
     used = {c.mask_id for c in calls if c.mask_id is not None}
