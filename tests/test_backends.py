@@ -36,7 +36,8 @@ triton = pytest.importorskip("triton")
 from specdec.backends.triton.backend import TritonBackend  # noqa: E402
 from specdec.backends.triton.merge import merge, merge_reference  # noqa: E402
 from specdec.backends.triton.metadata import TRITON_METADATA  # noqa: E402
-from specdec.backends.triton.plan import split_plan, split_plan_reference  # noqa: E402
+from specdec.backends.triton.plan import split_plan  # noqa: E402
+from specdec.backends.triton.plan_reference import split_plan_reference  # noqa: E402
 from specdec.backends.triton.store import store_kv  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -71,7 +72,13 @@ class Setup:
         self.layer, self.prefixes, self.dtype = layer, prefixes, dtype
         num_pages = -(-width // page_size)
         pages = 1 + torch.randperm(len(prefixes) * num_pages, generator=self.generator).view(len(prefixes), -1, 1)
-        self.tables = (pages * page_size + torch.arange(page_size)).flatten(1).to(DEVICE)
+        self.tables = (pages * page_size + torch.arange(page_size)).flatten(1).to(DEVICE)  # by request
+        # The table has rows of others before and between those of the requests, in any order.
+        self.rows = (1 + 2 * torch.randperm(len(prefixes), generator=self.generator)).to(DEVICE)
+        self.slot_table = torch.full((2 * len(prefixes) + 1, self.tables.shape[1]), 1 << 30, dtype=torch.int32).to(
+            DEVICE
+        )
+        self.slot_table[self.rows] = self.tables.int()
         self.num_slots = (len(prefixes) * num_pages + 1) * page_size
         self.pool = KVPool([layer.shape], self.num_slots, dtype, DEVICE)
         for cache in (self.pool.k[0], self.pool.v[0]):
@@ -100,7 +107,13 @@ class Setup:
         mode = ForwardMode.DRAFT if q_len == 1 else ForwardMode.TARGET_VERIFY
         most = -(-max(self.prefixes) // 16) * 16  # a host bound, not the length itself
         return self.backend.metadata.uniform(
-            mode, self.tables, self.lens, q_len=q_len, max_prefix=min(most, self.tables.shape[1]), **options
+            mode,
+            self.slot_table,
+            self.rows,
+            self.lens,
+            q_len=q_len,
+            max_prefix=min(most, self.tables.shape[1]),
+            **options,
         )
 
     def expected(self, q, row, q_pos, visible):
@@ -176,7 +189,7 @@ def test_the_largest_tree_uses_all_64_bits(kind):
 @pytest.mark.parametrize("name", LAYERS)
 def test_ragged_prefill(name, kind):
     setup = Setup(LAYERS[name], kind)
-    metadata = setup.backend.metadata.prefill(setup.tables, PREFIXES, (2, 7, 15))
+    metadata = setup.backend.metadata.prefill(setup.slot_table, setup.rows, PREFIXES, (2, 7, 15))
     setup.check_causal(metadata, *setup.run(metadata))
     assert setup.modes == [ForwardMode.EXTEND]
 
@@ -191,7 +204,7 @@ def test_dtypes_and_pages(kind, dtype, page_size):
     setup = Setup(LAYERS["v_dim"], kind, dtype, page_size=page_size)
     setup.check_tree([0, 0, 1])
     setup = Setup(LAYERS["softcap"], kind, dtype, page_size=page_size)
-    metadata = setup.backend.metadata.prefill(setup.tables, PREFIXES, (5, 1, 3))
+    metadata = setup.backend.metadata.prefill(setup.slot_table, setup.rows, PREFIXES, (5, 1, 3))
     setup.check_causal(metadata, *setup.run(metadata))
 
 
@@ -221,7 +234,7 @@ def test_long_contexts(layer, dtype):
     setup(page_size=1).check_tree([0, 0, 0, 1, 1, 2, 4, 5])
     setup().check_tree([max(i - 1, 0) // 2 for i in range(63)] + [62])
     case = setup()
-    metadata = case.backend.metadata.prefill(case.tables, prefixes, (40, 150, 3))
+    metadata = case.backend.metadata.prefill(case.slot_table, case.rows, prefixes, (40, 150, 3))
     case.check_causal(metadata, *case.run(metadata))
 
 
@@ -258,7 +271,7 @@ def test_stored_keys_equal_the_twin(rotary, dtype):
 def test_any_ragged_prefill(lens, page_size):
     prefixes, q_lens = zip(*lens, strict=True)
     setup = Setup(LAYERS["window"], "triton, split", prefixes=prefixes, page_size=page_size)
-    metadata = setup.backend.metadata.prefill(setup.tables, prefixes, q_lens)
+    metadata = setup.backend.metadata.prefill(setup.slot_table, setup.rows, prefixes, q_lens)
     setup.check_causal(metadata, *setup.run(metadata))
 
 
@@ -312,12 +325,13 @@ def test_merging_equals_the_twin():
 @pytest.mark.parametrize(("first", "q_len"), [(0, 1), (0, 5), (6, 3), (0, 64)])
 def test_uniform_metadata_equals_the_twin(first, q_len):
     generator = torch.Generator().manual_seed(0)
-    tables = torch.randint(1, 500, (5, 130), generator=generator).to(DEVICE)
+    table = torch.randint(1, 500, (9, 130), generator=generator, dtype=torch.int32).to(DEVICE)
+    rows = torch.tensor([3, 0, 8, 7, 1], device=DEVICE)
     lens = torch.tensor([0, 1, 60, 129, 40], device=DEVICE)
     depths = torch.randint(0, 5, (5, q_len), generator=generator).to(DEVICE)
     tail = torch.randint(0, 5, (5, first + q_len), generator=generator).to(DEVICE)
     for options in ({}, {"depths": depths}, {"depths": depths, "tail_depths": tail, "ancestor_bits": depths}):
-        args = (ForwardMode.DRAFT, tables, lens)
+        args = (ForwardMode.DRAFT, table, rows, lens)
         shape = {"q_len": q_len, "max_prefix": 130, "first_node": first}
         same_metadata(
             TRITON_METADATA.uniform(*args, **shape, **options), TORCH_METADATA.uniform(*args, **shape, **options)
@@ -331,9 +345,10 @@ def test_uniform_metadata_equals_the_twin(first, q_len):
 )
 def test_prefill_metadata_and_kv_indices_equal_the_twins(lens, window):
     starts, q_lens = zip(*lens, strict=True)
-    tables = torch.randint(1, 9999, (len(lens), 640), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    ours = TRITON_METADATA.prefill(tables, starts, q_lens)
-    same_metadata(ours, TORCH_METADATA.prefill(tables, starts, q_lens))
+    table = torch.randint(1, 9999, (7, 640), generator=torch.Generator().manual_seed(0), dtype=torch.int32).to(DEVICE)
+    rows = torch.randperm(7, generator=torch.Generator().manual_seed(len(lens)))[: len(lens)].to(DEVICE)
+    ours = TRITON_METADATA.prefill(table, rows, starts, q_lens)
+    same_metadata(ours, TORCH_METADATA.prefill(table, rows, starts, q_lens))
     for got, want in zip(TRITON_METADATA.kv_indices(ours, window), kv_indices(ours, window), strict=True):
         assert got.dtype == want.dtype == torch.int32 and torch.equal(got, want)
 
@@ -370,10 +385,14 @@ def test_plans_that_no_backend_can_run(kind):
     bits = torch.ones(3, 65, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match="65 nodes: at most 64"):
         setup.run(setup.uniform(65, depths=bits, ancestor_bits=bits))
-    with pytest.raises(ValueError, match="max_prefix=193: the slot tables have 192"):
-        setup.run(TORCH_METADATA.uniform(ForwardMode.DECODE, setup.tables, setup.lens, q_len=1, max_prefix=193))
-    with pytest.raises(ValueError, match=r"slot_tables is torch.int32 .*expected torch.int64"):
-        setup.run(TORCH_METADATA.uniform(ForwardMode.DECODE, setup.tables.int(), setup.lens, q_len=1, max_prefix=160))
+    with pytest.raises(ValueError, match="max_prefix=193: the slot table has 192"):
+        setup.run(replace(setup.uniform(1), max_prefix=193))
+    with pytest.raises(ValueError, match=r"slot_table is torch.int64 .*expected torch.int32"):
+        setup.run(replace(setup.uniform(1), slot_table=setup.slot_table.long()))
+    with pytest.raises(ValueError, match=r"2 rows of the slot table for 3 prefix_lens"):
+        setup.backend.plan(
+            replace(setup.uniform(1), rows=setup.rows[:2], positions=setup.rows[:2], out_cache_loc=setup.rows[:2])
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -382,10 +401,13 @@ def test_debug_mode_names_the_index_that_is_out_of_bounds(kind, monkeypatch):
     setup = Setup(LAYERS["gqa"], kind)
     metadata = setup.uniform(2)
     setup.check_causal(metadata, *setup.run(metadata))  # a good plan passes
-    setup.tables[1, 3] = setup.num_slots + 6
-    with pytest.raises(ValueError, match=rf"slot_tables\[1, 3\] is {setup.num_slots + 6}: .*last slot of the pool"):
+    row = int(setup.rows[1])
+    setup.slot_table[row, 3] = setup.num_slots + 6
+    with pytest.raises(
+        ValueError, match=rf"slots of the requests\[1, 3\] is {setup.num_slots + 6}: .*last slot of the pool"
+    ):
         setup.run(metadata)
-    setup.tables[1, 3] = 1
+    setup.slot_table[row, 3] = 1
     setup.lens[2] = 190
     with pytest.raises(ValueError, match=r"prefix_lens\[2\] is 190: expected 0 at least, 160"):
         setup.run(metadata)

@@ -9,9 +9,14 @@ from specdec.backends.triton.plan import key_range
 from specdec.batch import AttentionMetadata
 
 
-@triton.jit(do_not_specialize=["table_stride", "width"])
+# Triton makes a variant of a kernel for every alignment of its pointers; views of packed tensors have any.
+@triton.jit(
+    do_not_specialize=["table_stride", "width"],
+    do_not_specialize_on_alignment=["slot_table", "rows", "prefix_lens", "depths", "tail_depths"],
+)
 def _uniform_kernel(
-    slot_tables,
+    slot_table,
+    rows,
     prefix_lens,
     depths,
     tail_depths,
@@ -39,8 +44,9 @@ def _uniform_kernel(
         depth = tl.load(depths + at, mask=is_query, other=0)
     tl.store(positions + at, prefix + depth, mask=is_query)
     place = tl.minimum(tl.maximum(place, 0), width - 1)
-    slots = tl.load(slot_tables + request * table_stride + place, mask=is_query, other=0)
-    tl.store(out_cache_loc + at, slots, mask=is_query)
+    table = slot_table + tl.load(rows + request) * table_stride
+    slots = tl.load(table + place, mask=is_query, other=0)
+    tl.store(out_cache_loc + at, slots.to(tl.int64), mask=is_query)
     tl.store(qo_indptr + request + 1, (request * Q_LEN + Q_LEN).to(tl.int32))
     if request == 0:
         tl.store(qo_indptr, 0)
@@ -52,9 +58,11 @@ def _uniform_kernel(
         tl.store(tail_positions + at, prefix + tail_depth, mask=t < TAIL_LEN)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["starts", "q_lens"])
+@triton.jit(
+    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slot_table", "rows", "starts", "q_lens"]
+)
 def _prefill_kernel(
-    slot_tables, starts, q_lens, positions, out_cache_loc, qo_indptr, table_stride, BLOCK: tl.constexpr
+    slot_table, rows, starts, q_lens, positions, out_cache_loc, qo_indptr, table_stride, BLOCK: tl.constexpr
 ):
     request = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
@@ -66,14 +74,16 @@ def _prefill_kernel(
     if request == 0:
         tl.store(qo_indptr, 0)
     i = tl.program_id(1) * BLOCK + lanes
-    slots = tl.load(slot_tables + request.to(tl.int64) * table_stride + start + i, mask=i < q_len, other=0)
+    table = slot_table + tl.load(rows + request) * table_stride
+    slots = tl.load(table + start + i, mask=i < q_len, other=0)
     tl.store(positions + first + i, start + i, mask=i < q_len)
-    tl.store(out_cache_loc + first + i, slots, mask=i < q_len)
+    tl.store(out_cache_loc + first + i, slots.to(tl.int64), mask=i < q_len)
 
 
 @triton.jit(do_not_specialize=["bs", "first_node", "window", "table_stride", "width"])
 def _kv_indices_kernel(
-    slot_tables,
+    slot_table,
+    rows,
     prefix_lens,
     qo_indptr,
     kv_indptr,
@@ -91,23 +101,25 @@ def _kv_indices_kernel(
     total = tl.zeros([], tl.int64)
     for base in range(0, bs, BLOCK_BS):
         i = base + tl.arange(0, BLOCK_BS)
-        _tiles, begin, end = key_range(i, bs, prefix_lens, qo_indptr, first_node, window, 1, 1)
+        _q_len, begin, end = key_range(i, bs, prefix_lens, qo_indptr, first_node, window)
         first += tl.sum(tl.where(i < request, end - begin, 0))
         total += tl.sum(end - begin)
-    _tiles, begin, end = key_range(request, bs, prefix_lens, qo_indptr, first_node, window, 1, 1)
+    _q_len, begin, end = key_range(request, bs, prefix_lens, qo_indptr, first_node, window)
     length = end - begin
     tl.store(kv_indptr + request + 1, (first + length).to(tl.int32))
     if request == 0:
         tl.store(kv_indptr, 0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slots = tl.load(slot_tables + request.to(tl.int64) * table_stride + begin + i, mask=i < length, other=0)
-    tl.store(kv_indices + first + i, slots.to(tl.int32), mask=i < length)
+    table = slot_table + tl.load(rows + request) * table_stride
+    slots = tl.load(table + begin + i, mask=i < length, other=0)
+    tl.store(kv_indices + first + i, slots, mask=i < length)
     unused = total + (request * width - first) + (i - length)  # after all used entries, request by request
     tl.store(kv_indices + unused, 0, mask=(i >= length) & (i < width))
 
 
 def uniform_placement(
-    slot_tables: torch.Tensor,
+    slot_table: torch.Tensor,
+    rows: torch.Tensor,
     prefix_lens: torch.Tensor,
     q_len: int,
     first_node: int,
@@ -115,17 +127,18 @@ def uniform_placement(
     tail_depths: torch.Tensor | None,
 ) -> Placement:
     """Twin: `backends.metadata.uniform_placement`."""
-    bs, device, tail_len = slot_tables.shape[0], prefix_lens.device, first_node + q_len
+    bs, device, tail_len = rows.shape[0], prefix_lens.device, first_node + q_len
     tail_positions = None if tail_depths is None else torch.empty(bs, tail_len, dtype=torch.int64, device=device)
     placement = _empty_placement(bs, bs * q_len, device)._replace(tail_positions=tail_positions)
     _uniform_kernel[(bs,)](
-        slot_tables,
+        slot_table,
+        rows,
         prefix_lens,
         None if depths is None else depths.contiguous(),
         None if tail_depths is None else tail_depths.contiguous(),
         *placement,
-        slot_tables.stride(0),
-        slot_tables.shape[1],
+        slot_table.stride(0),
+        slot_table.shape[1],
         Q_LEN=q_len,
         FIRST_NODE=first_node,
         BLOCK_Q=triton.next_power_of_2(q_len),
@@ -137,13 +150,18 @@ def uniform_placement(
 
 
 def prefill_placement(
-    slot_tables: torch.Tensor, starts: torch.Tensor, q_lens: torch.Tensor, num_tokens: int, longest: int
+    slot_table: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    q_lens: torch.Tensor,
+    num_tokens: int,
+    longest: int,
 ) -> Placement:
     """Twin: `backends.metadata.prefill_placement`."""
-    bs, block = slot_tables.shape[0], 256
-    placement = _empty_placement(bs, num_tokens, slot_tables.device)
+    bs, block = rows.shape[0], 256
+    placement = _empty_placement(bs, num_tokens, rows.device)
     _prefill_kernel[(bs, triton.cdiv(longest, block))](
-        slot_tables, starts, q_lens, *placement[:3], slot_tables.stride(0), BLOCK=block
+        slot_table, rows, starts, q_lens, *placement[:3], slot_table.stride(0), BLOCK=block
     )
     return placement
 
@@ -161,7 +179,8 @@ def kv_indices(metadata: AttentionMetadata, window: int | None = None) -> tuple[
     packed = torch.empty(m.num_reqs * width, dtype=torch.int32, device=m.prefix_lens.device)
     block = 1024
     _kv_indices_kernel[(m.num_reqs, triton.cdiv(width, block))](
-        m.slot_tables,
+        m.slot_table,
+        m.rows,
         m.prefix_lens,
         m.qo_indptr,
         kv_indptr,
@@ -169,7 +188,7 @@ def kv_indices(metadata: AttentionMetadata, window: int | None = None) -> tuple[
         m.num_reqs,
         m.tail_len - m.q_len,
         window or 0,
-        m.slot_tables.stride(0),
+        m.slot_table.stride(0),
         width,
         BLOCK_BS=64,
         BLOCK=block,
