@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ triton = pytest.importorskip("triton")
 from specdec.backends.triton.backend import TritonBackend  # noqa: E402
 from specdec.backends.triton.merge import merge, merge_reference  # noqa: E402
 from specdec.backends.triton.metadata import TRITON_METADATA  # noqa: E402
-from specdec.backends.triton.plan import split_plan  # noqa: E402
+from specdec.backends.triton.plan import most_keys, split_plan, tile_span  # noqa: E402
 from specdec.backends.triton.plan_reference import split_plan_reference  # noqa: E402
 from specdec.backends.triton.store import store_kv  # noqa: E402
 
@@ -75,9 +76,8 @@ class Setup:
         self.tables = (pages * page_size + torch.arange(page_size)).flatten(1).to(DEVICE)  # by request
         # The table has rows of others before and between those of the requests, in any order.
         self.rows = (1 + 2 * torch.randperm(len(prefixes), generator=self.generator)).to(DEVICE)
-        self.slot_table = torch.full((2 * len(prefixes) + 1, self.tables.shape[1]), 1 << 30, dtype=torch.int32).to(
-            DEVICE
-        )
+        everything = (2 * len(prefixes) + 1, self.tables.shape[1])
+        self.slot_table = torch.full(everything, 1 << 30, dtype=torch.int32, device=DEVICE)
         self.slot_table[self.rows] = self.tables.int()
         self.num_slots = (len(prefixes) * num_pages + 1) * page_size
         self.pool = KVPool([layer.shape], self.num_slots, dtype, DEVICE)
@@ -194,6 +194,24 @@ def test_ragged_prefill(name, kind):
     assert setup.modes == [ForwardMode.EXTEND]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [1, 5, 33, 100, 1000])
+def test_windows_of_any_size_on_every_path(window, kind):
+    """Prompts of several tiles, prefixes of several blocks; windows of less than a block and of more than all."""
+
+    def setup():
+        return Setup(replace(LAYERS["sinks"], window=window), kind, prefixes=(0, 40, 250), width=384)
+
+    case = setup()
+    metadata = case.backend.metadata.prefill(case.slot_table, case.rows, case.prefixes, (130, 33, 70))
+    case.check_causal(metadata, *case.run(metadata))
+    for q_len in (1, 9):
+        case = setup()
+        metadata = case.uniform(q_len)
+        case.check_causal(metadata, *case.run(metadata))
+    setup().check_tree([max(i - 1, 0) // 2 for i in range(20)])
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -292,12 +310,14 @@ def test_any_tree(prefixes, choices, name):
     st.integers(1, 60),
     st.sampled_from([1, 3, 4]),
     st.sampled_from([16, 64]),
-    st.sampled_from([0, 100]),
+    st.sampled_from([0, 1, 100, 5000]),
+    st.booleans(),
 )
-def test_work_is_cut_as_the_twin_says(lens, resident, group, block_m, window):
+def test_work_is_cut_as_the_twin_says(lens, resident, group, block_m, window, is_causal):
     prefixes, q_lens = (list(x) for x in zip(*lens, strict=True))
     num_tiles = sum(triton.cdiv(q * group, block_m) for q in q_lens)
     shape = {"resident": resident, "group": group, "block_m": block_m, "block_n": 32, "min_chunk": 64, "window": window}
+    shape["is_causal"] = is_causal
     indptr = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     plan = split_plan(torch.tensor(prefixes, device=DEVICE), indptr, first_node=0, num_tiles=num_tiles, **shape)
     items, merges = split_plan_reference(prefixes, q_lens, first_node=0, **shape)
@@ -306,6 +326,44 @@ def test_work_is_cut_as_the_twin_says(lens, resident, group, block_m, window):
     assert (plan.items[len(items) :, 0] == -1).all() and (plan.merges[len(merges) :, 0] == -1).all()
     assert sum(item[4] >= 0 for item in items) <= plan.num_partials
     assert len(items) <= plan.items.shape[0] and len(merges) <= plan.merges.shape[0]
+    check_cut(items, merges, prefixes, q_lens, shape)
+
+
+def check_cut(items, merges, prefixes, q_lens, shape):
+    """The items of every tile are its keys, in order, without gaps: all that its rows see, and of a causal forward
+    nothing else."""
+    group, block_m, window = shape["group"], shape["block_m"], shape["window"]
+    tiles: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for request, m_block, begin, end, partial, is_first in items:
+        assert is_first == ((request, m_block) not in tiles)
+        tiles.setdefault((request, m_block), []).append((begin, end))
+        assert (partial >= 0) == any(m[:2] == [request, m_block] for m in merges)
+    assert len(tiles) == sum(triton.cdiv(q * group, block_m) for q in q_lens)
+    for (request, m_block), pieces in tiles.items():
+        prefix, q_len = prefixes[request], q_lens[request]
+        first, last = m_block * block_m // group, min(((m_block + 1) * block_m - 1) // group, q_len - 1)
+        nearest, end = (prefix + first, prefix + last + 1) if shape["is_causal"] else (prefix, prefix + q_len)
+        begin = max(nearest - window + 1, 0) if window else 0
+        assert pieces[0][0] == begin and max(e for _, e in pieces) == end
+        assert all(b == e or b >= end for (_, e), (b, _) in pairwise(pieces))
+        bound = most_keys(prefix + q_len, q_len, window, group, block_m, shape["is_causal"])
+        assert end - begin <= bound
+
+
+@pytest.mark.parametrize("window", [512, 1024, 4096])
+@pytest.mark.parametrize("prefix", [0, 3000])
+def test_windowed_prefills_visit_few_keys_beside_those_they_see(window, prefix):
+    """Gemma's group of 2, the tiling of 16-bit prefills; keys of a tile over those that its rows see."""
+    num_tokens, shape = 8192, {"group": 2, "block_m": 64, "block_n": 128, "window": window}
+    items, _ = split_plan_reference(
+        [prefix], [num_tokens], first_node=0, resident=132, min_chunk=256, is_causal=True, **shape
+    )
+    rows = tile_span(2, 64)
+    visited = sum(triton.cdiv(end - begin, 128) * 128 * rows for _, _, begin, end, *_ in items if end > begin)
+    needed = sum(min(prefix + i + 1, window) for i in range(num_tokens))
+    assert visited <= 1.3 * needed
+    exact = sum((end - begin) * rows for _, _, begin, end, *_ in items if end > begin)
+    assert exact <= 1.1 * needed
 
 
 def test_merging_equals_the_twin():
