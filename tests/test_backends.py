@@ -304,7 +304,7 @@ def test_any_tree(prefixes, choices, name):
     Setup(LAYERS[name], "triton, split", prefixes=tuple(prefixes)).check_tree(parents)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 200)), min_size=1, max_size=90),
     st.integers(1, 60),
@@ -334,10 +334,11 @@ def check_cut(items, merges, prefixes, q_lens, shape):
     nothing else."""
     group, block_m, window = shape["group"], shape["block_m"], shape["window"]
     tiles: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    merged = {tuple(merge[:2]) for merge in merges}
     for request, m_block, begin, end, partial, is_first in items:
         assert is_first == ((request, m_block) not in tiles)
         tiles.setdefault((request, m_block), []).append((begin, end))
-        assert (partial >= 0) == any(m[:2] == [request, m_block] for m in merges)
+        assert (partial >= 0) == ((request, m_block) in merged)
     assert len(tiles) == sum(triton.cdiv(q * group, block_m) for q in q_lens)
     for (request, m_block), pieces in tiles.items():
         prefix, q_len = prefixes[request], q_lens[request]
