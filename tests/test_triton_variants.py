@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles; tests/test_gpu.py counts")
 # An odd number of rows of odd width, so that rows of the slot table and slices of packed lists lie at any address.
-ATTACHED = {"backend": "triton", "max_batch": 5, "max_seq_len": 51, "cuda_graph": True, "prefill_graph": "breakable"}
+ATTACHED = {"backend": "triton", "max_batch": 5, "max_seq_len": 52, "cuda_graph": True, "prefill_graph": "breakable"}
 TREE = {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}
 
 
