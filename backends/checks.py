@@ -10,37 +10,39 @@ from specdec.config import MAX_TAIL
 
 def check_shapes(m: AttentionMetadata) -> None:
     """ValueError for a plan that no backend can run. Looks at shapes and host numbers only."""
-    bs, width = m.slot_tables.shape
+    bs, width = m.num_reqs, m.slot_table.shape[1]
     if m.ancestor_bits is not None and m.tail_len > MAX_TAIL:
         raise ValueError(f"a tree tail of {m.tail_len} nodes: at most {MAX_TAIL}, the bits of an ancestor mask")
     if not 1 <= m.q_len <= m.tail_len:
         raise ValueError(f"q_len={m.q_len} with tail_len={m.tail_len}: queries are the last 1..tail_len tail nodes")
     if m.max_prefix > width:
-        raise ValueError(f"max_prefix={m.max_prefix}: the slot tables have {width} positions a request")
+        raise ValueError(f"max_prefix={m.max_prefix}: the slot table has {width} positions a row")
     num_tokens = m.positions.shape[0]
     expected = sum(m.q_lens) if m.q_lens is not None else bs * m.q_len
     if num_tokens != expected or m.out_cache_loc.shape[0] != expected:
         raise ValueError(
             f"{num_tokens} positions and {m.out_cache_loc.shape[0]} cache slots for {expected} tokens of {bs} requests"
         )
-    for name in ("slot_tables", "prefix_lens", "positions", "out_cache_loc", "ancestor_bits", "tail_positions"):
-        tensor = getattr(m, name)
-        if tensor is not None and (tensor.dtype != torch.int64 or tensor.device != m.prefix_lens.device):
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}: expected torch.int64 on {m.prefix_lens.device}"
-            )
+    if m.prefix_lens.shape[0] != bs:
+        raise ValueError(f"{bs} rows of the slot table for {m.prefix_lens.shape[0]} prefix_lens")
+    for name in ("slot_table", "rows", "prefix_lens", "positions", "out_cache_loc", "ancestor_bits", "tail_positions"):
+        tensor, dtype = getattr(m, name), torch.int32 if name == "slot_table" else torch.int64
+        if tensor is not None and (tensor.dtype != dtype or tensor.device != m.prefix_lens.device):
+            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}: expected {dtype} on {m.prefix_lens.device}")
 
 
 def check_indices(m: AttentionMetadata, num_slots: int) -> None:
     """ValueError naming the first index of the plan that is out of bounds. Waits for the device: debugging only."""
-    width = m.slot_tables.shape[1]
+    num_rows, width = m.slot_table.shape
+    require_within("rows", m.rows, 0, num_rows - 1, "the last row of the slot table")
     q_lens = m.qo_indptr.diff()
     lens = m.prefix_lens + m.tail_len - m.q_len + q_lens
     require_within("qo_indptr", q_lens, 0, m.q_len, "tokens a request")
     require_within("prefix_lens", m.prefix_lens, 0, m.max_prefix, "max_prefix")
-    require_within("prefix + tail", lens, 1, width, "positions of a slot table")
+    require_within("prefix + tail", lens, 1, width, "positions of the slot table")
     is_used = torch.arange(width, device=lens.device) < lens.unsqueeze(1)
-    require_within("slot_tables", m.slot_tables.masked_fill(~is_used, 0), 0, num_slots - 1, "the last slot of the pool")
+    slots = m.slot_table[m.rows].masked_fill(~is_used, 0)
+    require_within("slots of the requests", slots, 0, num_slots - 1, "the last slot of the pool")
     require_within("out_cache_loc", m.out_cache_loc, 0, num_slots - 1, "the last slot of the pool")
     require_within("positions", m.positions, 0, None, "")
     if m.tail_positions is not None:

@@ -32,7 +32,8 @@ class MetadataBuilder:
     def uniform(
         self,
         mode: ForwardMode,
-        slot_tables: torch.Tensor,
+        slot_table: torch.Tensor,
+        rows: torch.Tensor,
         prefix_lens: torch.Tensor,
         *,
         q_len: int,
@@ -44,14 +45,15 @@ class MetadataBuilder:
     ) -> AttentionMetadata:
         """Metadata of a forward in which every request has `q_len` new tail nodes, numbered from `first_node`.
 
-        slot_tables [bs, width], prefix_lens [bs] int64; depths [bs, q_len]: distance of each query from the end of the
-        prefix (None: its node number, a chain); tail_depths [bs, first_node + q_len]: the same for all tail nodes;
-        ancestor_bits [bs, q_len] int64 or None for causal.
+        slot_table [num_rows, width] int32; rows, prefix_lens [bs] int64; depths [bs, q_len]: distance of each query
+        from the end of the prefix (None: its node number, a chain); tail_depths [bs, first_node + q_len]: the same for
+        all tail nodes; ancestor_bits [bs, q_len] int64, or None for a chain, which is causal.
         """
-        placement = self.uniform_placement(slot_tables, prefix_lens, q_len, first_node, depths, tail_depths)
+        placement = self.uniform_placement(slot_table, rows, prefix_lens, q_len, first_node, depths, tail_depths)
         return AttentionMetadata(
             mode=mode,
-            slot_tables=slot_tables,
+            slot_table=slot_table,
+            rows=rows,
             prefix_lens=prefix_lens,
             q_len=q_len,
             tail_len=first_node + q_len,
@@ -62,22 +64,25 @@ class MetadataBuilder:
 
     def prefill(
         self,
-        slot_tables: torch.Tensor,
+        slot_table: torch.Tensor,
+        rows: torch.Tensor,
         starts: Sequence[int],
         q_lens: Sequence[int],
         on_device: Sequence[torch.Tensor] | None = None,
     ) -> AttentionMetadata:
         """Metadata of a packed prefill: request i brings the `q_lens[i]` tokens from position `starts[i]` on.
 
+        slot_table [num_rows, width] int32; rows [bs] int64.
         on_device: starts and q_lens [bs] int64 where they are on the device already.
         """
         if on_device is None:
-            on_device = ints_to_device([list(starts), list(q_lens)], slot_tables.device).unbind()
+            on_device = ints_to_device([list(starts), list(q_lens)], rows.device).unbind()
         longest = max(q_lens)
-        placement = self.prefill_placement(slot_tables, *on_device, sum(q_lens), longest)
+        placement = self.prefill_placement(slot_table, rows, *on_device, sum(q_lens), longest)
         return AttentionMetadata(
             mode=ForwardMode.EXTEND,
-            slot_tables=slot_tables,
+            slot_table=slot_table,
+            rows=rows,
             prefix_lens=on_device[0],
             q_len=longest,
             tail_len=longest,
@@ -87,13 +92,14 @@ class MetadataBuilder:
         )
 
 
-def slots_at(slot_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """KV slots of `positions` [bs, n] int64 in `slot_tables` [bs, width]: [bs, n]; past the table, the last entry."""
-    return slot_tables.gather(1, positions.clamp(0, slot_tables.shape[1] - 1))
+def slots_at(slot_table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """KV slots [bs, n] int64 of `positions` [bs, n] in `rows` [bs], int64 both; past a row's end, its last slot."""
+    return slot_table[rows.unsqueeze(1), positions.clamp(0, slot_table.shape[1] - 1)].long()
 
 
 def uniform_placement(
-    slot_tables: torch.Tensor,
+    slot_table: torch.Tensor,
+    rows: torch.Tensor,
     prefix_lens: torch.Tensor,
     q_len: int,
     first_node: int,
@@ -101,27 +107,32 @@ def uniform_placement(
     tail_depths: torch.Tensor | None,
 ) -> Placement:
     """Where the tokens of `MetadataBuilder.uniform` stand, which says what the arguments are."""
-    bs = slot_tables.shape[0]
+    bs = rows.shape[0]
     nodes = torch.arange(first_node, first_node + q_len, device=prefix_lens.device)
     start = prefix_lens.unsqueeze(1)
     positions = start + (nodes if depths is None else depths)
     return Placement(
         positions=positions.expand(bs, -1).reshape(-1),
-        out_cache_loc=slots_at(slot_tables, start + nodes).view(-1),
+        out_cache_loc=slots_at(slot_table, rows, start + nodes).view(-1),
         qo_indptr=torch.arange(0, (bs + 1) * q_len, q_len, dtype=torch.int32, device=prefix_lens.device),
         tail_positions=None if tail_depths is None else start + tail_depths,
     )
 
 
 def prefill_placement(
-    slot_tables: torch.Tensor, starts: torch.Tensor, q_lens: torch.Tensor, num_tokens: int, longest: int
+    slot_table: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    q_lens: torch.Tensor,
+    num_tokens: int,
+    longest: int,
 ) -> Placement:
     """Where the tokens of a packed prefill stand: starts and q_lens [bs] int64, their total and largest on the host."""
     requests = torch.arange(q_lens.numel(), device=q_lens.device)
     owners = torch.repeat_interleave(requests, q_lens, output_size=num_tokens)
     qo_indptr = indptr(q_lens)
     positions = starts[owners] + torch.arange(num_tokens, device=q_lens.device) - qo_indptr[owners]
-    return Placement(positions, slot_tables[owners, positions], qo_indptr)
+    return Placement(positions, slot_table[rows[owners], positions].long(), qo_indptr)
 
 
 def indptr(lens: torch.Tensor) -> torch.Tensor:

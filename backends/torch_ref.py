@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec
-from specdec.backends.metadata import TORCH_METADATA
+from specdec.backends.metadata import TORCH_METADATA, slots_at
 from specdec.backends.rope import rotate
 from specdec.batch import AttentionMetadata
 
@@ -64,13 +64,13 @@ class TorchBackend(AttentionBackend):
         prefix = m.prefix_lens.unsqueeze(1)  # [bs, 1]
         tail_index = torch.arange(m.tail_len, device=device)
         prefix_index = torch.arange(m.max_prefix, device=device)
-        tail_at = (prefix + tail_index).clamp_max(m.slot_tables.shape[1] - 1)
-        tail_slots = m.slot_tables.gather(1, tail_at)
+        tail_slots = slots_at(m.slot_table, m.rows, prefix + tail_index)
         if m.q_lens is not None:  # a shorter request owns no slots out there
             owned = tail_index < torch.tensor(m.q_lens, device=device).unsqueeze(1)
             tail_slots = torch.where(owned, tail_slots, tail_slots[:, :1])
         in_prefix = prefix_index < prefix  # [bs, max_prefix]
-        prefix_slots = torch.where(in_prefix, m.slot_tables[:, : m.max_prefix], tail_slots[:, :1])
+        prefix_slots = m.slot_table[:, : m.max_prefix].index_select(0, m.rows).long()
+        prefix_slots = torch.where(in_prefix, prefix_slots, tail_slots[:, :1])
         tail_visible = _tail_visible(m, tail_index)  # [bs, q, tail]
         mask = torch.cat([in_prefix.unsqueeze(1).expand(-1, m.q_len, -1), tail_visible], 2)
         tail_positions = m.tail_positions if m.tail_positions is not None else prefix + tail_index

@@ -11,10 +11,18 @@ from specdec.kv_cache import KVPool
 from specdec.tree import ancestor_bits, ancestor_mask
 
 SHAPES = {"8b": LayerSpec(32, 8, 128, 128, 128**-0.5), "135m": LayerSpec(9, 3, 64, 64, 0.125)}
+# Layers of Gemma-3 1B and 4B and of Gemma-2 9B that slide a window over their keys.
+WINDOWED = {
+    "gemma-w512": LayerSpec(4, 1, 256, 256, 256**-0.5, window=512),
+    "gemma-w1024": LayerSpec(8, 4, 256, 256, 256**-0.5, window=1024),
+    "gemma-w4096": LayerSpec(16, 8, 256, 256, 256**-0.5, window=4096, softcap=50.0),
+}
+LAYERS = {**SHAPES, **WINDOWED}
 PATHS = ("decode", "verify4", "verify8", "verify16", "verify32", "verify64", "draft_step", "draft_extend", "prefill")
 CONTEXTS = (256, 2048, 8192, 32768)
 BATCHES = (1, 8, 32)
-PREFILL_CHUNK = 2048  # new tokens a request of the prefill rows, at the end of its context
+WINDOWED_PATHS = ("prompt", "prefill", "decode", "verify8")
+PREFILL_CHUNK = 2048  # new tokens a request of the prefill rows, at the end of its context; `prompt` has no prefix
 COLD_BYTES = 256 << 20
 PAGE = 16
 DTYPE = torch.bfloat16
@@ -37,8 +45,9 @@ class Case:
         pages_each = -(-(self.context + 64) // self.page)
         num_pages = self.batch * pages_each
         order = torch.randperm(num_pages, generator=generator, device=DEVICE).view(self.batch, -1, 1) + 1
-        self.tables = (order * self.page + torch.arange(self.page, device=DEVICE)).flatten(1)
-        self.num_layers = max(1, min(32, COLD_BYTES // self.kv_bytes))
+        self.tables = (order * self.page + torch.arange(self.page, device=DEVICE)).flatten(1).int()
+        self.rows = torch.arange(self.batch, device=DEVICE)
+        self.num_layers = max(1, min(32, COLD_BYTES // self._bytes_of(self.batch * self.context)))
         self.pool = self.like.pool if self.like else self._filled_pool((num_pages + 1) * self.page, generator)
         t, s = self.batch * self.q_len, self.layer
         self.q = torch.randn(t, s.num_heads, s.qk_dim, dtype=DTYPE, device=DEVICE, generator=generator)
@@ -57,7 +66,8 @@ class Case:
         """New tokens a request."""
         if self.path.startswith("verify"):
             return int(self.path.removeprefix("verify"))
-        return {"decode": 1, "draft_step": 8, "draft_extend": 6, "prefill": min(self.context, PREFILL_CHUNK)}[self.path]
+        prefill = {"prefill": min(self.context, PREFILL_CHUNK), "prompt": self.context}
+        return {"decode": 1, "draft_step": 8, "draft_extend": 6, **prefill}[self.path]
 
     @property
     def first_node(self) -> int:
@@ -77,18 +87,23 @@ class Case:
     @property
     def kv_bytes(self) -> int:
         """K/V bytes of one layer that must be read."""
+        window = self.layer.window or self.context
+        return self._bytes_of(self.batch * min(self.context, window + self.q_len - 1))
+
+    def _bytes_of(self, num_keys: int) -> int:
         s = self.layer
-        return self.batch * self.context * s.num_kv_heads * (s.qk_dim + s.v_dim) * DTYPE.itemsize
+        return num_keys * s.num_kv_heads * (s.qk_dim + s.v_dim) * DTYPE.itemsize
 
     @property
     def flops(self) -> int:
-        """Of the two products, causal or tree-shaped pairs only."""
-        pairs = self.q_len * (self.context - self.q_len) + self.q_len * (self.q_len + 1) // 2
+        """Of the two products, causal or tree-shaped pairs within the window only."""
+        window = self.layer.window or self.context
+        pairs = sum(min(self.context - self.q_len + i + 1, window) for i in range(self.q_len))
         return 2 * self.batch * self.layer.num_heads * pairs * (self.layer.qk_dim + self.layer.v_dim)
 
     def bits(self) -> torch.Tensor | None:
         """[batch, q_len] ancestor bits of the new nodes, two children a node; None where the path is causal."""
-        if self.path in ("decode", "draft_extend", "prefill"):
+        if self.path in ("decode", "draft_extend", "prefill", "prompt"):
             return None
         nodes = torch.arange(self.tail_len, device=DEVICE)
         bits = ancestor_bits(((nodes - 1).clamp(min=0) // 2).unsqueeze(0), num_steps=self.tail_len.bit_length())
@@ -96,18 +111,28 @@ class Case:
 
     def plan(self, backend: AttentionBackend, bits: torch.Tensor | None) -> AttentionMetadata:
         """Metadata of this case by the backend's builder."""
-        if self.path == "prefill":
-            return backend.metadata.prefill(self.tables, [self.prefix] * self.batch, [self.q_len] * self.batch)
+        if self.path in ("prefill", "prompt"):
+            lens = [self.prefix] * self.batch, [self.q_len] * self.batch
+            return backend.metadata.prefill(self.tables, self.rows, *lens)
         mode = ForwardMode.DECODE if self.q_len == 1 else ForwardMode.TARGET_VERIFY
         return backend.metadata.uniform(
             mode,
             self.tables,
+            self.rows,
             self.lens,
             q_len=self.q_len,
             max_prefix=self.prefix,
             first_node=self.first_node,
             ancestor_bits=bits,
+            **self._depths(bits),
         )
+
+    def _depths(self, bits: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Depths of the nodes of a tree, which windows go by."""
+        if bits is None or self.layer.window is None:
+            return {}
+        depths = torch.log2(torch.arange(1, self.tail_len + 1, device=DEVICE)).long().expand(self.batch, -1)
+        return {"depths": depths[:, self.first_node :].contiguous(), "tail_depths": depths.contiguous()}
 
     def visible(self) -> torch.Tensor:
         """[q_len, context] bool, the mask of one request; O(D x context), which only the peers need."""

@@ -5,17 +5,29 @@ layers as 256 MB of K/V fill run one after the other, so that nothing is read fr
 and batch read the same pool. The floor is the K/V that must be read once, over the measured copy rate. The peers get
 what they like best: SDPA and FlexAttention a dense K/V without a gather, FlashInfer pages of 16. Plans, made once a
 forward, are not in `ms`; `plan_ms` is ours (a difference of two timings, where K/V are small enough for that). Ours is
-checked against the torch backend; the tests hold both against float64. The last line is one JSON object.
+checked against the torch backend; the tests hold both against float64. `--cases windowed` times sliding windows over 8k
+tokens, without peers. The last line is one JSON object.
 """
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from attention_cases import BATCHES, CONTEXTS, PATHS, SHAPES, Case, measured_copy_rate, replay_ms
+from attention_cases import (
+    BATCHES,
+    CONTEXTS,
+    LAYERS,
+    PATHS,
+    SHAPES,
+    WINDOWED,
+    WINDOWED_PATHS,
+    Case,
+    measured_copy_rate,
+    replay_ms,
+)
 from attention_peers import peers
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +46,7 @@ def main() -> None:
     with torch.inference_mode():
         with counted_compiles() as compiled:
             for shape in args.shapes:
-                warm_up(SHAPES[shape])
+                warm_up(LAYERS[shape], args.paths)
         num_variants = sum(name.startswith("specdec.") for name in compiled)
         assert num_variants > 0, "the count of compilations counts nothing"
         with counted_compiles() as compiled:
@@ -42,10 +54,10 @@ def main() -> None:
                 case = None
                 for path, context, batch in cells(args):
                     like = case if case and (case.context, case.batch) == (context, batch) else None
-                    case = Case(SHAPES[shape], path, context, batch, like=like)
+                    case = Case(LAYERS[shape], path, context, batch, like=like)
                     row = {"what": path, "shape": shape, "batch": batch, "context": context, "q_len": case.q_len}
                     rows.append({**row, **measure(case, copy_rate)})
-                    rows[-1].update(peers(case, args.peers))
+                    rows[-1].update({} if case.layer.window else peers(case, args.peers))
                     print(json.dumps(rows[-1]), flush=True)
                     case.like = None
             ours = [name for name in compiled if name.startswith("specdec.")]
@@ -66,7 +78,9 @@ def cells(args: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
     for context in args.contexts:
         for batch in args.batches:
             for path in args.paths:
-                if not (path == "prefill" and batch * context > 64 * 8192):  # more than a scheduler packs together
+                if not (
+                    path in ("prefill", "prompt") and batch * context > 64 * 8192
+                ):  # more than a scheduler packs together
                     yield path, context, batch
 
 
@@ -86,7 +100,7 @@ def measure(case: Case, copy_rate: float) -> dict[str, Any]:
     plan_and_run()
     ms = replay_ms(lambda: run(case.num_layers)) / case.num_layers
     plan_ms = max(0.0, replay_ms(plan_and_run) - replay_ms(lambda: run(1))) if case.kv_bytes < 1 << 24 else None
-    if case.batch * case.context * case.q_len <= 1 << 24:
+    if case.batch * case.context * case.q_len <= 1 << 26:
         out.fill_(float("nan"))
         run(case.num_layers)
         check(case, bits, out)
@@ -115,9 +129,9 @@ def check(case: Case, bits: torch.Tensor | None, out: torch.Tensor) -> None:
         raise SystemExit(f"{case.path} at batch {case.batch}, context {case.context}: relative error {error:.2e}")
 
 
-def warm_up(layer: LayerSpec) -> None:
+def warm_up(layer: LayerSpec, paths: Sequence[str]) -> None:
     """Run every path once at the smallest size: what this compiles is all there is to compile."""
-    for path in PATHS:
+    for path in paths:
         case = Case(layer, path, 512, 2)
         measure(case, 1.0)
 
@@ -134,13 +148,22 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
-    parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=PATHS)
-    parser.add_argument("--contexts", nargs="+", type=int, default=list(CONTEXTS))
-    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument(
+        "--cases", default="all", choices=("all", "windowed"), help="windowed: Gemma's layers, 8k tokens"
+    )
+    parser.add_argument("--shapes", nargs="+", choices=LAYERS)
+    parser.add_argument("--paths", nargs="+", choices=(*PATHS, "prompt"))
+    parser.add_argument("--contexts", nargs="+", type=int)
+    parser.add_argument("--batches", nargs="+", type=int)
     parser.add_argument("--peers", nargs="*", default=["flex", "flashinfer"], choices=("flex", "flashinfer"))
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    windowed = args.cases == "windowed"
+    args.shapes = args.shapes or list(WINDOWED if windowed else SHAPES)
+    args.paths = args.paths or (WINDOWED_PATHS if windowed else PATHS)
+    args.contexts = args.contexts or ((8192,) if windowed else CONTEXTS)
+    args.batches = args.batches or ((1,) if windowed else BATCHES)
+    return args
 
 
 if __name__ == "__main__":

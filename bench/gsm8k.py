@@ -105,8 +105,8 @@ def score(engine: Any, gold: list[tuple[list[int], int]], seed: int) -> dict[str
         batch, rest = rest[:size], rest[size:]
         lens = [len(ids) for ids, _ in batch]
         rows = [core.slot_tables.try_take(n) for n in lens]
-        tables = core.slot_tables.table[torch.tensor(rows, device=core.device)]
-        metadata = core.context.backend.metadata.prefill(tables, [0] * len(lens), lens)
+        rows_there = torch.tensor(rows, device=core.device)
+        metadata = core.context.backend.metadata.prefill(core.slot_tables.table, rows_there, [0] * len(lens), lens)
         ids = torch.tensor([t for own, _ in batch for t in own], device=core.device)
         hidden, _aux = core.prefill.target(metadata, ids)
         starts = [sum(lens[:i]) for i in range(len(lens))]

@@ -76,7 +76,7 @@ def calls(ops: RoundOps, shape: str, batch: int) -> dict[str, Callable[[], Any]]
     seeds, lens = ids(1 << 40, batch), torch.full((batch,), 100, device=DEVICE)
     uniforms = random(batch, width).double()
     pool = KVPool([SHAPES[shape].shape] * num_layers, batch * 200, torch.bfloat16, DEVICE)
-    tables = torch.arange(batch * 200, device=DEVICE).view(batch, 200)
+    table = torch.arange(batch * 200, dtype=torch.int32, device=DEVICE).view(batch, 200)
     path = torch.tensor([[0, 2, 5, 9, -1, -1]], device=DEVICE).repeat(batch, 1)
     commit, features = ops.committer(pool), random(batch, width, 3 * hidden).bfloat16()
     rows, stop_ids = torch.arange(batch, device=DEVICE), torch.full((batch, 16), -1, device=DEVICE)
@@ -99,7 +99,7 @@ def calls(ops: RoundOps, shape: str, batch: int) -> dict[str, Callable[[], Any]]
         "uniforms": lambda: ops.uniforms(seeds, lens, 0, width),
         "sample": lambda: ops.sample(probs[:, 0], uniforms[:, 0].contiguous()),
         "gather_rows": lambda: ops.gather_rows(features, path),
-        "commit": lambda: commit(tables, lens, path),
+        "commit": lambda: commit(table, rows, lens, path),
         "settle": lambda: ops.settle(verdict, rows, stop_ids, remaining),
         "emit": lambda: ops.emit(verdict, rows, grown, roots, remaining, True),
     }

@@ -164,7 +164,7 @@ def _check_memory(target: HFTarget, config: EngineConfig, draft: DraftShape | No
     num_draft_layers = 1 if draft is None else len(draft.layers)
     lower = "num_slots, max_batch or max_seq_len"
     needs = [MemoryNeed("KV pool", pool(target.spec.layers, target.dtype), lower)]
-    needs.append(MemoryNeed("slot tables", 8 * config.num_rows * config.table_width, "max_batch or max_seq_len"))
+    needs.append(MemoryNeed("slot tables", 4 * config.num_rows * config.table_width, "max_batch or max_seq_len"))
     processors = ProcessorState.bytes_for(config.num_rows, config.table_width, target.spec.vocab_size)
     needs.append(MemoryNeed("the state of penalties", processors, "max_batch or max_seq_len"))
     resident = [MemoryNeed("weights", size(target.model), "")]

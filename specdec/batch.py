@@ -24,23 +24,25 @@ class AttentionMetadata:
     """What attention must know about one forward: every request sees its prefix and a tail of new nodes.
 
     Request i has queries for the LAST `q_len` of its `tail_len` tail nodes. Tail node t lives at position
-    prefix_lens[i]+t of the request's slot table; its K/V is written before attention reads it.
+    prefix_lens[i]+t of the request's row in the slot table; its K/V is written before attention reads it.
 
     mode: what the forward is for.
-    slot_tables: [bs, width] int64, KV slot of each position of each request; slot 0 is the dummy slot.
+    slot_table: [num_rows, width] int32, KV slot of each position of each row; slot 0 is the dummy slot.
+    rows: [bs] int64, the row of each request in that table.
     prefix_lens: [bs] int64, committed tokens every query sees.
-    positions: [T] int64, rotary positions of the queries (L + depth), packed request by request.
+    positions: [T] int64, rotary positions of the queries (prefix + depth), packed request by request.
     out_cache_loc: [T] int64, KV slots that take this forward's K/V.
     qo_indptr: [bs+1] int32, request i's tokens are [qo_indptr[i], qo_indptr[i+1]) of the packed T.
     q_len, tail_len: tokens, uniform over requests. For EXTEND both are the longest request's.
     max_prefix: host upper bound of prefix_lens; shapes may depend on it, never on prefix_lens.
-    ancestor_bits: [bs, q_len] int64, bit t set: tail node t is visible; None means causal.
+    ancestor_bits: [bs, q_len] int64, bit t set: tail node t is visible. None means causal: node t has depth t.
     tail_positions: [bs, tail_len] int64, positions of the tail nodes (sliding windows need them); None: prefix + t.
     q_lens: EXTEND only, tokens of each request on the host (ragged); None: every request has q_len.
     """
 
     mode: ForwardMode
-    slot_tables: torch.Tensor
+    slot_table: torch.Tensor
+    rows: torch.Tensor
     prefix_lens: torch.Tensor
     positions: torch.Tensor
     out_cache_loc: torch.Tensor
@@ -55,7 +57,7 @@ class AttentionMetadata:
     @property
     def num_reqs(self) -> int:
         """Requests in this forward."""
-        return self.slot_tables.shape[0]
+        return self.rows.shape[0]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -168,8 +168,8 @@ class Core:
         lists = ([r.row for r, _ in pieces], last_rows, starts, lens, ids, _shifted(pieces, starts))
         packed = self._tensor([value for values in lists for value in values])
         rows, last, starts_there, lens_there, ids_there, next_ids = packed.split([len(values) for values in lists])
-        tables, there = self.slot_tables.table[rows], (starts_there, lens_there)
-        metadata = self.context.backend.metadata.prefill(tables, starts, lens, there)
+        table, there = self.slot_tables.table, (starts_there, lens_there)
+        metadata = self.context.backend.metadata.prefill(table, rows, starts, lens, there)
         return PrefillChunk(metadata, rows, next_ids, last), ids_there
 
     def _round(self, requests: list[Request]) -> None:

@@ -63,7 +63,7 @@ class KVPool:
 
 
 class SlotTables:
-    """Which slots each running request owns: `table` [max_batch + 1, width] int64 on the device, ownership on the host.
+    """Which slots each running request owns: `table` [max_batch + 1, width] int32 on the device, ownership on the host.
 
     A row is taken with all the slots its request may ever need, so nothing is allocated inside a round and no
     running request can be starved by another. The last row is the dummy row: it names slot 0 and nobody takes it.
@@ -73,7 +73,7 @@ class SlotTables:
         self.page_size = page_size
         self.num_pages = num_slots // page_size
         self.max_batch = max_batch
-        self.table = torch.zeros(max_batch + 1, width, dtype=torch.int64, device=device)
+        self.table = torch.zeros(max_batch + 1, width, dtype=torch.int32, device=device)
         self._free_rows = list(range(max_batch))[::-1]
         self._free_pages = list(range(1, self.num_pages + 1))[::-1]
         self._owned: dict[int, list[int]] = {}

@@ -41,7 +41,7 @@ BUSY = 1.3  # the device is the slower one where a forward takes this many times
 
 
 class PrefillGraphs:
-    """Owns the prefill runners of one engine and their graphs; slot_table [num_rows, width] int64 as in `Round`."""
+    """Owns the prefill runners of one engine and their graphs; slot_table [num_rows, width] int32 as in `Round`."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class PrefillGraphs:
         mode: str,
     ):
         self.mode = mode
-        self._dummy_table = slot_table[config.dummy_row :]
+        self._slot_table = slot_table
+        self._dummy_row = config.dummy_row
         self._is_debug = is_debug()
         device = slot_table.device
         breakable = None if mode == "off" else pick_breakable(device, pool)
@@ -137,10 +138,10 @@ class PrefillGraphs:
 
     def _dummy_batch(self, context: ForwardContext, num_tokens: int) -> AttentionMetadata:
         """A prefill of `num_tokens` tokens, all of which lie in slot 0."""
-        width = self._dummy_table.shape[1]
+        width = self._slot_table.shape[1]
         lens = [width] * (num_tokens // width) + [num_tokens % width] * (num_tokens % width > 0)
-        tables = self._dummy_table.expand(len(lens), -1).contiguous()
-        return context.backend.metadata.prefill(tables, [0] * len(lens), lens)
+        rows = torch.full((len(lens),), self._dummy_row, device=self._slot_table.device)
+        return context.backend.metadata.prefill(self._slot_table, rows, [0] * len(lens), lens)
 
     def _find_busy(self) -> int | None:
         """The smallest captured size from which on running the layers takes clearly longer than launching them.

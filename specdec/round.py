@@ -30,7 +30,7 @@ LAW_BYTES = 64 << 20  # probabilities that sampled acceptance holds at once; lar
 
 
 class Round:
-    """Plays rounds for rows of `state`; slot_table [num_rows, width] int64 says where their K/V lie."""
+    """Plays rounds for rows of `state`; slot_table [num_rows, width] int32 says where their K/V lie."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Round:
         kind = SamplingKind(kind)
         return RoundBatch(
             rows=rows,
-            slot_tables=self.slot_table[rows],
+            slot_table=self.slot_table,
             seq_lens=self.state.seq_lens[rows],
             roots=self.state.roots[rows],
             sampling=None if kind.is_greedy else self.state.sampling.select(rows, kind.has_filters),
@@ -93,7 +93,7 @@ class Round:
             verdict = impose_acceptance(verdict, draft.tree, self._rates, draws[:, 0])
         verdict = self.ops.settle(verdict, batch.rows, self.state.stop_ids, self.state.remaining)
         if self.config.topk > 1:  # a chain's path lies at L.. already; rejected slots are simply past the new L
-            self._move_path(batch.slot_tables, batch.seq_lens, verdict.accept_index)
+            self._move_path(batch.slot_table, batch.rows, batch.seq_lens, verdict.accept_index)
         return verdict
 
     def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> torch.Tensor:
@@ -126,7 +126,8 @@ class Round:
         is_chain = self.config.topk == 1
         return self.context.backend.metadata.uniform(
             ForwardMode.DECODE if tree.tokens.shape[1] == 1 else ForwardMode.TARGET_VERIFY,
-            batch.slot_tables,
+            batch.slot_table,
+            batch.rows,
             batch.seq_lens,
             q_len=tree.tokens.shape[1],
             max_prefix=batch.max_prefix,

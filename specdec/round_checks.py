@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from specdec.backends.checks import require_within
+from specdec.backends.metadata import slots_at
 from specdec.kv_cache import KVPool
 from specdec.round_ops import Commit, RoundOps
 from specdec.tree import Tree
@@ -41,12 +42,14 @@ def checked(ops: RoundOps) -> RoundOps:
     def committer(pool: KVPool) -> Commit:
         commit = ops.committer(pool)
 
-        def checked_commit(slot_tables: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor) -> None:
+        def checked_commit(
+            slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor
+        ) -> None:
             ends = seq_lens.unsqueeze(1) + accept_index.clamp(min=0)
-            require_within("accepted position", ends, 0, slot_tables.shape[1] - 1, "the last of the slot table")
-            slots = slot_tables.gather(1, ends)
+            require_within("accepted position", ends, 0, slot_table.shape[1] - 1, "the last of the slot table")
+            slots = slots_at(slot_table, rows, ends)
             require_within("slot of the accepted path", slots, 0, pool.num_slots - 1, "the last slot of the pool")
-            commit(slot_tables, seq_lens, accept_index)
+            commit(slot_table, rows, seq_lens, accept_index)
 
         return checked_commit
 

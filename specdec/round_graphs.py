@@ -194,7 +194,6 @@ def estimate_bytes(
     tokens = num_reqs * config.verify_width
     logits_bytes = tokens * vocab_size * itemsize
     activation_bytes = tokens * hidden_size * itemsize * LIVE_ROWS
-    table_bytes = num_reqs * config.table_width * 8
     law_bytes = 0
     if any(not SamplingKind(kind).is_greedy for kind in config.graph_sampling):
         law_bytes = LIVE_LAWS * min(LAW_BYTES, 4 * tokens * vocab_size)
@@ -203,4 +202,4 @@ def estimate_bytes(
     num_graphs = (1 + len(_smaller)) * len(config.graph_sampling)
     layers = num_layers + (draft_layers - 1) * config.num_steps  # one of the draft's is in NODES_A_STEP
     nodes = layers * NODES_A_LAYER + config.num_steps * NODES_A_STEP + NODES_A_ROUND
-    return logits_bytes + activation_bytes + table_bytes + law_bytes + num_graphs * nodes * NODE_BYTES
+    return logits_bytes + activation_bytes + law_bytes + num_graphs * nodes * NODE_BYTES

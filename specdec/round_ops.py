@@ -17,7 +17,7 @@ from specdec.processors import ProcessorState
 from specdec.tree import Tree
 from specdec.verify import Verdict
 
-Commit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+Commit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class RoundOps:
         limits; `remaining` of the rows is lowered in place, to 0 for those that are over;
     emit(verdict, rows, seq_lens, roots, remaining, moves) -> results for the host, [bs, W+3] int64: tokens, accept_len,
         invalid, finished; in place, the last token becomes the root and, if `moves`, seq_lens grow by accept_lens;
-    committer(pool): made once a pool; it gives commit(slot_tables [bs, width], seq_lens [bs], accept_index [bs, W]),
-    which moves the accepted path's K/V of every layer to positions L..; -1 moves nothing.
+    committer(pool): made once a pool; it gives commit(slot_table [num_rows, width], rows [bs], seq_lens [bs],
+    accept_index [bs, W]), which moves the accepted path's K/V of every layer to positions L..; -1 moves nothing.
     """
 
     name: str
@@ -92,10 +92,12 @@ def _emit(
 
 
 def _committer(pool: KVPool) -> Commit:
-    def commit(slot_tables: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor) -> None:
+    def commit(
+        slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor
+    ) -> None:
         start = seq_lens.unsqueeze(1)
-        source = slots_at(slot_tables, start + accept_index.clamp(min=0))
-        target = slots_at(slot_tables, start + torch.arange(accept_index.shape[1], device=start.device))
+        source = slots_at(slot_table, rows, start + accept_index.clamp(min=0))
+        target = slots_at(slot_table, rows, start + torch.arange(accept_index.shape[1], device=start.device))
         # Columns past the accepted path copy a slot onto itself: nothing moves, no shape depends on the data.
         target = torch.where(accept_index >= 0, target, source)
         pool.move(source.view(-1), target.view(-1))

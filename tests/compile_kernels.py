@@ -67,14 +67,14 @@ def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
     from specdec.batch import ForwardMode
     from specdec.kv_cache import KVPool
 
-    tables, lens = torch.ones(2, 600, dtype=torch.int64), torch.full((2,), 500)
+    table, rows, lens = torch.ones(3, 600, dtype=torch.int32), torch.arange(2), torch.full((2,), 500)
     bits = torch.ones(2, 8, dtype=torch.int64)
     trees = {"depths": bits, "tail_depths": bits, "ancestor_bits": bits}
     plans = [
-        TRITON_METADATA.uniform(ForwardMode.DECODE, tables, lens, q_len=1, max_prefix=512),
-        TRITON_METADATA.uniform(ForwardMode.TARGET_VERIFY, tables, lens, q_len=8, max_prefix=512, **trees),
-        TRITON_METADATA.uniform(ForwardMode.TARGET_VERIFY, tables, lens, q_len=32, max_prefix=512),
-        TRITON_METADATA.prefill(tables, [500, 3], [40, 7]),
+        TRITON_METADATA.uniform(ForwardMode.DECODE, table, rows, lens, q_len=1, max_prefix=512),
+        TRITON_METADATA.uniform(ForwardMode.TARGET_VERIFY, table, rows, lens, q_len=8, max_prefix=512, **trees),
+        TRITON_METADATA.uniform(ForwardMode.TARGET_VERIFY, table, rows, lens, q_len=32, max_prefix=512),
+        TRITON_METADATA.prefill(table, rows, [500, 3], [40, 7]),
     ]
     for shape in shapes:
         layer = LayerSpec(**shape)
@@ -113,7 +113,7 @@ def round_kernels() -> None:
     walk.verify_chain(laws, laws[:, :7].contiguous(), nodes, uniforms)
     rows.gather_rows(laws, nodes)
     pool = KVPool([LayerShape(2, 16, 8)], 50, torch.bfloat16, torch.device("cpu"))
-    rows.committer(pool)(ids, ids[:, 0].clone(), nodes)
+    rows.committer(pool)(ids.int(), ids[:, 0].clone(), ids[:, 0].clone(), nodes)
     state = ProcessorState.empty(3, 600, 5000, torch.device("cpu"))
     for dtype in (torch.bfloat16, torch.float32):
         processors.process(laws.to(dtype), nodes, nodes, nodes, nodes, *[nodes[0, :2].clone()] * 2, state)

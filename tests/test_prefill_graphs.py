@@ -68,7 +68,7 @@ def batch_of(engine, lens, starts=None, seed=0):
     )
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB, (sum(lens),), generator=generator).to(DEVICE)
-    return core.context.backend.metadata.prefill(core.slot_tables.table[rows], starts, lens), ids
+    return core.context.backend.metadata.prefill(core.slot_tables.table, rows, starts, lens), ids
 
 
 @torch.inference_mode()
@@ -179,8 +179,8 @@ def test_a_target_verify_batch_never_replays_a_prefill(mode, strict):
         bits = torch.tensor([[1, 3, 5, 11], [1, 3, 7, 9]], device=DEVICE)
         depths = torch.tensor([[0, 1, 1, 2], [0, 1, 2, 1]], device=DEVICE)
         metadata = core.context.backend.metadata.uniform(
-            ForwardMode.TARGET_VERIFY, prefix.slot_tables, torch.tensor([9, 6], device=DEVICE), q_len=4, max_prefix=9,
-            depths=depths, tail_depths=depths, ancestor_bits=bits,
+            ForwardMode.TARGET_VERIFY, prefix.slot_table, prefix.rows, torch.tensor([9, 6], device=DEVICE), q_len=4,
+            max_prefix=9, depths=depths, tail_depths=depths, ancestor_bits=bits,
         )  # fmt: skip
         before = replays(engine)
         calls = [lambda: core.prefill.target(metadata, nodes.view(-1))[0]]

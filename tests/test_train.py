@@ -131,7 +131,8 @@ class Incremental:
         """tokens [n], hidden [n, h_d], causal among themselves: recycled states [n, h_d]."""
         metadata = TORCH_METADATA.uniform(
             ForwardMode.DRAFT,
-            torch.arange(1, 64).unsqueeze(0),
+            torch.arange(1, 64, dtype=torch.int32).unsqueeze(0),
+            torch.tensor([0]),
             torch.tensor([self.length]),
             q_len=tokens.numel(),
             max_prefix=self.length,

@@ -322,18 +322,19 @@ def test_rows_are_gathered_through_any_stride(dtype, h):
 
 def test_a_path_of_64_moves_in_layers_of_different_sizes_and_stops_at_the_table():
     width, g = 100, generator(2)
-    tables = 1 + torch.randperm(3 * width, generator=g).view(3, width).to(DEVICE)
-    lens = torch.tensor([0, 36, 99], device=DEVICE)  # the last one's path runs past its table
+    table = 1 + torch.randperm(4 * width, generator=g, dtype=torch.int32).view(4, width).to(DEVICE)
+    rows = torch.tensor([2, 3, 0], device=DEVICE)
+    lens = torch.tensor([0, 36, 99], device=DEVICE)  # the last one's path runs past its row
     path = torch.full((3, 64), -1, device=DEVICE)
     path[0] = torch.arange(64, device=DEVICE)
     path[1, :33] = torch.tensor([0, *range(32, 64)], device=DEVICE)  # sources that are targets, too
     path[2, :2] = torch.tensor([0, 3], device=DEVICE)
     shapes = [LayerShape(5, 128, 24), LayerShape(1, 8, 8)]
-    pools = [KVPool(shapes, 3 * width + 1, torch.float32, torch.device(DEVICE)) for _ in range(2)]
+    pools = [KVPool(shapes, 4 * width + 1, torch.float32, torch.device(DEVICE)) for _ in range(2)]
     for one, other in zip((*pools[0].k, *pools[0].v), (*pools[1].k, *pools[1].v), strict=True):
         other.copy_(one.copy_(torch.randn(one.shape, generator=g)))
-    OPS.committer(pools[0])(tables, lens, path)
-    TORCH_OPS.committer(pools[1])(tables, lens, path)
+    OPS.committer(pools[0])(table, rows, lens, path)
+    TORCH_OPS.committer(pools[1])(table, rows, lens, path)
     for got, want in zip((*pools[0].k, *pools[0].v), (*pools[1].k, *pools[1].v), strict=True):
         assert torch.equal(got, want)
 

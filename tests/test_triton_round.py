@@ -227,18 +227,19 @@ def test_gathered_rows_equal_the_twin(dtype):
 def test_committed_paths_equal_the_twin(seed, bs, num_steps, dtype):
     g = generator(seed)
     width = 40
-    tables = 1 + torch.randperm(bs * width, generator=g).view(bs, width)
+    table = 1 + torch.randperm((bs + 2) * width, generator=g, dtype=torch.int32).view(bs + 2, width)
+    rows = torch.randperm(bs + 2, generator=g)[:bs]
     lens = torch.randint(0, width - 20, (bs,), generator=g)
     path = torch.full((bs, num_steps + 1), -1)
     for row in range(bs):
         depth = int(torch.randint(0, num_steps + 1, (), generator=g))
         path[row, 0] = 0
         path[row, 1 : depth + 1] = (1 + torch.randperm(18, generator=g)[:depth]).sort().values
-    pools = [KVPool([LayerShape(2, 16, 8), LayerShape(3, 8, 8)], bs * width + 1, dtype, DEVICE) for _ in range(2)]
+    pools = [KVPool([LayerShape(2, 16, 8), LayerShape(3, 8, 8)], (bs + 2) * width + 1, dtype, DEVICE) for _ in range(2)]
     for i, cache in enumerate((*pools[0].k, *pools[0].v)):
         cache.copy_(torch.randn(cache.shape, generator=g))
         (*pools[1].k, *pools[1].v)[i].copy_(cache)
-    arguments = (tables.to(DEVICE), lens.to(DEVICE), path.to(DEVICE))
+    arguments = tuple(t.to(DEVICE) for t in (table, rows, lens, path))
     OPS.committer(pools[0])(*arguments)
     TORCH_OPS.committer(pools[1])(*arguments)
     for got, want in zip((*pools[0].k, *pools[0].v), (*pools[1].k, *pools[1].v), strict=True):

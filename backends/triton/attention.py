@@ -1,11 +1,10 @@
 """Attention over the paged pool for every path of the prefix + tail table, in one kernel.
 
-FlashAttention-2's online softmax (arXiv 2307.08691) over the items of `plan`: keys of a request in order of their
-slot table, prefix first, then its tail; the heads of one KV group are rows of one tile, so K/V are read once for all
-of them. Tiles whose keys are split leave partials for `merge`. Twin: `backends.torch_ref.TorchBackend`.
+An online softmax over the items of `plan`: keys of a request in order of its slot table, prefix first, then its tail;
+the heads of one KV group are rows of one tile, so K/V are read once for all of them. Tiles whose keys are split leave
+partials for `merge`. Twin: `backends.torch_ref.TorchBackend`.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,77 +12,31 @@ import triton
 import triton.language as tl
 
 from specdec.backends.base import LayerSpec
+from specdec.backends.triton.blocks import slots_of, take_block, visible_keys
 from specdec.backends.triton.merge import merge, padded_dim
 from specdec.backends.triton.plan import ITEM_WIDTH, SplitPlan
 from specdec.backends.triton.relaunch import INTERPRETED, Relaunch
+from specdec.backends.triton.tiling import Tiling
 from specdec.batch import AttentionMetadata
 
 LOG2E = 1.4426950408889634
 
 
-@triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
-    """acc + a @ b. UPCAST: the interpreter has no bf16 product (numpy knows no bf16); widening is exact."""
-    if UPCAST:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
-def _softmax_step(
-    q,
-    k,
-    v,
-    m,
-    mass,
-    acc,
-    visible,
-    scale_log2,
-    cap_log2,
-    cap_scale,
-    MASKED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Take one block of keys into the running maximum m, mass and accumulator acc (logits in units of log2)."""
-    s = _dot(q, k, tl.zeros([q.shape[0], k.shape[1]], tl.float32), UPCAST)
-    if CAPPED:
-        e = tl.exp2(s * cap_scale)  # exp(2x), so that tanh(x) = 1 - 2 / (e + 1) is right at both ends
-        s = cap_log2 * (1 - 2 / (e + 1))
-        scale_log2 = 1.0
-    if MASKED:
-        s = tl.where(visible, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # scales are positive
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new  # rows that have seen nothing yet
-    p = tl.exp2(s * scale_log2 - m_safe[:, None])
-    shrink = tl.exp2(m - m_safe)
-    acc = _dot(p.to(v.dtype), v, acc * shrink[:, None], UPCAST)
-    return m_new, mass * shrink + tl.sum(p, 1), acc
-
-
-@triton.jit
-def _slots(table, key, kv_end):
-    """Slots of keys; those past the last read its slot, which the request owns, and are masked later."""
-    return tl.load(table + tl.minimum(key, kv_end - 1))
-
-
-@triton.jit
-def _rows(pool, slots, d, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """K or V of slots, [BLOCK_N, BLOCK]; pool points at the head."""
-    at = pool + slots[:, None] * STRIDE + d
-    if DIM == BLOCK:
-        return tl.load(at)
-    return tl.load(at, mask=d < DIM, other=0.0)
-
-
-@triton.jit(do_not_specialize=["first_node", "tail_len", "window", "table_stride"])
+# Triton makes a variant of a kernel for every alignment of its pointers; these are views, and nothing is read in rows.
+@triton.jit(
+    do_not_specialize=["first_node", "tail_len", "window", "table_stride"],
+    do_not_specialize_on_alignment=[
+        "slot_table", "rows", "qo_indptr", "prefix_lens", "positions", "ancestor_bits", "tail_positions", "sinks",
+    ],
+)  # fmt: skip
 def _attention_kernel(
     q,
     out,
     k_pool,
     v_pool,
     sinks,
-    slot_tables,
+    slot_table,
+    rows,
     items,
     qo_indptr,
     prefix_lens,
@@ -129,6 +82,7 @@ def _attention_kernel(
     q_start = tl.load(qo_indptr + request)
     q_len = tl.load(qo_indptr + request + 1) - q_start
     prefix = tl.load(prefix_lens + request).to(tl.int32)
+    table = slot_table + tl.load(rows + request) * table_stride
 
     row = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     query = row // GROUP  # of the request
@@ -144,12 +98,9 @@ def _attention_kernel(
     bits = token
     if HAS_BITS:
         bits = tl.load(ancestor_bits + token, mask=is_row, other=0)
-    else:
-        last = tl.minimum(((m_block + 1) * BLOCK_M - 1) // GROUP, q_len - 1)
-        kv_end = tl.minimum(kv_end, prefix + first_node + last + 1)
-    q_pos = token
+    q_pos = node
     if HAS_WINDOW:
-        q_pos = tl.load(positions + token, mask=is_row, other=0)
+        q_pos = tl.load(positions + token, mask=is_row, other=0).to(tl.int32)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
@@ -159,46 +110,57 @@ def _attention_kernel(
         mass = tl.where(is_first > 0, 1.0, mass)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
-    table = slot_tables + request.to(tl.int64) * table_stride
+    # Keys of [full_begin, masked_from), in whole blocks, are seen by all rows and need no mask.
+    if HAS_BITS:
+        full_end, last_position = prefix, prefix + tail_len - 1
+    else:
+        first, last = m_block * BLOCK_M // GROUP, ((m_block + 1) * BLOCK_M - 1) // GROUP
+        full_end, last_position = prefix + first_node + first + 1, prefix + first_node + tl.minimum(last, q_len - 1)
+    full_begin = kv_begin
+    if HAS_WINDOW:
+        num_near = tl.maximum(last_position - window + 1 - kv_begin, 0)  # keys out of the last row's window
+        full_begin += (num_near + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    num_full = tl.maximum(tl.minimum(kv_end, full_end) - full_begin, 0) // BLOCK_N
+    masked_from = full_begin + num_full * BLOCK_N
+
     k_head = k_pool + kv_head * QK_DIM
     v_head = v_pool + kv_head * V_DIM
+    tail_at = tail_positions
+    if HAS_TAIL_POSITIONS:
+        tail_at = tail_positions + request * tail_len
     n = tl.arange(0, BLOCK_N)
-    masked_from = kv_begin  # blocks from here on need a mask
     # The slots of a block are loaded one block ahead: only then are its keys and values pipelined.
-    slots = _slots(table, kv_begin + n, kv_end)
-    if not HAS_WINDOW:
-        num_full = tl.maximum(tl.minimum(kv_end, prefix) - kv_begin, 0) // BLOCK_N
-        masked_from = kv_begin + num_full * BLOCK_N
-        for start in range(kv_begin, masked_from, BLOCK_N):
-            next_slots = _slots(table, start + BLOCK_N + n, kv_end)
-            k = _rows(k_head, slots, d, NUM_KV_HEADS * QK_DIM, QK_DIM, BLOCK_QK)
-            v = _rows(v_head, slots, dv, NUM_KV_HEADS * V_DIM, V_DIM, BLOCK_V)
-            m, mass, acc = _softmax_step(
-                q_tile, tl.trans(k), v, m, mass, acc, is_row, scale_log2, cap_log2, cap_scale, False, CAPPED, UPCAST
-            )
+    slots = slots_of(table, kv_begin + n, kv_end)
+    if HAS_WINDOW:
+        for start in range(kv_begin, tl.minimum(full_begin, kv_end), BLOCK_N):
+            next_slots = slots_of(table, start + BLOCK_N + n, kv_end)
+            visible = visible_keys(
+                start + n, kv_end, prefix, is_row, node, bits, q_pos, window, tail_at,
+                HAS_BITS, HAS_WINDOW, HAS_TAIL_POSITIONS,
+            )  # fmt: skip
+            m, mass, acc = take_block(
+                q_tile, k_head, v_head, slots, d, dv, m, mass, acc, visible, scale_log2, cap_log2, cap_scale,
+                NUM_KV_HEADS * QK_DIM, NUM_KV_HEADS * V_DIM, QK_DIM, V_DIM, True, CAPPED, UPCAST,
+            )  # fmt: skip
             slots = next_slots
-    for start in range(masked_from, kv_end, BLOCK_N):
-        next_slots = _slots(table, start + BLOCK_N + n, kv_end)
-        k = _rows(k_head, slots, d, NUM_KV_HEADS * QK_DIM, QK_DIM, BLOCK_QK)
-        v = _rows(v_head, slots, dv, NUM_KV_HEADS * V_DIM, V_DIM, BLOCK_V)
+    for start in range(full_begin, masked_from, BLOCK_N):
+        next_slots = slots_of(table, start + BLOCK_N + n, kv_end)
+        m, mass, acc = take_block(
+            q_tile, k_head, v_head, slots, d, dv, m, mass, acc, is_row, scale_log2, cap_log2, cap_scale,
+            NUM_KV_HEADS * QK_DIM, NUM_KV_HEADS * V_DIM, QK_DIM, V_DIM, False, CAPPED, UPCAST,
+        )  # fmt: skip
         slots = next_slots
-        key = start + n
-        is_key = key < kv_end
-        tail = key - prefix  # tail index of each key, negative in the prefix
-        if HAS_BITS:
-            visible = (tail[None, :] < 0) | (((bits[:, None] >> tl.maximum(tail, 0)[None, :]) & 1) != 0)
-        else:
-            visible = tail[None, :] <= node[:, None]
-        visible = visible & is_key[None, :] & is_row[:, None]
-        if HAS_WINDOW:
-            k_pos = key.to(tl.int64)
-            if HAS_TAIL_POSITIONS:
-                at = tail_positions + request * tail_len + tail
-                k_pos = tl.where(tail < 0, k_pos, tl.load(at, mask=is_key & (tail >= 0), other=0))
-            visible = visible & (q_pos[:, None] - k_pos[None, :] < window)
-        m, mass, acc = _softmax_step(
-            q_tile, tl.trans(k), v, m, mass, acc, visible, scale_log2, cap_log2, cap_scale, True, CAPPED, UPCAST
-        )
+    for start in range(masked_from, kv_end, BLOCK_N):
+        next_slots = slots_of(table, start + BLOCK_N + n, kv_end)
+        visible = visible_keys(
+            start + n, kv_end, prefix, is_row, node, bits, q_pos, window, tail_at,
+            HAS_BITS, HAS_WINDOW, HAS_TAIL_POSITIONS,
+        )  # fmt: skip
+        m, mass, acc = take_block(
+            q_tile, k_head, v_head, slots, d, dv, m, mass, acc, visible, scale_log2, cap_log2, cap_scale,
+            NUM_KV_HEADS * QK_DIM, NUM_KV_HEADS * V_DIM, QK_DIM, V_DIM, True, CAPPED, UPCAST,
+        )  # fmt: skip
+        slots = next_slots
 
     some_mass = tl.where(mass == 0, 1.0, mass)
     result = acc / some_mass[:, None]
@@ -209,20 +171,6 @@ def _attention_kernel(
         at = (partial.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(partial_out + at[:, None] * V_DIM + dv, result, mask=is_row[:, None] & (dv < V_DIM))
         tl.store(partial_lse + at, tl.where(mass == 0, float("-inf"), m + tl.log2(some_mass)), mask=is_row)
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Launch shape of the attention kernel: rows and keys of a tile, warps, software-pipelining depth.
-
-    resident: tiles that a multiprocessor holds at once; keys are split until that many are there.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    resident: int
 
 
 class AttendAgain(NamedTuple):
@@ -271,7 +219,8 @@ def attend(
         k_pool,
         v_pool,
         sinks,
-        m.slot_tables,
+        m.slot_table,
+        m.rows,
         plan.items,
         m.qo_indptr,
         m.prefix_lens,
@@ -285,7 +234,7 @@ def attend(
         m.tail_len - m.q_len,
         m.tail_len,
         layer.window or 0,
-        m.slot_tables.stride(0),
+        m.slot_table.stride(0),
         q.stride(0),
         q.stride(1),
         out.stride(0),

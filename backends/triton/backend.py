@@ -1,27 +1,18 @@
 """The Triton backend: plans and reads lengths on the device, so that whole rounds can be captured. Default on CUDA."""
 
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
-import triton
 
 from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec
-from specdec.backends.triton.attention import AttendAgain, Tiling, attend, padded_dim
+from specdec.backends.triton.attention import AttendAgain, attend
 from specdec.backends.triton.merge import merge
 from specdec.backends.triton.metadata import TRITON_METADATA
-from specdec.backends.triton.plan import MERGE_WIDTH, SplitPlan, split_plan
+from specdec.backends.triton.plan import MERGE_WIDTH, SplitPlan, most_keys, split_plan
 from specdec.backends.triton.relaunch import INTERPRETED, is_aligned
 from specdec.backends.triton.store import store_kv
-from specdec.batch import AttentionMetadata, ForwardMode
-
-# By rows of a tile: block_m, block_n, warps, stages, resident. Wide: head dims over 64 in 16 bits.
-_WIDE_TILINGS = MappingProxyType(
-    {16: Tiling(16, 64, 2, 3, 2), 32: Tiling(32, 128, 4, 2, 2), 64: Tiling(64, 64, 4, 3, 2)}
-)
-_NARROW_TILINGS = MappingProxyType(
-    {16: Tiling(16, 64, 2, 3, 4), 32: Tiling(32, 64, 2, 3, 4), 64: Tiling(64, 64, 4, 3, 3)}
-)
+from specdec.backends.triton.tiling import Tiling, choose_tiling, num_tiles
+from specdec.batch import AttentionMetadata
 
 
 class _Cut(NamedTuple):
@@ -104,19 +95,21 @@ class TritonBackend(AttentionBackend):
         """The plan of layers like `layer`, made on the device once a forward."""
         tiling, group = cut.tiling, cut.group
         if cut not in self._plans:
-            most_keys = m.max_prefix + m.tail_len if layer.window is None else layer.window + m.tail_len
+            is_causal = m.ancestor_bits is None
+            most = most_keys(m.max_prefix + m.tail_len, m.tail_len, cut.window, group, tiling.block_m, is_causal)
             plan = split_plan(
                 m.prefix_lens,
                 m.qo_indptr,
                 first_node=m.tail_len - m.q_len,
                 window=cut.window,
-                num_tiles=_num_tiles(m, group, tiling.block_m),
+                num_tiles=num_tiles(m, group, tiling.block_m),
                 resident=max(1, tiling.resident * _num_processors(device) // layer.num_kv_heads),
                 group=group,
                 block_m=tiling.block_m,
                 block_n=tiling.block_n,
                 min_chunk=self.min_chunk,
-                may_split=most_keys > self.min_chunk,
+                is_causal=is_causal,
+                may_split=most > self.min_chunk,
             )
             rows = (plan.num_partials, layer.num_kv_heads, tiling.block_m)
             partials = (
@@ -125,25 +118,6 @@ class TritonBackend(AttentionBackend):
             )
             self._plans[cut] = (plan, partials)
         return self._plans[cut]
-
-
-def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> Tiling:
-    """The launch shape: by the forward's kind and the layer's shape, never by a live length: nothing is compiled
-    on live traffic. Chosen by measurement on an H200 in bf16 (bench/attention_kernels.py)."""
-    row_bytes = max(padded_dim(layer.qk_dim), padded_dim(layer.v_dim)) * dtype.itemsize
-    rows = m.q_len * (layer.num_heads // layer.num_kv_heads)
-    kind = 64 if m.mode is ForwardMode.EXTEND else min(max(16, triton.next_power_of_2(rows)), 64)
-    if row_bytes > 256:  # fp32, or head dims over 128
-        return Tiling(min(kind, 32), 32, 4, 2, resident=2)
-    if m.mode is ForwardMode.EXTEND:
-        return Tiling(64, 64, 4, 3, resident=1) if row_bytes > 128 else Tiling(64, 128, 4, 3, resident=1)
-    return (_WIDE_TILINGS if row_bytes > 128 else _NARROW_TILINGS)[kind]
-
-
-def _num_tiles(m: AttentionMetadata, group: int, block_m: int) -> int:
-    if m.q_lens is None:
-        return m.num_reqs * triton.cdiv(m.q_len * group, block_m)
-    return sum(triton.cdiv(n * group, block_m) for n in m.q_lens)
 
 
 def _num_processors(device: torch.device) -> int:

@@ -7,9 +7,14 @@ import triton.language as tl
 from specdec.backends.metadata import MetadataBuilder, Placement
 
 
-@triton.jit(do_not_specialize=["table_stride", "width"])
+# Triton makes a variant of a kernel for every alignment of its pointers; views of packed tensors have any.
+@triton.jit(
+    do_not_specialize=["table_stride", "width"],
+    do_not_specialize_on_alignment=["slot_table", "rows", "prefix_lens", "depths", "tail_depths"],
+)
 def _uniform_kernel(
-    slot_tables,
+    slot_table,
+    rows,
     prefix_lens,
     depths,
     tail_depths,
@@ -37,8 +42,9 @@ def _uniform_kernel(
         depth = tl.load(depths + at, mask=is_query, other=0)
     tl.store(positions + at, prefix + depth, mask=is_query)
     place = tl.minimum(tl.maximum(place, 0), width - 1)
-    slots = tl.load(slot_tables + request * table_stride + place, mask=is_query, other=0)
-    tl.store(out_cache_loc + at, slots, mask=is_query)
+    table = slot_table + tl.load(rows + request) * table_stride
+    slots = tl.load(table + place, mask=is_query, other=0)
+    tl.store(out_cache_loc + at, slots.to(tl.int64), mask=is_query)
     tl.store(qo_indptr + request + 1, (request * Q_LEN + Q_LEN).to(tl.int32))
     if request == 0:
         tl.store(qo_indptr, 0)
@@ -50,9 +56,11 @@ def _uniform_kernel(
         tl.store(tail_positions + at, prefix + tail_depth, mask=t < TAIL_LEN)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["starts", "q_lens"])
+@triton.jit(
+    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slot_table", "rows", "starts", "q_lens"]
+)
 def _prefill_kernel(
-    slot_tables, starts, q_lens, positions, out_cache_loc, qo_indptr, table_stride, BLOCK: tl.constexpr
+    slot_table, rows, starts, q_lens, positions, out_cache_loc, qo_indptr, table_stride, BLOCK: tl.constexpr
 ):
     request = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
@@ -64,13 +72,15 @@ def _prefill_kernel(
     if request == 0:
         tl.store(qo_indptr, 0)
     i = tl.program_id(1) * BLOCK + lanes
-    slots = tl.load(slot_tables + request.to(tl.int64) * table_stride + start + i, mask=i < q_len, other=0)
+    table = slot_table + tl.load(rows + request) * table_stride
+    slots = tl.load(table + start + i, mask=i < q_len, other=0)
     tl.store(positions + first + i, start + i, mask=i < q_len)
-    tl.store(out_cache_loc + first + i, slots, mask=i < q_len)
+    tl.store(out_cache_loc + first + i, slots.to(tl.int64), mask=i < q_len)
 
 
 def uniform_placement(
-    slot_tables: torch.Tensor,
+    slot_table: torch.Tensor,
+    rows: torch.Tensor,
     prefix_lens: torch.Tensor,
     q_len: int,
     first_node: int,
@@ -78,17 +88,18 @@ def uniform_placement(
     tail_depths: torch.Tensor | None,
 ) -> Placement:
     """Twin: `backends.metadata.uniform_placement`."""
-    bs, device, tail_len = slot_tables.shape[0], prefix_lens.device, first_node + q_len
+    bs, device, tail_len = rows.shape[0], prefix_lens.device, first_node + q_len
     tail_positions = None if tail_depths is None else torch.empty(bs, tail_len, dtype=torch.int64, device=device)
     placement = _empty_placement(bs, bs * q_len, device)._replace(tail_positions=tail_positions)
     _uniform_kernel[(bs,)](
-        slot_tables,
+        slot_table,
+        rows,
         prefix_lens,
         None if depths is None else depths.contiguous(),
         None if tail_depths is None else tail_depths.contiguous(),
         *placement,
-        slot_tables.stride(0),
-        slot_tables.shape[1],
+        slot_table.stride(0),
+        slot_table.shape[1],
         Q_LEN=q_len,
         FIRST_NODE=first_node,
         BLOCK_Q=triton.next_power_of_2(q_len),
@@ -100,13 +111,18 @@ def uniform_placement(
 
 
 def prefill_placement(
-    slot_tables: torch.Tensor, starts: torch.Tensor, q_lens: torch.Tensor, num_tokens: int, longest: int
+    slot_table: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    q_lens: torch.Tensor,
+    num_tokens: int,
+    longest: int,
 ) -> Placement:
     """Twin: `backends.metadata.prefill_placement`."""
-    bs, block = slot_tables.shape[0], 256
-    placement = _empty_placement(bs, num_tokens, slot_tables.device)
+    bs, block = rows.shape[0], 256
+    placement = _empty_placement(bs, num_tokens, rows.device)
     _prefill_kernel[(bs, triton.cdiv(longest, block))](
-        slot_tables, starts, q_lens, *placement[:3], slot_tables.stride(0), BLOCK=block
+        slot_table, rows, starts, q_lens, *placement[:3], slot_table.stride(0), BLOCK=block
     )
     return placement
 

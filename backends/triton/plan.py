@@ -1,9 +1,10 @@
 """Who computes what: the work of one attention forward cut into items of about equal length, on the device.
 
-A tile is BLOCK_M query rows (query x head of one KV group) of one request. Where tiles alone do not fill the chip, keys
-are cut, too: into the shortest chunks of which the chip holds all at once, whatever the mix of lengths. The device
-decides; the host knows only how many items there can be, so a captured grid fits any lengths. With `resident` items a
-KV head at once,
+A tile is BLOCK_M query rows (query x head of one KV group) of one request, and the keys that any of them sees: up to
+its last query's own, if the forward is causal, and from where its first query's window begins. Where tiles alone do not
+fill the chip, keys are cut, too: into the shortest chunks of which the chip holds all at once, whatever the mix of
+lengths. The device decides; the host knows only how many items there can be, so a captured grid fits any lengths. With
+`resident` items a KV head at once,
     items <= max(resident, tiles + resident / 2)    merges <= min(tiles, resident)    partials <= 2 * resident
 """
 
@@ -19,15 +20,39 @@ MERGE_WIDTH = 4  # request (-1: none), m_block, first partial, number of splits
 
 
 @triton.jit
-def key_range(i, bs, prefix_lens, qo_indptr, first_node, window, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Tiles and the half-open range of keys of requests `i`; none past the batch."""
+def key_range(i, bs, prefix_lens, qo_indptr, first_node, window):
+    """Queries and the half-open range of keys of requests `i`; none past the batch."""
     is_request = i < bs
     prefix = tl.load(prefix_lens + i, mask=is_request, other=0).to(tl.int32)
     start = tl.load(qo_indptr + i, mask=is_request, other=0)
     q_len = tl.load(qo_indptr + i + 1, mask=is_request, other=0) - start
     kv_begin = tl.where(window > 0, tl.maximum(prefix - window + 1, 0), 0)
     kv_end = tl.where(q_len > 0, prefix + first_node + q_len, kv_begin)
-    return (q_len * GROUP + BLOCK_M - 1) // BLOCK_M, kv_begin, kv_end
+    return q_len, kv_begin, kv_end
+
+
+@triton.jit
+def _tiles(
+    i,
+    bs,
+    prefix_lens,
+    qo_indptr,
+    first_node,
+    window,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPAN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Of requests `i`: tiles, an upper bound of a tile's keys, queries, and the end of keys.
+
+    SPAN: the most queries of a tile. A tree's nodes stand in no order, so its tiles take all keys of the request.
+    """
+    q_len, kv_begin, kv_end = key_range(i, bs, prefix_lens, qo_indptr, first_node, window)
+    num_keys = kv_end - kv_begin
+    if CAUSAL:
+        num_keys = tl.where(window > 0, tl.minimum(num_keys, window - 1 + SPAN), num_keys)
+    return (q_len * GROUP + BLOCK_M - 1) // BLOCK_M, num_keys, q_len, kv_end
 
 
 @triton.jit
@@ -49,18 +74,25 @@ def _num_items(
     chunk,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    SPAN: tl.constexpr,
+    CAUSAL: tl.constexpr,
     BLOCK_BS: tl.constexpr,
 ):
     """Items of the whole batch if keys are cut into chunks."""
     total = tl.zeros([], tl.int32)
     for base in range(0, bs, BLOCK_BS):
         request = base + tl.arange(0, BLOCK_BS)
-        tiles, kv_begin, kv_end = key_range(request, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M)
-        total += tl.sum(tiles * ((kv_end - kv_begin + chunk - 1) // chunk))
+        tiles, num_keys, _q_len, _kv_end = _tiles(
+            request, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M, SPAN, CAUSAL
+        )
+        total += tl.sum(tiles * ((num_keys + chunk - 1) // chunk))
     return total
 
 
-@triton.jit(do_not_specialize=["bs", "num_items", "num_merges", "first_node", "window", "resident"])
+@triton.jit(
+    do_not_specialize=["bs", "num_items", "num_merges", "first_node", "window", "resident"],
+    do_not_specialize_on_alignment=["prefix_lens", "qo_indptr"],
+)
 def _plan_kernel(
     prefix_lens,
     qo_indptr,
@@ -75,6 +107,8 @@ def _plan_kernel(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPAN: tl.constexpr,
+    CAUSAL: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
     BLOCK_BS: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -85,17 +119,19 @@ def _plan_kernel(
     num_tiles = tl.zeros([], tl.int32)
     longest = tl.zeros([], tl.int32)
     for base in range(0, bs, BLOCK_BS):
-        tiles, kv_begin, kv_end = key_range(
-            base + lanes, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M
+        tiles, num_keys, _q_len, _kv_end = _tiles(
+            base + lanes, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M, SPAN, CAUSAL
         )
         num_tiles += tl.sum(tiles)
-        longest = tl.maximum(longest, tl.max(kv_end - kv_begin))
+        longest = tl.maximum(longest, tl.max(num_keys))
     most = tl.maximum(resident, num_tiles + resident // 2)
     low = tl.full([], MIN_CHUNK // BLOCK_N, tl.int32)  # the answer lies in [low, high], in blocks
     high = tl.maximum((longest + BLOCK_N - 1) // BLOCK_N, low)
     while low < high:  # halves each time; short contexts need no turn
         middle = (low + high) // 2
-        num = _num_items(bs, prefix_lens, qo_indptr, first_node, window, middle * BLOCK_N, GROUP, BLOCK_M, BLOCK_BS)
+        num = _num_items(
+            bs, prefix_lens, qo_indptr, first_node, window, middle * BLOCK_N, GROUP, BLOCK_M, SPAN, CAUSAL, BLOCK_BS
+        )
         low = tl.where(num > most, middle + 1, low)
         high = tl.where(num > most, high, middle)
     chunk = high * BLOCK_N
@@ -109,8 +145,10 @@ def _plan_kernel(
     tl.debug_barrier()  # the rows below overwrite what other threads have just cleared
     for base in range(0, bs, BLOCK_BS):
         request = base + lanes
-        tiles, kv_begin, kv_end = key_range(request, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M)
-        n, size = _splits(kv_end - kv_begin, chunk, BLOCK_N)
+        tiles, num_keys, q_len, kv_end = _tiles(
+            request, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M, SPAN, CAUSAL
+        )
+        n, size = _splits(num_keys, chunk, BLOCK_N)
         n = tl.where(tiles > 0, n, 0)
         num = tiles * n
         num_partial = tl.where(n > 1, num, 0)
@@ -124,17 +162,23 @@ def _plan_kernel(
         index = w - tl.sum(tl.where(owns, first_item, 0), 1)
         tile = index // tl.maximum(own_n, 1)
         split = index - tile * own_n
-        own_begin = tl.sum(tl.where(owns, kv_begin, 0), 1)
         own_size = tl.sum(tl.where(owns, size, 0), 1)
         partial = tl.where(own_n > 1, tl.sum(tl.where(owns, first_partial, 0), 1) + index, -1)
-        begin = own_begin + split * own_size
+        # The last tiles of a causal prefill see the most keys: they go first.
+        m_block = tl.sum(tl.where(owns, tiles, 0), 1) - 1 - tile
+        tile_end = tl.sum(tl.where(owns, kv_end, 0), 1)
+        nearest = tile_end - tl.sum(tl.where(owns, q_len, 0), 1)  # position of the first query, or of a tree's root
+        if CAUSAL:
+            tile_end = tl.minimum(tile_end, nearest + ((m_block + 1) * BLOCK_M - 1) // GROUP + 1)
+            nearest += m_block * BLOCK_M // GROUP
+        else:
+            nearest -= first_node
+        begin = tl.where(window > 0, tl.maximum(nearest - window + 1, 0), 0) + split * own_size
         row, is_mine = items + w * ITEM, tl.sum(owns.to(tl.int32), 1) > 0
         tl.store(row, tl.sum(tl.where(owns, request, 0), 1), mask=is_mine)
-        # The last tiles of a causal prefill see the most keys: they go first.
-        tl.store(row + 1, tl.sum(tl.where(owns, tiles, 0), 1) - 1 - tile, mask=is_mine)
+        tl.store(row + 1, m_block, mask=is_mine)
         tl.store(row + 2, begin, mask=is_mine)
-        end = tl.minimum(begin + own_size, tl.sum(tl.where(owns, kv_end, 0), 1))
-        tl.store(row + 3, end, mask=is_mine)
+        tl.store(row + 3, tl.minimum(begin + own_size, tile_end), mask=is_mine)
         tl.store(row + 4, partial, mask=is_mine)
         tl.store(row + 5, (split == 0).to(tl.int32), mask=is_mine)
 
@@ -161,6 +205,18 @@ class SplitPlan:
     num_partials: int
 
 
+def tile_span(group: int, block_m: int) -> int:
+    """The most queries that a tile of `block_m` rows has a part of, `group` rows a query."""
+    return block_m // group if block_m % group == 0 else (block_m + group - 2) // group + 1
+
+
+def most_keys(context: int, tail_len: int, window: int, group: int, block_m: int, is_causal: bool) -> int:
+    """A bound of the keys of one tile where no request has more than `context`, tail_len of them new."""
+    if not window:
+        return context
+    return min(context, window - 1 + (min(tail_len, tile_span(group, block_m)) if is_causal else tail_len))
+
+
 def split_plan(
     prefix_lens: torch.Tensor,
     qo_indptr: torch.Tensor,
@@ -173,10 +229,13 @@ def split_plan(
     block_m: int,
     block_n: int,
     min_chunk: int,
+    is_causal: bool,
     may_split: bool = True,
 ) -> SplitPlan:
     """Plan one forward. prefix_lens [bs] int64, qo_indptr [bs+1] int32.
 
+    is_causal: query i of a request stands at position prefix + first_node + i and sees what lies before it; otherwise
+    they are a tree's, at the prefix's end at the least.
     num_tiles: host upper bound of the tiles; resident: items that run at once, a KV head; window: 0 for none;
     min_chunk: the shortest chunk, rounded up to whole blocks; may_split: False if the host knows that no request has
     more keys than that. Twin: `split_plan_reference`.
@@ -202,6 +261,8 @@ def split_plan(
         GROUP=group,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
+        SPAN=tile_span(group, block_m),
+        CAUSAL=is_causal,
         MIN_CHUNK=min_chunk,
         BLOCK_BS=64,
         BLOCK_W=block_w,
@@ -209,43 +270,3 @@ def split_plan(
         MERGE=MERGE_WIDTH,
     )
     return SplitPlan(items, merges, min(2 * resident, num_items) if may_split else 0)
-
-
-def split_plan_reference(
-    prefix_lens: list[int],
-    q_lens: list[int],
-    *,
-    first_node: int,
-    window: int,
-    resident: int,
-    group: int,
-    block_m: int,
-    block_n: int,
-    min_chunk: int,
-) -> tuple[list[list[int]], list[list[int]]]:
-    """The used rows of both tables (the first 6 columns of items), in plain Python."""
-    begins = [max(p - window + 1, 0) if window else 0 for p in prefix_lens]
-    lens = [p + first_node + q - b for p, q, b in zip(prefix_lens, q_lens, begins, strict=True)]
-    tiles = [triton.cdiv(q * group, block_m) for q in q_lens]
-    most = max(resident, sum(tiles) + resident // 2)
-
-    def num_items(chunk: int) -> int:
-        return sum(t * triton.cdiv(n, chunk) for t, n in zip(tiles, lens, strict=True))
-
-    shortest = triton.cdiv(min_chunk, block_n) * block_n
-    chunk = next(c for c in range(shortest, shortest + max(lens) + block_n, block_n) if num_items(c) <= most)
-    items: list[list[int]] = []
-    merges: list[list[int]] = []
-    partial = 0
-    for request, (num_tiles, begin, kv_len) in enumerate(zip(tiles, begins, lens, strict=True)):
-        size = triton.cdiv(triton.cdiv(kv_len, triton.cdiv(kv_len, chunk)), block_n) * block_n
-        n = triton.cdiv(kv_len, size)
-        for m_block in reversed(range(num_tiles)):
-            if n > 1:
-                merges.append([request, m_block, partial, n])
-            for split in range(n):
-                at = begin + split * size
-                end = min(at + size, begin + kv_len)
-                items.append([request, m_block, at, end, partial if n > 1 else -1, int(split == 0)])
-                partial += n > 1
-    return items, merges

@@ -18,12 +18,16 @@ def _gather_kernel(values, index, out, num_rows, h, stride_b, stride_n, BLOCK: t
     tl.store(out + row * h + d, found, mask=d < h)
 
 
-@triton.jit(do_not_specialize=["table_stride", "width"])
+@triton.jit(
+    do_not_specialize=["table_stride", "width"],
+    do_not_specialize_on_alignment=["slot_table", "rows", "seq_lens", "accept_index"],
+)
 def _move_kernel(
     caches,
     row_sizes,
     like,
-    slot_tables,
+    slot_table,
+    rows,
     seq_lens,
     accept_index,
     table_stride,
@@ -39,14 +43,14 @@ def _move_kernel(
     c = tl.arange(0, BLOCK_W)
     node = tl.load(accept_index + request * W + c, mask=c < W, other=-1)
     start = tl.load(seq_lens + request)
-    table = slot_tables + request * table_stride
-    source = tl.load(table + tl.minimum(start + tl.maximum(node, 0), width - 1))
-    target = tl.load(table + tl.minimum(start + c, width - 1))
+    table = slot_table + tl.load(rows + request) * table_stride
+    source = tl.load(table + tl.minimum(start + tl.maximum(node, 0), width - 1)).to(tl.int64)
+    target = tl.load(table + tl.minimum(start + c, width - 1)).to(tl.int64)
     d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     moves = ((node >= 0) & (node != c))[:, None] & (d < row_size)
-    rows = tl.load(pool + source[:, None] * row_size + d, mask=moves, other=0)
+    moved = tl.load(pool + source[:, None] * row_size + d, mask=moves, other=0)
     tl.debug_barrier()  # a row that one thread overwrites may be another's source
-    tl.store(pool + target[:, None] * row_size + d, rows, mask=moves)
+    tl.store(pool + target[:, None] * row_size + d, moved, mask=moves)
 
 
 def gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -63,7 +67,7 @@ def gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def committer(pool: KVPool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+def committer(pool: KVPool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
     """One launch that moves an accepted path's K/V in all layers of `pool`. Twin: `specdec.round_ops.TORCH_OPS`.
 
     The pool's tensors are looked up here, once: they must stay where they are.
@@ -76,17 +80,20 @@ def committer(pool: KVPool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tenso
     block = min(256, triton.next_power_of_2(max(sizes)))
     num_blocks = triton.cdiv(max(sizes), block)
 
-    def commit(slot_tables: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor) -> None:
+    def commit(
+        slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor
+    ) -> None:
         bs, width = accept_index.shape
         _move_kernel[(bs, len(tensors), num_blocks)](
             caches,
             row_sizes,
             tensors[0],
-            slot_tables,
+            slot_table,
+            rows,
             seq_lens,
             accept_index.contiguous(),
-            slot_tables.stride(0),
-            slot_tables.shape[1],
+            slot_table.stride(0),
+            slot_table.shape[1],
             W=width,
             BLOCK_W=triton.next_power_of_2(width),
             BLOCK=block,

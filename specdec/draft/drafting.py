@@ -141,9 +141,10 @@ class DraftModelWorker(DraftWorker):
         ahead = 1 - self.spec.id_shift  # tokens that the draft has seen more than the target: the root, or none
         metadata: AttentionMetadata = self.context.backend.metadata.uniform(
             mode,
-            batch.slot_tables,
+            batch.slot_table,
+            batch.rows,
             batch.seq_lens + ahead if ahead else batch.seq_lens,
-            max_prefix=min(batch.max_prefix + ahead, batch.slot_tables.shape[1]),
+            max_prefix=min(batch.max_prefix + ahead, batch.slot_table.shape[1]),
             **shape,
         )
         with forward_context(self.context, metadata):

@@ -71,7 +71,7 @@ class StandaloneWorker(DraftModelWorker):
 
     def begin(self, batch: RoundBatch) -> None:
         """See the first root, at position L."""
-        at_root = RoundBatch(batch.rows, batch.slot_tables, batch.seq_lens - 1, batch.roots, None, batch.max_prefix)
+        at_root = RoundBatch(batch.rows, batch.slot_table, batch.seq_lens - 1, batch.roots, None, batch.max_prefix)
         self.keep(batch.rows, self.forward(at_root, ForwardMode.DRAFT_EXTEND, batch.roots, None, q_len=1))
 
     def close(self) -> None:

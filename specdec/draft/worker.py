@@ -25,13 +25,13 @@ STREAM_SYNTHETIC = 129
 class RoundBatch:
     """The requests of one round, gathered from the engine's state. L is constant during the round.
 
-    rows [bs]: rows in the engine's state; slot_tables [bs, width]; seq_lens [bs]: L; roots [bs]: token at L;
-    sampling: None if every request is greedy; max_prefix: host upper bound of L; is_processed: logits are processed
-    before they are judged (drafts are not). All tensors int64.
+    rows [bs]: rows in the engine's state and in slot_table [num_rows, width], which is int32 and not gathered;
+    seq_lens [bs]: L; roots [bs]: token at L; sampling: None if every request is greedy; max_prefix: host upper bound of
+    L; is_processed: logits are processed before they are judged (drafts are not). All other tensors int64.
     """
 
     rows: torch.Tensor
-    slot_tables: torch.Tensor
+    slot_table: torch.Tensor
     seq_lens: torch.Tensor
     roots: torch.Tensor
     sampling: SamplingBatch | None

@@ -1,0 +1,129 @@
+"""A block of keys taken into a running softmax (FlashAttention-2, arXiv 2307.08691): what the loops of attention do."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _dot(a, b, acc, UPCAST: tl.constexpr):
+    """acc + a @ b. UPCAST: the interpreter has no bf16 product (numpy knows no bf16); widening is exact."""
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _softmax_step(
+    q,
+    k,
+    v,
+    m,
+    mass,
+    acc,
+    visible,
+    scale_log2,
+    cap_log2,
+    cap_scale,
+    MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Take one block of keys into the running maximum m, mass and accumulator acc (logits in units of log2)."""
+    s = _dot(q, k, tl.zeros([q.shape[0], k.shape[1]], tl.float32), UPCAST)
+    if CAPPED:
+        e = tl.exp2(s * cap_scale)  # exp(2x), so that tanh(x) = 1 - 2 / (e + 1) is right at both ends
+        s = cap_log2 * (1 - 2 / (e + 1))
+        scale_log2 = 1.0
+    if MASKED:
+        s = tl.where(visible, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # scales are positive
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new  # rows that have seen nothing yet
+    p = tl.exp2(s * scale_log2 - m_safe[:, None])
+    shrink = tl.exp2(m - m_safe)
+    acc = _dot(p.to(v.dtype), v, acc * shrink[:, None], UPCAST)
+    return m_new, mass * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit
+def slots_of(table, key, kv_end):
+    """Slots of keys, int32; those past the last read its slot, which the request owns, and are masked later."""
+    return tl.load(table + tl.minimum(key, kv_end - 1))
+
+
+@triton.jit
+def _rows(pool, slots, d, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """K or V of slots, [BLOCK_N, BLOCK]; pool points at the head."""
+    at = pool + slots[:, None].to(tl.int64) * STRIDE + d
+    if DIM == BLOCK:
+        return tl.load(at)
+    return tl.load(at, mask=d < DIM, other=0.0)
+
+
+@triton.jit
+def take_block(
+    q,
+    k_head,
+    v_head,
+    slots,
+    d,
+    dv,
+    m,
+    mass,
+    acc,
+    visible,
+    scale_log2,
+    cap_log2,
+    cap_scale,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Load K and V of `slots` [BLOCK_N] and take them in; k_head and v_head point at the head, d and dv are columns.
+
+    visible [BLOCK_M, BLOCK_N]: only looked at if MASKED.
+    """
+    k = _rows(k_head, slots, d, K_STRIDE, QK_DIM, d.shape[0])
+    v = _rows(v_head, slots, dv, V_STRIDE, V_DIM, dv.shape[0])
+    return _softmax_step(
+        q, tl.trans(k), v, m, mass, acc, visible, scale_log2, cap_log2, cap_scale, MASKED, CAPPED, UPCAST
+    )
+
+
+@triton.jit
+def visible_keys(
+    key,
+    kv_end,
+    prefix,
+    is_row,
+    node,
+    bits,
+    q_pos,
+    window,
+    tail_positions,
+    HAS_BITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_TAIL_POSITIONS: tl.constexpr,
+):
+    """[BLOCK_M, BLOCK_N] bool: which keys each row sees. key [BLOCK_N] int32: places in the slot table.
+
+    Of each row [BLOCK_M]: node int32, its own tail index; bits int64, its ancestors; q_pos int32, its position.
+    tail_positions: pointer to the request's.
+    """
+    is_key = key < kv_end
+    tail = key - prefix  # tail index of each key, negative in the prefix
+    if HAS_BITS:
+        visible = (tail[None, :] < 0) | (((bits[:, None] >> tl.maximum(tail, 0)[None, :]) & 1) != 0)
+    else:
+        visible = tail[None, :] <= node[:, None]
+    visible = visible & is_key[None, :] & is_row[:, None]
+    if HAS_WINDOW:
+        k_pos = key
+        if HAS_TAIL_POSITIONS:
+            in_tail = tl.load(tail_positions + tail, mask=is_key & (tail >= 0), other=0)
+            k_pos = tl.where(tail < 0, key, in_tail.to(tl.int32))
+        visible = visible & (q_pos[:, None] - k_pos[None, :] < window)
+    return visible

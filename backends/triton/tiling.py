@@ -1,0 +1,54 @@
+"""The launch shape of attention, by the kind of forward and of layer, and how many tiles a forward has."""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import triton
+
+from specdec.backends.base import LayerSpec
+from specdec.backends.triton.merge import padded_dim
+from specdec.batch import AttentionMetadata, ForwardMode
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Launch shape of the attention kernel: rows and keys of a tile, warps, software-pipelining depth.
+
+    resident: tiles that a multiprocessor holds at once; keys are split until that many are there.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    resident: int
+
+
+# By rows of a tile: block_m, block_n, warps, stages, resident. Wide: head dims over 64 in 16 bits.
+_WIDE_TILINGS = MappingProxyType(
+    {16: Tiling(16, 64, 2, 3, 2), 32: Tiling(32, 128, 4, 2, 2), 64: Tiling(64, 64, 4, 3, 2)}
+)
+_NARROW_TILINGS = MappingProxyType(
+    {16: Tiling(16, 64, 2, 3, 4), 32: Tiling(32, 64, 2, 3, 4), 64: Tiling(64, 64, 4, 3, 3)}
+)
+
+
+def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> Tiling:
+    """The launch shape: by the forward's kind and the layer's shape, never by a live length: nothing is compiled
+    on live traffic. Chosen by measurement on an H200 in bf16 (bench/attention_kernels.py)."""
+    row_bytes = max(padded_dim(layer.qk_dim), padded_dim(layer.v_dim)) * dtype.itemsize
+    rows = m.q_len * (layer.num_heads // layer.num_kv_heads)
+    kind = 64 if m.mode is ForwardMode.EXTEND else min(max(16, triton.next_power_of_2(rows)), 64)
+    if row_bytes > 256:  # fp32, or head dims over 128
+        return Tiling(min(kind, 32), 32, 4, 2, resident=2)
+    if m.mode is ForwardMode.EXTEND:
+        return Tiling(64, 64, 4, 3, resident=1) if row_bytes > 128 else Tiling(64, 128, 4, 3, resident=1)
+    return (_WIDE_TILINGS if row_bytes > 128 else _NARROW_TILINGS)[kind]
+
+
+def num_tiles(m: AttentionMetadata, group: int, block_m: int) -> int:
+    """An upper bound of the tiles of a forward, `group` rows a query."""
+    if m.q_lens is None:
+        return m.num_reqs * triton.cdiv(m.q_len * group, block_m)
+    return sum(triton.cdiv(n * group, block_m) for n in m.q_lens)

@@ -1,0 +1,88 @@
+"""Which variants of its kernels Triton makes: attaching makes all of them, live traffic none.
+
+Triton compiles a variant for every type, constant, integer that is 1 or divisible by 16, and pointer that is aligned to
+16 bytes. Here launches run in its interpreter and the key that the compiler would have looked for is noted beside them;
+tests/test_gpu.py counts real compilations.
+"""
+
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import specdec
+from tests.heads import random_head
+from tests.tiny_models import VOCAB, tiny_model
+
+pytest.importorskip("triton")
+
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.interpreter import InterpretedFunction
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles; tests/test_gpu.py counts")
+# An odd number of rows of odd width, so that rows of the slot table and slices of packed lists lie at any address.
+ATTACHED = {"backend": "triton", "max_batch": 5, "max_seq_len": 52, "cuda_graph": True, "prefill_graph": "breakable"}
+TREE = {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The variants that launches within the test ask for."""
+    found: set[str] = set()
+    run = InterpretedFunction.run
+
+    def noting(kernel, *args, grid, warmup, **options):
+        named = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
+        found.add(f"{kernel.fn.__name__}({variant(kernel, named)})")
+        return run(kernel, *args, grid=grid, warmup=warmup, **options)
+
+    monkeypatch.setattr(InterpretedFunction, "run", noting)
+    yield found
+
+
+def variant(kernel, arguments):
+    """What Triton's JITFunction makes of the arguments of one launch."""
+    parameters = inspect.signature(kernel.fn).parameters
+    general = kernel.kwargs["do_not_specialize"] or ()
+    unaligned = kernel.kwargs["do_not_specialize_on_alignment"] or ()
+    parts = []
+    for name, value in arguments.items():
+        is_constant = name not in parameters or "constexpr" in str(parameters[name].annotation)
+        if not is_constant:
+            value = native_specialize_impl(CUDABackend, value, False, name not in general, name not in unaligned)
+        parts.append(f"{name}={value}")
+    return ", ".join(parts)
+
+
+def test_the_key_tells_alignment_and_ones(keys):
+    from specdec.backends.triton.rows import gather_rows
+
+    values, index = torch.zeros(3, 4, 8), torch.zeros(3, 2, dtype=torch.int64)
+    gather_rows(values, index)
+    gather_rows(values, index)
+    assert len(keys) == 1
+    gather_rows(torch.zeros(97)[1:].view(3, 4, 8), index)
+    assert len(keys) == 2
+    gather_rows(values[:, :1].contiguous(), index * 0)  # another stride
+    assert len(keys) == 3
+
+
+def test_live_traffic_needs_no_variant_that_attaching_did_not(keys, one_thread):
+    """Windows and softcap (Gemma-2); prefills that replay and that run eagerly, in batches of odd sizes, in chunks."""
+    model = tiny_model("gemma2")
+    engine = specdec.attach(
+        model, random_head(model), **ATTACHED, **TREE,
+        graph_batches=(2,), prefill_buckets=(1, 16), graph_sampling="greedy", max_prefill_tokens=16,
+    )  # fmt: skip
+    assert engine.config.table_width % 2 and any("_attention_kernel" in key for key in keys)
+    attached = set(keys)
+    generator = torch.Generator().manual_seed(0)
+    for lens in ([12], [3, 1, 17]):
+        prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lens]
+        engine.generate(prompts, max_new_tokens=2)
+    runner = engine.report().runners["target_prefill"]
+    assert runner["replays"] and runner["eager"]
+    assert engine.report().runners["round"]["eager"]
+    assert sorted(keys - attached) == []
