@@ -14,6 +14,7 @@ from specdec.graphs.pool import GraphPool
 from specdec.graphs.prefill import HiddenCapture, PrefillRunner, PrefillShape
 from specdec.graphs.runner import GraphRunner, Setup
 from specdec.graphs.shapes import Decision, ShapeKey, batch_buckets, token_buckets
+from specdec.graphs.watch import ModuleWatch
 
 __all__ = [
     "BreakableCapture",
@@ -26,6 +27,7 @@ __all__ = [
     "GraphPool",
     "GraphRunner",
     "HiddenCapture",
+    "ModuleWatch",
     "PathCounters",
     "PrefillRunner",
     "PrefillShape",

@@ -29,7 +29,7 @@ def pieces(text: str, stop=()) -> tuple[list[str], Detokenizer]:
     detokenizer = Detokenizer(TOKENIZER, stop)
     out = []
     for byte in text.encode():
-        out.append(detokenizer.feed(byte))
+        out.append(detokenizer.feed([byte]))
         if detokenizer.stopped:
             break
     return [*out, detokenizer.finish()], detokenizer
