@@ -141,7 +141,7 @@ class Engine:
                     name: {"replays": c.replays, "eager": c.eager, "rejects": dict(c.rejects)}
                     for name, c in core.counters.runners.items()
                 },
-                paths={mode.name: {"replays": c.replays, "eager": c.eager} for mode, c in core.counters.forwards.items()},
+                paths={m.name: {"replays": c.replays, "eager": c.eager} for m, c in core.counters.forwards.items()},
                 acceptance=self._total,
             )
 

@@ -74,7 +74,7 @@ class Core:
         )
         self.graphs = RoundGraphs(self.round, config, counters, graph_pool, may_merge=may_merge)
         self._mailbox = Mailbox(device, most=config.max_batch * (config.num_steps + 4))
-        self._batch = Batch([], torch.empty(0), SamplingKind.GREEDY)  # copied only where it changes
+        self._batch = Batch([], torch.empty(0), SamplingKind.GREEDY)
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
         self._is_launching = False  # whether the state of running requests may be half written
         self.is_closed = False
@@ -129,9 +129,9 @@ class Core:
         self.graphs.check_addresses()
         moved = self._watch.moved()
         raise GraphError(
-            f"{', '.join(moved[:3])} moved since graphs were captured or layers compiled ({len(moved)} in all): they would "
-            "use what was there before. Do not replace parts of a model while an engine is attached; detach() and "
-            "attach() again"
+            f"{', '.join(moved[:3])} moved since graphs were captured or layers compiled ({len(moved)} in all): they "
+            "would use what was there before. Do not replace parts of a model while an engine is attached; detach() "
+            "and attach() again"
         )
 
     def close(self) -> None:
@@ -263,9 +263,7 @@ class Core:
 
     def _round(self, requests: list[Request]) -> None:
         """One round of all `requests`; the host learns a launch later what it emitted."""
-        if requests != self._batch.requests:
-            self._batch = self._make_batch(requests)
-        batch = self._batch
+        batch = self._batch_of(requests)
         most = self._mailbox.num_pending * (self.config.num_steps + 1)  # what launches on their way may have emitted
         longest = max([len(r.prompt_ids) + len(r.tokens) for r in requests]) - 1 + most
         bound = min(-(-longest // PREFIX_STEP) * PREFIX_STEP, self.slot_tables.table.shape[1])
@@ -274,9 +272,12 @@ class Core:
         self._post(requests, packed, is_round=True)
         self._is_launching = False
 
-    def _make_batch(self, requests: list[Request]) -> "Batch":
-        rows = self._copy(np.array([r.row for r in requests], dtype=np.int64))
-        return Batch(requests, rows, SamplingKind.of(r.sampling for r in requests))
+    def _batch_of(self, requests: list[Request]) -> "Batch":
+        """Who plays a round; copied to the device only where it is not who played the last one."""
+        if requests != self._batch.requests:
+            rows = self._copy(np.array([r.row for r in requests], dtype=np.int64))
+            self._batch = Batch(requests, rows, SamplingKind.of(r.sampling for r in requests))
+        return self._batch
 
     def _post(self, requests: list[Request], packed: torch.Tensor, is_round: bool) -> None:
         """Send results on their way to the host; every request in them will have one token more, or be over."""
@@ -287,17 +288,17 @@ class Core:
     def _hand_out(self, results: Results, rows: list[list[int]]) -> None:
         """Hand arrived tokens to their requests; finished ones give back rows and slots."""
         for i in range(results.num_read, len(rows)):
-            request, row = results.requests[i], rows[i]
-            results.num_read = i + 1  # first: whatever goes wrong with this one, the next one's turn comes
-            if request.finish_reason is None and request.row is not None:
-                try:
-                    self._hand_over(request, row, results.is_round)
-                except BaseException as error:  # a tokenizer's, say: the others have nothing to do with it
-                    request.failure, request.finish_reason = _failure_of(error), "error"
-                    if not isinstance(error, Exception):
-                        raise
-                if request.finish_reason is not None:
-                    self.scheduler.release(request)
+            request = results.requests[i]
+            try:
+                results.num_read = i + 1  # first: whatever goes wrong with this one, it does not come twice
+                if request.finish_reason is None and request.row is not None:
+                    self._hand_over(request, rows[i], results.is_round)
+            except BaseException as error:  # a tokenizer's, say: the others have nothing to do with it
+                request.failure, request.finish_reason = _failure_of(error), "error"
+                if not isinstance(error, Exception):
+                    raise
+            if request.finish_reason is not None and request.row is not None:
+                self.scheduler.release(request)
 
     def _hand_over(self, request: Request, row: list[int], is_round: bool) -> None:
         """Give a running request what it emitted in one launch: tokens, accept_len, invalid, finished."""
@@ -332,7 +333,7 @@ def _failure_of(error: BaseException) -> Exception:
 
 
 class Batch(NamedTuple):
-    """Who plays the last round, their rows [n] int64 on the device, and the kind of sampling that they need."""
+    """Who plays a round, their rows [n] int64 on the device, and the kind of sampling that they need."""
 
     requests: list[Request]
     rows: torch.Tensor

@@ -70,8 +70,8 @@ class SlotTables:
     slot 0 and nobody takes it.
 
     A released row keeps its old table. That is safe: a round in flight may still write through it, but it was launched
-    before the pages were free, so before anything of their next owner, on the same stream; no later launch names the row
-    until it is reserved again, and `write` replaces its table as a whole.
+    before the pages were free, so before anything of their next owner, on the same stream; no later launch names the
+    row until it is reserved again, and `write` replaces its table as a whole.
     """
 
     def __init__(self, max_batch: int, width: int, num_slots: int, page_size: int, device: torch.device):
@@ -81,6 +81,9 @@ class SlotTables:
         self.table = torch.zeros(max_batch + 1, width, dtype=torch.int64, device=device)
         self._offsets = torch.arange(page_size, dtype=self.table.dtype, device=device)
         self._owned: dict[int, np.ndarray] = {}  # row -> its pages, in order of position
+        self._free_rows: list[int] = []
+        self._free_pages = np.zeros(self.num_pages, dtype=np.int64)  # a stack, its top at `_num_free_pages`
+        self._num_free_pages = 0
         self.repair([])
 
     @property
@@ -161,7 +164,6 @@ class SlotTables:
             is_free[pages] = False
         free = np.flatnonzero(is_free)[::-1]
         self._num_free_pages = len(free)
-        self._free_pages = np.zeros(self.num_pages, dtype=np.int64)  # a stack, its top at `_num_free_pages`
         self._free_pages[: len(free)] = free
 
     @property

@@ -1,6 +1,6 @@
 """Turns: one thread at a time is at the engine, in order of arrival, and finishes what it is at before Ctrl-C counts.
 
-Knows neither requests nor devices. What a turn that broke off has left behind, the next one has repaired before it begins.
+Knows neither requests nor devices. What a turn that broke off has left behind is repaired before the next one begins.
 """
 
 import signal
@@ -49,7 +49,9 @@ class Turns:
                 raise
         self._is_dirty = True
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._depth -= 1
         if self._depth == 0:
             self._is_dirty = error is not None

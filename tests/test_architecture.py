@@ -22,7 +22,10 @@ PACKAGES = ("specdec", "graphs", "backends")  # the last two are read where they
 # Lowest first. Modules in one set may import each other; sets side by side may not; a row may import all rows above it
 # in this listing. "" is specdec/__init__.py.
 LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
-    (frozenset({"errors", "config", "batch", "kv_cache", "memory", "metrics", "outputs", "heads", "prompts", "turns"}),),
+    (
+        frozenset({"errors", "config", "batch", "kv_cache", "memory", "metrics", "outputs", "heads", "prompts"}),
+        frozenset({"turns"}),
+    ),
     (frozenset({"backends"}), frozenset({"graphs"})),
     (frozenset({"sampling", "tree", "verify"}), frozenset({"models"}), frozenset({"text"})),
     (frozenset({"round_ops", "round_checks", "synthetic"}),),
