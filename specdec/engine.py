@@ -103,16 +103,8 @@ class Core:
         """
         with self.turns:
             self._require_open()
-            if waiting_for and all(r.finish_reason for r in waiting_for):
-                return
-            with on_device(self.device):
-                try:
-                    self._step()
-                    self._require_known(waiting_for)
-                except BaseException as error:
-                    if self._is_launching:
-                        self._give_up(error)
-                    raise
+            if not waiting_for or any(r.finish_reason is None for r in waiting_for):
+                self._step_or_give_up(waiting_for)
 
     def abandon(self, requests: Sequence[Request]) -> None:
         """Forget `requests`, whatever they are at; their rows and slots return."""
@@ -150,6 +142,16 @@ class Core:
     def _require_open(self) -> None:
         if self.is_closed:
             raise DetachedError("this engine was detached from its model; call specdec.attach() for a new one")
+
+    def _step_or_give_up(self, waiting_for: Sequence[Request]) -> None:
+        with on_device(self.device):
+            try:
+                self._step()
+                self._require_known(waiting_for)
+            except BaseException as error:
+                if self._is_launching:
+                    self._give_up(error)
+                raise
 
     def _require_known(self, requests: Sequence[Request]) -> None:
         """Nobody would ever end `requests` that are in no queue, and their caller would wait for ever."""

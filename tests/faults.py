@@ -4,6 +4,7 @@ Every fault has neighbours, requests of other callers that are under way. Afterw
 every neighbour must have the tokens that it has alone, unless the fault broke a launch off; then it must say so.
 """
 
+import linecache
 import random
 import sys
 import threading
@@ -71,7 +72,8 @@ def interrupting(rng: random.Random, kind: type[BaseException], most: int) -> It
         nonlocal left
         if not frame.f_code.co_filename.rsplit("/", 1)[-1] in FAULTY or "/specdec/" not in frame.f_code.co_filename:
             return None
-        if event == "line":
+        # The line of a `with` is traced once more before its `__exit__` is called, where CPython lets nothing come between.
+        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with"):
             left -= 1
             if left == 0:
                 sys.settrace(None)
