@@ -104,9 +104,10 @@ def score(engine: Any, gold: list[tuple[list[int], int]], seed: int) -> dict[str
         size = random.randint(1, MOST_PACKED)
         batch, rest = rest[:size], rest[size:]
         lens = [len(ids) for ids, _ in batch]
-        rows = [core.slot_tables.try_take(n) for n in lens]
-        rows_there = torch.tensor(rows, device=core.device)
-        metadata = core.context.backend.metadata.prefill(core.slot_tables.table, rows_there, [0] * len(lens), lens)
+        rows = [core.slot_tables.reserve(n) for n in lens]
+        there = torch.tensor(rows, device=core.device)
+        core.slot_tables.write(there, torch.from_numpy(core.slot_tables.pages_of(rows)).to(core.device))
+        metadata = core.context.backend.metadata.prefill(core.slot_tables.table, there, [0] * len(lens), lens)
         ids = torch.tensor([t for own, _ in batch for t in own], device=core.device)
         hidden, _aux = core.prefill.target(metadata, ids)
         starts = [sum(lens[:i]) for i in range(len(lens))]

@@ -77,7 +77,12 @@ def attach(
 
 
 class Engine:
-    """Generates the target's own text. Made by `attach`; one target, one draft, one KV pool."""
+    """Generates the target's own text. Made by `attach`; one target, one draft, one KV pool.
+
+    Any number of threads may call `generate` and `stream`: they take turns, a step each, and every step serves the
+    requests of all. The attached model may be called in other threads, too; such a call waits for a step to end. In
+    asyncio, use a thread: `await asyncio.to_thread(engine.generate, prompts)`. Ctrl-C counts between two steps.
+    """
 
     def __init__(
         self,
@@ -119,14 +124,16 @@ class Engine:
         """
         requests = self._requests(prompts, **options)
         start = time.perf_counter()
-        for _ in self._run(requests):
-            pass
+        with self._attached().turns.many():
+            for _ in self._run(requests):
+                pass
         return _output(requests, time.perf_counter() - start)
 
     def stream(self, prompt: Any, **options: Any) -> Generator[str, None, RequestOutput]:
         """Yield the text of ONE prompt as it becomes certain; the options are those of `generate`.
 
-        The generator's return value is the RequestOutput. Closing it early frees the request's slots.
+        The generator's return value is the RequestOutput. Closing it early frees the request's slots. Several streams
+        may be read in turn, or each in a thread of its own; in asyncio: `await asyncio.to_thread(next, stream, None)`.
         """
         if self.tokenizer is None:
             raise ValueError("stream() yields text and the engine has no tokenizer; attach(..., tokenizer=...)")
@@ -138,27 +145,28 @@ class Engine:
     def report(self) -> Report:
         """What the engine is, which paths ran how often, and its acceptance so far."""
         core = self._attached()
-        return Report(
-            model=type(core.target.model).__name__,
-            draft=core.round.worker.facts,
-            backend=core.context.backend.name,
-            backend_reason=self._backend_reason,
-            config=asdict(self.config),
-            generation=shipped_settings(core.target.model.generation_config),
-            kv_bytes=core.context.pool.num_bytes,
-            num_free_pages=core.slot_tables.num_free_pages,
-            num_pages=core.slot_tables.num_pages,
-            capture=core.graphs.capture.name,
-            prefill_graph=core.prefill.mode,
-            compile_seconds=core.compile_seconds,
-            graphs=core.prefill.costs + core.graphs.costs,
-            runners={
-                name: {"replays": c.replays, "eager": c.eager, "rejects": dict(c.rejects)}
-                for name, c in core.counters.runners.items()
-            },
-            paths={mode.name: {"replays": c.replays, "eager": c.eager} for mode, c in core.counters.forwards.items()},
-            acceptance=self._total,
-        )
+        with core.turns:
+            return Report(
+                model=type(core.target.model).__name__,
+                draft=core.round.worker.facts,
+                backend=core.context.backend.name,
+                backend_reason=self._backend_reason,
+                config=asdict(self.config),
+                generation=shipped_settings(core.target.model.generation_config),
+                kv_bytes=core.context.pool.num_bytes,
+                num_free_pages=core.slot_tables.num_free_pages,
+                num_pages=core.slot_tables.num_pages,
+                capture=core.graphs.capture.name,
+                prefill_graph=core.prefill.mode,
+                compile_seconds=core.compile_seconds,
+                graphs=core.prefill.costs + core.graphs.costs,
+                runners={
+                    name: {"replays": c.replays, "eager": c.eager, "rejects": dict(c.rejects)}
+                    for name, c in core.counters.runners.items()
+                },
+                paths={m.name: {"replays": c.replays, "eager": c.eager} for m, c in core.counters.forwards.items()},
+                acceptance=self._total,
+            )
 
     @property
     def target_module(self) -> PreTrainedModel:
@@ -172,7 +180,9 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Assert that every KV slot is free or owned by exactly one running request."""
-        self._attached().slot_tables.check_integrity()
+        core = self._attached()
+        with core.turns:
+            core.slot_tables.check_integrity()
 
     def detach(self) -> None:
         """Leave the model as it was and free the pools. The engine cannot generate afterwards.
@@ -190,38 +200,39 @@ class Engine:
         return self._core
 
     def _stream(self, requests: list[Request]) -> Generator[str, None, RequestOutput]:
-        start, request, num_given = time.perf_counter(), requests[0], 0
+        start, request = time.perf_counter(), requests[0]
         for _ in self._run(requests):
-            text, num_given = request.text[num_given:], len(request.text)
-            if text:
+            if text := request.read():
                 yield text
+        if text := request.read():  # the last step may have been another caller's
+            yield text
         return _output(requests, time.perf_counter() - start).requests[0]
 
     def _run(self, requests: list[Request]) -> Iterator[None]:
         """Step until `requests` are over; whatever happens, none of them keeps rows or slots.
 
-        Calls may interleave (two streams, say): each steps all running requests and waits for its own.
+        Calls may interleave, as streams do, or come from several threads: each steps all running requests, in turn, and
+        waits for its own.
         """
         core = self._attached()
-        core.check_addresses()
-        core.scheduler.add(requests)
+        unfinished = requests[::-1]
         try:
-            while any(r.finish_reason is None for r in requests):
-                self._attached()  # detached between two pieces of a stream: say so
-                core.step()
-                self._raise_failure(requests)
+            core.submit(requests)
+            while unfinished:
+                core.step(unfinished)
+                while unfinished and unfinished[-1].finish_reason is not None:
+                    self._raise_failure(unfinished.pop())
                 yield
-            self._raise_failure(requests)
         finally:
-            core.abandon([r for r in requests if r.finish_reason is None])
-            self._total = self._total.merge([r.acceptance for r in requests])
+            with core.turns:
+                core.abandon([r for r in requests if r.finish_reason is None])
+                self._total = self._total.merge([r.acceptance for r in requests])
 
     @staticmethod
-    def _raise_failure(requests: list[Request]) -> None:
-        """Raise what has ended one of `requests`: another caller's step may have met it."""
-        for request in requests:
-            if request.failure is not None:
-                raise request.failure
+    def _raise_failure(request: Request) -> None:
+        """Raise what has ended `request`: another caller's step may have met it."""
+        if request.failure is not None:
+            raise request.failure
 
     def _requests(self, prompts: Any, **options: Any) -> list[Request]:
         """Checked requests that are not queued yet; the options are those of `generate`."""

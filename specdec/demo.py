@@ -126,7 +126,7 @@ def marked(output: RequestOutput, tokenizer: Any, mark: Marking, most: int) -> T
     for is_drafted, tokens in _runs(output):
         if len(text) > most - len(CUT):
             return text.append(CUT)
-        piece = re.sub(r"\s+", " ", "".join(map(detokenizer.feed, tokens)))
+        piece = re.sub(r"\s+", " ", detokenizer.feed(tokens))
         if not is_drafted or not piece.strip():
             text.append(piece)
             continue

@@ -3,23 +3,27 @@
     step():  admit → prefill or round (draft → verify → accept → commit → extend) → hand out what has arrived
 
 The scheduler owns requests, `Round` the device program, `RoundGraphs` its graphs; the engine knows token ids only. On
-CUDA the host runs one launch ahead: it launches round r+1 before it reads what round r emitted.
+CUDA the host runs one launch ahead: it launches round r+1 before it reads what round r emitted. Threads take turns.
 """
 
 import time
 import warnings
 from collections.abc import Sequence
-from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from specdec.backends import AttentionBackend, ForwardContext
-from specdec.batch import ints_to_device, on_device
+from specdec.batch import on_device, to_device
 from specdec.config import EngineConfig
 from specdec.draft.worker import DraftWorker, PrefillChunk
-from specdec.graphs import Counters, GraphPool
+from specdec.errors import DetachedError, GraphError
+from specdec.graphs import Counters, GraphPool, ModuleWatch
 from specdec.kv_cache import KVPool, SlotTables
 from specdec.models.compiled import compile_layers
+from specdec.models.exclusive import make_exclusive
 from specdec.models.hf import HFTarget
 from specdec.prefill_graphs import PrefillGraphs, resolve_prefill_mode
 from specdec.round import Round
@@ -28,6 +32,7 @@ from specdec.round_ops import RoundOps
 from specdec.sampling import SamplingKind
 from specdec.scheduler import Request, Scheduler
 from specdec.state import EngineState, Mailbox, Results
+from specdec.turns import Turns
 
 PREFIX_STEP = 32  # host bounds of L are rounded up to this, so that shapes of eager rounds seldom change
 
@@ -69,87 +74,167 @@ class Core:
         )
         self.graphs = RoundGraphs(self.round, config, counters, graph_pool, may_merge=may_merge)
         self._mailbox = Mailbox(device, most=config.max_batch * (config.num_steps + 4))
-        self._rows: tuple[tuple[int, ...], torch.Tensor] = ((), torch.empty(0))
+        self._batch = Batch([], torch.empty(0), SamplingKind.GREEDY)
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
+        self._is_launching = False  # whether the state of running requests may be half written
+        self.is_closed = False
+        self.turns = Turns(self._repair)
+        live = [m for m in (target.model, worker.module) if isinstance(m, PreTrainedModel)]
+        self._exclusive = [make_exclusive(model, self.turns) for model in live]
+        runners = (*self.prefill.runners, *self.graphs.runners.values())
+        is_watched = bool(target.compiled) or any(runner.captured for runner in runners)
+        modules = [m for m in (target.model, worker.module) if m is not None]
+        self._watch = ModuleWatch(modules) if is_watched else None
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue checked requests; DetachedError once the core is closed, GraphError if a weight has moved."""
+        with self.turns:
+            self._require_open()
+            self.check_addresses()
+            self.scheduler.add(requests)
 
     @torch.inference_mode()
-    def step(self) -> None:
+    def step(self, waiting_for: Sequence[Request] = ()) -> None:
         """Launch a prefill or a round, then hand out the results of the launches that have come back.
 
-        What goes wrong comes out, and ends every running request: a launch that broke off has left their state half
-        written. The engine can serve the next ones.
+        Does nothing if all requests it is `waiting_for` are over: another thread may have stepped meanwhile. What goes
+        wrong before or after a launch ends the request at fault, if any; a launch that breaks off has left the state of
+        all running requests half written, and ends them. The engine can serve the next ones.
         """
+        with self.turns:
+            self._require_open()
+            if not waiting_for or any(r.finish_reason is None for r in waiting_for):
+                self._step_or_give_up(waiting_for)
+
+    def abandon(self, requests: Sequence[Request]) -> None:
+        """Forget `requests`, whatever they are at; their rows and slots return."""
+        with self.turns:
+            for request in requests:
+                self.scheduler.release(request)
+
+    def check_addresses(self) -> None:
+        """GraphError if a weight that graphs or compiled layers read has been replaced or moved."""
+        if self._watch is None or self._watch.is_intact():
+            return
+        self.target.check_compiled()
+        self.prefill.check_addresses()
+        self.graphs.check_addresses()
+        moved = self._watch.moved()
+        raise GraphError(
+            f"{', '.join(moved[:3])} moved since graphs were captured or layers compiled ({len(moved)} in all): they "
+            "would use what was there before. Do not replace parts of a model while an engine is attached; detach() "
+            "and attach() again"
+        )
+
+    def close(self) -> None:
+        """End what runs, take our marks off the model, and wait for what is on its way: one round may be."""
+        with self.turns:
+            self.is_closed = True
+            for release in self._exclusive:
+                release()
+            try:
+                self.target.detach()
+            finally:
+                self.round.worker.close()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise DetachedError("this engine was detached from its model; call specdec.attach() for a new one")
+
+    def _step_or_give_up(self, waiting_for: Sequence[Request]) -> None:
         with on_device(self.device):
             try:
                 self._step()
+                self._require_known(waiting_for)
             except BaseException as error:
-                self._fail(error)
+                if self._is_launching:
+                    self._give_up(error)
                 raise
+
+    def _require_known(self, requests: Sequence[Request]) -> None:
+        """Nobody would ever end `requests` that are in no queue, and their caller would wait for ever."""
+        if not self.scheduler.running and not self.scheduler.waiting:
+            assert all(r.finish_reason for r in requests), "a request was lost"
 
     def _step(self) -> None:
         self.scheduler.admit()
+        if self.scheduler.admitted:
+            self._fill()
         pieces = self.scheduler.next_prefill(self.config.max_prefill_tokens)
-        decoding = self.scheduler.decoding()
         has_posted = False
         if pieces:
             has_posted = self._prefill(pieces)
-        elif decoding:
+        elif decoding := self.scheduler.decoding():
             self._round(decoding)
             has_posted = True
         for results, rows in self._mailbox.take(self._lag if has_posted else 0):
             self._hand_out(results, rows)
 
-    @torch.inference_mode()
-    def abandon(self, requests: Sequence[Request]) -> None:
-        """Forget `requests`, whatever they are at; their rows and slots return."""
-        with on_device(self.device):
-            for request in requests:
-                self.scheduler.release(request)
-
-    def _fail(self, error: BaseException) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """End all running requests with `error`, and forget what is on its way to them."""
-        for request in list(self.scheduler.running):
-            request.finish_reason, request.failure = request.finish_reason or "error", error
-            self.scheduler.release(request)
         self._mailbox.clear()
+        self.scheduler.fail(list(self.scheduler.running), _failure_of(error))
+        self._is_launching = False
 
-    def check_addresses(self) -> None:
-        """GraphError if a tensor that graphs read has been replaced or moved."""
-        self.target.check_compiled()
-        self.prefill.check_addresses()
-        self.graphs.check_addresses()
+    def _repair(self) -> None:
+        """After a turn that broke off: see `Scheduler.repair`."""
+        if self._is_launching:  # not even `_give_up` came to its end
+            self._give_up(RuntimeError("a launch was broken off; generate this request again"))
+        self.scheduler.repair()
 
-    def close(self) -> None:
-        """Take our marks off the model, and wait for what is on its way: one round may be."""
+    def _fill(self) -> None:
+        """Write constants and slot tables of newly admitted requests; one copy brings all of it over."""
         try:
-            self.target.detach()
-        finally:
-            self.round.worker.close()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            constants = self._pack(self.scheduler.admitted)
+        except Exception:
+            self._end_unpackable()
+            if not self.scheduler.admitted:
+                return
+            constants = self._pack(self.scheduler.admitted)
+        numbers = [r.row for r in self.scheduler.admitted if r.row is not None]
+        parts = [np.array(numbers)[:, None], constants, self.slot_tables.pages_of(numbers)]
+        rows, constants_there, pages = self._copy(np.concatenate(parts, 1)).split([p.shape[1] for p in parts], 1)
+        rows = rows[:, 0].contiguous()
+        self.state.fill(rows, constants_there)
+        self.slot_tables.write(rows, pages)
+        self.state.fill_rules(self.scheduler.admitted)
+        self.scheduler.admitted = []
+
+    def _pack(self, requests: Sequence[Request]) -> np.ndarray:
+        """What `requests` bring along, in numbers that the device can take."""
+        for request in requests:
+            assert request.prompt.dtype == np.int64
+        return self.state.pack(requests)
+
+    def _end_unpackable(self) -> None:
+        """End the admitted requests that are at fault when packing fails, each with its own error; admission checks
+        arguments, so there should be none."""
+        for request in list(self.scheduler.admitted):
+            try:
+                self._pack([request])
+            except Exception as error:
+                self.scheduler.fail([request], error)
 
     def _prefill(self, pieces: list[tuple[Request, int]]) -> bool:
         """One packed prefill forward over prompt pieces, then the first token of every prompt that is complete.
 
         Returns whether there are such tokens.
         """
-        starts = [r.num_prefilled for r, _ in pieces]
+        chunk, ids = self._chunk(pieces)
+        done = [i for i, (r, n) in enumerate(pieces) if r.num_prefilled + n == len(r.prompt_ids)]
+        finished = [pieces[i][0] for i in done]
+        self._is_launching = True
         for request, n in pieces:
-            if request.num_prefilled == 0:
-                assert request.row is not None
-                self.state.fill(request.row, request)
-                request.max_len_bound = len(request.prompt_ids)
             request.num_prefilled += n
-        chunk, ids = self._chunk(pieces, starts)
         hidden, aux = self.prefill.target(chunk.metadata, ids)
-        done = [i for i, (r, _) in enumerate(pieces) if r.is_prefilled]
         if done:
-            places = slice(None) if len(done) == len(pieces) else self._tensor(done)
+            places = slice(None) if len(done) == len(pieces) else self._copy(np.array(done))
             rows, last_rows = chunk.rows[places], chunk.last_rows[places]
-            finished = [pieces[i][0] for i in done]
             kind = SamplingKind.of(r.sampling for r in finished)
             packed = self.graphs.first_tokens(kind, rows, hidden[last_rows])
-            self._mailbox.post(finished, packed, is_round=False)
+            self._post(finished, packed, is_round=False)
             chunk.next_ids[last_rows] = packed[:, 0].clamp(min=0)
         worker = self.round.worker
         states = None
@@ -158,72 +243,106 @@ class Core:
         worker.finish_prefill(chunk, states, self.prefill.draft)
         if done and worker.has_begin:
             self.graphs.begin(rows, self._len_bound(finished))
+        self._is_launching = False
         return bool(done)
 
-    def _chunk(self, pieces: list[tuple[Request, int]], starts: list[int]) -> tuple[PrefillChunk, torch.Tensor]:
-        """The packed chunk that `pieces` make from `starts` on, and its ids [T]; one copy brings all of it over."""
-        lens = [n for _, n in pieces]
-        ids = [t for (r, n), s in zip(pieces, starts, strict=True) for t in r.prompt_ids[s : s + n]]
-        last_rows = [end - 1 for end in accumulate(lens)]
-        lists = ([r.row for r, _ in pieces], last_rows, starts, lens, ids, _shifted(pieces, starts))
-        packed = self._tensor([value for values in lists for value in values])
-        rows, last, starts_there, lens_there, ids_there, next_ids = packed.split([len(values) for values in lists])
+    def _chunk(self, pieces: list[tuple[Request, int]]) -> tuple[PrefillChunk, torch.Tensor]:
+        """The packed chunk that `pieces` make, and its ids [T]; one copy brings all of it over."""
+        starts, lens = [r.num_prefilled for r, _ in pieces], [n for _, n in pieces]
+        ids = np.concatenate([r.prompt[r.num_prefilled : r.num_prefilled + n] for r, n in pieces])
+        last_rows = np.cumsum(lens) - 1
+        # Ids one to the left: the token after each prefilled one, the next chunk's first included; unknown ones are 0.
+        next_ids = np.append(ids[1:], 0)
+        ends = [r.num_prefilled + n for r, n in pieces]
+        next_ids[last_rows] = [
+            r.prompt_ids[end] if end < len(r.prompt_ids) else 0 for (r, _), end in zip(pieces, ends, strict=True)
+        ]
+        parts = [np.array([r.row for r, _ in pieces]), last_rows, np.array(starts), np.array(lens), ids, next_ids]
+        packed = self._copy(np.concatenate(parts))
+        rows, last, starts_there, lens_there, ids_there, next_there = packed.split([len(p) for p in parts])
         table, there = self.slot_tables.table, (starts_there, lens_there)
         metadata = self.context.backend.metadata.prefill(table, rows, starts, lens, there)
-        return PrefillChunk(metadata, rows, next_ids, last), ids_there
+        return PrefillChunk(metadata, rows, next_there, last), ids_there
 
     def _round(self, requests: list[Request]) -> None:
         """One round of all `requests`; the host learns a launch later what it emitted."""
-        kind = SamplingKind.of(r.sampling for r in requests)
-        packed = self.graphs.play(kind, self._rows_of(requests), self._len_bound(requests))
-        for request in requests:
-            request.max_len_bound += self.config.num_steps + 1
-        self._mailbox.post(requests, packed, is_round=True)
+        batch = self._batch_of(requests)
+        bound = self._len_bound(requests)
+        self._is_launching = True
+        packed = self.graphs.play(batch.kind, batch.rows, bound)
+        self._post(requests, packed, is_round=True)
+        self._is_launching = False
 
-    def _len_bound(self, requests: Sequence[Request]) -> int:
-        """A host bound of L of all `requests`."""
-        longest = max(r.max_len_bound for r in requests)
+    def _len_bound(self, requests: list[Request]) -> int:
+        """A host bound of L of all `requests`, what launches on their way may have emitted included."""
+        most = self._mailbox.num_pending * (self.config.num_steps + 1)
+        longest = max([len(r.prompt_ids) + len(r.tokens) for r in requests]) - 1 + most
         return min(-(-longest // PREFIX_STEP) * PREFIX_STEP, self.slot_tables.table.shape[1])
 
-    def _rows_of(self, requests: list[Request]) -> torch.Tensor:
-        """Rows of `requests` [n] int64 on the device, copied only where the batch has changed."""
-        numbers = tuple(r.row for r in requests if r.row is not None)
-        if numbers != self._rows[0]:
-            self._rows = (numbers, self._tensor(numbers))
-        return self._rows[1]
+    def _batch_of(self, requests: list[Request]) -> "Batch":
+        """Who plays a round; copied to the device only where it is not who played the last one."""
+        if requests != self._batch.requests:
+            rows = self._copy(np.array([r.row for r in requests], dtype=np.int64))
+            self._batch = Batch(requests, rows, SamplingKind.of(r.sampling for r in requests))
+        return self._batch
+
+    def _post(self, requests: list[Request], packed: torch.Tensor, is_round: bool) -> None:
+        """Send results on their way to the host; every request in them will have one token more, or be over."""
+        self._mailbox.post(requests, packed, is_round)
+        for request in requests:
+            request.num_certain += 1
 
     def _hand_out(self, results: Results, rows: list[list[int]]) -> None:
         """Hand arrived tokens to their requests; finished ones give back rows and slots."""
-        for request, (*tokens, accept_len, invalid, finished) in zip(results.requests, rows, strict=True):
-            if results.is_round:
-                request.max_len_bound -= self.config.num_steps + 1 - accept_len
-            if not request.is_running:
-                continue  # a round that was launched before the host knew that the request is over
-            assert accept_len, "a running request emitted nothing: host and device disagree on who runs"
-            if invalid:
-                request.finish_reason = "error"
-                message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"
-                warnings.warn(message, stacklevel=5)
-            else:
-                num_before = len(request.tokens)
-                request.take(tokens[:accept_len])
-                if results.is_round:
-                    request.acceptance.add(len(request.tokens) - num_before)
-                    request.round_lens.append(len(request.tokens) - num_before)
-            # Stop strings, which only text shows, are the one end that the device does not see.
-            is_over = request.finish_reason not in (None, "stop_string")
-            assert is_over == bool(finished) or request.finish_reason == "stop_string", "host and device disagree"
-            if request.finish_reason:
+        for i in range(results.num_read, len(rows)):
+            request = results.requests[i]
+            try:
+                results.num_read = i + 1  # first: whatever goes wrong with this one, it does not come twice
+                if request.finish_reason is None and request.row is not None:
+                    self._hand_over(request, rows[i], results.is_round)
+            except BaseException as error:  # a tokenizer's, say: the others have nothing to do with it
+                request.failure, request.finish_reason = _failure_of(error), "error"
+                if not isinstance(error, Exception):
+                    raise
+            if request.finish_reason is not None and request.row is not None:
                 self.scheduler.release(request)
 
-    def _tensor(self, values: Sequence[int | None]) -> torch.Tensor:
-        return ints_to_device(values, self.device)
+    def _hand_over(self, request: Request, row: list[int], is_round: bool) -> None:
+        """Give a running request what it emitted in one launch: tokens, accept_len, invalid, finished."""
+        accept_len, invalid, finished = row[-3:]
+        assert accept_len, "a running request emitted nothing: host and device disagree on who runs"
+        request.num_certain += accept_len - 1
+        if invalid:
+            request.finish_reason = "error"
+            message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"
+            warnings.warn(message, stacklevel=7)
+            return
+        num_before = len(request.tokens)
+        request.take(row[:accept_len])
+        if is_round:
+            request.acceptance.add(len(request.tokens) - num_before)
+            request.round_lens.append(len(request.tokens) - num_before)
+        # Stop strings, which only text shows, are the one end that the device does not see.
+        is_over = request.finish_reason is not None
+        assert is_over == bool(finished) or request.finish_reason == "stop_string", "host and device disagree"
+
+    def _copy(self, values: np.ndarray) -> torch.Tensor:
+        """`values`, int64, on the device."""
+        return to_device(torch.from_numpy(values), self.device)
 
 
-def _shifted(pieces: list[tuple[Request, int]], starts: list[int]) -> list[int]:
-    """Ids one to the left: the token after each prefilled one, the next chunk's first included; unknown ones are 0."""
-    ids: list[int] = []
-    for (request, n), start in zip(pieces, starts, strict=True):
-        following = request.prompt_ids[start + 1 : start + n + 1]
-        ids += following + [0] * (n - len(following))
-    return ids
+def _failure_of(error: BaseException) -> Exception:
+    """What callers of the requests that `error` has ended are told; an interrupt is for the thread it came to."""
+    if isinstance(error, Exception):
+        return error
+    failure = RuntimeError(f"a step was broken off by {type(error).__name__}; generate this request again")
+    failure.__cause__ = error
+    return failure
+
+
+class Batch(NamedTuple):
+    """Who plays a round, their rows [n] int64 on the device, and the kind of sampling that they need."""
+
+    requests: list[Request]
+    rows: torch.Tensor
+    kind: SamplingKind

@@ -6,9 +6,9 @@ Slot = page * page_size + offset. Page 0 is the dummy page: padding writes there
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from specdec.batch import to_device
 from specdec.errors import CapacityError
 
 
@@ -65,8 +65,13 @@ class KVPool:
 class SlotTables:
     """Which slots each running request owns: `table` [max_batch + 1, width] int32 on the device, ownership on the host.
 
-    A row is taken with all the slots its request may ever need, so nothing is allocated inside a round and no
-    running request can be starved by another. The last row is the dummy row: it names slot 0 and nobody takes it.
+    A row is reserved with all the slots its request may ever need, so nothing is allocated inside a round and no
+    running request can be starved by another; `write` then tells the device. The last row is the dummy row: it names
+    slot 0 and nobody takes it.
+
+    A released row keeps its old table. That is safe: a round in flight may still write through it, but it was launched
+    before the pages were free, so before anything of their next owner, on the same stream; no later launch names the
+    row until it is reserved again, and `write` replaces its table as a whole.
     """
 
     def __init__(self, max_batch: int, width: int, num_slots: int, page_size: int, device: torch.device):
@@ -74,9 +79,12 @@ class SlotTables:
         self.num_pages = num_slots // page_size
         self.max_batch = max_batch
         self.table = torch.zeros(max_batch + 1, width, dtype=torch.int32, device=device)
-        self._free_rows = list(range(max_batch))[::-1]
-        self._free_pages = list(range(1, self.num_pages + 1))[::-1]
-        self._owned: dict[int, list[int]] = {}
+        self._offsets = torch.arange(page_size, dtype=self.table.dtype, device=device)
+        self._owned: dict[int, np.ndarray] = {}  # row -> its pages, in order of position
+        self._free_rows: list[int] = []
+        self._free_pages = np.zeros(self.num_pages, dtype=np.int64)  # a stack, its top at `_num_free_pages`
+        self._num_free_pages = 0
+        self.repair([])
 
     @property
     def total_slots(self) -> int:
@@ -113,25 +121,50 @@ class SlotTables:
                 "shorten the prompt, lower max_new_tokens, or attach with a larger max_seq_len"
             )
 
-    def try_take(self, num_tokens: int) -> int | None:
-        """Give a row whose first `num_tokens` positions own slots, or None while rows or pages are short."""
+    def reserve(self, num_tokens: int) -> int | None:
+        """Reserve a row with slots for `num_tokens` tokens; None if rows or pages have run out."""
         need = self.pages_for(num_tokens)
-        if not self._free_rows or need > len(self._free_pages):
+        if not self._free_rows or need > self._num_free_pages:
             return None
-        row = self._free_rows.pop()
-        pages = [self._free_pages.pop() for _ in range(need)]
-        self._owned[row] = pages
-        base = torch.tensor(pages, dtype=torch.int64).unsqueeze(1) * self.page_size
-        slots = (base + torch.arange(self.page_size)).reshape(-1)[: self.table.shape[1]]
-        self.table[row].zero_()
-        self.table[row, : slots.numel()] = to_device(slots, self.table.device)
+        row, rest = self._free_rows.pop(), self._num_free_pages - need
+        self._owned[row] = self._free_pages[rest : self._num_free_pages][::-1].copy()
+        self._num_free_pages = rest
         return row
 
     def release(self, row: int) -> None:
         """Return a row and its pages."""
-        self._free_pages.extend(reversed(self._owned.pop(row)))
+        pages = self._owned.pop(row)
+        self._free_pages[self._num_free_pages : self._num_free_pages + len(pages)] = pages[::-1]
+        self._num_free_pages += len(pages)
         self._free_rows.append(row)
-        self.table[row].zero_()
+
+    def pages_of(self, rows: Sequence[int]) -> np.ndarray:
+        """Pages of reserved `rows`, [n, longest] int64; the shorter are filled up with the dummy page."""
+        owned = [self._owned[row] for row in rows]
+        pages = np.zeros((len(owned), max(map(len, owned))), dtype=np.int64)
+        for line, own in zip(pages, owned, strict=True):
+            line[: len(own)] = own
+        return pages
+
+    def write(self, rows: torch.Tensor, pages: torch.Tensor) -> None:
+        """Tell the device: reserved `rows` [n] int64 own `pages` [n, P] int64, see `pages_of`."""
+        pages = pages.to(self.table.dtype)
+        if self.page_size > 1:
+            pages = (pages.unsqueeze(2) * self.page_size + self._offsets).flatten(1)
+        missing = self.table.shape[1] - pages.shape[1]  # negative: the end of a last page that no position reaches
+        self.table.index_copy_(0, rows, torch.nn.functional.pad(pages, (0, missing)))
+
+    def repair(self, rows: Sequence[int]) -> None:
+        """Everything that is not owned by one of the reserved `rows` is free again."""
+        self._owned = {row: self._owned[row] for row in rows}
+        self._free_rows = [row for row in reversed(range(self.max_batch)) if row not in self._owned]
+        is_free = np.ones(self.num_pages + 1, dtype=bool)
+        is_free[0] = False
+        for pages in self._owned.values():
+            is_free[pages] = False
+        free = np.flatnonzero(is_free)[::-1]
+        self._num_free_pages = len(free)
+        self._free_pages[: len(free)] = free
 
     @property
     def num_free_rows(self) -> int:
@@ -141,15 +174,16 @@ class SlotTables:
     @property
     def num_free_pages(self) -> int:
         """Pages nobody owns."""
-        return len(self._free_pages)
+        return self._num_free_pages
 
     def check_integrity(self) -> None:
-        """Assert the invariant: every page but page 0 is free or owned by exactly one row, and tables say the same."""
-        owned = [p for pages in self._owned.values() for p in pages]
-        everything = sorted(owned + self._free_pages)
+        """Assert the invariant: every page but page 0 is free or owned by exactly one row, and the tables of owned
+        rows and of the dummy row say the same."""
+        owned = [page for pages in self._owned.values() for page in pages.tolist()]
+        everything = sorted(owned + self._free_pages[: self._num_free_pages].tolist())
         assert everything == list(range(1, self.num_pages + 1)), "a page is lost or owned twice"
         assert sorted([*self._owned, *self._free_rows]) == list(range(self.max_batch)), "a row is lost or doubled"
-        for row in range(self.max_batch + 1):
+        for row in (*self._owned, self.max_batch):
             pages = self.table[row].unique() // self.page_size
-            expected = set(self._owned.get(row, []))
+            expected = set(self._owned[row].tolist()) if row in self._owned else set()
             assert set(pages.unique().tolist()) - {0} == expected, f"slot table of row {row} names foreign pages"

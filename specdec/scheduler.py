@@ -6,8 +6,11 @@ stop strings, which only text can show, and gives rows and slots back.
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
 
 from specdec.kv_cache import SlotTables
 from specdec.metrics import AcceptanceStats
@@ -19,10 +22,11 @@ from specdec.text import Detokenizer
 class Request:
     """One prompt on its way. `row` is set while it runs; `num_prefilled` counts prompt tokens already in the cache.
 
-    max_len_bound: host upper bound of L, raised by every launched round, lowered by every read result.
+    num_certain: tokens it will have emitted once everything launched for it has come back, at the least.
     string_ids: stop ids that stand for stop strings: special tokens.
     failure: the error that ended it, with finish_reason "error"; whoever waits for the request raises it.
     round_lens: tokens that each verify round emitted, after trimming; the engine adds to it as to `acceptance`.
+    arrived: when it was queued (`Scheduler.add`), seconds; first_token_s and time_s count from there.
     """
 
     prompt_ids: list[int]
@@ -34,16 +38,17 @@ class Request:
     string_ids: tuple[int, ...] = ()
     row: int | None = None
     num_prefilled: int = 0
+    num_certain: int = 0
     tokens: list[int] = field(default_factory=list)
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
     finish_reason: str | None = None
     failure: BaseException | None = None
     acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
     round_lens: list[int] = field(default_factory=list)
-    max_len_bound: int = 0
-    arrived: float = field(default_factory=time.perf_counter)
+    arrived: float = 0.0
     first_token_s: float | None = None
     time_s: float | None = None
+    _num_read: int = 0
 
     @property
     def is_running(self) -> bool:
@@ -55,22 +60,57 @@ class Request:
         """Whether its whole prompt is in the cache."""
         return self.num_prefilled == len(self.prompt_ids)
 
+    @cached_property
+    def prompt(self) -> np.ndarray:
+        """`prompt_ids` as [T] int64, for prefills."""
+        return np.array(self.prompt_ids, dtype=np.int64)
+
     def take(self, tokens: list[int]) -> None:
-        """Append emitted `tokens` and their text; set `finish_reason` if they end the request."""
+        """Append emitted `tokens`, which the device has cut at stop ids and at the length; set `finish_reason` if they
+        end the request. Only stop strings need their text now."""
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter() - self.arrived
-        for token in tokens:
-            self.tokens.append(token)
-            self.text += self.detokenizer.feed(token)
+        self.tokens += tokens
+        reason = None
+        if tokens[-1] in self.stop_ids:
+            reason = self._why_stopped(tokens[-1])
+        elif len(self.tokens) >= self.max_new_tokens:
+            reason = "length"
+        if self.detokenizer.stop_strings:
+            self.pieces.append(self.detokenizer.feed(tokens))
+            if reason is not None:
+                self.pieces.append(self.detokenizer.finish())
             if self.detokenizer.stopped:
-                self.finish_reason = "stop_string"
-            elif token in self.stop_ids:
-                self.finish_reason = self._why_stopped(token)
-            elif len(self.tokens) >= self.max_new_tokens:
-                self.finish_reason = "length"
-            if self.finish_reason:
-                self.text += self.detokenizer.finish()
-                return
+                del self.tokens[self.detokenizer.num_fed :]  # what came after the stop string in one round
+                reason = "stop_string"
+        self.finish_reason = reason  # last: who reads text in another thread takes it for complete then
+
+    def read(self) -> str:
+        """The text that has become certain since the last call, all of it once the request is over."""
+        is_over = self.finish_reason is not None
+        self._catch_up(is_over)
+        text = "".join(self.pieces[self._num_read :])
+        self._num_read = len(self.pieces)
+        return text
+
+    @property
+    def text(self) -> str:
+        """The text of a request that is over: decoded at once, unless it had to be looked at on the way."""
+        if not self.pieces:
+            return self.detokenizer.decode(self.tokens)
+        self._catch_up(is_over=True)
+        return "".join(self.pieces)
+
+    def _catch_up(self, is_over: bool) -> None:
+        """Decode what nobody has looked at yet. With stop strings that is for `take`, except where an error was the
+        end."""
+        if self.detokenizer.stop_strings and not is_over:
+            return
+        tokens = self.tokens[self.detokenizer.num_fed :]
+        if tokens:
+            self.pieces.append(self.detokenizer.feed(tokens))
+        if is_over:
+            self.pieces.append(self.detokenizer.finish())
 
     def _why_stopped(self, token: int) -> str:
         if token in self.eos_ids:
@@ -79,7 +119,10 @@ class Request:
 
 
 class Scheduler:
-    """Admits waiting requests in order of arrival while rows and slots last."""
+    """Admits waiting requests in order of arrival while rows and slots last.
+
+    `running` says who holds a row: whatever is lost or doubled elsewhere, `repair` recomputes from it.
+    """
 
     def __init__(self, slot_tables: SlotTables, tail_reserve: int):
         self.slot_tables = slot_tables
@@ -87,6 +130,7 @@ class Scheduler:
         self.refill = max(1, slot_tables.max_batch // 16)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.admitted: list[Request] = []  # of `running`, whose constants are not on the device yet
 
     def slots_needed(self, prompt_len: int, max_new_tokens: int) -> int:
         """KV slots a request reserves: prompt, output, and what a round may write past L."""
@@ -94,7 +138,10 @@ class Scheduler:
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests that `check_fits` has let through."""
-        self.waiting.extend(requests)
+        now = time.perf_counter()
+        for request in requests:
+            request.arrived = now
+            self.waiting.append(request)
 
     def admit(self) -> None:
         """Move waiting requests to running, first come first served, while rows and slots last.
@@ -105,32 +152,57 @@ class Scheduler:
             return
         while self.waiting:
             request = self.waiting[0]
-            row = self.slot_tables.try_take(self.slots_needed(len(request.prompt_ids), request.max_new_tokens))
+            row = self.slot_tables.reserve(self.slots_needed(len(request.prompt_ids), request.max_new_tokens))
             if row is None:
                 return
             request.row = row
-            self.running.append(self.waiting.popleft())
+            self.admitted.append(request)
+            self.running.append(request)  # from here on it holds the row, whatever happens; see `repair`
+            self.waiting.popleft()
 
     def next_prefill(self, max_tokens: int) -> list[tuple[Request, int]]:
         """Prompt pieces of one prefill forward: (request, number of tokens), `max_tokens` together."""
         pieces: list[tuple[Request, int]] = []
         for request in self.running:
-            rest = min(len(request.prompt_ids) - request.num_prefilled, max_tokens)
-            if rest > 0 and request.is_running:
-                pieces.append((request, rest))
-                max_tokens -= rest
+            rest = len(request.prompt_ids) - request.num_prefilled
+            if rest and max_tokens and request.finish_reason is None:
+                pieces.append((request, min(rest, max_tokens)))
+                max_tokens -= pieces[-1][1]
         return pieces
 
     def decoding(self) -> list[Request]:
-        """Requests that take part in the next round."""
-        return [r for r in self.running if r.is_running and r.is_prefilled]
+        """Requests that take part in the next round: not those whose last token is on its way already."""
+        return [
+            r
+            for r in self.running
+            if r.finish_reason is None and r.num_certain < r.max_new_tokens and r.num_prefilled == len(r.prompt_ids)
+        ]
 
     def release(self, request: Request) -> None:
         """Give back row and slots of a finished or abandoned request, or forget a waiting one."""
-        if request.row is not None:
+        if request in self.running:
             self.running.remove(request)
-            self.slot_tables.release(request.row)
-            request.row = None
+            if request in self.admitted:
+                self.admitted.remove(request)
+            row, request.row = request.row, None
+            assert row is not None
+            self.slot_tables.release(row)
         elif request in self.waiting:
             self.waiting.remove(request)
         request.time_s = time.perf_counter() - request.arrived
+
+    def fail(self, requests: Sequence[Request], error: BaseException) -> None:
+        """End `requests` with `error`, which their callers will raise; those that are over stay as they are."""
+        for request in requests:
+            if request.finish_reason is None:
+                request.failure, request.finish_reason = error, "error"
+            self.release(request)
+
+    def repair(self) -> None:
+        """Make everything agree with `running` again after a turn that broke off somewhere."""
+        self.running = [r for r in dict.fromkeys(self.running) if r.finish_reason is None and r.row is not None]
+        self.admitted = [r for r in self.running if r in self.admitted]
+        self.waiting = deque(r for r in self.waiting if r not in self.running)
+        for request in self.waiting:
+            request.row = None
+        self.slot_tables.repair([r.row for r in self.running if r.row is not None])

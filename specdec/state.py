@@ -1,17 +1,31 @@
 """Device state of running requests, by row, and the host's mailbox for what rounds emit."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
+import numpy as np
 import torch
 
-from specdec.batch import ints_to_device
 from specdec.processors import ProcessorState
 from specdec.sampling import SamplingBatch, SamplingParams
 from specdec.scheduler import Request
 
 MAX_STOP_IDS = 16
+
+# What admission writes to a request's row: a tensor of `EngineState.tensors` and its value, a number or as many as the
+# row has.
+CONSTANTS: tuple[tuple[str, Callable[[Request], Any]], ...] = (
+    ("seq_lens", lambda r: len(r.prompt_ids)),
+    ("remaining", lambda r: r.max_new_tokens),
+    ("stop_ids", lambda r: (*r.stop_ids, *[-1] * (MAX_STOP_IDS - len(r.stop_ids)))),
+    ("temperature", lambda r: r.sampling.temperature),
+    ("top_k", lambda r: r.sampling.top_k),
+    ("top_p", lambda r: r.sampling.top_p),
+    ("min_p", lambda r: r.sampling.min_p),
+    ("seeds", lambda r: r.sampling.seed or 0),
+)
 
 
 @dataclass(frozen=True)
@@ -42,14 +56,30 @@ class EngineState:
         processors = ProcessorState.empty(num_rows, width, vocab_size, device)
         return cls(zeros(), zeros(), zeros(), stop_ids, sampling, processors)
 
-    def fill(self, row: int, request: Request) -> None:
-        """Write a new request's constants into its row."""
-        stops = [*request.stop_ids, *[-1] * (MAX_STOP_IDS - len(request.stop_ids))]
-        self.stop_ids[row] = ints_to_device(stops, self.stop_ids.device)
-        self.seq_lens[row] = len(request.prompt_ids)
-        self.remaining[row] = request.max_new_tokens
-        self.sampling.fill(row, request.sampling)
-        self.processors.fill(row, request.prompt_ids, request.sampling, sorted(request.eos_ids))
+    def pack(self, requests: Sequence[Request]) -> np.ndarray:
+        """The constants of `requests` as [n, F] int64, floats by their float64 bits: one copy takes them over."""
+        tensors, columns = self.tensors, []
+        for name, value_of in CONSTANTS:
+            dtype = np.float64 if tensors[name].is_floating_point() else np.int64
+            column = np.array([value_of(r) for r in requests], dtype=dtype)
+            assert column.shape[1:] == tensors[name].shape[1:], f"{name} is {column.shape[1:]} a row"
+            columns.append(column.reshape(len(requests), -1).view(np.int64))
+        return np.concatenate(columns, 1)
+
+    def fill(self, rows: torch.Tensor, packed: torch.Tensor) -> None:
+        """Write what `pack` has made, now on the device, into `rows` [n] int64: a launch a field."""
+        by_name = self.tensors
+        tensors = [by_name[name] for name, _ in CONSTANTS]
+        columns = packed.split([t.shape[1:].numel() for t in tensors], 1)
+        for tensor, column in zip(tensors, columns, strict=True):
+            values = column.view(torch.float64) if tensor.is_floating_point() else column
+            tensor.index_copy_(0, rows, values.reshape(-1, *tensor.shape[1:]).to(tensor.dtype))
+
+    def fill_rules(self, requests: Sequence[Request]) -> None:
+        """Write penalties, bans and biases of `requests` into their rows; nothing is launched where there are none."""
+        for r in requests:
+            if r.row is not None and (r.sampling.has_processors or r.row in self.processors.used):
+                self.processors.fill(r.row, r.prompt_ids, r.sampling, sorted(r.eos_ids))
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -58,14 +88,18 @@ class EngineState:
         return {**own, **self.sampling.tensors, **self.processors.tensors}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Results:
-    """What one launch emitted, still on its way to the host: [n, W+3] int64: tokens, accept_lens, invalid, finished."""
+    """What one launch emitted, still on its way to the host: [n, W+3] int64: tokens, accept_lens, invalid, finished.
+
+    num_read: requests that have their tokens already, counted by whoever hands them out.
+    """
 
     requests: tuple[Request, ...]
     host: torch.Tensor
     ready: torch.cuda.Event | None
     is_round: bool
+    num_read: int = 0
 
 
 class Mailbox:
@@ -93,13 +127,23 @@ class Mailbox:
         self._pending.append((Results(tuple(requests), host, ready, is_round), buffer))
 
     def take(self, num_left: int) -> Iterator[tuple[Results, list[list[int]]]]:
-        """Results and their rows on the host, oldest first, until `num_left` are left; waits for their copies."""
+        """Results and their rows on the host, oldest first, until `num_left` are left; waits for their copies.
+
+        Results count as taken when the next ones are asked for: whoever breaks off gets them again.
+        """
         while len(self._pending) > num_left:
-            results, buffer = self._pending.popleft()
+            results, buffer = self._pending[0]
             if results.ready is not None:
                 results.ready.synchronize()  # the copy of an earlier launch; a later one is already running
-                self._free.append((buffer, results.ready))
             yield results, results.host.tolist()
+            self._pending.popleft()
+            if results.ready is not None:
+                self._free.append((buffer, results.ready))
+
+    @property
+    def num_pending(self) -> int:
+        """Launches whose results nobody has taken yet."""
+        return len(self._pending)
 
     def clear(self) -> None:
         """Forget everything that has not been taken."""

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (
         frozenset({"errors", "config", "batch", "kv_cache", "memory", "metrics", "outputs", "heads", "prompts"}),
         frozenset({"sampling_params"}),
+        frozenset({"turns"}),
     ),
     (frozenset({"generation"}),),
     (frozenset({"backends"}), frozenset({"graphs"})),

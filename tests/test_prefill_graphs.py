@@ -63,9 +63,9 @@ def batch_of(engine, lens, starts=None, seed=0):
     starts = starts or [0] * len(lens)
     for row in list(core.slot_tables._owned):
         core.slot_tables.release(row)
-    rows = torch.tensor(
-        [core.slot_tables.try_take(s + n + 8) for s, n in zip(starts, lens, strict=True)], device=DEVICE
-    )
+    numbers = [core.slot_tables.reserve(s + n + 8) for s, n in zip(starts, lens, strict=True)]
+    rows = torch.tensor(numbers, device=DEVICE)
+    core.slot_tables.write(rows, torch.from_numpy(core.slot_tables.pages_of(numbers)).to(DEVICE))
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB, (sum(lens),), generator=generator).to(DEVICE)
     return core.context.backend.metadata.prefill(core.slot_tables.table, rows, starts, lens), ids

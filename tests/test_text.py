@@ -1,5 +1,7 @@
 """Prompts of every accepted form, and text that appears piece by piece."""
 
+import time
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ def pieces(text: str, stop=()) -> tuple[list[str], Detokenizer]:
     detokenizer = Detokenizer(TOKENIZER, stop)
     out = []
     for byte in text.encode():
-        out.append(detokenizer.feed(byte))
+        out.append(detokenizer.feed([byte]))
         if detokenizer.stopped:
             break
     return [*out, detokenizer.finish()], detokenizer
@@ -55,6 +57,87 @@ def test_stop_strings_across_tokens(text, stop, expected):
     out, detokenizer = pieces(text, stop)
     assert "".join(out) == expected
     assert detokenizer.stopped == (expected != text)
+
+
+def test_text_in_pieces_of_any_size_is_the_whole_text():
+    text = "naïve – 語 😀! " * 20
+    ids = list(text.encode())
+    for size in (1, 2, 3, 7, 50):
+        detokenizer = Detokenizer(TOKENIZER)
+        parts = [detokenizer.feed(ids[i : i + size]) for i in range(0, len(ids), size)]
+        assert "".join(parts) + detokenizer.finish() == text
+        assert detokenizer.finish() == "" and detokenizer.num_fed == len(ids)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 40])
+def test_the_token_that_completes_a_stop_string_is_the_last_that_counts(size):
+    ids = list("héllo STOP and more".encode())
+    detokenizer = Detokenizer(TOKENIZER, ["STOP", "more"])
+    parts = []
+    for i in range(0, len(ids), size):
+        if not detokenizer.stopped:
+            parts.append(detokenizer.feed(ids[i : i + size]))
+    assert "".join(parts) == "héllo " and detokenizer.num_fed == len("héllo STOP".encode())
+
+
+def test_held_text_is_looked_at_when_the_request_ends():
+    """A stop string before half a character, at the length limit."""
+    detokenizer = Detokenizer(TOKENIZER, ["STOP"])
+    text = detokenizer.feed([*b"a STOP", 0xE8]) + detokenizer.finish()
+    assert text == "a " and detokenizer.stopped
+
+
+class Counting(ByteTokenizer):
+    def __init__(self):
+        self.num_ids = []
+
+    def decode(self, ids, **_):
+        self.num_ids.append(len(ids))
+        return super().decode(ids)
+
+
+def test_text_is_decoded_once_unless_it_is_looked_at_on_the_way():
+    model, prompt = tiny_model("llama"), ragged_prompts()[0]
+    tokenizer = Counting()
+    engine = specdec.attach(model, tokenizer=tokenizer)
+    out = engine.generate([prompt], max_new_tokens=60, ignore_eos=True)
+    assert tokenizer.num_ids == [60] and out.texts == [TOKENIZER.decode(out.tokens[0])]
+    tokenizer.num_ids.clear()
+    assert "".join(engine.stream(prompt, max_new_tokens=60, ignore_eos=True)) == out.texts[0]
+    assert len(tokenizer.num_ids) <= 66 and max(tokenizer.num_ids) <= 26  # once a step, a window at a time
+    engine.detach()
+
+
+def test_an_error_gives_up_the_text_that_was_held_back():
+    model, prompt = tiny_model("llama"), ragged_prompts()[0]
+    engine = specdec.attach(model, tokenizer=TOKENIZER)
+    whole = engine.generate([prompt], max_new_tokens=8, ignore_eos=True).texts[0]
+    forward, left = engine._core.target.forward, [7]
+
+    def spoil(context, metadata, ids):
+        out = forward(context, metadata, ids)
+        left[0] -= 1
+        if left[0] == 0:
+            out.logits.fill_(float("nan"))
+        return out
+
+    engine._core.target.forward = spoil
+    with pytest.warns(UserWarning, match="not finite"):
+        out = engine.generate([prompt], max_new_tokens=60, ignore_eos=True, stop=[whole[4:7] + "never"])
+    assert out.finish_reasons == ["error"] and out.texts == [TOKENIZER.decode(out.tokens[0])]
+    assert len(out.tokens[0]) == 7
+
+
+def test_a_streams_time_begins_when_it_is_first_read():
+    engine = specdec.attach(tiny_model("llama"), tokenizer=TOKENIZER)
+    stream = engine.stream([3, 4, 5], max_new_tokens=2, ignore_eos=True)
+    time.sleep(0.3)
+    while True:
+        try:
+            next(stream)
+        except StopIteration as end:
+            assert end.value.first_token_s <= end.value.time_s < 0.25
+            break
 
 
 def test_every_form_of_prompt():

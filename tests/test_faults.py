@@ -1,0 +1,79 @@
+"""Whatever goes wrong for one caller: nobody else loses text, rows or slots."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import specdec
+from specdec.kv_cache import SlotTables
+from tests.faults import Tally, Victim
+from tests.heads import random_head
+from tests.test_attach import greedy, ragged_prompts
+from tests.tiny_models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_random_faults_lose_nothing():
+    tally = Tally()
+    for seed in range(3):
+        Victim(seed, tally).run(100)
+    assert not tally.wrong and not tally.lost
+    assert tally.faults["interrupt"] > 40 and tally.neighbours > 100 and tally.told < tally.neighbours / 2
+
+
+def test_ctrl_c_at_random_moments_loses_nothing():
+    """Real signals, sent by another thread while `generate` runs."""
+    model, prompts, rng = tiny_model("llama"), ragged_prompts(), random.Random(0)
+    engine = specdec.attach(model, random_head(model), max_batch=4)
+    expected = engine.generate(prompts, max_new_tokens=12).tokens
+    num_interrupted, handler = 0, signal.getsignal(signal.SIGINT)
+    for _ in range(25):
+        timer = threading.Timer(rng.random() * 0.1, os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            engine.generate(prompts, max_new_tokens=12)
+            timer.join()
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        assert signal.getsignal(signal.SIGINT) is handler
+        engine.check_integrity()
+        assert engine.report().num_free_pages == engine.report().num_pages
+    assert num_interrupted == 25
+    assert engine.generate(prompts, max_new_tokens=12).tokens == expected
+
+
+def test_a_request_that_cannot_be_packed_fails_alone():
+    model, prompts = tiny_model("llama"), ragged_prompts()
+    engine = specdec.attach(model, random_head(model))
+    requests = engine._requests([prompts[0]], max_new_tokens=12)
+    run = engine._run(requests)
+    next(run)
+    bad = engine._requests([prompts[1]], max_new_tokens=12)
+    bad[0].stop_ids = (2**70,)  # as if admission had let it through
+    with pytest.raises(OverflowError):
+        list(engine._run(bad))
+    list(run)
+    assert requests[0].tokens == greedy(model, prompts[0], 12)
+    engine.check_integrity()
+
+
+def test_slot_tables_are_recomputed_from_who_holds_a_row():
+    tables = SlotTables(max_batch=3, width=20, num_slots=48, page_size=4, device=torch.device("cpu"))
+    rows = [tables.reserve(n) for n in (9, 4, 17)]
+    assert rows == [0, 1, 2] and tables.reserve(1) is None
+    tables.write(torch.tensor(rows), torch.from_numpy(tables.pages_of(rows)))
+    tables.check_integrity()
+    tables._free_pages[:] = 0  # what a fault may leave
+    tables._num_free_pages, tables._free_rows = 1, [0]
+    tables.repair([1])
+    tables.check_integrity()
+    assert tables.num_free_rows == 2 and tables.num_free_pages == tables.num_pages - 1
+    assert sorted(tables.table[1, :4].tolist()) == list(range(16, 20))
+    assert int(tables.table[1, 4:].max()) < 4  # the dummy page
