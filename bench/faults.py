@@ -1,6 +1,6 @@
 """Random faults against an engine, on a CPU: what callers are told, and that nobody else loses text or slots.
 
-    python bench/faults.py --num-faults 10000
+python bench/faults.py --num-faults 10000
 """
 
 import argparse

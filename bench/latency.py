@@ -4,7 +4,7 @@ ttft: wall clock of a call with one new token. tpot: (time of 257 new tokens - t
 request; times tau it is `round_ms`. Every call has prompts never seen before; EOS is ignored. Medians of three, of
 seven where the first token comes soon. Weights are random (speed does not depend on them), acceptance is imposed:
 position j is accepted with chance 0.8 * 0.75**(j-1). With a tokenizer prompts are still token ids, but text is made.
-`host_ms`: of a call, or of a token, what the host does itself, neither waiting for the device nor launching rounds.
+`host_ms`: of a call, or of a token, what the host does itself, neither waiting for the device nor replaying graphs.
 `idle_percent`: of the GPU between rounds at batch 1. What does not fit the device or the --budget stands in `skipped`.
 Results are written after every engine; the last line is one JSON object.
 

@@ -19,6 +19,7 @@ from round_timing import read_trace
 from torch.profiler import ProfilerActivity, profile
 
 import specdec
+from specdec.graphs import breakable
 
 REPLACEMENT = "\ufffd"  # what half a character decodes to
 PROFILED_TOKENS = 64
@@ -130,7 +131,9 @@ def _waits() -> Iterator[list[float]]:
     if DEVICE != "cuda":
         yield seconds
         return
-    places = ((torch.cuda.Event, "synchronize"), (torch.cuda, "synchronize"), (torch.cuda.CUDAGraph, "replay"))
+    # A prefill's segments are replayed as one, the attention between them included.
+    places = [(torch.cuda.Event, "synchronize"), (torch.cuda, "synchronize"), (torch.cuda.CUDAGraph, "replay")]
+    places.append((breakable._Segmented, "replay"))
     before = [(owner, name, getattr(owner, name)) for owner, name in places]
     for owner, name, call in before:
         setattr(owner, name, _timed(call, seconds))

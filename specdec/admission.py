@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,7 +119,7 @@ def _check(core: Core, index: int, ids: list[int], max_new_tokens: int) -> None:
     if not ids:
         raise ValueError(f"prompt {index} is empty; a target needs at least one token to continue")
     vocab = core.target.spec.vocab_size
-    if not all(0 <= t < vocab for t in ids):
+    if min(ids) < 0 or max(ids) >= vocab:
         bad = next(t for t in ids if not 0 <= t < vocab)
         raise ValueError(f"prompt {index} holds token {bad}; the target's vocabulary has {vocab} tokens")
     if not is_whole(max_new_tokens) or max_new_tokens < 1:
@@ -168,7 +167,7 @@ def _seeded(law: SamplingParams, index: int) -> SamplingParams:
     if law.seed is None and law.is_greedy:
         return law
     seed = int(torch.randint(2**63 - 1, ())) if law.seed is None else (law.seed + index) % 2**63
-    return replace(law, seed=seed)
+    return law.with_seed(seed)
 
 
 def _check_rules(core: Core, law: SamplingParams, eos: frozenset[int]) -> None:

@@ -1,5 +1,6 @@
 """What a caller asks of one request's sampling, checked and in plain Python numbers. Knows no tensors and no model."""
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,12 @@ class SamplingParams:
         checked: dict[str, Any] = {name: check(name, getattr(self, name)) for name, check in _CHECKS.items()}
         for name, value in checked.items():  # numpy's numbers, lists and dicts become Python's own, which cannot change
             object.__setattr__(self, name, value)
+
+    def with_seed(self, seed: int) -> "SamplingParams":
+        """The same law with another seed; nothing else is checked again."""
+        seeded = copy.copy(self)
+        object.__setattr__(seeded, "seed", seed)
+        return seeded
 
     @property
     def is_greedy(self) -> bool:
@@ -189,12 +196,12 @@ def _biases(name: str, value: Any) -> Mapping[int, float]:
 
 def is_whole(value: Any) -> bool:
     """An integer, numpy's included; bools are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def is_real(value: Any) -> bool:
     """A number, numpy's included; bools are none."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return type(value) in (int, float) or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(

@@ -172,12 +172,9 @@ def _masked_rows(rows: Sequence[list[int]], mask: Any) -> list[list[int]]:
 
 
 def _is_ints(value: Any) -> bool:
-    return (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and len(value) > 0
-        and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
-    )
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) == 0:
+        return False
+    return all(issubclass(kind, int) and kind is not bool for kind in set(map(type, value)))
 
 
 def _is_rows_of_ints(value: Any) -> bool:

@@ -70,10 +70,11 @@ def interrupting(rng: random.Random, kind: type[BaseException], most: int) -> It
 
     def trace(frame: Any, event: str, arg: Any) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.rsplit("/", 1)[-1] in FAULTY or "/specdec/" not in frame.f_code.co_filename:
+        path = frame.f_code.co_filename
+        if "/specdec/" not in path or path.rsplit("/", 1)[-1] not in FAULTY:
             return None
-        # The line of a `with` is traced once more before its `__exit__` is called, where CPython lets nothing come between.
-        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with"):
+        # A `with` is traced once more before its `__exit__` is called; CPython lets no interrupt come in between.
+        if event == "line" and not linecache.getline(path, frame.f_lineno).lstrip().startswith("with"):
             left -= 1
             if left == 0:
                 sys.settrace(None)
@@ -127,7 +128,7 @@ class Victim:
 
     @contextmanager
     def neighbours(self, name: str) -> Iterator[None]:
-        """Within, up to two requests of other callers are under way; afterwards they finish and everything is checked."""
+        """Within, up to two requests of other callers are under way; then they finish and everything is checked."""
         jobs = []
         for _ in range(self.rng.randrange(3)):
             i = self.rng.randrange(len(self.prompts))

@@ -200,9 +200,9 @@ def test_debug_mode_names_indices_of_the_round_that_are_out_of_bounds(name):
     with pytest.raises(ValueError, match=r"row index\[0, 2\] is 5: expected -1 at least, 4"):
         ops.gather_rows(torch.zeros(1, 5, 2, device=device), ids)
     commit = ops.committer(KVPool([LayerShape(1, 8, 8)], 20, torch.float32, device))
-    tables = torch.arange(1, 17, device=device).unsqueeze(0)
-    commit(tables, torch.tensor([4], device=device), ids)
+    table, rows = torch.arange(1, 17, dtype=torch.int32, device=device).unsqueeze(0), torch.zeros_like(ids[0, :1])
+    commit(table, rows, torch.tensor([4], device=device), ids)
     with pytest.raises(ValueError, match=r"accepted position\[0, 1\] is 16: .* 15 \(the last of the slot table\)"):
-        commit(tables, torch.tensor([12], device=device), ids)
+        commit(table, rows, torch.tensor([12], device=device), ids)
     with pytest.raises(ValueError, match=r"slot of the accepted path\[0, 0\] is 28: .* 19 \(the last slot of the pool"):
-        commit(tables + 20, torch.tensor([4], device=device), ids)
+        commit(table + 20, rows, torch.tensor([4], device=device), ids)
