@@ -8,6 +8,7 @@ CUDA the host runs one launch ahead: it launches round r+1 before it reads what 
 
 import time
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -78,7 +79,8 @@ class Core:
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
         self._is_launching = False  # whether the state of running requests may be half written
         self.is_closed = False
-        self.turns = Turns(self._repair)
+        core = weakref.ref(self)  # no cycle: pools are freed with the last reference, not by a collection some time later
+        self.turns = Turns(lambda: core()._repair())  # type: ignore[union-attr]
         live = [m for m in (target.model, worker.module) if isinstance(m, PreTrainedModel)]
         self._exclusive = [make_exclusive(model, self.turns) for model in live]
         runners = (*self.prefill.runners, *self.graphs.runners.values())

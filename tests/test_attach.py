@@ -268,3 +268,19 @@ def test_drafts_without_a_step_are_refused(algo):
     with pytest.raises(ValueError, match="num_steps=0 with a draft: expected at least 1 draft step"):
         specdec.attach(model, random_draft(model, algo), num_steps=0)
     specdec.attach(model).detach()
+
+
+def test_what_a_detached_engine_held_is_freed_at_once():
+    """Without a collection: on a GPU it is gigabytes."""
+    model = tiny_model("llama")
+    engine = specdec.attach(model, random_head(model), num_steps=2, cuda_graph=True)
+    engine.generate([[3, 4]], max_new_tokens=4)
+    pools = [weakref.ref(engine._core.context.pool), weakref.ref(engine._core.round.worker.context.pool)]
+    gc.collect()
+    gc.disable()
+    try:
+        engine.detach()
+        del engine
+        assert not [pool for pool in pools if pool() is not None]
+    finally:
+        gc.enable()
