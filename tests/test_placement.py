@@ -185,8 +185,8 @@ def test_modules_without_attention_may_be_compiled():
     assert specdec.attach(model).generate([prompt], max_new_tokens=6).tokens == [expected]
 
 
-def test_a_model_that_runs_beside_its_engine_says_so():
-    """The engine is in a step; the model runs in another thread."""
+def test_a_decoder_that_runs_beside_its_engine_says_so():
+    """The engine is in a step; the decoder runs in another thread. (The whole model would wait: see test_threads.)"""
     model, errors = tiny_model("llama"), []
     engine = specdec.attach(model)
     layer = model.model.layers[2].mlp
@@ -194,7 +194,7 @@ def test_a_model_that_runs_beside_its_engine_says_so():
     def meanwhile():
         try:
             layer.forward = type(layer).forward.__get__(layer)
-            model(torch.tensor([[3, 4, 5]]))
+            model.model(torch.tensor([[3, 4, 5]]))
         except Exception as error:
             errors.append(error)
 
