@@ -17,15 +17,16 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.backends import AttentionBackend, ForwardContext
-from specdec.batch import on_device, to_device
+from specdec.batch import on_device
 from specdec.config import EngineConfig
-from specdec.draft.worker import DraftWorker, PrefillChunk
+from specdec.draft.worker import DraftWorker
 from specdec.errors import DetachedError, GraphError
 from specdec.graphs import Counters, GraphPool, ModuleWatch
 from specdec.kv_cache import KVPool, SlotTables
 from specdec.models.compiled import compile_layers
 from specdec.models.exclusive import make_exclusive
 from specdec.models.hf import HFTarget
+from specdec.packing import copy_to, pack_chunk, pack_requests, write_requests
 from specdec.prefill_graphs import PrefillGraphs, resolve_prefill_mode
 from specdec.round import Round
 from specdec.round_graphs import RoundGraphs
@@ -79,7 +80,7 @@ class Core:
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
         self._is_launching = False  # whether the state of running requests may be half written
         self.is_closed = False
-        core = weakref.ref(self)  # no cycle: pools are freed with the last reference, not by a collection some time later
+        core = weakref.ref(self)  # no cycle: pools are freed with the last reference, not by some later collection
         self.turns = Turns(lambda: core()._repair())  # type: ignore[union-attr]
         live = [m for m in (target.model, worker.module) if isinstance(m, PreTrainedModel)]
         self._exclusive = [make_exclusive(model, self.turns) for model in live]
@@ -187,35 +188,23 @@ class Core:
         self.scheduler.repair()
 
     def _fill(self) -> None:
-        """Write constants and slot tables of newly admitted requests; one copy brings all of it over."""
+        """Tell the device of newly admitted requests."""
         try:
-            constants = self._pack(self.scheduler.admitted)
+            constants = pack_requests(self.state, self.scheduler.admitted)
         except Exception:
             self._end_unpackable()
             if not self.scheduler.admitted:
                 return
-            constants = self._pack(self.scheduler.admitted)
-        numbers = [r.row for r in self.scheduler.admitted if r.row is not None]
-        parts = [np.array(numbers)[:, None], constants, self.slot_tables.pages_of(numbers)]
-        rows, constants_there, pages = self._copy(np.concatenate(parts, 1)).split([p.shape[1] for p in parts], 1)
-        rows = rows[:, 0].contiguous()
-        self.state.fill(rows, constants_there)
-        self.slot_tables.write(rows, pages)
-        self.state.fill_rules(self.scheduler.admitted)
+            constants = pack_requests(self.state, self.scheduler.admitted)
+        write_requests(self.state, self.slot_tables, self.scheduler.admitted, constants)
         self.scheduler.admitted = []
-
-    def _pack(self, requests: Sequence[Request]) -> np.ndarray:
-        """What `requests` bring along, in numbers that the device can take."""
-        for request in requests:
-            assert request.prompt.dtype == np.int64
-        return self.state.pack(requests)
 
     def _end_unpackable(self) -> None:
         """End the admitted requests that are at fault when packing fails, each with its own error; admission checks
         arguments, so there should be none."""
         for request in list(self.scheduler.admitted):
             try:
-                self._pack([request])
+                pack_requests(self.state, [request])
             except Exception as error:
                 self.scheduler.fail([request], error)
 
@@ -224,7 +213,7 @@ class Core:
 
         Returns whether there are such tokens.
         """
-        chunk, ids = self._chunk(pieces)
+        chunk, ids = pack_chunk(pieces, self.slot_tables.table, self.context.backend.metadata)
         done = [i for i, (r, n) in enumerate(pieces) if r.num_prefilled + n == len(r.prompt_ids)]
         finished = [pieces[i][0] for i in done]
         self._is_launching = True
@@ -232,7 +221,7 @@ class Core:
             request.num_prefilled += n
         hidden, aux = self.prefill.target(chunk.metadata, ids)
         if done:
-            places = slice(None) if len(done) == len(pieces) else self._copy(np.array(done))
+            places = slice(None) if len(done) == len(pieces) else copy_to(self.device, np.array(done))
             rows, last_rows = chunk.rows[places], chunk.last_rows[places]
             kind = SamplingKind.of(r.sampling for r in finished)
             packed = self.graphs.first_tokens(kind, rows, hidden[last_rows])
@@ -247,24 +236,6 @@ class Core:
             self.graphs.begin(rows, self._len_bound(finished))
         self._is_launching = False
         return bool(done)
-
-    def _chunk(self, pieces: list[tuple[Request, int]]) -> tuple[PrefillChunk, torch.Tensor]:
-        """The packed chunk that `pieces` make, and its ids [T]; one copy brings all of it over."""
-        starts, lens = [r.num_prefilled for r, _ in pieces], [n for _, n in pieces]
-        ids = np.concatenate([r.prompt[r.num_prefilled : r.num_prefilled + n] for r, n in pieces])
-        last_rows = np.cumsum(lens) - 1
-        # Ids one to the left: the token after each prefilled one, the next chunk's first included; unknown ones are 0.
-        next_ids = np.append(ids[1:], 0)
-        ends = [r.num_prefilled + n for r, n in pieces]
-        next_ids[last_rows] = [
-            r.prompt_ids[end] if end < len(r.prompt_ids) else 0 for (r, _), end in zip(pieces, ends, strict=True)
-        ]
-        parts = [np.array([r.row for r, _ in pieces]), last_rows, np.array(starts), np.array(lens), ids, next_ids]
-        packed = self._copy(np.concatenate(parts))
-        rows, last, starts_there, lens_there, ids_there, next_there = packed.split([len(p) for p in parts])
-        table, there = self.slot_tables.table, (starts_there, lens_there)
-        metadata = self.context.backend.metadata.prefill(table, rows, starts, lens, there)
-        return PrefillChunk(metadata, rows, next_there, last), ids_there
 
     def _round(self, requests: list[Request]) -> None:
         """One round of all `requests`; the host learns a launch later what it emitted."""
@@ -284,7 +255,7 @@ class Core:
     def _batch_of(self, requests: list[Request]) -> "Batch":
         """Who plays a round; copied to the device only where it is not who played the last one."""
         if requests != self._batch.requests:
-            rows = self._copy(np.array([r.row for r in requests], dtype=np.int64))
+            rows = copy_to(self.device, np.array([r.row for r in requests], dtype=np.int64))
             self._batch = Batch(requests, rows, SamplingKind.of(r.sampling for r in requests))
         return self._batch
 
@@ -327,10 +298,6 @@ class Core:
         # Stop strings, which only text shows, are the one end that the device does not see.
         is_over = request.finish_reason is not None
         assert is_over == bool(finished) or request.finish_reason == "stop_string", "host and device disagree"
-
-    def _copy(self, values: np.ndarray) -> torch.Tensor:
-        """`values`, int64, on the device."""
-        return to_device(torch.from_numpy(values), self.device)
 
 
 def _failure_of(error: BaseException) -> Exception:

@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"sampling", "tree", "verify", "processors"}), frozenset({"models"}), frozenset({"text"})),
     (frozenset({"round_ops", "round_checks", "synthetic"}),),
     (frozenset({"draft"}),),
-    (frozenset({"scheduler", "state", "round", "round_graphs", "prefill", "prefill_graphs"}),),
+    (frozenset({"scheduler", "state", "round", "round_graphs", "prefill", "prefill_graphs", "packing"}),),
     (frozenset({"engine"}),),
     (frozenset({"admission"}), frozenset({"assembly"}),),
     (frozenset({"api"}),),

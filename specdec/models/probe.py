@@ -18,10 +18,10 @@ from transformers.cache_utils import DynamicCache
 from specdec.backends import LayerSpec
 from specdec.errors import AttachError
 from specdec.models.fitting import weight_doubts
+from specdec.models.masks import classify_mask
 from specdec.models.placement import placement_reasons
 
 PROBE_LENGTH = 12
-FAR = 1 << 18  # masks are evaluated around this query position, so that windows up to it are seen
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Tensor-free or known keyword arguments of attention calls; a foreign TENSOR argument means foreign arithmetic.
 HARMLESS_TENSORS = frozenset({"position_ids", "s_aux", "position_embeddings", "cache_position"})
@@ -125,27 +125,6 @@ def _record_mask(mask_function: Callable[..., Any], device: Any = "cpu", **kw: A
     recording = _recording()
     recording.masks.append(classify_mask(mask_function, torch.device(device)))
     return torch.tensor(len(recording.masks) - 1)
-
-
-def classify_mask(mask_function: Callable[..., Any], device: torch.device) -> str | int | None:
-    """None for causal, a window in tokens for a sliding one, else a word that says what it is."""
-    keys = torch.arange(FAR + 1, device=device)
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    windows = set()
-    for q in (FAR, FAR - 37, FAR - 4999):
-        try:
-            visible = torch.as_tensor(mask_function(zero, zero, torch.tensor(q, device=device), keys)).expand(FAR + 1)
-        except Exception as error:
-            return f"a mask that cannot be evaluated alone ({type(error).__name__})"
-        count = int(visible.sum())
-        if not bool(visible[q]) or bool(visible[q + 1 :].any()):
-            return "a mask that is not causal"
-        if count and not bool(visible[q + 1 - count : q + 1].all()):
-            return "a mask with holes"
-        windows.add(None if count == q + 1 else count)
-    if len(windows) > 1:
-        return "a chunked mask (its width depends on the position)"
-    return windows.pop()
 
 
 AttentionInterface.register("specdec_probe", _record_attention)

@@ -1,0 +1,63 @@
+"""What the host tells the device, in as few copies as can be: newly admitted requests, and the tokens of a prefill."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from specdec.backends.metadata import MetadataBuilder
+from specdec.batch import to_device
+from specdec.draft.worker import PrefillChunk
+from specdec.kv_cache import SlotTables
+from specdec.scheduler import Request
+from specdec.state import EngineState
+
+
+def copy_to(device: torch.device, values: np.ndarray) -> torch.Tensor:
+    """`values`, int64, on the device."""
+    return to_device(torch.from_numpy(values), device)
+
+
+def pack_requests(state: EngineState, requests: Sequence[Request]) -> np.ndarray:
+    """What `requests` bring along, in numbers that the device can take: [n, F] int64."""
+    for request in requests:
+        assert request.prompt.dtype == np.int64
+    return state.pack(requests)
+
+
+def write_requests(
+    state: EngineState, slot_tables: SlotTables, requests: Sequence[Request], constants: np.ndarray
+) -> None:
+    """Write `constants` (from `pack_requests`) and the slot tables of admitted requests into their rows, in one copy;
+    those with penalties, bans or biases take two more each."""
+    numbers = [r.row for r in requests if r.row is not None]
+    parts = [np.array(numbers)[:, None], constants, slot_tables.pages_of(numbers)]
+    packed = copy_to(slot_tables.table.device, np.concatenate(parts, 1))
+    rows, there, pages = packed.split([p.shape[1] for p in parts], 1)
+    rows = rows[:, 0].contiguous()
+    state.fill(rows, there)
+    slot_tables.write(rows, pages)
+    state.fill_rules(requests)
+
+
+def pack_chunk(
+    pieces: Sequence[tuple[Request, int]], table: torch.Tensor, builder: MetadataBuilder
+) -> tuple[PrefillChunk, torch.Tensor]:
+    """The packed chunk that `pieces` (request, number of tokens) make, and its ids [T]; one copy brings it over.
+
+    table [num_rows, width] int32: the slot tables; builder: of the target's backend.
+    """
+    starts, lens = [r.num_prefilled for r, _ in pieces], [n for _, n in pieces]
+    ids = np.concatenate([r.prompt[r.num_prefilled : r.num_prefilled + n] for r, n in pieces])
+    last_rows = np.cumsum(lens) - 1
+    # Ids one to the left: the token after each prefilled one, the next chunk's first included; unknown ones are 0.
+    next_ids = np.append(ids[1:], 0)
+    ends = [r.num_prefilled + n for r, n in pieces]
+    next_ids[last_rows] = [
+        r.prompt_ids[end] if end < len(r.prompt_ids) else 0 for (r, _), end in zip(pieces, ends, strict=True)
+    ]
+    parts = [np.array([r.row for r, _ in pieces]), last_rows, np.array(starts), np.array(lens), ids, next_ids]
+    packed = copy_to(table.device, np.concatenate(parts))
+    rows, last, starts_there, lens_there, ids_there, next_there = packed.split([len(p) for p in parts])
+    metadata = builder.prefill(table, rows, starts, lens, (starts_there, lens_there))
+    return PrefillChunk(metadata, rows, next_there, last), ids_there
