@@ -5,6 +5,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -201,9 +202,10 @@ class Engine:
 
     def _stream(self, requests: list[Request]) -> Generator[str, None, RequestOutput]:
         start, request = time.perf_counter(), requests[0]
-        for _ in self._run(requests):
-            if text := request.read():
-                yield text
+        with closing(self._run(requests)) as run:  # from Python 3.12 on, closing this one would not close it
+            for _ in run:
+                if text := request.read():
+                    yield text
         if text := request.read():  # the last step may have been another caller's
             yield text
         return _output(requests, time.perf_counter() - start).requests[0]

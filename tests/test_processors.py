@@ -216,20 +216,28 @@ def test_sampled_text_has_the_law_of_transformers(shape):
     assert stats.chisquare(observed.numpy(), expected.numpy()).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("shape", [{"num_steps": 3}, {"num_steps": 4, "topk": 4, "num_draft_tokens": 16}])
-def test_smollm2_equals_generate_with_its_shipped_draft(smollm2, shape):
+SMOLLM2_CASES = [
+    {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3},
+    {"suppress_tokens": [28, 30], "begin_suppress_tokens": [504, 1780], "bad_words_ids": [[260, 2265]], "min_length": 60},
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2_texts(smollm2):
+    """Prompts, and what `generate` says to them with each of the settings."""
     model, tokenizer = smollm2
     prompts = chat_ids(["What is 17 times 3? Explain.", "Name three rivers of Europe."], tokenizer)
-    cases = [
-        {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3},
-        {"suppress_tokens": [28, 30], "begin_suppress_tokens": [504, 1780], "bad_words_ids": [[260, 2265]]},
-        {"min_new_tokens": 28},
-    ]
+    return prompts, [[hf_text(model, p, 20, **settings) for p in prompts] for settings in SMOLLM2_CASES]
+
+
+@pytest.mark.parametrize("shape", [{"num_steps": 3}, {"num_steps": 4, "topk": 4, "num_draft_tokens": 16}])
+def test_smollm2_equals_generate_with_its_shipped_draft(smollm2, smollm2_texts, shape):
+    (model, tokenizer), (prompts, texts) = smollm2, smollm2_texts
     engine = specdec.attach(model, heads.path(), tokenizer=tokenizer, max_batch=2, cuda_graph=True, **shape)
     try:
-        for settings in cases:
-            out = engine.generate(prompts, max_new_tokens=28, **settings)
-            assert out.tokens == [hf_text(model, p, 28, **settings) for p in prompts], settings
+        for settings, expected in zip(SMOLLM2_CASES, texts, strict=True):
+            out = engine.generate(prompts, max_new_tokens=20, **settings)
+            assert out.tokens == expected, settings
             assert out.stats.tau > 1.1
     finally:
         engine.detach()

@@ -194,3 +194,14 @@ def test_a_turn_that_broke_off_is_repaired_before_the_next():
         assert repairs == [1]
     with turns:
         assert repairs == [1]
+
+
+def test_a_stream_that_is_closed_frees_its_slots_at_once():
+    """While somebody still holds it: from Python 3.12 on, closing a generator need not close those it iterates over."""
+    engine = specdec.attach(tiny_model("llama"), tokenizer=TOKENIZER, max_seq_len=64)
+    stream = engine.stream([5, 6, 7], max_new_tokens=20, ignore_eos=True)
+    next(stream)
+    stream.close()
+    report = engine.report()
+    assert report.num_free_pages == report.num_pages
+    engine.detach()
