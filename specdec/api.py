@@ -4,7 +4,7 @@ import difflib
 import time
 import warnings
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -125,8 +125,8 @@ class Engine:
         """
         requests = self._requests(prompts, **options)
         start = time.perf_counter()
-        with self._attached().turns.many():
-            for _ in self._run(requests):
+        with self._attached().turns.many(), closing(self._run(requests)) as run:
+            for _ in run:
                 pass
         return _output(requests, time.perf_counter() - start)
 
@@ -210,7 +210,7 @@ class Engine:
             yield text
         return _output(requests, time.perf_counter() - start).requests[0]
 
-    def _run(self, requests: list[Request]) -> Iterator[None]:
+    def _run(self, requests: list[Request]) -> Generator[None, None, None]:
         """Step until `requests` are over; whatever happens, none of them keeps rows or slots.
 
         Calls may interleave, as streams do, or come from several threads: each steps all running requests, in turn, and
