@@ -84,7 +84,7 @@ class Bench:
         self.head = make_head(args.shape, self.model, None, ids)
         self.config = {
             "label": args.label,
-            "package": str(Path(specdec.__file__).parent),
+            "version": specdec.__version__,
             "host_probe_ms": host_probe_ms(),
             "tokenizer": args.tokenizer,
             "new_tokens": args.new_tokens,

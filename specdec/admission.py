@@ -48,6 +48,8 @@ def make_requests(
         raise ValueError(f"{len(stop_ids)} stop ids (EOS included): at most {MAX_STOP_IDS}")
     _check_vocabulary(core, "stop ids", stop_ids)
     laws = _laws(sampling, merged, batch)
+    if core.config.synthetic_acceptance is not None:  # it draws, too, where requests are greedy
+        laws = [law if law.seed is not None else law.with_seed(i) for i, law in enumerate(laws)]
     for i, (prompt, limit, law) in enumerate(zip(batch, limits, laws, strict=True)):
         _check(core, i, prompt, limit)
         _check_rules(core, law, eos)

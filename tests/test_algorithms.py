@@ -22,7 +22,11 @@ CHAIN = {"num_steps": 3}
 TREE = {"num_steps": 4, "topk": 3, "num_draft_tokens": 12}
 SHAPES = pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 EVERY_ALGO = pytest.mark.parametrize("algo", [*ALGOS, MODULES])
-GRAPHS = {"eager": {"cuda_graph": False}, "graphs": {"cuda_graph": True, "prefill_graph": "breakable", "strict": False}}
+KINDS = ("greedy", "filtered")
+GRAPHS = {
+    "eager": {"cuda_graph": False},
+    "graphs": {"cuda_graph": True, "prefill_graph": "breakable", "strict": False, "graph_sampling": KINDS},
+}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
