@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import specdec
-from specdec.models.pretrained import load_pretrained
 from tests.heads import random_draft
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import tiny_model
@@ -127,8 +126,8 @@ def test_dynamically_quantised_models_are_refused():
     refused(model, "quantised modules")
 
 
-def test_weights_that_a_gguf_file_held_packed_are_plain():
-    specdec.attach(load_pretrained()[0], max_batch=1, max_seq_len=64).detach()
+def test_weights_that_a_gguf_file_held_packed_are_plain(smollm2):
+    specdec.attach(smollm2[0], max_batch=1, max_seq_len=64).detach()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,7 +16,9 @@ pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = [[5, 9, 17, 3, 44, 8, 8, 101, 12, 13], [7, 30, 2, 90], [64, 3, 3, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30]]
-NUM_TOKENS = 5 if DEVICE.type == "cuda" else 4
+NUM_TOKENS = 5 if DEVICE.type == "cuda" else 3
+# The interpreter is slow, and test_backends has their shapes.
+SLOW = () if torch.cuda.is_available() else ("qwen3", "deepseek_v3")
 CHAIN = {"num_steps": 3}
 TREE = {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}
 
@@ -31,7 +33,14 @@ def engine_of(model, shape, **settings):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("llama", None), ("qwen3", CHAIN), ("gemma2", CHAIN), ("gpt_oss", TREE), ("deepseek_v3", TREE)]
+    ("name", "shape"),
+    [
+        (name, shape)
+        for name, shape in (
+            *(("llama", None), ("qwen3", CHAIN), ("gemma2", CHAIN), ("gpt_oss", TREE), ("deepseek_v3", TREE)),
+        )
+        if name not in SLOW
+    ],
 )
 def test_text_is_that_of_generate(name, shape):
     model = model_of(name)
@@ -46,7 +55,7 @@ def test_text_is_that_of_generate(name, shape):
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the oracle's bookkeeping lives on the host")
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_accepted_paths_are_committed(shape):
-    model, num_tokens = model_of("llama"), 12
+    model, num_tokens = model_of("llama"), 8
     expected = [greedy(model, p, num_tokens) for p in PROMPTS]
     engine = engine_of(model, shape)
     engine._core.round.worker = OracleWorker(
@@ -63,7 +72,7 @@ def test_accepted_paths_are_committed(shape):
         pytest.param(algo, shape, id=f"{algo}-{name}")
         for i, algo in enumerate([*ALGOS, MODULES])
         for j, (name, shape) in enumerate([("chain", CHAIN), ("tree", TREE)])
-        if DEVICE.type == "cuda" or algo == "eagle3" or (i % 2 == j and algo != "eagle")  # the interpreter is slow
+        if DEVICE.type == "cuda" or algo == "eagle3" or (algo == "standalone" and i % 2 == j)  # the interpreter is slow
     ],
 )
 def test_greedy_and_sampled_text_is_that_of_the_torch_backend(algo, shape):
