@@ -58,7 +58,7 @@ def main() -> None:
                 for batch in args.batches
             ]
             if args.temperature:
-                law = SamplingParams(args.temperature)
+                law = SamplingParams(args.temperature, seed=0)
                 settings = {**common, **config, "max_batch": args.sampled_batch, "graph_sampling": "sampled"}
                 kinds = AGAINST[torch.device(args.device).type]
                 found += compare_sampled(model, draft, settings, kinds, prompts, law, args.max_new_tokens)
