@@ -98,6 +98,9 @@ REFUSED_ARGUMENTS = MappingProxyType(
     }
 )
 
+_ACCEPTED = HONOURED | HARMLESS
+_EVERY_REFUSED = MappingProxyType({**REFUSED, **REFUSED_SAMPLED})
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -116,9 +119,9 @@ class Settings:
         """
         arguments = dict(arguments or {})
         _refuse_arguments(arguments)
-        layers = [_set_values(config, name) for config, name in ((model_config, "model"), (call_config, "call"))]
-        values = {**layers[0], **layers[1], **arguments}
-        settings = cls(values, frozenset({*layers[1], *arguments}))
+        of_call = _set_values(call_config)
+        values = {**_set_values(model_config), **of_call, **arguments}
+        settings = cls(values, frozenset({*of_call, *arguments}))
         settings._check()
         idle = [n for n in LAW if arguments.get(n) not in (None, 0.0) and not settings.samples]
         if idle:
@@ -176,12 +179,9 @@ class Settings:
 
     def _check(self) -> None:
         for name, value in self.values.items():
-            if value is None or name in HONOURED or name in HARMLESS:
+            if value is None or name in _ACCEPTED or (name in REFUSED_SAMPLED and not self.samples):
                 continue
-            refused = {**REFUSED, **(REFUSED_SAMPLED if self.samples else {})}
-            is_off, cure = refused.get(name, (_unless(), "it is not known to specdec"))
-            if name in REFUSED_SAMPLED and not self.samples:
-                continue
+            is_off, cure = _EVERY_REFUSED.get(name, (_unless(), "it is not known to specdec"))
             if not is_off(value):
                 whose = "this call" if name in self.given else "the model's generation_config"
                 raise ValueError(
@@ -192,29 +192,24 @@ class Settings:
 
 def shipped_settings(model_config: Any) -> dict[str, Any]:
     """What a model's own generation_config says that changes text, for a report."""
-    return {name: value for name, value in _set_values(model_config, "model").items() if name not in HARMLESS}
+    return {name: value for name, value in _set_values(model_config).items() if name not in HARMLESS}
 
 
-def _set_values(config: Any, whose: str) -> dict[str, Any]:
+def _set_values(config: Any) -> dict[str, Any]:
     """What a GenerationConfig sets."""
     if config is None:
         return {}
     if not hasattr(config, "to_dict"):
         raise ValueError(f"generation_config={config!r}: expected a transformers GenerationConfig")
-    return {name: value for name, value in vars(config).items() if value is not None and not _is_private(name)}
-
-
-def _is_private(name: str) -> bool:
-    """Bookkeeping of `transformers`: tensors it makes of ids, whence a config came."""
-    return name.startswith("_")
+    # Names with an underscore are bookkeeping of transformers: tensors it makes of ids, whence a config came.
+    return {name: value for name, value in vars(config).items() if value is not None and not name.startswith("_")}
 
 
 def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name in REFUSED_ARGUMENTS and value is not None:
             raise ValueError(f"{name} is not supported: {REFUSED_ARGUMENTS[name]}")
-    known = HONOURED | HARMLESS | REFUSED.keys() | REFUSED_SAMPLED.keys() | REFUSED_ARGUMENTS.keys()
-    unknown = sorted(set(arguments) - known)
+    unknown = sorted(set(arguments) - _ACCEPTED - _EVERY_REFUSED.keys() - REFUSED_ARGUMENTS.keys())
     if unknown:
         raise ValueError(f"generate() got unknown options {unknown}; expected settings of GenerationConfig or {OURS}")
 

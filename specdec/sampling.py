@@ -44,14 +44,6 @@ class SamplingBatch:
             has_filters=any(p.has_filters for p in params),
         )
 
-    def fill(self, row: int, params: SamplingParams) -> None:
-        """Write the parameters of one request into its row, without waiting for the device."""
-        self.temperature[row] = params.temperature
-        self.top_k[row] = params.top_k
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.seeds[row] = params.seed or 0
-
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All of it by name."""
