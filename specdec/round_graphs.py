@@ -99,6 +99,8 @@ class RoundGraphs:
 
     def first_tokens(self, kind: SamplingKind, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """The tokens after prompts, from the target's last hidden states [n, h] of `rows`; see `Round.first_tokens`."""
+        if self._is_debug:
+            self.check_addresses()
         return self.runners["first_token"](self._served_as(kind), {"rows": rows, "hidden": hidden})
 
     def begin(self, rows: torch.Tensor, max_prefix: int) -> None:

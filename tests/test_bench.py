@@ -77,7 +77,7 @@ def test_one_command_makes_the_table(folders, tmp_path, capsys, monkeypatch):
     chains = [r for r in rows if r["topk"] == 1]
     assert all(r["tau"] == pytest.approx(1 + sum(r["accept_at"]), abs=1e-3) for r in chains)
     (file,) = tmp_path.iterdir()
-    assert file.name.startswith("acceptance_target_cpu_") and json.loads(file.read_text())["rows"] == rows
+    assert file.name.startswith("acceptance_target_") and json.loads(file.read_text())["rows"] == rows
 
 
 def test_measured_beside_predicted(folders, capsys, monkeypatch):

@@ -24,7 +24,7 @@ from specdec.train.students import Setup, Shape, make_student
 from specdec.train.teacher import target_shape
 from specdec.train.trainer import Trainer
 from tests.heads import ALGOS, MODULES, random_draft, random_head
-from tests.test_algorithms import FromScratch
+from tests.test_algorithms import DEVICE, FromScratch
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_round_graphs import past_prefill
 from tests.tiny_models import _BASE, ADMITTED, CONFIGS, VOCAB, tiny_model
@@ -93,12 +93,13 @@ def test_nextn_heads_are_of_every_family(name):
 
 @torch.inference_mode()
 def test_windows_of_draft_trees_go_by_depth():
-    model, config = tiny_model("llama"), CONFIGS["qwen2_windowed"]()
+    model, config = tiny_model("llama").to(DEVICE), CONFIGS["qwen2_windowed"]()
     config.sliding_window = 2
     draft = tf.AutoModelForCausalLM.from_config(config)
     draft.load_state_dict(tiny_model("qwen2_windowed", 9).state_dict())
+    draft = draft.to(DEVICE).eval()
     tree_shape = {"num_steps": 6, "topk": 3, "num_draft_tokens": 40}
-    engine = specdec.attach(model, draft.eval(), max_batch=5, max_seq_len=160, cuda_graph=False, **tree_shape)
+    engine = specdec.attach(model, draft, max_batch=5, max_seq_len=160, cuda_graph=False, **tree_shape)
     core, rows = past_prefill(engine, SamplingParams(), num_rounds=2)
     lens = core.state.seq_lens[rows].tolist()
     tree = core.round.worker.draft(core.round.batch("greedy", rows, 128)).tree
