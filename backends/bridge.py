@@ -56,11 +56,13 @@ class AttentionBridge:
         what the rest will find as attention's answer; nobody else writes that during a replay."""
         c, num_tokens = self.context, metadata.positions.shape[0]
         c.backend.plan(metadata)
-        for out in self._out.values():
-            out[num_tokens:size].zero_()
+        if size > num_tokens:
+            for answer in self._out.values():
+                answer[num_tokens:size].zero_()
+        q, out = ({shape: t[:num_tokens] for shape, t in own.items()} for own in (self._q, self._out))
         self._live = [
-            AttentionCall(q[:num_tokens], None, None, out[:num_tokens], c.pool, i, layer, sinks)
-            for i, (layer, sinks, q, out) in enumerate(zip(c.layers, c.sinks, *self._buffers(), strict=True))
+            AttentionCall(q[s.num_heads, s.qk_dim], None, None, out[s.num_heads, s.v_dim], c.pool, i, s, sinks)
+            for i, (s, sinks) in enumerate(zip(c.layers, c.sinks, strict=True))
         ]
 
     @property
@@ -79,11 +81,6 @@ class AttentionBridge:
     def _attend_live(self, layer_id: int) -> None:
         """Attend in the planned forward."""
         self.context.backend.attend(self._live[layer_id])
-
-    def _buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """q and out of every layer."""
-        layers = self.context.layers
-        return [self._q[s.num_heads, s.qk_dim] for s in layers], [self._out[s.num_heads, s.v_dim] for s in layers]
 
 
 @dataclass(frozen=True)

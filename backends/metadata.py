@@ -69,16 +69,19 @@ class MetadataBuilder:
         starts: Sequence[int],
         q_lens: Sequence[int],
         on_device: Sequence[torch.Tensor] | None = None,
+        into: Sequence[torch.Tensor] | None = None,
     ) -> AttentionMetadata:
         """Metadata of a packed prefill: request i brings the `q_lens[i]` tokens from position `starts[i]` on.
 
         slot_table [num_rows, width] int32; rows [bs] int64.
-        on_device: starts and q_lens [bs] int64 where they are on the device already.
+        on_device: starts and q_lens [bs] int64 where they are on the device already. into: two int64 tensors whose
+        first T elements become positions and out_cache_loc, if they have as many; None: new ones.
         """
         if on_device is None:
             on_device = ints_to_device([list(starts), list(q_lens)], rows.device).unbind()
-        longest = max(q_lens)
-        placement = self.prefill_placement(slot_table, rows, *on_device, sum(q_lens), longest)
+        longest, num_tokens = max(q_lens), sum(q_lens)
+        fits = into is not None and all(t.shape[0] >= num_tokens for t in into)
+        placement = self.prefill_placement(slot_table, rows, *on_device, num_tokens, longest, into if fits else None)
         return AttentionMetadata(
             mode=ForwardMode.EXTEND,
             slot_table=slot_table,
@@ -126,13 +129,20 @@ def prefill_placement(
     q_lens: torch.Tensor,
     num_tokens: int,
     longest: int,
+    into: Sequence[torch.Tensor] | None = None,
 ) -> Placement:
-    """Where the tokens of a packed prefill stand: starts and q_lens [bs] int64, their total and largest on the host."""
+    """Where the tokens of a packed prefill stand: starts and q_lens [bs] int64, their total and largest on the host.
+
+    into: where positions and slots go, see `MetadataBuilder.prefill`.
+    """
     requests = torch.arange(q_lens.numel(), device=q_lens.device)
     owners = torch.repeat_interleave(requests, q_lens, output_size=num_tokens)
     qo_indptr = indptr(q_lens)
     positions = starts[owners] + torch.arange(num_tokens, device=q_lens.device) - qo_indptr[owners]
-    return Placement(positions, slot_table[rows[owners], positions].long(), qo_indptr)
+    slots = slot_table[rows[owners], positions].long()
+    if into is not None:
+        positions, slots = (t[:num_tokens].copy_(own) for t, own in zip(into, (positions, slots), strict=True))
+    return Placement(positions, slots, qo_indptr)
 
 
 def indptr(lens: torch.Tensor) -> torch.Tensor:

@@ -77,6 +77,7 @@ class GraphRunner:
         self._setup = setup
         self._warm: set[ShapeKey] = set()
         self._buffers = StaticBuffers(inputs, max(self.buckets, default=0), setup.device, setup.shared)
+        self._found: dict[tuple[int, str], ShapeKey | None] = {}  # graphs by batch, once sealed
         self._addresses: dict[str, int] = {}  # of everything the graphs read, once sealed
         setup.counters.runners[name] = PathCounters()
 
@@ -180,8 +181,13 @@ class GraphRunner:
 
     def _captured_key(self, size: int, variant: str) -> ShapeKey | None:
         """The smallest captured graph that holds `size` of `variant`."""
-        fitting = (self._key(b, variant) for b in self.buckets if b >= size)
-        return next((key for key in fitting if key in self.captured), None)
+        if (size, variant) not in self._found:
+            fitting = (self._key(b, variant) for b in self.buckets if b >= size)
+            found = next((key for key in fitting if key in self.captured), None)
+            if self.phase is not Phase.SEALED:
+                return found
+            self._found[size, variant] = found
+        return self._found[size, variant]
 
     def _bound_body(self, key: ShapeKey) -> Callable[[], Any]:
         views = self._buffers.views(key.size, key.variant)

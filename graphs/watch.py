@@ -2,7 +2,7 @@
 
 Graphs and compiled layers read weights by address, so whatever replaces or moves one makes them read what is no longer
 there. A call of `generate` cannot afford to walk a model by name, which takes milliseconds; the watch keeps the
-dictionaries that such a walk looks into and compares what they hold without a loop in Python.
+dictionaries that such a walk looks into and compares them with copies, without a loop in Python.
 """
 
 from collections.abc import Iterable
@@ -19,42 +19,41 @@ class ModuleWatch:
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
-        tensors: list[tuple[dict[str, Any], str, str]] = []  # where it stands, its key there, its full name
-        submodules: list[tuple[dict[str, Any], str, str]] = []
+        self._places: list[tuple[dict[Any, Any], str, str, Any]] = []  # where it stands, its key, its name, and what
         for root in modules:
             for path, module in root.named_modules():
                 prefix = f"{path}." if path else ""
-                for owned in (module._parameters, module._buffers):
-                    tensors += [(owned, key, prefix + key) for key, tensor in owned.items() if tensor is not None]
-                submodules += [(module._modules, key, f"module {prefix}{key}") for key in module._modules]
-        self._names = [name for *_, name in (*tensors, *submodules)]
-        self._tensor_places = [d for d, *_ in tensors], [key for _, key, _ in tensors]
-        self._module_places = [d for d, *_ in submodules], [key for _, key, _ in submodules]
-        self._tensors, self._modules = self._read()
+                for owned in (module._parameters, module._buffers, module._modules):
+                    what = "module " if owned is module._modules else ""
+                    self._places += [(owned, k, f"{what}{prefix}{k}", v) for k, v in owned.items() if v is not None]
+        self._tensors = [t for *_, t in self._places if isinstance(t, torch.Tensor)]
         self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._single = [(owned, key, t) for owned, key, _, t in self._places if _is_single(t)]
+        self._owned = list({id(owned): owned for owned, *_ in self._places}.values())
+        self._then = list(map(dict, self._owned))
 
     def is_intact(self) -> bool:
         """Whether everything is what and where it was."""
-        tensors, modules = self._read()
-        try:
-            # Lists compare their items by identity first. Tensors that differ are then compared by value, which raises
-            # or, for a tensor of one equal number, goes on to the addresses.
-            return (
-                modules == self._modules
-                and tensors == self._tensors
-                and list(map(torch.Tensor.data_ptr, tensors)) == self._addresses
-            )
-        except (RuntimeError, TypeError):  # ambiguous truth, other shapes or devices; None where something was deleted
+        if self._is_same() and all(owned.get(key) is tensor for owned, key, tensor in self._single):
+            return list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+        if self.moved():
             return False
+        self._then = list(map(dict, self._owned))  # there is more than before
+        return True
 
     def moved(self) -> list[str]:
         """Names of what is no longer what or where it was."""
-        tensors, modules = self._read()
-        now = [(id(t), t.data_ptr() if t is not None else 0) for t in tensors] + [(id(m), 0) for m in modules]
-        then = [(id(t), a) for t, a in zip(self._tensors, self._addresses, strict=True)]
-        then += [(id(m), 0) for m in self._modules]
-        return [name for name, a, b in zip(self._names, now, then, strict=True) if a != b]
+        pairs = zip(self._tensors, self._addresses, strict=True)
+        elsewhere = {id(tensor) for tensor, address in pairs if tensor.data_ptr() != address}
+        return [name for owned, key, name, then in self._places if owned.get(key) is not then or id(then) in elsewhere]
 
-    def _read(self) -> tuple[list[Any], list[Any]]:
-        """Tensors and submodules as they are now; None where one is gone."""
-        return list(map(dict.get, *self._tensor_places)), list(map(dict.get, *self._module_places))
+    def _is_same(self) -> bool:
+        """Whether every dictionary holds what it held; of tensors with one element, equal numbers will do."""
+        try:
+            return self._owned == self._then  # values are compared by identity first
+        except (RuntimeError, TypeError):  # other tensors: ambiguous truth, other shapes or devices
+            return False
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1

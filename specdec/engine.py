@@ -196,7 +196,7 @@ class Core:
             if not self.scheduler.admitted:
                 return
             constants = pack_requests(self.state, self.scheduler.admitted)
-        write_requests(self.state, self.slot_tables, self.scheduler.admitted, constants)
+        write_requests(self.state, self.slot_tables, self.scheduler.admitted, constants, self.round.ops)
         self.scheduler.admitted = []
 
     def _end_unpackable(self) -> None:
@@ -213,7 +213,8 @@ class Core:
 
         Returns whether there are such tokens.
         """
-        chunk, ids = pack_chunk(pieces, self.slot_tables.table, self.context.backend.metadata)
+        builder = self.context.backend.metadata
+        chunk, ids = pack_chunk(pieces, self.slot_tables.table, builder, self.prefill.placement)
         done = [i for i, (r, n) in enumerate(pieces) if r.num_prefilled + n == len(r.prompt_ids)]
         finished = [pieces[i][0] for i in done]
         self._is_launching = True
@@ -226,14 +227,14 @@ class Core:
             kind = SamplingKind.of(r.sampling for r in finished)
             packed = self.graphs.first_tokens(kind, rows, hidden[last_rows])
             self._post(finished, packed, is_round=False)
-            chunk.next_ids[last_rows] = packed[:, 0].clamp(min=0)
+            chunk.next_ids.index_copy_(0, last_rows, packed[:, 0])
         worker = self.round.worker
         states = None
         if worker.context is not None:
             states = self.prefill.draft(chunk.metadata, chunk.next_ids if worker.id_shift else ids, aux)
-        worker.finish_prefill(chunk, states, self.prefill.draft)
+        states = worker.finish_prefill(chunk, states, self.prefill.draft)
         if done and worker.has_begin:
-            self.graphs.begin(rows, self._len_bound(finished))
+            self.graphs.begin(rows, None if states is None else states[places], self._len_bound(finished))
         self._is_launching = False
         return bool(done)
 

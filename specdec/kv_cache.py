@@ -62,6 +62,14 @@ class KVPool:
         return num_slots * dtype.itemsize * sum(s.num_kv_heads * (s.qk_dim + s.v_dim) for s in layers)
 
 
+def write_pages(table: torch.Tensor, rows: torch.Tensor, pages: torch.Tensor, page_size: int) -> None:
+    """Let `rows` [n] int64 of table [num_rows, width] int32 name the slots of `pages` [n, P] int64, and slot 0 past
+    them."""
+    slots = (pages.unsqueeze(2) * page_size + torch.arange(page_size, device=pages.device)).flatten(1)
+    missing = table.shape[1] - slots.shape[1]  # negative: the end of a last page that no position reaches
+    table.index_copy_(0, rows, torch.nn.functional.pad(slots, (0, missing)).to(table.dtype))
+
+
 class SlotTables:
     """Which slots each running request owns: `table` [max_batch + 1, width] int32 on the device, ownership on the host.
 
@@ -79,7 +87,6 @@ class SlotTables:
         self.num_pages = num_slots // page_size
         self.max_batch = max_batch
         self.table = torch.zeros(max_batch + 1, width, dtype=torch.int32, device=device)
-        self._offsets = torch.arange(page_size, dtype=self.table.dtype, device=device)
         self._owned: dict[int, np.ndarray] = {}  # row -> its pages, in order of position
         self._free_rows: list[int] = []
         self._free_pages = np.zeros(self.num_pages, dtype=np.int64)  # a stack, its top at `_num_free_pages`
@@ -148,11 +155,7 @@ class SlotTables:
 
     def write(self, rows: torch.Tensor, pages: torch.Tensor) -> None:
         """Tell the device: reserved `rows` [n] int64 own `pages` [n, P] int64, see `pages_of`."""
-        pages = pages.to(self.table.dtype)
-        if self.page_size > 1:
-            pages = (pages.unsqueeze(2) * self.page_size + self._offsets).flatten(1)
-        missing = self.table.shape[1] - pages.shape[1]  # negative: the end of a last page that no position reaches
-        self.table.index_copy_(0, rows, torch.nn.functional.pad(pages, (0, missing)))
+        write_pages(self.table, rows, pages, self.page_size)
 
     def repair(self, rows: Sequence[int]) -> None:
         """Everything that is not owned by one of the reserved `rows` is free again."""

@@ -9,12 +9,13 @@ from specdec.backends.metadata import MetadataBuilder
 from specdec.batch import to_device
 from specdec.draft.worker import PrefillChunk
 from specdec.kv_cache import SlotTables
+from specdec.round_ops import RoundOps
 from specdec.scheduler import Request
 from specdec.state import EngineState
 
 
 def copy_to(device: torch.device, values: np.ndarray) -> torch.Tensor:
-    """`values`, int64, on the device."""
+    """`values`, int64, on the device, without waiting for it."""
     return to_device(torch.from_numpy(values), device)
 
 
@@ -26,26 +27,26 @@ def pack_requests(state: EngineState, requests: Sequence[Request]) -> np.ndarray
 
 
 def write_requests(
-    state: EngineState, slot_tables: SlotTables, requests: Sequence[Request], constants: np.ndarray
+    state: EngineState, slot_tables: SlotTables, requests: Sequence[Request], constants: np.ndarray, ops: RoundOps
 ) -> None:
     """Write `constants` (from `pack_requests`) and the slot tables of admitted requests into their rows, in one copy;
     those with penalties, bans or biases take two more each."""
-    numbers = [r.row for r in requests if r.row is not None]
-    parts = [np.array(numbers)[:, None], constants, slot_tables.pages_of(numbers)]
-    packed = copy_to(slot_tables.table.device, np.concatenate(parts, 1))
-    rows, there, pages = packed.split([p.shape[1] for p in parts], 1)
-    rows = rows[:, 0].contiguous()
-    state.fill(rows, there)
-    slot_tables.write(rows, pages)
+    rows = [r.row for r in requests if r.row is not None]
+    packed = np.concatenate([np.array(rows)[:, None], constants, slot_tables.pages_of(rows)], 1)
+    table = slot_tables.table
+    ops.admit(copy_to(table.device, packed), state.columns, table, slot_tables.page_size)
     state.fill_rules(requests)
 
 
 def pack_chunk(
-    pieces: Sequence[tuple[Request, int]], table: torch.Tensor, builder: MetadataBuilder
+    pieces: Sequence[tuple[Request, int]],
+    table: torch.Tensor,
+    builder: MetadataBuilder,
+    into: Sequence[torch.Tensor] | None = None,
 ) -> tuple[PrefillChunk, torch.Tensor]:
     """The packed chunk that `pieces` (request, number of tokens) make, and its ids [T]; one copy brings it over.
 
-    table [num_rows, width] int32: the slot tables; builder: of the target's backend.
+    table [num_rows, width] int32: the slot tables; builder: of the target's backend; into: see its `prefill`.
     """
     starts, lens = [r.num_prefilled for r, _ in pieces], [n for _, n in pieces]
     ids = np.concatenate([r.prompt[r.num_prefilled : r.num_prefilled + n] for r, n in pieces])
@@ -59,5 +60,5 @@ def pack_chunk(
     parts = [np.array([r.row for r, _ in pieces]), last_rows, np.array(starts), np.array(lens), ids, next_ids]
     packed = copy_to(table.device, np.concatenate(parts))
     rows, last, starts_there, lens_there, ids_there, next_there = packed.split([len(p) for p in parts])
-    metadata = builder.prefill(table, rows, starts, lens, (starts_there, lens_there))
+    metadata = builder.prefill(table, rows, starts, lens, (starts_there, lens_there), into)
     return PrefillChunk(metadata, rows, next_there, last), ids_there

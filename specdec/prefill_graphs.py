@@ -41,7 +41,10 @@ BUSY = 1.3  # the device is the slower one where a forward takes this many times
 
 
 class PrefillGraphs:
-    """Owns the prefill runners of one engine and their graphs; slot_table [num_rows, width] int32 as in `Round`."""
+    """Owns the prefill runners of one engine and their graphs; slot_table [num_rows, width] int32 as in `Round`.
+
+    placement: positions and slots [largest] int64 that graphs read; a batch that is built there is not copied.
+    """
 
     def __init__(
         self,
@@ -65,6 +68,8 @@ class PrefillGraphs:
         interrupt = breakable.interrupt if breakable is not None else lambda fn: fn()
         program = Prefill(target, worker, context, buckets[-1] if breakable is not None else 0, interrupt, device)
         self.program = program
+        self.placement = tuple(torch.zeros(program.hidden.shape[0], dtype=torch.int64, device=device) for _ in range(2))
+        shared = {"aux": program.aux, "states": program.draft_states}
         setup = Setup(
             capture=self._capture,
             counters=counters,
@@ -73,7 +78,7 @@ class PrefillGraphs:
             watched=program.tensors,
             strict=config.strict and mode != "off",
             unit="tokens",
-            shared={} if breakable is None else {"aux": program.aux, "states": program.draft_states},
+            shared={} if breakable is None else shared | dict(zip(("positions", "slots"), self.placement, strict=True)),
         )
         tokens = [BufferSpec(name, lambda n: (n,), torch.int64, pad=0) for name in ("ids", "positions", "slots")]
         width = program.aux.shape[1]

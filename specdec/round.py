@@ -109,9 +109,14 @@ class Round:
         verdict = self.ops.settle(verdict, rows, self.state.stop_ids, self.state.remaining)
         return self._emit(batch, verdict, moves=False)  # the token is not in the cache yet: L stays
 
-    def begin(self, rows: torch.Tensor, max_prefix: int | None = None) -> torch.Tensor:
-        """The draft takes the first roots of `rows` [n]; returns the rows. max_prefix: see `play`."""
-        self.worker.begin(self.batch(SamplingKind.GREEDY, rows, max_prefix))
+    def begin(
+        self, rows: torch.Tensor, states: torch.Tensor | None = None, max_prefix: int | None = None
+    ) -> torch.Tensor:
+        """The draft takes the first roots of `rows` [n] and its own states [n, h_d]; returns the rows.
+
+        See `DraftWorker.begin`; max_prefix: see `play`.
+        """
+        self.worker.begin(self.batch(SamplingKind.GREEDY, rows, max_prefix), states)
         return rows
 
     def tensors(self) -> dict[str, torch.Tensor]:

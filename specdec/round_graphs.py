@@ -69,8 +69,9 @@ class RoundGraphs:
         runners.append(("first_token", partial(first_token_part, program), [rows, hidden]))
         self.runners = {name: GraphRunner(name, body, specs, setup) for name, body, specs in runners}
         if program.worker.has_begin:  # it samples nothing, so one kind serves all
+            begin_specs = [rows, *self._state_specs()]
             once = replace(setup, variants=config.graph_sampling[:1])
-            self.runners["draft_begin"] = GraphRunner("draft_begin", partial(begin_part, program), [rows], once)
+            self.runners["draft_begin"] = GraphRunner("draft_begin", partial(begin_part, program), begin_specs, once)
         with torch.inference_mode():
             build(list(self.runners.values()), self.capture, lower=LOWER, strict=config.strict)
 
@@ -103,9 +104,10 @@ class RoundGraphs:
             self.check_addresses()
         return self.runners["first_token"](self._served_as(kind), {"rows": rows, "hidden": hidden})
 
-    def begin(self, rows: torch.Tensor, max_prefix: int) -> None:
+    def begin(self, rows: torch.Tensor, states: torch.Tensor | None, max_prefix: int) -> None:
         """See `Round.begin`."""
-        self.runners["draft_begin"](self._config.graph_sampling[0], {"rows": rows}, max_prefix=max_prefix)
+        inputs = {"rows": rows} if states is None else {"rows": rows, "states": states}
+        self.runners["draft_begin"](self._config.graph_sampling[0], inputs, max_prefix=max_prefix)
 
     def _served_as(self, kind: SamplingKind) -> SamplingKind:
         """The least kind that was captured and serves `kind`; without graphs, `kind` itself."""
@@ -121,6 +123,12 @@ class RoundGraphs:
     def costs(self) -> list[GraphCost]:
         """What every graph took to make, in the order of capture."""
         return [cost for runner in self.runners.values() for cost in runner.costs]
+
+    def _state_specs(self) -> list[BufferSpec]:
+        """The states that the draft's prefill hands to its begin, if it has any."""
+        worker = self._program.worker
+        dtype, width = worker.dtype or self._program.target.dtype, worker.hidden_size
+        return [BufferSpec("states", lambda n: (n, width), dtype, pad=0.0)] if width else []
 
     def _tree_specs(self) -> Iterator[BufferSpec]:
         """What draft hands to verify. The pad is a tree of roots, each seeing itself."""
@@ -183,9 +191,15 @@ def first_token_part(program: Round, kind: str, rows: torch.Tensor, hidden: torc
     return program.first_tokens(kind, rows, program.target.head(hidden))
 
 
-def begin_part(program: Round, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> torch.Tensor:
+def begin_part(
+    program: Round,
+    kind: str,
+    rows: torch.Tensor,
+    states: torch.Tensor | None = None,
+    max_prefix: int | None = None,
+) -> torch.Tensor:
     """Round.begin, whatever the kind."""
-    return program.begin(rows, max_prefix)
+    return program.begin(rows, states, max_prefix)
 
 
 def estimate_bytes(

@@ -4,7 +4,7 @@ A set goes with the attention backend. The torch one runs anywhere; the Triton o
 launches, which is what a captured round is made of.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from specdec import processors, sampling, tree, verify
 from specdec.backends import AttentionBackend
 from specdec.backends.metadata import slots_at
-from specdec.kv_cache import KVPool
+from specdec.kv_cache import KVPool, write_pages
 from specdec.processors import ProcessorState
 from specdec.tree import Tree
 from specdec.verify import Verdict
@@ -32,6 +32,9 @@ class RoundOps:
         limits; `remaining` of the rows is lowered in place, to 0 for those that are over;
     emit(verdict, rows, seq_lens, roots, remaining, moves) -> results for the host, [bs, W+3] int64: tokens, accept_len,
         invalid, finished; in place, the last token becomes the root and, if `moves`, seq_lens grow by accept_lens;
+    admit(packed [n, 1+F+P] int64, columns, table [num_rows, width] int32, page_size): of each line, into the row that
+        its first number names: F numbers go to the columns [num_rows, ...] one after the other, floats by their
+        float64 bits; P pages become the row's slots, 0 past the last one;
     committer(pool): made once a pool; it gives commit(slot_table [num_rows, width], rows [bs], seq_lens [bs],
     accept_index [bs, W]), which moves the accepted path's K/V of every layer to positions L..; -1 moves nothing.
     """
@@ -50,6 +53,7 @@ class RoundOps:
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     settle: Callable[[Verdict, torch.Tensor, torch.Tensor, torch.Tensor], Verdict]
     emit: Callable[[Verdict, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+    admit: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, int], None]
     committer: Callable[[KVPool], Commit]
 
 
@@ -91,6 +95,16 @@ def _emit(
     return torch.cat([verdict.tokens, torch.stack(columns, 1)], 1)
 
 
+def _admit(packed: torch.Tensor, columns: Sequence[torch.Tensor], table: torch.Tensor, page_size: int) -> None:
+    sizes = [column[0].numel() for column in columns]
+    first, *values, pages = packed.split([1, *sizes, packed.shape[1] - 1 - sum(sizes)], 1)
+    rows = first[:, 0]
+    for column, value in zip(columns, values, strict=True):
+        numbers = value.view(torch.float64) if column.is_floating_point() else value
+        column.index_copy_(0, rows, numbers.reshape(-1, *column.shape[1:]).to(column.dtype))
+    write_pages(table, rows, pages, page_size)
+
+
 def _committer(pool: KVPool) -> Commit:
     def commit(
         slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor
@@ -120,13 +134,14 @@ TORCH_OPS = RoundOps(
     gather_rows=_gather_rows,
     settle=_settle,
     emit=_emit,
+    admit=_admit,
     committer=_committer,
 )
 
 
 def _triton_ops() -> RoundOps:
     """The kernels, in the types of this layer; imported here, since triton is optional."""
-    from specdec.backends.triton import processors, rows, sampling, settle, top, tree, walk
+    from specdec.backends.triton import admit, processors, rows, sampling, settle, top, tree, walk
 
     def build(*candidates: torch.Tensor, num_draft_tokens: int, num_steps: int) -> Tree:
         return Tree(*tree.build(*candidates, num_draft_tokens=num_draft_tokens, num_steps=num_steps))
@@ -163,5 +178,6 @@ def _triton_ops() -> RoundOps:
         gather_rows=rows.gather_rows,
         settle=cut,
         emit=settle.emit,
+        admit=admit.admit,
         committer=rows.committer,
     )

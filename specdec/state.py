@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -58,28 +59,25 @@ class EngineState:
 
     def pack(self, requests: Sequence[Request]) -> np.ndarray:
         """The constants of `requests` as [n, F] int64, floats by their float64 bits: one copy takes them over."""
-        tensors, columns = self.tensors, []
-        for name, value_of in CONSTANTS:
-            dtype = np.float64 if tensors[name].is_floating_point() else np.int64
+        columns = []
+        for (name, value_of), tensor in zip(CONSTANTS, self.columns, strict=True):
+            dtype = np.float64 if tensor.is_floating_point() else np.int64
             column = np.array([value_of(r) for r in requests], dtype=dtype)
-            assert column.shape[1:] == tensors[name].shape[1:], f"{name} is {column.shape[1:]} a row"
+            assert column.shape[1:] == tensor.shape[1:], f"{name} is {column.shape[1:]} a row"
             columns.append(column.reshape(len(requests), -1).view(np.int64))
         return np.concatenate(columns, 1)
-
-    def fill(self, rows: torch.Tensor, packed: torch.Tensor) -> None:
-        """Write what `pack` has made, now on the device, into `rows` [n] int64: a launch a field."""
-        by_name = self.tensors
-        tensors = [by_name[name] for name, _ in CONSTANTS]
-        columns = packed.split([t.shape[1:].numel() for t in tensors], 1)
-        for tensor, column in zip(tensors, columns, strict=True):
-            values = column.view(torch.float64) if tensor.is_floating_point() else column
-            tensor.index_copy_(0, rows, values.reshape(-1, *tensor.shape[1:]).to(tensor.dtype))
 
     def fill_rules(self, requests: Sequence[Request]) -> None:
         """Write penalties, bans and biases of `requests` into their rows; nothing is launched where there are none."""
         for r in requests:
             if r.row is not None and (r.sampling.has_processors or r.row in self.processors.used):
                 self.processors.fill(r.row, r.prompt_ids, r.sampling, sorted(r.eos_ids))
+
+    @cached_property
+    def columns(self) -> list[torch.Tensor]:
+        """What CONSTANTS are written to, in their order."""
+        tensors = self.tensors
+        return [tensors[name] for name, _ in CONSTANTS]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

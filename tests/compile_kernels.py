@@ -92,9 +92,10 @@ def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
 
 def round_kernels() -> None:
     """Growth, tree, walks, draws, rows, commit and what ends a round."""
-    from specdec.backends.triton import processors, rows, sampling, settle, top, tree, walk
+    from specdec.backends.triton import admit, processors, rows, sampling, settle, top, tree, walk
     from specdec.kv_cache import KVPool, LayerShape
     from specdec.processors import ProcessorState
+    from specdec.state import EngineState
 
     ids, floats = torch.zeros(2, 40, dtype=torch.int64), torch.zeros(2, 40)
     tree.expand(torch.zeros(2, 8, 8), torch.zeros(2, 8), 8)
@@ -114,6 +115,8 @@ def round_kernels() -> None:
     rows.gather_rows(laws, nodes)
     pool = KVPool([LayerShape(2, 16, 8)], 50, torch.bfloat16, torch.device("cpu"))
     rows.committer(pool)(ids.int(), ids[:, 0].clone(), ids[:, 0].clone(), nodes)
+    columns = EngineState.empty(3, 600, 5000, torch.device("cpu")).columns
+    admit.admit(ids, columns, torch.zeros(3, 600, dtype=torch.int32), 1)
     state = ProcessorState.empty(3, 600, 5000, torch.device("cpu"))
     for dtype in (torch.bfloat16, torch.float32):
         processors.process(laws.to(dtype), nodes, nodes, nodes, nodes, *[nodes[0, :2].clone()] * 2, state)

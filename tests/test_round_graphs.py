@@ -126,7 +126,9 @@ def test_replay_equals_eager_for_every_runner_and_batch(algo, shape, kind, round
                 inputs = {"rows": rows, "hidden": hidden}
                 eager = lambda rows=rows, hidden=hidden: first_token_part(program, kind, rows, hidden)  # noqa: E731
             elif name == "draft_begin":
-                inputs, eager = {"rows": rows}, lambda rows=rows: program.begin(rows)
+                states = torch.randn(num, program.worker.hidden_size, device=DEVICE)
+                inputs = {"rows": rows, **({"states": states} if states.numel() else {})}
+                eager = lambda inputs=inputs: program.begin(**inputs)  # noqa: E731
             elif name in ("round", "decode"):
                 inputs, eager = {"rows": rows}, lambda rows=rows: program.play(kind, rows)
             elif name == "draft":

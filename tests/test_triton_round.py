@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from specdec import sampling, tree, verify
 from specdec.kv_cache import KVPool, LayerShape
 from specdec.round_ops import TORCH_OPS, pick_ops
+from specdec.state import EngineState
 from specdec.tree import Tree
 
 pytest.importorskip("triton")
@@ -324,3 +325,27 @@ def test_a_row_that_is_not_finite_gives_nan_and_distinct_tokens(bad):
     values, tokens = OPS.top_tokens(logits, 8, None)
     assert bool(values[0].isnan().all()) and bool(values[1].isfinite().all())
     assert len(set(tokens[0].tolist())) == 8 and int(tokens.min()) >= 0 and int(tokens.max()) < 6000
+
+
+@FEW
+@given(SEEDS, st.integers(1, 5), st.sampled_from([1, 3, 16]), st.integers(0, 40))
+def test_admission(seed, num, page_size, num_pages):
+    """Rows that are not named stay as they are; a page may reach past the table's end."""
+    num_rows, width, g = 7, 70, generator(seed)
+    num_pages = min(num_pages, -(-width // page_size))
+    rows = torch.randperm(num_rows, generator=g)[:num, None]
+    ints = torch.randint(-(1 << 62), 1 << 62, (num, 19), generator=g)
+    floats = torch.rand(num, 3, generator=g, dtype=torch.float64).view(torch.int64)
+    pages = torch.randint(0, 1000, (num, num_pages), generator=g)
+    temperature, top_p, min_p = floats.split(1, 1)
+    numbers = [ints[:, :18], temperature, ints[:, 18:], top_p, min_p, ints[:, :1]]
+    packed = torch.cat([rows, *numbers, pages], 1).to(DEVICE)
+    outcomes = []
+    for ops in (TORCH_OPS, OPS):
+        state = EngineState.empty(num_rows, width, 50, DEVICE)
+        table = torch.full((num_rows, width), -7, dtype=torch.int32, device=DEVICE)
+        ops.admit(packed, state.columns, table, page_size)
+        outcomes.append([*state.columns, table])
+    same(*outcomes)
+    untouched = sorted(set(range(num_rows)) - set(rows[:, 0].tolist()))
+    assert outcomes[1][-1][untouched].eq(-7).all()

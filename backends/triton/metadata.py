@@ -1,10 +1,13 @@
 """What `backends.metadata` computes in torch, its specification, in one launch each."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from specdec.backends.metadata import MetadataBuilder, Placement
+from specdec.backends.triton.relaunch import CachedLaunch
 
 
 # Triton makes a variant of a kernel for every alignment of its pointers; views of packed tensors have any.
@@ -57,8 +60,11 @@ def _uniform_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slot_table", "rows", "starts", "q_lens"]
-)
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=[
+        "slot_table", "rows", "starts", "q_lens", "positions", "out_cache_loc", "qo_indptr",
+    ],
+)  # fmt: skip
 def _prefill_kernel(
     slot_table, rows, starts, q_lens, positions, out_cache_loc, qo_indptr, table_stride, BLOCK: tl.constexpr
 ):
@@ -76,6 +82,9 @@ def _prefill_kernel(
     slots = tl.load(table + start + i, mask=i < q_len, other=0)
     tl.store(positions + first + i, start + i, mask=i < q_len)
     tl.store(out_cache_loc + first + i, slots.to(tl.int64), mask=i < q_len)
+
+
+_launch_prefill = CachedLaunch(_prefill_kernel)
 
 
 def uniform_placement(
@@ -117,13 +126,17 @@ def prefill_placement(
     q_lens: torch.Tensor,
     num_tokens: int,
     longest: int,
+    into: Sequence[torch.Tensor] | None = None,
 ) -> Placement:
     """Twin: `backends.metadata.prefill_placement`."""
     bs, block = rows.shape[0], 256
-    placement = _empty_placement(bs, num_tokens, rows.device)
-    _prefill_kernel[(bs, triton.cdiv(longest, block))](
-        slot_table, rows, starts, q_lens, *placement[:3], slot_table.stride(0), BLOCK=block
-    )
+    if into is None:
+        placement = _empty_placement(bs, num_tokens, rows.device)
+    else:
+        qo_indptr = torch.empty(bs + 1, dtype=torch.int32, device=rows.device)
+        placement = Placement(into[0][:num_tokens], into[1][:num_tokens], qo_indptr)
+    grid, stride = (bs, triton.cdiv(longest, block)), slot_table.stride(0)
+    _launch_prefill(grid, slot_table, rows, starts, q_lens, *placement[:3], stride, BLOCK=block)
     return placement
 
 

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.relaunch import CachedLaunch
+
 # Columns of the tables (int32).
 ITEM_WIDTH = 8  # request (-1: none), m_block, kv_begin, kv_end, partial (-1: the tile's only split), is_first, 0, 0
 MERGE_WIDTH = 4  # request (-1: none), m_block, first partial, number of splits
@@ -196,6 +198,9 @@ def _plan_kernel(
         merges_before += tl.sum(num_merge)
 
 
+_launch = CachedLaunch(_plan_kernel)
+
+
 @dataclass(frozen=True)
 class SplitPlan:
     """items [num_items, ITEM_WIDTH] and merges [num_merges, MERGE_WIDTH], int32; num_partials bounds the partials."""
@@ -247,7 +252,8 @@ def split_plan(
     items = torch.empty(num_items, ITEM_WIDTH, dtype=torch.int32, device=device)
     merges = torch.empty(num_merges, MERGE_WIDTH, dtype=torch.int32, device=device)
     block_w = 32
-    _plan_kernel[(triton.cdiv(num_items, block_w),)](
+    _launch(
+        (triton.cdiv(num_items, block_w),),
         prefix_lens,
         qo_indptr,
         items,

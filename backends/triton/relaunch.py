@@ -29,6 +29,30 @@ class Relaunch:
         self._compiled[self._grid](*self._args)
 
 
+class CachedLaunch:
+    """Launches a JIT function, whose compiled kernel is looked for once for each device, dtypes and constants.
+
+    For kernels that specialise on nothing else: neither on integers, which must fit 32 bits, nor on how far pointers
+    are aligned, unless those that do are always aligned alike.
+    """
+
+    def __init__(self, kernel: Any):
+        self._kernel = kernel
+        self._compiled: dict[tuple[object, ...], Any] = {}
+
+    def __call__(self, grid: Sequence[int], *args: Any, **constants: Any) -> None:
+        """kernel[grid](*args, **constants); constants in the order of the kernel's signature, after all of `args`."""
+        kinds = [a.dtype if isinstance(a, torch.Tensor) else type(a) for a in args]
+        device = next(a.device for a in args if isinstance(a, torch.Tensor))
+        key = (device, *kinds, *constants.values())
+        if key in self._compiled:
+            self._compiled[key][(*grid, 1, 1)[:3]](*args, *constants.values())
+            return
+        compiled = self._kernel[tuple(grid)](*args, **constants)
+        if compiled is not None:  # the interpreter compiles nothing
+            self._compiled[key] = compiled
+
+
 def is_aligned(*tensors: torch.Tensor | None) -> bool:
     """Whether Triton takes all of `tensors` for aligned, as it does nearly always; others get kernels of their own."""
     return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)

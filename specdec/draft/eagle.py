@@ -15,7 +15,7 @@ from specdec.batch import ForwardMode
 from specdec.config import EngineConfig
 from specdec.draft.algo_spec import algo_spec
 from specdec.draft.drafting import DraftModelWorker
-from specdec.draft.worker import PrefillChunk, RunPrefill
+from specdec.draft.worker import PrefillChunk, RoundBatch, RunPrefill
 from specdec.models.draft_head import DraftHead
 from specdec.models.hf import HFTarget
 from specdec.models.probe import batched_experts, waiting_configs
@@ -24,6 +24,8 @@ from specdec.round_ops import RoundOps
 
 class HeadWorker(DraftModelWorker):
     """Drafts with `head` for `target`, whose embedding and output head it uses where it has none of its own."""
+
+    has_begin = True
 
     def __init__(
         self,
@@ -75,6 +77,12 @@ class HeadWorker(DraftModelWorker):
         with batched_experts(() if mode is ForwardMode.EXTEND else self._waiting):
             return self.head(self.embed_tokens(ids), hidden, rope, _attend, module)
 
+    def prefill_layers(
+        self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
+    ) -> torch.Tensor:
+        # The token after a prompt whose logits are not finite is -1: that request is over, any id will do.
+        return super().prefill_layers(ids.clamp(min=0), positions, features, module)
+
     def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
         return self.head.logits(states, self.target.head, module)
 
@@ -82,9 +90,13 @@ class HeadWorker(DraftModelWorker):
         assert features is not None, f"{self.spec.name} needs the target's features"
         return self.head.fuse(features)
 
-    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> None:
+    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> torch.Tensor:
         assert hidden is not None
-        self.keep(chunk.rows, hidden[chunk.last_rows])
+        return hidden.index_select(0, chunk.last_rows)
+
+    def begin(self, batch: RoundBatch, states: torch.Tensor | None) -> None:
+        assert states is not None
+        self.keep(batch.rows, states)
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:

@@ -28,7 +28,7 @@ class ModulesWorker(HeadWorker):
     def steps(self, batch: RoundBatch) -> Steps:
         return ModuleSteps(self, batch)
 
-    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> None:
+    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> torch.Tensor:
         """Module 0's states [T, h_d] are there; the other modules run over the chunk now."""
         assert hidden is not None
         metadata, states = chunk.metadata, [hidden[chunk.last_rows]]
@@ -40,7 +40,7 @@ class ModulesWorker(HeadWorker):
             hidden = run(metadata, chunk.next_ids, before, module)
             states.append(hidden[chunk.last_rows])
         self.last[chunk.rows] = torch.stack(states, 1)
-        self.keep(chunk.rows, states[0])
+        return states[0]
 
     def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> None:
         assert aux is not None, "a head reads features"

@@ -69,7 +69,7 @@ class StandaloneWorker(DraftModelWorker):
         """Nothing is kept of a prompt but its K/V: states [T, 0]."""
         return self.run(ForwardMode.EXTEND, ids, positions, None)[:, :0]
 
-    def begin(self, batch: RoundBatch) -> None:
+    def begin(self, batch: RoundBatch, states: torch.Tensor | None) -> None:
         """See the first root, at position L."""
         at_root = RoundBatch(batch.rows, batch.slot_table, batch.seq_lens - 1, batch.roots, None, batch.max_prefix)
         self.keep(batch.rows, self.forward(at_root, ForwardMode.DRAFT_EXTEND, batch.roots, None, q_len=1))

@@ -89,15 +89,18 @@ class DraftWorker(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has a context, so it needs prefill_layers")
 
-    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> None:
-        """Keep what the states [T, h_d] of `chunk` leave for the first round; None for a draft without layers.
+    def finish_prefill(
+        self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill
+    ) -> torch.Tensor | None:
+        """What `begin` takes of the states [T, h_d] of `chunk`, which are None for a draft without layers.
 
-        run: runs the modules after the first, of a draft that has any.
+        run: runs the modules after the first, of a draft that has any. Returns a state [n, h_d] a request, or None if
+        h_d is 0.
         """
         return None
 
-    def begin(self, batch: RoundBatch) -> None:
-        """Take the first roots of requests whose prompts are done; it runs after `finish_prefill`."""
+    def begin(self, batch: RoundBatch, states: torch.Tensor | None) -> None:
+        """Prepare the first round of requests whose prompts are done: their roots and `finish_prefill`'s states."""
         return None
 
     def close(self) -> None:
