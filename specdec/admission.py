@@ -2,8 +2,11 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, pairwise
+from operator import add
 from typing import Any
 
+import numpy as np
 import torch
 
 from specdec.engine import Core
@@ -50,12 +53,12 @@ def make_requests(
     laws = _laws(sampling, merged, batch)
     if core.config.synthetic_acceptance is not None:  # it draws, too, where requests are greedy
         laws = [law if law.seed is not None else law.with_seed(i) for i, law in enumerate(laws)]
-    for i, (prompt, limit, law) in enumerate(zip(batch, limits, laws, strict=True)):
-        _check(core, i, prompt, limit)
+    arrays = _checked_prompts(core, batch, limits)
+    for law in laws:
         _check_rules(core, law, eos)
     return [
-        Request(prompt, limit, law, stop_ids, eos, Detokenizer(tokenizer, strings), special)
-        for prompt, limit, law in zip(batch, limits, laws, strict=True)
+        Request(prompt, array, limit, law, stop_ids, eos, Detokenizer(tokenizer, strings), special)
+        for prompt, array, limit, law in zip(batch, arrays, limits, laws, strict=True)
     ]
 
 
@@ -117,6 +120,24 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
     return {**found, **dict(zip(map(str, names), ids, strict=False))}
 
 
+def _checked_prompts(core: Core, batch: list[list[int]], limits: list[Any]) -> list[np.ndarray]:
+    """The prompts as [T] int64; ValueError (CapacityError) names the first that cannot be served."""
+    ends = list(accumulate(map(len, batch), initial=0))
+    try:
+        flat = np.fromiter(chain.from_iterable(batch), dtype=np.int64, count=ends[-1])
+    except OverflowError:
+        flat = np.array([-1])  # no token
+    # All at once, since calls may bring hundreds; where something is wrong, one by one, to say which and what.
+    are_ids = all(batch) and flat.min() >= 0 and flat.max() < core.target.spec.vocab_size
+    are_limits = all(type(limit) is int and limit >= 1 for limit in limits)
+    if not (are_ids and are_limits and max(map(add, map(len, batch), limits)) <= core.config.max_seq_len):
+        for i, (prompt, limit) in enumerate(zip(batch, limits, strict=True)):
+            _check(core, i, prompt, limit)
+    longest = max(map(add, map(len, batch), limits))
+    core.slot_tables.check_fits(core.scheduler.slots_needed(longest, 0))
+    return [flat[begin:end] for begin, end in pairwise(ends)]
+
+
 def _check(core: Core, index: int, ids: list[int], max_new_tokens: int) -> None:
     if not ids:
         raise ValueError(f"prompt {index} is empty; a target needs at least one token to continue")
@@ -132,7 +153,6 @@ def _check(core: Core, index: int, ids: list[int], max_new_tokens: int) -> None:
             f"prompt {index} has {len(ids)} tokens and may emit {max_new_tokens}: {total} exceed "
             f"max_seq_len={core.config.max_seq_len}; shorten it, lower max_new_tokens, or attach with more"
         )
-    core.slot_tables.check_fits(core.scheduler.slots_needed(len(ids), max_new_tokens))
 
 
 def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
@@ -169,7 +189,7 @@ def _seeded(law: SamplingParams, index: int) -> SamplingParams:
     if law.seed is None and law.is_greedy:
         return law
     seed = int(torch.randint(2**63 - 1, ())) if law.seed is None else (law.seed + index) % 2**63
-    return law.with_seed(seed)
+    return law if seed == law.seed else law.with_seed(seed)
 
 
 def _check_rules(core: Core, law: SamplingParams, eos: frozenset[int]) -> None:

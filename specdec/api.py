@@ -126,8 +126,9 @@ class Engine:
         requests = self._requests(prompts, **options)
         start = time.perf_counter()
         with self._attached().turns.many(), closing(self._run(requests)) as run:
-            for _ in run:
-                pass
+            for finished in run:
+                for request in finished:  # of the others a round is under way: the device does not wait for text
+                    request.decode()
         return _output(requests, time.perf_counter() - start)
 
     def stream(self, prompt: Any, **options: Any) -> Generator[str, None, RequestOutput]:
@@ -210,21 +211,25 @@ class Engine:
             yield text
         return _output(requests, time.perf_counter() - start).requests[0]
 
-    def _run(self, requests: list[Request]) -> Generator[None, None, None]:
-        """Step until `requests` are over; whatever happens, none of them keeps rows or slots.
+    def _run(self, requests: list[Request]) -> Generator[list[Request], None, None]:
+        """Step until `requests` are over, and yield after each step those that have ended; whatever happens, none of
+        them keeps rows or slots.
 
         Calls may interleave, as streams do, or come from several threads: each steps all running requests, in turn, and
         waits for its own.
         """
         core = self._attached()
-        unfinished = requests[::-1]
+        unfinished = requests
         try:
             core.submit(requests)
             while unfinished:
                 core.step(unfinished)
-                while unfinished and unfinished[-1].finish_reason is not None:
-                    self._raise_failure(unfinished.pop())
-                yield
+                finished = [r for r in unfinished if r.finish_reason is not None]
+                if finished:
+                    unfinished = [r for r in unfinished if r.finish_reason is None]
+                for request in finished:
+                    self._raise_failure(request)
+                yield finished
         finally:
             with core.turns:
                 core.abandon([r for r in requests if r.finish_reason is None])
@@ -276,7 +281,7 @@ def _output(requests: list[Request], time_s: float) -> GenerationOutput:
     for r in requests:
         assert r.finish_reason is not None and r.time_s is not None
         first = r.first_token_s if r.first_token_s is not None else r.time_s
-        known = (r.prompt_ids, r.tokens, r.text, r.finish_reason, r.acceptance, first, r.time_s, r.round_lens)
+        known = (r.prompt_ids, r.tokens, r.decode(), r.finish_reason, r.acceptance, first, r.time_s, r.round_lens)
         outputs.append(RequestOutput(*known))
     stats = GenerationStats(
         num_requests=len(outputs),

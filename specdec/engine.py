@@ -26,7 +26,7 @@ from specdec.kv_cache import KVPool, SlotTables
 from specdec.models.compiled import compile_layers
 from specdec.models.exclusive import make_exclusive
 from specdec.models.hf import HFTarget
-from specdec.packing import copy_to, pack_chunk, pack_requests, write_requests
+from specdec.packing import copy_to, pack_chunk, rewrite_row, write_requests
 from specdec.prefill_graphs import PrefillGraphs, resolve_prefill_mode
 from specdec.round import Round
 from specdec.round_graphs import RoundGraphs
@@ -67,6 +67,7 @@ class Core:
         slot_tables.check_pool(pool)
         self.context = ForwardContext(backend, pool, layers, sinks, counters.count_forward)
         self.round = Round(target, config, worker, self.context, ops, slot_tables.table, self.state)
+        rewrite_row(self.state, slot_tables, ops, config.dummy_row)
         graph_pool = GraphPool(device) if device.type == "cuda" else None
         start = time.perf_counter()
         mode = compile_layers(target, config, resolve_prefill_mode(config, target, worker.prefill_syncs))
@@ -190,12 +191,12 @@ class Core:
     def _fill(self) -> None:
         """Tell the device of newly admitted requests."""
         try:
-            constants = pack_requests(self.state, self.scheduler.admitted)
+            constants = self.state.pack(self.scheduler.admitted)
         except Exception:
             self._end_unpackable()
             if not self.scheduler.admitted:
                 return
-            constants = pack_requests(self.state, self.scheduler.admitted)
+            constants = self.state.pack(self.scheduler.admitted)
         write_requests(self.state, self.slot_tables, self.scheduler.admitted, constants, self.round.ops)
         self.scheduler.admitted = []
 
@@ -204,7 +205,7 @@ class Core:
         arguments, so there should be none."""
         for request in list(self.scheduler.admitted):
             try:
-                pack_requests(self.state, [request])
+                self.state.pack([request])
             except Exception as error:
                 self.scheduler.fail([request], error)
 
@@ -225,7 +226,7 @@ class Core:
             places = slice(None) if len(done) == len(pieces) else copy_to(self.device, np.array(done))
             rows, last_rows = chunk.rows[places], chunk.last_rows[places]
             kind = SamplingKind.of(r.sampling for r in finished)
-            packed = self.graphs.first_tokens(kind, rows, hidden[last_rows])
+            packed = self.graphs.first_tokens(kind, rows, hidden.index_select(0, last_rows))
             self._post(finished, packed, is_round=False)
             chunk.next_ids.index_copy_(0, last_rows, packed[:, 0])
         worker = self.round.worker

@@ -19,23 +19,24 @@ def copy_to(device: torch.device, values: np.ndarray) -> torch.Tensor:
     return to_device(torch.from_numpy(values), device)
 
 
-def pack_requests(state: EngineState, requests: Sequence[Request]) -> np.ndarray:
-    """What `requests` bring along, in numbers that the device can take: [n, F] int64."""
-    for request in requests:
-        assert request.prompt.dtype == np.int64
-    return state.pack(requests)
-
-
 def write_requests(
     state: EngineState, slot_tables: SlotTables, requests: Sequence[Request], constants: np.ndarray, ops: RoundOps
 ) -> None:
-    """Write `constants` (from `pack_requests`) and the slot tables of admitted requests into their rows, in one copy;
+    """Write `constants` (see `EngineState.pack`) and the slot tables of admitted requests into their rows, in one copy;
     those with penalties, bans or biases take two more each."""
     rows = [r.row for r in requests if r.row is not None]
     packed = np.concatenate([np.array(rows)[:, None], constants, slot_tables.pages_of(rows)], 1)
     table = slot_tables.table
     ops.admit(copy_to(table.device, packed), state.columns, table, slot_tables.page_size)
     state.fill_rules(requests)
+
+
+def rewrite_row(state: EngineState, slot_tables: SlotTables, ops: RoundOps, row: int) -> None:
+    """Admit to `row` what it holds already, and no pages: for the dummy row, so that the kernel is compiled."""
+    own = [column[row].reshape(-1) for column in state.columns]
+    numbers = [n.double().view(torch.int64) if n.is_floating_point() else n for n in own]
+    packed = torch.cat([own[0].new_tensor([row]), *numbers]).unsqueeze(0)
+    ops.admit(packed, state.columns, slot_tables.table, slot_tables.page_size)
 
 
 def pack_chunk(

@@ -1,6 +1,5 @@
 """What a caller asks of one request's sampling, checked and in plain Python numbers. Knows no tensors and no model."""
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +28,10 @@ class SamplingKind(StrEnum):
     @classmethod
     def of(cls, params: Iterable["SamplingParams"]) -> "SamplingKind":
         """The least that every one of `params` can be served with."""
-        kinds = {p.kind for p in params}
-        return kinds.pop() if len(kinds) == 1 else next(k for k in cls if all(k.serves(other) for other in kinds))
+        kinds = [p.kind for p in params]
+        if all(kind is kinds[0] for kind in kinds):
+            return kinds[0]
+        return next(k for k in cls if all(k.serves(other) for other in set(kinds)))
 
     @property
     def is_greedy(self) -> bool:
@@ -86,8 +87,8 @@ class SamplingParams:
 
     def with_seed(self, seed: int) -> "SamplingParams":
         """The same law with another seed; nothing else is checked again."""
-        seeded = copy.copy(self)
-        object.__setattr__(seeded, "seed", seed)
+        seeded = object.__new__(type(self))
+        seeded.__dict__.update(self.__dict__, seed=seed)
         return seeded
 
     @property
@@ -100,7 +101,7 @@ class SamplingParams:
         """Whether top-k, top-p or min-p drops anything."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
-    @property
+    @cached_property
     def has_processors(self) -> bool:
         """Whether logits are changed by what came before, or by rules for tokens."""
         lists = (self.suppress_tokens, self.begin_suppress_tokens, self.bad_words_ids, self.logit_bias)

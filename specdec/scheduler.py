@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
@@ -20,8 +19,9 @@ from specdec.text import Detokenizer
 
 @dataclass(eq=False)
 class Request:
-    """One prompt on its way. `row` is set while it runs; `num_prefilled` counts prompt tokens already in the cache.
+    """One prompt on its way; `prompt` [T] int64 holds its ids once more, for prefills.
 
+    row: set while it runs; num_prefilled: prompt tokens already in the cache.
     num_certain: tokens it will have emitted once everything launched for it has come back, at the least.
     string_ids: stop ids that stand for stop strings: special tokens.
     failure: the error that ended it, with finish_reason "error"; whoever waits for the request raises it.
@@ -30,6 +30,7 @@ class Request:
     """
 
     prompt_ids: list[int]
+    prompt: np.ndarray
     max_new_tokens: int
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
@@ -49,6 +50,7 @@ class Request:
     first_token_s: float | None = None
     time_s: float | None = None
     _num_read: int = 0
+    _text: str | None = None
 
     @property
     def is_running(self) -> bool:
@@ -59,11 +61,6 @@ class Request:
     def is_prefilled(self) -> bool:
         """Whether its whole prompt is in the cache."""
         return self.num_prefilled == len(self.prompt_ids)
-
-    @cached_property
-    def prompt(self) -> np.ndarray:
-        """`prompt_ids` as [T] int64, for prefills."""
-        return np.array(self.prompt_ids, dtype=np.int64)
 
     def take(self, tokens: list[int]) -> None:
         """Append emitted `tokens`, which the device has cut at stop ids and at the length; set `finish_reason` if they
@@ -93,13 +90,14 @@ class Request:
         self._num_read = len(self.pieces)
         return text
 
-    @property
-    def text(self) -> str:
-        """The text of a request that is over: decoded at once, unless it had to be looked at on the way."""
-        if not self.pieces:
-            return self.detokenizer.decode(self.tokens)
-        self._catch_up(is_over=True)
-        return "".join(self.pieces)
+    def decode(self) -> str:
+        """The text of a request that is over: decoded at once, unless it had to be looked at on the way, and kept."""
+        if self._text is None and self.pieces:
+            self._catch_up(is_over=True)
+            self._text = "".join(self.pieces)
+        elif self._text is None:
+            self._text = self.detokenizer.decode(self.tokens)
+        return self._text
 
     def _catch_up(self, is_over: bool) -> None:
         """Decode what nobody has looked at yet. With stop strings that is for `take`, except where an error was the

@@ -101,6 +101,8 @@ def test_windows_of_draft_trees_go_by_depth():
     tree_shape = {"num_steps": 6, "topk": 3, "num_draft_tokens": 40}
     engine = specdec.attach(model, draft, max_batch=5, max_seq_len=160, cuda_graph=False, **tree_shape)
     core, rows = past_prefill(engine, SamplingParams(), num_rounds=2)
+    for results, tokens in core._mailbox.take(0):  # what the host has not read yet
+        core._hand_out(results, tokens)
     lens = core.state.seq_lens[rows].tolist()
     tree = core.round.worker.draft(core.round.batch("greedy", rows, 128)).tree
     for i, request in enumerate(core.scheduler.decoding()[:2]):
