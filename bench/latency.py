@@ -88,6 +88,7 @@ class Bench:
             "host_probe_ms": host_probe_ms(),
             "tokenizer": args.tokenizer,
             "new_tokens": args.new_tokens,
+            "every_kind": args.every_kind,
         }
         print(json.dumps(self.config), flush=True)
 
@@ -141,7 +142,9 @@ class Bench:
         settings = {**capacity(cells, self.args.new_tokens), **draft.settings, **MODES[mode]}
         start = time.perf_counter()
         head = self.head if draft.steps else None
-        engine = specdec.attach(self.model, head, tokenizer=self.tokenizer, graph_sampling="greedy", **settings)
+        if not self.args.every_kind:
+            settings["graph_sampling"] = "greedy"
+        engine = specdec.attach(self.model, head, tokenizer=self.tokenizer, **settings)
         seconds = time.perf_counter() - start
         self.longest_attach = max(self.longest_attach, seconds)
         report = engine.report()

@@ -152,6 +152,7 @@ def arguments(doc: str | None) -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=None)
     parser.add_argument("--drafts", nargs="+", default=DRAFTS, help="plain, or S:K:D")
     parser.add_argument("--tokenizer", default=None, help="folder of a tokenizer, or 'bundled'; adds rows with text")
+    parser.add_argument("--every-kind", action="store_true", help="capture every kind of sampling; else greedy alone")
     parser.add_argument("--new-tokens", type=int, default=257)
     parser.add_argument("--repeats", type=int, default=7, help="of the first token")
     parser.add_argument("--budget", type=float, default=1e9, metavar="SECONDS", help="stop before this much has passed")
