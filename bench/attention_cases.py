@@ -7,8 +7,8 @@ import torch
 
 from specdec.backends import AttentionBackend, LayerSpec
 from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.functional.tree import ancestor_bits, ancestor_mask
 from specdec.kv_cache import KVPool
-from specdec.tree import ancestor_bits, ancestor_mask
 
 SHAPES = {"8b": LayerSpec(32, 8, 128, 128, 128**-0.5), "135m": LayerSpec(9, 3, 64, 64, 0.125)}
 # Layers of Gemma-3 1B and 4B and of Gemma-2 9B that slide a window over their keys.

@@ -35,7 +35,7 @@ from rich.table import Table
 from specdec.backends import AttentionCall, LayerSpec, TorchBackend
 from specdec.backends.triton.backend import TritonBackend
 from specdec.backends.triton.compiles import counted_compiles
-from specdec.bench import write_results
+from specdec.measure.results import write_results
 
 
 def main() -> None:

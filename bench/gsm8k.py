@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from specdec import attach, heads
-from specdec.bench import write_results
-from specdec.models.pretrained import BUNDLED, load_pretrained
-from specdec.prompts import chat_ids
+from specdec import attach, shipped
+from specdec.measure.results import write_results
+from specdec.targets.pretrained import BUNDLED, load_pretrained
+from specdec.text.prompts import chat_ids
 
 MODES: dict[str, dict[str, Any]] = {
     "off": {"prefill_graph": "off"},
@@ -46,7 +46,7 @@ def main() -> None:
         answers: list[list[int]] | None = None
         for mode in args.modes:
             settings = {"num_steps": 3, "max_batch": 32, "max_seq_len": 1024, "graph_sampling": "greedy"}
-            engine = attach(model, args.draft or heads.path(), tokenizer=tokenizer, **settings, **MODES[mode])
+            engine = attach(model, args.draft or shipped.path(), tokenizer=tokenizer, **settings, **MODES[mode])
             row = {"what": "gsm8k", "dtype": name, "mode": mode, **score(engine, gold, args.seed)}
             start = time.perf_counter()
             out = engine.generate(prompts, max_new_tokens=args.max_new_tokens)

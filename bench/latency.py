@@ -44,7 +44,7 @@ from round_cases import DEVICE, make_head, make_target
 from transformers import AutoTokenizer
 
 import specdec
-from specdec.bench import write_results
+from specdec.measure.results import write_results
 
 ALLOWANCE_S = 15.0  # what must be left of the budget before something of unknown length begins
 
@@ -245,7 +245,7 @@ def _tokenizer(source: str | None) -> Any:
     if source is None:
         return None
     if source == "bundled":
-        from specdec.models.pretrained import load_pretrained  # reads the model too: it takes seconds
+        from specdec.targets.pretrained import load_pretrained  # reads the model too: it takes seconds
 
         return load_pretrained()[1]
     if not Path(source).is_dir():

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specdec import SamplingParams, attach, heads
-from specdec.bench import write_results
-from specdec.models.pretrained import BUNDLED, load_pretrained
-from specdec.prompts import chat_ids, read_questions
+from specdec import SamplingParams, attach, shipped
+from specdec.measure.results import write_results
+from specdec.targets.pretrained import BUNDLED, load_pretrained
+from specdec.text.prompts import chat_ids, read_questions
 
 CONFIGS: tuple[dict[str, Any], ...] = (
     {"num_steps": 3, "topk": 1},
@@ -51,7 +51,7 @@ def main() -> None:
     rows = []
     file: Path | None = None
     for name in args.drafts:
-        draft = heads.path(name) if name in heads.available() else name
+        draft = shipped.path(name) if name in shipped.available() else name
         for config in CONFIGS:
             found = [
                 compare(model, draft, {**common, **config}, batch, prompts, references, args.max_new_tokens)
@@ -217,7 +217,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k/test.jsonl and prompts/")
     parser.add_argument("--target", default=BUNDLED)
-    parser.add_argument("--drafts", nargs="+", default=heads.available(), help="folders or names; default: all shipped")
+    parser.add_argument("--drafts", nargs="+", default=shipped.available(), help="folders or names")
     parser.add_argument("--gsm8k", type=int, default=50, help="GSM8K test questions")
     parser.add_argument("--mt-bench", type=int, default=10, help="MT-bench questions")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="batch sizes of the greedy check")

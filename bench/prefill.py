@@ -20,8 +20,8 @@ from rich.table import Table
 from round_cases import COPY_BYTES_PER_MS, make_head, make_target, target_weights
 
 import specdec
-from specdec.bench import write_results
-from specdec.prefill_graphs import estimate_prefill_bytes
+from specdec.measure.results import write_results
+from specdec.prefill.graphs import estimate_prefill_bytes
 
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"prefill_graph": "off"},

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdec.models.draft_head import LayerConfig
-from specdec.models.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
-from specdec.models.pretrained import load_pretrained
-from specdec.sampling import SamplingParams
+from specdec.functional.sampling import SamplingParams
+from specdec.heads.base import LayerConfig
+from specdec.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from specdec.targets.pretrained import load_pretrained
 
 PROMPT = 128  # tokens
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,6 +1,6 @@
 """The round's operations besides attention, torch beside Triton on one GPU: `python bench/round_ops.py --out DIR`.
 
-Both sets of `specdec.round_ops`, each call replayed from a graph, for a tree of K=8, S=5, D=32 (chains for
+Both sets of `specdec.functional.ops`, each call replayed from a graph, for a tree of K=8, S=5, D=32 (chains for
 `verify_chain`) and the vocabularies of SmolLM2 and Llama-3.1. The last line is one JSON object.
 """
 
@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec.backends.triton.backend import TritonBackend
-from specdec.bench import write_results
 from specdec.config import EngineConfig
 from specdec.draft.drafting import candidate_depths
+from specdec.functional.ops import TORCH_OPS, RoundOps, pick_ops
+from specdec.functional.tree import chain
 from specdec.kv_cache import KVPool
-from specdec.round_ops import TORCH_OPS, RoundOps, pick_ops
-from specdec.tree import chain
+from specdec.measure.results import write_results
 
 CONFIG = EngineConfig(num_steps=5, topk=8, num_draft_tokens=32)
 VOCABS = {"135m": (49152, 30, 576), "8b": (128256, 32, 4096)}  # V, layers, hidden size

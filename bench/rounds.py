@@ -20,8 +20,8 @@ from round_cases import CONFIGS, Case, floor_ms, make_head, make_target
 from round_timing import hf_step_ms, phase_ms, profile_rounds, round_ms
 
 import specdec
-from specdec.bench import write_results
-from specdec.round_graphs import estimate_bytes
+from specdec.measure.results import write_results
+from specdec.round.graphs import estimate_bytes
 
 MODES: dict[str, dict[str, Any]] = {
     "graph": {},

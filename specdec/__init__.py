@@ -3,9 +3,9 @@
 from specdec.api import Engine, attach
 from specdec.config import EngineConfig
 from specdec.errors import AttachError, CapacityError, CheckpointError, DetachedError, GraphError
+from specdec.functional.sampling import SamplingParams
 from specdec.metrics import AcceptanceStats, acceptance_length
 from specdec.outputs import GenerationOutput, GenerationStats, GraphCost, Report, RequestOutput
-from specdec.sampling import SamplingParams
 
 __version__ = "0.1.0"
 

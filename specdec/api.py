@@ -13,17 +13,17 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.admission import make_requests
-from specdec.assembly import assemble, resolve_algo
 from specdec.batch import on_device
 from specdec.config import EngineConfig
-from specdec.engine import Core
+from specdec.engine.admission import make_requests
+from specdec.engine.assembly import assemble, resolve_algo
+from specdec.engine.core import Core
+from specdec.engine.generation import shipped_settings
+from specdec.engine.scheduler import Request
 from specdec.errors import AttachError, DetachedError
-from specdec.generation import shipped_settings
 from specdec.metrics import AcceptanceStats
-from specdec.models.hf import HFTarget
 from specdec.outputs import GenerationOutput, GenerationStats, Report, RequestOutput
-from specdec.scheduler import Request
+from specdec.targets.hf import HFTarget
 
 DEFAULT_MAX_SEQ_LEN = 2048
 
@@ -107,7 +107,7 @@ class Engine:
         self._total = AcceptanceStats()
 
     def generate(self, prompts: Any, **options: Any) -> GenerationOutput:
-        """Generate for one prompt or a ragged batch; see `specdec.text.prompts_to_ids` for what a prompt can be.
+        """Generate for one prompt or a ragged batch; see `specdec.text.inputs.prompts_to_ids` for what a prompt can be.
 
         Without options it does what `model.generate` would: the model's own `generation_config` decides about
         sampling, penalties, lengths and EOS; where that names no length, 256 tokens are emitted at most. Options:

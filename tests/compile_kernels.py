@@ -93,9 +93,9 @@ def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
 def round_kernels() -> None:
     """Growth, tree, walks, draws, rows, commit and what ends a round."""
     from specdec.backends.triton import admit, processors, rows, sampling, settle, top, tree, walk
+    from specdec.functional.processors import ProcessorState
     from specdec.kv_cache import KVPool, LayerShape
-    from specdec.processors import ProcessorState
-    from specdec.state import EngineState
+    from specdec.round.state import EngineState
 
     ids, floats = torch.zeros(2, 40, dtype=torch.int64), torch.zeros(2, 40)
     tree.expand(torch.zeros(2, 8, 8), torch.zeros(2, 8), 8)

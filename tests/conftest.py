@@ -57,6 +57,6 @@ def smollm2() -> tuple[Any, Any]:
         if _target_is_required():
             pytest.fail(reason)
         pytest.skip(reason)
-    from specdec.models.pretrained import load_pretrained
+    from specdec.targets.pretrained import load_pretrained
 
     return load_pretrained()

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 
 from specdec.draft.worker import Draft, DraftWorker, PrefillChunk, RoundBatch, RunPrefill
-from specdec.models.draft_head import LayerConfig
-from specdec.models.eagle import EagleConfig, EagleHead
-from specdec.models.eagle3 import Eagle3Config, Eagle3Head
-from specdec.models.nextn import NextNConfig, NextNHead
-from specdec.tree import build, chain
-from specdec.verify import Verdict
+from specdec.functional.tree import build, chain
+from specdec.functional.verify import Verdict
+from specdec.heads.base import LayerConfig
+from specdec.heads.eagle import EagleConfig, EagleHead
+from specdec.heads.eagle3 import Eagle3Config, Eagle3Head
+from specdec.heads.nextn import NextNConfig, NextNHead
 from tests.tiny_models import tiny_model
 
 ALGOS = ("eagle", "eagle3", "nextn", "standalone")

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from specdec.backends.rope import Rope, rotate
-from specdec.models.draft_head import DraftHead
-from specdec.models.loader import TargetShape, check_head, load_head
+from specdec.heads.base import DraftHead
+from specdec.heads.load import check_head, load_head
+from specdec.targets.shape import TargetShape
 from tests import layout_models as lm
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import specdec
 from specdec import SamplingParams
 from specdec.backends.rope import rotate
 from specdec.draft.algo_spec import ALGORITHMS
-from specdec.models.draft_head import LAST
+from specdec.targets.shape import LAST
 from tests.heads import ALGOS, MODULES, random_draft
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_round_graphs import past_prefill

@@ -23,26 +23,27 @@ PACKAGES = ("specdec", "graphs", "backends")  # the last two are read where they
 # in this listing. "" is specdec/__init__.py.
 LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (
-        frozenset({"errors", "config", "batch", "kv_cache", "memory", "metrics", "outputs", "heads", "prompts"}),
-        frozenset({"sampling_params"}),
-        frozenset({"turns"}),
+        frozenset({"errors", "config", "batch", "kv_cache", "metrics", "outputs", "sampling_params"}),
+        frozenset({"shipped"}),
+        frozenset({"text"}),
     ),
-    (frozenset({"generation"}),),
-    (frozenset({"backends"}), frozenset({"graphs"})),
-    (frozenset({"sampling", "tree", "verify", "processors"}), frozenset({"models"}), frozenset({"text"})),
-    (frozenset({"round_ops", "round_checks", "synthetic"}),),
+    (frozenset({"backends"}), frozenset({"graphs"}), frozenset({"checkpoints"})),
+    (frozenset({"functional"}), frozenset({"targets"})),
+    (frozenset({"heads"}),),
     (frozenset({"draft"}),),
-    (frozenset({"scheduler", "state", "round", "round_graphs", "prefill", "prefill_graphs", "packing"}),),
+    (frozenset({"round"}), frozenset({"prefill"})),
     (frozenset({"engine"}),),
-    (frozenset({"admission"}), frozenset({"assembly"}),),
     (frozenset({"api"}),),
     (frozenset({"train"}),),
-    (frozenset({"", "__main__", "demo", "cli", "bench", "doctor", "convert", "terminal"}),),
+    (frozenset({"measure"}),),
+    (frozenset({"doctor"}),),
+    (frozenset({"commands"}),),
+    (frozenset({"", "__main__"}),),
 )
 
 # Beyond the order: who must not know whom, although it lies below or outside.
 STRANGERS = {
-    "graphs": ("specdec.models", "transformers"),  # captures callables
+    "graphs": ("specdec.targets", "transformers"),  # captures callables
     "draft": ("specdec.graphs",),  # workers run; the engine decides what is captured
 }
 
@@ -271,32 +272,33 @@ def test_link_is_relative(name: str) -> None:
     assert link.readlink() == Path("..", name)
 
 
+TREE = "specdec/functional/tree.py"
 # (checker, file, source, what its message must say, "" where the source is fine)
 SELF_CHECKS = (
     (direction_offences, "specdec/config.py", "\nimport specdec.engine", "specdec/config.py:2: .*specdec.engine"),
-    (direction_offences, "specdec/tree.py", "from specdec.draft.eagle import Worker", "specdec.draft.eagle.Worker"),
-    (direction_offences, "specdec/tree.py", "def f():\n    from specdec import api", "tree.py:2: .*specdec.api"),
-    (direction_offences, "specdec/tree.py", "from specdec import attach", "specdec.attach: imports point down"),
-    (direction_offences, "specdec/tree.py", "import specdec", "imports specdec: imports point down"),
-    (direction_offences, "specdec/tree.py", "from specdec.models import hf", "beside it"),
-    (direction_offences, "specdec/engine.py", "import bench.speed", "bench.speed"),
+    (direction_offences, TREE, "from specdec.draft.eagle import Worker", "specdec.draft.eagle.Worker"),
+    (direction_offences, TREE, "def f():\n    from specdec import api", "tree.py:2: .*specdec.api"),
+    (direction_offences, TREE, "from specdec import attach", "specdec.attach: imports point down"),
+    (direction_offences, TREE, "import specdec", "imports specdec: imports point down"),
+    (direction_offences, TREE, "from specdec.targets import hf", "beside it"),
+    (direction_offences, "specdec/engine/core.py", "import bench.speed", "bench.speed"),
     (direction_offences, "specdec/draft/eagle.py", "from ..engine import Engine", "specdec.engine.Engine"),
     (direction_offences, "specdec/draft/__init__.py", "from .. import engine", "specdec.engine"),
     (direction_offences, "backends/base.py", "from specdec.graphs import counters", "beside it"),
-    (direction_offences, "graphs/full.py", "from specdec.models.hf import Target", "graphs/full.py:1: .*models.hf"),
+    (direction_offences, "graphs/full.py", "from specdec.targets.hf import Target", "graphs/full.py:1: .*targets.hf"),
     (direction_offences, "specdec/novelty.py", "", "in no layer"),
     (direction_offences, "specdec/api.py", "import specdec.novelty.part", "in no layer"),
-    (direction_offences, "specdec/tree.py", "if TYPE_CHECKING:\n    from specdec.engine import Engine", ""),
-    (direction_offences, "specdec/tree.py", "if TYPE_CHECKING:\n    x\nelse:\n    import specdec.engine", "tree.py:4"),
-    (direction_offences, "specdec/tree.py", "import torch\nfrom specdec import __version__, config, sampling", ""),
-    (direction_offences, "specdec/draft/eagle.py", "from .algo_spec import SPECS\nfrom specdec.models import hf", ""),
+    (direction_offences, TREE, "if TYPE_CHECKING:\n    from specdec.engine import Engine", ""),
+    (direction_offences, TREE, "if TYPE_CHECKING:\n    x\nelse:\n    import specdec.engine", "tree.py:4"),
+    (direction_offences, TREE, "import torch\nfrom specdec import __version__, config, functional", ""),
+    (direction_offences, "specdec/draft/eagle.py", "from .algo_spec import SPECS\nfrom specdec.targets import hf", ""),
     (direction_offences, "specdec/__init__.py", "from specdec.api import attach", ""),
-    (direction_offences, "specdec/cli.py", "import specdec\nfrom specdec.train import trainer", ""),
+    (direction_offences, "specdec/commands/main.py", "import specdec.api\nfrom specdec.train import trainer", ""),
     (stranger_offences, "graphs/full.py", "import transformers", "graphs knows no transformers"),
     (stranger_offences, "specdec/draft/eagle.py", "from specdec import graphs", "draft knows no specdec.graphs"),
-    (stranger_offences, "specdec/engine.py", "from specdec import graphs", ""),
-    (second_name_offences, "specdec/engine.py", "from graphs.counters import Counters", "say specdec.graphs"),
-    (second_name_offences, "specdec/engine.py", "def f():\n    import backends", "say specdec.backends"),
+    (stranger_offences, "specdec/engine/core.py", "from specdec import graphs", ""),
+    (second_name_offences, "specdec/engine/core.py", "from graphs.counters import Counters", "say specdec.graphs"),
+    (second_name_offences, "specdec/engine/core.py", "def f():\n    import backends", "say specdec.backends"),
     (second_name_offences, "graphs/full.py", "from specdec.graphs.counters import Counters", ""),
     (state_offences, "specdec/api.py", "engines = []", "api.py:1: engines"),
     (state_offences, "specdec/api.py", "engines: dict[str, int] = collections.defaultdict(int)", "engines"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import specdec
-from specdec.models.probe import attention_configs
+from specdec.targets.probe import attention_configs
 from tests.heads import ALGOS, MODULES, random_draft, random_head
 from tests.tiny_models import ADMITTED, REFUSED, VOCAB, tiny_model
 

@@ -31,7 +31,7 @@ from specdec.backends.op import ForwardContext
 from specdec.backends.rope import Rope, rope_table, rotate
 from specdec.batch import ForwardMode
 from specdec.kv_cache import KVPool
-from specdec.models.masks import classify_mask
+from specdec.targets.masks import classify_mask
 
 triton = pytest.importorskip("triton")
 from specdec.backends.triton.backend import TritonBackend  # noqa: E402

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 
 import specdec
 from specdec.backends import BACKENDS
+from specdec.functional.checks import checked
+from specdec.functional.ops import pick_ops
+from specdec.functional.tree import chain
+from specdec.heads.load import save_head
 from specdec.kv_cache import KVPool, LayerShape, SlotTables
-from specdec.models.loader import save_head
-from specdec.round_checks import checked
-from specdec.round_ops import pick_ops
-from specdec.tree import chain
 from tests.heads import random_head
 from tests.tiny_models import VOCAB, tiny_model
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from bench import lossless
-from specdec import SamplingParams, attach, cli, heads
-from specdec.bench import Shape, acceptance, write_results
-from specdec.models.loader import save_head
+from specdec import SamplingParams, attach, shipped
+from specdec.commands import main as cli
+from specdec.heads.load import save_head
+from specdec.measure.acceptance import Shape, acceptance
+from specdec.measure.results import write_results
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, tiny_target
@@ -60,7 +62,7 @@ def test_one_command_makes_the_table(folders, tmp_path, capsys, monkeypatch):
         attached.append(settings["graph_sampling"])
         return attach(*args, **settings)
 
-    monkeypatch.setattr("specdec.bench.attach", counting)
+    monkeypatch.setattr("specdec.measure.acceptance.attach", counting)
     drafts = ("--draft", f"{folders / 'head'},none", "--draft", folders / "twin")
     shapes = ("--shape", "2:1:3,3", "--shape", "2:3:6", "--temperature", "0,1")
     code, lines, _ = bench(capsys, monkeypatch, folders, *drafts, *shapes, "--limit", 2, "--out", tmp_path)
@@ -129,12 +131,12 @@ def test_mistakes_are_one_line(folders, capsys, monkeypatch, arguments, message)
 
 
 def test_shipped_heads_by_algorithm():
-    assert heads.path("smollm2-135m-instruct-eagle3") == heads.for_algo("eagle3") == heads.path()
+    assert shipped.path("smollm2-135m-instruct-eagle3") == shipped.for_algo("eagle3") == shipped.path()
     with pytest.raises(ValueError, match=r"no shipped head for algo='medusa'; there are heads for .*'eagle3'"):
-        heads.for_algo("medusa")
-    assert heads.find("shipped") == heads.find("smollm2-135m-instruct-eagle3") == heads.path()
-    assert heads.find("owner/name") == "owner/name"
-    assert cli._drafts(["shipped", "none"]).keys() == {*heads.available(), "none"}
+        shipped.for_algo("medusa")
+    assert shipped.find("shipped") == shipped.find("smollm2-135m-instruct-eagle3") == shipped.path()
+    assert shipped.find("owner/name") == "owner/name"
+    assert cli._drafts(["shipped", "none"]).keys() == {*shipped.available(), "none"}
     assert cli._drafts(["x/head", "y/head"]) == {"head": "x/head", "y/head": "y/head"}
 
 

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specdec.errors import CheckpointError
-from specdec.models.config_schema import AUX, HEAD, LAYER, MTP, OWN_MTP, ROPE
-from specdec.models.loader import inspect
-from specdec.models.pretrained import load_draft
+from specdec.heads.load import inspect
+from specdec.heads.schema import AUX, HEAD, LAYER, MTP, OWN_MTP, ROPE
+from specdec.targets.pretrained import load_draft
 from tests import layout_models as lm
 from tests.layout_heads import DEEPSEEK_NORMS, LLAMA3, MIMO_NORMS, Played, combine_tensors, load, target, under
 from tests.tiny_models import tiny_model

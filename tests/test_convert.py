@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from specdec.cli import app
-from specdec.convert import convert
+from specdec.commands.convert import convert
+from specdec.commands.main import app
 from tests import layout_models as lm
 
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "rms_norm_eps")

@@ -11,10 +11,11 @@ from rich.console import Console
 from transformers import AutoTokenizer
 from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
-from specdec import AcceptanceStats, RequestOutput, attach, cli
-from specdec.demo import PROMPTS, Marking, exchange, marked, run_demo
-from specdec.models.loader import save_head
-from specdec.terminal import quiet_pipes
+from specdec import AcceptanceStats, RequestOutput, attach
+from specdec.commands import main as cli
+from specdec.commands.demo import PROMPTS, Marking, exchange, marked, run_demo
+from specdec.commands.terminal import quiet_pipes
+from specdec.heads.load import save_head
 from tests.heads import random_head
 from tests.train_models import save_target, tiny_target
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from specdec import cli
+from specdec.commands import main as cli
 from specdec.doctor import cost
 from specdec.doctor import examine as examination
 from specdec.doctor.command import PROMPTS, print_findings, prompt_ids
@@ -25,8 +25,9 @@ from specdec.doctor.facts import tokenizer_match, weight_problems
 from specdec.doctor.readings import ALTERNATIVES
 from specdec.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, commonest, coverage, observe
 from specdec.doctor.search import Trial, search, unclear
-from specdec.models.draft_head import LAST, DraftHead
-from specdec.models.loader import save_head
+from specdec.heads.base import DraftHead
+from specdec.heads.load import save_head
+from specdec.targets.shape import LAST
 from specdec.train.config import TrainConfig
 from specdec.train.objectives import HeadObjective
 from specdec.train.trainer import Trainer

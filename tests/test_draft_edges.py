@@ -9,12 +9,13 @@ import transformers as tf
 from safetensors.torch import load_file
 
 import specdec
-from specdec import SamplingParams, assembly
+from specdec import SamplingParams
 from specdec.batch import ForwardMode
-from specdec.convert import convert
-from specdec.engine import PREFIX_STEP
-from specdec.models.loader import detect_algo, load_head, save_head
-from specdec.models.nextn import NextNHead
+from specdec.commands.convert import convert
+from specdec.engine import assembly
+from specdec.engine.core import PREFIX_STEP
+from specdec.heads.load import detect_algo, load_head, save_head
+from specdec.heads.nextn import NextNHead
 from specdec.train.batches import Batches
 from specdec.train.config import recipe
 from specdec.train.data import Corpus

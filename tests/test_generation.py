@@ -11,8 +11,9 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
 import specdec
-from specdec import SamplingParams, generation
-from specdec.generation import HARMLESS, HONOURED, REFUSED, REFUSED_ARGUMENTS, REFUSED_SAMPLED, Settings
+from specdec import SamplingParams
+from specdec.engine import generation
+from specdec.engine.generation import HARMLESS, HONOURED, REFUSED, REFUSED_ARGUMENTS, REFUSED_SAMPLED, Settings
 from tests.tiny_models import tiny_model
 
 # A value of each refused setting that would change the text.

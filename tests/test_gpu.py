@@ -9,11 +9,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import specdec
-from specdec import heads
+from specdec import shipped
 from specdec.backends.triton.attention import _attention_kernel
 from specdec.backends.triton.compiles import counted_compiles
-from specdec.models.pretrained import BUNDLED, load_pretrained
-from specdec.prompts import chat_ids
+from specdec.targets.pretrained import BUNDLED, load_pretrained
+from specdec.text.prompts import chat_ids
 from tests.heads import random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import ADMITTED, tiny_model
@@ -172,7 +172,7 @@ def test_smollm2_equals_generate_but_for_near_ties(config, dtype):
     model, tokenizer = load_pretrained(os.environ.get("SPECDEC_TARGET", BUNDLED), dtype=dtype, device="cuda")
     prompts = chat_ids(QUESTIONS, tokenizer)
     expected = [greedy(model, p, 48) for p in prompts]
-    engine = specdec.attach(model, heads.path(), strict=True, **config)
+    engine = specdec.attach(model, shipped.path(), strict=True, **config)
     out = engine.generate(prompts, max_new_tokens=48)
     engine.detach()
     assert out.stats.tau > 1.4

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.models.draft_head import LAST
-from specdec.models.loader import detect_algo, inspect
+from specdec.heads.load import detect_algo, inspect
+from specdec.targets.shape import LAST
 from tests import layout_models as lm
 from tests.layout_heads import (
     DEEPSEEK_NORMS,

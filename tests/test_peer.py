@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import specdec
-from specdec import heads
-from specdec.demo import PROMPTS
-from specdec.models.loader import save_head
-from specdec.prompts import chat_ids
+from specdec import shipped
+from specdec.commands.demo import PROMPTS
+from specdec.heads.load import save_head
+from specdec.text.prompts import chat_ids
 from tests.heads import random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
@@ -83,7 +83,7 @@ def their_runs(model: Any, folder: Path, prompts: list[list[int]]) -> list[Run]:
 def test_the_shipped_head_drafts_the_same(smollm2, tmp_path, monkeypatch):
     model, tokenizer = smollm2
     prompts = chat_ids(list(PROMPTS[:3]), tokenizer)
-    ours = our_runs(model, heads.path(), tmp_path, prompts, monkeypatch)
+    ours = our_runs(model, shipped.path(), tmp_path, prompts, monkeypatch)
     theirs = their_runs(model, tmp_path, prompts)
     assert theirs == ours
     assert [text for text, _ in theirs] == [greedy(model, p, NUM_TOKENS) for p in prompts]

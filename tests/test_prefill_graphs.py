@@ -16,7 +16,7 @@ from specdec.errors import GraphError
 from specdec.graphs import BufferSpec, Counters, EagerCapture, GraphRunner, PrefillRunner, RecordedCapture, Setup
 from specdec.graphs.build import build
 from specdec.graphs.prefill import check_padding, reject_target_verify
-from specdec.models.probe import waiting_configs
+from specdec.targets.probe import waiting_configs
 from tests.heads import MODULES, random_draft, random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import ADMITTED, VOCAB, tiny_model
@@ -429,14 +429,14 @@ def test_attention_that_fails_in_a_replay_fails_its_request_only(mode):
 
 @pytest.mark.parametrize("mode", LIKELY)
 def test_out_of_memory_at_a_capture_leaves_the_smaller_sizes(mode, monkeypatch):
-    layers = specdec.models.hf.HFTarget.layers
+    layers = specdec.targets.hf.HFTarget.layers
 
     def short(self, mode, ids, positions):
         if ids.shape[0] > 24:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         return layers(self, mode, ids, positions)
 
-    monkeypatch.setattr(specdec.models.hf.HFTarget, "layers", short)
+    monkeypatch.setattr(specdec.targets.hf.HFTarget, "layers", short)
     with pytest.warns(UserWarning, match=r"no graph for target_prefill of 64: out of memory.*lower max_prefill_tokens"):
         engine = engine_of(model_of(), mode)
     monkeypatch.undo()
@@ -615,7 +615,7 @@ def test_compiled_layers_that_raise_leave_no_trace(monkeypatch):
 def test_two_traces_of_one_model_hold_its_weights_once(monkeypatch):
     """As where experts wait for the host: prefills and rounds run other arithmetic."""
     model, prompts = model_of(), ragged_prompts()
-    monkeypatch.setattr(specdec.models.hf.HFTarget, "same_experts_in_all_modes", False)
+    monkeypatch.setattr(specdec.targets.hf.HFTarget, "same_experts_in_all_modes", False)
     engine = engine_of(model, "piecewise", compile=True, max_prefill_tokens=48)
     compiled = engine._core.target.compiled
     assert compiled[True] is not compiled[False]
@@ -682,7 +682,7 @@ def test_the_size_from_which_the_device_is_busy_is_found(slow_from, monkeypatch)
 
 def test_auto_leaves_prefills_alone_where_experts_wait_for_the_host(monkeypatch):
     from specdec.config import EngineConfig
-    from specdec.prefill_graphs import resolve_prefill_mode, why_off
+    from specdec.prefill.graphs import resolve_prefill_mode, why_off
 
     class Target:
         device, same_experts_in_all_modes = torch.device("cuda"), False

@@ -10,10 +10,10 @@ from scipy import stats
 from transformers.generation import logits_process as hf
 
 import specdec
-from specdec import SamplingParams, heads
-from specdec.processors import MAX_BAD_WORDS, ProcessorState, process, remember
-from specdec.prompts import chat_ids
-from specdec.tree import Tree, ancestor_bits
+from specdec import SamplingParams, shipped
+from specdec.functional.processors import MAX_BAD_WORDS, ProcessorState, process, remember
+from specdec.functional.tree import Tree, ancestor_bits
+from specdec.text.prompts import chat_ids
 from tests.tiny_models import VOCAB, tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -233,7 +233,7 @@ def smollm2_texts(smollm2):
 @pytest.mark.parametrize("shape", [{"num_steps": 3}, {"num_steps": 4, "topk": 4, "num_draft_tokens": 16}])
 def test_smollm2_equals_generate_with_its_shipped_draft(smollm2, smollm2_texts, shape):
     (model, tokenizer), (prompts, texts) = smollm2, smollm2_texts
-    engine = specdec.attach(model, heads.path(), tokenizer=tokenizer, max_batch=2, cuda_graph=True, **shape)
+    engine = specdec.attach(model, shipped.path(), tokenizer=tokenizer, max_batch=2, cuda_graph=True, **shape)
     try:
         for settings, expected in zip(SMOLLM2_CASES, texts, strict=True):
             out = engine.generate(prompts, max_new_tokens=16, **settings)

@@ -13,13 +13,13 @@ import torch
 import specdec
 from specdec import SamplingParams
 from specdec.config import GRAPH_SAMPLING, EngineConfig
+from specdec.engine.memory import MemoryNeed, check_fits
 from specdec.errors import CapacityError, GraphError
-from specdec.memory import MemoryNeed, check_fits
-from specdec.round_graphs import draft_part, extend_part, first_token_part, verify_part
-from specdec.sampling import SamplingKind
-from specdec.synthetic import impose_acceptance
-from specdec.tree import Tree
-from specdec.verify import Verdict
+from specdec.functional.sampling import SamplingKind
+from specdec.functional.synthetic import impose_acceptance
+from specdec.functional.tree import Tree
+from specdec.functional.verify import Verdict
+from specdec.round.graphs import draft_part, extend_part, first_token_part, verify_part
 from tests.heads import ALGOS, MODULES, random_draft
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
@@ -526,7 +526,7 @@ def test_memory_is_counted_before_anything_is_allocated():
 
 
 def test_an_engine_that_cannot_fit_is_refused_and_leaves_the_model_alone(monkeypatch):
-    monkeypatch.setattr("specdec.assembly.free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("specdec.engine.assembly.free_bytes", lambda device: 1 << 20)
     model = model_of()
     with pytest.raises(CapacityError, match=r"the engine needs .* \(KV pool .*, the draft's KV pool .*, graphs .*\)"):
         engine_of(model, CHAIN, max_batch=64)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec import attach, heads
-from specdec.bench import Shape, acceptance
-from specdec.demo import PROMPTS, run_demo
+from specdec import attach, shipped
+from specdec.commands.demo import PROMPTS, run_demo
 from specdec.draft.algo_spec import ALGORITHMS
-from specdec.prompts import chat_ids, read_questions
+from specdec.measure.acceptance import Shape, acceptance
+from specdec.text.prompts import chat_ids, read_questions
 
 NUM_TOKENS = 32
 CONFIGS = ({"num_steps": 3}, {"num_steps": 4, "topk": 4, "num_draft_tokens": 16})
@@ -34,15 +34,15 @@ CASES += [(algo, CONFIGS[i % 2], 4) for i, algo in enumerate(("eagle", "nextn", 
 
 
 def test_shipped_drafts_are_of_every_algorithm_and_small():
-    assert {path.name.rpartition("-")[2] for path in map(heads.path, heads.available())} == set(ALGORITHMS)
-    assert sum(f.stat().st_size for f in heads.HERE.glob("*/*")) <= 36e6
+    assert {path.name.rpartition("-")[2] for path in map(shipped.path, shipped.available())} == set(ALGORITHMS)
+    assert sum(f.stat().st_size for f in shipped.HERE.glob("*/*")) <= 36e6
 
 
 @pytest.mark.parametrize(("algo", "config", "batch"), CASES, ids=[f"{a}-K{c.get('topk', 1)}-{b}" for a, c, b in CASES])
 def test_greedy_speculation_equals_generate(smollm2, references, algo, config, batch):
     model, tokenizer = smollm2
     prompts, expected = references
-    engine = attach(model, heads.for_algo(algo), tokenizer=tokenizer, max_batch=batch, **config)
+    engine = attach(model, shipped.for_algo(algo), tokenizer=tokenizer, max_batch=batch, **config)
     try:
         out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
         engine.check_integrity()
@@ -54,7 +54,7 @@ def test_greedy_speculation_equals_generate(smollm2, references, algo, config, b
 
 def test_demo_reports_equal_outputs(smollm2, capsys):
     model, tokenizer = smollm2
-    run_demo(model, tokenizer, heads.path(), num_steps=2, max_new_tokens=12, prompts=PROMPTS[:2])
+    run_demo(model, tokenizer, shipped.path(), num_steps=2, max_new_tokens=12, prompts=PROMPTS[:2])
     last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert set(last) == {"hf_tok_s", "plain_tok_s", "spec_tok_s", "tau", "equal"}
     assert last["equal"] is True
@@ -65,7 +65,7 @@ def test_acceptance_row(smollm2, tmp_path: Path):
     file = tmp_path / "own.jsonl"
     file.write_text("\n".join(json.dumps({"question": p}) for p in PROMPTS[:2]))
     prompts = chat_ids(read_questions(file), tokenizer)
-    (row,) = acceptance(model, heads.path(), {"own": prompts}, name="e3", shape=Shape(2, 1, 3), max_new_tokens=16)
+    (row,) = acceptance(model, shipped.path(), {"own": prompts}, name="e3", shape=Shape(2, 1, 3), max_new_tokens=16)
     assert row["tau"] == pytest.approx(1 + sum(row["accept_at"]), abs=1e-3)
     assert row["draft_tokens"] == 3
 

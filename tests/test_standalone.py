@@ -9,9 +9,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import specdec
-from specdec import heads
-from specdec.models.pretrained import load_pretrained, read_tokenizer
-from specdec.prompts import tokenizer_fingerprint
+from specdec import shipped
+from specdec.targets.pretrained import load_pretrained, read_tokenizer
+from specdec.text.prompts import tokenizer_fingerprint
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
 
@@ -102,8 +102,7 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(folder, 
 
 def test_a_gguf_file_may_come_without_tokens_but_not_with_broken_ones(tmp_path):
     gguf = pytest.importorskip("gguf")
-    shipped = heads.path("smollm2-135m-instruct-standalone")
-    assert read_tokenizer(shipped, "draft.gguf") is None
+    assert read_tokenizer(shipped.path("smollm2-135m-instruct-standalone"), "draft.gguf") is None
     writer = gguf.GGUFWriter(tmp_path / "broken.gguf", "llama")
     writer.add_vocab_size(3)
     writer.add_tokenizer_model("llama")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import specdec
-from specdec.text import Detokenizer, prompts_to_ids
+from specdec.text.detokenizer import Detokenizer
+from specdec.text.inputs import prompts_to_ids
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import tiny_model
 

@@ -9,7 +9,7 @@ import torch
 
 import specdec
 from specdec import DetachedError
-from specdec.turns import Turns
+from specdec.engine.turns import Turns
 from tests.heads import random_draft, random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_text import TOKENIZER

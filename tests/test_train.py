@@ -17,9 +17,10 @@ from specdec.backends.op import ForwardContext, attention, forward_context
 from specdec.backends.rope import Rope
 from specdec.backends.torch_ref import TorchBackend
 from specdec.batch import ForwardMode
+from specdec.heads.base import DraftHead
+from specdec.heads.load import load_head, save_head
 from specdec.kv_cache import KVPool
-from specdec.models.draft_head import LAST, DraftHead
-from specdec.models.loader import load_head, save_head
+from specdec.targets.shape import LAST
 from specdec.train.batches import Batch, Batches
 from specdec.train.card import write_card
 from specdec.train.config import TrainConfig, recipe

@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from specdec.api import attach
-from specdec.models.loader import detect_algo
-from specdec.models.pretrained import load_pretrained
-from specdec.prompts import tokenizer_fingerprint
+from specdec.heads.load import detect_algo
+from specdec.targets.pretrained import load_pretrained
+from specdec.text.prompts import tokenizer_fingerprint
 from specdec.train.cli import app
 from specdec.train.data import Corpus
 from specdec.train.generation import Generation, shard_jobs

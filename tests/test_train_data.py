@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.sampling import SamplingParams
+from specdec.functional.sampling import SamplingParams
 from specdec.train.batches import Batches
 from specdec.train.data import Corpus, split_held_out
 from specdec.train.hot_vocab import choose_hot_vocab

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from specdec.models.pretrained import load_draft
-from specdec.prompts import tokenizer_fingerprint
+from specdec.targets.pretrained import load_draft
+from specdec.text.prompts import tokenizer_fingerprint
 from specdec.train.batches import Batches
 from specdec.train.config import TrainConfig
 from specdec.train.data import Corpus

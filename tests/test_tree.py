@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec.tree import Tree, ancestor_mask, build, chain, expand
+from specdec.functional.tree import Tree, ancestor_mask, build, chain, expand
 
 VOCAB_SIZE = 12
 

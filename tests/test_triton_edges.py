@@ -15,12 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec import sampling, tree, verify
 from specdec.backends.triton import walk
 from specdec.backends.triton.backend import TritonBackend
+from specdec.functional import sampling, tree, verify
+from specdec.functional.ops import TORCH_OPS, pick_ops
+from specdec.functional.tree import Tree
 from specdec.kv_cache import KVPool, LayerShape
-from specdec.round_ops import TORCH_OPS, pick_ops
-from specdec.tree import Tree
 from tests.test_triton_round import generator, same
 from tests.test_verify import BELOW_ONE, VOCAB_SIZE, agreeable_logits, one_hot_law, random_tree
 

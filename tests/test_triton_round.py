@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec import sampling, tree, verify
+from specdec.functional import sampling, tree, verify
+from specdec.functional.ops import TORCH_OPS, pick_ops
+from specdec.functional.tree import Tree
 from specdec.kv_cache import KVPool, LayerShape
-from specdec.round_ops import TORCH_OPS, pick_ops
-from specdec.state import EngineState
-from specdec.tree import Tree
+from specdec.round.state import EngineState
 
 pytest.importorskip("triton")
 from specdec.backends.triton.backend import TritonBackend

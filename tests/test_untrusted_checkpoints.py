@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specdec
-from specdec import heads
+from specdec import shipped
 from specdec.errors import CheckpointError
-from specdec.models.loader import check_head, detect_algo, inspect, load_head
-from specdec.models.pretrained import load_draft
+from specdec.heads.load import check_head, detect_algo, inspect, load_head
+from specdec.targets.pretrained import load_draft
 from tests import layout_models as lm
 from tests.layout_heads import CPU, DEEPSEEK_NORMS, combine_tensors, load, shape_of, target, under
 from tests.tiny_models import tiny_model
@@ -210,7 +210,7 @@ def test_values_that_no_mtp_layer_can_have(tmp_path: Path, changes: dict[str, An
 
 
 def test_what_no_check_foresaw_is_told_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdec.models import head_configs
+    from specdec.heads import configs as head_configs
 
     def broken(*_: Any) -> None:
         raise KeyError("unforeseen")
@@ -361,7 +361,7 @@ def test_tensors_that_a_draft_does_not_use_are_warned_about(draft_files: Path, t
 
 def test_gguf_files_that_are_cut(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
-    data = (heads.path("smollm2-135m-instruct-standalone") / "draft.gguf").read_bytes()
+    data = (shipped.path("smollm2-135m-instruct-standalone") / "draft.gguf").read_bytes()
     for length in (0, 10, 1000, len(data) // 2):
         file = tmp_path / "draft.gguf"
         file.write_bytes(data[:length])

@@ -13,8 +13,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specdec.models.draft_head import DraftHead
-from specdec.models.eagle3 import Eagle3Head
+from specdec.heads.base import DraftHead
+from specdec.heads.eagle3 import Eagle3Head
 from specdec.train.data import Corpus
 from specdec.train.new_head import eagle3_config, new_eagle, new_eagle3, new_nextn
 from specdec.train.standalone import LMShape, new_student

@@ -1,6 +1,6 @@
 """Admission in one launch: a packed copy from the host becomes state and slot tables of the rows that it names.
 
-Twin: `admit` of `specdec.round_ops.TORCH_OPS`.
+Twin: `admit` of `specdec.functional.ops.TORCH_OPS`.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ _launch = CachedLaunch(_admit_kernel)
 
 
 def admit(packed: torch.Tensor, columns: Sequence[torch.Tensor], table: torch.Tensor, page_size: int) -> None:
-    """See `specdec.round_ops.RoundOps`."""
+    """See `specdec.functional.ops.RoundOps`."""
     stops, width = columns[2].shape[1], table.shape[1]
     num_numbers = 1 + sum(column[0].numel() for column in columns)
     assert columns[2].dim() == 2 and num_numbers == stops + 8 and table.is_contiguous() and packed.stride(1) == 1

@@ -1,4 +1,4 @@
-"""Logits processors for every node of a tree, in four launches. Twin: `specdec.processors.process`.
+"""Logits processors for every node of a tree, in four launches. Twin: `specdec.functional.processors.process`.
 
 One launch writes the tokens that each node follows, the nearest first; one takes the repetition penalty over the
 vocabulary; one program a node then does what names single tokens (drafts on its path, biases, bans, bad words), and
@@ -198,7 +198,7 @@ def process(
     state: Any,
 ) -> torch.Tensor:
     """logits [bs, D, V] (last dim dense), a tree's fields [bs, D] int64, rows and num_context [bs] int64: [bs, D, V]
-    float32. state: a `specdec.processors.ProcessorState`."""
+    float32. state: a `specdec.functional.processors.ProcessorState`."""
     (bs, num_nodes, vocab), device = logits.shape, logits.device
     flat = logits.reshape(bs * num_nodes, vocab)
     assert flat.stride(1) == 1, "logits need a dense last dim"

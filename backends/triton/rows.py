@@ -68,7 +68,7 @@ def gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def committer(pool: KVPool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """One launch that moves an accepted path's K/V in all layers of `pool`. Twin: `specdec.round_ops.TORCH_OPS`.
+    """One launch that moves an accepted path's K/V in all layers of `pool`. Twin: `specdec.functional.ops.TORCH_OPS`.
 
     The pool's tensors are looked up here, once: they must stay where they are.
     """

@@ -1,4 +1,4 @@
-"""Random numbers and draws on the device. Twins: `specdec.sampling.uniform` and `sample`.
+"""Random numbers and draws on the device. Twins: `specdec.functional.sampling.uniform` and `sample`.
 
 One program draws for one request: one pass over the vocabulary sums its blocks, then the block where the CDF crosses
 is looked at again.

@@ -1,6 +1,7 @@
 """How a round ends, one program a request: what was accepted is cut at stops and limits, then state moves on.
 
-Twins: `settle` and `emit` of `specdec.round_ops.TORCH_OPS`. Rows may repeat only where padding points to one dummy row.
+Twins: `settle` and `emit` of `specdec.functional.ops.TORCH_OPS`. Rows may repeat only where padding points to one
+dummy row.
 """
 
 import torch

@@ -1,5 +1,6 @@
-"""The best tokens of each row of logits, in two launches whatever the vocabulary. Twins: `specdec.tree.top_tokens` and
-`best_token`, and the `max` of `specdec.verify.verify_greedy`.
+"""The best tokens of each row of logits, in two launches whatever the vocabulary.
+
+Twins: `specdec.functional.tree.top_tokens` and `best_token`, and the `max` of `verify_greedy`.
 
 The vocabulary is cut in chunks, one program each; a second kernel puts the chunks of a row together. Ties go to the
 lower token; where several tokens are wanted they are compared by keys that are all different, so none comes twice.

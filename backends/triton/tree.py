@@ -1,5 +1,6 @@
-"""The draft tree on the device: growth and re-rank, one program a request. Twins: `specdec.tree.expand` and `build`.
+"""The draft tree on the device: growth and re-rank, one program a request.
 
+Twins: `specdec.functional.tree.expand` and `build`.
 Candidates are ranked by counting the better ones, which is stable, bounded and needs no sort: keys are unique.
 """
 

@@ -1,5 +1,6 @@
-"""Which drafts the target accepts, one program a request. Twins: `specdec.verify.verify_greedy`, `_tree`, `_chain`.
+"""Which drafts the target accepts, one program a request.
 
+Twins: `specdec.functional.verify.verify_greedy`, `_tree`, `_chain`.
 A walk ends after num_steps or D-1 turns whatever the numbers are. Laws that are not finite end their request as
 `invalid`; no program reads another request's row.
 """

@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specdec import heads
+from specdec import shipped
 from specdec.doctor.examine import Findings, examine
 from specdec.doctor.facts import tokenizer_match
 from specdec.errors import CheckpointError
-from specdec.models.loader import Checkpoint, detect_algo, inspect, load_head
-from specdec.models.pretrained import BUNDLED, load_draft, read_tokenizer
-from specdec.models.standalone import named_tokenizer
-from specdec.prompts import chat_ids, read_questions, tokenizer_fingerprint
+from specdec.heads.load import Checkpoint, detect_algo, inspect, load_head
+from specdec.targets.pretrained import BUNDLED, load_draft, read_tokenizer
+from specdec.targets.standalone import named_tokenizer
+from specdec.text.prompts import chat_ids, read_questions, tokenizer_fingerprint
 from specdec.train.target import load
 from specdec.train.teacher import target_shape
 
@@ -54,7 +54,7 @@ def doctor_command(
     if steps < 1 or max_new_tokens < 4:
         raise ValueError(f"--steps {steps}, --max-new-tokens {max_new_tokens}: expected at least 1 step and 4 tokens")
     questions = list(PROMPTS) if prompts is None else read_questions(prompts, limit)
-    source = heads.find(draft)
+    source = shipped.find(draft)
     checkpoint = None if source == BUNDLED else inspect(source)
     kind = detect_algo(source, algo)
     console, told = Console(), _told(str(draft), kind, checkpoint)

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.api import Engine, attach
+from specdec.heads.base import DraftHead
 from specdec.metrics import AcceptanceStats
-from specdec.models.draft_head import DraftHead
 from specdec.outputs import RequestOutput
 
 COPY_BYTES = {"cuda": 2**30}  # larger than any cache; elsewhere 2**27

@@ -7,12 +7,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from specdec.bench import ci95
 from specdec.doctor.cost import Floor, Run, floor, measure_bandwidth, run
 from specdec.doctor.facts import embedding_likeness, facts_of, untouched_norm, weight_problems
 from specdec.doctor.rows import Agreement, Observed, commonest, coverage, model_agreement, observe
 from specdec.doctor.search import Trial, search, unclear
-from specdec.models.draft_head import DraftHead
+from specdec.heads.base import DraftHead
+from specdec.measure.acceptance import ci95
 
 LOW_TAU = 1.25  # a draft that gives less is suspected
 UNLIKE = 0.05  # correlation below which two embeddings have nothing in common

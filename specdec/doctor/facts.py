@@ -6,10 +6,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.checkpoints.fitting import weight_doubts
 from specdec.doctor.cost import num_bytes
-from specdec.models.draft_head import LAST, DraftHead, LayerConfig
-from specdec.models.fitting import weight_doubts
-from specdec.models.nextn import NextNHead
+from specdec.heads.base import DraftHead, LayerConfig
+from specdec.heads.nextn import NextNHead
+from specdec.targets.shape import LAST
 
 SHAPE = {  # what a config calls it, by what we call it
     "hidden": "hidden_size",

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.doctor.rows import NORMED, Reading
-from specdec.models.draft_head import DraftHead, LayerConfig
+from specdec.heads.base import DraftHead, LayerConfig
 
 OFFICIAL_THETA = 10000.0  # what EAGLE-3's official trainer builds, whatever config.json says
 COMBINING = {  # the products that read [embedding, feature], by algorithm

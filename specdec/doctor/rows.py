@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.models.draft_head import LAST, DraftHead
+from specdec.heads.base import DraftHead
+from specdec.targets.shape import LAST
 from specdec.train.ttt import TTTAttention
 
 NORMED = -1  # as a source of features: the last hidden state after the final norm

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from specdec.doctor.readings import ALTERNATIVES, Alternative, TargetFacts
 from specdec.doctor.rows import Agreement, Observed, Reading, agreement
-from specdec.models.draft_head import DraftHead
+from specdec.heads.base import DraftHead
 
 LEAST_GAIN = 0.05  # accepted drafts of a chain of two; less is not worth telling
 USEFUL = 0.25  # the same, that a draft which reads well has at least

@@ -1,7 +1,7 @@
 """How the draft algorithms differ, as data. Facts and sources: arXiv 2401.15077, 2503.01840, 2412.19437, 2211.17192.
 
 What differs between checkpoints of one algorithm (order of combination, norms, what is recycled, hot vocabulary) is a
-head's own configuration, and stands in the layouts that `specdec.models.loader` reads.
+head's own configuration, and stands in the layouts that `specdec.heads.load` reads.
 """
 
 from collections.abc import Mapping

@@ -16,11 +16,11 @@ from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.config import EngineConfig
 from specdec.draft.algo_spec import AlgoSpec
 from specdec.draft.worker import STREAM_DRAFT, Draft, DraftWorker, RoundBatch
+from specdec.functional.ops import RoundOps
+from specdec.functional.sampling import process_logits
+from specdec.functional.tree import chain
+from specdec.functional.verify import Verdict
 from specdec.kv_cache import KVPool
-from specdec.round_ops import RoundOps
-from specdec.sampling import process_logits
-from specdec.tree import chain
-from specdec.verify import Verdict
 
 
 class DraftModelWorker(DraftWorker):

@@ -16,10 +16,10 @@ from specdec.config import EngineConfig
 from specdec.draft.algo_spec import algo_spec
 from specdec.draft.drafting import DraftModelWorker
 from specdec.draft.worker import PrefillChunk, RoundBatch, RunPrefill
-from specdec.models.draft_head import DraftHead
-from specdec.models.hf import HFTarget
-from specdec.models.probe import batched_experts, waiting_configs
-from specdec.round_ops import RoundOps
+from specdec.functional.ops import RoundOps
+from specdec.heads.base import DraftHead
+from specdec.targets.hf import HFTarget
+from specdec.targets.probe import batched_experts, waiting_configs
 
 
 class HeadWorker(DraftModelWorker):

@@ -11,7 +11,7 @@ from specdec.batch import ForwardMode
 from specdec.draft.drafting import Steps
 from specdec.draft.eagle import HeadWorker
 from specdec.draft.worker import PrefillChunk, RoundBatch, RunPrefill
-from specdec.verify import Verdict
+from specdec.functional.verify import Verdict
 
 
 class ModulesWorker(HeadWorker):

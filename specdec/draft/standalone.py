@@ -14,8 +14,8 @@ from specdec.config import EngineConfig
 from specdec.draft.algo_spec import algo_spec
 from specdec.draft.drafting import DraftModelWorker
 from specdec.draft.worker import RoundBatch
-from specdec.models.hf import HFTarget
-from specdec.round_ops import RoundOps
+from specdec.functional.ops import RoundOps
+from specdec.targets.hf import HFTarget
 
 
 class StandaloneWorker(DraftModelWorker):

@@ -10,9 +10,9 @@ from torch import nn
 
 from specdec.backends import ForwardContext
 from specdec.batch import AttentionMetadata
-from specdec.sampling import SamplingBatch
-from specdec.tree import Tree, chain
-from specdec.verify import Verdict
+from specdec.functional.sampling import SamplingBatch
+from specdec.functional.tree import Tree, chain
+from specdec.functional.verify import Verdict
 
 # Random streams of one round; a counter (L) is used by one round only, so (seed, L, stream) never repeats.
 STREAM_VERIFY = 0  # + node number, node 0 draws the bonus

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.models.replacing import write_text
+from specdec.checkpoints.replacing import write_text
 
 _KINDS = {
     "eagle": ("EAGLE-1/2 draft head", "Official EAGLE layout, for targets of the same hidden size and vocabulary."),

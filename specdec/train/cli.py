@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from specdec.models.pretrained import BUNDLED
-from specdec.models.replacing import check_free
+from specdec.checkpoints.replacing import check_free
+from specdec.targets.pretrained import BUNDLED
 from specdec.train.config import TrainConfig, recipe
 from specdec.train.fit import train
 from specdec.train.generation import Generation, prepare

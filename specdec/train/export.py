@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specdec.models.folders import json_text
-from specdec.models.replacing import CHECKPOINT, replacing, write_text
-from specdec.models.standalone import NOTE
+from specdec.checkpoints.folders import json_text
+from specdec.checkpoints.replacing import CHECKPOINT, replacing, write_text
+from specdec.targets.standalone import NOTE
 from specdec.train.rounding import EMBED_TYPES, check_blocks, stored_type
 
 FILE = "draft.gguf"
@@ -61,7 +61,7 @@ def write_safetensors(folder: Path, student: PreTrainedModel, dtype: torch.dtype
 
 
 def write_note(folder: Path, target: str, vocab_size: int, fingerprint: str) -> None:
-    """Write whose vocabulary the draft speaks; fingerprint: `specdec.prompts.tokenizer_fingerprint` of the target's."""
+    """Write whose vocabulary the draft speaks; fingerprint: `tokenizer_fingerprint` of the target's."""
     note = {"algo": "standalone", "target": target, "vocab_size": vocab_size, "tokenizer_sha256": fingerprint}
     write_text(folder / NOTE, json_text(note))
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from specdec.models.pretrained import BUNDLED
-from specdec.models.replacing import check_free
+from specdec.checkpoints.replacing import check_free
+from specdec.targets.pretrained import BUNDLED
 from specdec.train.card import write_card
 from specdec.train.config import TrainConfig
 from specdec.train.data import Corpus, split_held_out

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from specdec.api import Engine, attach
-from specdec.models.pretrained import BUNDLED
+from specdec.targets.pretrained import BUNDLED
 from specdec.train.fit import sizes
 from specdec.train.regenerate import (
     Budget,

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.models.draft_head import LayerConfig
-from specdec.models.eagle import EagleConfig, EagleHead
-from specdec.models.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
-from specdec.models.nextn import NextNHead, full_attention_layer
+from specdec.heads.base import LayerConfig
+from specdec.heads.eagle import EagleConfig, EagleHead
+from specdec.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from specdec.heads.nextn import NextNHead, full_attention_layer
 from specdec.train.teacher import target_shape
 
 FC_NOISE = 1e-3  # std; small beside the identity, enough to part the columns of the other features

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.models.draft_head import LAST, DraftHead
+from specdec.heads.base import DraftHead
+from specdec.targets.shape import LAST
 from specdec.train.batches import Batch
 from specdec.train.config import TrainConfig
 from specdec.train.losses import Goal, OutputHead, RowMath, feature_loss, imitation_loss

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.heads.base import DraftHead
 from specdec.metrics import AcceptanceStats
-from specdec.models.draft_head import DraftHead
 from specdec.train.batches import Batch, Batches
 from specdec.train.config import recipe
 from specdec.train.data import Corpus

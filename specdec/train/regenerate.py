@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from specdec.sampling import SamplingParams
+from specdec.functional.sampling import SamplingParams
 from specdec.train.data import Corpus
 
 SENTINEL = "Qx7sentinel7xQ"

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specdec.models.draft_head import DraftHead
-from specdec.models.eagle3 import Eagle3Head
-from specdec.models.loader import load_head, save_head
-from specdec.models.pretrained import load_draft
-from specdec.prompts import tokenizer_fingerprint
+from specdec.heads.base import DraftHead
+from specdec.heads.eagle3 import Eagle3Head
+from specdec.heads.load import load_head, save_head
+from specdec.targets.pretrained import load_draft
+from specdec.text.prompts import tokenizer_fingerprint
 from specdec.train.config import TrainConfig
 from specdec.train.data import Corpus
 from specdec.train.export import write_gguf, write_note, write_safetensors

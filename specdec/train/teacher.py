@@ -8,9 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from specdec.models.draft_head import LAST
-from specdec.models.loader import TargetShape
-from specdec.models.probe import answering
+from specdec.targets.probe import answering
+from specdec.targets.shape import LAST, TargetShape
 from specdec.train.batches import Batch
 from specdec.train.losses import Goal, OutputHead, RowMath
 

@@ -1,0 +1,82 @@
+"""Writes checkpoints beside what is there and puts them in its place: a crash leaves the older files whole, and no
+checkpoint is overwritten unless that was asked for."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from specdec.checkpoints.folders import INDEX, LEGACY_WEIGHTS, WEIGHTS, json_text
+
+CONFIG = "config.json"
+CHECKPOINT = (CONFIG, WEIGHTS, LEGACY_WEIGHTS, "*.gguf")
+INDICES = (WEIGHTS + INDEX, LEGACY_WEIGHTS + INDEX)
+
+
+def check_free(folder: str | Path, overwrite: bool) -> None:
+    """ValueError if `folder` holds a checkpoint already, unless it is to be overwritten.
+
+    One whose parts an index lists is never overwritten: readers would go on taking the old parts.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{str(folder)!r} is a file: expected a folder to write to")
+    found = sorted(f.name for pattern in (*CHECKPOINT, *INDICES) for f in folder.glob(pattern))
+    if found and not overwrite:
+        raise ValueError(
+            f"{str(folder)!r} holds {', '.join(found)} already: expected a folder without a checkpoint; name "
+            "another, or pass overwrite=True (--overwrite)"
+        )
+    listed = [name for name in found if name.endswith(INDEX)]
+    if listed:
+        raise ValueError(
+            f"{str(folder)!r} holds {listed[0]}, which readers would follow: take that checkpoint away first"
+        )
+
+
+def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write config.json and model.safetensors to `folder`, over those that are there; see `check_free`."""
+    with replacing(folder, CHECKPOINT) as partial:
+        save_file(dict(tensors), str(partial / WEIGHTS), metadata={"format": "pt"})
+        (partial / CONFIG).write_text(json_text(config), "utf-8")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in one stroke."""
+    with replacing(path.parent) as partial:
+        (partial / path.name).write_text(text, "utf-8")
+
+
+@contextmanager
+def replacing(folder: str | Path, stale: Sequence[str] = ()) -> Iterator[Path]:
+    """Within, a folder in `folder` to write to; its files then take the places of those of their names, weights first.
+
+    stale: patterns of files that belong to what is replaced: those not written anew go. An error in between leaves
+    `folder` as it was, and leaves none behind that was not there.
+    """
+    folder = Path(folder)
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = Path(mkdtemp(prefix=".partial-", dir=folder))
+    try:
+        yield partial
+        written = [file.name for file in _weights_first(list(partial.iterdir()))]
+        for name in written:
+            os.replace(partial / name, folder / name)
+        for file in [f for pattern in stale for f in folder.glob(pattern) if f.name not in written]:
+            file.unlink()
+    finally:
+        rmtree(partial)
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _weights_first(files: Sequence[Path]) -> list[Path]:
+    """Weights without their new config do not load; a config without its weights might, as another head."""
+    return sorted(files, key=lambda file: (file.suffix == ".json", file.name))

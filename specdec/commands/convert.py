@@ -1,0 +1,114 @@
+"""`specdec convert`: EAGLE-3 heads between the official layout and vLLM speculators', tensor by tensor, bit for bit."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from specdec.checkpoints.replacing import check_free, write_checkpoint
+from specdec.checkpoints.tensors import TensorFiles
+from specdec.errors import CheckpointError
+from specdec.heads.build import head_problems, wanted_tensors
+from specdec.heads.eagle3 import Eagle3Config, Eagle3Head
+from specdec.heads.files import HeadFiles, open_head
+from specdec.heads.layouts import AUX_IDS, AUX_LAYERS, LAYOUTS
+from specdec.heads.write import eagle3_json, proposal_json, speculators_json
+
+TO = {"official": "eagle3", "speculators": "speculators"}
+# Keys that no arithmetic of ours depends on, but that other readers look at.
+PASSED = ("max_position_embeddings", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def convert(
+    src: str | Path, dst: str | Path, to: str, verifier: str | None = None, *, overwrite: bool = False
+) -> list[str]:
+    """Write the EAGLE-3 head in `src` to the folder `dst` in the layout `to`; returns notes on what was read.
+
+    to: "official" or "speculators". verifier: name of the target for speculators' config; None keeps what `src` says.
+    overwrite: take the place of a checkpoint in `dst`. ValueError names what `to` cannot express, CheckpointError what
+    is wrong with `src`.
+    """
+    if to not in TO:
+        raise ValueError(f"to={to!r}: expected one of {', '.join(TO)}")
+    head = open_head(TensorFiles.at(src))
+    if head.layout.algo != "eagle3":
+        raise ValueError(f"{str(src)!r} holds a head of {head.layout.algo!r}: expected an EAGLE-3 head")
+    if head.layout.name == TO[to]:
+        raise ValueError(f"{str(src)!r} is in the layout {to!r} already")
+    if Path(dst).exists() and Path(dst).resolve() == head.folder.resolve():
+        raise ValueError(f"dst={str(dst)!r} is the source: expected another folder")
+    check_free(dst, overwrite)
+    reading, config = head.read_config()
+    if not isinstance(config, Eagle3Config):
+        raise CheckpointError(str(head.folder), reading.problems)
+    with torch.device("meta"):
+        likeness = Eagle3Head(replace(config, own_embedding="embed_tokens.weight" in head.names))
+    problems = reading.problems + head_problems(head, likeness, *wanted_tensors(head, likeness))
+    if problems:
+        raise CheckpointError(str(head.folder), problems)
+    written = _to_official(head, config) if to == "official" else _to_speculators(head, config)
+    if verifier is not None or to == "speculators":
+        written["speculators_config"] = _with_verifier(head.raw.get("speculators_config"), verifier)
+    layout = LAYOUTS[TO[to]]
+    tensors = {layout.theirs(ours): t.contiguous() for ours, t in head.read(list(head.names)).items()}
+    write_checkpoint(dst, written, tensors)
+    return reading.notes + reading.doubts
+
+
+def _to_official(head: HeadFiles, config: Eagle3Config) -> dict[str, Any]:
+    raw = head.raw
+    written = eagle3_json(config, lm_head_from_target=bool(raw.get("lm_head_from_target")))
+    layer = raw["transformer_layer_config"]
+    written.update({key: layer.get(key, raw.get(key)) for key in PASSED if key in layer or key in raw})
+    _keep_aux(raw, written, written["eagle_config"])
+    if "speculators_config" in raw:
+        written["speculators_config"] = raw["speculators_config"]
+    return written
+
+
+def _to_speculators(head: HeadFiles, config: Eagle3Config) -> dict[str, Any]:
+    raw = head.raw
+    if raw.get("lm_head_from_target"):
+        raise ValueError(
+            "speculators' layout cannot express lm_head_from_target: expected a head that holds its own lm_head; load "
+            "it beside its target and save it with save_head(..., layout='speculators')"
+        )
+    written = speculators_json(config)
+    written["transformer_layer_config"].update({key: raw[key] for key in PASSED if key in raw})
+    _keep_aux(raw, written, written)
+    return written
+
+
+def _keep_aux(raw: Mapping[str, Any], written: dict[str, Any], holder: dict[str, Any]) -> None:
+    """Aux ids as `raw` has them, or none: how they are meant depends on the target's depth, which is not known here."""
+    ids = (raw.get("eagle_config") or {}).get(AUX_IDS) or raw.get(AUX_IDS)
+    for config, key, value in ((holder, AUX_IDS, ids), (written, AUX_LAYERS, raw.get(AUX_LAYERS))):
+        config.pop(key, None)
+        if value:
+            config[key] = value
+
+
+def _with_verifier(known: Any, verifier: str | None) -> dict[str, Any]:
+    """`speculators_config` for the target `verifier`; what was known of another target is dropped."""
+    kept = dict(known) if isinstance(known, dict) else proposal_json(None)
+    if verifier is not None and (kept.get("verifier") or {}).get("name_or_path") != verifier:
+        kept["verifier"] = {"name_or_path": verifier, "architectures": []}
+    return kept
+
+
+def convert_command(
+    src: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE-3 head.")],
+    dst: Annotated[Path, typer.Argument(help="Folder to write.")],
+    to: Annotated[str, typer.Option(help="official (SafeAILab, SpecForge, SGLang) or speculators (vLLM).")],
+    verifier: Annotated[str | None, typer.Option(help="Name of the target, for speculators' config.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a checkpoint that lies in DST.")] = False,
+) -> None:
+    """Rewrite an EAGLE-3 head in the other layout; the last line is one JSON object."""
+    notes = convert(src, dst, to, verifier, overwrite=overwrite)
+    for note in notes:
+        print(note)
+    print(json.dumps({"src": src, "dst": str(dst), "to": to, "notes": notes}))

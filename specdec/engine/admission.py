@@ -1,0 +1,215 @@
+"""From what a caller hands in to checked requests. Nothing has run yet when a mistake is found here."""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, pairwise
+from operator import add
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.engine.core import Core
+from specdec.engine.generation import HONOURED, LENGTHS, Settings
+from specdec.engine.scheduler import Request
+from specdec.errors import CapacityError
+from specdec.functional.processors import MAX_BAD_WORDS, MAX_ENTRIES, TokenRules
+from specdec.round.state import MAX_STOP_IDS
+from specdec.sampling_params import SamplingParams, check_ids, is_whole
+from specdec.text.detokenizer import Detokenizer
+from specdec.text.inputs import prompts_to_ids
+
+DEFAULT_NEW_TOKENS = 256
+
+
+def make_requests(
+    core: Core,
+    tokenizer: Any,
+    prompts: Any,
+    *,
+    attention_mask: Any = None,
+    max_new_tokens: int | Sequence[int] | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    generation_config: Any = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: int | Sequence[int] | None = None,
+    ignore_eos: bool = False,
+    **settings: Any,
+) -> list[Request]:
+    """Requests for `prompts`, one each, that are not queued yet; the options are those of `Engine.generate`."""
+    if sampling is not None:
+        _refuse_two_laws(settings)
+    merged = Settings.merge(core.target.model.generation_config, generation_config, settings)
+    batch = prompts_to_ids(prompts, tokenizer, attention_mask)
+    limits = _limits(core, merged, max_new_tokens, batch)
+    if not isinstance(ignore_eos, bool):
+        raise ValueError(f"ignore_eos={ignore_eos!r}: expected True or False")
+    eos = frozenset() if ignore_eos else merged.eos_ids
+    ids = () if stop_token_ids is None else [stop_token_ids] if is_whole(stop_token_ids) else stop_token_ids
+    strings, special = _stop_strings(stop if stop is not None else merged.get("stop_strings"), tokenizer)
+    stop_ids = tuple(sorted({*eos, *check_ids("stop_token_ids", ids), *special}))
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise ValueError(f"{len(stop_ids)} stop ids (EOS included): at most {MAX_STOP_IDS}")
+    _check_vocabulary(core, "stop ids", stop_ids)
+    laws = _laws(sampling, merged, batch)
+    if core.config.synthetic_acceptance is not None:  # it draws, too, where requests are greedy
+        laws = [law if law.seed is not None else law.with_seed(i) for i, law in enumerate(laws)]
+    arrays = _checked_prompts(core, batch, limits)
+    for law in laws:
+        _check_rules(core, law, eos)
+    return [
+        Request(prompt, array, limit, law, stop_ids, eos, Detokenizer(tokenizer, strings), special)
+        for prompt, array, limit, law in zip(batch, arrays, limits, laws, strict=True)
+    ]
+
+
+def _refuse_two_laws(settings: dict[str, Any]) -> None:
+    """SamplingParams are a whole law: settings beside them would be dropped."""
+    both = sorted((HONOURED - {*LENGTHS, "eos_token_id", "stop_strings"}) & settings.keys())
+    if both:
+        raise ValueError(
+            f"sampling=SamplingParams(...) together with {', '.join(both)}: say it in one of the two; "
+            "SamplingParams has these fields, too"
+        )
+
+
+def _limits(core: Core, settings: Settings, given: Any, batch: list[list[int]]) -> list[int]:
+    """max_new_tokens of every prompt: the caller's, else the model's as far as the engine holds it, else 256."""
+    if given is not None:
+        return _per_prompt("max_new_tokens", given, len(batch))
+    limits = [settings.max_new_tokens(len(prompt)) for prompt in batch]
+    if any(name in settings.given for name in LENGTHS):
+        return [DEFAULT_NEW_TOKENS if limit is None else limit for limit in limits]
+    room = [core.config.max_seq_len - len(prompt) for prompt in batch]
+    if any(limit is not None and limit > most >= 1 for limit, most in zip(limits, room, strict=True)):
+        warnings.warn(
+            f"the model's generation_config allows more tokens than max_seq_len={core.config.max_seq_len} holds: texts "
+            "end there. Attach with a larger max_seq_len, or give max_new_tokens",
+            stacklevel=5,
+        )
+    return [
+        DEFAULT_NEW_TOKENS if limit is None else min(limit, max(most, 1))
+        for limit, most in zip(limits, room, strict=True)
+    ]
+
+
+def _stop_strings(stop: Any, tokenizer: Any) -> tuple[list[str], tuple[int, ...]]:
+    """Stop strings that text can show, and the ids of those that are special tokens, which never become text."""
+    strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, Iterable) or not all(isinstance(s, str) for s in strings):
+        raise ValueError(f"stop={stop!r}: expected a string or a list of strings")
+    strings = list(strings)
+    if strings and tokenizer is None:
+        raise ValueError(f"stop={stop!r} needs a tokenizer; attach(..., tokenizer=...)")
+    if not all(strings):
+        raise ValueError(f"stop={stop!r}: stop strings must not be empty")
+    special = _special_tokens(tokenizer) if strings else {}
+    mixed = [(s, t) for s in strings for t in special if t in s and t != s]
+    if mixed:
+        raise ValueError(
+            f"stop={mixed[0][0]!r} holds the special token {mixed[0][1]!r}, which never becomes text: "
+            "stop at the token alone, or leave it out of the string"
+        )
+    return [s for s in strings if s not in special], tuple(special[s] for s in strings if s in special)
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Id of every special token, which decoding leaves out, by its text."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    found = {str(token): index for index, token in added.items() if getattr(token, "special", False)}
+    names, ids = getattr(tokenizer, "all_special_tokens", ()), getattr(tokenizer, "all_special_ids", ())
+    return {**found, **dict(zip(map(str, names), ids, strict=False))}
+
+
+def _checked_prompts(core: Core, batch: list[list[int]], limits: list[Any]) -> list[np.ndarray]:
+    """The prompts as [T] int64; ValueError (CapacityError) names the first that cannot be served."""
+    ends = list(accumulate(map(len, batch), initial=0))
+    try:
+        flat = np.fromiter(chain.from_iterable(batch), dtype=np.int64, count=ends[-1])
+    except OverflowError:
+        flat = np.array([-1])  # no token
+    # All at once, since calls may bring hundreds; where something is wrong, one by one, to say which and what.
+    are_ids = all(batch) and flat.min() >= 0 and flat.max() < core.target.spec.vocab_size
+    are_limits = all(type(limit) is int and limit >= 1 for limit in limits)
+    if not (are_ids and are_limits and max(map(add, map(len, batch), limits)) <= core.config.max_seq_len):
+        for i, (prompt, limit) in enumerate(zip(batch, limits, strict=True)):
+            _check(core, i, prompt, limit)
+    longest = max(map(add, map(len, batch), limits))
+    core.slot_tables.check_fits(core.scheduler.slots_needed(longest, 0))
+    return [flat[begin:end] for begin, end in pairwise(ends)]
+
+
+def _check(core: Core, index: int, ids: list[int], max_new_tokens: int) -> None:
+    if not ids:
+        raise ValueError(f"prompt {index} is empty; a target needs at least one token to continue")
+    vocab = core.target.spec.vocab_size
+    if min(ids) < 0 or max(ids) >= vocab:
+        bad = next(t for t in ids if not 0 <= t < vocab)
+        raise ValueError(f"prompt {index} holds token {bad}; the target's vocabulary has {vocab} tokens")
+    if not is_whole(max_new_tokens) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} for prompt {index}: expected an integer of at least 1")
+    total = len(ids) + max_new_tokens
+    if total > core.config.max_seq_len:
+        raise CapacityError(
+            f"prompt {index} has {len(ids)} tokens and may emit {max_new_tokens}: {total} exceed "
+            f"max_seq_len={core.config.max_seq_len}; shorten it, lower max_new_tokens, or attach with more"
+        )
+
+
+def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    """One value for all prompts, or one each."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} values for {count} prompts")
+    return list(value)
+
+
+def _laws(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, settings: Settings, batch: list[list[int]]
+) -> list[SamplingParams]:
+    """The law of every prompt, seeded: a law for all gives request i the seed + i; without one it is drawn."""
+    if isinstance(sampling, SamplingParams):
+        laws = [sampling] * len(batch)
+    elif sampling is None:
+        by_length = {n: settings.params(n) for n in {len(prompt) for prompt in batch}}
+        laws = [by_length[len(prompt)] for prompt in batch]
+    else:
+        laws = _per_prompt("sampling", sampling, len(batch))
+        wrong = next((s for s in laws if not isinstance(s, SamplingParams)), None)
+        if wrong is not None:
+            raise ValueError(f"sampling={wrong!r}: expected SamplingParams")
+        return [_seeded(law, 0) for law in laws]
+    if all(law.is_greedy and law.seed is None for law in laws):
+        return laws
+    return [_seeded(law, i) for i, law in enumerate(laws)]
+
+
+def _seeded(law: SamplingParams, index: int) -> SamplingParams:
+    """`law` with a seed of its own: its seed + index, or one drawn from torch's generator."""
+    if law.seed is None and law.is_greedy:
+        return law
+    seed = int(torch.randint(2**63 - 1, ())) if law.seed is None else (law.seed + index) % 2**63
+    return law if seed == law.seed else law.with_seed(seed)
+
+
+def _check_rules(core: Core, law: SamplingParams, eos: frozenset[int]) -> None:
+    """ValueError if the rules of `law` name tokens that are not there, or are too many."""
+    if not law.has_processors:
+        return
+    _check_vocabulary(core, "suppressed, banned and biased tokens", law.named_tokens)
+    rules = TokenRules.of(law, sorted(eos))
+    counts = {
+        "tokens suppressed, banned or biased": (len(rules.tokens), MAX_ENTRIES),
+        "bad words of several tokens": (len(rules.bad_words), MAX_BAD_WORDS),
+    }
+    for what, (count, most) in counts.items():
+        if count > most:
+            raise ValueError(f"{count} {what}: at most {most} a request")
+
+
+def _check_vocabulary(core: Core, what: str, ids: Iterable[int]) -> None:
+    vocab = core.target.spec.vocab_size
+    wrong = next((token for token in ids if token >= vocab), None)
+    if wrong is not None:
+        raise ValueError(f"{what} hold {wrong}; the target's vocabulary has {vocab} tokens")

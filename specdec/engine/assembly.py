@@ -1,0 +1,200 @@
+"""Putting an engine together: which draft, which backends, whether it fits the device, and the core of all parts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.backends import AttentionBackend, LayerSpec, pick_backend
+from specdec.backends.checks import is_debug
+from specdec.config import EngineConfig
+from specdec.draft.algo_spec import algo_spec
+from specdec.draft.eagle import HeadWorker
+from specdec.draft.nextn import ModulesWorker
+from specdec.draft.standalone import StandaloneWorker
+from specdec.draft.worker import DraftWorker, NoDraft
+from specdec.engine.core import Core
+from specdec.engine.memory import MemoryNeed, check_fits, free_bytes
+from specdec.functional.checks import checked
+from specdec.functional.ops import RoundOps, pick_ops
+from specdec.functional.processors import ProcessorState
+from specdec.graphs import Counters
+from specdec.heads.base import DraftHead
+from specdec.heads.load import check_head, detect_algo, load_head
+from specdec.kv_cache import KVPool, SlotTables
+from specdec.prefill.graphs import LOWER as PREFILL_LOWER
+from specdec.prefill.graphs import estimate_prefill_bytes, resolve_prefill_mode
+from specdec.round.graphs import LOWER, estimate_bytes
+from specdec.targets.hf import HFTarget
+from specdec.targets.standalone import load_standalone
+
+Draft = DraftHead | HFTarget  # a head that reads the target's features, or a model of its own
+
+
+def resolve_algo(draft: Any, algo: str | None) -> str | None:
+    """The algorithm's name; every contradiction between `draft` and `algo` is an error."""
+    if algo not in (None, "auto"):
+        algo_spec(algo)  # unknown names raise here
+        if draft is None:
+            raise ValueError(f"algo={algo!r} needs a draft: a checkpoint folder, a Hub id, a loaded head or a model")
+    if algo is None and draft is not None:
+        raise ValueError("algo=None is plain decoding, but a draft was given; leave one of them out")
+    if draft is None:
+        return None
+    found = _algo_of(draft, None if algo == "auto" else algo)
+    if algo not in ("auto", found):
+        what = type(draft).__name__ if isinstance(draft, nn.Module) else repr(str(draft))
+        raise ValueError(f"algo={algo!r}, but {what} is a draft for {found!r}")
+    return found
+
+
+def _algo_of(draft: str | Path | nn.Module, wanted: str | None) -> str:
+    if isinstance(draft, DraftHead):
+        return draft.algo
+    if isinstance(draft, PreTrainedModel):
+        return "standalone"
+    if not isinstance(draft, str | Path):
+        raise ValueError(
+            f"draft is a {type(draft).__name__}: expected a folder, a Hub id, a head such as Eagle3Head, or a causal LM"
+        )
+    return detect_algo(draft, wanted)
+
+
+def assemble(
+    target: HFTarget, config: EngineConfig, draft: str | Path | nn.Module | None, algo: str | None, tokenizer: Any
+) -> tuple[Core, str]:
+    """The core of an engine, its graphs captured, and why it runs on the backend it does.
+
+    ValueError, CheckpointError, CapacityError or GraphError for what cannot be put together.
+    """
+    _check_length(config, target, "model")
+    loaded = None if draft is None or algo is None else _load_draft(draft, algo, target, config, tokenizer)
+    try:
+        return _assemble(target, config, loaded)
+    except BaseException:
+        if isinstance(loaded, HFTarget):
+            loaded.detach()
+        raise
+
+
+def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None) -> tuple[Core, str]:
+    backend, why = pick_backend(config.backend, target.spec.layers, target.dtype, target.device, config.page_size)
+    backends = [backend]
+    counters = Counters()
+    shape = None if draft is None else DraftShape.of(draft)
+    _check_memory(target, config, shape)
+    tables = SlotTables(config.max_batch, config.table_width, config.pool_slots, config.page_size, target.device)
+    worker: DraftWorker = NoDraft()
+    target.expect_positions(config.table_width)
+    if draft is not None and shape is not None:
+        own, draft_why = pick_backend(config.backend, shape.layers, shape.dtype, target.device, config.page_size)
+        why = why if own is backend else f"{why}; the draft: {own.name}, {draft_why}"
+        backends.append(own)
+        rest = (config, own(), _ops_for(own), tables.total_slots, counters.count_forward)
+        if isinstance(draft, HFTarget):
+            draft.expect_positions(config.table_width)
+            worker = StandaloneWorker(draft, *rest)
+        else:
+            worker = (HeadWorker if draft.num_modules == 1 else ModulesWorker)(draft, target, *rest)
+    may_merge = _may_merge(config, backends)
+    core = Core(target, config, worker, backend(), _ops_for(backend), tables, counters, may_merge=may_merge)
+    return core, why
+
+
+def _load_draft(
+    draft: str | Path | nn.Module, algo: str, target: HFTarget, config: EngineConfig, tokenizer: Any
+) -> Draft:
+    if algo == "standalone":
+        model = load_standalone(draft, target, tokenizer)
+        try:
+            _check_length(config, model, "draft")
+        except BaseException:
+            model.detach()
+            raise
+        return model
+    if isinstance(draft, DraftHead):
+        check_head(draft, target.shape, target.dtype, target.device)
+        return draft
+    assert not isinstance(draft, nn.Module)
+    return load_head(draft, target.shape, target.dtype, target.device, algo)
+
+
+def _check_length(config: EngineConfig, model: HFTarget, what: str) -> None:
+    limit = model.spec.max_positions
+    if config.max_seq_len > limit:
+        raise ValueError(
+            f"max_seq_len={config.max_seq_len}: the {what} has positions up to {limit}; "
+            f"attach with max_seq_len={limit} or less"
+        )
+
+
+class DraftShape(NamedTuple):
+    """What an engine makes room for. num_state: elements a row, logits and recycled states; num_aux: hidden states it
+    reads of the target."""
+
+    layers: Sequence[LayerSpec]
+    dtype: torch.dtype
+    num_state: int
+    module: nn.Module
+    num_aux: int
+
+    @classmethod
+    def of(cls, draft: Draft) -> "DraftShape":
+        """That of a head or a model."""
+        if isinstance(draft, HFTarget):
+            return cls(draft.spec.layers, draft.dtype, draft.spec.vocab_size, draft.model, 0)
+        num_states = 1 if draft.num_modules == 1 else 1 + draft.num_modules
+        num_state = draft.hot_ids.numel() + num_states * draft.hidden_size
+        return cls(draft.attention_layers, draft.weight.dtype, num_state, draft, len(draft.aux_layers))
+
+
+def _check_memory(target: HFTarget, config: EngineConfig, draft: DraftShape | None) -> None:
+    """CapacityError if pools, tables and graphs will not fit beside the weights."""
+    total_slots = SlotTables.slots_for(config.pool_slots, config.page_size)
+
+    def size(module: nn.Module) -> int:
+        return sum(p.numel() * p.element_size() for p in module.parameters())
+
+    def pool(layers: Sequence[LayerSpec], dtype: torch.dtype) -> int:
+        return KVPool.bytes_for([s.shape for s in layers], total_slots, dtype)
+
+    num_draft_layers = 1 if draft is None else len(draft.layers)
+    lower = "num_slots, max_batch or max_seq_len"
+    needs = [MemoryNeed("KV pool", pool(target.spec.layers, target.dtype), lower)]
+    needs.append(MemoryNeed("slot tables", 4 * config.num_rows * config.table_width, "max_batch or max_seq_len"))
+    processors = ProcessorState.bytes_for(config.num_rows, config.table_width, target.spec.vocab_size)
+    needs.append(MemoryNeed("the state of penalties", processors, "max_batch or max_seq_len"))
+    resident = [MemoryNeed("weights", size(target.model), "")]
+    if draft is not None:
+        tables = 2 * config.table_width * max(s.qk_dim for s in draft.layers)
+        state = (config.num_rows * draft.num_state + tables) * draft.dtype.itemsize
+        needs.append(MemoryNeed("the draft's KV pool", pool(draft.layers, draft.dtype), lower))
+        needs.append(MemoryNeed("the draft's state", state, "max_batch or max_seq_len"))
+        resident.append(MemoryNeed("draft", size(draft.module), ""))
+    if config.cuda_graph is not False:
+        spec = target.spec
+        shape = (spec.hidden_size, spec.vocab_size, len(spec.layers), target.dtype.itemsize)
+        needs.append(MemoryNeed("graphs", estimate_bytes(config, *shape, num_draft_layers), LOWER))
+    if resolve_prefill_mode(config, target) != "off":
+        num_aux = 0 if draft is None else draft.num_aux
+        num_bytes = estimate_prefill_bytes(config, target.spec, num_aux, target.dtype.itemsize, num_draft_layers)
+        needs.append(MemoryNeed("prefill graphs", num_bytes, PREFILL_LOWER))
+    check_fits(needs, resident, free_bytes(target.device))
+
+
+def _may_merge(config: EngineConfig, backends: Sequence[type[AttentionBackend]]) -> bool:
+    """Whether draft, verify and extend can be one graph: nothing may have to be planned on the host between them."""
+    on_host = [b.name for b in backends if not b.capabilities.device_planned]
+    if config.round_graph and on_host:
+        raise ValueError(
+            f"round_graph=True: {on_host[0]} plans on the host; leave round_graph out, or take another backend"
+        )
+    return not on_host
+
+
+def _ops_for(backend: type[AttentionBackend]) -> RoundOps:
+    ops = pick_ops(backend)
+    return checked(ops) if is_debug() else ops

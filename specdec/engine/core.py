@@ -1,0 +1,320 @@
+"""The engine's host side: who prefills, who plays a round, and what came back.
+
+    step():  admit → prefill or round (draft → verify → accept → commit → extend) → hand out what has arrived
+
+The scheduler owns requests, `Round` the device program, `RoundGraphs` its graphs; the engine knows token ids only. On
+CUDA the host runs one launch ahead: it launches round r+1 before it reads what round r emitted. Threads take turns.
+"""
+
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from specdec.backends import AttentionBackend, ForwardContext
+from specdec.batch import on_device
+from specdec.config import EngineConfig
+from specdec.draft.worker import DraftWorker
+from specdec.engine.mailbox import Mailbox, Results
+from specdec.engine.packing import copy_to, pack_chunk, pack_requests, rewrite_row, write_requests
+from specdec.engine.scheduler import Request, Scheduler
+from specdec.engine.turns import Turns
+from specdec.errors import DetachedError, GraphError
+from specdec.functional.ops import RoundOps
+from specdec.functional.sampling import SamplingKind
+from specdec.graphs import Counters, GraphPool, ModuleWatch
+from specdec.kv_cache import KVPool, SlotTables
+from specdec.prefill.graphs import PrefillGraphs, resolve_prefill_mode
+from specdec.round.graphs import RoundGraphs
+from specdec.round.program import Round
+from specdec.round.state import EngineState
+from specdec.targets.compiled import compile_layers
+from specdec.targets.exclusive import make_exclusive
+from specdec.targets.hf import HFTarget
+
+PREFIX_STEP = 32  # host bounds of L are rounded up to this, so that shapes of eager rounds seldom change
+
+
+class Core:
+    """The stepping machine behind `Engine`."""
+
+    def __init__(
+        self,
+        target: HFTarget,
+        config: EngineConfig,
+        worker: DraftWorker,
+        backend: AttentionBackend,
+        ops: RoundOps,
+        slot_tables: SlotTables,
+        counters: Counters,
+        *,
+        may_merge: bool,
+    ):
+        device = target.device
+        self.target = target
+        self.config = config
+        self.counters = counters
+        self.slot_tables = slot_tables
+        self.scheduler = Scheduler(slot_tables, config.tail_reserve)
+        self.state = EngineState.empty(config.num_rows, config.table_width, target.spec.vocab_size, device)
+        self.device = device
+        layers, sinks = target.spec.layers, target.spec.sinks
+        pool = KVPool([s.shape for s in layers], slot_tables.total_slots, target.dtype, device)
+        slot_tables.check_pool(pool)
+        self.context = ForwardContext(backend, pool, layers, sinks, counters.count_forward)
+        self.round = Round(target, config, worker, self.context, ops, slot_tables.table, self.state)
+        rewrite_row(self.state, slot_tables, ops, config.dummy_row)
+        graph_pool = GraphPool(device) if device.type == "cuda" else None
+        start = time.perf_counter()
+        mode = compile_layers(target, config, resolve_prefill_mode(config, target, worker.prefill_syncs))
+        self.compile_seconds = time.perf_counter() - start if target.compiled else 0.0
+        self.prefill = PrefillGraphs(
+            target, worker, self.context, config, counters, slot_tables.table, graph_pool, mode
+        )
+        self.graphs = RoundGraphs(self.round, config, counters, graph_pool, may_merge=may_merge)
+        self._mailbox = Mailbox(device, most=config.max_batch * (config.num_steps + 4))
+        self._batch = Batch([], torch.empty(0), SamplingKind.GREEDY)
+        self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
+        self._is_launching = False  # whether the state of running requests may be half written
+        self.is_closed = False
+        core = weakref.ref(self)  # no cycle: pools are freed with the last reference, not by some later collection
+        self.turns = Turns(lambda: core()._repair())  # type: ignore[union-attr]
+        live = [m for m in (target.model, worker.module) if isinstance(m, PreTrainedModel)]
+        self._exclusive = [make_exclusive(model, self.turns) for model in live]
+        runners = (*self.prefill.runners, *self.graphs.runners.values())
+        is_watched = bool(target.compiled) or any(runner.captured for runner in runners)
+        modules = [m for m in (target.model, worker.module) if m is not None]
+        self._watch = ModuleWatch(modules) if is_watched else None
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue checked requests; DetachedError once the core is closed, GraphError if a weight has moved."""
+        with self.turns:
+            self._require_open()
+            self.check_addresses()
+            self.scheduler.add(requests)
+
+    @torch.inference_mode()
+    def step(self, waiting_for: Sequence[Request] = ()) -> None:
+        """Launch a prefill or a round, then hand out the results of the launches that have come back.
+
+        Does nothing if all requests it is `waiting_for` are over: another thread may have stepped meanwhile. What goes
+        wrong before or after a launch ends the request at fault, if any; a launch that breaks off has left the state of
+        all running requests half written, and ends them. The engine can serve the next ones.
+        """
+        with self.turns:
+            self._require_open()
+            if not waiting_for or any(r.finish_reason is None for r in waiting_for):
+                self._step_or_give_up(waiting_for)
+
+    def abandon(self, requests: Sequence[Request]) -> None:
+        """Forget `requests`, whatever they are at; their rows and slots return."""
+        with self.turns:
+            for request in requests:
+                self.scheduler.release(request)
+
+    def check_addresses(self) -> None:
+        """GraphError if a weight that graphs or compiled layers read has been replaced or moved."""
+        if self._watch is None or self._watch.is_intact():
+            return
+        self.target.check_compiled()
+        self.prefill.check_addresses()
+        self.graphs.check_addresses()
+        moved = self._watch.moved()
+        raise GraphError(
+            f"{', '.join(moved[:3])} moved since graphs were captured or layers compiled ({len(moved)} in all): they "
+            "would use what was there before. Do not replace parts of a model while an engine is attached; detach() "
+            "and attach() again"
+        )
+
+    def close(self) -> None:
+        """End what runs, take our marks off the model, and wait for what is on its way: one round may be."""
+        with self.turns:
+            self.is_closed = True
+            for release in self._exclusive:
+                release()
+            try:
+                self.target.detach()
+            finally:
+                self.round.worker.close()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise DetachedError("this engine was detached from its model; call specdec.attach() for a new one")
+
+    def _step_or_give_up(self, waiting_for: Sequence[Request]) -> None:
+        with on_device(self.device):
+            try:
+                self._step()
+                self._require_known(waiting_for)
+            except BaseException as error:
+                if self._is_launching:
+                    self._give_up(error)
+                raise
+
+    def _require_known(self, requests: Sequence[Request]) -> None:
+        """Nobody would ever end `requests` that are in no queue, and their caller would wait for ever."""
+        if not self.scheduler.running and not self.scheduler.waiting:
+            assert all(r.finish_reason for r in requests), "a request was lost"
+
+    def _step(self) -> None:
+        self.scheduler.admit()
+        if self.scheduler.admitted:
+            self._fill()
+        pieces = self.scheduler.next_prefill(self.config.max_prefill_tokens)
+        has_posted = False
+        if pieces:
+            has_posted = self._prefill(pieces)
+        elif decoding := self.scheduler.decoding():
+            self._round(decoding)
+            has_posted = True
+        for results, rows in self._mailbox.take(self._lag if has_posted else 0):
+            self._hand_out(results, rows)
+
+    def _give_up(self, error: BaseException) -> None:
+        """End all running requests with `error`, and forget what is on its way to them."""
+        self._mailbox.clear()
+        self.scheduler.fail(list(self.scheduler.running), _failure_of(error))
+        self._is_launching = False
+
+    def _repair(self) -> None:
+        """After a turn that broke off: see `Scheduler.repair`."""
+        if self._is_launching:  # not even `_give_up` came to its end
+            self._give_up(RuntimeError("a launch was broken off; generate this request again"))
+        self.scheduler.repair()
+
+    def _fill(self) -> None:
+        """Tell the device of newly admitted requests."""
+        try:
+            constants = pack_requests(self.state, self.scheduler.admitted)
+        except Exception:
+            self._end_unpackable()
+            if not self.scheduler.admitted:
+                return
+            constants = pack_requests(self.state, self.scheduler.admitted)
+        write_requests(self.state, self.slot_tables, self.scheduler.admitted, constants, self.round.ops)
+        self.scheduler.admitted = []
+
+    def _end_unpackable(self) -> None:
+        """End the admitted requests that are at fault when packing fails, each with its own error; admission checks
+        arguments, so there should be none."""
+        for request in list(self.scheduler.admitted):
+            try:
+                pack_requests(self.state, [request])
+            except Exception as error:
+                self.scheduler.fail([request], error)
+
+    def _prefill(self, pieces: list[tuple[Request, int]]) -> bool:
+        """One packed prefill forward over prompt pieces, then the first token of every prompt that is complete.
+
+        Returns whether there are such tokens.
+        """
+        builder = self.context.backend.metadata
+        chunk, ids = pack_chunk(pieces, self.slot_tables.table, builder, self.prefill.placement)
+        done = [i for i, (r, n) in enumerate(pieces) if r.num_prefilled + n == len(r.prompt_ids)]
+        finished = [pieces[i][0] for i in done]
+        self._is_launching = True
+        for request, n in pieces:
+            request.num_prefilled += n
+        hidden, aux = self.prefill.target(chunk.metadata, ids)
+        if done:
+            places = slice(None) if len(done) == len(pieces) else copy_to(self.device, np.array(done))
+            rows, last_rows = chunk.rows[places], chunk.last_rows[places]
+            kind = SamplingKind.of(r.sampling for r in finished)
+            packed = self.graphs.first_tokens(kind, rows, hidden.index_select(0, last_rows))
+            self._post(finished, packed, is_round=False)
+            chunk.next_ids.index_copy_(0, last_rows, packed[:, 0])
+        worker = self.round.worker
+        states = None
+        if worker.context is not None:
+            states = self.prefill.draft(chunk.metadata, chunk.next_ids if worker.id_shift else ids, aux)
+        states = worker.finish_prefill(chunk, states, self.prefill.draft)
+        if done and worker.has_begin:
+            self.graphs.begin(rows, None if states is None else states[places], self._len_bound(finished))
+        self._is_launching = False
+        return bool(done)
+
+    def _round(self, requests: list[Request]) -> None:
+        """One round of all `requests`; the host learns a launch later what it emitted."""
+        batch = self._batch_of(requests)
+        bound = self._len_bound(requests)
+        self._is_launching = True
+        packed = self.graphs.play(batch.kind, batch.rows, bound)
+        self._post(requests, packed, is_round=True)
+        self._is_launching = False
+
+    def _len_bound(self, requests: list[Request]) -> int:
+        """A host bound of L of all `requests`, what launches on their way may have emitted included."""
+        most = self._mailbox.num_pending * (self.config.num_steps + 1)
+        longest = max([len(r.prompt_ids) + len(r.tokens) for r in requests]) - 1 + most
+        return min(-(-longest // PREFIX_STEP) * PREFIX_STEP, self.slot_tables.table.shape[1])
+
+    def _batch_of(self, requests: list[Request]) -> "Batch":
+        """Who plays a round; copied to the device only where it is not who played the last one."""
+        if requests != self._batch.requests:
+            rows = copy_to(self.device, np.array([r.row for r in requests], dtype=np.int64))
+            self._batch = Batch(requests, rows, SamplingKind.of(r.sampling for r in requests))
+        return self._batch
+
+    def _post(self, requests: list[Request], packed: torch.Tensor, is_round: bool) -> None:
+        """Send results on their way to the host; every request in them will have one token more, or be over."""
+        self._mailbox.post(requests, packed, is_round)
+        for request in requests:
+            request.num_certain += 1
+
+    def _hand_out(self, results: Results, rows: list[list[int]]) -> None:
+        """Hand arrived tokens to their requests; finished ones give back rows and slots."""
+        for i in range(results.num_read, len(rows)):
+            request = results.requests[i]
+            try:
+                results.num_read = i + 1  # first: whatever goes wrong with this one, it does not come twice
+                if request.finish_reason is None and request.row is not None:
+                    self._hand_over(request, rows[i], results.is_round)
+            except BaseException as error:  # a tokenizer's, say: the others have nothing to do with it
+                request.failure, request.finish_reason = _failure_of(error), "error"
+                if not isinstance(error, Exception):
+                    raise
+            if request.finish_reason is not None and request.row is not None:
+                self.scheduler.release(request)
+
+    def _hand_over(self, request: Request, row: list[int], is_round: bool) -> None:
+        """Give a running request what it emitted in one launch: tokens, accept_len, invalid, finished."""
+        accept_len, invalid, finished = row[-3:]
+        assert accept_len, "a running request emitted nothing: host and device disagree on who runs"
+        request.num_certain += accept_len - 1
+        if invalid:
+            request.finish_reason = "error"
+            message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"
+            warnings.warn(message, stacklevel=7)
+            return
+        num_before = len(request.tokens)
+        request.take(row[:accept_len])
+        if is_round:
+            request.acceptance.add(len(request.tokens) - num_before)
+            request.round_lens.append(len(request.tokens) - num_before)
+        # Stop strings, which only text shows, are the one end that the device does not see.
+        is_over = request.finish_reason is not None
+        assert is_over == bool(finished) or request.finish_reason == "stop_string", "host and device disagree"
+
+
+def _failure_of(error: BaseException) -> Exception:
+    """What callers of the requests that `error` has ended are told; an interrupt is for the thread it came to."""
+    if isinstance(error, Exception):
+        return error
+    failure = RuntimeError(f"a step was broken off by {type(error).__name__}; generate this request again")
+    failure.__cause__ = error
+    return failure
+
+
+class Batch(NamedTuple):
+    """Who plays a round, their rows [n] int64 on the device, and the kind of sampling that they need."""
+
+    requests: list[Request]
+    rows: torch.Tensor
+    kind: SamplingKind

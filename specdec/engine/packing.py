@@ -1,0 +1,99 @@
+"""What the host tells the device, in as few copies as can be: newly admitted requests, and the tokens of a prefill."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.backends.metadata import MetadataBuilder
+from specdec.batch import to_device
+from specdec.draft.worker import PrefillChunk
+from specdec.engine.scheduler import Request
+from specdec.functional.ops import RoundOps
+from specdec.kv_cache import SlotTables
+from specdec.round.state import ADMITTED, MAX_STOP_IDS, EngineState
+
+# Of ADMITTED, a request's value: a number, or as many as a row has.
+VALUES: Mapping[str, Callable[[Request], Any]] = MappingProxyType(
+    {
+        "seq_lens": lambda r: len(r.prompt_ids),
+        "remaining": lambda r: r.max_new_tokens,
+        "stop_ids": lambda r: (*r.stop_ids, *[-1] * (MAX_STOP_IDS - len(r.stop_ids))),
+        "temperature": lambda r: r.sampling.temperature,
+        "top_k": lambda r: r.sampling.top_k,
+        "top_p": lambda r: r.sampling.top_p,
+        "min_p": lambda r: r.sampling.min_p,
+        "seeds": lambda r: r.sampling.seed or 0,
+    }
+)
+
+
+def copy_to(device: torch.device, values: np.ndarray) -> torch.Tensor:
+    """`values`, int64, on the device, without waiting for it."""
+    return to_device(torch.from_numpy(values), device)
+
+
+def pack_requests(state: EngineState, requests: Sequence[Request]) -> np.ndarray:
+    """What `requests` bring along, as [n, F] int64, floats by their float64 bits: one copy takes them over."""
+    columns = []
+    for name, tensor in zip(ADMITTED, state.columns, strict=True):
+        dtype = np.float64 if tensor.is_floating_point() else np.int64
+        column = np.array([VALUES[name](r) for r in requests], dtype=dtype)
+        assert column.shape[1:] == tensor.shape[1:], f"{name} is {column.shape[1:]} a row"
+        columns.append(column.reshape(len(requests), -1).view(np.int64))
+    return np.concatenate(columns, 1)
+
+
+def write_requests(
+    state: EngineState, slot_tables: SlotTables, requests: Sequence[Request], constants: np.ndarray, ops: RoundOps
+) -> None:
+    """Write `constants` (see `pack_requests`) and the slot tables of admitted requests into their rows, in one copy;
+    those with penalties, bans or biases take two more each."""
+    rows = [r.row for r in requests if r.row is not None]
+    packed = np.concatenate([np.array(rows)[:, None], constants, slot_tables.pages_of(rows)], 1)
+    table = slot_tables.table
+    ops.admit(copy_to(table.device, packed), state.columns, table, slot_tables.page_size)
+    _write_rules(state, requests)
+
+
+def _write_rules(state: EngineState, requests: Sequence[Request]) -> None:
+    """Penalties, bans and biases of `requests`; nothing is launched where there are none."""
+    for r in requests:
+        if r.row is not None and (r.sampling.has_processors or r.row in state.processors.used):
+            state.processors.fill(r.row, r.prompt_ids, r.sampling, sorted(r.eos_ids))
+
+
+def rewrite_row(state: EngineState, slot_tables: SlotTables, ops: RoundOps, row: int) -> None:
+    """Admit to `row` what it holds already, and no pages: for the dummy row, so that the kernel is compiled."""
+    own = [column[row].reshape(-1) for column in state.columns]
+    numbers = [n.double().view(torch.int64) if n.is_floating_point() else n for n in own]
+    packed = torch.cat([own[0].new_tensor([row]), *numbers]).unsqueeze(0)
+    ops.admit(packed, state.columns, slot_tables.table, slot_tables.page_size)
+
+
+def pack_chunk(
+    pieces: Sequence[tuple[Request, int]],
+    table: torch.Tensor,
+    builder: MetadataBuilder,
+    into: Sequence[torch.Tensor] | None = None,
+) -> tuple[PrefillChunk, torch.Tensor]:
+    """The packed chunk that `pieces` (request, number of tokens) make, and its ids [T]; one copy brings it over.
+
+    table [num_rows, width] int32: the slot tables; builder: of the target's backend; into: see its `prefill`.
+    """
+    starts, lens = [r.num_prefilled for r, _ in pieces], [n for _, n in pieces]
+    ids = np.concatenate([r.prompt[r.num_prefilled : r.num_prefilled + n] for r, n in pieces])
+    last_rows = np.cumsum(lens) - 1
+    # Ids one to the left: the token after each prefilled one, the next chunk's first included; unknown ones are 0.
+    next_ids = np.append(ids[1:], 0)
+    ends = [r.num_prefilled + n for r, n in pieces]
+    next_ids[last_rows] = [
+        r.prompt_ids[end] if end < len(r.prompt_ids) else 0 for (r, _), end in zip(pieces, ends, strict=True)
+    ]
+    parts = [np.array([r.row for r, _ in pieces]), last_rows, np.array(starts), np.array(lens), ids, next_ids]
+    packed = copy_to(table.device, np.concatenate(parts))
+    rows, last, starts_there, lens_there, ids_there, next_there = packed.split([len(p) for p in parts])
+    metadata = builder.prefill(table, rows, starts, lens, (starts_there, lens_there), into)
+    return PrefillChunk(metadata, rows, next_there, last), ids_there

@@ -1,0 +1,206 @@
+"""Requests, who runs and who waits. The scheduler owns requests and slot ownership; it touches no model.
+
+The device decides when a request is over (EOS, stop ids, length); the host learns it from the copied results, adds
+stop strings, which only text can show, and gives rows and slots back.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specdec.functional.sampling import SamplingParams
+from specdec.kv_cache import SlotTables
+from specdec.metrics import AcceptanceStats
+from specdec.text.detokenizer import Detokenizer
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on its way; `prompt` [T] int64 holds its ids once more, for prefills.
+
+    row: set while it runs; num_prefilled: prompt tokens already in the cache.
+    num_certain: tokens it will have emitted once everything launched for it has come back, at the least.
+    string_ids: stop ids that stand for stop strings: special tokens.
+    failure: the error that ended it, with finish_reason "error"; whoever waits for the request raises it.
+    round_lens: tokens that each verify round emitted, after trimming; the engine adds to it as to `acceptance`.
+    arrived: when it was queued (`Scheduler.add`), seconds; first_token_s and time_s count from there.
+    """
+
+    prompt_ids: list[int]
+    prompt: np.ndarray
+    max_new_tokens: int
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...]
+    eos_ids: frozenset[int]
+    detokenizer: Detokenizer
+    string_ids: tuple[int, ...] = ()
+    row: int | None = None
+    num_prefilled: int = 0
+    num_certain: int = 0
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+    failure: BaseException | None = None
+    acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
+    round_lens: list[int] = field(default_factory=list)
+    arrived: float = 0.0
+    first_token_s: float | None = None
+    time_s: float | None = None
+    _num_read: int = 0
+    _text: str | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it holds a row and still wants tokens."""
+        return self.row is not None and self.finish_reason is None
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether its whole prompt is in the cache."""
+        return self.num_prefilled == len(self.prompt_ids)
+
+    def take(self, tokens: list[int]) -> None:
+        """Append emitted `tokens`, which the device has cut at stop ids and at the length; set `finish_reason` if they
+        end the request. Only stop strings need their text now."""
+        if self.first_token_s is None:
+            self.first_token_s = time.perf_counter() - self.arrived
+        self.tokens += tokens
+        reason = None
+        if tokens[-1] in self.stop_ids:
+            reason = self._why_stopped(tokens[-1])
+        elif len(self.tokens) >= self.max_new_tokens:
+            reason = "length"
+        if self.detokenizer.stop_strings:
+            self.pieces.append(self.detokenizer.feed(tokens))
+            if reason is not None:
+                self.pieces.append(self.detokenizer.finish())
+            if self.detokenizer.stopped:
+                del self.tokens[self.detokenizer.num_fed :]  # what came after the stop string in one round
+                reason = "stop_string"
+        self.finish_reason = reason  # last: who reads text in another thread takes it for complete then
+
+    def read(self) -> str:
+        """The text that has become certain since the last call, all of it once the request is over."""
+        is_over = self.finish_reason is not None
+        self._catch_up(is_over)
+        text = "".join(self.pieces[self._num_read :])
+        self._num_read = len(self.pieces)
+        return text
+
+    def decode(self) -> str:
+        """The text of a request that is over: decoded at once, unless it had to be looked at on the way, and kept."""
+        if self._text is None and self.pieces:
+            self._catch_up(is_over=True)
+            self._text = "".join(self.pieces)
+        elif self._text is None:
+            self._text = self.detokenizer.decode(self.tokens)
+        return self._text
+
+    def _catch_up(self, is_over: bool) -> None:
+        """Decode what nobody has looked at yet. With stop strings that is for `take`, except where an error was the
+        end."""
+        if self.detokenizer.stop_strings and not is_over:
+            return
+        tokens = self.tokens[self.detokenizer.num_fed :]
+        if tokens:
+            self.pieces.append(self.detokenizer.feed(tokens))
+        if is_over:
+            self.pieces.append(self.detokenizer.finish())
+
+    def _why_stopped(self, token: int) -> str:
+        if token in self.eos_ids:
+            return "eos"
+        return "stop_string" if token in self.string_ids else "stop_id"
+
+
+class Scheduler:
+    """Admits waiting requests in order of arrival while rows and slots last.
+
+    `running` says who holds a row: whatever is lost or doubled elsewhere, `repair` recomputes from it.
+    """
+
+    def __init__(self, slot_tables: SlotTables, tail_reserve: int):
+        self.slot_tables = slot_tables
+        self.tail_reserve = tail_reserve
+        self.refill = max(1, slot_tables.max_batch // 16)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.admitted: list[Request] = []  # of `running`, whose constants are not on the device yet
+
+    def slots_needed(self, prompt_len: int, max_new_tokens: int) -> int:
+        """KV slots a request reserves: prompt, output, and what a round may write past L."""
+        return prompt_len + max_new_tokens + self.tail_reserve
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests that `check_fits` has let through."""
+        now = time.perf_counter()
+        for request in requests:
+            request.arrived = now
+            self.waiting.append(request)
+
+    def admit(self) -> None:
+        """Move waiting requests to running, first come first served, while rows and slots last.
+
+        A large batch waits until a sixteenth of its rows is free, so that prefills come in batches too.
+        """
+        if self.running and self.slot_tables.num_free_rows < min(len(self.waiting), self.refill):
+            return
+        while self.waiting:
+            request = self.waiting[0]
+            row = self.slot_tables.reserve(self.slots_needed(len(request.prompt_ids), request.max_new_tokens))
+            if row is None:
+                return
+            request.row = row
+            self.admitted.append(request)
+            self.running.append(request)  # from here on it holds the row, whatever happens; see `repair`
+            self.waiting.popleft()
+
+    def next_prefill(self, max_tokens: int) -> list[tuple[Request, int]]:
+        """Prompt pieces of one prefill forward: (request, number of tokens), `max_tokens` together."""
+        pieces: list[tuple[Request, int]] = []
+        for request in self.running:
+            rest = len(request.prompt_ids) - request.num_prefilled
+            if rest and max_tokens and request.finish_reason is None:
+                pieces.append((request, min(rest, max_tokens)))
+                max_tokens -= pieces[-1][1]
+        return pieces
+
+    def decoding(self) -> list[Request]:
+        """Requests that take part in the next round: not those whose last token is on its way already."""
+        return [
+            r
+            for r in self.running
+            if r.finish_reason is None and r.num_certain < r.max_new_tokens and r.num_prefilled == len(r.prompt_ids)
+        ]
+
+    def release(self, request: Request) -> None:
+        """Give back row and slots of a finished or abandoned request, or forget a waiting one."""
+        if request in self.running:
+            self.running.remove(request)
+            if request in self.admitted:
+                self.admitted.remove(request)
+            row, request.row = request.row, None
+            assert row is not None
+            self.slot_tables.release(row)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        request.time_s = time.perf_counter() - request.arrived
+
+    def fail(self, requests: Sequence[Request], error: BaseException) -> None:
+        """End `requests` with `error`, which their callers will raise; those that are over stay as they are."""
+        for request in requests:
+            if request.finish_reason is None:
+                request.failure, request.finish_reason = error, "error"
+            self.release(request)
+
+    def repair(self) -> None:
+        """Make everything agree with `running` again after a turn that broke off somewhere."""
+        self.running = [r for r in dict.fromkeys(self.running) if r.finish_reason is None and r.row is not None]
+        self.admitted = [r for r in self.running if r in self.admitted]
+        self.waiting = deque(r for r in self.waiting if r not in self.running)
+        for request in self.waiting:
+            request.row = None
+        self.slot_tables.repair([r.row for r in self.running if r.row is not None])

@@ -1,0 +1,183 @@
+"""The device operations of a round besides attention, in two sets alike: torch, which specifies them, and Triton.
+
+A set goes with the attention backend. The torch one runs anywhere; the Triton one does each operation in one or two
+launches, which is what a captured round is made of.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.backends import AttentionBackend
+from specdec.backends.metadata import slots_at
+from specdec.functional import processors, sampling, tree, verify
+from specdec.functional.processors import ProcessorState
+from specdec.functional.tree import Tree
+from specdec.functional.verify import Verdict
+from specdec.kv_cache import KVPool, write_pages
+
+Commit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class RoundOps:
+    """What the fields do is told by the torch functions they are twins of.
+
+    best_token, top_tokens, expand, build: `specdec.functional.tree`; verify_*: `specdec.functional.verify`; process:
+    `specdec.functional.processors`; sample: `specdec.functional.sampling`;
+    uniforms(seeds [bs], counters [bs], first_stream, num) -> [bs, num]: `sampling.uniform` on consecutive streams;
+    gather_rows(values [bs, n, h], index [bs, m]) -> [bs, m, h]: rows by index, -1 reads row 0;
+    settle(verdict, rows [bs], stop_ids [num_rows, num_stops], remaining [num_rows]) -> the verdict cut at stops and
+        limits; `remaining` of the rows is lowered in place, to 0 for those that are over;
+    emit(verdict, rows, seq_lens, roots, remaining, moves) -> results for the host, [bs, W+3] int64: tokens, accept_len,
+        invalid, finished; in place, the last token becomes the root and, if `moves`, seq_lens grow by accept_lens;
+    admit(packed [n, 1+F+P] int64, columns, table [num_rows, width] int32, page_size): of each line, into the row that
+        its first number names: F numbers go to the columns [num_rows, ...] one after the other, floats by their
+        float64 bits; P pages become the row's slots, 0 past the last one;
+    committer(pool): made once a pool; it gives commit(slot_table [num_rows, width], rows [bs], seq_lens [bs],
+    accept_index [bs, W]), which moves the accepted path's K/V of every layer to positions L..; -1 moves nothing.
+    """
+
+    name: str
+    best_token: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    top_tokens: Callable[[torch.Tensor, int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+    expand: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+    build: Callable[..., Tree]
+    verify_greedy: Callable[[torch.Tensor, Tree, int], Verdict]
+    verify_tree: Callable[[torch.Tensor, Tree, int, torch.Tensor], Verdict]
+    verify_chain: Callable[[torch.Tensor, torch.Tensor, Tree, torch.Tensor], Verdict]
+    process: Callable[[torch.Tensor, Tree, torch.Tensor, torch.Tensor, ProcessorState], torch.Tensor]
+    sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    uniforms: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
+    gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    settle: Callable[[Verdict, torch.Tensor, torch.Tensor, torch.Tensor], Verdict]
+    emit: Callable[[Verdict, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+    admit: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, int], None]
+    committer: Callable[[KVPool], Commit]
+
+
+def pick_ops(backend: type[AttentionBackend]) -> RoundOps:
+    """The set that goes with `backend`."""
+    return _triton_ops() if backend.name == "triton" else TORCH_OPS
+
+
+def _uniforms(seeds: torch.Tensor, counters: torch.Tensor, first_stream: int, num: int) -> torch.Tensor:
+    streams = torch.arange(first_stream, first_stream + num, device=seeds.device)
+    return sampling.uniform(seeds, counters, streams)
+
+
+def _gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    wide = index.clamp(min=0).unsqueeze(2).expand(-1, -1, values.shape[2])
+    return values.gather(1, wide)
+
+
+def _settle(verdict: Verdict, rows: torch.Tensor, stop_ids: torch.Tensor, remaining: torch.Tensor) -> Verdict:
+    left = remaining[rows]
+    verdict, finished = verify.trim(verdict, stop_ids[rows], left)
+    remaining[rows] = (left - verdict.accept_lens).masked_fill(finished, 0)
+    return verdict
+
+
+def _emit(
+    verdict: Verdict,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    roots: torch.Tensor,
+    remaining: torch.Tensor,
+    moves: bool,
+) -> torch.Tensor:
+    last = (verdict.accept_lens - 1).clamp(min=0).unsqueeze(1)
+    roots[rows] = verdict.tokens.gather(1, last).squeeze(1).clamp(min=0)
+    if moves:
+        seq_lens[rows] = seq_lens[rows] + verdict.accept_lens
+    columns = (verdict.accept_lens, verdict.invalid.long(), (remaining[rows] == 0).long())
+    return torch.cat([verdict.tokens, torch.stack(columns, 1)], 1)
+
+
+def _admit(packed: torch.Tensor, columns: Sequence[torch.Tensor], table: torch.Tensor, page_size: int) -> None:
+    sizes = [column[0].numel() for column in columns]
+    first, *values, pages = packed.split([1, *sizes, packed.shape[1] - 1 - sum(sizes)], 1)
+    rows = first[:, 0]
+    for column, value in zip(columns, values, strict=True):
+        numbers = value.view(torch.float64) if column.is_floating_point() else value
+        column.index_copy_(0, rows, numbers.reshape(-1, *column.shape[1:]).to(column.dtype))
+    write_pages(table, rows, pages, page_size)
+
+
+def _committer(pool: KVPool) -> Commit:
+    def commit(
+        slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor
+    ) -> None:
+        start = seq_lens.unsqueeze(1)
+        source = slots_at(slot_table, rows, start + accept_index.clamp(min=0))
+        target = slots_at(slot_table, rows, start + torch.arange(accept_index.shape[1], device=start.device))
+        # Columns past the accepted path copy a slot onto itself: nothing moves, no shape depends on the data.
+        target = torch.where(accept_index >= 0, target, source)
+        pool.move(source.view(-1), target.view(-1))
+
+    return commit
+
+
+TORCH_OPS = RoundOps(
+    name="torch",
+    best_token=tree.best_token,
+    top_tokens=tree.top_tokens,
+    expand=tree.expand,
+    build=tree.build,
+    verify_greedy=verify.verify_greedy,
+    verify_tree=verify.verify_tree,
+    verify_chain=verify.verify_chain,
+    process=processors.process,
+    sample=sampling.sample,
+    uniforms=_uniforms,
+    gather_rows=_gather_rows,
+    settle=_settle,
+    emit=_emit,
+    admit=_admit,
+    committer=_committer,
+)
+
+
+def _triton_ops() -> RoundOps:
+    """The kernels, in the types of this layer; imported here, since triton is optional."""
+    from specdec.backends.triton import admit, processors, rows, sampling, settle, top, tree, walk
+
+    def build(*candidates: torch.Tensor, num_draft_tokens: int, num_steps: int) -> Tree:
+        return Tree(*tree.build(*candidates, num_draft_tokens=num_draft_tokens, num_steps=num_steps))
+
+    def verify_greedy(logits: torch.Tensor, draft: Tree, num_steps: int) -> Verdict:
+        return Verdict(*walk.verify_greedy(logits, draft.tokens, draft.parents, num_steps))
+
+    def verify_tree(probs: torch.Tensor, draft: Tree, num_steps: int, uniforms: torch.Tensor) -> Verdict:
+        return Verdict(*walk.verify_tree(probs, draft.tokens, draft.parents, num_steps, uniforms))
+
+    def verify_chain(probs: torch.Tensor, laws: torch.Tensor, draft: Tree, uniforms: torch.Tensor) -> Verdict:
+        return Verdict(*walk.verify_chain(probs, laws, draft.tokens, uniforms))
+
+    def process(
+        logits: torch.Tensor, draft: Tree, owners: torch.Tensor, num_context: torch.Tensor, state: ProcessorState
+    ) -> torch.Tensor:
+        return processors.process(logits, *draft, owners, num_context, state)
+
+    def cut(verdict: Verdict, *state: torch.Tensor) -> Verdict:
+        return Verdict(*settle.settle(verdict, *state))
+
+    return RoundOps(
+        name="triton",
+        best_token=top.best_token,
+        top_tokens=top.top_tokens,
+        expand=tree.expand,
+        build=build,
+        verify_greedy=verify_greedy,
+        verify_tree=verify_tree,
+        verify_chain=verify_chain,
+        process=process,
+        sample=sampling.sample,
+        uniforms=sampling.uniform,
+        gather_rows=rows.gather_rows,
+        settle=cut,
+        emit=settle.emit,
+        admit=admit.admit,
+        committer=rows.committer,
+    )

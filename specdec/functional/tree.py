@@ -1,0 +1,145 @@
+"""The draft tree: which tokens a round proposes, and who is whose child.
+
+Pure tensor functions on CPU or CUDA with shapes that depend on the configuration alone; the specification that the
+Triton kernels are compared with. It knows nothing about models, caches or acceptance.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.config import MAX_TAIL
+
+
+class Tree(NamedTuple):
+    """The D nodes a request verifies in a round, in creation order: a parent's number is below its children's.
+
+    Siblings hold distinct tokens: `specdec.functional.verify` relies on it.
+    """
+
+    tokens: Tensor  # [bs, D], int64; node 0 is the root, the request's last emitted token
+    parents: Tensor  # [bs, D], int64, node numbers; the root's parent is the root itself, 0
+    depths: Tensor  # [bs, D], int64; the root has depth 0
+    ancestor_bits: Tensor  # [bs, D], int64; bit j (63, the sign, too): node j is an ancestor or the node itself
+
+
+def chain(root: Tensor, drafts: Tensor) -> Tree:
+    """The tree of topk = 1: every node is the child of the one before.
+
+    root: [bs], int64, last emitted token. drafts: [bs, S], int64, from the draft, in order. Returns a tree, D = S + 1.
+    """
+    bs, num_steps = drafts.shape
+    assert num_steps < MAX_TAIL, f"num_steps must be below {MAX_TAIL}, got {num_steps}"
+    nodes = torch.arange(num_steps + 1, device=drafts.device)
+    return Tree(
+        tokens=torch.cat([root[:, None], drafts], dim=1),
+        parents=(nodes - 1).clamp(min=0).repeat(bs, 1),
+        depths=nodes.repeat(bs, 1),
+        # 2 << i is 1 << (i + 1), but stays a shift below 64 bits for i = 63: it wraps to 0, and 0 - 1 sets all bits.
+        ancestor_bits=((2 << nodes) - 1).repeat(bs, 1),
+    )
+
+
+def best_token(logits: Tensor, names: Tensor | None) -> Tensor:
+    """The best token of each row, the lower among equals: logits [n, V], float, to [n], int64.
+
+    names: [V], int64, what the tokens are called (a draft's hot vocabulary); None: their indices.
+    """
+    best = logits.argmax(-1)
+    return best if names is None else names[best]
+
+
+def top_tokens(logits: Tensor, topk: int, names: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The best `topk` tokens of each row: log-probabilities [n, topk], float32, best first, and names, int64.
+
+    logits: [n, V], float; names: as in `best_token`. A row that holds NaN or +inf gives NaN and distinct tokens.
+    """
+    best = logits.float().log_softmax(-1).topk(topk)
+    return best.values, best.indices if names is None else names[best.indices]
+
+
+def expand(log_probs: Tensor, parent_scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """One step of EAGLE-2's growth: score the children, keep the best for the next draft forward.
+
+    log_probs: [bs, K, C], float, from the draft: row k holds the log-probabilities of the C children of parent k.
+    parent_scores: [bs, K], float, cumulative log-probabilities of the parents.
+    Returns cumulative scores [bs, K*C] (child c of parent k at k*C + c) and the best `topk` of them as indices
+    [bs, topk], int64, best first, the earlier first among equals.
+
+    A child's score is never above its parent's, whatever the draft's rounding: `build` relies on it.
+    NaN counts as -inf, and so do the descendants of NaN.
+    """
+    cumulative = _nan_to_minus_inf(parent_scores[:, :, None] + log_probs.clamp(max=0)).flatten(1)
+    return cumulative, _best(cumulative, topk)
+
+
+def build(
+    root: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    *,
+    num_draft_tokens: int,
+    num_steps: int,
+) -> Tree:
+    """Re-rank all candidates and make a tree of the root and the best D - 1 of them (EAGLE-2, section 4.2).
+
+    root: [bs], int64, last emitted token. The N candidates come from the draft in creation order, so that a
+    candidate's parent is an earlier one:
+    tokens: [bs, N], int64; siblings distinct.
+    log_probs: [bs, N], float, cumulative; a child's is at most its parent's (see `expand`), NaN counts as -inf.
+    parents: [bs, N], int64, candidate numbers, or -1 for the children of the root.
+    depths: [N], int64, 1..num_steps: the draft step decides it, not the data.
+    """
+    num_drafts, num_candidates = num_draft_tokens - 1, tokens.shape[1]
+    assert 1 <= num_draft_tokens <= MAX_TAIL, f"expected D in 1..{MAX_TAIL}, got {num_draft_tokens}"
+    assert num_drafts <= num_candidates, f"expected at least {num_drafts} candidates, got {num_candidates}"
+
+    # Equal scores go to the earlier candidate, hence to a parent before its child: the selection is closed.
+    selected = _best(_nan_to_minus_inf(log_probs), num_drafts).sort(dim=1).values  # [bs, D-1], creation order
+    nodes = torch.arange(1, num_draft_tokens, device=tokens.device).expand_as(selected)
+    node_of_candidate = torch.zeros_like(tokens).scatter(1, selected, nodes)  # 0 for those left out
+    parent_candidates = parents.gather(1, selected)
+    parent_nodes = node_of_candidate.gather(1, parent_candidates.clamp(min=0)).masked_fill(parent_candidates < 0, 0)
+
+    node_parents = _prepend(parent_nodes, torch.zeros_like(root))
+    return Tree(
+        tokens=_prepend(tokens.gather(1, selected), root),
+        parents=node_parents,
+        depths=_prepend(depths[selected], torch.zeros_like(root)),
+        ancestor_bits=ancestor_bits(node_parents, num_steps),
+    )
+
+
+def ancestor_mask(bits: Tensor, num_nodes: int) -> Tensor:
+    """bits: [bs, q], int64. Returns [bs, q, num_nodes], bool: query q sees node j."""
+    return (bits[..., None] >> torch.arange(num_nodes, device=bits.device)) & 1 != 0
+
+
+def ancestor_bits(parents: Tensor, num_steps: int) -> Tensor:
+    """parents: [bs, D], int64, node numbers, none deeper than num_steps. Returns `Tree.ancestor_bits` [bs, D]."""
+    bits = (1 << torch.arange(parents.shape[1], device=parents.device)).expand_as(parents)
+    jump = parents
+    # Pointer jumping: after n turns a node knows the 2**n nodes nearest on its path; the longest has num_steps + 1.
+    # The root jumps to itself, so that short paths end there.
+    for _ in range(num_steps.bit_length()):
+        bits = bits | bits.gather(1, jump)
+        jump = jump.gather(1, jump)
+    return bits
+
+
+def _best(scores: Tensor, num: int) -> Tensor:
+    """The columns of the best `num` scores, best first, the earlier first among equals. [bs, num], int64."""
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :num]
+
+
+def _nan_to_minus_inf(scores: Tensor) -> Tensor:
+    return scores.masked_fill(scores.isnan(), -math.inf)
+
+
+def _prepend(columns: Tensor, first: Tensor) -> Tensor:
+    """columns: [bs, n]; first: [bs]. Returns [bs, n + 1]."""
+    return torch.cat([first[:, None], columns], dim=1)

@@ -1,0 +1,171 @@
+"""Which drafts the target accepts, and the bonus token that follows them: the part that makes speculation lossless.
+
+Pure tensor functions on CPU or CUDA: no host sync, loops over depth or nodes only; the specification that the Triton
+kernels are compared with. It knows nothing about drafts' models, caches or requests.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.functional.sampling import sample
+from specdec.functional.tree import Tree
+
+
+class Verdict(NamedTuple):
+    """What a round emits. Columns past `accept_lens` hold -1."""
+
+    accept_index: Tensor  # [bs, S+1], int64; the accepted node of each depth, column 0 is the root
+    accept_lens: Tensor  # [bs], int64, 1..S+1: tokens emitted, bonus included (0 only after `trim`)
+    tokens: Tensor  # [bs, S+1], int64; the accepted drafts, then the bonus token
+    invalid: Tensor  # [bs], bool; the target was not finite at a node of the path: one token, 0, which means nothing
+
+
+def verify_greedy(logits: Tensor, tree: Tree, num_steps: int) -> Verdict:
+    """Accept the nodes whose token is the target's argmax at their accepted parent.
+
+    logits: [bs, D, V], any float dtype, from the target. A node is unusable if it holds NaN or +inf, or only -inf.
+    """
+    best, target = logits.max(-1)  # [bs, D]
+    nodes = torch.arange(tree.tokens.shape[1], device=logits.device)
+    current = torch.zeros_like(tree.tokens[:, 0])
+    path = [current]
+    # Siblings are distinct, so at most one child matches. Once none does, `current` stays and none does again.
+    for _ in range(num_steps):
+        is_match = (tree.parents == current[:, None]) & (tree.tokens == target.gather(1, current[:, None]))
+        is_match &= nodes > 0  # the root is its own parent, not its own child
+        child = torch.where(is_match, nodes, -1).amax(-1)
+        path.append(child)
+        current = torch.where(child >= 0, child, current)
+    bonus = target.gather(1, current[:, None])[:, 0]
+    return _verdict(torch.stack(path, dim=1), bonus, tree, best.isfinite())
+
+
+def verify_tree(probs: Tensor, tree: Tree, num_steps: int, uniforms: Tensor) -> Verdict:
+    """Sample from the target, walking down the tree; the proposals are point masses (they were not drawn).
+
+    At a node with children x1, x2, …, x1 is accepted with p(x1), x2 with p(x2) / (1 - p(x1)), and so on; if all are
+    rejected, the bonus token comes from p without them. So the emitted token has law p, whatever the children are.
+
+    probs: [bs, D, V], float, the target's law after each node (`sampling.process_logits`); one-hot rows give the
+    greedy walk exactly. uniforms: [bs, D], float64, in [0, 1): column i tests node i, column 0 draws the bonus.
+    """
+    bs, num_nodes, vocab_size = probs.shape
+    mass = probs.sum(-1, dtype=torch.float64)  # [bs, D]; stands where the formulas have 1
+    prob_at_parent = probs.flatten(1).gather(1, tree.parents * vocab_size + tree.tokens).double()  # [bs, D]
+
+    columns = torch.arange(num_steps + 1, device=probs.device)
+    current = torch.zeros_like(tree.tokens[:, 0])
+    residual = mass[:, 0]  # [bs]; mass at `current` that rejections have left
+    accept_lens = torch.ones_like(current)
+    accept_index = torch.where(columns == 0, 0, -1).expand(bs, -1)
+    # One pass: parents precede children, and what is a child of `current` when its turn comes is tried in order.
+    for node in range(1, num_nodes):
+        prob = prob_at_parent[:, node]
+        is_child = tree.parents[:, node] == current
+        # Rejection means u * residual >= prob, so the residual stays >= 0, and probability 0 is never accepted.
+        is_accepted = is_child & (uniforms[:, node] * residual < prob)
+        is_next = is_accepted[:, None] & (columns == accept_lens[:, None])
+        accept_index = torch.where(is_next, node, accept_index)
+        accept_lens = accept_lens + is_accepted
+        residual = torch.where(is_accepted, mass[:, node], torch.where(is_child, residual - prob, residual))
+        current = torch.where(is_accepted, node, current)
+
+    law = _row(probs, current)
+    nodes = torch.arange(num_nodes, device=probs.device)
+    is_rejected = (tree.parents == current[:, None]) & (nodes > 0)
+    num_rejections = torch.zeros_like(law, dtype=torch.int64).scatter_add(1, tree.tokens, is_rejected.long())
+    bonus = _sample_residual(law.masked_fill(num_rejections > 0, 0), law, uniforms[:, 0])
+    return _verdict(accept_index, bonus, tree, _is_law(mass))
+
+
+def verify_chain(probs: Tensor, draft_probs: Tensor, tree: Tree, uniforms: Tensor) -> Verdict:
+    """Sample from the target by rejection (Leviathan et al. 2023, Chen et al. 2023); the drafts were drawn from q.
+
+    Draft x is accepted with min(1, p(x) / q(x)); the first rejection draws from (p - q)+, renormalised; if all are
+    accepted the bonus comes from p at the last node.
+
+    probs: [bs, S+1, V], float, the target's law after each node. draft_probs: [bs, S, V], float, the law that each
+    draft was drawn from. tree: from `tree.chain`. uniforms: [bs, S+1], float64, as in `verify_tree`. One-hot laws are
+    exact. Where q is not finite its draft is rejected and the token drawn from p: a broken draft costs speed only.
+    """
+    drafts = tree.tokens[:, 1:, None]
+    # A law of zeros behind the last draft: there nothing was proposed, and (p - 0)+ is the bonus token's p.
+    draft_probs = torch.nn.functional.pad(draft_probs, (0, 0, 0, 1))
+    mass, draft_mass = probs.sum(-1, dtype=torch.float64), draft_probs.sum(-1, dtype=torch.float64)  # [bs, S+1]
+    is_proposal = _is_law(draft_mass)
+
+    p = probs[:, :-1].gather(-1, drafts)[..., 0] / mass[:, :-1]
+    q = draft_probs[:, :-1].gather(-1, drafts)[..., 0] / draft_mass[:, :-1]
+    is_accepted = is_proposal[:, :-1] & (uniforms[:, 1:] * q < p)
+    last = is_accepted.long().cumprod(1).sum(1)  # [bs], 0..S, the deepest accepted node
+
+    law = _row(probs, last) / _row(mass, last)[:, None]
+    draft_law = _row(draft_probs, last) / _row(draft_mass, last)[:, None]
+    draft_law = torch.where(_row(is_proposal, last)[:, None], draft_law, 0)
+    bonus = _sample_residual((law - draft_law).clamp(min=0), law, uniforms[:, 0])
+    nodes = torch.arange(probs.shape[1], device=probs.device)
+    return _verdict(torch.where(nodes <= last[:, None], nodes, -1), bonus, tree, _is_law(mass))
+
+
+def trim(verdict: Verdict, stop_ids: Tensor, remaining: Tensor) -> tuple[Verdict, Tensor]:
+    """Cut after the first stop token (it is emitted) and at the tokens a request may still emit.
+
+    stop_ids: [n_stop] or [bs, n_stop], int64, -1 is padding. remaining: [bs], int64; at most 0 emits nothing.
+    Returns the shortened verdict and finished [bs], bool: a stop token came, `remaining` is used up, or the row is
+    invalid.
+    """
+    columns = torch.arange(verdict.tokens.shape[1], device=verdict.tokens.device)
+    # The paddings of both equal each other, but only past accept_lens, where a stop changes nothing.
+    is_stop = (verdict.tokens[..., None] == (stop_ids if stop_ids.dim() == 1 else stop_ids[:, None])).any(-1)
+    num_until_stop = torch.where(is_stop, columns + 1, columns.numel() + 1).amin(1)
+
+    accept_lens = verdict.accept_lens.minimum(num_until_stop).minimum(remaining.clamp(min=0))
+    finished = (num_until_stop <= accept_lens) | (remaining <= accept_lens) | verdict.invalid
+    is_past = columns >= accept_lens[:, None]
+    trimmed = verdict._replace(
+        accept_index=verdict.accept_index.masked_fill(is_past, -1),
+        accept_lens=accept_lens,
+        tokens=verdict.tokens.masked_fill(is_past, -1),
+    )
+    return trimmed, finished
+
+
+def _verdict(accept_index: Tensor, bonus: Tensor, tree: Tree, is_usable: Tensor) -> Verdict:
+    """accept_index: [bs, S+1], int64, -1 past the path; bonus: [bs], int64; is_usable: [bs, D], bool, by node.
+
+    The nodes of the path are the ones whose law was consulted. An invalid row is cut down to the root, token 0.
+    """
+    is_on_path = accept_index >= 0
+    invalid = (is_on_path & ~is_usable.gather(1, accept_index.clamp(min=0))).any(1)
+    columns = torch.arange(accept_index.shape[1], device=accept_index.device)
+    accept_index = torch.where(invalid[:, None] & (columns > 0), -1, accept_index)
+    accept_lens = (accept_index >= 0).sum(1)
+
+    path_tokens = tree.tokens.gather(1, accept_index.clamp(min=0))
+    drafts = path_tokens.roll(-1, dims=1)  # column r is the draft of depth r + 1; the last column is never a draft's
+    last = accept_lens[:, None] - 1
+    tokens = torch.where(columns < last, drafts, -1)
+    tokens = torch.where(columns == last, bonus.masked_fill(invalid, 0)[:, None], tokens)
+    return Verdict(accept_index, accept_lens, tokens, invalid)
+
+
+def _sample_residual(residual: Tensor, law: Tensor, u: Tensor) -> Tensor:
+    """residual, law: [bs, V]; u: [bs]. Returns [bs], int64.
+
+    A residual without mass means a rejection that has probability 0 and came from rounding: any token of the law will
+    do, and one drawn from it is possible at least.
+    """
+    has_mass = (residual > 0).any(-1, keepdim=True)
+    return sample(torch.where(has_mass, residual, law), u)
+
+
+def _is_law(mass: Tensor) -> Tensor:
+    """mass: the total of non-negative numbers, finite exactly when all of them are. Returns bool of its shape."""
+    return mass.isfinite() & (mass > 0)
+
+
+def _row(values: Tensor, index: Tensor) -> Tensor:
+    """values: [bs, n, ...]; index: [bs], int64. Returns values[b, index[b]]: [bs, ...]."""
+    return values[torch.arange(values.shape[0], device=values.device), index]

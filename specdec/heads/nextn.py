@@ -1,0 +1,170 @@
+"""NextN / MTP heads (DeepSeek-V3, arXiv 2412.19437, eq. 21-24): one whole decoder layer of the target's own kind.
+
+The layer is made from the classes of the live target (its decoder layer, norm and rotary embedding), so that whatever
+attention or experts a family has come along; only how embedding and hidden state are put together is ours.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from specdec.backends import LayerSpec
+from specdec.backends.rope import Rope
+from specdec.heads.base import Attend, DraftHead
+from specdec.targets.probe import attention_spec
+from specdec.targets.shape import LAST
+
+IMPLEMENTATION = "specdec_head"  # attention of a head's layers: what its attention module was handed
+
+
+@dataclass(frozen=True)
+class NextNConfig:
+    """How a head differs from the plain case.
+
+    num_layers: modules; step j of a draft runs module min(j, num_layers-1), each on what the one before it made.
+    hidden_first: the projection reads [hidden, embedding] (MiMo) instead of [embedding, hidden].
+    recycles_normed: a step feeds back the state after the out norm (what serving engines found to draft better).
+    own_embedding, own_head: the head keeps its own, which differ from the target's.
+    """
+
+    num_layers: int = 1
+    hidden_first: bool = False
+    recycles_normed: bool = True
+    own_embedding: bool = False
+    own_head: bool = False
+
+
+def _handed_attention(
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+) -> tuple[torch.Tensor, None]:
+    """HF's attention call, q/k/v [B, heads, T, dim], through the callable of the forward in flight."""
+    spec = attention_spec(q, k, v, kw)
+    heads_last = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    return module.specdec_attend(*heads_last, spec, kw.get("s_aux")), None  # type: ignore[operator]
+
+
+AttentionInterface.register(IMPLEMENTATION, _handed_attention)
+
+
+class NextNLayer(nn.Module):
+    """enorm, hnorm, the projection eh_proj, a decoder layer of the target's class, and the out norm."""
+
+    def __init__(self, decoder: nn.Module, config: Any, layer_idx: int):
+        super().__init__()
+        model: Any = decoder
+        size, norm = config.hidden_size, type(model.norm)
+        eps = getattr(config, "rms_norm_eps", 1e-6)
+        self.enorm, self.hnorm, self.norm = norm(size, eps=eps), norm(size, eps=eps), norm(size, eps=eps)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.layer = type(model.layers[layer_idx])(config, layer_idx)
+
+
+class NextNHead(DraftHead):
+    """The head for a live `target`, with random weights; a loader or the trainer fills it."""
+
+    algo = "nextn"
+    aux_layers = (LAST,)
+
+    def __init__(self, target: PreTrainedModel, config: NextNConfig | None = None):
+        super().__init__()
+        self.config = c = config or NextNConfig()
+        decoder, text = target.get_decoder(), target.config.get_text_config()
+        missing = [name for name in ("layers", "norm", "rotary_emb") if not hasattr(decoder, name)]
+        if missing:
+            raise ValueError(f"{type(target).__name__}'s decoder has no {', '.join(missing)}: no NextN layer fits it")
+        self.hf_config = copy.deepcopy(text)
+        self.hf_config._attn_implementation = IMPLEMENTATION
+        self.num_modules = c.num_layers
+        self.hidden_size = self.target_hidden_size = text.hidden_size
+        self.vocab_size = target.get_output_embeddings().weight.shape[0]
+        self.recycles_normed = c.recycles_normed
+        like = full_attention_layer(text)
+        self.mtp = nn.ModuleList([NextNLayer(decoder, self.hf_config, like) for _ in range(c.num_layers)])
+        self.rotary = type(decoder.rotary_emb)(config=self.hf_config)
+        differs = "layer_type" in signature(self.rotary.forward).parameters  # one rotary for several kinds of layers
+        self._rope_kind = {"layer_type": "full_attention"} if differs else {}
+        self.embed_tokens = nn.Embedding(self.vocab_size, self.hidden_size) if c.own_embedding else None
+        self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False) if c.own_head else None
+        self._seen: list[tuple[LayerSpec, torch.Tensor | None]] = []
+
+    @property
+    def attention_layers(self) -> Sequence[LayerSpec]:
+        return [spec for spec, _ in self._probe()]
+
+    @property
+    def sinks(self) -> Sequence[torch.Tensor | None]:
+        return [sinks for _, sinks in self._probe()]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.mtp[0].eh_proj.weight  # type: ignore[union-attr,return-value]
+
+    def rope(self, positions: torch.Tensor) -> Rope:
+        like = torch.empty(0, dtype=self.weight.dtype, device=positions.device)
+        rows = positions.reshape(1, -1)
+        if hasattr(self.rotary, "mrope_section"):  # three grids, which are one for text
+            rows = rows.expand(3, *rows.shape)
+        cos, sin = self.rotary(like, rows, **self._rope_kind)
+        return Rope(cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1))
+
+    def out_norm(self, module: int = 0) -> nn.Module:
+        return self.mtp[module].norm  # type: ignore[return-value]
+
+    def run_layers(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend, module: int = 0
+    ) -> torch.Tensor:
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
+            if is_flat:
+                return attend(q[0], k[0], v[0], None, module).unsqueeze(0)
+            return attend(q, k, v, None, module)
+
+        is_flat = embeds.dim() == 2
+        return self._run(embeds, hidden, rope, call, module)
+
+    def _run(self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, call: Any, module: int) -> torch.Tensor:
+        """embeds, hidden [T, h] or [B, T, h]."""
+        m = self.mtp[module]
+        parts = [m.enorm(embeds), m.hnorm(hidden)]  # type: ignore[operator]
+        x = m.eh_proj(torch.cat(parts[::-1] if self.config.hidden_first else parts, -1))  # type: ignore[operator]
+        shape = x.shape
+        cos, sin = (t.reshape(-1, shape[-2], t.shape[-1]) for t in rope)
+        layer: Any = m.layer
+        attention = next(a for a in layer.modules() if getattr(a, "config", None) is not None and a is not layer)
+        attention.specdec_attend = call
+        try:
+            out = layer(
+                x.reshape(-1, *shape[-2:]), attention_mask=None, position_embeddings=(cos, sin), use_cache=False
+            )
+        finally:
+            del attention.specdec_attend
+        return (out[0] if isinstance(out, tuple) else out).reshape(shape)
+
+    @torch.no_grad()
+    def _probe(self) -> list[tuple[LayerSpec, torch.Tensor | None]]:
+        """Shape and sinks of every module's attention, off a forward of two rows."""
+
+        def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *seen: Any) -> torch.Tensor:
+            self._seen.append(seen)
+            return q.new_zeros(*q.shape[:3], v.shape[3])
+
+        if not self._seen:
+            rows = self.weight.new_zeros(2, self.hidden_size)
+            rope = self.rope(torch.arange(2, device=rows.device))
+            for module in range(self.num_modules):
+                self._run(rows, rows, rope, record, module)
+        assert len(self._seen) == self.num_modules, "the layer's attention does not go through AttentionInterface"
+        return self._seen
+
+
+def full_attention_layer(config: Any) -> int:
+    """Index of the target layer whose kind MTP layers have: its last one with full attention."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    if "full_attention" not in kinds:
+        raise ValueError(f"layer_types={sorted(set(kinds))}: expected a full-attention layer for MTP to be made like")
+    return len(kinds) - 1 - kinds[::-1].index("full_attention")

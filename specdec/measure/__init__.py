@@ -1,0 +1,1 @@
+"""Measurements that users run, and the files that results go to."""

@@ -1,1 +1,0 @@
-"""Models: the attach layer for live targets, draft heads, and the loader of checkpoint layouts."""

@@ -1,0 +1,1 @@
+"""Prompts into the caches of target and draft: the program and its graphs."""

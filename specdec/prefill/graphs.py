@@ -1,0 +1,216 @@
+"""Prefills through graph runners: captured in segments around attention, in buckets of tokens, behind the guard.
+
+Head, sampling and attention itself run on the live batch, so a graph serves any number of requests.
+"""
+
+import time
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from specdec.backends import ForwardContext
+from specdec.backends.checks import is_debug
+from specdec.batch import AttentionMetadata
+from specdec.config import EngineConfig
+from specdec.draft.worker import DraftWorker
+from specdec.graphs import (
+    BufferSpec,
+    Capture,
+    Counters,
+    EagerCapture,
+    GraphPool,
+    GraphRunner,
+    PrefillRunner,
+    Setup,
+    build,
+    pick_breakable,
+    token_buckets,
+)
+from specdec.graphs.build import is_out_of_memory
+from specdec.outputs import GraphCost
+from specdec.prefill.program import Prefill
+from specdec.targets.hf import HFTarget
+from specdec.targets.probe import ModelSpec
+
+LOWER = "max_prefill_tokens, shorten prefill_buckets, or pass prefill_graph='off'"
+# For `estimate_prefill_bytes`; set so that it comes near what bench/prefill.py measures on an H200.
+NODE_BYTES, NODES_A_LAYER = 5 << 10, 40
+LIVE_ROWS = 12  # hidden-sized activations of a token that live at once
+BUSY = 1.3  # the device is the slower one where a forward takes this many times as long as launching it
+
+
+class PrefillGraphs:
+    """Owns the prefill runners of one engine and their graphs; slot_table [num_rows, width] int32 as in `Round`.
+
+    placement: positions and slots [largest] int64 that graphs read; a batch that is built there is not copied.
+    """
+
+    def __init__(
+        self,
+        target: HFTarget,
+        worker: DraftWorker,
+        context: ForwardContext,
+        config: EngineConfig,
+        counters: Counters,
+        slot_table: torch.Tensor,
+        pool: GraphPool | None,
+        mode: str,
+    ):
+        self.mode = mode
+        self._slot_table = slot_table
+        self._dummy_row = config.dummy_row
+        self._is_debug = is_debug()
+        device = slot_table.device
+        breakable = None if mode == "off" else pick_breakable(device, pool)
+        self._capture: Capture = breakable or EagerCapture(why_off(config, target, worker.prefill_syncs))
+        buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
+        interrupt = breakable.interrupt if breakable is not None else lambda fn: fn()
+        program = Prefill(target, worker, context, buckets[-1] if breakable is not None else 0, interrupt, device)
+        self.program = program
+        self.placement = tuple(torch.zeros(program.hidden.shape[0], dtype=torch.int64, device=device) for _ in range(2))
+        shared = {"aux": program.aux, "states": program.draft_states}
+        setup = Setup(
+            capture=self._capture,
+            counters=counters,
+            device=device,
+            buckets=buckets,
+            watched=program.tensors,
+            strict=config.strict and mode != "off",
+            unit="tokens",
+            shared={} if breakable is None else shared | dict(zip(("positions", "slots"), self.placement, strict=True)),
+        )
+        tokens = [BufferSpec(name, lambda n: (n,), torch.int64, pad=0) for name in ("ids", "positions", "slots")]
+        width = program.aux.shape[1]
+        features = [BufferSpec("aux", lambda n: (n, width), target.dtype, pad=0.0)] if width else []
+        runner = GraphRunner("target_prefill", program.target_layers, tokens, setup)
+        self.target_runner = PrefillRunner(runner, program.plan_target)
+        states = BufferSpec("states", lambda n: (n, worker.hidden_size), worker.dtype or target.dtype, pad=0.0)
+        self.draft_runners: list[PrefillRunner] = []  # one a module
+        for module in range(worker.num_modules if worker.context is not None else 0):
+            name, inputs = (f"draft_prefill_{module}", [states]) if module else ("draft_prefill", features)
+            runner = GraphRunner(name, partial(program.draft_layers, module=module), [*tokens, *inputs], setup)
+            self.draft_runners.append(PrefillRunner(runner, program.plan_draft))
+        with torch.inference_mode():
+            self._plan_warm_ups()
+            build(self.runners, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=config.strict)
+            if slot_table.is_cuda and not config.strict:  # which pads rather than run eagerly
+                with counters.recording():
+                    self.target_runner.busy_from = self._find_busy()
+
+    def target(self, metadata: AttentionMetadata, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The target's layers over a packed batch, ids [T] int64: last hidden states [T, h], aux or None.
+
+        Good until the next call.
+        """
+        if self._is_debug:
+            self.check_addresses()
+        return self.target_runner(metadata.mode, ids.shape[0], _inputs(metadata, ids), metadata=metadata)
+
+    def draft(
+        self, metadata: AttentionMetadata, ids: torch.Tensor, features: torch.Tensor | None, module: int = 0
+    ) -> torch.Tensor:
+        """The draft's layers, or those of one of its MTP modules, over a packed batch: states [T, h_d].
+
+        features: what `DraftWorker.prefill_layers` takes. Good until the next call.
+        """
+        assert self.draft_runners, "this draft has no layers"
+        name = "states" if module else "aux"
+        inputs = {**_inputs(metadata, ids), **({} if features is None else {name: features})}
+        return self.draft_runners[module](metadata.mode, ids.shape[0], inputs, metadata=metadata)
+
+    @property
+    def runners(self) -> list[GraphRunner]:
+        """Those there are."""
+        return [r.runner for r in (self.target_runner, *self.draft_runners)]
+
+    def check_addresses(self) -> None:
+        """GraphError if a tensor that the graphs read has been replaced or moved."""
+        for runner in self.runners:
+            runner.check_addresses()
+
+    @property
+    def costs(self) -> list[GraphCost]:
+        """What every graph took to make, in the order of capture."""
+        return [cost for runner in self.runners for cost in runner.costs]
+
+    def _plan_warm_ups(self) -> None:
+        """Warm-ups attend a few tokens of the dummy row at every break, so that kernels are compiled."""
+        buckets = self.target_runner.runner.buckets
+        for bridge in (self.program.bridge, self.program.draft_bridge) if buckets else ():
+            if bridge is not None:
+                bridge.plan(self._dummy_batch(bridge.context, buckets[0]), buckets[0])
+
+    def _dummy_batch(self, context: ForwardContext, num_tokens: int) -> AttentionMetadata:
+        """A prefill of `num_tokens` tokens, all of which lie in slot 0."""
+        width = self._slot_table.shape[1]
+        lens = [width] * (num_tokens // width) + [num_tokens % width] * (num_tokens % width > 0)
+        rows = torch.full((len(lens),), self._dummy_row, device=self._slot_table.device)
+        return context.backend.metadata.prefill(self._slot_table, rows, [0] * len(lens), lens)
+
+    def _find_busy(self) -> int | None:
+        """The smallest captured size from which on running the layers takes clearly longer than launching them.
+
+        It grows with the size, so a bisection finds it.
+        """
+        sizes = sorted(key.size for key in self.target_runner.runner.captured)
+        low, high = 0, len(sizes)
+        while low < high:
+            middle = (low + high) // 2
+            if self._is_busy(sizes[middle]):
+                high = middle
+            else:
+                low = middle + 1
+        return sizes[low] if low < len(sizes) else None
+
+    def _is_busy(self, size: int) -> bool:
+        metadata = self._dummy_batch(self.program.context, size)
+        ids, shares = torch.zeros_like(metadata.positions), []
+        for _ in range(3):
+            torch.cuda.synchronize(ids.device)
+            start = time.perf_counter()
+            try:
+                self.program.target_layers("", ids, metadata.positions, metadata.out_cache_loc, metadata)
+            except RuntimeError as error:
+                if is_out_of_memory(error):  # an eager run has no room beside the graphs: they will do
+                    return False
+                raise
+            launched = time.perf_counter() - start
+            torch.cuda.synchronize(ids.device)
+            shares.append((time.perf_counter() - start) / launched)
+        return min(shares[1:]) >= BUSY
+
+
+def _inputs(metadata: AttentionMetadata, ids: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
+    return {"ids": ids, "positions": metadata.positions, "slots": metadata.out_cache_loc}
+
+
+def estimate_prefill_bytes(
+    config: EngineConfig, spec: ModelSpec, num_aux: int, itemsize: int, draft_layers: int = 1
+) -> int:
+    """Device bytes that prefill graphs of `config` will take, roughly: static rows, scratch of the largest, nodes."""
+    buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
+    attention = max(s.num_heads * (s.qk_dim + s.v_dim) for s in spec.layers)
+    num_rows = 2 + 2 * num_aux + (draft_layers > 1)  # the target's, and what a draft of its width has
+    static_row = num_rows * spec.hidden_size + attention
+    row_bytes = (static_row + LIVE_ROWS * spec.hidden_size) * itemsize
+    num_layers = len(spec.layers) + draft_layers - 1
+    return buckets[-1] * row_bytes + len(buckets) * num_layers * NODES_A_LAYER * NODE_BYTES
+
+
+def resolve_prefill_mode(config: EngineConfig, target: HFTarget, draft_syncs: bool = False) -> str:
+    """What `prefill_graph` comes to: "piecewise", "breakable" or "off". draft_syncs: see `why_off`."""
+    if config.prefill_graph != "auto":
+        return config.prefill_graph
+    if why_off(config, target, draft_syncs):
+        return "off"
+    return "piecewise" if config.compile else "breakable"
+
+
+def why_off(config: EngineConfig, target: HFTarget, draft_syncs: bool = False) -> str:
+    """Why "auto" captures no prefills; empty if it does. draft_syncs: `DraftWorker.prefill_syncs`."""
+    if target.device.type != "cuda" or config.cuda_graph is False or config.prefill_graph == "off":
+        return "graphs are off"
+    if draft_syncs:
+        return "the draft's experts wait for the host"
+    return "" if target.same_experts_in_all_modes else "the model's experts wait for the host"

@@ -1,0 +1,190 @@
+"""The round as a program of fixed shape on the device: draft → verify → accept → commit → extend.
+
+Nothing here looks at the device from the host or has a shape that depends on data: a round depends on the number of
+rows and on the kind of sampling, so it can be captured. Row numbers are its only input; all else is state by row.
+"""
+
+import torch
+
+from specdec.backends import ForwardContext
+from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.config import EngineConfig
+from specdec.draft.worker import (
+    STREAM_PREFILL,
+    STREAM_SYNTHETIC,
+    STREAM_VERIFY,
+    Draft,
+    DraftWorker,
+    RoundBatch,
+)
+from specdec.functional.ops import RoundOps
+from specdec.functional.processors import remember
+from specdec.functional.sampling import SamplingKind, process_logits
+from specdec.functional.synthetic import impose_acceptance
+from specdec.functional.tree import Tree, chain
+from specdec.functional.verify import Verdict
+from specdec.round.state import EngineState
+from specdec.targets.hf import HFTarget
+
+LAW_BYTES = 64 << 20  # probabilities that sampled acceptance holds at once; larger batches go in parts
+
+
+class Round:
+    """Plays rounds for rows of `state`; slot_table [num_rows, width] int32 says where their K/V lie."""
+
+    def __init__(
+        self,
+        target: HFTarget,
+        config: EngineConfig,
+        worker: DraftWorker,
+        context: ForwardContext,
+        ops: RoundOps,
+        slot_table: torch.Tensor,
+        state: EngineState,
+    ):
+        self.target = target
+        self.config = config
+        self.worker = worker
+        self.context = context
+        self.ops = ops
+        self.slot_table = slot_table
+        self.state = state
+        self._move_path = ops.committer(context.pool)
+        rates = config.synthetic_acceptance
+        self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=slot_table.device)
+        target.aux_layers = worker.aux_layers
+
+    def play(self, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> torch.Tensor:
+        """One round of `rows` [n] int64: [n, W+3] int64, tokens, accept_len, invalid and finished flag of each.
+
+        kind: how the requests sample (a SamplingKind); max_prefix: host upper bound of L, None if nothing is known.
+        """
+        batch = self.batch(kind, rows, max_prefix)
+        draft = self.worker.draft(batch)
+        logits, aux = self.verify(batch, draft.tree)
+        verdict = self.accept(batch, draft, logits)
+        return self.extend(batch, verdict, aux)
+
+    def batch(self, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> RoundBatch:
+        """Gather what a round needs to know of `rows`."""
+        kind = SamplingKind(kind)
+        return RoundBatch(
+            rows=rows,
+            slot_table=self.slot_table,
+            seq_lens=self.state.seq_lens[rows],
+            roots=self.state.roots[rows],
+            sampling=None if kind.is_greedy else self.state.sampling.select(rows, kind.has_filters),
+            max_prefix=self.slot_table.shape[1] if max_prefix is None else max_prefix,
+            is_processed=kind.has_processors,
+        )
+
+    def verify(self, batch: RoundBatch, tree: Tree) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One target forward over all nodes: logits [bs, D, V] and the draft's features [bs, D, num_aux*h]."""
+        output = self.target.forward(self.context, self._verify_metadata(batch, tree), tree.tokens.view(-1))
+        shape = tree.tokens.shape
+        aux = None if output.aux is None else output.aux.view(*shape, -1)
+        return output.logits.view(*shape, -1), aux
+
+    def accept(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor) -> Verdict:
+        """Which nodes are emitted, up to a stop id or the length limit; their target K/V moves to L.. ."""
+        verdict = self._decide(batch, draft, logits, STREAM_VERIFY)
+        if self._rates is not None:
+            draws = self.ops.uniforms(self.state.sampling.seeds[batch.rows], batch.seq_lens, STREAM_SYNTHETIC, 1)
+            verdict = impose_acceptance(verdict, draft.tree, self._rates, draws[:, 0])
+        verdict = self.ops.settle(verdict, batch.rows, self.state.stop_ids, self.state.remaining)
+        if self.config.topk > 1:  # a chain's path lies at L.. already; rejected slots are simply past the new L
+            self._move_path(batch.slot_table, batch.rows, batch.seq_lens, verdict.accept_index)
+        return verdict
+
+    def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> torch.Tensor:
+        """The draft takes the true features; L += accept_lens, the last token is the new root. Returns the results."""
+        self.worker.extend(batch, verdict, aux)
+        return self._emit(batch, verdict, moves=True)
+
+    def first_tokens(self, kind: str, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The token after each prompt, from logits [n, V]; it becomes the row's first root. Results as `play` gives."""
+        batch = self.batch(kind, rows)
+        root_only = chain(batch.roots, batch.roots.new_empty(rows.shape[0], 0))
+        verdict = self._decide(batch, Draft(root_only, None), logits.unsqueeze(1), STREAM_PREFILL)
+        verdict = self.ops.settle(verdict, rows, self.state.stop_ids, self.state.remaining)
+        return self._emit(batch, verdict, moves=False)  # the token is not in the cache yet: L stays
+
+    def begin(
+        self, rows: torch.Tensor, states: torch.Tensor | None = None, max_prefix: int | None = None
+    ) -> torch.Tensor:
+        """The draft takes the first roots of `rows` [n] and its own states [n, h_d]; returns the rows.
+
+        See `DraftWorker.begin`; max_prefix: see `play`.
+        """
+        self.worker.begin(self.batch(SamplingKind.GREEDY, rows, max_prefix), states)
+        return rows
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, every tensor that outlives a round and that rounds read or write; they stay where they are."""
+        model = self.target.model
+        weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        own = {"slot table": self.slot_table, **self.state.tensors, **self.context.pool.tensors("target")}
+        return {**own, **weights, **{f"draft {name}": t for name, t in self.worker.tensors.items()}}
+
+    def _verify_metadata(self, batch: RoundBatch, tree: Tree) -> AttentionMetadata:
+        """D queries a request: a chain is causal, a tree sees its ancestors."""
+        is_chain = self.config.topk == 1
+        return self.context.backend.metadata.uniform(
+            ForwardMode.DECODE if tree.tokens.shape[1] == 1 else ForwardMode.TARGET_VERIFY,
+            batch.slot_table,
+            batch.rows,
+            batch.seq_lens,
+            q_len=tree.tokens.shape[1],
+            max_prefix=batch.max_prefix,
+            depths=None if is_chain else tree.depths,
+            tail_depths=None if is_chain else tree.depths,
+            ancestor_bits=None if is_chain else tree.ancestor_bits,
+        )
+
+    def _decide(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor, stream: int) -> Verdict:
+        """Which nodes the target accepts (logits [bs, D, V]), before stops and limits."""
+        num_steps = min(self.config.num_steps, logits.shape[1] - 1)
+        if batch.sampling is None and not batch.is_processed:
+            return self.ops.verify_greedy(logits, draft.tree, num_steps)
+        uniforms = None
+        if batch.sampling is not None:
+            uniforms = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, stream, logits.shape[1])
+        size = max(1, LAW_BYTES // (4 * logits[0].numel()))
+        parts = [slice(i, i + size) for i in range(0, logits.shape[0], size)]
+        verdicts = [self._judge(batch, draft, logits, uniforms, num_steps, stream, part) for part in parts]
+        return verdicts[0] if len(verdicts) == 1 else Verdict(*map(torch.cat, zip(*verdicts, strict=True)))
+
+    def _judge(
+        self,
+        batch: RoundBatch,
+        draft: Draft,
+        logits: torch.Tensor,
+        uniforms: torch.Tensor | None,
+        num_steps: int,
+        stream: int,
+        part: slice,
+    ) -> Verdict:
+        """The verdict of the requests `part` on processed logits, or on the laws that logits make."""
+        tree, scores = Tree(*(t[part] for t in draft.tree)), logits[part]
+        if batch.is_processed:
+            context = self._num_context(batch, stream)[part]
+            scores = self.ops.process(scores, tree, batch.rows[part], context, self.state.processors)
+        if batch.sampling is None or uniforms is None:
+            return self.ops.verify_greedy(scores, tree, num_steps)
+        probs = process_logits(scores, batch.sampling.select(part))
+        if draft.probs is not None:
+            return self.ops.verify_chain(probs, draft.probs[part], tree, uniforms[part])
+        return self.ops.verify_tree(probs, tree, num_steps, uniforms[part])
+
+    @staticmethod
+    def _num_context(batch: RoundBatch, stream: int) -> torch.Tensor:
+        """[bs] tokens that the root's logits follow: the prompt alone, or all up to the root."""
+        return batch.seq_lens if stream == STREAM_PREFILL else batch.seq_lens + 1
+
+    def _emit(self, batch: RoundBatch, verdict: Verdict, moves: bool) -> torch.Tensor:
+        """The last token is the new root and L += accept_lens, if it moves; results for the host."""
+        state = self.state
+        if batch.is_processed:
+            context = self._num_context(batch, STREAM_VERIFY if moves else STREAM_PREFILL)
+            remember(verdict.tokens, batch.rows, context, state.processors)
+        return self.ops.emit(verdict, batch.rows, state.seq_lens, state.roots, state.remaining, moves)

@@ -1,0 +1,55 @@
+"""Device state of running requests, by row."""
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import torch
+
+from specdec.functional.processors import ProcessorState
+from specdec.functional.sampling import SamplingBatch, SamplingParams
+
+MAX_STOP_IDS = 16
+
+# Of `EngineState.tensors`, what a request brings along when it is admitted, in the order in which it is packed.
+ADMITTED = ("seq_lens", "remaining", "stop_ids", "temperature", "top_k", "top_p", "min_p", "seeds")
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Per-row device state, all [num_rows] unless said; the round reads and writes it, admission fills it.
+
+    The last row is the dummy row: it is over for ever, owns slot 0 only, and padding of captured batches points to it.
+    seq_lens: L; roots: the token at L; remaining: tokens the request may still emit, 0 once it is over;
+    stop_ids [num_rows, MAX_STOP_IDS], -1 padded; sampling: parameters by row; processors: penalties and bans by row.
+    """
+
+    seq_lens: torch.Tensor
+    roots: torch.Tensor
+    remaining: torch.Tensor
+    stop_ids: torch.Tensor
+    sampling: SamplingBatch
+    processors: ProcessorState
+
+    @classmethod
+    def empty(cls, num_rows: int, width: int, vocab_size: int, device: torch.device) -> "EngineState":
+        """All rows idle. width: positions that a request can reach."""
+
+        def zeros() -> torch.Tensor:
+            return torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+        stop_ids = torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int64, device=device)
+        sampling = SamplingBatch.stack([SamplingParams()] * num_rows, device)
+        processors = ProcessorState.empty(num_rows, width, vocab_size, device)
+        return cls(zeros(), zeros(), zeros(), stop_ids, sampling, processors)
+
+    @cached_property
+    def columns(self) -> list[torch.Tensor]:
+        """The tensors of ADMITTED."""
+        tensors = self.tensors
+        return [tensors[name] for name in ADMITTED]
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of it by name."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sampling", "processors")}
+        return {**own, **self.sampling.tensors, **self.processors.tensors}

@@ -1,0 +1,1 @@
+"""Live `transformers` models: which can be attached, and how they run as targets and as standalone drafts."""

@@ -1,0 +1,129 @@
+"""The target's layers traced and compiled: for piecewise prefills, and inside the graphs of rounds."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from specdec.backends.op import attention_scope
+from specdec.backends.rope import Rope
+from specdec.batch import ForwardMode
+from specdec.config import EngineConfig
+from specdec.errors import GraphError
+from specdec.graphs.trace import Traced, trace
+from specdec.targets.hf import HFTarget
+
+# Tokens of the forwards that are compared; the first is traced. One token, the plain decode, is where a trace that
+# took T > 1 for granted would be wrong.
+EXAMPLES = ((32,), (7,), (1,) * 7)
+Batch = tuple[torch.Tensor, torch.Tensor]  # ids, positions [T] int64
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the norm
+
+
+def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) -> str:
+    """Give `target` compiled layers where `config` and `prefill_mode` want them; returns the prefill mode to use.
+
+    Layers that do not trace as one graph are warned about: rounds run the live model's own, and what "auto" had made
+    "piecewise" becomes "breakable". GraphError, with the op, where piecewise graphs were asked for or under strict.
+    """
+    is_piecewise = prefill_mode == "piecewise"
+    wanted = [ForwardMode.EXTEND] * is_piecewise + [ForwardMode.DECODE] * config.compile
+    # One trace serves prefills and rounds, where they run the same arithmetic.
+    traces = {wanted[0]: wanted} if wanted and target.same_experts_in_all_modes else {mode: [mode] for mode in wanted}
+    for mode, served in traces.items():
+        try:
+            traced = _trace(target, mode, config)
+        except GraphError as error:
+            target.drop_compiled()
+            if config.strict or config.prefill_graph == "piecewise":
+                raise GraphError(f"the layers of {type(target.model).__name__}: {error}") from error
+            warnings.warn(
+                f"{type(target.model).__name__} runs uncompiled: {error}. Leave compile out if that is expected",
+                stacklevel=6,
+            )
+            return "breakable" if is_piecewise else prefill_mode
+        for other in served:
+            target.use_compiled(traced, for_prefills=other is ForwardMode.EXTEND)
+    return prefill_mode
+
+
+def _trace(target: HFTarget, mode: ForwardMode, config: EngineConfig) -> Traced:
+    """The layers as they run in `mode`, traced, compiled and held against the live model's."""
+    examples = _examples(target)
+    # The live model runs first: transformers installs hooks on first use, which cannot be traced.
+    with torch.inference_mode(), attention_scope(_Echo()), target.routed(mode):
+        expected = [_outputs(target.run_layers, batches) for batches in examples]
+    # The pieces of equal layers are compiled once, so most steps of the bar are short.
+    bar = tqdm(total=len(target.spec.layers) + 1, desc="compile", unit="piece", leave=False, disable=None)
+    with bar, target.routed(mode):
+        traced = trace(
+            target.run_layers,
+            examples[0][0],
+            torch.ops.specdec.attn.default,
+            config.compiler,
+            num_outputs=1 + bool(target.tapped),
+            smallest=2,  # one token is compared
+            largest=max(config.prefill_tokens, config.max_batch * config.verify_width),
+            joins=not target.compiled,
+            progress=lambda: bar.update() and None,
+        )
+    try:
+        with torch.inference_mode(), attention_scope(_Echo()):
+            for batches, outputs in zip(examples, expected, strict=True):
+                _compare(_outputs(traced, batches), outputs, batches[0][0].shape[0])
+    except BaseException as error:
+        traced.release()
+        if isinstance(error, RuntimeError) and not isinstance(error, GraphError):
+            raise GraphError(f"compiled, they fail: {error}") from error
+        raise
+    return traced
+
+
+def _examples(target: HFTarget) -> list[list[Batch]]:
+    """Batches of the sizes of EXAMPLES; those of one group go on in position where the one before ends."""
+    random = torch.Generator().manual_seed(0)
+    groups: list[list[Batch]] = []
+    for sizes in EXAMPLES:
+        size = min(sizes[0], target.spec.max_positions)
+        num_tokens = min(size * len(sizes), target.spec.max_positions)
+        ids = torch.randint(0, target.spec.vocab_size, (num_tokens,), generator=random).to(target.device)
+        positions = torch.arange(num_tokens, device=target.device)
+        groups.append(list(zip(ids.split(size), positions.split(size), strict=True)))
+    return groups
+
+
+def _outputs(layers: Callable[..., Sequence[Any]], batches: Sequence[Batch]) -> list[torch.Tensor]:
+    """What `layers` makes of every batch, rows one below the other."""
+    outputs = zip(*(layers(*batch) for batch in batches), strict=True)
+    return [torch.cat(parts) for parts in outputs if parts[0] is not None]
+
+
+def _compare(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], num_tokens: int) -> None:
+    """GraphError if tensors [rows, ...] of forwards of `num_tokens` differ in more than rounding.
+
+    Medians over the rows are compared: rounding can flip an expert in single rows.
+    """
+    for a, b in zip(ours, theirs, strict=True):
+        errors = (a.double() - b.double()).norm(dim=-1) / b.double().norm(dim=-1)
+        error = float(errors.median())
+        if not error <= TOLERANCE.get(b.dtype, 5e-2):
+            raise GraphError(
+                f"compiled, they differ from the live model's by {error:.1e} of the norm, in forwards of {num_tokens} "
+                f"token{'s' * (num_tokens > 1)}"
+            )
+
+
+@dataclass(frozen=True)
+class _Echo:
+    """Attention that needs no cache: the values, weighted by what q and k are, for a comparison of everything else."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
+    ) -> torch.Tensor:
+        group = q.shape[1] // v.shape[1]
+        ramp = torch.arange(q.shape[2], device=q.device).cos() / q.shape[2] ** 0.5
+        weight = 1 + 0.5 * torch.tanh(q.float() @ ramp) - 0.5 * torch.tanh(k.float() @ ramp).repeat_interleave(group, 1)
+        return v.repeat_interleave(group, 1) * weight.unsqueeze(2).to(v.dtype)

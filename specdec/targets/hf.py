@@ -1,0 +1,244 @@
+"""The attach layer: runs a live `transformers` causal LM over our KV pool, and leaves it as it was afterwards.
+
+The model's own code runs, packed [1, T], without an HF cache and without masks; only its attention calls are routed,
+and only while we run it (the implementation name is set on its configs inside `forward` and put back).
+"""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from specdec.backends import ForwardContext, attention, forward_context
+from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.errors import AttachError, GraphError
+from specdec.graphs.trace import Traced
+from specdec.targets.probe import (
+    ModelSpec,
+    answering,
+    attention_configs,
+    attention_implementation,
+    batched_experts,
+    probe,
+    waiting_configs,
+)
+from specdec.targets.shape import LAST, TargetShape
+
+ATTACHED = "_specdec_attached"
+LAYER_ID = "_specdec_layer_id"
+
+
+class Mark:
+    """Says on a module which target it belongs to. It keeps nobody alive, and a copy of it says nothing: copies of a
+    model are no part of the engine."""
+
+    def __init__(self, owner: "HFTarget | None" = None):
+        self._owner = None if owner is None else weakref.ref(owner)
+
+    def owner(self) -> "HFTarget | None":
+        """The target, if there still is one."""
+        return None if self._owner is None else self._owner()
+
+    def __reduce__(self) -> tuple[type["Mark"], tuple[()]]:
+        return Mark, ()
+
+
+def is_attached(module: nn.Module) -> bool:
+    """Whether `module` belongs to a target that is alive."""
+    mark = getattr(module, ATTACHED, None)
+    return mark is not None and mark.owner() is not None
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """logits [T, V] and aux [T, num_aux*h], or None."""
+
+    logits: torch.Tensor
+    aux: torch.Tensor | None
+
+
+def _routed_attention(
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+) -> tuple[torch.Tensor, None]:
+    """HF's attention call, q/k/v [1, heads, T, dim]: through our op, [1, T, heads, v_dim] back."""
+    out = attention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), getattr(module, LAYER_ID))
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register("specdec", _routed_attention)
+
+
+class HFTarget:
+    """A live model, admitted by `probe`, run in two parts: its layers, and the head over the rows that need logits.
+
+    aux_layers: indices of layers whose output the draft wants, low to high, or (LAST,) for the last hidden states.
+    compiled: what runs in place of the live model's layers, if anything, in prefills and in rounds.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        if is_attached(model):
+            gc.collect()  # an engine that nobody holds any more may be waiting for it
+        if is_attached(model):
+            raise AttachError(type(model).__name__, ["it is attached already; call detach() on that engine first"])
+        self.spec: ModelSpec = probe(model)
+        if any(is_attached(module) for module in self.spec.modules):
+            raise AttachError(type(model).__name__, ["some of its layers belong to a model that is attached already"])
+        self.aux_layers: tuple[int, ...] = ()
+        self._configs = attention_configs(model)
+        self._waiting = waiting_configs(model, self.dtype)
+        self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
+        self._addresses: dict[str, int] = {}
+        self._last_position: int | None = None
+        _warn_about_rotary(model)
+        for i, module in enumerate(self.spec.modules):
+            setattr(module, LAYER_ID, i)
+            setattr(module, ATTACHED, Mark(self))
+        setattr(model, ATTACHED, Mark(self))
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return self.embed_tokens.weight.device  # type: ignore[return-value]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights, and so of the KV pool."""
+        return self.embed_tokens.weight.dtype  # type: ignore[return-value]
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        """The input embedding, which EAGLE heads share."""
+        return self.model.get_input_embeddings()
+
+    @property
+    def shape(self) -> TargetShape:
+        """What a draft head must match."""
+        return TargetShape(
+            hidden_size=self.spec.hidden_size,
+            vocab_size=self.spec.vocab_size,
+            num_layers=len(self.spec.layers),
+            embed_tokens=self.embed_tokens,
+            lm_head=self.model.get_output_embeddings(),
+            model=self.model,
+        )
+
+    def forward(self, context: ForwardContext, metadata: AttentionMetadata, input_ids: torch.Tensor) -> TargetOutput:
+        """One packed forward of input_ids [T]: layers and head."""
+        with forward_context(context, metadata):
+            hidden, aux = self.layers(metadata.mode, input_ids, metadata.positions)
+        return TargetOutput(self.head(hidden), aux)
+
+    def layers(
+        self, mode: ForwardMode, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All but the head, for tokens [T] at positions [T]: their last hidden states [T, h] and aux [T, num_aux*h].
+
+        Attention goes to the scope in force. Rows do not see each other elsewhere, so any T can be captured.
+        """
+        if self._last_position is not None:
+            positions = positions.clamp(max=self._last_position)
+        compiled = self.compiled.get(mode is ForwardMode.EXTEND)
+        if compiled is not None:
+            hidden, aux = (*compiled(input_ids, positions), None)[:2]
+        else:
+            with self.routed(mode):
+                hidden, aux = self.run_layers(input_ids, positions)
+        return hidden, hidden if self.aux_layers == (LAST,) else aux
+
+    def run_layers(
+        self, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The live model's own layers and the outputs of `tapped`; needs `routed`. This is what gets traced."""
+        wanted: Any = list(self.tapped) or False
+        out = self.spec.stack(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            output_hidden_states=wanted,
+        )
+        aux = torch.cat([out.hidden_states[i][0] for i in self.tapped], -1) if self.tapped else None
+        return out.last_hidden_state[0], aux
+
+    @property
+    def tapped(self) -> tuple[int, ...]:
+        """Layers whose output has to be kept on the way."""
+        return tuple(i for i in self.aux_layers if i != LAST)
+
+    @contextmanager
+    def routed(self, mode: ForwardMode) -> Iterator[None]:
+        """Within, the live model's attention calls come to us."""
+        # A round must not wait for the host; `generate` decodes on a GPU with batched experts, too.
+        waiting = () if mode is ForwardMode.EXTEND or self.device.type != "cuda" else self._waiting
+        with attention_implementation(self._configs, "specdec"), batched_experts(waiting):
+            yield
+
+    @property
+    def same_experts_in_all_modes(self) -> bool:
+        """Whether prefills and rounds multiply experts the same way, and nothing waits for the host; see `routed`."""
+        return not self._waiting or self.device.type != "cuda"
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""
+        # We call the model with its decoder stubbed out, so only the head runs; the ids are ignored.
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        answer = self.spec.stack_output(last_hidden_state=hidden.unsqueeze(0))
+        with attention_implementation(self._configs, "specdec"), answering(self.spec.stack, answer):
+            return self.model(input_ids=ids, use_cache=False).logits[0]
+
+    def expect_positions(self, count: int) -> None:
+        """Rounds will reach up to position count-1. Past the model's limit, where tables of learned positions end, lie
+        drafts that are never emitted: they take the last position."""
+        if count > self.spec.max_positions:
+            self._last_position = self.spec.max_positions - 1
+
+    def use_compiled(self, traced: Traced, for_prefills: bool) -> None:
+        """Run `traced` in place of the live layers, in prefills or in rounds."""
+        self.compiled[for_prefills] = traced
+        self._addresses = {name: p.data_ptr() for name, p in self.model.named_parameters()}
+
+    def check_compiled(self) -> None:
+        """GraphError if a weight has been replaced or moved since the layers were compiled."""
+        moved = [n for n, p in self.model.named_parameters() if self._addresses.get(n) != p.data_ptr()]
+        if self.compiled and moved:
+            raise GraphError(
+                f"{', '.join(moved[:3])} moved since the layers were compiled ({len(moved)} weights): they would use "
+                "the old ones. Change weights in place while an engine is attached, or detach() and attach() again"
+            )
+
+    def drop_compiled(self) -> None:
+        """Back to the live layers; every weight has a storage of its own again.
+
+        What it raises (out of memory, where a weight is copied) leaves the model usable; it can be called again.
+        """
+        for traced in self.compiled.values():
+            traced.release()
+        self.compiled.clear()
+
+    def detach(self) -> None:
+        """Take our marks off the model; it is as it was. A second call does nothing, or goes on where one failed."""
+        self.drop_compiled()
+        for module in (*self.spec.modules, self.model):
+            mark = getattr(module, ATTACHED, None)
+            if mark is not None and mark.owner() is self:
+                delattr(module, ATTACHED)
+                module.__dict__.pop(LAYER_ID, None)
+
+
+def _warn_about_rotary(model: nn.Module) -> None:
+    """Rotary frequencies in low precision change every text a little; `model.to(dtype)` makes them so."""
+    exact = (torch.float32, torch.float64)
+    low = [name for name, b in model.named_buffers() if name.endswith("inv_freq") and b.dtype not in exact]
+    if low:
+        warnings.warn(
+            f"{low[0]} is in low precision: model.to(dtype) rounded the rotary frequencies. The engine reproduces the "
+            "model as it is; load with from_pretrained(..., dtype=...) to keep them in fp32.",
+            stacklevel=4,
+        )

@@ -1,0 +1,328 @@
+"""Admission: one forward of the live model with a recording attention function, then reasons for or against.
+
+What is recorded: every attention call (module, shapes, scaling, window, softcap, sinks) and every mask HF would have
+built, classified by evaluating HF's own mask closure far out. No model is known by name.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from specdec.backends import LayerSpec
+from specdec.checkpoints.fitting import weight_doubts
+from specdec.errors import AttachError
+from specdec.targets.masks import classify_mask
+from specdec.targets.placement import placement_reasons
+
+PROBE_LENGTH = 12
+KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Tensor-free or known keyword arguments of attention calls; a foreign TENSOR argument means foreign arithmetic.
+HARMLESS_TENSORS = frozenset({"position_ids", "s_aux", "position_embeddings", "cache_position"})
+
+
+@dataclass
+class _Call:
+    module: nn.Module
+    spec: LayerSpec
+    sinks: torch.Tensor | None
+    mask_id: int | None
+    dtype: torch.dtype
+    problems: list[str]
+
+
+@dataclass
+class _Recording:
+    calls: list[_Call] = field(default_factory=list)
+    masks: list[str | int | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the attach layer needs to know: attention modules in call order, their specs and sinks, and widths.
+
+    stack: the module that is all but the head, from ids to last hidden states; stack_output: what it returns.
+    """
+
+    modules: tuple[nn.Module, ...]
+    layers: tuple[LayerSpec, ...]
+    sinks: tuple[torch.Tensor | None, ...]
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    stack: nn.Module
+    stack_output: Callable[..., Any]
+
+
+_RECORDING: ContextVar[_Recording] = ContextVar("specdec_probe")
+
+
+def _recording() -> _Recording:
+    """That of the probe in flight; RuntimeError for a call that is none of its."""
+    recording = _RECORDING.get(None)
+    if recording is None:
+        raise RuntimeError(
+            "the model ran in another thread while attach() was probing it: attach first, then use the model"
+        )
+    return recording
+
+
+class _PassThroughCache(DynamicCache):
+    """Takes K/V updates without storing them, so that keys are exactly this forward's."""
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+
+def attention_spec(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kw: Mapping[str, Any]) -> LayerSpec:
+    """What an attention call of transformers says of its layer: q/k/v [B, heads, T, dim] and its other arguments."""
+    return LayerSpec(
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        qk_dim=q.shape[3],
+        v_dim=v.shape[3],
+        scaling=float(kw["scaling"]) if kw.get("scaling") is not None else q.shape[3] ** -0.5,
+        window=kw.get("sliding_window"),
+        softcap=kw.get("softcap"),
+        has_sinks=kw.get("s_aux") is not None,
+    )
+
+
+def _record_attention(
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+) -> tuple[torch.Tensor, None]:
+    problems = [
+        f"attention takes a tensor {name!r} that we do not know"
+        for name, value in kw.items()
+        if isinstance(value, torch.Tensor) and name not in HARMLESS_TENSORS
+    ]
+    if k.shape[2] != q.shape[2]:
+        problems.append(f"keys cover {k.shape[2]} positions for {q.shape[2]} queries (compressed or cached keys)")
+    if q.shape[1] % k.shape[1]:
+        problems.append(f"{q.shape[1]} query heads do not group over {k.shape[1]} KV heads")
+    spec = attention_spec(q, k, v, kw)
+    mask_id = int(mask) if isinstance(mask, torch.Tensor) and mask.numel() == 1 else None
+    if mask is not None and mask_id is None:
+        problems.append("attention gets a mask that HF's mask functions did not make")
+    dtypes = {q.dtype, k.dtype, v.dtype}
+    if len(dtypes) > 1:
+        problems.append(f"queries, keys and values have several types ({', '.join(sorted(map(str, dtypes)))})")
+    _recording().calls.append(_Call(module, spec, kw.get("s_aux"), mask_id, k.dtype, problems))
+    out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    return out, None
+
+
+def _record_mask(mask_function: Callable[..., Any], device: Any = "cpu", **kw: Any) -> torch.Tensor:
+    recording = _recording()
+    recording.masks.append(classify_mask(mask_function, torch.device(device)))
+    return torch.tensor(len(recording.masks) - 1)
+
+
+AttentionInterface.register("specdec_probe", _record_attention)
+AttentionMaskInterface.register("specdec_probe", _record_mask)
+
+
+def attention_configs(model: nn.Module) -> list[Any]:
+    """Every config object in `model` that names an attention implementation, once each."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    return [c for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
+
+
+@contextmanager
+def attention_implementation(configs: Sequence[Any], name: str) -> Iterator[None]:
+    """Set the attention implementation of `configs` to `name`, and put the old ones back."""
+    with _replaced(configs, "_attn_implementation_internal", name):
+        yield
+
+
+@contextmanager
+def batched_experts(configs: Sequence[Any]) -> Iterator[None]:
+    """Let the experts of `configs` multiply without looking at the device, and put the old implementations back."""
+    with _replaced(configs, "_experts_implementation_internal", "batched_mm"):
+        yield
+
+
+def waiting_configs(model: nn.Module, dtype: torch.dtype) -> list[Any]:
+    """Configs of experts in `model` that wait for the host: eager ones, and grouped products in other types than bf16.
+
+    Models without experts have such a config, too; what transformers made switchable has `_apply_gate`.
+    """
+    waiting = ("eager",) if dtype is torch.bfloat16 else ("eager", "grouped_mm")
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(m, "config")}
+    return [c for c in configs.values() if getattr(c, "_experts_implementation_internal", None) in waiting]
+
+
+@contextmanager
+def _replaced(configs: Sequence[Any], attribute: str, value: str) -> Iterator[None]:
+    before = [getattr(c, attribute) for c in configs]
+    try:
+        for config in configs:
+            setattr(config, attribute, value)
+        yield
+    finally:
+        for config, old in zip(configs, before, strict=True):
+            setattr(config, attribute, old)
+
+
+@contextmanager
+def answering(module: nn.Module, output: Any) -> Iterator[None]:
+    """Within, a call of `module` returns `output` whatever it is given, and none of its hooks run."""
+    own = {name: value for name, value in module.__dict__.items() if name == "_compiled_call_impl"}
+    # What `module.compile()` sets: it is called in place of forward and hooks.
+    module._compiled_call_impl = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        del module._compiled_call_impl
+        module.__dict__.update(own)
+
+
+def probe(model: PreTrainedModel) -> ModelSpec:
+    """Run one short forward and return what was seen; AttachError lists every reason against the model."""
+    name = type(model).__name__
+    misplaced = placement_reasons(model)
+    if misplaced:  # a forward might not run, or bring weights in from elsewhere
+        raise AttachError(name, misplaced)
+    recording = _Recording()
+    outputs: dict[nn.Module, Callable[..., Any]] = {}
+    device = model.get_input_embeddings().weight.device
+    ids = torch.arange(PROBE_LENGTH, device=device).unsqueeze(0)
+    try:
+        with _probing(model, recording), _recorded_outputs(list(model.modules())[1:], outputs):
+            logits = model(input_ids=ids, past_key_values=_new_cache(model), use_cache=True).logits
+    except Exception as error:
+        raise AttachError(name, [*_static_reasons(model), f"the probe forward failed: {error}"]) from error
+    reasons = _static_reasons(model) + _call_reasons(recording, model)
+    if bool(logits.isnan().any()):  # nothing could be compared with them
+        reasons.append(
+            "; ".join(["its logits are NaN", *weight_doubts(model)]) + ": take another export of its weights"
+        )
+    if not reasons:
+        stack = _find_stack(model, outputs, ids, logits)
+        if stack is None:
+            reasons = ["its head cannot be run apart from its layers, on hidden states of the embedding's type"]
+    if reasons:
+        raise AttachError(name, list(dict.fromkeys(reasons)))
+    assert stack is not None
+    config = model.config.get_text_config()
+    return ModelSpec(
+        modules=tuple(c.module for c in recording.calls),
+        layers=tuple(_with_mask_window(c, recording) for c in recording.calls),
+        sinks=tuple(c.sinks for c in recording.calls),
+        hidden_size=config.hidden_size,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        max_positions=getattr(config, "max_position_embeddings", 1 << 30),
+        stack=stack,
+        stack_output=outputs[stack],
+    )
+
+
+@contextmanager
+def _probing(model: PreTrainedModel, recording: _Recording) -> Iterator[None]:
+    """Within, attention calls and masks of `model` go to `recording`."""
+    token = _RECORDING.set(recording)
+    try:
+        with attention_implementation(attention_configs(model), "specdec_probe"), torch.inference_mode():
+            yield
+    finally:
+        _RECORDING.reset(token)
+
+
+def _new_cache(model: PreTrainedModel) -> DynamicCache:
+    return _PassThroughCache(config=model.config.get_text_config())
+
+
+@contextmanager
+def _recorded_outputs(modules: Sequence[nn.Module], outputs: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Within, what kind of output each of `modules` returns goes to `outputs`, the innermost first; those without last
+    hidden states do not count."""
+
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(getattr(output, "last_hidden_state", None), torch.Tensor):
+            outputs[module] = type(output)
+
+    handles = [m.register_forward_hook(record) for m in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _find_stack(
+    model: PreTrainedModel, outputs: dict[nn.Module, Callable[..., Any]], ids: torch.Tensor, logits: torch.Tensor
+) -> nn.Module | None:
+    """The innermost module from whose last hidden states the rest of `model` makes the same `logits`, or None."""
+    for stack, output in outputs.items():
+        try:
+            with _probing(model, _Recording()):
+                hidden = stack(input_ids=ids, past_key_values=_new_cache(model), use_cache=True).last_hidden_state
+                with answering(stack, output(last_hidden_state=hidden)):
+                    again = model(input_ids=torch.zeros_like(ids), use_cache=False).logits
+        except Exception:  # not made for it: the next one
+            continue
+        if hidden.dtype is not model.get_input_embeddings().weight.dtype:
+            continue  # what rounds and graphs keep of them would be rounded
+        atol = 1e-3 * float(logits.abs().max())
+        if torch.allclose(again.float(), logits.float(), rtol=1e-3, atol=atol, equal_nan=True):
+            return stack
+    return None
+
+
+def _static_reasons(model: PreTrainedModel) -> list[str]:
+    """Reasons that need no forward."""
+    config = model.config.get_text_config()
+    reasons = []
+    foreign = sorted(set(getattr(config, "layer_types", None) or []) - KNOWN_LAYER_TYPES)
+    if foreign:
+        reasons.append(f"layer types {foreign}: recurrent state or chunked attention is not supported")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(p.get("rope_type")) for p in [rope, *rope.values()] if isinstance(p, dict)}
+    for kind in sorted(kinds & {"dynamic", "longrope"}):
+        reasons.append(f"rope type {kind!r}: rotary frequencies depend on the longest sequence of the batch")
+    if model.training:
+        reasons.append("the model is in training mode; call model.eval() first")
+    if model.get_output_embeddings() is None:
+        reasons.append("the model has no output head; expected a causal LM")
+    return reasons
+
+
+def _call_reasons(recording: _Recording, model: PreTrainedModel) -> list[str]:
+    """Reasons found in what was recorded."""
+    calls = recording.calls
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if not calls:
+        return ["its attention does not go through AttentionInterface, so it cannot be routed"]
+    reasons = [p for c in calls for p in c.problems]
+    if len(calls) != num_layers:
+        reasons.append(f"{len(calls)} attention calls for {num_layers} layers (layers without routed attention)")
+    dtype = model.get_input_embeddings().weight.dtype
+    others = sorted({str(c.dtype) for c in calls if c.dtype is not dtype})
+    if others:
+        reasons.append(
+            f"its embedding is {dtype}, but attention runs in {', '.join(others)}: pools and heads need one type; load "
+            "the model with from_pretrained(..., dtype=...) or convert the embedding"
+        )
+    if len({id(c.module) for c in calls}) != len(calls):
+        reasons.append("one attention module is called several times a forward")
+    used = {c.mask_id for c in calls if c.mask_id is not None}
+    reasons += [f"a layer uses {recording.masks[i]}" for i in used if isinstance(recording.masks[i], str)]
+    return reasons
+
+
+def _with_mask_window(call: _Call, recording: _Recording) -> LayerSpec:
+    """The layer's spec with the window that its mask really has; without a mask, that of the keyword argument."""
+    if call.mask_id is None:
+        return call.spec
+    window = recording.masks[call.mask_id]
+    assert window is None or isinstance(window, int)
+    return LayerSpec(**{**call.spec.__dict__, "window": window})

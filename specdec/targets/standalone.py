@@ -1,0 +1,85 @@
+"""Standalone drafts: live causal LMs, admitted as targets are, that must speak the target's vocabulary."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.checkpoints.fitting import warn_of_weights
+from specdec.checkpoints.folders import local_path, read_json
+from specdec.errors import CheckpointError
+from specdec.targets.hf import HFTarget
+from specdec.targets.pretrained import load_draft
+from specdec.text.prompts import tokenizer_fingerprint
+
+NOTE = "specdec.json"  # beside an exported draft without a tokenizer: `tokenizer_sha256` of the target's
+
+
+def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: Any) -> HFTarget:
+    """The draft model, attached. A folder or Hub id is loaded in the target's dtype onto its device.
+
+    tokenizer: the target's, if known; it is held against the draft's own. ValueError says what does not match,
+    AttachError why the model cannot be run.
+    """
+    if isinstance(draft, nn.Module):
+        model, own = draft, None
+    else:
+        model, own = load_draft(draft, dtype=target.dtype, device=target.device)
+    if model is target.model:
+        raise ValueError("the draft is the target itself: it would propose what it then verifies; give a smaller model")
+    assert isinstance(model, PreTrainedModel)
+    warn_of_weights(model, type(draft).__name__ if isinstance(draft, nn.Module) else str(draft))
+    _check_vocabulary(model, target, own, tokenizer)
+    if own is None and tokenizer is not None and not isinstance(draft, nn.Module):
+        _check_note(draft, tokenizer)
+    attached = HFTarget(model)
+    if attached.device != target.device:
+        attached.detach()
+        raise ValueError(f"the draft is on {attached.device}, the target on {target.device}; move one of them")
+    return attached
+
+
+def _check_vocabulary(model: PreTrainedModel, target: HFTarget, own: Any, tokenizer: Any) -> None:
+    """Ids must mean the same tokens to both."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"the draft, a {type(model).__name__}, has no output head; expected a causal LM")
+    size = head.weight.shape[0]
+    if size != target.spec.vocab_size:
+        raise ValueError(
+            f"the draft scores {size} tokens, the target {target.spec.vocab_size}: a standalone draft must have the "
+            "target's vocabulary; take a model of the same family, or resize its embeddings"
+        )
+    if own is None or tokenizer is None:
+        return
+    ours, theirs = tokenizer.get_vocab(), own.get_vocab()
+    if ours == theirs:
+        return
+    differing = sorted({*ours.items()} ^ {*theirs.items()}, key=lambda item: item[1])
+    token, index = differing[0]
+    raise ValueError(
+        f"the draft's tokenizer is not the target's: {len(differing)} entries differ, first {token!r} = {index}; its "
+        "ids would mean other tokens. Take a draft with the target's tokenizer"
+    )
+
+
+def named_tokenizer(draft: str | Path) -> str | None:
+    """The fingerprint of the tokenizer that a draft without one says it was trained with."""
+    path = local_path(draft)
+    folder = path if path.is_dir() else path.parent
+    if not (folder / NOTE).is_file():
+        return None
+    named = read_json(folder, NOTE).get("tokenizer_sha256")
+    if named is not None and not isinstance(named, str):
+        raise CheckpointError(str(folder), [f"{NOTE} has tokenizer_sha256={named!r}: expected a string of 64 digits"])
+    return named
+
+
+def _check_note(draft: str | Path, tokenizer: Any) -> None:
+    wanted, found = named_tokenizer(draft), tokenizer_fingerprint(tokenizer)
+    if wanted is not None and wanted != found:
+        raise ValueError(
+            f"{NOTE} says the draft was trained with the tokenizer {wanted[:12]}…, the target's is {found[:12]}…: "
+            "its ids would mean other tokens. Take a draft made for this target"
+        )

@@ -1,0 +1,95 @@
+"""Tokens back to text, all at once or piece by piece, with stop strings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+WINDOW = 24  # tokens decoded at once while text comes piece by piece
+
+
+class Detokenizer:
+    """Turns one request's tokens into text, and watches for stop strings.
+
+    All at once (`decode`), or as they come (`feed`, `finish`). Text that comes is held back while it may still change
+    (incomplete UTF-8) or may be the start of a stop string. It ends before a stop string; the tokens that made it stay
+    in the token list.
+    """
+
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()):
+        self.tokenizer = tokenizer
+        self.stop_strings = tuple(stop_strings)
+        self.stopped = False
+        self.num_fed = 0
+        self._window: list[int] = []  # the last tokens, decoded together, so that spaces come out right
+        self._given = 0  # characters of the window's text that have been taken
+        self._settled = 0  # tokens of the window up to the end of the last feed that left no incomplete character
+        self._held = ""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of all `tokens`; empty without a tokenizer."""
+        return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that `tokens` make certain. `num_fed` counts them, up to the one that completed a stop string."""
+        if len(tokens) > 1 and self.stop_strings:
+            before = (self._window.copy(), self._given, self._settled, self._held)
+            text = self._feed(tokens)
+            if not self.stopped:
+                return text
+            # Once more, one by one: which token was it? The stop string is there at the last one at the latest.
+            self._window, self._given, self._settled, self._held = before
+            self.stopped = False
+            self.num_fed -= len(tokens)
+            return "".join(self._feed([t]) for t in tokens if not self.stopped)
+        return self._feed(tokens)
+
+    def finish(self) -> str:
+        """The text still held back when the request ends, which may hold a stop string, too."""
+        if self.tokenizer is None or self.stopped:
+            return ""
+        rest = self.decode(self._window)[self._given :]
+        text, self._held = self._held + rest, ""
+        self._given += len(rest)
+        return self._cut(text)
+
+    def _feed(self, tokens: Sequence[int]) -> str:
+        self.num_fed += len(tokens)
+        if self.tokenizer is None:
+            return ""
+        self._window.extend(tokens)
+        whole = self.decode(self._window)
+        certain = whole.rstrip(REPLACEMENT)
+        text = self._held + certain[self._given :]
+        self._given = max(self._given, len(certain))
+        if len(certain) == len(whole):
+            self._settle()
+        return self._release(text)
+
+    def _settle(self) -> None:
+        """Every token so far is text: a long window may begin anew, with the tokens of the last feed in it."""
+        if len(self._window) > WINDOW and self._settled:
+            self._window = self._window[self._settled :]
+            self._given = len(self.decode(self._window))
+        self._settled = len(self._window)
+
+    def _release(self, text: str) -> str:
+        """Cut `text` at a stop string, or hold back the longest end that may become one."""
+        text = self._cut(text)
+        if self.stopped:
+            return text
+        hold = max((_overlap(text, s) for s in self.stop_strings), default=0)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def _cut(self, text: str) -> str:
+        """`text` up to the first stop string, if there is one."""
+        hits = [i for i in (text.find(s) for s in self.stop_strings) if i >= 0]
+        if not hits:
+            return text
+        self.stopped, self._held = True, ""
+        return text[: min(hits)]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-n:])), 0)
