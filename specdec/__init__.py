@@ -1,11 +1,18 @@
-"""Speculative decoding for Hugging Face `transformers` models: the same text, faster."""
+"""Speculative decoding for Hugging Face `transformers` models: the same text, faster.
 
-from specdec.api import Engine, attach
-from specdec.config import EngineConfig
-from specdec.errors import AttachError, CapacityError, CheckpointError, DetachedError, GraphError
-from specdec.functional.sampling import SamplingParams
-from specdec.metrics import AcceptanceStats, acceptance_length
-from specdec.outputs import GenerationOutput, GenerationStats, GraphCost, Report, RequestOutput
+Names are imported when they are first asked for: `specdec.graphs` and `specdec.backends` need no `transformers`.
+"""
+
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from specdec.api import Engine, attach
+    from specdec.config import EngineConfig
+    from specdec.errors import AttachError, CapacityError, CheckpointError, DetachedError, GraphError
+    from specdec.metrics import AcceptanceStats, acceptance_length
+    from specdec.outputs import GenerationOutput, GenerationStats, GraphCost, Report, RequestOutput
+    from specdec.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -27,3 +34,23 @@ __all__ = [
     "acceptance_length",
     "attach",
 ]
+
+_NAMES_OF = {
+    "api": ("Engine", "attach"),
+    "config": ("EngineConfig",),
+    "errors": ("AttachError", "CapacityError", "CheckpointError", "DetachedError", "GraphError"),
+    "metrics": ("AcceptanceStats", "acceptance_length"),
+    "outputs": ("GenerationOutput", "GenerationStats", "GraphCost", "Report", "RequestOutput"),
+    "sampling_params": ("SamplingParams",),
+}
+
+
+def __getattr__(name: str) -> typing.Any:
+    for module, names in _NAMES_OF.items():
+        if name in names:
+            return getattr(importlib.import_module(f"specdec.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

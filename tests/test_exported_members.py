@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -24,6 +26,42 @@ def test_all_is_complete() -> None:
         if not name.startswith("_") and not isinstance(value, ModuleType) and name != "annotations"
     }
     assert public <= set(specdec.__all__), f"public but not in __all__: {sorted(public - set(specdec.__all__))}"
+
+
+def test_every_name_is_found_where_it_is_said_to_be() -> None:
+    assert sorted(name for names in specdec._NAMES_OF.values() for name in names) == specdec.__all__
+    assert set(specdec.__all__) <= set(dir(specdec))
+    assert not hasattr(specdec, "attached")
+
+
+ALONE = """
+import sys
+import torch
+from specdec.backends import AttentionCall, LayerSpec, TorchBackend
+from specdec.batch import ForwardMode
+from specdec.graphs import BufferSpec, Counters, GraphRunner, RecordedCapture, Setup, build
+from specdec.kv_cache import KVPool
+
+cpu = torch.device("cpu")
+setup = Setup(RecordedCapture(), Counters(), cpu, buckets=(2, 4))
+inputs = [BufferSpec("x", lambda n: (n,), torch.float32, pad=0.0)]
+runner = GraphRunner("double", lambda variant, x: 2 * x, inputs, setup)
+build([runner], setup.capture, lower="buckets", strict=True)
+assert runner("", {"x": torch.ones(3)}).tolist() == [2, 2, 2] and setup.counters.runners["double"].replays == 1
+
+layer, backend = LayerSpec(2, 1, 8, 8, scaling=1.0), TorchBackend()
+table = torch.arange(8, dtype=torch.int32).view(1, 8)
+backend.plan(backend.metadata.prefill(table, torch.zeros(1, dtype=torch.int64), [0], [3]))
+q, k, out = torch.ones(3, 2, 8), torch.ones(3, 1, 8), torch.empty(3, 2, 8)
+backend.run(AttentionCall(q, k, 5 * k, out, KVPool([layer.shape], 8, torch.float32, cpu), 0, layer))
+assert out.eq(5).all()
+assert "transformers" not in sys.modules
+"""
+
+
+def test_graphs_and_backends_work_alone() -> None:
+    """Without a model, and without importing transformers, which takes seconds."""
+    subprocess.run([sys.executable, "-c", ALONE], check=True)
 
 
 def has_docstring(value: object) -> bool:
