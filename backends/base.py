@@ -42,6 +42,7 @@ class LayerSpec:
 class Capabilities:
     """What a backend can do; `unmet_needs` holds a model against it at attach.
 
+    fused_ops: whether rounds beside it use the fused operations (Triton kernels) or the torch ones.
     page_sizes: KV slots a page may have; None: any.
     """
 
@@ -53,6 +54,7 @@ class Capabilities:
     v_dim_differs: bool
     dtypes: frozenset[torch.dtype]
     max_head_dim: int
+    fused_ops: bool = False
     page_sizes: frozenset[int] | None = None
 
 

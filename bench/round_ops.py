@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    sets = (TORCH_OPS, pick_ops(TritonBackend))
+    sets = (TORCH_OPS, pick_ops(TritonBackend.capabilities))
     with torch.inference_mode():
         for shape in VOCABS:
             for batch in (1, 8, 32):

@@ -44,7 +44,7 @@ def attach(
         ("standalone"), or None for plain decoding. For "nextn" the target's own checkpoint, if it holds MTP layers, or
         a folder that holds only them.
     algo: "auto" (what the checkpoint is, None without a draft), None (plain decoding) or a name of
-        `specdec.draft.algo_spec.ALGORITHMS`.
+        `specdec.draft.algorithms.ALGORITHMS`; "lookup" takes no draft: it finds what followed the last tokens earlier.
     tokenizer: for text prompts, texts and stop strings; token ids need none.
     settings: fields of `EngineConfig` (num_steps, topk, num_draft_tokens, max_batch, max_seq_len, cuda_graph, ...).
 

@@ -92,7 +92,7 @@ def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
 
 def round_kernels() -> None:
     """Growth, tree, walks, draws, rows, commit and what ends a round."""
-    from specdec.backends.triton import admit, processors, rows, sampling, settle, top, tree, walk
+    from specdec.backends.triton import admit, lookup, processors, rows, sampling, settle, top, tree, walk
     from specdec.functional.processors import ProcessorState
     from specdec.kv_cache import KVPool, LayerShape
     from specdec.round.state import EngineState
@@ -117,6 +117,7 @@ def round_kernels() -> None:
     rows.committer(pool)(ids.int(), ids[:, 0].clone(), ids[:, 0].clone(), nodes)
     columns = EngineState.empty(3, 600, 5000, torch.device("cpu")).columns
     admit.admit(ids, columns, torch.zeros(3, 600, dtype=torch.int32), 1)
+    lookup.look_up(ids.int(), nodes[0, :2].clone(), nodes[0, :2].clone(), 5, 4)
     state = ProcessorState.empty(3, 600, 5000, torch.device("cpu"))
     for dtype in (torch.bfloat16, torch.float32):
         processors.process(laws.to(dtype), nodes, nodes, nodes, nodes, *[nodes[0, :2].clone()] * 2, state)

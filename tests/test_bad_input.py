@@ -187,7 +187,7 @@ def test_slot_tables_that_overrun_the_pool_are_told():
 def test_debug_mode_names_indices_of_the_round_that_are_out_of_bounds(name):
     if name == "triton":
         pytest.importorskip("triton")
-    ops = checked(pick_ops(BACKENDS[name]()))
+    ops = checked(pick_ops(BACKENDS[name]().capabilities))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ids = torch.tensor([[3, 4, 5]], device=device)
     line = chain(ids[:, 0], ids[:, 1:])

@@ -137,7 +137,8 @@ def test_shipped_heads_by_algorithm():
     assert shipped.find("shipped") == shipped.find("smollm2-135m-instruct-eagle3") == shipped.path()
     assert shipped.find("owner/name") == "owner/name"
     assert cli._drafts(["shipped", "none"]).keys() == {*shipped.available(), "none"}
-    assert cli._drafts(["x/head", "y/head"]) == {"head": "x/head", "y/head": "y/head"}
+    assert cli._drafts(["x/head", "y/head"]) == {"head": ("x/head", "auto"), "y/head": ("y/head", "auto")}
+    assert cli._drafts(["lookup", "none"]) == {"lookup": (None, "lookup"), "none": (None, None)}
 
 
 def test_lossless_compares_greedy_and_sampled_text():

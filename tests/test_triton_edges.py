@@ -25,7 +25,7 @@ from tests.test_triton_round import generator, same
 from tests.test_verify import BELOW_ONE, VOCAB_SIZE, agreeable_logits, one_hot_law, random_tree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OPS = pick_ops(TritonBackend)
+OPS = pick_ops(TritonBackend.capabilities)
 FEW = settings(max_examples=15, deadline=None, derandomize=True)
 SEEDS = st.integers(0, 1 << 20)
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from specdec.backends.triton.backend import TritonBackend
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-OPS = pick_ops(TritonBackend)
+OPS = pick_ops(TritonBackend.capabilities)
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 SEEDS = st.integers(0, 1 << 20)
 

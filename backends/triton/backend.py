@@ -38,6 +38,7 @@ class TritonBackend(AttentionBackend):
         v_dim_differs=True,
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=256,
+        fused_ops=True,
     )
     metadata = TRITON_METADATA
     min_chunk = 256  # keys; shorter pieces cost more in merging than they gain

@@ -49,6 +49,7 @@ def run_demo(
     model: Any,
     tokenizer: Any,
     draft: Any,
+    algo: str | None = "auto",
     *,
     num_steps: int,
     topk: int = 1,
@@ -70,7 +71,7 @@ def run_demo(
 
     def speculative() -> Engine:
         return attach(
-            model, draft, tokenizer=tokenizer, num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens
+            model, draft, algo, tokenizer=tokenizer, num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens
         )
 
     spec = _run_engine("speculative", speculative, ids, max_new_tokens, show)

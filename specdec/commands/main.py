@@ -14,6 +14,7 @@ from specdec.commands.convert import convert_command
 from specdec.commands.demo import run_demo
 from specdec.commands.terminal import quiet_pipes
 from specdec.doctor.command import doctor_command
+from specdec.draft.algorithms import ALGORITHMS
 from specdec.functional.sampling import SamplingParams
 from specdec.heads.load import detect_algo
 from specdec.measure.acceptance import Shape, acceptance, print_rows
@@ -33,8 +34,8 @@ app.command("doctor")(doctor_command)
 SHIPPED = "shipped"
 
 Target = Annotated[str, typer.Option(help="Hub id, folder, .gguf file or 'bundled' (SmolLM2-135M-Instruct).")]
-DemoDraft = Annotated[str, typer.Option(help="Draft folder, .gguf file, Hub id, 'shipped' or a shipped draft's name.")]
-Draft = Annotated[str, typer.Option(help="As of `demo`, or 'none'. 'shipped' is the EAGLE-3 head.")]
+DemoDraft = Annotated[str, typer.Option(help="Folder, .gguf file, Hub id, 'lookup', 'shipped' or a shipped name.")]
+Draft = Annotated[str, typer.Option(help="As of `demo`, 'lookup' or 'none'. 'shipped' is the EAGLE-3 head.")]
 Device = Annotated[str, typer.Option(help="cuda, cpu; auto: cuda where there is one.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.")]
 Steps = Annotated[int | None, typer.Option(help="Draft depth S; default 2 on CPU, 3 on CUDA.")]
@@ -62,7 +63,7 @@ def demo(
     run_demo(
         model,
         tokenizer,
-        _draft(draft),
+        *_draft(draft),
         num_steps=_steps(steps, where),
         topk=topk,
         num_draft_tokens=draft_tokens,
@@ -103,7 +104,7 @@ def generate(
     settings: dict[str, Any] = {}
     if draft != "none":
         settings = {"num_steps": _steps(steps, _device(device)), "topk": topk, "num_draft_tokens": draft_tokens}
-    engine = attach(model, _draft(draft), tokenizer=tokenizer, **settings)
+    engine = attach(model, *_draft(draft), tokenizer=tokenizer, **settings)
     question: Any = prompt if raw else [{"role": "user", "content": prompt}]
     pieces = engine.stream(question, max_new_tokens=max_new_tokens, stop=stop, **given)
     while True:
@@ -127,7 +128,7 @@ def bench_acceptance(
     ],
     draft: Annotated[
         list[str] | None,
-        typer.Option(help="Draft folders, Hub ids, names of shipped drafts, 'shipped' (all of them) or 'none'."),
+        typer.Option(help="Folders, Hub ids, names of shipped drafts, 'shipped' (all of them), 'lookup' or 'none'."),
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="S:K:D, such as 3:1:4,5:8:32; default 3:1:4.")] = None,
     temperature: Annotated[list[str] | None, typer.Option(help="Such as 0,1; default 0.")] = None,
@@ -156,7 +157,7 @@ def bench_acceptance(
     laws = [_temperature(text) for text in _listed(temperature, "0")]
     questions = {name: read_questions(file, limit) for name, file in _by_name(_listed(prompts), "stem").items()}
     drafts = _drafts(_listed(draft, SHIPPED))
-    for folder in drafts.values():
+    for folder, _algo in drafts.values():
         if folder is not None:
             detect_algo(folder)  # so that a mistyped path does not wait for the target to load
     model, tokenizer = load(target, dtype, device)
@@ -164,13 +165,14 @@ def bench_acceptance(
     rows: list[dict[str, Any]] = []
     file: Path | None = None
     config = {"target": target, "drafts": list(drafts), "dtype": str(model.dtype), "max_batch": max_batch}
-    for name, folder in drafts.items():
-        for one in shapes if folder is not None else shapes[:1]:
+    for name, (folder, algo) in drafts.items():
+        for one in shapes if algo is not None else shapes[:1]:
             measured = acceptance(
                 model,
                 folder,
                 ids,
                 name=name,
+                algo=algo,
                 shape=one,
                 temperatures=laws,
                 tokenizer=tokenizer,
@@ -212,11 +214,16 @@ def _steps(steps: int | None, device: str) -> int:
     return steps if steps is not None else (2 if device == "cpu" else 3)
 
 
-def _draft(draft: str) -> Path | str | None:
-    return None if draft == "none" else shipped.find(draft)
+def _draft(draft: str) -> tuple[Path | str | None, str | None]:
+    """What `attach` takes for a draft that is called so on the command line: draft and algo."""
+    if draft == "none":
+        return None, None
+    if draft in ALGORITHMS and not ALGORITHMS[draft].has_model:
+        return None, draft
+    return shipped.find(draft), "auto"
 
 
-def _drafts(values: list[str]) -> dict[str, Path | str | None]:
+def _drafts(values: list[str]) -> dict[str, tuple[Path | str | None, str | None]]:
     """What to draft with, by the name it has in results."""
     each = [name for v in values for name in (shipped.available() if v == SHIPPED else [v])]
     return {name: _draft(value) for name, value in _by_name(each, "name").items()}

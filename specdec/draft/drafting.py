@@ -6,17 +6,15 @@ under the target's slot numbers. Chains: arXiv 2211.17192; trees as in EAGLE-2, 
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from specdec.backends import AttentionBackend, ForwardContext, LayerSpec, forward_context
+from specdec.backends import ForwardContext, LayerSpec, forward_context
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.config import EngineConfig
-from specdec.draft.algo_spec import AlgoSpec
-from specdec.draft.worker import STREAM_DRAFT, Draft, DraftWorker, RoundBatch
-from specdec.functional.ops import RoundOps
+from specdec.draft.worker import STREAM_DRAFT, Draft, DraftWorker, Parts, RoundBatch
 from specdec.functional.sampling import process_logits
 from specdec.functional.tree import chain
 from specdec.functional.verify import Verdict
@@ -31,34 +29,30 @@ class DraftModelWorker(DraftWorker):
 
     def __init__(
         self,
-        spec: AlgoSpec,
-        config: EngineConfig,
-        backend: AttentionBackend,
-        ops: RoundOps,
-        on_forward: Callable[[ForwardMode], None],
+        parts: Parts,
         *,
         layers: Sequence[LayerSpec],
         sinks: Sequence[torch.Tensor | None],
         hot_ids: torch.Tensor,
         vocab_size: int,
         state_size: int,
-        total_slots: int,
         dtype: torch.dtype,
     ):
         """state_size: h_d, 0 for a model that is fed tokens only; vocab_size V: the target's."""
-        num_hot, device = hot_ids.numel(), hot_ids.device
+        num_hot, device, config = hot_ids.numel(), hot_ids.device, parts.config
         if config.topk > num_hot:
             raise ValueError(f"topk={config.topk}: the draft scores only {num_hot} tokens")
-        self.spec = spec
-        self.id_shift = spec.id_shift
+        assert parts.backend is not None
+        self.spec = parts.spec
+        self.id_shift = parts.spec.id_shift
         self.config = config
-        self.ops = ops
+        self.ops = parts.ops
         self.dtype = dtype
         self.hot_ids = hot_ids
         self.vocab_size = vocab_size
         self.draws_chains = config.sample_drafts
-        pool = KVPool([layer.shape for layer in layers], total_slots, dtype, device)
-        self.context: ForwardContext = ForwardContext(backend, pool, layers, sinks, on_forward)
+        pool = KVPool([layer.shape for layer in layers], parts.total_slots, dtype, device)
+        self.context: ForwardContext = ForwardContext(parts.backend, pool, layers, sinks, parts.on_forward)
         self.candidate_depths = candidate_depths(config).to(device)
         self.logits = torch.zeros(config.num_rows, num_hot, dtype=dtype, device=device)
         self.hidden = torch.zeros(config.num_rows, state_size, dtype=dtype, device=device) if state_size else None

@@ -4,52 +4,34 @@ Position p of the draft sees (embedding of token p+1, feature of position p): ar
 2412.19437. What the heads do with them is theirs; what they read says `AlgoSpec`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from specdec.backends import AttentionBackend, attention
+from specdec.backends import attention
 from specdec.backends.rope import Rope
 from specdec.batch import ForwardMode
-from specdec.config import EngineConfig
-from specdec.draft.algo_spec import algo_spec
 from specdec.draft.drafting import DraftModelWorker
-from specdec.draft.worker import PrefillChunk, RoundBatch, RunPrefill
-from specdec.functional.ops import RoundOps
+from specdec.draft.worker import Parts, PrefillChunk, RoundBatch, RunPrefill
 from specdec.heads.base import DraftHead
-from specdec.targets.hf import HFTarget
 from specdec.targets.probe import batched_experts, waiting_configs
 
 
 class HeadWorker(DraftModelWorker):
-    """Drafts with `head` for `target`, whose embedding and output head it uses where it has none of its own."""
+    """Drafts with a head for the target, whose embedding and output head it uses where it has none of its own."""
 
     has_begin = True
 
-    def __init__(
-        self,
-        head: DraftHead,
-        target: HFTarget,
-        config: EngineConfig,
-        backend: AttentionBackend,
-        ops: RoundOps,
-        total_slots: int,
-        on_forward: Callable[[ForwardMode], None],
-    ):
-        weight = head.weight
+    def __init__(self, parts: Parts, head: DraftHead):
+        weight, target, config = head.weight, parts.target, parts.config
         super().__init__(
-            algo_spec(head.algo),
-            config,
-            backend,
-            ops,
-            on_forward,
+            parts,
             layers=head.attention_layers,
             sinks=head.sinks,
             hot_ids=head.hot_ids,
             vocab_size=head.vocab_size,
             state_size=head.hidden_size,
-            total_slots=total_slots,
             dtype=weight.dtype,
         )
         self.head = self.module = head

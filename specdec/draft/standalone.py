@@ -4,46 +4,29 @@ It sees tokens only, unshifted, at their true positions, through attention of it
 seen the root too, one token more than the target, so that its logits are there when a round begins.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from specdec.backends import AttentionBackend
 from specdec.batch import ForwardMode
-from specdec.config import EngineConfig
-from specdec.draft.algo_spec import algo_spec
 from specdec.draft.drafting import DraftModelWorker
-from specdec.draft.worker import RoundBatch
-from specdec.functional.ops import RoundOps
+from specdec.draft.worker import Parts, RoundBatch
 from specdec.targets.hf import HFTarget
 
 
 class StandaloneWorker(DraftModelWorker):
-    """Drafts with the live model `draft`."""
+    """Drafts with a live model of its own."""
 
     has_begin = True
 
-    def __init__(
-        self,
-        draft: HFTarget,
-        config: EngineConfig,
-        backend: AttentionBackend,
-        ops: RoundOps,
-        total_slots: int,
-        on_forward: Callable[[ForwardMode], None],
-    ):
+    def __init__(self, parts: Parts, draft: HFTarget):
         super().__init__(
-            algo_spec("standalone"),
-            config,
-            backend,
-            ops,
-            on_forward,
+            parts,
             layers=draft.spec.layers,
             sinks=draft.spec.sinks,
             hot_ids=torch.arange(draft.spec.vocab_size, device=draft.device),
             vocab_size=draft.spec.vocab_size,
             state_size=0,
-            total_slots=total_slots,
             dtype=draft.dtype,
         )
         self.model = draft

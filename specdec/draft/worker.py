@@ -8,11 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from specdec.backends import ForwardContext
-from specdec.batch import AttentionMetadata
+from specdec.backends import AttentionBackend, ForwardContext
+from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.config import EngineConfig
+from specdec.draft.algo_spec import AlgoSpec
+from specdec.functional.ops import RoundOps
 from specdec.functional.sampling import SamplingBatch
 from specdec.functional.tree import Tree, chain
 from specdec.functional.verify import Verdict
+from specdec.targets.hf import HFTarget
 
 # Random streams of one round; a counter (L) is used by one round only, so (seed, L, stream) never repeats.
 STREAM_VERIFY = 0  # + node number, node 0 draws the bonus
@@ -39,6 +43,23 @@ class RoundBatch:
     is_processed: bool = False
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a draft worker is made of besides its model.
+
+    backend: for its attention layers, None if it has none; ops: those that go with it; total_slots: of its KV pool;
+    on_forward: is told the mode of every forward.
+    """
+
+    spec: AlgoSpec
+    target: HFTarget
+    config: EngineConfig
+    backend: AttentionBackend | None
+    ops: RoundOps
+    total_slots: int
+    on_forward: Callable[[ForwardMode], None]
+
+
 class Draft(NamedTuple):
     """What a worker proposes: the nodes to verify, and q [bs, S, V] where chain tokens were sampled from it."""
 
@@ -50,11 +71,13 @@ class Draft(NamedTuple):
 class PrefillChunk:
     """A packed piece of prompts for the draft. `next_ids` [T] holds the token AFTER each row (ids shifted left).
 
-    rows [n]: state rows of the requests; last_rows [n]: packed index of each request's last row in this chunk.
+    ids [T]: the rows' own; rows [n]: state rows of the requests; last_rows [n]: packed index of each request's last row
+    in this chunk.
     """
 
     metadata: AttentionMetadata
     rows: torch.Tensor
+    ids: torch.Tensor
     next_ids: torch.Tensor
     last_rows: torch.Tensor
 

@@ -11,11 +11,8 @@ from transformers import PreTrainedModel
 from specdec.backends import AttentionBackend, LayerSpec, pick_backend
 from specdec.backends.checks import is_debug
 from specdec.config import EngineConfig
-from specdec.draft.algo_spec import algo_spec
-from specdec.draft.eagle import HeadWorker
-from specdec.draft.nextn import ModulesWorker
-from specdec.draft.standalone import StandaloneWorker
-from specdec.draft.worker import DraftWorker, NoDraft
+from specdec.draft.algorithms import algorithm
+from specdec.draft.worker import DraftWorker, NoDraft, Parts
 from specdec.engine.core import Core
 from specdec.engine.memory import MemoryNeed, check_fits, free_bytes
 from specdec.functional.checks import checked
@@ -37,7 +34,11 @@ Draft = DraftHead | HFTarget  # a head that reads the target's features, or a mo
 def resolve_algo(draft: Any, algo: str | None) -> str | None:
     """The algorithm's name; every contradiction between `draft` and `algo` is an error."""
     if algo not in (None, "auto"):
-        algo_spec(algo)  # unknown names raise here
+        has_model = algorithm(algo).has_model  # unknown names raise here
+        if not has_model and draft is not None:
+            raise ValueError(f"algo={algo!r} drafts without a model, but a draft was given; leave one of them out")
+        if not has_model:
+            return algo
         if draft is None:
             raise ValueError(f"algo={algo!r} needs a draft: a checkpoint folder, a Hub id, a loaded head or a model")
     if algo is None and draft is not None:
@@ -73,32 +74,34 @@ def assemble(
     _check_length(config, target, "model")
     loaded = None if draft is None or algo is None else _load_draft(draft, algo, target, config, tokenizer)
     try:
-        return _assemble(target, config, loaded)
+        return _assemble(target, config, loaded, algo)
     except BaseException:
         if isinstance(loaded, HFTarget):
             loaded.detach()
         raise
 
 
-def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None) -> tuple[Core, str]:
+def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None, algo: str | None) -> tuple[Core, str]:
     backend, why = pick_backend(config.backend, target.spec.layers, target.dtype, target.device, config.page_size)
     backends = [backend]
     counters = Counters()
     shape = None if draft is None else DraftShape.of(draft)
     _check_memory(target, config, shape)
     tables = SlotTables(config.max_batch, config.table_width, config.pool_slots, config.page_size, target.device)
-    worker: DraftWorker = NoDraft()
     target.expect_positions(config.table_width)
-    if draft is not None and shape is not None:
+    if isinstance(draft, HFTarget):
+        draft.expect_positions(config.table_width)
+    if shape is not None:
         own, draft_why = pick_backend(config.backend, shape.layers, shape.dtype, target.device, config.page_size)
         why = why if own is backend else f"{why}; the draft: {own.name}, {draft_why}"
         backends.append(own)
-        rest = (config, own(), _ops_for(own), tables.total_slots, counters.count_forward)
-        if isinstance(draft, HFTarget):
-            draft.expect_positions(config.table_width)
-            worker = StandaloneWorker(draft, *rest)
-        else:
-            worker = (HeadWorker if draft.num_modules == 1 else ModulesWorker)(draft, target, *rest)
+    worker: DraftWorker = NoDraft()
+    if algo is not None:
+        own = backends[-1]
+        row = algorithm(algo)
+        layers = own() if row.has_model else None
+        rest = (layers, _ops_for(own), tables.total_slots, counters.count_forward)
+        worker = row.make(Parts(row.spec, target, config, *rest), draft)
     may_merge = _may_merge(config, backends)
     core = Core(target, config, worker, backend(), _ops_for(backend), tables, counters, may_merge=may_merge)
     return core, why
@@ -196,5 +199,5 @@ def _may_merge(config: EngineConfig, backends: Sequence[type[AttentionBackend]])
 
 
 def _ops_for(backend: type[AttentionBackend]) -> RoundOps:
-    ops = pick_ops(backend)
+    ops = pick_ops(backend.capabilities)
     return checked(ops) if is_debug() else ops

@@ -216,13 +216,13 @@ class Core:
         Returns whether there are such tokens.
         """
         builder = self.context.backend.metadata
-        chunk, ids = pack_chunk(pieces, self.slot_tables.table, builder, self.prefill.placement)
+        chunk = pack_chunk(pieces, self.slot_tables.table, builder, self.prefill.placement)
         done = [i for i, (r, n) in enumerate(pieces) if r.num_prefilled + n == len(r.prompt_ids)]
         finished = [pieces[i][0] for i in done]
         self._is_launching = True
         for request, n in pieces:
             request.num_prefilled += n
-        hidden, aux = self.prefill.target(chunk.metadata, ids)
+        hidden, aux = self.prefill.target(chunk.metadata, chunk.ids)
         if done:
             places = slice(None) if len(done) == len(pieces) else copy_to(self.device, np.array(done))
             rows, last_rows = chunk.rows[places], chunk.last_rows[places]
@@ -233,7 +233,7 @@ class Core:
         worker = self.round.worker
         states = None
         if worker.context is not None:
-            states = self.prefill.draft(chunk.metadata, chunk.next_ids if worker.id_shift else ids, aux)
+            states = self.prefill.draft(chunk.metadata, chunk.next_ids if worker.id_shift else chunk.ids, aux)
         states = worker.finish_prefill(chunk, states, self.prefill.draft)
         if done and worker.has_begin:
             self.graphs.begin(rows, None if states is None else states[places], self._len_bound(finished))

@@ -78,8 +78,8 @@ def pack_chunk(
     table: torch.Tensor,
     builder: MetadataBuilder,
     into: Sequence[torch.Tensor] | None = None,
-) -> tuple[PrefillChunk, torch.Tensor]:
-    """The packed chunk that `pieces` (request, number of tokens) make, and its ids [T]; one copy brings it over.
+) -> PrefillChunk:
+    """The packed chunk that `pieces` (request, number of tokens) make; one copy brings it over.
 
     table [num_rows, width] int32: the slot tables; builder: of the target's backend; into: see its `prefill`.
     """
@@ -96,4 +96,4 @@ def pack_chunk(
     packed = copy_to(table.device, np.concatenate(parts))
     rows, last, starts_there, lens_there, ids_there, next_there = packed.split([len(p) for p in parts])
     metadata = builder.prefill(table, rows, starts, lens, (starts_there, lens_there), into)
-    return PrefillChunk(metadata, rows, next_there, last), ids_there
+    return PrefillChunk(metadata, rows, ids_there, next_there, last)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.backends import AttentionBackend
+from specdec.backends import Capabilities
 from specdec.backends.metadata import slots_at
-from specdec.functional import processors, sampling, tree, verify
+from specdec.functional import lookup, processors, sampling, tree, verify
 from specdec.functional.processors import ProcessorState
 from specdec.functional.tree import Tree
 from specdec.functional.verify import Verdict
@@ -35,6 +35,7 @@ class RoundOps:
     admit(packed [n, 1+F+P] int64, columns, table [num_rows, width] int32, page_size): of each line, into the row that
         its first number names: F numbers go to the columns [num_rows, ...] one after the other, floats by their
         float64 bits; P pages become the row's slots, 0 past the last one;
+    look_up: `specdec.functional.lookup`;
     committer(pool): made once a pool; it gives commit(slot_table [num_rows, width], rows [bs], seq_lens [bs],
     accept_index [bs, W]), which moves the accepted path's K/V of every layer to positions L..; -1 moves nothing.
     """
@@ -53,13 +54,14 @@ class RoundOps:
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     settle: Callable[[Verdict, torch.Tensor, torch.Tensor, torch.Tensor], Verdict]
     emit: Callable[[Verdict, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+    look_up: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], torch.Tensor]
     admit: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, int], None]
     committer: Callable[[KVPool], Commit]
 
 
-def pick_ops(backend: type[AttentionBackend]) -> RoundOps:
-    """The set that goes with `backend`."""
-    return _triton_ops() if backend.name == "triton" else TORCH_OPS
+def pick_ops(capabilities: Capabilities) -> RoundOps:
+    """The set that goes with a backend that can do `capabilities`."""
+    return _triton_ops() if capabilities.fused_ops else TORCH_OPS
 
 
 def _uniforms(seeds: torch.Tensor, counters: torch.Tensor, first_stream: int, num: int) -> torch.Tensor:
@@ -134,6 +136,7 @@ TORCH_OPS = RoundOps(
     gather_rows=_gather_rows,
     settle=_settle,
     emit=_emit,
+    look_up=lookup.look_up,
     admit=_admit,
     committer=_committer,
 )
@@ -141,7 +144,7 @@ TORCH_OPS = RoundOps(
 
 def _triton_ops() -> RoundOps:
     """The kernels, in the types of this layer; imported here, since triton is optional."""
-    from specdec.backends.triton import admit, processors, rows, sampling, settle, top, tree, walk
+    from specdec.backends.triton import admit, lookup, processors, rows, sampling, settle, top, tree, walk
 
     def build(*candidates: torch.Tensor, num_draft_tokens: int, num_steps: int) -> Tree:
         return Tree(*tree.build(*candidates, num_draft_tokens=num_draft_tokens, num_steps=num_steps))
@@ -178,6 +181,7 @@ def _triton_ops() -> RoundOps:
         gather_rows=rows.gather_rows,
         settle=cut,
         emit=settle.emit,
+        look_up=lookup.look_up,
         admit=admit.admit,
         committer=rows.committer,
     )

@@ -52,7 +52,7 @@ class LayerConfig:
 class DraftHead(nn.Module, ABC):
     """A head of the EAGLE family. `embed_tokens` and `lm_head` are None where it shares the target's.
 
-    algo: its row in `specdec.draft.algo_spec.ALGORITHMS`. aux_layers: target layers whose OUTPUT it reads, low to high,
+    algo: its row in `specdec.draft.algorithms`. aux_layers: target layers whose OUTPUT it reads, low to high,
     or (LAST,). recycles_normed: whether a step feeds back the state after the out norm. vocab_size V: the target's.
     num_modules: heads of several MTP layers run module min(j, num_modules-1) at draft step j, on states of the one
     before it; each has an attention layer of its own.

@@ -49,6 +49,7 @@ def acceptance(
     prompts: Mapping[str, Sequence[Sequence[int]]],
     *,
     name: str,
+    algo: str | None = "auto",
     shape: Shape = CHAIN,
     temperatures: Sequence[float] = (0.0,),
     tokenizer: Any = None,
@@ -59,16 +60,16 @@ def acceptance(
 ) -> Iterator[dict[str, Any]]:
     """Acceptance rows of `draft`, called `name` in them: one a file of `prompts` (token ids) and temperature.
 
-    One engine serves them all, since attaching captures graphs. draft None measures plain decoding; `shape` is
-    ignored then. tokenizer: the target's, which a standalone draft's is held against. predicted: greedy chains get what
-    the trainer simulates on the same text beside what was measured.
+    One engine serves them all, since attaching captures graphs. draft, algo: as `attach` takes them; without both it
+    measures plain decoding, and `shape` is ignored. tokenizer: the target's, which a standalone draft's is held
+    against. predicted: greedy chains get what the trainer simulates on the same text beside what was measured.
     """
     longest = max(len(p) for file in prompts.values() for p in file) + max_new_tokens
     settings: dict[str, Any] = {"max_batch": max_batch, "max_seq_len": longest, "sample_drafts": sample_drafts}
     settings["graph_sampling"] = tuple(dict.fromkeys("sampled" if t else "greedy" for t in temperatures))
-    if draft is not None:
+    if draft is not None or algo not in (None, "auto"):
         settings.update(shape._asdict())
-    engine = attach(model, draft, tokenizer=tokenizer, **settings)
+    engine = attach(model, draft, algo, tokenizer=tokenizer, **settings)
     try:
         for file, ids in prompts.items():
             for temperature in temperatures:
@@ -105,7 +106,7 @@ def _measure(
         "accept_at": [round(a, 4) for a in out.stats.acceptance_at],
         "tok_s": round(out.stats.tokens_per_s, 1),
     }
-    if predicted and not temperature and config.topk == 1 and config.num_steps:
+    if predicted and not temperature and config.topk == 1 and engine.draft_module is not None:
         return _beside_prediction(row, engine, out)
     return row
 

@@ -1,0 +1,136 @@
+"""Prompt lookup: the op against a search in Python, and the drafter without a model through the whole engine."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+import specdec
+from specdec import SamplingParams
+from specdec.functional.ops import TORCH_OPS, pick_ops
+from tests.heads import random_head
+from tests.test_attach import greedy, ragged_prompts
+from tests.tiny_models import tiny_model
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FEW = settings(max_examples=40, deadline=None, derandomize=True)
+GRAPHS = {
+    "eager": {"cuda_graph": False},
+    "graphs": {"cuda_graph": True, "prefill_graph": "breakable", "strict": True},
+    "apart": {"cuda_graph": True, "round_graph": False, "prefill_graph": "off"},
+}
+
+
+def search(text, num_tokens, max_ngram):
+    """What a reader would do: the longest match, of several the latest; periods go on."""
+    for n in range(min(max_ngram, len(text) - 1), 0, -1):
+        for end in range(len(text) - 2, n - 2, -1):
+            if text[end - n + 1 : end + 1] == text[len(text) - n :]:
+                period = len(text) - 1 - end
+                return [text[end + 1 + i % period] for i in range(num_tokens)]
+    return [text[-1]] * num_tokens
+
+
+def all_ops():
+    pytest.importorskip("triton")
+    from specdec.backends.triton.backend import TritonBackend
+
+    return TORCH_OPS, pick_ops(TritonBackend.capabilities)
+
+
+@FEW
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=4), st.integers(1, 7))
+def test_the_op_finds_what_a_search_finds(texts, num_tokens):
+    width = 40
+    history = torch.full((6, width), 9, dtype=torch.int32)
+    rows = torch.randperm(6, generator=torch.Generator().manual_seed(len(texts)))[: len(texts)]
+    for row, text in zip(rows.tolist(), texts, strict=True):
+        history[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
+    ends = torch.tensor([len(t) - 1 for t in texts])
+    expected = [search(t, num_tokens, 4) for t in texts]
+    for ops in all_ops():
+        found = ops.look_up(history.to(DEVICE), rows.to(DEVICE), ends.to(DEVICE), num_tokens, 4)
+        assert found.dtype == torch.int64 and found.tolist() == expected, ops.name
+
+
+def test_long_texts_are_searched_to_their_end():
+    generator = torch.Generator().manual_seed(0)
+    history = torch.randint(0, 50, (3, 5000), generator=generator, dtype=torch.int32)
+    history[1, 3000:3006] = history[1, 4000:4006] = torch.tensor([60, 61, 62, 63, 64, 65], dtype=torch.int32)
+    history[1, 4500:4504] = torch.tensor([60, 61, 62, 63], dtype=torch.int32)
+    history[1, 4001 + 3] = 70
+    rows, ends = torch.tensor([1, 0]), torch.tensor([4503, 4999])
+    expected = [search(history[r, : e + 1].tolist(), 3, 4) for r, e in zip(rows.tolist(), ends.tolist(), strict=True)]
+    assert expected[0][0] == 70  # the latest of the two
+    for ops in all_ops():
+        assert ops.look_up(history.to(DEVICE), rows.to(DEVICE), ends.to(DEVICE), 3, 4).tolist() == expected
+
+
+def looked_up(model, **settings):
+    return specdec.attach(model, algo="lookup", **{"max_batch": 3, "max_seq_len": 160, "num_steps": 4, **settings})
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+def test_greedy_text_is_that_of_generate(graphs):
+    """Ragged requests, more than rows, prompts in chunks; what is drafted is read from the request's own history."""
+    model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
+    expected = [greedy(model, p, 40) for p in prompts]
+    engine = looked_up(model, max_prefill_tokens=16, **GRAPHS[graphs])
+    out = engine.generate(prompts, max_new_tokens=40)
+    engine.check_integrity()
+    assert out.tokens == expected
+    report = engine.report()
+    assert report.draft == {"algo": "lookup", "max_ngram": 4}
+    replayed = {name: counts["replays"] > 0 for name, counts in report.runners.items()}
+    assert all(has == (graphs != "eager") for name, has in replayed.items() if "prefill" not in name), replayed
+    assert out.stats.tau > 1.2, "tiny models repeat themselves: some drafts must be accepted"
+    again = engine.generate(prompts[::-1], max_new_tokens=40)  # rows are used again
+    assert again.tokens == expected[::-1]
+    engine.detach()
+
+
+def test_drafts_follow_the_history_of_each_row():
+    model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()[:3]
+    engine = looked_up(model, cuda_graph=False)
+    core = engine._core
+    requests = engine._requests(prompts, max_new_tokens=30, ignore_eos=True)
+    core.submit(requests)
+    for _ in range(6):
+        core.step()
+    for results, tokens in core._mailbox.take(0):  # what the host has not read yet
+        core._hand_out(results, tokens)
+    batch = core.round.batch("greedy", torch.tensor([r.row for r in requests], device=DEVICE), 160)
+    drafts = core.round.worker.draft(batch).tree.tokens
+    for request, history, nodes in zip(requests, core.round.worker.history[batch.rows].tolist(), drafts, strict=True):
+        text = [*request.prompt_ids, *request.tokens]
+        assert history[: len(text)] == text
+        assert nodes.tolist() == [text[-1], *search(text, 4, 4)]
+    core.abandon(requests)
+    engine.detach()
+
+
+def test_sampled_text_follows_the_targets_law():
+    """The second token, drafted and verified, given the first: chi-square over 1000 seeds."""
+    model, prompt = tiny_model("llama").to(DEVICE), [5, 6, 7, 5, 6, 7, 5, 6]
+    engine = looked_up(model, num_steps=1, max_batch=250, max_seq_len=32)
+    law = SamplingParams(temperature=1.0, top_k=4, seed=0)
+    out = engine.generate([prompt] * 1000, max_new_tokens=3, sampling=law, ignore_eos=True)
+    engine.detach()
+    tokens = torch.tensor(out.tokens)
+    first = int(tokens[:, 0].mode().values)
+    seconds = tokens[tokens[:, 0] == first, 1]
+    best = model(torch.tensor([[*prompt, first]], device=DEVICE)).logits[0, -1].detach().double().cpu().topk(4)
+    observed = torch.stack([(seconds == t).sum() for t in best.indices]).double()
+    assert observed.sum() == len(seconds)
+    expected = best.values.softmax(-1) * observed.sum()
+    assert stats.chisquare(observed.numpy(), expected.numpy()).pvalue > 1e-3
+
+
+def test_what_lookup_does_not_take():
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match=r"topk=2: algo='lookup' drafts chains; leave topk out"):
+        looked_up(model, topk=2)
+    with pytest.raises(ValueError, match="drafts without a model, but a draft was given"):
+        specdec.attach(model, random_head(model), algo="lookup")
+    assert specdec.attach(model).report().draft == {"algo": None}
