@@ -100,14 +100,13 @@ def ttft_row(engine: Any, args: argparse.Namespace, mode: str, tokens: int, batc
     times = []
     for _ in range(args.repeats + 2):
         prompts = torch.randint(0, core.target.spec.vocab_size, (batch, tokens), generator=generator).tolist()
-        requests = engine._requests(prompts, max_new_tokens=8, ignore_eos=True)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        core.scheduler.add(requests)
+        requests = engine.submit(prompts, max_new_tokens=8, ignore_eos=True)
         while any(r.first_token_s is None for r in requests):
-            core.step()
+            engine.step()
         times.append(1e3 * (time.perf_counter() - start))
-        core.abandon(requests)
+        engine.abandon(requests)
         torch.cuda.synchronize()
     replays = core.counters.runners["target_prefill"].replays - before
     weights = target_weights(args.shape)

@@ -27,18 +27,16 @@ def running(engine: Any, case: Case) -> Iterator[Any]:
     generator = torch.Generator().manual_seed(0)
     vocab = engine._core.target.spec.vocab_size
     prompts = torch.randint(0, vocab, (case.batch, PROMPT), generator=generator).tolist()
-    core = engine._core
-    requests = engine._requests(prompts, max_new_tokens=NEW_TOKENS, sampling=case.law, ignore_eos=True)
-    core.scheduler.add(requests)
+    requests = engine.submit(prompts, max_new_tokens=NEW_TOKENS, sampling=case.law, ignore_eos=True)
     while any(not r.is_prefilled for r in requests):
-        core.step()
+        engine.step()
     for _ in range(3):
-        core.step()
+        engine.step()
     torch.cuda.synchronize()
     try:
-        yield core
+        yield engine._core
     finally:
-        core.abandon(requests)
+        engine.abandon(requests)
         torch.cuda.synchronize()
 
 

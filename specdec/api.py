@@ -4,7 +4,7 @@ import difflib
 import time
 import warnings
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -143,6 +143,31 @@ class Engine:
         if len(requests) != 1:
             raise ValueError(f"stream() takes one prompt, got {len(requests)}; use generate() for a batch")
         return self._stream(requests)
+
+    def submit(self, prompts: Any, **options: Any) -> list[Request]:
+        """Queue a request for every prompt, for those who step the engine themselves: servers, benches.
+
+        Prompts and options are those of `generate`. A request tells its `tokens`, its `finish_reason` (None until it is
+        over) and, by `read()`, the text since the last look. Whoever submits steps until its requests are over, or
+        abandons them: they hold KV slots.
+        """
+        requests = self._requests(prompts, **options)
+        self._attached().submit(requests)
+        return requests
+
+    def step(self) -> bool:
+        """One prefill or one round of all that is queued, and the results that have arrived; whether work is left.
+
+        A launch that fails raises here and ends all running requests with the same error, their `failure`.
+        """
+        core = self._attached()
+        core.step()
+        return core.has_work
+
+    def abandon(self, requests: Sequence[Request]) -> None:
+        """Forget `requests`, whatever they are at; their KV slots return."""
+        core = self._attached()
+        core.abandon([r for r in requests if r.finish_reason is None])
 
     def report(self) -> Report:
         """What the engine is, which paths ran how often, and its acceptance so far."""

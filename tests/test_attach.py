@@ -89,11 +89,11 @@ def test_attach_twice_and_generate_after_detach():
 def test_a_run_that_is_under_way_at_detach_says_so():
     model = tiny_model("llama")
     engine = specdec.attach(model)
-    run = engine._run(engine._requests([[3, 4]], max_new_tokens=20, ignore_eos=True))
-    next(run)
+    engine.submit([[3, 4]], max_new_tokens=20, ignore_eos=True)
+    assert engine.step()
     engine.detach()
     with pytest.raises(specdec.DetachedError, match="detached"):
-        next(run)
+        engine.step()
 
 
 def test_two_engines_do_not_meet():
@@ -101,11 +101,9 @@ def test_two_engines_do_not_meet():
     prompt = ragged_prompts()[0]
     expected = [greedy(m, prompt) for m in models]
     engines = [specdec.attach(m, random_head(m)) for m in models]
-    requests = [e._requests(prompt, max_new_tokens=NUM_TOKENS) for e in engines]
-    runs = [e._run(r) for e, r in zip(engines, requests, strict=True)]
-    while any(r[0].finish_reason is None for r in requests):
-        for run in runs:
-            next(run, None)
+    requests = [e.submit(prompt, max_new_tokens=NUM_TOKENS) for e in engines]
+    while any([e.step() for e in engines]):
+        pass
     assert [r[0].tokens for r in requests] == expected
 
 
@@ -117,8 +115,8 @@ def test_aux_hidden_states_are_outputs_of_the_named_layers():
     seen = []
     draft = engine._core.prefill.draft
     engine._core.prefill.draft = lambda metadata, ids, aux: (seen.append(aux), draft(metadata, ids, aux))[1]
-    run = engine._run(engine._requests(prompt, max_new_tokens=1))
-    next(run)
+    engine.submit(prompt, max_new_tokens=1)
+    engine.step()
     torch.testing.assert_close(seen[0], torch.cat([classic[i + 1][0] for i in (0, 1, 2)], -1), atol=1e-5, rtol=1e-5)
 
 

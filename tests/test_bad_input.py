@@ -78,9 +78,9 @@ def test_a_prompt_that_can_never_fit_the_pool(model):
 def test_streams_are_refused_without_text_and_free_their_slots(engine):
     with pytest.raises(ValueError, match="no tokenizer"):
         engine.stream([[3]])
-    run = engine._run(engine._requests([[3, 4, 5]], max_new_tokens=20, ignore_eos=True))
-    next(run)
-    run.close()
+    requests = engine.submit([[3, 4, 5]], max_new_tokens=20, ignore_eos=True)
+    engine.step()
+    engine.abandon(requests)
     report = engine.report()
     assert report.num_free_pages == report.num_pages
 

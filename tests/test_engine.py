@@ -176,13 +176,36 @@ def test_late_results_change_nothing(lag):
     expected = [greedy(model, p, n) for p, n in zip(prompts, limits, strict=True)]
     engine = specdec.attach(model, random_head(model), max_batch=2, num_steps=3, max_prefill_tokens=9)
     engine._core._lag = lag
-    run = engine._run(engine._requests([prompts[0]], max_new_tokens=20, ignore_eos=True))
+    requests = engine.submit([prompts[0]], max_new_tokens=20, ignore_eos=True)
     for _ in range(4):
-        next(run)
-    run.close()  # its last rounds are still on their way
+        engine.step()
+    engine.abandon(requests)  # its last rounds are still on their way
     assert engine.generate(prompts, max_new_tokens=limits).tokens == expected
     engine.check_integrity()
     assert engine.report().num_free_pages == engine.report().num_pages
+
+
+def test_requests_may_be_stepped_by_hand():
+    """As a server does: they come at any time, text is read on the way, one is given up."""
+    model, prompts = tiny_model("llama"), ragged_prompts()
+    expected = [greedy(model, p, 16) for p in prompts]
+    engine = specdec.attach(model, random_head(model), max_batch=2, num_steps=3)
+    assert not engine.step(), "nothing is queued"
+    served = engine.submit(prompts[:2], max_new_tokens=16)
+    assert engine.step()
+    (late,) = engine.submit([prompts[2]], max_new_tokens=16)
+    (given_up,) = engine.submit([prompts[3]], max_new_tokens=16)
+    engine.abandon([given_up])
+    seen = []
+    while engine.step():
+        seen.append(len(late.tokens))
+    assert [r.tokens for r in (*served, late)] == expected[:3] and not given_up.tokens
+    assert {r.finish_reason for r in (*served, late)} == {"length"} and seen == sorted(seen)
+    engine.abandon(served)  # those that are over stay as they are
+    assert served[0].tokens == expected[0]
+    engine.check_integrity()
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        engine.submit([[]])
 
 
 def test_greedy_requests_beside_sampled_ones():

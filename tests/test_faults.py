@@ -52,14 +52,14 @@ def test_ctrl_c_at_random_moments_loses_nothing():
 def test_a_request_that_cannot_be_packed_fails_alone():
     model, prompts = tiny_model("llama"), ragged_prompts()
     engine = specdec.attach(model, random_head(model))
-    requests = engine._requests([prompts[0]], max_new_tokens=12)
-    run = engine._run(requests)
-    next(run)
+    requests = engine.submit([prompts[0]], max_new_tokens=12)
+    engine.step()
     bad = engine._requests([prompts[1]], max_new_tokens=12)
     bad[0].stop_ids = (2**70,)  # as if admission had let it through
     with pytest.raises(OverflowError):
         list(engine._run(bad))
-    list(run)
+    while engine.step():
+        pass
     assert requests[0].tokens == greedy(model, prompts[0], 12)
     engine.check_integrity()
 

@@ -218,11 +218,11 @@ def test_mistakes_are_found_before_anything_runs(engine, options, message):
     """Another caller's request is running, and goes on as if nothing had been."""
     options = {"max_new_tokens": 4, **options}
     expected = engine.generate([[3, 4]], max_new_tokens=12).tokens
-    run = engine._run(running := engine._requests([[3, 4]], max_new_tokens=12))
-    next(run)
+    running = engine.submit([[3, 4]], max_new_tokens=12)
+    engine.step()
     with pytest.raises(ValueError, match=message):
         engine.generate([[5]], **options)
-    for _ in run:
+    while engine.step():
         pass
     assert [r.tokens for r in running] == expected
 

@@ -92,13 +92,12 @@ def test_a_round_is_one_launch(round_graph):
     """Counted by the profiler: one graph and no kernel a round; three graphs, and copies between them, apart."""
     model, num_rounds = tiny_model("llama").cuda(), 12
     engine = specdec.attach(model, random_head(model).cuda(), num_steps=3, max_batch=2, round_graph=round_graph)
-    core = engine._core
-    core.scheduler.add(engine._requests(ragged_prompts()[:2], max_new_tokens=100, ignore_eos=True))
+    engine.submit(ragged_prompts()[:2], max_new_tokens=100, ignore_eos=True)
     for _ in range(4):
-        core.step()
+        engine.step()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
         for _ in range(num_rounds):
-            core.step()
+            engine.step()
         torch.cuda.synchronize()
     calls = Counter(e.name for e in prof.events())
     graphs = sum(n for name, n in calls.items() if "GraphLaunch" in name)

@@ -94,10 +94,9 @@ def test_drafts_follow_the_history_of_each_row():
     model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()[:3]
     engine = looked_up(model, cuda_graph=False)
     core = engine._core
-    requests = engine._requests(prompts, max_new_tokens=30, ignore_eos=True)
-    core.submit(requests)
+    requests = engine.submit(prompts, max_new_tokens=30, ignore_eos=True)
     for _ in range(6):
-        core.step()
+        engine.step()
     for results, tokens in core._mailbox.take(0):  # what the host has not read yet
         core._hand_out(results, tokens)
     batch = core.round.batch("greedy", torch.tensor([r.row for r in requests], device=DEVICE), 160)
@@ -106,7 +105,8 @@ def test_drafts_follow_the_history_of_each_row():
         text = [*request.prompt_ids, *request.tokens]
         assert history[: len(text)] == text
         assert nodes.tolist() == [text[-1], *search(text, 4, 4)]
-    core.abandon(requests)
+    engine.abandon(requests)
+    engine.check_integrity()
     engine.detach()
 
 

@@ -384,18 +384,18 @@ def test_two_engines_do_not_meet(mode):
     for e in engines:
         for row in list(e._core.slot_tables._owned):
             e._core.slot_tables.release(row)
-    runs = [e._run(e._requests(prompts, max_new_tokens=12)) for e in engines]
+    requests = [e.submit(prompts, max_new_tokens=12) for e in engines]
     for _ in range(3):
-        for run in runs:
-            next(run, None)
+        for e in engines:
+            e.step()
     texts: list = [None, None]
 
     def generate(i):
         texts[i] = engines[i].generate(prompts, max_new_tokens=12).tokens
 
     threads = [threading.Thread(target=generate, args=(i,)) for i in range(2)]
-    for run in runs:
-        run.close()
+    for e, own in zip(engines, requests, strict=True):
+        e.abandon(own)
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -65,11 +65,11 @@ def state_of(core):
 def past_prefill(engine, law, num_rounds=2):
     """The core and its live rows [5], a few rounds into five ragged requests."""
     core = engine._core
-    core.scheduler.add(engine._requests(ragged_prompts(), max_new_tokens=60, sampling=law, ignore_eos=True))
+    engine.submit(ragged_prompts(), max_new_tokens=60, sampling=law, ignore_eos=True)
     while not core.scheduler.decoding() or any(not r.is_prefilled for r in core.scheduler.running):
-        core.step()
+        engine.step()
     for _ in range(num_rounds):
-        core.step()
+        engine.step()
     return core, core._batch_of(core.scheduler.decoding()).rows
 
 
@@ -209,17 +209,16 @@ def test_batches_that_shrink_and_grow(shape):
     while num_changes < 200:
         if rng.random() < 0.3:
             which, limit = rng.randrange(len(prompts)), rng.randrange(1, 25)
-            requests = engine._requests([prompts[which]], max_new_tokens=limit)
-            core.scheduler.add(requests)
-            jobs.append((requests[0], which, limit))
+            (request,) = engine.submit([prompts[which]], max_new_tokens=limit)
+            jobs.append((request, which, limit))
         running = [r for r in core.scheduler.running if r.is_running]
         if running and rng.random() < 0.03:
-            core.abandon([rng.choice(running)])
-        core.step()
+            engine.abandon([rng.choice(running)])
+        engine.step()
         num_changes += len(core.scheduler.decoding()) != last
         last = len(core.scheduler.decoding())
-    while core.scheduler.running or core.scheduler.waiting:
-        core.step()
+    while engine.step():
+        pass
     engine.check_integrity()
     finished = [job for job in jobs if job[0].finish_reason]
     assert len(finished) > 40
@@ -233,14 +232,10 @@ def test_two_engines_never_meet():
     prompts = ragged_prompts()[:2]
     expected = [[greedy(m, p, 20) for p in prompts] for m in models]
     engines = [engine_of(m, s, strict=True) for m, s in zip(models, (CHAIN, TREE), strict=True)]
-    runs = []
-    for engine in engines:
-        requests = engine._requests(prompts, max_new_tokens=20)
-        runs.append((engine._run(requests), requests))
-    alive = True
-    while alive:
-        alive = [run for run, _ in runs if next(run, "over") != "over"]
-    assert [[r.tokens for r in requests] for _, requests in runs] == expected
+    requests = [engine.submit(prompts, max_new_tokens=20) for engine in engines]
+    while any([engine.step() for engine in engines]):
+        pass
+    assert [[r.tokens for r in own] for own in requests] == expected
     engines[0].detach()
     assert engines[1].generate(prompts, max_new_tokens=20).tokens == expected[1]
 
@@ -367,12 +362,11 @@ def test_bounds_of_the_length_follow_what_was_read():
     core._lag = 0
     bounds, play = [], core.graphs.play
     core.graphs.play = lambda kind, rows, bound: (bounds.append(bound), play(kind, rows, bound))[1]
-    requests = engine._requests(ragged_prompts(), max_new_tokens=30, ignore_eos=True)
-    core.scheduler.add(requests)
-    while core.scheduler.running or core.scheduler.waiting:
+    requests = engine.submit(ragged_prompts(), max_new_tokens=30, ignore_eos=True)
+    while any(r.finish_reason is None for r in requests):
         lens = [len(r.prompt_ids) + len(r.tokens) - 1 for r in core.scheduler.decoding()]
         num_before = len(bounds)
-        core.step()
+        engine.step()
         if len(bounds) > num_before:
             assert max(lens) <= bounds[-1] < max(lens) + 32
     assert bounds and all(b % 32 == 0 or b == core.slot_tables.table.shape[1] for b in bounds)

@@ -111,6 +111,12 @@ class Core:
             if not waiting_for or any(r.finish_reason is None for r in waiting_for):
                 self._step_or_give_up(waiting_for)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether requests wait or run, or results are on their way."""
+        with self.turns:
+            return bool(self.scheduler.waiting or self.scheduler.running or self._mailbox.num_pending)
+
     def abandon(self, requests: Sequence[Request]) -> None:
         """Forget `requests`, whatever they are at; their rows and slots return."""
         with self.turns:

@@ -192,7 +192,8 @@ class Settings:
 
 def shipped_settings(model_config: Any) -> dict[str, Any]:
     """What a model's own generation_config says that changes text, for a report."""
-    return {name: value for name, value in _set_values(model_config).items() if name not in HARMLESS}
+    values = _set_values(model_config).items()
+    return {n: v for n, v in values if n not in HARMLESS and not (n in _EVERY_REFUSED and _EVERY_REFUSED[n][0](v))}
 
 
 def _set_values(config: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`specdec bench`: measurements on real prompts. Today: acceptance length, which does not depend on the machine."""
+"""`specdec bench acceptance`: acceptance lengths on real prompts, which do not depend on the machine."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
