@@ -1,8 +1,8 @@
 """Prompt lookup beside `transformers`' own: `PYTHONPATH=. python bench/lookup.py --prompts A.jsonl B.jsonl`.
 
 tau and tokens/s, greedy, one prompt at a time, through `engine.generate` and `model.generate`; texts are compared.
-Rows `hf` and `plain` draft nothing. bench/repetitive.jsonl holds questions whose answers repeat what was asked. The last line
-is one JSON object.
+Rows `hf` and `plain` draft nothing. bench/repetitive.jsonl holds questions whose answers repeat what was asked. The
+last line is one JSON object.
 """
 
 import argparse

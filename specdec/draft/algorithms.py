@@ -10,7 +10,7 @@ from specdec.draft.eagle import HeadWorker
 from specdec.draft.lookup import LookupWorker
 from specdec.draft.nextn import ModulesWorker
 from specdec.draft.standalone import StandaloneWorker
-from specdec.draft.worker import DraftWorker, Parts
+from specdec.draft.worker import DraftParts, DraftWorker
 from specdec.heads.base import DraftHead
 
 
@@ -19,11 +19,11 @@ class Algorithm:
     """spec: what it takes from the target; make(parts, draft): its worker; has_model: False where draft is None."""
 
     spec: AlgoSpec
-    make: Callable[[Parts, Any], DraftWorker]
+    make: Callable[[DraftParts, Any], DraftWorker]
     has_model: bool = True
 
 
-def _head_worker(parts: Parts, head: DraftHead) -> DraftWorker:
+def _head_worker(parts: DraftParts, head: DraftHead) -> DraftWorker:
     return (HeadWorker if head.num_modules == 1 else ModulesWorker)(parts, head)
 
 

@@ -14,7 +14,7 @@ import torch
 from specdec.backends import ForwardContext, LayerSpec, forward_context
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.config import EngineConfig
-from specdec.draft.worker import STREAM_DRAFT, Draft, DraftWorker, Parts, RoundBatch
+from specdec.draft.worker import STREAM_DRAFT, Draft, DraftParts, DraftWorker, RoundBatch
 from specdec.functional.sampling import process_logits
 from specdec.functional.tree import chain
 from specdec.functional.verify import Verdict
@@ -29,7 +29,7 @@ class DraftModelWorker(DraftWorker):
 
     def __init__(
         self,
-        parts: Parts,
+        parts: DraftParts,
         *,
         layers: Sequence[LayerSpec],
         sinks: Sequence[torch.Tensor | None],

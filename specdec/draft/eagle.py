@@ -13,7 +13,7 @@ from specdec.backends import attention
 from specdec.backends.rope import Rope
 from specdec.batch import ForwardMode
 from specdec.draft.drafting import DraftModelWorker
-from specdec.draft.worker import Parts, PrefillChunk, RoundBatch, RunPrefill
+from specdec.draft.worker import DraftParts, PrefillChunk, RoundBatch, RunPrefill
 from specdec.heads.base import DraftHead
 from specdec.targets.probe import batched_experts, waiting_configs
 
@@ -23,7 +23,7 @@ class HeadWorker(DraftModelWorker):
 
     has_begin = True
 
-    def __init__(self, parts: Parts, head: DraftHead):
+    def __init__(self, parts: DraftParts, head: DraftHead):
         weight, target, config = head.weight, parts.target, parts.config
         super().__init__(
             parts,

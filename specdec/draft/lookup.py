@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specdec.draft.worker import Draft, DraftWorker, Parts, PrefillChunk, RoundBatch, RunPrefill
+from specdec.draft.worker import Draft, DraftParts, DraftWorker, PrefillChunk, RoundBatch, RunPrefill
 from specdec.functional.tree import chain
 from specdec.functional.verify import Verdict
 
@@ -24,7 +24,7 @@ class LookupWorker(DraftWorker):
 
     has_begin = True
 
-    def __init__(self, parts: Parts, draft: None):
+    def __init__(self, parts: DraftParts, draft: None):
         if parts.config.topk > 1:
             raise ValueError(f"topk={parts.config.topk}: algo='lookup' drafts chains; leave topk out")
         self.spec = parts.spec

@@ -10,7 +10,7 @@ import torch
 from specdec.batch import ForwardMode
 from specdec.draft.drafting import Steps
 from specdec.draft.eagle import HeadWorker
-from specdec.draft.worker import Parts, PrefillChunk, RoundBatch, RunPrefill
+from specdec.draft.worker import DraftParts, PrefillChunk, RoundBatch, RunPrefill
 from specdec.functional.verify import Verdict
 from specdec.heads.base import DraftHead
 
@@ -21,7 +21,7 @@ class ModulesWorker(HeadWorker):
     State by row: `last` [num_rows, num_modules, h_d], every module's state at the row that predicts the next token.
     """
 
-    def __init__(self, parts: Parts, head: DraftHead):
+    def __init__(self, parts: DraftParts, head: DraftHead):
         super().__init__(parts, head)
         assert self.hidden is not None
         self.last = self.hidden.new_zeros(self.hidden.shape[0], self.head.num_modules, self.hidden.shape[1])

@@ -10,7 +10,7 @@ import torch
 
 from specdec.batch import ForwardMode
 from specdec.draft.drafting import DraftModelWorker
-from specdec.draft.worker import Parts, RoundBatch
+from specdec.draft.worker import DraftParts, RoundBatch
 from specdec.targets.hf import HFTarget
 
 
@@ -19,7 +19,7 @@ class StandaloneWorker(DraftModelWorker):
 
     has_begin = True
 
-    def __init__(self, parts: Parts, draft: HFTarget):
+    def __init__(self, parts: DraftParts, draft: HFTarget):
         super().__init__(
             parts,
             layers=draft.spec.layers,

@@ -44,7 +44,7 @@ class RoundBatch:
 
 
 @dataclass(frozen=True)
-class Parts:
+class DraftParts:
     """What a draft worker is made of besides its model.
 
     backend: for its attention layers, None if it has none; ops: those that go with it; total_slots: of its KV pool;

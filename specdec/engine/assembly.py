@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.backends import AttentionBackend, LayerSpec, pick_backend
+from specdec.backends import AttentionBackend, ForwardContext, LayerSpec, pick_backend
 from specdec.backends.checks import is_debug
 from specdec.config import EngineConfig
 from specdec.draft.algorithms import algorithm
-from specdec.draft.worker import DraftWorker, NoDraft, Parts
+from specdec.draft.worker import DraftParts, DraftWorker, NoDraft
 from specdec.engine.core import Core
 from specdec.engine.memory import MemoryNeed, check_fits, free_bytes
 from specdec.functional.checks import checked
@@ -25,6 +25,8 @@ from specdec.kv_cache import KVPool, SlotTables
 from specdec.prefill.graphs import LOWER as PREFILL_LOWER
 from specdec.prefill.graphs import estimate_prefill_bytes, resolve_prefill_mode
 from specdec.round.graphs import LOWER, estimate_bytes
+from specdec.round.parts import Parts
+from specdec.round.state import EngineState
 from specdec.targets.hf import HFTarget
 from specdec.targets.standalone import load_standalone
 
@@ -101,10 +103,23 @@ def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None, algo:
         row = algorithm(algo)
         layers = own() if row.has_model else None
         rest = (layers, _ops_for(own), tables.total_slots, counters.count_forward)
-        worker = row.make(Parts(row.spec, target, config, *rest), draft)
-    may_merge = _may_merge(config, backends)
-    core = Core(target, config, worker, backend(), _ops_for(backend), tables, counters, may_merge=may_merge)
-    return core, why
+        worker = row.make(DraftParts(row.spec, target, config, *rest), draft)
+    target.aux_layers = worker.aux_layers
+    spec = target.spec
+    pool = KVPool([layer.shape for layer in spec.layers], tables.total_slots, target.dtype, target.device)
+    tables.check_pool(pool)
+    parts = Parts(
+        target=target,
+        config=config,
+        worker=worker,
+        context=ForwardContext(backend(), pool, spec.layers, spec.sinks, counters.count_forward),
+        ops=_ops_for(backend),
+        tables=tables,
+        state=EngineState.empty(config.num_rows, config.table_width, spec.vocab_size, target.device),
+        counters=counters,
+        may_merge=_may_merge(config, backends),
+    )
+    return Core(parts), why
 
 
 def _load_draft(

@@ -16,26 +16,20 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from specdec.backends import AttentionBackend, ForwardContext
 from specdec.batch import on_device
-from specdec.config import EngineConfig
-from specdec.draft.worker import DraftWorker
 from specdec.engine.mailbox import Mailbox, Results
 from specdec.engine.packing import copy_to, pack_chunk, pack_requests, rewrite_row, write_requests
 from specdec.engine.scheduler import Request, Scheduler
 from specdec.engine.turns import Turns
 from specdec.errors import DetachedError, GraphError
-from specdec.functional.ops import RoundOps
 from specdec.functional.sampling import SamplingKind
-from specdec.graphs import Counters, GraphPool, ModuleWatch
-from specdec.kv_cache import KVPool, SlotTables
+from specdec.graphs import GraphPool, ModuleWatch
 from specdec.prefill.graphs import PrefillGraphs, resolve_prefill_mode
 from specdec.round.graphs import RoundGraphs
+from specdec.round.parts import Parts
 from specdec.round.program import Round
-from specdec.round.state import EngineState
 from specdec.targets.compiled import compile_layers
 from specdec.targets.exclusive import make_exclusive
-from specdec.targets.hf import HFTarget
 
 PREFIX_STEP = 32  # host bounds of L are rounded up to this, so that shapes of eager rounds seldom change
 
@@ -43,40 +37,24 @@ PREFIX_STEP = 32  # host bounds of L are rounded up to this, so that shapes of e
 class Core:
     """The stepping machine behind `Engine`."""
 
-    def __init__(
-        self,
-        target: HFTarget,
-        config: EngineConfig,
-        worker: DraftWorker,
-        backend: AttentionBackend,
-        ops: RoundOps,
-        slot_tables: SlotTables,
-        counters: Counters,
-        *,
-        may_merge: bool,
-    ):
-        device = target.device
+    def __init__(self, parts: Parts):
+        target, config, worker, device = parts.target, parts.config, parts.worker, parts.target.device
         self.target = target
         self.config = config
-        self.counters = counters
-        self.slot_tables = slot_tables
-        self.scheduler = Scheduler(slot_tables, config.tail_reserve)
-        self.state = EngineState.empty(config.num_rows, config.table_width, target.spec.vocab_size, device)
+        self.counters = parts.counters
+        self.slot_tables = parts.tables
+        self.scheduler = Scheduler(parts.tables, config.tail_reserve)
+        self.state = parts.state
         self.device = device
-        layers, sinks = target.spec.layers, target.spec.sinks
-        pool = KVPool([s.shape for s in layers], slot_tables.total_slots, target.dtype, device)
-        slot_tables.check_pool(pool)
-        self.context = ForwardContext(backend, pool, layers, sinks, counters.count_forward)
-        self.round = Round(target, config, worker, self.context, ops, slot_tables.table, self.state)
-        rewrite_row(self.state, slot_tables, ops, config.dummy_row)
+        self.context = parts.context
+        self.round = Round(parts)
+        rewrite_row(parts.state, parts.tables, parts.ops, config.dummy_row)
         graph_pool = GraphPool(device) if device.type == "cuda" else None
         start = time.perf_counter()
         mode = compile_layers(target, config, resolve_prefill_mode(config, target, worker.prefill_syncs))
         self.compile_seconds = time.perf_counter() - start if target.compiled else 0.0
-        self.prefill = PrefillGraphs(
-            target, worker, self.context, config, counters, slot_tables.table, graph_pool, mode
-        )
-        self.graphs = RoundGraphs(self.round, config, counters, graph_pool, may_merge=may_merge)
+        self.prefill = PrefillGraphs(parts, graph_pool, mode)
+        self.graphs = RoundGraphs(self.round, parts, graph_pool)
         self._mailbox = Mailbox(device, most=config.max_batch * (config.num_steps + 4))
         self._batch = Batch([], torch.empty(0), SamplingKind.GREEDY)
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading

@@ -13,11 +13,9 @@ from specdec.backends import ForwardContext
 from specdec.backends.checks import is_debug
 from specdec.batch import AttentionMetadata
 from specdec.config import EngineConfig
-from specdec.draft.worker import DraftWorker
 from specdec.graphs import (
     BufferSpec,
     Capture,
-    Counters,
     EagerCapture,
     GraphPool,
     GraphRunner,
@@ -30,6 +28,7 @@ from specdec.graphs import (
 from specdec.graphs.build import is_out_of_memory
 from specdec.outputs import GraphCost
 from specdec.prefill.program import Prefill
+from specdec.round.parts import Parts
 from specdec.targets.hf import HFTarget
 from specdec.targets.probe import ModelSpec
 
@@ -41,22 +40,13 @@ BUSY = 1.3  # the device is the slower one where a forward takes this many times
 
 
 class PrefillGraphs:
-    """Owns the prefill runners of one engine and their graphs; slot_table [num_rows, width] int32 as in `Round`.
+    """Owns the prefill runners of one engine and their graphs.
 
     placement: positions and slots [largest] int64 that graphs read; a batch that is built there is not copied.
     """
 
-    def __init__(
-        self,
-        target: HFTarget,
-        worker: DraftWorker,
-        context: ForwardContext,
-        config: EngineConfig,
-        counters: Counters,
-        slot_table: torch.Tensor,
-        pool: GraphPool | None,
-        mode: str,
-    ):
+    def __init__(self, parts: Parts, pool: GraphPool | None, mode: str):
+        target, worker, config, slot_table = parts.target, parts.worker, parts.config, parts.tables.table
         self.mode = mode
         self._slot_table = slot_table
         self._dummy_row = config.dummy_row
@@ -66,13 +56,13 @@ class PrefillGraphs:
         self._capture: Capture = breakable or EagerCapture(why_off(config, target, worker.prefill_syncs))
         buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
         interrupt = breakable.interrupt if breakable is not None else lambda fn: fn()
-        program = Prefill(target, worker, context, buckets[-1] if breakable is not None else 0, interrupt, device)
+        program = Prefill(parts, buckets[-1] if breakable is not None else 0, interrupt)
         self.program = program
         self.placement = tuple(torch.zeros(program.hidden.shape[0], dtype=torch.int64, device=device) for _ in range(2))
         shared = {"aux": program.aux, "states": program.draft_states}
         setup = Setup(
             capture=self._capture,
-            counters=counters,
+            counters=parts.counters,
             device=device,
             buckets=buckets,
             watched=program.tensors,
@@ -95,7 +85,7 @@ class PrefillGraphs:
             self._plan_warm_ups()
             build(self.runners, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=config.strict)
             if slot_table.is_cuda and not config.strict:  # which pads rather than run eagerly
-                with counters.recording():
+                with parts.counters.recording():
                     self.target_runner.busy_from = self._find_busy()
 
     def target(self, metadata: AttentionMetadata, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -10,8 +10,7 @@ import torch
 
 from specdec.backends import AttentionBridge, ForwardContext, forward_context
 from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.draft.worker import DraftWorker
-from specdec.targets.hf import HFTarget
+from specdec.round.parts import Parts
 
 
 class Prefill:
@@ -21,15 +20,9 @@ class Prefill:
     live forward; without, one to be captured.
     """
 
-    def __init__(
-        self,
-        target: HFTarget,
-        worker: DraftWorker,
-        context: ForwardContext,
-        largest: int,
-        interrupt: Callable[[Callable[[], None]], None],
-        device: torch.device,
-    ):
+    def __init__(self, parts: Parts, largest: int, interrupt: Callable[[Callable[[], None]], None]):
+        target, worker, context, device = parts.target, parts.worker, parts.context, parts.tables.table.device
+
         def rows(width: int, dtype: torch.dtype = target.dtype) -> torch.Tensor:
             return torch.zeros(largest, width, dtype=dtype, device=device)
 

@@ -17,8 +17,9 @@ from specdec.draft.worker import Draft
 from specdec.functional.sampling import SamplingKind
 from specdec.functional.tree import Tree
 from specdec.functional.verify import Verdict
-from specdec.graphs import BufferSpec, Counters, GraphPool, GraphRunner, Setup, batch_buckets, build, pick_capture
+from specdec.graphs import BufferSpec, GraphPool, GraphRunner, Setup, batch_buckets, build, pick_capture
 from specdec.outputs import GraphCost
+from specdec.round.parts import Parts
 from specdec.round.program import LAW_BYTES, Round
 
 LOWER = "max_batch, graph_batches or num_draft_tokens, leave kinds out of graph_sampling, or pass cuda_graph=False"
@@ -33,10 +34,8 @@ LIVE_LAWS = 11  # copies of the probabilities in hand that sampling makes
 class RoundGraphs:
     """Owns the runners of one engine and their graphs."""
 
-    def __init__(
-        self, program: Round, config: EngineConfig, counters: Counters, pool: GraphPool | None, *, may_merge: bool
-    ):
-        """may_merge: the backends plan on the device, so that nothing on the host divides a round."""
+    def __init__(self, program: Round, parts: Parts, pool: GraphPool | None):
+        config = parts.config
         self._program = program
         self._config = config
         self._is_debug = is_debug()
@@ -54,7 +53,7 @@ class RoundGraphs:
         rows = BufferSpec("rows", lambda n: (n,), torch.int64, pad=config.dummy_row)
         setup = Setup(
             capture=self.capture,
-            counters=counters,
+            counters=parts.counters,
             device=device,
             buckets=buckets,
             variants=config.graph_sampling,
@@ -62,7 +61,7 @@ class RoundGraphs:
             strict=config.strict,
         )
         self._name = "round" if config.num_steps else "decode"
-        self._is_apart = config.num_steps > 0 and (config.round_graph is False or not may_merge)
+        self._is_apart = config.num_steps > 0 and (config.round_graph is False or not parts.may_merge)
         runners = self._apart(rows) if self._is_apart else self._whole(rows)
         width = program.target.spec.hidden_size
         hidden = BufferSpec("hidden", lambda n: (n, width), program.target.dtype, pad=0.0)

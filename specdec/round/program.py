@@ -6,25 +6,20 @@ rows and on the kind of sampling, so it can be captured. Row numbers are its onl
 
 import torch
 
-from specdec.backends import ForwardContext
 from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.config import EngineConfig
 from specdec.draft.worker import (
     STREAM_PREFILL,
     STREAM_SYNTHETIC,
     STREAM_VERIFY,
     Draft,
-    DraftWorker,
     RoundBatch,
 )
-from specdec.functional.ops import RoundOps
 from specdec.functional.processors import remember
 from specdec.functional.sampling import SamplingKind, process_logits
 from specdec.functional.synthetic import impose_acceptance
 from specdec.functional.tree import Tree, chain
 from specdec.functional.verify import Verdict
-from specdec.round.state import EngineState
-from specdec.targets.hf import HFTarget
+from specdec.round.parts import Parts
 
 LAW_BYTES = 64 << 20  # probabilities that sampled acceptance holds at once; larger batches go in parts
 
@@ -32,27 +27,17 @@ LAW_BYTES = 64 << 20  # probabilities that sampled acceptance holds at once; lar
 class Round:
     """Plays rounds for rows of `state`; slot_table [num_rows, width] int32 says where their K/V lie."""
 
-    def __init__(
-        self,
-        target: HFTarget,
-        config: EngineConfig,
-        worker: DraftWorker,
-        context: ForwardContext,
-        ops: RoundOps,
-        slot_table: torch.Tensor,
-        state: EngineState,
-    ):
-        self.target = target
-        self.config = config
-        self.worker = worker
-        self.context = context
-        self.ops = ops
-        self.slot_table = slot_table
-        self.state = state
-        self._move_path = ops.committer(context.pool)
-        rates = config.synthetic_acceptance
-        self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=slot_table.device)
-        target.aux_layers = worker.aux_layers
+    def __init__(self, parts: Parts):
+        self.target = parts.target
+        self.config = parts.config
+        self.worker = parts.worker
+        self.context = parts.context
+        self.ops = parts.ops
+        self.slot_table = parts.tables.table
+        self.state = parts.state
+        self._move_path = parts.ops.committer(parts.context.pool)
+        rates, device = parts.config.synthetic_acceptance, self.slot_table.device
+        self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)
 
     def play(self, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> torch.Tensor:
         """One round of `rows` [n] int64: [n, W+3] int64, tokens, accept_len, invalid and finished flag of each.
