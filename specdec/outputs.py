@@ -166,10 +166,11 @@ class Report:
                 cost = f"{sum(g.seconds for g in alike):.2f} s, {sum(g.num_bytes for g in alike) / 2**20:.0f} MiB"
                 what = f"{runner} ({variant})" if variant else runner
                 lines.append(f"           {what} of {sizes} {alike[0].unit}: {cost}")
-        lines.append("path             replays    eager  why eager")
+        lines.append("runner           replays    eager  why eager")
         for name, c in self.runners.items():
             rejects = ", ".join(f"{reason}: {n}" for reason, n in c["rejects"].items()) or "-"
             lines.append(f"{name:15s} {c['replays']:8d} {c['eager']:8d}  {rejects}")
+        lines.append("forward mode     replays    eager  (those in a graph that is replayed count as replays)")
         for mode, path in self.paths.items():
             lines.append(f"{mode:15s} {path['replays']:8d} {path['eager']:8d}")
         return "\n".join(lines)

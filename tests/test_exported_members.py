@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import specdec
+from tests.api_page import PAGE, page
 
 # what @dataclass and NamedTuple write when the author wrote nothing: "Name(field: int, ...)"
 _GENERATED_DOC = re.compile(r"\A\w+\(.*\)\Z", re.DOTALL)
@@ -93,3 +94,7 @@ def test_a_generated_docstring_does_not_count() -> None:
 
 def test_version_is_a_literal_that_reads_as_one() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?", specdec.__version__)
+
+
+def test_the_page_of_public_names_is_what_the_code_says() -> None:
+    assert PAGE.read_text("utf-8") == page(), "run python -m tests.api_page"

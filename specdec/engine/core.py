@@ -22,6 +22,7 @@ from specdec.engine.packing import copy_to, pack_chunk, pack_requests, rewrite_r
 from specdec.engine.scheduler import Request, Scheduler
 from specdec.engine.turns import Turns
 from specdec.errors import DetachedError, GraphError
+from specdec.functional.results import first_tokens, unpack
 from specdec.functional.sampling import SamplingKind
 from specdec.graphs import GraphPool, ModuleWatch
 from specdec.prefill.graphs import PrefillGraphs, resolve_prefill_mode
@@ -213,7 +214,7 @@ class Core:
             kind = SamplingKind.of(r.sampling for r in finished)
             packed = self.graphs.first_tokens(kind, rows, hidden.index_select(0, last_rows))
             self._post(finished, packed, is_round=False)
-            chunk.next_ids.index_copy_(0, last_rows, packed[:, 0])
+            chunk.next_ids.index_copy_(0, last_rows, first_tokens(packed))
         worker = self.round.worker
         states = None
         if worker.context is not None:
@@ -268,23 +269,23 @@ class Core:
                 self.scheduler.release(request)
 
     def _hand_over(self, request: Request, row: list[int], is_round: bool) -> None:
-        """Give a running request what it emitted in one launch: tokens, accept_len, invalid, finished."""
-        accept_len, invalid, finished = row[-3:]
-        assert accept_len, "a running request emitted nothing: host and device disagree on who runs"
-        request.num_certain += accept_len - 1
-        if invalid:
+        """Give a running request what it emitted in one launch."""
+        emitted = unpack(row)
+        assert emitted.tokens, "a running request emitted nothing: host and device disagree on who runs"
+        request.num_certain += len(emitted.tokens) - 1
+        if emitted.is_invalid:
             request.finish_reason = "error"
             message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"
             warnings.warn(message, stacklevel=7)
             return
         num_before = len(request.tokens)
-        request.take(row[:accept_len])
+        request.take(emitted.tokens)
         if is_round:
             request.acceptance.add(len(request.tokens) - num_before)
             request.round_lens.append(len(request.tokens) - num_before)
         # Stop strings, which only text shows, are the one end that the device does not see.
         is_over = request.finish_reason is not None
-        assert is_over == bool(finished) or request.finish_reason == "stop_string", "host and device disagree"
+        assert is_over == emitted.is_finished or request.finish_reason == "stop_string", "host and device disagree"
 
 
 def _failure_of(error: BaseException) -> Exception:

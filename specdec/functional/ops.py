@@ -13,6 +13,7 @@ from specdec.backends import Capabilities
 from specdec.backends.metadata import slots_at
 from specdec.functional import lookup, processors, sampling, tree, verify
 from specdec.functional.processors import ProcessorState
+from specdec.functional.results import pack
 from specdec.functional.tree import Tree
 from specdec.functional.verify import Verdict
 from specdec.kv_cache import KVPool, write_pages
@@ -30,8 +31,9 @@ class RoundOps:
     gather_rows(values [bs, n, h], index [bs, m]) -> [bs, m, h]: rows by index, -1 reads row 0;
     settle(verdict, rows [bs], stop_ids [num_rows, num_stops], remaining [num_rows]) -> the verdict cut at stops and
         limits; `remaining` of the rows is lowered in place, to 0 for those that are over;
-    emit(verdict, rows, seq_lens, roots, remaining, moves) -> results for the host, [bs, W+3] int64: tokens, accept_len,
-        invalid, finished; in place, the last token becomes the root and, if `moves`, seq_lens grow by accept_lens;
+    emit(verdict, rows, seq_lens, roots, remaining, moves) -> results for the host, [bs, W+3] int64, see
+        `specdec.functional.results`; in place, the last token becomes the root and, if `moves`, seq_lens grow by
+        accept_lens;
     admit(packed [n, 1+F+P] int64, columns, table [num_rows, width] int32, page_size): of each line, into the row that
         its first number names: F numbers go to the columns [num_rows, ...] one after the other, floats by their
         float64 bits; P pages become the row's slots, 0 past the last one;
@@ -93,8 +95,7 @@ def _emit(
     roots[rows] = verdict.tokens.gather(1, last).squeeze(1).clamp(min=0)
     if moves:
         seq_lens[rows] = seq_lens[rows] + verdict.accept_lens
-    columns = (verdict.accept_lens, verdict.invalid.long(), (remaining[rows] == 0).long())
-    return torch.cat([verdict.tokens, torch.stack(columns, 1)], 1)
+    return pack(verdict.tokens, verdict.accept_lens, verdict.invalid, remaining[rows] == 0)
 
 
 def _admit(packed: torch.Tensor, columns: Sequence[torch.Tensor], table: torch.Tensor, page_size: int) -> None:

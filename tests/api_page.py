@@ -1,0 +1,52 @@
+"""Writes docs/api.md: `python -m tests.api_page`. A test compares the file with what this would write."""
+
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+OTHERS = {  # public, but not in an __all__
+    "specdec.heads.load": ("load_head", "save_head", "inspect", "detect_algo"),
+    "specdec.targets.pretrained": ("load_pretrained",),
+    "specdec.shipped": ("available", "path", "for_algo"),
+    "specdec.measure.acceptance": ("acceptance",),
+    "specdec.commands.convert": ("convert",),
+}
+
+
+def page() -> str:
+    """The whole page: a section a module, a line a name."""
+    lines = ["# Public names", ""]
+    lines.append("What is not listed here may change without notice. Written by `python -m tests.api_page`.")
+    for name in ("specdec", "specdec.graphs", "specdec.backends"):
+        module = import_module(name)
+        lines += ["", f"## `{name}`", "", *section(module, sorted(module.__all__))]
+    lines += ["", "## Elsewhere", ""]
+    for name, names in OTHERS.items():
+        lines += section(import_module(name), names, f"{name}.")
+    return "\n".join(lines) + "\n"
+
+
+def section(module: ModuleType, names: list[str] | tuple[str, ...], prefix: str = "") -> Iterator[str]:
+    """A line for every name of `module`, and one for every public method of `Engine`."""
+    for name in names:
+        value = getattr(module, name)
+        yield f"- `{prefix}{name}`: {first_sentence(value)}"
+        if name == "Engine":
+            for method, function in vars(value).items():
+                if not method.startswith("_"):
+                    yield f"  - `{method}`: {first_sentence(function)}"
+
+
+def first_sentence(value: object) -> str:
+    """Of a docstring, on one line; data has none."""
+    if not callable(value) and not isinstance(value, property):
+        return "a constant"
+    paragraph = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+    return paragraph.split(". ")[0].rstrip(".")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
