@@ -52,8 +52,8 @@ def check_padding(num_tokens: int, size: int, busy_from: int | None = None) -> D
 class PrefillRunner:
     """A GraphRunner over tokens behind the guard.
 
-    prepare(size, **live) is called before a replay of `size` tokens: what the breaks will need. The runner's body gets
-    `live` as hints where it runs eagerly. busy_from: see `check_padding`.
+    prepare(size, **live) is called before a replay of `size` tokens: what the breaks will need. The runner gets `live`
+    as hints where it runs eagerly. busy_from: see `check_padding`.
     """
 
     def __init__(self, runner: GraphRunner, prepare: Callable[..., None]):

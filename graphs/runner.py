@@ -63,10 +63,19 @@ class GraphRunner:
 
     body: returns tensors (or NamedTuples of them, or None) with requests (or tokens) on axis 0; it may read and
         write tensors that outlive it, and its work may depend on the shapes of its inputs and on `variant` only.
-    inputs: what it takes by name. hints: host values that only make an eager run cheaper; a capture gets none.
+    inputs: what it takes by name. live: runs in place of the body where no graph is replayed, with `hints`: host values
+        that a capture cannot have; None: the body, to which they only make an eager run cheaper.
     """
 
-    def __init__(self, name: str, body: Callable[..., Any], inputs: Sequence[BufferSpec], setup: Setup):
+    def __init__(
+        self,
+        name: str,
+        body: Callable[..., Any],
+        inputs: Sequence[BufferSpec],
+        setup: Setup,
+        *,
+        live: Callable[..., Any] | None = None,
+    ):
         self.name = name
         self.phase = Phase.WARM_UP
         self.captured: dict[ShapeKey, Captured] = {}
@@ -74,6 +83,7 @@ class GraphRunner:
         self.buckets = () if setup.capture.refusal else tuple(setup.buckets)
         self.variants = tuple(setup.variants)
         self._body = body
+        self._live = live or body
         self._setup = setup
         self._warm: set[ShapeKey] = set()
         self._buffers = StaticBuffers(inputs, max(self.buckets, default=0), setup.device, setup.shared)
@@ -100,12 +110,12 @@ class GraphRunner:
         return tree_map_only(torch.Tensor, lambda t: t[:size], captured.graph.outputs)
 
     def run_eagerly(self, reason: str, variant: str, inputs: Mapping[str, Any], **hints: Any) -> Any:
-        """Call the body itself, for `reason`, which is counted; GraphError under strict."""
+        """Run without a graph, for `reason`, which is counted; GraphError under strict."""
         if self._setup.strict:
             size = self._size_of(inputs)
             raise GraphError(f"strict: {self.name} of {size} {self._setup.unit} cannot replay: {reason}")
         self._setup.counters.count_eager(self.name, reason)
-        return self._body(variant, **inputs, **hints)
+        return self._live(variant, **inputs, **hints)
 
     def replayed_size(self, size: int, variant: str = "") -> int:
         """The size of the graph that a batch of `size` replays."""

@@ -82,6 +82,15 @@ def test_one_command_makes_the_table(folders, tmp_path, capsys, monkeypatch):
     assert file.name.startswith("acceptance_target_") and json.loads(file.read_text())["rows"] == rows
 
 
+def test_a_drafter_without_a_model_is_measured_like_the_others(folders, capsys, monkeypatch):
+    drafts = ("--draft", "lookup,none", "--shape", "2:1:3", "--predicted")
+    code, lines, _ = bench(capsys, monkeypatch, folders, *drafts, "--limit", 2)
+    rows = json.loads(lines[-1])["rows"]
+    assert code == 0
+    assert {(r["draft"], r["algo"], r["steps"]) for r in rows} == {("lookup", "lookup", 2), ("none", None, 0)}
+    assert all(r["tau"] >= 1 for r in rows)
+
+
 def test_measured_beside_predicted(folders, capsys, monkeypatch):
     drafts = ("--draft", folders / "head", "--draft", folders / "twin")
     code, lines, _ = bench(capsys, monkeypatch, folders, *drafts, "--shape", "2,2:2:4", "--predicted")

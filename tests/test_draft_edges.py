@@ -16,13 +16,13 @@ from specdec.engine import assembly
 from specdec.engine.core import PREFIX_STEP
 from specdec.heads.load import detect_algo, load_head, save_head
 from specdec.heads.nextn import NextNHead
+from specdec.targets.shape import TargetShape
 from specdec.train.batches import Batches
 from specdec.train.config import recipe
 from specdec.train.data import Corpus
 from specdec.train.new_head import new_eagle
 from specdec.train.objectives import HeadObjective
 from specdec.train.students import Setup, Shape, make_student
-from specdec.train.teacher import target_shape
 from specdec.train.trainer import Trainer
 from tests.heads import ALGOS, MODULES, random_draft, random_head
 from tests.test_algorithms import DEVICE, FromScratch
@@ -40,7 +40,7 @@ def llama_of(num_layers):
 
 
 def loaded(folder, model, dtype=torch.float32):
-    return load_head(folder, target_shape(model), dtype, CPU)
+    return load_head(folder, TargetShape.of(model), dtype, CPU)
 
 
 def rewrite(folder, **changes):

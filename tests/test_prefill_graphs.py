@@ -6,6 +6,7 @@ Recorded captures and uncompiled pieces on a CPU; CUDA graphs, and Inductor as w
 import threading
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,11 +84,9 @@ def both_ways(engine, lens, starts=None, seed=0):
             hidden, aux = core.prefill.target(metadata, ids)
             draft = core.prefill.draft(metadata, ids, aux) if worker.context else None
         else:
-            hidden, aux = core.prefill.program.target_layers(
-                "", ids, metadata.positions, metadata.out_cache_loc, metadata
-            )
-            args = (ids, metadata.positions, metadata.out_cache_loc, aux, metadata)
-            draft = core.prefill.program.draft_layers("", *args) if worker.context else None
+            programs, batch = core.prefill.programs, (ids, metadata.positions, metadata.out_cache_loc)
+            hidden, aux = programs.target.run("", *batch, metadata=metadata)
+            draft = programs.draft[0].run("", *batch, aux, metadata=metadata)[0] if programs.draft else None
         caches = [cache[metadata.out_cache_loc] for pool in pools for cache in (*pool.k, *pool.v)]
         results.append([t.clone() for t in (hidden, aux, draft, *caches) if t is not None])
     return results
@@ -331,9 +330,9 @@ def test_poison_in_padding_and_dummy_slot_reaches_nobody(mode):
     engine = engine_of(model_of(), mode)
     core = engine._core
     prefill = core.prefill
-    program = prefill.program
-    static = [program.hidden, program.aux, program.draft_hidden]
-    static += [*program.bridge.tensors.values(), *program.draft_bridge.tensors.values()]
+    static = []
+    for program in (prefill.programs.target, *prefill.programs.draft):
+        static += [*program.results, *program.bridge.tensors.values()]
     pools = [core.context.pool, core.round.worker.context.pool]
     with torch.inference_mode():
         for lens in ([64], [5], [3, 9, 1], [33], [4]):
@@ -355,7 +354,7 @@ def test_poison_in_padding_and_dummy_slot_reaches_nobody(mode):
 def test_padded_rows_find_zeros_where_attention_has_not_been(mode):
     """The break leaves rows past the batch alone: what the graph goes on with there is zero at every replay."""
     engine = engine_of(model_of(), mode)
-    (out,) = engine._core.prefill.program.bridge._out.values()
+    (out,) = engine._core.prefill.programs.target.bridge._out.values()
     for lens in ([48], [25], [9, 2], [5]):
         out.fill_(float("nan"))
         both_ways(engine, lens)
@@ -665,14 +664,14 @@ def test_the_size_from_which_the_device_is_busy_is_found(slow_from, monkeypatch)
     engine = engine_of(model_of(), "breakable")
     prefill, clock, sizes = engine._core.prefill, [0.0], []
 
-    def launch(variant, ids, *args):
+    def launch(mode, ids, *args):
         sizes.append(ids.shape[0])
         clock[0] += 1
 
     def synchronize(device):
         clock[0] += 1 if sizes and sizes[-1] >= slow_from else 0
 
-    monkeypatch.setattr(prefill.program, "target_layers", launch)
+    monkeypatch.setattr(prefill.programs, "target", replace(prefill.programs.target, layers=launch))
     monkeypatch.setattr("torch.cuda.synchronize", synchronize)
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     expected = next((b for b in BUCKETS if b >= slow_from), None)

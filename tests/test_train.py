@@ -20,7 +20,7 @@ from specdec.batch import ForwardMode
 from specdec.heads.base import DraftHead
 from specdec.heads.load import load_head, save_head
 from specdec.kv_cache import KVPool
-from specdec.targets.shape import LAST
+from specdec.targets.shape import LAST, TargetShape
 from specdec.train.batches import Batch, Batches
 from specdec.train.card import write_card
 from specdec.train.config import TrainConfig, recipe
@@ -29,7 +29,7 @@ from specdec.train.losses import Goal, OutputHead, RowMath, imitation_loss
 from specdec.train.objectives import HeadObjective
 from specdec.train.schedule import learning_rate, progress
 from specdec.train.tally import Tally, accepted_prefixes
-from specdec.train.teacher import Teacher, target_shape
+from specdec.train.teacher import Teacher
 from specdec.train.trainer import Trainer
 from specdec.train.ttt import TTTAttention, unroll
 from tests.train_models import AUX, fresh, tiny_corpus, tiny_head, tiny_target
@@ -414,7 +414,7 @@ def test_low_precision_targets_train_a_head_in_fp32(corpus: Corpus, algo: str) -
 def test_export_comes_back_with_the_same_logits(target: LlamaForCausalLM, tmp_path: Path, from_target: bool) -> None:
     head = tiny_head(target)
     save_head(tmp_path, head, lm_head_from_target=from_target, dtype=torch.float32)
-    back = load_head(tmp_path, target_shape(target), torch.float32, CPU)
+    back = load_head(tmp_path, TargetShape.of(target), torch.float32, CPU)
     tokens = torch.randint(3, 96, (1, 9 + STEPS), generator=torch.Generator().manual_seed(0))
     aux = torch.randn(1, 9, 192, generator=torch.Generator().manual_seed(0))
     embed = target.get_input_embeddings()

@@ -16,10 +16,10 @@ from specdec.doctor.facts import tokenizer_match
 from specdec.errors import CheckpointError
 from specdec.heads.load import Checkpoint, detect_algo, inspect, load_head
 from specdec.targets.pretrained import BUNDLED, load_draft, read_tokenizer
+from specdec.targets.shape import TargetShape
 from specdec.targets.standalone import named_tokenizer
 from specdec.text.prompts import chat_ids, read_questions, tokenizer_fingerprint
 from specdec.train.target import load
-from specdec.train.teacher import target_shape
 
 PROMPTS = (
     "A florist ties 18 bouquets of 7 roses each and has 9 roses left. How many roses did she start with?",
@@ -65,7 +65,7 @@ def doctor_command(
             loaded, theirs = load_draft(source, dtype=model.dtype, device=model.device)
             problems = standalone_problems(loaded, model)
         else:
-            loaded = load_head(source, target_shape(model), model.dtype, model.device, kind)
+            loaded = load_head(source, TargetShape.of(model), model.dtype, model.device, kind)
     except CheckpointError as error:
         problems = list(error.problems)
     told["tokenizer"] = tokenizer_match(tokenizer, theirs)

@@ -185,6 +185,9 @@ def _check_memory(target: HFTarget, config: EngineConfig, draft: DraftShape | No
     needs.append(MemoryNeed("slot tables", 4 * config.num_rows * config.table_width, "max_batch or max_seq_len"))
     processors = ProcessorState.bytes_for(config.num_rows, config.table_width, target.spec.vocab_size)
     needs.append(MemoryNeed("the state of penalties", processors, "max_batch or max_seq_len"))
+    if draft is None and config.num_steps:  # a drafter without a model keeps tokens by position
+        history = 4 * config.num_rows * (config.table_width + config.verify_width)
+        needs.append(MemoryNeed("the history of tokens", history, "max_batch or max_seq_len"))
     resident = [MemoryNeed("weights", size(target.model), "")]
     if draft is not None:
         tables = 2 * config.table_width * max(s.qk_dim for s in draft.layers)

@@ -4,8 +4,7 @@ Head, sampling and attention itself run on the live batch, so a graph serves any
 """
 
 import time
-from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
 
 import torch
 
@@ -27,7 +26,7 @@ from specdec.graphs import (
 )
 from specdec.graphs.build import is_out_of_memory
 from specdec.outputs import GraphCost
-from specdec.prefill.program import Prefill
+from specdec.prefill.program import PrefillProgram, Programs
 from specdec.round.parts import Parts
 from specdec.targets.hf import HFTarget
 from specdec.targets.probe import ModelSpec
@@ -56,31 +55,27 @@ class PrefillGraphs:
         self._capture: Capture = breakable or EagerCapture(why_off(config, target, worker.prefill_syncs))
         buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
         interrupt = breakable.interrupt if breakable is not None else lambda fn: fn()
-        program = Prefill(parts, buckets[-1] if breakable is not None else 0, interrupt)
-        self.program = program
-        self.placement = tuple(torch.zeros(program.hidden.shape[0], dtype=torch.int64, device=device) for _ in range(2))
-        shared = {"aux": program.aux, "states": program.draft_states}
+        largest = buckets[-1] if breakable is not None else 0
+        self.programs = Programs(parts, largest, interrupt)
+        self.placement = tuple(torch.zeros(largest, dtype=torch.int64, device=device) for _ in range(2))
+        shared = dict(zip(("positions", "slots"), self.placement, strict=True))
         setup = Setup(
             capture=self._capture,
             counters=parts.counters,
             device=device,
             buckets=buckets,
-            watched=program.tensors,
+            watched=self.programs.tensors,
             strict=config.strict and mode != "off",
             unit="tokens",
-            shared={} if breakable is None else shared | dict(zip(("positions", "slots"), self.placement, strict=True)),
+            shared={} if breakable is None else shared,
         )
-        tokens = [BufferSpec(name, lambda n: (n,), torch.int64, pad=0) for name in ("ids", "positions", "slots")]
-        width = program.aux.shape[1]
-        features = [BufferSpec("aux", lambda n: (n, width), target.dtype, pad=0.0)] if width else []
-        runner = GraphRunner("target_prefill", program.target_layers, tokens, setup)
-        self.target_runner = PrefillRunner(runner, program.plan_target)
-        states = BufferSpec("states", lambda n: (n, worker.hidden_size), worker.dtype or target.dtype, pad=0.0)
-        self.draft_runners: list[PrefillRunner] = []  # one a module
-        for module in range(worker.num_modules if worker.context is not None else 0):
-            name, inputs = (f"draft_prefill_{module}", [states]) if module else ("draft_prefill", features)
-            runner = GraphRunner(name, partial(program.draft_layers, module=module), [*tokens, *inputs], setup)
-            self.draft_runners.append(PrefillRunner(runner, program.plan_draft))
+        self.target_runner = _runner("target_prefill", self.programs.target, None, setup)
+        self.draft_runners = [  # one a module
+            _runner(f"draft_prefill_{module}", program, self.programs.states, setup)
+            if module
+            else _runner("draft_prefill", program, self.programs.features, setup)
+            for module, program in enumerate(self.programs.draft)
+        ]
         with torch.inference_mode():
             self._plan_warm_ups()
             build(self.runners, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=config.strict)
@@ -95,7 +90,9 @@ class PrefillGraphs:
         """
         if self._is_debug:
             self.check_addresses()
-        return self.target_runner(metadata.mode, ids.shape[0], _inputs(metadata, ids), metadata=metadata)
+        inputs = _inputs(metadata, ids)
+        hidden, aux = self.target_runner(metadata.mode, ids.shape[0], inputs, metadata=metadata)
+        return hidden, aux
 
     def draft(
         self, metadata: AttentionMetadata, ids: torch.Tensor, features: torch.Tensor | None, module: int = 0
@@ -105,9 +102,9 @@ class PrefillGraphs:
         features: what `DraftWorker.prefill_layers` takes. Good until the next call.
         """
         assert self.draft_runners, "this draft has no layers"
-        name = "states" if module else "aux"
-        inputs = {**_inputs(metadata, ids), **({} if features is None else {name: features})}
-        return self.draft_runners[module](metadata.mode, ids.shape[0], inputs, metadata=metadata)
+        inputs = {**_inputs(metadata, ids), **({} if features is None else {"features": features})}
+        (states,) = self.draft_runners[module](metadata.mode, ids.shape[0], inputs, metadata=metadata)
+        return states
 
     @property
     def runners(self) -> list[GraphRunner]:
@@ -127,9 +124,8 @@ class PrefillGraphs:
     def _plan_warm_ups(self) -> None:
         """Warm-ups attend a few tokens of the dummy row at every break, so that kernels are compiled."""
         buckets = self.target_runner.runner.buckets
-        for bridge in (self.program.bridge, self.program.draft_bridge) if buckets else ():
-            if bridge is not None:
-                bridge.plan(self._dummy_batch(bridge.context, buckets[0]), buckets[0])
+        for program in (self.programs.target, *self.programs.draft[:1]) if buckets else ():
+            program.plan(buckets[0], self._dummy_batch(program.context, buckets[0]))
 
     def _dummy_batch(self, context: ForwardContext, num_tokens: int) -> AttentionMetadata:
         """A prefill of `num_tokens` tokens, all of which lie in slot 0."""
@@ -154,13 +150,14 @@ class PrefillGraphs:
         return sizes[low] if low < len(sizes) else None
 
     def _is_busy(self, size: int) -> bool:
-        metadata = self._dummy_batch(self.program.context, size)
+        target = self.programs.target
+        metadata = self._dummy_batch(target.context, size)
         ids, shares = torch.zeros_like(metadata.positions), []
         for _ in range(3):
             torch.cuda.synchronize(ids.device)
             start = time.perf_counter()
             try:
-                self.program.target_layers("", ids, metadata.positions, metadata.out_cache_loc, metadata)
+                target.run("", **_inputs(metadata, ids), metadata=metadata)
             except RuntimeError as error:
                 if is_out_of_memory(error):  # an eager run has no room beside the graphs: they will do
                     return False
@@ -171,7 +168,17 @@ class PrefillGraphs:
         return min(shares[1:]) >= BUSY
 
 
-def _inputs(metadata: AttentionMetadata, ids: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
+def _runner(name: str, program: PrefillProgram, features: torch.Tensor | None, setup: Setup) -> PrefillRunner:
+    """The runner of `program`, which reads `features` [largest, width] where that has any width."""
+    specs = [BufferSpec(what, lambda n: (n,), torch.int64, pad=0) for what in ("ids", "positions", "slots")]
+    if features is not None and features.shape[1]:
+        width, dtype = features.shape[1], features.dtype
+        specs.append(BufferSpec("features", lambda n: (n, width), dtype, pad=0.0))
+        setup = replace(setup, shared={**setup.shared, "features": features} if setup.shared else {})
+    return PrefillRunner(GraphRunner(name, program.capture, specs, setup, live=program.run), program.plan)
+
+
+def _inputs(metadata: AttentionMetadata, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"ids": ids, "positions": metadata.positions, "slots": metadata.out_cache_loc}
 
 

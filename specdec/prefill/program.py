@@ -1,98 +1,116 @@
-"""A prefill as device work: the layers of the target and of the draft over packed prompts, live or to be captured.
+"""A prefill as device work: the layers of one model over packed prompts, run live or captured.
 
 What is captured breaks at attention, and leaves its results in static rows that graphs of all sizes share.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from specdec.backends import AttentionBridge, ForwardContext, forward_context
 from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.draft.worker import DraftWorker
 from specdec.round.parts import Parts
 
+Results = tuple[torch.Tensor | None, ...]
+# (mode, ids [T], positions [T], features [T, ...] or None) -> results, [T, ...] each
+Layers = Callable[[ForwardMode, torch.Tensor, torch.Tensor, torch.Tensor | None], Results]
 
-class Prefill:
-    """Runs layers for batches of tokens. `largest`: tokens of the largest graph, 0 if there are none.
 
-    interrupt: see `AttentionBridge`. The methods called *_layers are bodies of graph runners: with metadata they run a
-    live forward; without, one to be captured.
+@dataclass(frozen=True)
+class PrefillProgram:
+    """The prefill of one model, or of one MTP module.
+
+    results: static rows [largest, ...] where captured layers leave theirs. `run` and `capture` take the inputs of a
+    graph runner, features being what a draft reads beside ids.
     """
 
-    def __init__(self, parts: Parts, largest: int, interrupt: Callable[[Callable[[], None]], None]):
-        target, worker, context, device = parts.target, parts.worker, parts.context, parts.tables.table.device
+    layers: Layers
+    context: ForwardContext
+    bridge: AttentionBridge
+    results: tuple[torch.Tensor, ...]
 
-        def rows(width: int, dtype: torch.dtype = target.dtype) -> torch.Tensor:
-            return torch.zeros(largest, width, dtype=dtype, device=device)
-
-        def bridge(own: ForwardContext, dtype: torch.dtype = target.dtype) -> AttentionBridge:
-            return AttentionBridge(own, largest, dtype, device, interrupt)
-
-        draft_dtype = worker.dtype or target.dtype
-
-        self.target = target
-        self.worker = worker
-        self.context = context
-        self.hidden = rows(target.spec.hidden_size)
-        self.aux = rows(len(target.aux_layers) * target.spec.hidden_size)
-        self.draft_hidden = rows(worker.hidden_size, draft_dtype)
-        # What MTP modules after the first read; no two of them run at once.
-        self.draft_states = rows(worker.hidden_size if worker.num_modules > 1 else 0, draft_dtype)
-        self.bridge = bridge(context)
-        self.draft_bridge = None if worker.context is None else bridge(worker.context, draft_dtype)
-
-    def target_layers(
+    def run(
         self,
         variant: str,
         ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        metadata: AttentionMetadata | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Last hidden states [T, h] and aux [T, num_aux*h] of ids [T]."""
-        if metadata is not None:
-            with forward_context(self.context, metadata):
-                return self.target.layers(metadata.mode, ids, positions)
+        features: torch.Tensor | None = None,
+        *,
+        metadata: AttentionMetadata,
+    ) -> Results:
+        """A live forward of the batch that `metadata` describes."""
+        with forward_context(self.context, metadata):
+            return self.layers(metadata.mode, ids, positions, features)
+
+    def capture(
+        self,
+        variant: str,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        features: torch.Tensor | None = None,
+    ) -> Results:
+        """A forward to be captured; a replay attends in the batch that was planned last."""
         with self.bridge.capturing(slots):
-            hidden, aux = self.target.layers(ForwardMode.EXTEND, ids, positions)
-        num_tokens = ids.shape[0]
-        return self.hidden[:num_tokens].copy_(hidden), None if aux is None else self.aux[:num_tokens].copy_(aux)
+            results = self.layers(ForwardMode.EXTEND, ids, positions, features)
+        pairs = zip(self.results, results, strict=True)
+        return tuple(None if own is None else rows[: ids.shape[0]].copy_(own) for rows, own in pairs)
 
-    def draft_layers(
-        self,
-        variant: str,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        aux: torch.Tensor | None = None,
-        states: torch.Tensor | None = None,
-        metadata: AttentionMetadata | None = None,
-        module: int = 0,
-    ) -> torch.Tensor:
-        """The states [T, h_d] of the draft, or of its MTP module `module`; see `DraftWorker.prefill_layers`."""
-        assert self.worker.context is not None and self.draft_bridge is not None
-        features = states if module else aux
-        if metadata is not None:
-            with forward_context(self.worker.context, metadata):
-                return self.worker.prefill_layers(ids, positions, features, module)
-        with self.draft_bridge.capturing(slots):
-            hidden = self.worker.prefill_layers(ids, positions, features, module)
-        return self.draft_hidden[: ids.shape[0]].copy_(hidden)
-
-    def plan_target(self, size: int, metadata: AttentionMetadata) -> None:
+    def plan(self, size: int, metadata: AttentionMetadata) -> None:
         """What the breaks of a replay of `size` tokens need: the live batch planned."""
         self.bridge.plan(metadata, size)
 
-    def plan_draft(self, size: int, metadata: AttentionMetadata) -> None:
-        """As `plan_target`."""
-        assert self.draft_bridge is not None
-        self.draft_bridge.plan(metadata, size)
+
+class Programs:
+    """The prefill programs of an engine: its target's, and one for each module of its draft, if that has layers.
+
+    largest: tokens of the largest graph, 0 if there are none; interrupt: see `AttentionBridge`. features: rows where
+    drafts find the target's hidden states; states: where MTP modules after the first find those of the one before.
+    """
+
+    def __init__(self, parts: Parts, largest: int, interrupt: Callable[[Callable[[], None]], None]):
+        target, worker, device = parts.target, parts.worker, parts.tables.table.device
+        draft_dtype = worker.dtype or target.dtype
+
+        def rows(width: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(largest, width, dtype=dtype, device=device)
+
+        def target_layers(mode: ForwardMode, ids: torch.Tensor, positions: torch.Tensor, _: object) -> Results:
+            return target.layers(mode, ids, positions)
+
+        self._parts = parts
+        self.features = rows(len(target.aux_layers) * target.spec.hidden_size, target.dtype)
+        self.states = rows(worker.hidden_size if worker.num_modules > 1 else 0, draft_dtype)
+        bridge = AttentionBridge(parts.context, largest, target.dtype, device, interrupt)
+        hidden = rows(target.spec.hidden_size, target.dtype)
+        self.target = PrefillProgram(target_layers, parts.context, bridge, (hidden, self.features))
+        self.draft: list[PrefillProgram] = []
+        if worker.context is not None:
+            own = AttentionBridge(worker.context, largest, draft_dtype, device, interrupt)
+            states = (rows(worker.hidden_size, draft_dtype),)  # of all modules: no two of them run at once
+            layers = [partial(_draft_layers, worker, module) for module in range(worker.num_modules)]
+            self.draft = [PrefillProgram(module, worker.context, own, states) for module in layers]
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """By name, what graphs read besides their inputs; it stays where it is."""
-        model = self.target.model
-        own: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        own |= {**self.context.pool.tensors("target"), **self.bridge.tensors, "hidden": self.hidden, "aux": self.aux}
-        draft = {**self.worker.tensors, **(self.draft_bridge.tensors if self.draft_bridge is not None else {})}
-        return {**own, **{f"draft {name}": t for name, t in draft.items()}}
+        model, pool, worker = self._parts.target.model, self._parts.context.pool, self._parts.worker
+        found: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        found |= {**pool.tensors("target"), **self.target.bridge.tensors}
+        found |= {f"result {i}": rows for i, rows in enumerate(self.target.results)}
+        draft = {**worker.tensors, **(self.draft[0].bridge.tensors if self.draft else {})}
+        return {**found, **{f"draft {name}": t for name, t in draft.items()}}
+
+
+def _draft_layers(
+    worker: DraftWorker,
+    module: int,
+    mode: ForwardMode,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    features: torch.Tensor | None,
+) -> Results:
+    return (worker.prefill_layers(ids, positions, features, module),)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 LAST = -1  # as an aux layer: the target's last hidden state, after its final norm
 
@@ -18,3 +19,16 @@ class TargetShape:
     embed_tokens: nn.Module
     lm_head: nn.Module
     model: Any = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "TargetShape":
+        """That of a model which is not attached, from its config and modules."""
+        config = model.config.get_text_config()
+        return cls(
+            hidden_size=config.hidden_size,
+            vocab_size=model.get_output_embeddings().weight.shape[0],
+            num_layers=config.num_hidden_layers,
+            embed_tokens=model.get_input_embeddings(),
+            lm_head=model.get_output_embeddings(),
+            model=model,
+        )

@@ -44,16 +44,15 @@ def _one(prompt: Any, index: int, tokenizer: Any) -> list[int]:
     elif isinstance(prompt, str) or _is_chat(prompt):
         if tokenizer is None:
             raise ValueError(f"prompt {index} is text, but the engine has no tokenizer; attach(..., tokenizer=...)")
-        ids = _tokenize(prompt, tokenizer)
+        ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else ids_of_chat(prompt, tokenizer)
     else:
         raise ValueError(f"prompt {index} is {type(prompt).__name__}: expected a string, chat messages or token ids")
     return ids
 
 
-def _tokenize(prompt: Any, tokenizer: Any) -> list[int]:
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+def ids_of_chat(messages: Any, tokenizer: Any) -> list[int]:
+    """Token ids of a chat, ready for the answer."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

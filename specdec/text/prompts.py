@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from specdec.text.inputs import ids_of_chat
+
 QUESTION_KEYS = ("turns", "question", "prompt")
 
 
@@ -24,11 +26,7 @@ def read_questions(path: str | Path, limit: int | None = None) -> list[str]:
 
 def chat_ids(questions: list[str], tokenizer: Any) -> list[list[int]]:
     """Token ids of every question as the single user turn of a chat, ready for the answer."""
-    texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, tokenize=False)
-        for q in questions
-    ]
-    return [tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
+    return [ids_of_chat([{"role": "user", "content": q}], tokenizer) for q in questions]
 
 
 def _question(line: str, file: Path, number: int) -> str:

@@ -15,7 +15,7 @@ from specdec.heads.base import LayerConfig
 from specdec.heads.eagle import EagleConfig, EagleHead
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from specdec.heads.nextn import NextNHead, full_attention_layer
-from specdec.train.teacher import target_shape
+from specdec.targets.shape import TargetShape
 
 FC_NOISE = 1e-3  # std; small beside the identity, enough to part the columns of the other features
 MOST_GAIN = 10.0  # of a norm that undoes another
@@ -43,7 +43,7 @@ def eagle3_config(
     intermediate_size: int | None = None,
 ) -> Eagle3Config:
     """The shape of an EAGLE-3 head for `model`; intermediate_size: of its MLP, by default twice the target's."""
-    shape = target_shape(model)
+    shape = TargetShape.of(model)
     layers = tuple(aux_layers) if aux_layers else default_aux_layers(shape.num_layers)
     if len(layers) != 3:
         raise ValueError(f"aux_layers={layers}: expected three layers, low to high")
@@ -80,7 +80,7 @@ def new_eagle3(model: PreTrainedModel, config: Eagle3Config, hot_ids: torch.Tens
 def new_eagle(model: PreTrainedModel, seed: int, intermediate_size: int | None = None) -> EagleHead:
     """An EAGLE-1/2 head in fp32 on the target's device; intermediate_size: of its MLP, by default the target's."""
     layer = layer_config(model, intermediate_size or model.config.get_text_config().intermediate_size)
-    head = EagleHead(EagleConfig(layer, target_shape(model).vocab_size, fc_bias=False))
+    head = EagleHead(EagleConfig(layer, TargetShape.of(model).vocab_size, fc_bias=False))
     random = torch.Generator().manual_seed(seed)
     _quiet(head.layers, random)
     _pass_last(head.fc, random)

@@ -13,6 +13,7 @@ from specdec.heads.base import DraftHead
 from specdec.heads.eagle3 import Eagle3Head
 from specdec.heads.load import load_head, save_head
 from specdec.targets.pretrained import load_draft
+from specdec.targets.shape import TargetShape
 from specdec.text.prompts import tokenizer_fingerprint
 from specdec.train.config import TrainConfig
 from specdec.train.data import Corpus
@@ -23,7 +24,6 @@ from specdec.train.objectives import HeadObjective, Objective
 from specdec.train.rounding import check_blocks
 from specdec.train.standalone import LMShape, StandaloneObjective, lm_facts, new_student, plain_llama
 from specdec.train.target import special_ids
-from specdec.train.teacher import target_shape
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _standalone(setup: Setup) -> Student:
     student = _loaded_lm(setup) or new_student(
         model,
         LMShape(shape.hidden_size, width, shape.num_layers, shape.num_heads, shape.num_kv_heads),
-        _answer_counts(setup, target_shape(model).vocab_size),
+        _answer_counts(setup, TargetShape.of(model).vocab_size),
         setup.config.seed,
     )
     objective = StandaloneObjective(model, student, setup.config, shape.embed_type if is_gguf else None)
@@ -152,7 +152,7 @@ def _loaded_lm(setup: Setup) -> PreTrainedModel | None:
 def _loaded(setup: Setup, algo: str) -> DraftHead | None:
     """The head to go on with in fp32, if one is named."""
     init, device = setup.shape.init, setup.model.get_input_embeddings().weight.device
-    return load_head(init, target_shape(setup.model), torch.float32, device, algo) if init else None
+    return load_head(init, TargetShape.of(setup.model), torch.float32, device, algo) if init else None
 
 
 def _head(setup: Setup, head: DraftHead, facts: dict[str, Any] | None = None) -> Student:
@@ -161,7 +161,7 @@ def _head(setup: Setup, head: DraftHead, facts: dict[str, Any] | None = None) ->
     is_shared = isinstance(head, Eagle3Head) and not setup.config.train_lm_head and not setup.shape.init
 
     def export(folder: Path) -> None:
-        depth = target_shape(setup.model).num_layers
+        depth = TargetShape.of(setup.model).num_layers
         # overwrite: `train` has looked before it began
         save_head(folder, head, dtype=dtype, lm_head_from_target=is_shared, num_layers=depth, overwrite=True)
 

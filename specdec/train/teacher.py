@@ -25,7 +25,7 @@ class Teacher:
     """A live target that is only read. aux_layers: layers whose output is taken, low to high, or (LAST,), or none."""
 
     def __init__(self, model: PreTrainedModel, aux_layers: Sequence[int]):
-        last = target_shape(model).num_layers - 1
+        last = TargetShape.of(model).num_layers - 1
         layers = [] if tuple(aux_layers) in ((), (LAST,)) else list(aux_layers)
         if layers != sorted(set(layers)) or not all(0 <= i < last for i in layers):
             raise ValueError(
@@ -82,16 +82,3 @@ class Teacher:
         answer = MoeModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
         with answering(self.model.get_decoder(), answer):
             return self.model(input_ids=ids, use_cache=False).logits[0]
-
-
-def target_shape(model: PreTrainedModel) -> TargetShape:
-    """What a head must match, read off a model that is not attached."""
-    config = model.config.get_text_config()
-    return TargetShape(
-        hidden_size=config.hidden_size,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
-        num_layers=config.num_hidden_layers,
-        embed_tokens=model.get_input_embeddings(),
-        lm_head=model.get_output_embeddings(),
-        model=model,
-    )
