@@ -43,7 +43,7 @@ class Capabilities:
     """What a backend can do; `unmet_needs` holds a model against it at attach.
 
     fused_ops: whether rounds beside it use the fused operations (Triton kernels) or the torch ones.
-    page_sizes: KV slots a page may have; None: any.
+    page_sizes: KV slots a page may have; head_dims: of q, k and v; None: any, the latter up to max_head_dim.
     """
 
     device_planned: bool
@@ -56,6 +56,7 @@ class Capabilities:
     max_head_dim: int
     fused_ops: bool = False
     page_sizes: frozenset[int] | None = None
+    head_dims: frozenset[int] | None = None
 
 
 def unmet_needs(
@@ -68,8 +69,10 @@ def unmet_needs(
     if capabilities.page_sizes is not None and page_size not in capabilities.page_sizes:
         reasons.append(f"page_size {page_size} is not one of {sorted(capabilities.page_sizes)}")
     for i, layer in enumerate(layers):
-        widest = max(layer.qk_dim, layer.v_dim)
+        dims = {layer.qk_dim, layer.v_dim}
+        widest, known = max(dims), capabilities.head_dims or dims
         wants = {
+            f"head dims {sorted(dims - known)} where there are {sorted(known)}": bool(dims - known),
             f"head dim {widest} over {capabilities.max_head_dim}": widest > capabilities.max_head_dim,
             "a sliding window": layer.window is not None and not capabilities.sliding_window,
             "attention sinks": layer.has_sinks and not capabilities.sinks,
@@ -119,6 +122,10 @@ class AttentionBackend(ABC):
     @classmethod
     def unusable_on(cls, device: torch.device) -> str | None:
         """Why this backend cannot run on `device` at all; None if it can."""
+        return None
+
+    def prepare_for(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> None:
+        """Build or load what `layers` will need; called once, before anything is warmed up or captured."""
         return None
 
     @property

@@ -91,6 +91,7 @@ class MetadataBuilder:
             tail_len=longest,
             max_prefix=max(starts),
             q_lens=tuple(q_lens),
+            starts=tuple(starts),
             **placement._asdict(),
         )
 

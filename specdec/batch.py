@@ -38,6 +38,7 @@ class AttentionMetadata:
     ancestor_bits: [bs, q_len] int64, bit t set: tail node t is visible. None means causal: node t has depth t.
     tail_positions: [bs, tail_len] int64, positions of the tail nodes (sliding windows need them); None: prefix + t.
     q_lens: EXTEND only, tokens of each request on the host (ragged); None: every request has q_len.
+    starts: prefix_lens on the host, where they are known (prefills); None: nobody has looked.
     """
 
     mode: ForwardMode
@@ -53,6 +54,7 @@ class AttentionMetadata:
     ancestor_bits: torch.Tensor | None = None
     tail_positions: torch.Tensor | None = None
     q_lens: tuple[int, ...] | None = None
+    starts: tuple[int, ...] | None = None
 
     @property
     def num_reqs(self) -> int:

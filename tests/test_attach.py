@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import specdec
+from specdec.backends import TorchBackend
 from specdec.targets.probe import attention_configs
 from tests.heads import ALGOS, MODULES, random_draft, random_head
 from tests.tiny_models import ADMITTED, REFUSED, VOCAB, tiny_model
@@ -118,6 +119,15 @@ def test_aux_hidden_states_are_outputs_of_the_named_layers():
     engine.submit(prompt, max_new_tokens=1)
     engine.step()
     torch.testing.assert_close(seen[0], torch.cat([classic[i + 1][0] for i in (0, 1, 2)], -1), atol=1e-5, rtol=1e-5)
+
+
+def test_backends_are_prepared_for_their_layers_before_anything_runs(monkeypatch):
+    seen, run = [], TorchBackend._prepare
+    monkeypatch.setattr(TorchBackend, "prepare_for", lambda self, *given: seen.append((len(given[0]), given[1])))
+    monkeypatch.setattr(TorchBackend, "_prepare", lambda self, metadata: (seen.append("ran"), run(self, metadata))[1])
+    model = tiny_model("llama")
+    specdec.attach(model, random_head(model), backend="torch").generate([[3]], max_new_tokens=1)
+    assert seen[:3] == [(1, torch.float32), (model.config.num_hidden_layers, torch.float32), "ran"]
 
 
 def test_low_precision_rotary_is_reported():

@@ -472,6 +472,14 @@ def test_what_a_backend_lacks_is_told(monkeypatch):
         pick_backend("fast", [LAYERS["gqa"]], torch.float32, DEVICE)
 
 
+def test_head_dims_outside_the_capabilities_are_told():
+    some = replace(TritonBackend.capabilities, head_dims=frozenset({64, 128}))
+    layers = [LayerSpec(4, 2, 64, 128, 1.0), LayerSpec(4, 2, 96, 96, 1.0)]
+    (reason,) = unmet_needs(some, layers, torch.float32)
+    assert reason == "layer 1 needs head dims [96] where there are [64, 128]"
+    assert not unmet_needs(TritonBackend.capabilities, layers, torch.float32)
+
+
 def test_page_sizes_outside_the_capabilities_are_told():
     paged = replace(TritonBackend.capabilities, page_sizes=frozenset({1, 16}))
     assert unmet_needs(paged, [LAYERS["gqa"]], torch.float32, 16) == []

@@ -101,18 +101,19 @@ def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None, algo:
     if algo is not None:
         own = backends[-1]
         row = algorithm(algo)
-        layers = own() if row.has_model else None
-        rest = (layers, _ops_for(own), tables.total_slots, counters.count_forward)
+        attention = None if shape is None else _backend(own, shape.layers, shape.dtype, target.device)
+        rest = (attention, _ops_for(own), tables.total_slots, counters.count_forward)
         worker = row.make(DraftParts(row.spec, target, config, *rest), draft)
     target.aux_layers = worker.aux_layers
     spec = target.spec
     pool = KVPool([layer.shape for layer in spec.layers], tables.total_slots, target.dtype, target.device)
     tables.check_pool(pool)
+    attention = _backend(backend, spec.layers, target.dtype, target.device)
     parts = Parts(
         target=target,
         config=config,
         worker=worker,
-        context=ForwardContext(backend(), pool, spec.layers, spec.sinks, counters.count_forward),
+        context=ForwardContext(attention, pool, spec.layers, spec.sinks, counters.count_forward),
         ops=_ops_for(backend),
         tables=tables,
         state=EngineState.empty(config.num_rows, config.table_width, spec.vocab_size, target.device),
@@ -214,6 +215,15 @@ def _may_merge(config: EngineConfig, backends: Sequence[type[AttentionBackend]])
             f"round_graph=True: {on_host[0]} plans on the host; leave round_graph out, or take another backend"
         )
     return not on_host
+
+
+def _backend(
+    kind: type[AttentionBackend], layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
+) -> AttentionBackend:
+    """A backend of `kind`, ready for `layers`."""
+    backend = kind()
+    backend.prepare_for(layers, dtype, device)
+    return backend
 
 
 def _ops_for(backend: type[AttentionBackend]) -> RoundOps:
