@@ -14,9 +14,11 @@ from specdec.checkpoints.tensors import TensorFiles
 from specdec.errors import CheckpointError
 from specdec.heads.build import head_problems, wanted_tensors
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head
-from specdec.heads.files import HeadFiles, open_head
-from specdec.heads.layouts import AUX_IDS, AUX_LAYERS, LAYOUTS
-from specdec.heads.write import eagle3_json, proposal_json, speculators_json
+from specdec.heads.eagle3_format import eagle3_json, proposal_json, speculators_json
+from specdec.heads.files import HeadFiles
+from specdec.heads.formats import layouts
+from specdec.heads.layouts import AUX_IDS, AUX_LAYERS
+from specdec.heads.open import open_head, read_config
 
 TO = {"official": "eagle3", "speculators": "speculators"}
 # Keys that no arithmetic of ours depends on, but that other readers look at.
@@ -42,7 +44,7 @@ def convert(
     if Path(dst).exists() and Path(dst).resolve() == head.folder.resolve():
         raise ValueError(f"dst={str(dst)!r} is the source: expected another folder")
     check_free(dst, overwrite)
-    reading, config = head.read_config()
+    reading, config = read_config(head)
     if not isinstance(config, Eagle3Config):
         raise CheckpointError(str(head.folder), reading.problems)
     with torch.device("meta"):
@@ -53,7 +55,7 @@ def convert(
     written = _to_official(head, config) if to == "official" else _to_speculators(head, config)
     if verifier is not None or to == "speculators":
         written["speculators_config"] = _with_verifier(head.raw.get("speculators_config"), verifier)
-    layout = LAYOUTS[TO[to]]
+    layout = layouts()[TO[to]]
     tensors = {layout.theirs(ours): t.contiguous() for ours, t in head.read(list(head.names)).items()}
     write_checkpoint(dst, written, tensors)
     return reading.notes + reading.doubts

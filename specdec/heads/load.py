@@ -1,4 +1,4 @@
-"""Loads, checks and saves draft heads in every layout of `specdec.heads.layouts`; a strict reader says all that is
+"""Loads, checks and saves draft heads in every layout of `specdec.heads.formats`; a strict reader says all that is
 wrong at once.
 
 Beyond the layouts: EAGLE-3's `lm_head.weight` may be absent where config.json says `lm_head_from_target`; its rows are
@@ -15,8 +15,9 @@ from specdec.checkpoints.tensors import Checkpoint, TensorFiles
 from specdec.errors import CheckpointError
 from specdec.heads.base import DraftHead
 from specdec.heads.build import build_head
-from specdec.heads.files import open_head, pick_layout
-from specdec.heads.layouts import STANDALONE, layouts_of
+from specdec.heads.formats import layouts_of
+from specdec.heads.layouts import STANDALONE
+from specdec.heads.open import open_head, pick_layout, read_config
 from specdec.heads.write import save_head
 from specdec.targets.pretrained import BUNDLED, gguf_of
 from specdec.targets.shape import LAST, TargetShape
@@ -64,7 +65,7 @@ def inspect(path_or_id: str | Path) -> Checkpoint:
         config = read_json(folder, "config.json")
         return Checkpoint(folder, layout.name, layout.algo, config, files.shapes(files.files), ["an ordinary model"])
     head = open_head(files)
-    reading, _ = head.read_config()
+    reading, _ = read_config(head)
     notes = [*reading.notes, *reading.doubts, *(f"problem: {problem}" for problem in reading.problems)]
     tensors = {head.names[ours]: facts for ours, facts in head.found.items()}
     return Checkpoint(folder, layout.name, layout.algo, head.raw, tensors, notes)
