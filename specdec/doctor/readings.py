@@ -16,13 +16,10 @@ from transformers import PreTrainedModel
 
 from specdec.doctor.rows import NORMED, Reading
 from specdec.heads.base import DraftHead, LayerConfig
+from specdec.heads.formats import formats
 
 OFFICIAL_THETA = 10000.0  # what EAGLE-3's official trainer builds, whatever config.json says
-COMBINING = {  # the products that read [embedding, feature], by algorithm
-    "eagle": r"fc",
-    "eagle3": r"midlayer\.self_attn\.[qkv]_proj",
-    "nextn": r"mtp\.\d+\.eh_proj",
-}
+
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ def _moved(token: int, feature: int) -> Change:
 def _swapped(reading: Reading, _: TargetFacts) -> Reading | None:
     head = _copied(reading.head)
     for name, module in head.named_modules():
-        if re.fullmatch(COMBINING[head.algo], name):
+        if re.fullmatch(formats()[head.algo].combining, name):
             weight = module.get_parameter("weight")
             weight.data = weight.data.roll(weight.shape[1] // 2, 1)
     return replace(reading, head=head)

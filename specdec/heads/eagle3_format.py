@@ -44,6 +44,7 @@ class Eagle3Format(HeadFormat):
     )
     written = ("eagle3", "speculators")
     shares_lm_head_rows = True
+    combining = r"midlayer\.self_attn\.[qkv]_proj"
 
     def read_config(self, reading: Reading, layout: Layout, names: Sequence[str]) -> Eagle3Config | None:
         return (speculators_config if layout.name == "speculators" else eagle3_config)(reading)

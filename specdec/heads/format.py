@@ -24,13 +24,14 @@ class HeadFormat(ABC):
 
     algo: its row in `draft.algorithms`. layouts: those it is read from, the more telling ones first. written: names of
     those it can be written in, the first by default. shares_lm_head_rows: whether its lm_head can be left out, since
-    its rows may be the target's.
+    its rows may be the target's. combining: a pattern of the names of the products that read [embedding, feature].
     """
 
     algo: str
     layouts: tuple[Layout, ...]
     written: tuple[str, ...]
     shares_lm_head_rows: bool = False
+    combining: str = "fc"
 
     @abstractmethod
     def read_config(self, reading: Reading, layout: Layout, names: Sequence[str]) -> Any | None:

@@ -80,6 +80,7 @@ class NextNFormat(HeadFormat):
         ),
     )
     written = ("nextn",)
+    combining = r"mtp\.\d+\.eh_proj"
 
     def read_config(self, reading: Reading, layout: Layout, names: Sequence[str]) -> NextNConfig | None:
         return nextn_config(reading, layout, list(names))

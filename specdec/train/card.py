@@ -5,19 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.checkpoints.replacing import write_text
-
-_KINDS = {
-    "eagle": ("EAGLE-1/2 draft head", "Official EAGLE layout, for targets of the same hidden size and vocabulary."),
-    "eagle3": (
-        "EAGLE-3 draft head",
-        "Official EAGLE-3 layout, for targets of the same hidden size, vocabulary and layers.",
-    ),
-    "nextn": ("NextN (MTP) draft head", "DeepSeek-V3's names, for targets of the same class and shape."),
-    "standalone": (
-        "Standalone draft model",
-        "A small Llama, for targets with the same tokenizer.",
-    ),
-}
+from specdec.train.config import KINDS
 
 _CARD = """# {kind} for {target}
 
@@ -37,13 +25,13 @@ def write_card(folder: str | Path, facts: Mapping[str, Any], tau_rows: Sequence[
     bench; without them the card has no tau table.
     """
     folder = Path(folder)
-    kind, fits = _KINDS[facts["algo"]]
+    kind = KINDS[facts["algo"]]
     named = {k: v for k, v in facts.items() if k not in ("algo", "target", "acc", "accept_at", "loss")}
     if "tau" in named:
         named["simulated tau, held out"] = named.pop("tau")
     text = _CARD.format(
-        kind=kind,
-        fits=fits,
+        kind=kind.name,
+        fits=kind.fits,
         target=facts["target"],
         facts="\n".join(f"| {name.replace('_', ' ')} | {_shown(value)} |" for name, value in named.items()),
         held_out=_held_out(facts),

@@ -35,7 +35,7 @@ Compile = Annotated[bool, typer.Option("--compile", help="Compile the target's l
 Minutes = Annotated[float | None, typer.Option(help="Wall clock of training; the schedule fits itself to it.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens seen in training, without padding.")]
 Corpora = Annotated[list[Path], typer.Option(help="Corpus of `data`; may be given several times.")]
-# None in what follows: what the algorithm's recipe says (specdec.train.config.RECIPES)
+# None in what follows: what the algorithm's recipe says (specdec.train.config.KINDS)
 NumSteps = Annotated[int | None, typer.Option(help="Draft steps unrolled.")]
 Recipe = Annotated[float | None, typer.Option(help="By the algorithm's recipe if left out.")]
 Layers = Annotated[str | None, typer.Option(help="eagle3: three layers, such as 1,14,26.")]

@@ -87,20 +87,56 @@ class TrainConfig:
         )
 
 
-# Fields in which an algorithm's recipe differs from TrainConfig's own. Sources: arXiv 2401.15077 (eagle: both losses),
-# 2503.01840 (eagle3: unrolling, decay 0.8), FastMTP (nextn: weights 0.6**j normalised).
-RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+@dataclass(frozen=True)
+class Kind:
+    """How drafts of one algorithm are trained and described.
+
+    recipe: fields in which it differs from TrainConfig's own. takes: fields of `students.Shape` that say something of a
+    fresh student. name, fits: for its card, what it is and for which targets.
+    """
+
+    recipe: Mapping[str, Any]
+    takes: frozenset[str]
+    name: str
+    fits: str
+
+
+# Sources of recipes: arXiv 2401.15077 (eagle: both losses), 2503.01840 (eagle3: unrolling, decay 0.8), FastMTP (nextn:
+# weights 0.6**j normalised). `students.STUDENTS` makes them.
+KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "eagle": MappingProxyType({"num_steps": 3, "feature_weight": 1.0, "soft_weight": 0.1}),
-        "eagle3": MappingProxyType({}),
-        "nextn": MappingProxyType({"num_steps": 3, "step_decay": 0.6, "normalise_steps": True}),
-        "standalone": MappingProxyType({"warmup": 0.03, "clip": 1.0}),
+        "eagle": Kind(
+            MappingProxyType({"num_steps": 3, "feature_weight": 1.0, "soft_weight": 0.1}),
+            frozenset({"intermediate_size"}),
+            "EAGLE-1/2 draft head",
+            "Official EAGLE layout, for targets of the same hidden size and vocabulary.",
+        ),
+        "eagle3": Kind(
+            MappingProxyType({}),
+            frozenset({"intermediate_size", "draft_vocab_size", "aux_layers"}),
+            "EAGLE-3 draft head",
+            "Official EAGLE-3 layout, for targets of the same hidden size, vocabulary and layers.",
+        ),
+        "nextn": Kind(
+            MappingProxyType({"num_steps": 3, "step_decay": 0.6, "normalise_steps": True}),
+            frozenset({"copy_layer"}),
+            "NextN (MTP) draft head",
+            "DeepSeek-V3's names, for targets of the same class and shape.",
+        ),
+        "standalone": Kind(
+            MappingProxyType({"warmup": 0.03, "clip": 1.0}),
+            frozenset({"intermediate_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"})
+            | {"file_format", "embed_type"},
+            "Standalone draft model",
+            "A small Llama, for targets with the same tokenizer.",
+        ),
     }
 )
 
 
 def recipe(algo: str, **changes: Any) -> TrainConfig:
     """`algo`'s recipe with `changes`; those that are None leave it as it is."""
-    if algo not in RECIPES:
-        raise ValueError(f"algo={algo!r}: expected one of {sorted(RECIPES)}")
-    return TrainConfig(**{**RECIPES[algo], **{name: value for name, value in changes.items() if value is not None}})
+    if algo not in KINDS:
+        raise ValueError(f"algo={algo!r}: expected one of {sorted(KINDS)}")
+    given = {name: value for name, value in changes.items() if value is not None}
+    return TrainConfig(**{**KINDS[algo].recipe, **given})

@@ -15,7 +15,7 @@ from specdec.heads.load import load_head, save_head
 from specdec.targets.pretrained import load_draft
 from specdec.targets.shape import TargetShape
 from specdec.text.prompts import tokenizer_fingerprint
-from specdec.train.config import TrainConfig
+from specdec.train.config import KINDS, TrainConfig
 from specdec.train.data import Corpus
 from specdec.train.export import write_gguf, write_note, write_safetensors
 from specdec.train.hot_vocab import choose_hot_vocab
@@ -73,7 +73,9 @@ class Student:
 def make_student(algo: str, setup: Setup) -> Student:
     """A student of `algo`, fresh or from `setup.shape.init`; ValueError for what such a student does not have."""
     shape = setup.shape
-    takes = {"file_format", "embed_type"} & TAKEN[algo] if shape.init else TAKEN[algo]
+    takes = KINDS[algo].takes
+    if shape.init:
+        takes &= {"file_format", "embed_type"}
     given = [f.name for f in fields(Shape) if getattr(shape, f.name) != f.default and f.name not in {"init", *takes}]
     if given:
         what = f"a draft that goes on from {shape.init!r}" if shape.init else f"algo={algo!r}"
@@ -168,16 +170,6 @@ def _head(setup: Setup, head: DraftHead, facts: dict[str, Any] | None = None) ->
     return Student(objective, facts or {}, export)
 
 
-# Fields of Shape that say something of a fresh student.
-TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "eagle": frozenset({"intermediate_size"}),
-        "eagle3": frozenset({"intermediate_size", "draft_vocab_size", "aux_layers"}),
-        "nextn": frozenset({"copy_layer"}),
-        "standalone": frozenset({"intermediate_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"})
-        | {"file_format", "embed_type"},
-    }
-)
 STUDENTS: Mapping[str, Callable[[Setup], Student]] = MappingProxyType(
     {"eagle": _eagle, "eagle3": _eagle3, "nextn": _nextn, "standalone": _standalone}
 )
