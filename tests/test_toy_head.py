@@ -1,7 +1,8 @@
-"""A kind of head that nobody has heard of: class and format in one file (this one), and a row in each of two tables."""
+"""A kind of head that nobody has heard of: class and format in one file (this one), with rows in the tables."""
 
 from types import MappingProxyType
 
+import pytest
 import torch
 
 import specdec
@@ -14,9 +15,12 @@ from specdec.heads.eagle_format import EagleFormat
 from specdec.heads.layouts import Layout, same
 from specdec.heads.load import detect_algo, inspect, load_head, save_head
 from specdec.targets.shape import TargetShape
+from specdec.train import card, config, students
+from specdec.train.fit import train
 from tests.heads import noisy
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import tiny_model
+from tests.train_models import save_target, tiny_corpus, tiny_target
 
 
 class ToyHead(EagleHead):
@@ -39,13 +43,43 @@ class ToyFormat(EagleFormat):
         return ToyHead(config)
 
 
-def test_a_new_kind_of_head_is_one_file_and_its_rows(tmp_path, monkeypatch):
-    row = algorithms.Algorithm(AlgoSpec("toy", features="last", id_shift=1), algorithms.ALGORITHMS["eagle"].make)
-    monkeypatch.setattr(formats, "ROWS", (ToyFormat(), *formats.ROWS))
-    monkeypatch.setattr(algorithms, "ALGORITHMS", MappingProxyType({**algorithms.ALGORITHMS, "toy": row}))
-    model, prompts = tiny_model("llama"), ragged_prompts()[:3]
+def fresh_toy(model):
     width, vocab = model.config.hidden_size, model.config.vocab_size
-    head = noisy(ToyHead(EagleConfig(LayerConfig(width, 48, 4, 2, 16), vocab)))
+    return noisy(ToyHead(EagleConfig(LayerConfig(width, 48, 4, 2, 16), vocab)))
+
+
+@pytest.fixture(autouse=True)
+def rows(monkeypatch):
+    """One in the table of formats, one in that of algorithms, and two where it is trained."""
+
+    def with_toy(module, table, value):
+        monkeypatch.setattr(module, table, MappingProxyType({**getattr(module, table), "toy": value}))
+
+    monkeypatch.setattr(formats, "ROWS", (ToyFormat(), *formats.ROWS))
+    spec = AlgoSpec("toy", features="last", id_shift=1)
+    with_toy(algorithms, "ALGORITHMS", algorithms.Algorithm(spec, algorithms.ALGORITHMS["eagle"].make))
+    kinds = MappingProxyType({**config.KINDS, "toy": config.KINDS["eagle"]})
+    for module in (config, students, card):
+        monkeypatch.setattr(module, "KINDS", kinds)
+    with_toy(students, "STUDENTS", lambda setup: students.head_student(setup, fresh_toy(setup.model).train()))
+
+
+def test_it_is_trained_and_has_a_card(tmp_path):
+    model = tiny_target()
+    save_target(model, tmp_path / "target")
+    tiny_corpus(model, 12, 0).save(tmp_path / "corpus.safetensors")
+    short = config.recipe("toy", max_steps=3, tokens_per_batch=256, chunk_rows=64, compile=False)
+    report = train(
+        [tmp_path / "corpus.safetensors"], tmp_path / "out", short, algo="toy", target=str(tmp_path / "target"),
+        dtype="float32", device="cpu",
+    )  # fmt: skip
+    assert report["algo"] == detect_algo(tmp_path / "out") == "toy" and report["steps"] == 3
+    assert "EAGLE-1/2 draft head for" in (tmp_path / "out" / "README.md").read_text("utf-8")
+
+
+def test_it_is_saved_loaded_and_drafts(tmp_path):
+    model, prompts = tiny_model("llama"), ragged_prompts()[:3]
+    head = fresh_toy(model)
     save_head(tmp_path / "toy", head, dtype=torch.float32)
     assert detect_algo(tmp_path / "toy") == inspect(tmp_path / "toy").algo == "toy"
     back = load_head(tmp_path / "toy", TargetShape.of(model), torch.float32, torch.device("cpu"))

@@ -85,12 +85,12 @@ def make_student(algo: str, setup: Setup) -> Student:
 
 def _eagle(setup: Setup) -> Student:
     head = _loaded(setup, "eagle") or new_eagle(setup.model, setup.config.seed, setup.shape.intermediate_size)
-    return _head(setup, head)
+    return head_student(setup, head)
 
 
 def _nextn(setup: Setup) -> Student:
     head = _loaded(setup, "nextn") or new_nextn(setup.model, setup.config.seed, setup.shape.copy_layer)
-    return _head(setup, head)
+    return head_student(setup, head)
 
 
 def _eagle3(setup: Setup) -> Student:
@@ -100,7 +100,7 @@ def _eagle3(setup: Setup) -> Student:
     coverage = float(counts[head.hot_ids.cpu()].sum() / counts.sum())
     print(f"hot vocabulary: {head.hot_ids.numel()} of {head.vocab_size} tokens cover {coverage:.2%} of the answers")
     facts = {"coverage": coverage, "draft_vocab_size": head.hot_ids.numel(), "aux_layers": list(head.aux_layers)}
-    return _head(setup, head, facts)
+    return head_student(setup, head, facts)
 
 
 def _new_eagle3(setup: Setup) -> Eagle3Head:
@@ -157,7 +157,8 @@ def _loaded(setup: Setup, algo: str) -> DraftHead | None:
     return load_head(init, TargetShape.of(setup.model), torch.float32, device, algo) if init else None
 
 
-def _head(setup: Setup, head: DraftHead, facts: dict[str, Any] | None = None) -> Student:
+def head_student(setup: Setup, head: DraftHead, facts: dict[str, Any] | None = None) -> Student:
+    """The student that a head makes, fresh or trained before."""
     objective = HeadObjective(setup.model, head, setup.config)
     dtype = objective.draft.weight.dtype
     is_shared = isinstance(head, Eagle3Head) and not setup.config.train_lm_head and not setup.shape.init
