@@ -21,21 +21,21 @@ def tensor_problems(
 ) -> list[str]:
     """Missing, unexpected and misshapen tensors. `wanted`, `optional` and `found` go by our names, messages by `named`.
 
-    why: the likely cause for a tensor of ours and the shape it has; "" if there is none to be told.
+    why: the likely cause for a tensor of ours and the shape it has; "" if none is known.
     """
 
-    def told(problem: str, name: str, shape: tuple[int, ...] | None) -> str:
+    def described(problem: str, name: str, shape: tuple[int, ...] | None) -> str:
         cause = why(name, shape)
         return f"{problem}: {cause}" if cause else problem
 
     missing = [n for n in wanted if n not in found]
-    problems = [told(f"missing tensor {named(n)} of shape {wanted[n]}", n, None) for n in missing]
+    problems = [described(f"missing tensor {named(n)} of shape {wanted[n]}", n, None) for n in missing]
     known = {**optional, **wanted}
-    problems += [told(f"unexpected tensor {named(n)}", n, found[n][0]) for n in found if n not in known]
+    problems += [described(f"unexpected tensor {named(n)}", n, found[n][0]) for n in found if n not in known]
     for name, shape in known.items():
         if name in found and found[name][0] != shape:
             has = found[name][0]
-            problems.append(told(f"{named(name)} has shape {has}, expected {shape}", name, has))
+            problems.append(described(f"{named(name)} has shape {has}, expected {shape}", name, has))
     problems += quantised_problems(found, known, named)
     return problems
 

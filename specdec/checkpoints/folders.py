@@ -114,7 +114,7 @@ def _why_outside(folder: Path, name: Any) -> str | None:
 
 
 @contextmanager
-def told_of(folder: str | Path, what: str) -> Iterator[None]:
+def as_checkpoint_error(folder: str | Path, what: str) -> Iterator[None]:
     """The last resort for files nobody vouches for: what escapes from within becomes a CheckpointError of `what`.
 
     Checks with better words stand before it; ValueErrors of ours pass as they are.

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from specdec.checkpoints.folders import INDEX, LEGACY_WEIGHTS, WEIGHTS, download, locate, read_weight_map, told_of
+from specdec.checkpoints.folders import (
+    INDEX,
+    LEGACY_WEIGHTS,
+    WEIGHTS,
+    as_checkpoint_error,
+    download,
+    locate,
+    read_weight_map,
+)
 from specdec.errors import CheckpointError
 
 _DTYPES = {
@@ -137,7 +145,7 @@ class _State(dict[str, torch.Tensor]):
 
 def _load_legacy(folder: Path, path: Path) -> _State:
     """The plain tensors in the pickle `path`; nothing in it is run."""
-    with told_of(folder, f"{path.name} is truncated, corrupted or no file of tensors; download it anew"):
+    with as_checkpoint_error(folder, f"{path.name} is truncated, corrupted or no file of tensors; download it anew"):
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     named = state if isinstance(state, dict) else {}
     tensors = {name: t for name, t in named.items() if isinstance(t, torch.Tensor)}

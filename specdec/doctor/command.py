@@ -57,7 +57,7 @@ def doctor_command(
     source = shipped.find(draft)
     checkpoint = None if source == BUNDLED else inspect(source)
     kind = detect_algo(source, algo)
-    console, told = Console(), _told(str(draft), kind, checkpoint)
+    console, facts = Console(), _facts(str(draft), kind, checkpoint)
     model, tokenizer = load(target, dtype, device)
     theirs, problems = None, list[str]()
     try:
@@ -68,21 +68,21 @@ def doctor_command(
             loaded = load_head(source, TargetShape.of(model), model.dtype, model.device, kind)
     except CheckpointError as error:
         problems = list(error.problems)
-    told["tokenizer"] = tokenizer_match(tokenizer, theirs)
+    facts["tokenizer"] = tokenizer_match(tokenizer, theirs)
     if kind != "standalone" and checkpoint is not None:
-        told["tokenizer"] = _tokenizer_beside(checkpoint.folder, tokenizer)
+        facts["tokenizer"] = _tokenizer_beside(checkpoint.folder, tokenizer)
     named = named_tokenizer(source) if theirs is None else None
     if named is not None:
-        told["tokenizer"] = "equal" if named == tokenizer_fingerprint(tokenizer) else "another, by its fingerprint"
+        facts["tokenizer"] = "equal" if named == tokenizer_fingerprint(tokenizer) else "another, by its fingerprint"
     if problems:
-        _print_facts(console, told)
+        _print_facts(console, facts)
         for problem in problems:
             console.print(f"cannot be loaded: {problem}", style="red", markup=False, highlight=False)
-        print(json.dumps({**told, "defects": ["cannot be loaded"], "remarks": problems}))
+        print(json.dumps({**facts, "defects": ["cannot be loaded"], "remarks": problems}))
         raise typer.Exit(1)
     ids = prompt_ids(questions, tokenizer)
     sizes = {"num_steps": steps, "max_new_tokens": max_new_tokens}
-    found = examine(model, loaded, ids, **sizes, gb_s=bandwidth_gb_s, told=told)
+    found = examine(model, loaded, ids, **sizes, gb_s=bandwidth_gb_s, known=facts)
     print_findings(console, found)
     print(json.dumps(found.json))
     raise typer.Exit(1 if found.defects else 0)
@@ -109,7 +109,7 @@ def standalone_problems(draft: Any, model: Any) -> list[str]:
     return [] if own == wanted else [f"it scores {own} tokens, the target {wanted}: take a model of the same family"]
 
 
-def _told(draft: str, algo: str, checkpoint: Checkpoint | None) -> dict[str, Any]:
+def _facts(draft: str, algo: str, checkpoint: Checkpoint | None) -> dict[str, Any]:
     if checkpoint is None:
         return {"draft": draft, "layout": None, "algo": algo, "notes": []}
     return {"draft": draft, "layout": checkpoint.layout, "algo": algo, "notes": checkpoint.notes}
@@ -168,8 +168,8 @@ def _print_cost(console: Console, found: Findings) -> None:
         given = [a / b for a, b in zip(rates, [1.0, *rates], strict=False)]  # the one before accepted
         shown, conditional = (" ".join(f"{a:.2f}" for a in each) or "none" for each in (rates, given))
         rounds = found.speculative.acceptance.num_rounds
-        told = f"tau {found.tau:.3f} over {rounds} rounds; accepted at 1, 2, …: {shown} (given the one before: "
-        console.print(f"{told}{conditional})", highlight=False)
+        result = f"tau {found.tau:.3f} over {rounds} rounds; accepted at 1, 2, …: {shown} (given the one before: "
+        console.print(f"{result}{conditional})", highlight=False)
 
 
 def _print_readings(console: Console, found: Findings) -> None:

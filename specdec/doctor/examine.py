@@ -95,15 +95,15 @@ def examine(
     num_steps: int = 3,
     max_new_tokens: int = 48,
     gb_s: float | None = None,
-    told: Mapping[str, Any] = MappingProxyType({}),
+    known: Mapping[str, Any] = MappingProxyType({}),
 ) -> Findings:
     """Examine a loaded draft on `prompts` (token ids). gb_s: memory bandwidth of the device; None measures it.
 
-    told: facts that are known already; "tokenizer" is what `tokenizer_match` says.
+    known: facts that were read before; "tokenizer" is what `tokenizer_match` says.
     """
     bandwidth = measure_bandwidth(model.device) if gb_s is None else gb_s
     plain = run(model, None, prompts, max_new_tokens, 0)
-    found = Findings({**told, **facts_of(draft, model)}, floor(model, draft, num_steps, bandwidth), num_steps, plain)
+    found = Findings({**known, **facts_of(draft, model)}, floor(model, draft, num_steps, bandwidth), num_steps, plain)
     problems = weight_problems(draft, model)
     if not problems:
         found.speculative = run(model, draft, prompts, max_new_tokens, num_steps)

@@ -1,4 +1,4 @@
-"""Whether what an engine is about to allocate fits the device, told before anything is allocated."""
+"""Whether what an engine is about to allocate fits the device, checked before anything is allocated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

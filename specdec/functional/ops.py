@@ -23,7 +23,7 @@ Commit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None
 
 @dataclass(frozen=True)
 class RoundOps:
-    """What the fields do is told by the torch functions they are twins of.
+    """The fields do what the torch functions do that they are twins of.
 
     best_token, top_tokens, expand, build: `specdec.functional.tree`; verify_*: `specdec.functional.verify`; process:
     `specdec.functional.processors`; sample: `specdec.functional.sampling`;

@@ -1,6 +1,6 @@
 """What a launch tells the host of each request: one line of int64, packed on the device and unpacked here.
 
-A line holds W tokens, of which accept_len count, accept_len, and two flags. What more is to be told goes behind them.
+A line holds W tokens, of which accept_len count, accept_len, and two flags. More columns go behind them.
 """
 
 from typing import NamedTuple

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specdec.checkpoints.fitting import is_copy, tensor_problems, warn_if_random, warn_of_weights
-from specdec.checkpoints.folders import told_of
+from specdec.checkpoints.folders import as_checkpoint_error
 from specdec.errors import CheckpointError
 from specdec.heads.base import DraftHead
 from specdec.heads.files import HeadFiles
@@ -55,7 +55,7 @@ def _target_problems(sizes: tuple[int, int] | None, target: TargetShape) -> list
 def _is_own(files: HeadFiles, name: str, module: Any) -> bool:
     """Whether a stored [V, h] differs from the target's."""
     if not files.is_float(name, tuple(module.weight.shape)):
-        return False  # absent, or of a shape that is told as a problem
+        return False  # absent, or of a shape that is reported as a problem
     stored = files.read([name])[name]
     for again, ours in files.copies.items():
         if ours == name and not torch.equal(files.files.read([again])[again], stored):
@@ -71,7 +71,7 @@ def _is_own(files: HeadFiles, name: str, module: Any) -> bool:
 
 def _make(kind: HeadFormat, files: HeadFiles, config: Any, target: TargetShape, problems: list[str]) -> DraftHead:
     """The head on the meta device; it is tried out if nothing is wrong with its config so far."""
-    described = told_of(files.folder, "config.json describes a head that cannot be made")
+    described = as_checkpoint_error(files.folder, "config.json describes a head that cannot be made")
     is_described = kind.sizes(config) is not None and not problems  # else it is like the target, or was refused already
     try:
         with described if is_described else nullcontext(), torch.device("meta"):
@@ -81,7 +81,7 @@ def _make(kind: HeadFormat, files: HeadFiles, config: Any, target: TargetShape, 
     except ValueError as error:
         raise CheckpointError(str(files.folder), [*problems, str(error)]) from error
     if not problems:
-        with told_of(files.folder, "config.json describes a head that cannot be made"):
+        with as_checkpoint_error(files.folder, "config.json describes a head that cannot be made"):
             wrong = kind.try_out(head)
         if wrong:
             raise CheckpointError(str(files.folder), wrong)

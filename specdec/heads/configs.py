@@ -47,10 +47,10 @@ class Reading:
         """The shape of our tensor `name`, () if there is none."""
         return self.tensors[name][0] if name in self.tensors else ()
 
-    def compare(self, key: str, told: Any, found: int) -> None:
-        """Doubt the number `told` for `key` if the tensors say another one; they count."""
-        if told is not None and told != found:
-            self.doubts.append(f"config.json has {key}={told}, the tensors say {found}, which is taken")
+    def compare(self, key: str, stated: Any, found: int) -> None:
+        """Doubt the number `stated` for `key` if the tensors say another one; they count."""
+        if stated is not None and stated != found:
+            self.doubts.append(f"config.json has {key}={stated}, the tensors say {found}, which is taken")
 
     def flag(self, key: str, tensor: str, absent: bool | None = False) -> bool:
         """The bool `key`; `absent` is what a missing key means, None: whatever the tensors say."""

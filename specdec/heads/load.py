@@ -34,7 +34,7 @@ __all__ = [
 
 
 def detect_algo(path_or_id: str | Path, wanted: str | None = None) -> str:
-    """What a folder, a .gguf file or a Hub repository drafts with, told from its tensor names: "eagle", "eagle3",
+    """What a folder, a .gguf file or a Hub repository drafts with, recognised by its tensor names: "eagle", "eagle3",
     "nextn" or "standalone" (an ordinary causal LM).
 
     A target with an MTP layer serves as both: `wanted` says which, else it is "nextn".

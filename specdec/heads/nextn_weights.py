@@ -31,10 +31,10 @@ def nextn_config(reading: Reading, layout: Layout, names: list[str]) -> NextNCon
     if not indices:
         reading.problems.append("there are tensors around an MTP layer, but none of the layer itself")
         return NextNConfig(hidden_first=bool(hidden_first))
-    told = next((raw[key] for key in COUNTS if raw.get(key) is not None), len(indices))
+    stated = next((raw[key] for key in COUNTS if raw.get(key) is not None), len(indices))
     config = NextNConfig(len(indices), bool(hidden_first), recycles_normed=bool(own.get("recycles_normed", True)))
-    if told != len(indices) or indices != list(range(indices[0], indices[0] + len(indices))):
-        reading.problems.append(f"config.json speaks of {told} MTP layers, the tensors are of layers {indices}")
+    if stated != len(indices) or indices != list(range(indices[0], indices[0] + len(indices))):
+        reading.problems.append(f"config.json speaks of {stated} MTP layers, the tensors are of layers {indices}")
     if len(indices) > 1 and layout.name == "qwen_mtp":
         reading.problems.append(f"it has {len(indices)} MTP layers, which share one projection: not supported")
     if layout.name == "nextn" and reading.num_layers is not None and indices[:1] != [reading.num_layers]:
@@ -71,13 +71,13 @@ def _described(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _doubt_sizes(reading: Reading, layout: Layout, indices: list[int]) -> None:
     """The layer is made like the live target's: sizes in config.json are nothing but the target's description."""
-    told = _described(reading.raw)
+    stated = _described(reading.raw)
     width = (reading.shape("mtp.0.eh_proj.weight") or (None,))[0]
     vocab = (reading.shape("embed_tokens.weight") or reading.shape("lm_head.weight") or (None,))[0]
     depth = indices[0] if layout.name == "nextn" else reading.num_layers
     for key, found in (("hidden_size", width), ("vocab_size", vocab), ("num_hidden_layers", depth)):
         if found is not None:
-            reading.compare(key, told.get(key), found)
+            reading.compare(key, stated.get(key), found)
 
 
 def per_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

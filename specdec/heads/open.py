@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from specdec.checkpoints.folders import read_json, told_of
+from specdec.checkpoints.folders import as_checkpoint_error, read_json
 from specdec.checkpoints.tensors import TensorFiles
 from specdec.errors import CheckpointError
 from specdec.heads.configs import Reading
@@ -42,7 +42,7 @@ def open_head(files: TensorFiles, algo: str | None = None) -> HeadFiles:
 def read_config(files: HeadFiles, num_layers: int | None = None) -> tuple[Reading, Any | None]:
     """The head's config for a target of `num_layers`, with notes and problems; None if it cannot be made."""
     reading = Reading(files.raw, files.found, num_layers)
-    with told_of(files.folder, f"config.json cannot be read as that of {files.layout.name!r}"):
+    with as_checkpoint_error(files.folder, f"config.json cannot be read as that of {files.layout.name!r}"):
         kind = formats()[files.layout.algo]
         return reading, kind.read_config(reading, files.layout, list(files.names.values()))
 

@@ -16,11 +16,11 @@ from specdec.checkpoints.folders import (
     INDEX,
     LEGACY_WEIGHTS,
     WEIGHTS,
+    as_checkpoint_error,
     local_path,
     read_json,
     read_weight_map,
     shortened,
-    told_of,
 )
 from specdec.errors import CheckpointError
 
@@ -71,7 +71,7 @@ def load_draft(
     if not extra and Path(source).is_dir():
         _check_folder(Path(source))
     what = f"{extra.get('gguf_file', 'it')} cannot be read as a causal LM; download it anew"
-    with no_foreign_code(source), told_of(source, what):
+    with no_foreign_code(source), as_checkpoint_error(source, what):
         model, found = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
@@ -139,7 +139,7 @@ def _gguf_tokens(path: Path) -> list[str]:
     """The name of a .gguf file that holds tokens, as a list; [] if it holds none."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    with told_of(path, "it is truncated or corrupted; download it anew"):
+    with as_checkpoint_error(path, "it is truncated or corrupted; download it anew"):
         return [path.name] if load_gguf_checkpoint(str(path))["tokenizer"].get("tokens") else []
 
 
@@ -154,7 +154,8 @@ def _check_folder(folder: Path) -> None:
     depths = [part[key] for part in parts for key in DEPTHS if isinstance(part.get(key), int)]
     if depths and max(depths) > MAX_DEPTH:
         raise CheckpointError(str(folder), [f"config.json speaks of more layers than {MAX_DEPTH}"])
-    with no_foreign_code(str(folder)), told_of(folder, "config.json describes no causal LM; download it anew"):
+    what = "config.json describes no causal LM; download it anew"
+    with no_foreign_code(str(folder)), as_checkpoint_error(folder, what):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

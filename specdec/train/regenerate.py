@@ -29,7 +29,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Said:
+class Answer:
     """What the target said to a prompt, the id that ended it included, and why it ended."""
 
     prompt: list[int]
@@ -176,7 +176,7 @@ def answer(
 
 def run_jobs(
     engine: Any, jobs: Sequence[Job], max_new_tokens: int, stop_token_ids: list[int], chunk: int, budget: Budget
-) -> Iterator[list[Said]]:
+) -> Iterator[list[Answer]]:
     """What was said to the jobs, in order, a chunk at a time, until the budget is spent."""
     start = 0
     while start < len(jobs) and (size := budget.affordable(chunk)):
@@ -191,10 +191,10 @@ def run_jobs(
         start += len(part)
         budget.num_requests += len(part)
         budget.num_tokens += sum(map(len, out.tokens))
-        yield [Said(j.prompt, list(t), f) for j, t, f in zip(part, out.tokens, out.finish_reasons, strict=True)]
+        yield [Answer(j.prompt, list(t), f) for j, t, f in zip(part, out.tokens, out.finish_reasons, strict=True)]
 
 
-def _turn(said: Said, ends: Collection[int]) -> tuple[int, ...]:
+def _turn(said: Answer, ends: Collection[int]) -> tuple[int, ...]:
     """The ids of a user turn, without what ended it."""
     tokens = said.tokens
     while tokens and tokens[-1] in ends:

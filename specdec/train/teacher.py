@@ -14,7 +14,7 @@ from specdec.train.batches import Batch
 from specdec.train.losses import Goal, OutputHead, RowMath
 
 
-class Lesson(NamedTuple):
+class TeacherOutput(NamedTuple):
     """What one forward of the target tells. features: [B, T, num_aux*h]. hidden: [B, T, h], after the final norm."""
 
     features: torch.Tensor
@@ -56,7 +56,7 @@ class Teacher:
         return OutputHead(head.weight.detach(), None if bias is None else bias.detach())
 
     @torch.no_grad()
-    def read(self, batch: Batch) -> Lesson:
+    def read(self, batch: Batch) -> TeacherOutput:
         """One forward over the batch."""
         out = self.model.get_decoder()(
             input_ids=batch.tokens[:, : batch.length],
@@ -64,7 +64,7 @@ class Teacher:
             output_hidden_states=self.aux_layers or False,
         )
         hidden = out.last_hidden_state
-        return Lesson(
+        return TeacherOutput(
             torch.cat([out.hidden_states[i] for i in self.aux_layers], -1) if self.aux_layers else hidden, hidden
         )
 
