@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from specdec.batch import on_device
 from specdec.config import EngineConfig
 from specdec.engine.admission import make_requests
-from specdec.engine.assembly import assemble, resolve_algo
+from specdec.engine.assembly import Source, assemble, resolve_draft
 from specdec.engine.core import Core
 from specdec.engine.generation import shipped_settings
 from specdec.engine.scheduler import Request
@@ -56,7 +56,7 @@ def attach(
     """
     _check_target(target)
     _check_settings(settings)
-    name = resolve_algo(draft, algo)
+    name, source = resolve_draft(draft, algo)
     if "max_seq_len" not in settings:
         limit = getattr(target.config.get_text_config(), "max_position_embeddings", DEFAULT_MAX_SEQ_LEN)
         settings["max_seq_len"] = min(limit, DEFAULT_MAX_SEQ_LEN)
@@ -71,7 +71,7 @@ def attach(
     hf = HFTarget(target)
     try:
         with on_device(hf.device):
-            return Engine(hf, config, draft, name, tokenizer)
+            return Engine(hf, config, source, name, tokenizer)
     except BaseException:
         hf.detach()
         raise
@@ -89,7 +89,7 @@ class Engine:
         self,
         target: HFTarget,
         config: EngineConfig,
-        draft: str | Path | nn.Module | None,
+        draft: Source | None,
         algo: str | None,
         tokenizer: Any,
     ):

@@ -8,9 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.heads.load import detect_algo, inspect
+import specdec
+from specdec.checkpoints.tensors import TensorFiles
+from specdec.heads.load import detect_algo, inspect, save_head
 from specdec.targets.shape import LAST
 from tests import layout_models as lm
+from tests.heads import random_draft
 from tests.layout_heads import (
     DEEPSEEK_NORMS,
     LLAMA3,
@@ -25,6 +28,7 @@ from tests.layout_heads import (
     target,
     under,
 )
+from tests.tiny_models import tiny_model
 
 # ---- EAGLE-1/2
 
@@ -401,3 +405,13 @@ def test_several_mtp_layers_are_modules_in_order(tmp_path: Path) -> None:
     last = f"model.layers.{lm.LAYERS + 1}.embed_tokens.weight"
     with pytest.raises(ValueError, match=rf"{last} differs from .*expected one for all"):
         load(lm.write(tmp_path, model.config.to_dict(), {**tensors, last: tensors[last] + 1}), "qwen2")
+
+
+@pytest.mark.parametrize("algo", ["auto", "eagle"])
+def test_a_checkpoint_is_opened_once_in_an_attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algo: str) -> None:
+    model, opened, at = tiny_model("llama"), [], TensorFiles.at
+    save_head(tmp_path / "head", random_draft(model, "eagle"), dtype=torch.float32)
+    monkeypatch.setattr(TensorFiles, "at", lambda source: (opened.append(source), at(source))[1])
+    engine = specdec.attach(model, tmp_path / "head", algo, num_steps=1, max_batch=1)
+    engine.detach()
+    assert opened == [tmp_path / "head"]

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from specdec.backends import AttentionBackend, ForwardContext, LayerSpec, pick_backend
 from specdec.backends.checks import is_debug
+from specdec.checkpoints.tensors import TensorFiles
 from specdec.config import EngineConfig
 from specdec.draft.algorithms import algorithm
 from specdec.draft.worker import DraftParts, DraftWorker, NoDraft
@@ -20,7 +21,7 @@ from specdec.functional.ops import RoundOps, pick_ops
 from specdec.functional.processors import ProcessorState
 from specdec.graphs import Counters
 from specdec.heads.base import DraftHead
-from specdec.heads.load import check_head, detect_algo, load_head
+from specdec.heads.load import check_head, load_head, open_draft
 from specdec.kv_cache import KVPool, SlotTables
 from specdec.prefill.graphs import LOWER as PREFILL_LOWER
 from specdec.prefill.graphs import estimate_prefill_bytes, resolve_prefill_mode
@@ -30,44 +31,48 @@ from specdec.round.state import EngineState
 from specdec.targets.hf import HFTarget
 from specdec.targets.standalone import load_standalone
 
+Source = str | Path | nn.Module | TensorFiles  # of a draft, as `resolve_draft` gives it
 Draft = DraftHead | HFTarget  # a head that reads the target's features, or a model of its own
 
 
-def resolve_algo(draft: Any, algo: str | None) -> str | None:
-    """The algorithm's name; every contradiction between `draft` and `algo` is an error."""
+def resolve_draft(draft: Any, algo: str | None) -> tuple[str | None, Any]:
+    """The algorithm's name, and the draft, whose files are open if it is a head's checkpoint.
+
+    Every contradiction between `draft` and `algo` is an error.
+    """
     if algo not in (None, "auto"):
         has_model = algorithm(algo).has_model  # unknown names raise here
         if not has_model and draft is not None:
             raise ValueError(f"algo={algo!r} drafts without a model, but a draft was given; leave one of them out")
         if not has_model:
-            return algo
+            return algo, None
         if draft is None:
             raise ValueError(f"algo={algo!r} needs a draft: a checkpoint folder, a Hub id, a loaded head or a model")
     if algo is None and draft is not None:
         raise ValueError("algo=None is plain decoding, but a draft was given; leave one of them out")
     if draft is None:
-        return None
-    found = _algo_of(draft, None if algo == "auto" else algo)
+        return None, None
+    found, opened = _open(draft, None if algo == "auto" else algo)
     if algo not in ("auto", found):
         what = type(draft).__name__ if isinstance(draft, nn.Module) else repr(str(draft))
         raise ValueError(f"algo={algo!r}, but {what} is a draft for {found!r}")
-    return found
+    return found, draft if opened is None else opened
 
 
-def _algo_of(draft: str | Path | nn.Module, wanted: str | None) -> str:
+def _open(draft: str | Path | nn.Module, wanted: str | None) -> tuple[str, TensorFiles | None]:
     if isinstance(draft, DraftHead):
-        return draft.algo
+        return draft.algo, None
     if isinstance(draft, PreTrainedModel):
-        return "standalone"
+        return "standalone", None
     if not isinstance(draft, str | Path):
         raise ValueError(
             f"draft is a {type(draft).__name__}: expected a folder, a Hub id, a head such as Eagle3Head, or a causal LM"
         )
-    return detect_algo(draft, wanted)
+    return open_draft(draft, wanted)
 
 
 def assemble(
-    target: HFTarget, config: EngineConfig, draft: str | Path | nn.Module | None, algo: str | None, tokenizer: Any
+    target: HFTarget, config: EngineConfig, draft: Source | None, algo: str | None, tokenizer: Any
 ) -> tuple[Core, str]:
     """The core of an engine, its graphs captured, and why it runs on the backend it does.
 
@@ -124,9 +129,10 @@ def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None, algo:
 
 
 def _load_draft(
-    draft: str | Path | nn.Module, algo: str, target: HFTarget, config: EngineConfig, tokenizer: Any
+    draft: Source, algo: str, target: HFTarget, config: EngineConfig, tokenizer: Any
 ) -> Draft:
     if algo == "standalone":
+        assert not isinstance(draft, TensorFiles), "a whole model is loaded from where it lies"
         model = load_standalone(draft, target, tokenizer)
         try:
             _check_length(config, model, "draft")

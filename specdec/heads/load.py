@@ -39,14 +39,19 @@ def detect_algo(path_or_id: str | Path, wanted: str | None = None) -> str:
 
     A target with an MTP layer serves as both: `wanted` says which, else it is "nextn".
     """
+    return open_draft(path_or_id, wanted)[0]
+
+
+def open_draft(path_or_id: str | Path, wanted: str | None = None) -> tuple[str, TensorFiles | None]:
+    """What `detect_algo` says, and the opened files, for `load_head`; None for what is loaded as a whole model."""
     if str(path_or_id) == BUNDLED or gguf_of(path_or_id) is not None:
-        return STANDALONE
+        return STANDALONE, None
     files = TensorFiles.at(path_or_id)
     names = list(files.files)
     found = [layout.algo for layout in layouts_of(names)]
-    if wanted is not None and wanted in found:
-        return wanted
-    return pick_layout(files.folder, names, wanted if wanted == STANDALONE and not found else None).algo
+    if wanted is None or wanted not in found:
+        wanted = pick_layout(files.folder, names, wanted if wanted == STANDALONE and not found else None).algo
+    return wanted, None if wanted == STANDALONE else files
 
 
 def inspect(path_or_id: str | Path) -> Checkpoint:
@@ -72,7 +77,7 @@ def inspect(path_or_id: str | Path) -> Checkpoint:
 
 
 def load_head(
-    path_or_id: str | Path,
+    source: str | Path | TensorFiles,
     target: TargetShape,
     dtype: torch.dtype,
     device: torch.device,
@@ -80,9 +85,10 @@ def load_head(
 ) -> DraftHead:
     """Load the head of any layout for `target`, frozen, in `dtype` on `device`.
 
-    algo: what to take from a folder that holds several things. Raises CheckpointError with every problem found.
+    source: a folder, a Hub id, or files that are open; algo: what to take where it holds several things. Raises
+    CheckpointError with every problem found.
     """
-    head = open_head(TensorFiles.at(path_or_id), algo)
+    head = open_head(source if isinstance(source, TensorFiles) else TensorFiles.at(source), algo)
     if head.layout.name == STANDALONE:
         raise CheckpointError(str(head.folder), ["it is a whole model, not a head: load it with load_pretrained"])
     return build_head(head, target, dtype, device)
