@@ -8,8 +8,8 @@ position j is accepted with chance 0.8 * 0.75**(j-1). With a tokenizer prompts a
 `idle_percent`: of the GPU between rounds at batch 1. What does not fit the device or the --budget stands in `skipped`.
 Results are written after every engine; the last line is one JSON object.
 
-Before and after: `PYTHONPATH=OLD_TREE python bench/latency.py --label before`, where `import specdec` finds the other
-checkout; the same with PYTHONPATH=. and --label after; then `python bench/latency.py --compare FILES`.
+Before and after: run the other checkout's own bench/latency.py with --label before, this one with --label after; then
+`python bench/latency.py --compare FILES`.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from inspect import signature
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -220,10 +219,8 @@ class Bench:
     def write(self) -> None:
         """All rows so far to this run's one file."""
         config = {**self.config, "skipped": self.skipped, "failed": self.failed}
-        # An older checkout has no `path`: it writes to the same name anyhow.
-        more = {"path": self.path} if "path" in signature(write_results).parameters else {}
         what = f"latency-{self.args.label}"
-        self.path = write_results(self.args.out, what, self.args.shape, config, self.rows, **more)
+        self.path = write_results(self.args.out, what, self.args.shape, config, self.rows, self.path)
 
 
 def _medians(calls: list[Any]) -> tuple[float, float]:

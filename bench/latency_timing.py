@@ -1,6 +1,6 @@
 """How bench/latency.py times: calls of `generate` by the wall clock, what the host did of it, and the GPU's idle share.
 
-Only what users call is called, so that the same file times another checkout of the package.
+Only what users call is called.
 """
 
 import json

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from specdec import attach
+from specdec import AcceptanceStats, attach
 from specdec.measure.results import write_results
 from specdec.targets.pretrained import BUNDLED, load_pretrained
 from specdec.text.prompts import chat_ids, read_questions
@@ -47,8 +47,7 @@ def main() -> None:
             start = time.perf_counter()
             outs = [engine.generate(p, max_new_tokens=args.max_new_tokens, do_sample=False) for p in prompts]
             seconds, tokens = time.perf_counter() - start, [out.tokens[0] for out in outs]
-            rounds = sum(out.stats.num_rounds for out in outs)
-            tau = sum(out.stats.acceptance.num_emitted for out in outs) / max(rounds, 1)
+            tau = AcceptanceStats().merge([out.stats.acceptance for out in outs]).tau
             what = "lookup" if steps else "plain"
             rows.append(row_of(what, name, steps, tokens, seconds, tau, tokens == texts[name]))
         engine.detach()

@@ -43,9 +43,12 @@ _NAMES_OF = {
     "outputs": ("GenerationOutput", "GenerationStats", "GraphCost", "Report", "RequestOutput"),
     "sampling_params": ("SamplingParams",),
 }
+_ROOMS = ("backends", "graphs", "shipped")  # public modules
 
 
 def __getattr__(name: str) -> typing.Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"specdec.{name}")
     for module, names in _NAMES_OF.items():
         if name in names:
             return getattr(importlib.import_module(f"specdec.{module}"), name)
@@ -53,4 +56,4 @@ def __getattr__(name: str) -> typing.Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -33,7 +33,7 @@ class CachedLaunch:
     """Launches a JIT function, whose compiled kernel is looked for once for each device, dtypes and constants.
 
     For kernels that specialise on nothing else: neither on integers, which must fit 32 bits, nor on how far pointers
-    are aligned, unless those that do are always aligned alike.
+    are aligned, unless those that do are always aligned alike. One lies beside its kernel, as Triton's own cache does.
     """
 
     def __init__(self, kernel: Any):

@@ -129,6 +129,24 @@ class DraftHead(nn.Module, ABC):
         return score(self.normed(state, module))
 
 
+class LlamaLikeHead(DraftHead):
+    """A head whose `fc` reads features and whose `config` has one `layer` shape for all its `num_layers`."""
+
+    config: Any
+    fc: nn.Linear
+
+    @property
+    def attention_layers(self) -> Sequence[LayerSpec]:
+        return [self.config.layer.attention] * self.config.num_layers
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.fc.weight
+
+    def rope(self, positions: torch.Tensor) -> Rope:
+        return layer_rope(self.config.layer, positions, self.weight.dtype)
+
+
 class DraftAttention(nn.Module):
     """Projections of a draft layer's attention over inputs `in_width` wide."""
 

@@ -4,15 +4,13 @@ Its raw output IS the predicted feature: it goes into the target's own output he
 Parameter names are those of the official layout, which has neither an input norm in its first layer nor an out norm.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from specdec.backends import LayerSpec
 from specdec.backends.rope import Rope
-from specdec.heads.base import Attend, DraftHead, DraftLayer, LayerConfig, layer_rope
+from specdec.heads.base import Attend, DraftLayer, LayerConfig, LlamaLikeHead
 from specdec.targets.shape import LAST
 
 
@@ -30,7 +28,7 @@ class EagleConfig:
     own_embedding: bool = False
 
 
-class EagleHead(DraftHead):
+class EagleHead(LlamaLikeHead):
     """The head. Its output head is the target's, and so is its embedding, unless it has its own."""
 
     algo = "eagle"
@@ -47,17 +45,6 @@ class EagleHead(DraftHead):
         self.layers = nn.ModuleList([DraftLayer(c, has_input_norm=i > 0) for i in range(config.num_layers)])
         self.embed_tokens = nn.Embedding(config.vocab_size, c.hidden_size) if config.own_embedding else None
         self.lm_head = None
-
-    @property
-    def attention_layers(self) -> Sequence[LayerSpec]:
-        return [self.config.layer.attention] * self.config.num_layers
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.fc.weight
-
-    def rope(self, positions: torch.Tensor) -> Rope:
-        return layer_rope(self.config.layer, positions, self.weight.dtype)
 
     def out_norm(self, module: int = 0) -> nn.Module:
         return nn.Identity()

@@ -3,15 +3,13 @@
 The flags are those of EAGLE-3.1 (arXiv 2605.09992) and of the speculators format; all off is the official arithmetic.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from specdec.backends import LayerSpec
 from specdec.backends.rope import Rope
-from specdec.heads.base import Attend, DraftAttention, DraftHead, DraftLayer, DraftMLP, LayerConfig, layer_rope
+from specdec.heads.base import Attend, DraftAttention, DraftLayer, DraftMLP, LayerConfig, LlamaLikeHead
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(LlamaLikeHead):
     """The head. Its embedding is the target's, handed in and neither saved nor trained, unless it has its own.
 
     d2t [dv] int64: target id = draft id + d2t[draft id]; t2d [V] bool: target ids the head can score.
@@ -108,17 +106,6 @@ class Eagle3Head(DraftHead):
     @property
     def hot_ids(self) -> torch.Tensor:
         return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
-
-    @property
-    def attention_layers(self) -> Sequence[LayerSpec]:
-        return [self.config.layer.attention] * self.config.num_layers
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.fc.weight
-
-    def rope(self, positions: torch.Tensor) -> Rope:
-        return layer_rope(self.config.layer, positions, self.weight.dtype)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Target features [..., num_aux*h] of the aux layers, low to high, to the feature g [..., h_d]."""
