@@ -79,7 +79,8 @@ def test_one_command_makes_the_table(folders, tmp_path, capsys, monkeypatch):
     chains = [r for r in rows if r["topk"] == 1]
     assert all(r["tau"] == pytest.approx(1 + sum(r["accept_at"]), abs=1e-3) for r in chains)
     (file,) = tmp_path.iterdir()
-    assert file.name.startswith("acceptance_target_") and json.loads(file.read_text())["rows"] == rows
+    gpu = torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else "cpu"
+    assert file.name.startswith(f"acceptance_target_{gpu}_") and json.loads(file.read_text())["rows"] == rows
 
 
 def test_a_drafter_without_a_model_is_measured_like_the_others(folders, capsys, monkeypatch):

@@ -741,7 +741,7 @@ def test_a_trace_that_is_wrong_for_one_token_is_refused():
         assert engine.generate([prompt], max_new_tokens=8).tokens == [greedy(model, prompt, 8)]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ADMITTED)
 def test_compiled_layers_serve_one_token(name):
     model = model_of(name)
     with warnings.catch_warnings():
