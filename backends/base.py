@@ -21,6 +21,7 @@ class LayerSpec:
     window: keys further than window-1 positions behind the query are hidden; None sees everything.
     softcap: logits become softcap * tanh(logits / softcap).
     has_sinks: a logit per query head joins the softmax denominator.
+    v_in_k: V is the first v_dim elements of K (a latent), and is not stored again.
     """
 
     num_heads: int
@@ -31,11 +32,12 @@ class LayerSpec:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    v_in_k: bool = False
 
     @property
     def shape(self) -> LayerShape:
         """The K/V shape the pool must hold."""
-        return LayerShape(self.num_kv_heads, self.qk_dim, self.v_dim)
+        return LayerShape(self.num_kv_heads, self.qk_dim, self.v_dim, self.v_in_k)
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Capabilities:
     sinks: bool
     softcap: bool
     v_dim_differs: bool
+    v_in_k: bool
     dtypes: frozenset[torch.dtype]
     max_head_dim: int
     fused_ops: bool = False
@@ -77,6 +80,7 @@ def unmet_needs(
             "a sliding window": layer.window is not None and not capabilities.sliding_window,
             "attention sinks": layer.has_sinks and not capabilities.sinks,
             "a logit softcap": layer.softcap is not None and not capabilities.softcap,
+            "V that lies in K": layer.v_in_k and not capabilities.v_in_k,
             "v_dim different from qk_dim": layer.v_dim != layer.qk_dim and not capabilities.v_dim_differs,
         }
         reasons += [f"layer {i} needs {what}" for what, missing in wants.items() if missing]

@@ -16,6 +16,7 @@ from specdec.backends.base import AttentionBackend, AttentionCall, LayerSpec
 from specdec.backends.rope import Rope
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.kv_cache import KVPool
+from specdec.layer_state import LayerState
 
 
 class AttentionScope(Protocol):
@@ -30,9 +31,10 @@ class AttentionScope(Protocol):
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """State of one model's attention layers: backend, pool, layer specs and sinks ([Hq] or None a layer).
+    """State of one model's layers: backend, pool, layer specs and sinks ([Hq] or None a layer).
 
-    on_forward is told the mode of every forward, before it runs; counters hang there.
+    on_forward is called with the mode of every forward, before it runs, and counts it. row_states: state by row of
+    layers that are not attention.
     """
 
     backend: AttentionBackend
@@ -40,6 +42,16 @@ class ForwardContext:
     layers: Sequence[LayerSpec]
     sinks: Sequence[torch.Tensor | None]
     on_forward: Callable[[ForwardMode], None]
+    row_states: tuple[LayerState, ...] = ()
+
+    @property
+    def states(self) -> tuple[LayerState, ...]:
+        """All that the layers keep between forwards."""
+        return (self.pool, *self.row_states)
+
+    def tensors(self, owner: str) -> dict[str, torch.Tensor]:
+        """Return the tensors of all states by name."""
+        return {name: t for state in self.states for name, t in state.tensors(owner).items()}
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None

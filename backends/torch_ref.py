@@ -50,6 +50,7 @@ class TorchBackend(AttentionBackend):
         sinks=True,
         softcap=True,
         v_dim_differs=True,
+        v_in_k=True,
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=1 << 16,
     )

@@ -82,6 +82,7 @@ def calls(ops: RoundOps, shape: str, batch: int) -> dict[str, Callable[[], Any]]
     rows, stop_ids = torch.arange(batch, device=DEVICE), torch.full((batch, 16), -1, device=DEVICE)
     remaining, roots = torch.full((batch,), 1 << 40, device=DEVICE), ids(vocab, batch)
     verdict, grown = ops.verify_greedy(probs, tree, num_steps), lens.clone()
+    history = torch.zeros(batch + 1, 200, dtype=torch.int32, device=DEVICE)
     num_hot = HOT[shape]
     names = torch.randperm(vocab, device=DEVICE, generator=generator)[:num_hot]
     hot, hot_rows = random(batch, num_hot).bfloat16(), random(batch * k, num_hot).bfloat16()
@@ -101,7 +102,7 @@ def calls(ops: RoundOps, shape: str, batch: int) -> dict[str, Callable[[], Any]]
         "gather_rows": lambda: ops.gather_rows(features, path),
         "commit": lambda: commit(table, rows, lens, path),
         "settle": lambda: ops.settle(verdict, rows, stop_ids, remaining),
-        "emit": lambda: ops.emit(verdict, rows, grown, roots, remaining, True),
+        "emit": lambda: ops.emit(verdict, rows, grown, roots, remaining, history, True),
     }
 
 

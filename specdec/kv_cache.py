@@ -10,56 +10,80 @@ import numpy as np
 import torch
 
 from specdec.errors import CapacityError
+from specdec.layer_state import Commit, CommitOps, LayerState
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """K/V shape of one attention layer: heads, head dims (elements)."""
+    """K/V shape of one attention layer: heads, head dims (elements). v_in_k: V is the first v_dim elements of K."""
 
     num_kv_heads: int
     qk_dim: int
     v_dim: int
+    v_in_k: bool = False
+
+    @property
+    def slot_size(self) -> int:
+        """Elements that one slot holds."""
+        return self.num_kv_heads * (self.qk_dim + (0 if self.v_in_k else self.v_dim))
 
 
-class KVPool:
-    """K and V of every layer: k[layer] is [num_slots, Hkv, qk_dim], v[layer] is [num_slots, Hkv, v_dim]."""
+class KVPool(LayerState):
+    """K and V of every layer: k[layer] is [num_slots, Hkv, qk_dim], v[layer] is [num_slots, Hkv, v_dim].
+
+    Where V lies in K, v[layer] is a view of k[layer]. `planes` are the tensors that hold memory.
+    """
+
+    commits_chains = False  # a chain's K/V lies where it belongs; rejected slots are simply past the new L
 
     def __init__(self, layers: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device):
         def zeros(heads: int, dim: int) -> torch.Tensor:
             return torch.zeros(num_slots, heads, dim, dtype=dtype, device=device)
 
+        self.layers = tuple(layers)
         self.k = [zeros(s.num_kv_heads, s.qk_dim) for s in layers]
-        self.v = [zeros(s.num_kv_heads, s.v_dim) for s in layers]
+        self.v = [
+            k[..., : s.v_dim] if s.v_in_k else zeros(s.num_kv_heads, s.v_dim)
+            for k, s in zip(self.k, layers, strict=True)
+        ]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k [T, Hkv, qk_dim] and v [T, Hkv, v_dim] at `slots` [T] int64."""
+        """Store k [T, Hkv, qk_dim] and v [T, Hkv, v_dim], unless it lies in K, at `slots` [T] int64."""
         self.k[layer].index_copy_(0, slots, k)
-        self.v[layer].index_copy_(0, slots, v)
+        if not self.layers[layer].v_in_k:
+            self.v[layer].index_copy_(0, slots, v)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy K/V of every layer from slots `source` [N] to slots `target` [N]; all reads happen before the writes."""
-        for cache in (*self.k, *self.v):
+        for cache in self.planes:
             cache.index_copy_(0, target, cache.index_select(0, source))
 
+    def committer(self, ops: CommitOps) -> Commit:
+        """Return the function that moves an accepted path's K/V to where a chain's lies."""
+        return ops.committer(self)
+
     def tensors(self, owner: str) -> dict[str, torch.Tensor]:
-        """Every cache under a name that says whose it is."""
-        named = {"k": self.k, "v": self.v}
-        return {f"{owner} {kind}[{i}]": t for kind, caches in named.items() for i, t in enumerate(caches)}
+        return {f"{owner} {name}": plane for name, plane in self._named_planes.items()}
+
+    @property
+    def planes(self) -> list[torch.Tensor]:
+        """The tensors that hold memory: K of every layer, then V of those where it does not lie in K."""
+        return list(self._named_planes.values())
+
+    @property
+    def _named_planes(self) -> dict[str, torch.Tensor]:
+        own_v = {f"v[{i}]": v for i, v in enumerate(self.v) if not self.layers[i].v_in_k}
+        return {**{f"k[{i}]": k for i, k in enumerate(self.k)}, **own_v}
 
     @property
     def num_slots(self) -> int:
         """Slots, the dummy page's included."""
         return self.k[0].shape[0]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held on the device."""
-        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
-
     @staticmethod
     def bytes_for(layers: Sequence[LayerShape], num_slots: int, dtype: torch.dtype) -> int:
         """Bytes that a pool of these layers would hold."""
-        return num_slots * dtype.itemsize * sum(s.num_kv_heads * (s.qk_dim + s.v_dim) for s in layers)
+        return num_slots * dtype.itemsize * sum(s.slot_size for s in layers)
 
 
 def write_pages(table: torch.Tensor, rows: torch.Tensor, pages: torch.Tensor, page_size: int) -> None:

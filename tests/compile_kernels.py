@@ -93,7 +93,6 @@ def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
 def round_kernels() -> None:
     """Growth, tree, walks, draws, rows, commit and what ends a round."""
     from specdec.backends.triton import admit, lookup, processors, rows, sampling, settle, top, tree, walk
-    from specdec.functional.processors import ProcessorState
     from specdec.kv_cache import KVPool, LayerShape
     from specdec.round.state import EngineState
 
@@ -110,17 +109,16 @@ def round_kernels() -> None:
     verdict = walk.verify_tree(laws, nodes, nodes, 5, uniforms)
     verdict = settle.settle(verdict, nodes[0, :2].clone(), ids, ids[:, 0].clone())
     for moves in (True, False):
-        settle.emit(verdict, nodes[0, :2].clone(), ids[:, 0].clone(), ids[:, 0].clone(), ids[:, 0].clone(), moves)
+        settle.emit(verdict, nodes[0, :2].clone(), *[ids[:, 0].clone() for _ in range(3)], ids.int(), moves)
     walk.verify_chain(laws, laws[:, :7].contiguous(), nodes, uniforms)
     rows.gather_rows(laws, nodes)
     pool = KVPool([LayerShape(2, 16, 8)], 50, torch.bfloat16, torch.device("cpu"))
     rows.committer(pool)(ids.int(), ids[:, 0].clone(), ids[:, 0].clone(), nodes)
-    columns = EngineState.empty(3, 600, 5000, torch.device("cpu")).columns
-    admit.admit(ids, columns, torch.zeros(3, 600, dtype=torch.int32), 1)
+    state = EngineState.empty(3, 600, 5000, torch.device("cpu"))
+    admit.admit(ids, state.columns, torch.zeros(3, 600, dtype=torch.int32), 1)
     lookup.look_up(ids.int(), nodes[0, :2].clone(), nodes[0, :2].clone(), 5, 4)
-    state = ProcessorState.empty(3, 600, 5000, torch.device("cpu"))
     for dtype in (torch.bfloat16, torch.float32):
-        processors.process(laws.to(dtype), nodes, nodes, nodes, nodes, *[nodes[0, :2].clone()] * 2, state)
+        processors.process(laws.to(dtype), nodes, nodes, nodes, nodes, *[nodes[0, :2].clone()] * 2, state.processors)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def test_drafts_follow_the_history_of_each_row():
         core._hand_out(results, tokens)
     batch = core.round.batch("greedy", torch.tensor([r.row for r in requests], device=DEVICE), 160)
     drafts = core.round.worker.draft(batch).tree.tokens
-    for request, history, nodes in zip(requests, core.round.worker.history[batch.rows].tolist(), drafts, strict=True):
+    for request, history, nodes in zip(requests, core.state.history[batch.rows].tolist(), drafts, strict=True):
         text = [*request.prompt_ids, *request.tokens]
         assert history[: len(text)] == text
         assert nodes.tolist() == [text[-1], *search(text, 4, 4)]

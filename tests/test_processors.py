@@ -11,7 +11,7 @@ from transformers.generation import logits_process as hf
 
 import specdec
 from specdec import SamplingParams, shipped
-from specdec.functional.processors import MAX_BAD_WORDS, ProcessorState, process, remember
+from specdec.functional.processors import MAX_BAD_WORDS, ProcessorState, mark_seen, process
 from specdec.functional.tree import Tree, ancestor_bits
 from specdec.text.prompts import chat_ids
 from tests.tiny_models import VOCAB, tiny_model
@@ -77,11 +77,13 @@ def random_case(seed, bs=3, num_nodes=7, vocab=30, num_steps=4):
 
 
 def filled(histories, laws, prompt_lens, vocab=30, device="cpu"):
-    state = ProcessorState.empty(len(histories) + 1, 64, vocab, torch.device(device))
+    history = torch.zeros(len(histories) + 1, 64, dtype=torch.int32, device=device)
+    state = ProcessorState.empty(history, vocab)
     for row, (tokens, law, prompt_len) in enumerate(zip(histories, laws, prompt_lens, strict=True)):
         state.fill(row, tokens[:prompt_len], law, EOS)
-        rest = torch.tensor([tokens[prompt_len:] or [-1]], device=device)
-        remember(rest, torch.tensor([row], device=device), torch.tensor([prompt_len], device=device), state)
+        rest = torch.tensor(tokens[prompt_len:], dtype=torch.int64, device=device)
+        history[row, prompt_len : len(tokens)] = rest.int()
+        mark_seen(rest.unsqueeze(0), torch.tensor([row], device=device), state)
     return state
 
 

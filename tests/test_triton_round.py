@@ -271,13 +271,19 @@ def test_rounds_end_as_the_twins_end_them(seed, bs, width, num_stops, moves):
     for ops in (OPS, TORCH_OPS):
         state = [t.clone() for t in (remaining, lens, roots)]
         settled = ops.settle(verdict, rows, stops, state[0])
-        results = ops.emit(settled, rows, state[1], state[2], state[0], moves)
-        outcomes.append((settled, results, state))
+        history = torch.full((num_rows + 1, 100), -1, dtype=torch.int32, device=DEVICE)
+        results = ops.emit(settled, rows, state[1], state[2], state[0], history, moves)
+        outcomes.append((settled, results, [*state, history[:-1]]))  # nobody reads the last row
     same(outcomes[0][0], outcomes[1][0])
     same([outcomes[0][1], *outcomes[0][2]], [outcomes[1][1], *outcomes[1][2]])
     settled, results, state = outcomes[0]
     assert torch.equal(results[:, -1] == 1, state[0][rows] == 0)
     assert torch.equal(state[1][rows], lens[rows] + (settled.accept_lens if moves else 0))
+    for row, start, tokens in zip(rows.tolist(), (lens[rows] + int(moves)).tolist(), settled.tokens, strict=True):
+        emitted = tokens[tokens >= 0][: 100 - start].int()
+        expected = torch.full((100,), -1, dtype=torch.int32, device=DEVICE)
+        expected[start : start + len(emitted)] = emitted
+        assert torch.equal(state[3][row], expected)
 
 
 def test_padding_may_repeat_the_dummy_row():

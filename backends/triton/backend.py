@@ -36,6 +36,7 @@ class TritonBackend(AttentionBackend):
         sinks=True,
         softcap=True,
         v_dim_differs=True,
+        v_in_k=False,
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=256,
         fused_ops=True,

@@ -72,7 +72,7 @@ def committer(pool: KVPool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tenso
 
     The pool's tensors are looked up here, once: they must stay where they are.
     """
-    tensors = (*pool.k, *pool.v)
+    tensors = pool.planes
     device = tensors[0].device
     sizes = [t[0].numel() for t in tensors]
     caches = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)

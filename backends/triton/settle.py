@@ -48,16 +48,18 @@ def _settle_kernel(
     tl.store(remaining + row, tl.where(is_over, 0, left - length))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _emit_kernel(
     rows,
     seq_lens,
     roots,
     remaining,
+    history,
     accept_lens,
     tokens,
     invalid,
     out,
+    width,
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
     MOVES: tl.constexpr,
@@ -69,8 +71,12 @@ def _emit_kernel(
     length = tl.load(accept_lens + request)
     last = tl.sum(tl.where(c == tl.maximum(length - 1, 0), token, 0))
     tl.store(roots + row, tl.maximum(last, 0))
+    start = tl.load(seq_lens + row)
     if MOVES:
-        tl.store(seq_lens + row, tl.load(seq_lens + row) + length)
+        tl.store(seq_lens + row, start + length)
+        start += 1
+    is_kept = (c < W) & (token >= 0) & (start + c < width)
+    tl.store(history + row * width + start + c, token.to(tl.int32), mask=is_kept)
     at = out + request * (W + 3)
     tl.store(at + c, token, mask=c < W)
     tl.store(at + W, length)
@@ -112,9 +118,13 @@ def emit(
     seq_lens: torch.Tensor,
     roots: torch.Tensor,
     remaining: torch.Tensor,
+    history: torch.Tensor,
     moves: bool,
 ) -> torch.Tensor:
-    """Results of a settled `verdict` for the host, [bs, W+3] int64; `roots` and, if it `moves`, `seq_lens` follow."""
+    """Results of a settled `verdict` for the host, [bs, W+3] int64.
+
+    In place: `roots` [num_rows] int64 and, if it `moves`, `seq_lens`; tokens go to history [num_rows, width] int32.
+    """
     _, accept_lens, tokens, invalid = (t.contiguous() for t in verdict)
     bs, width = tokens.shape
     out = torch.empty(bs, width + 3, dtype=torch.int64, device=tokens.device)
@@ -123,10 +133,12 @@ def emit(
         seq_lens,
         roots,
         remaining,
+        history,
         accept_lens,
         tokens,
         invalid,
         out,
+        history.shape[1],
         W=width,
         BLOCK_W=triton.next_power_of_2(width),
         MOVES=moves,

@@ -105,7 +105,7 @@ class DraftModelWorker(DraftWorker):
         if self.hidden is not None:
             own["hidden"] = self.hidden
         sinks = {f"sinks[{i}]": s for i, s in enumerate(self.context.sinks) if s is not None}
-        return {**own, **sinks, **self.context.pool.tensors("cache"), **self.weights}
+        return {**own, **sinks, **self.context.tensors("cache"), **self.weights}
 
     @property
     @abstractmethod

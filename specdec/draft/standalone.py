@@ -5,6 +5,7 @@ seen the root too, one token more than the target, so that its logits are there 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -54,7 +55,7 @@ class StandaloneWorker(DraftModelWorker):
 
     def begin(self, batch: RoundBatch, states: torch.Tensor | None) -> None:
         """See the first root, at position L."""
-        at_root = RoundBatch(batch.rows, batch.slot_table, batch.seq_lens - 1, batch.roots, None, batch.max_prefix)
+        at_root = replace(batch, seq_lens=batch.seq_lens - 1, sampling=None, is_processed=False)
         self.keep(batch.rows, self.forward(at_root, ForwardMode.DRAFT_EXTEND, batch.roots, None, q_len=1))
 
     def close(self) -> None:

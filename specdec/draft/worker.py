@@ -29,13 +29,15 @@ STREAM_SYNTHETIC = 129
 class RoundBatch:
     """The requests of one round, gathered from the engine's state. L is constant during the round.
 
-    rows [bs]: rows in the engine's state and in slot_table [num_rows, width], which is int32 and not gathered;
+    rows [bs]: rows in the engine's state, in slot_table and in history (tokens by position, the last one the root),
+    [num_rows, width] both, which are int32 and not gathered;
     seq_lens [bs]: L; roots [bs]: token at L; sampling: None if every request is greedy; max_prefix: host upper bound of
     L; is_processed: logits are processed before they are judged (drafts are not). All other tensors int64.
     """
 
     rows: torch.Tensor
     slot_table: torch.Tensor
+    history: torch.Tensor
     seq_lens: torch.Tensor
     roots: torch.Tensor
     sampling: SamplingBatch | None
@@ -99,6 +101,7 @@ class DraftWorker(ABC):
     has_begin: bool = False  # whether `begin` does anything
     module: nn.Module | None = None  # the draft's own model
     num_modules: int = 1  # forwards of a prefill, one after the other: MTP modules
+    reads_history: bool = False  # it reads `RoundBatch.history`, prompts included
     prefill_syncs: bool = False  # its prefill reads device values on the host, so it cannot be captured
 
     def prefill_layers(
@@ -134,9 +137,9 @@ class DraftWorker(ABC):
     def draft(self, batch: RoundBatch) -> Draft:
         """Propose the nodes of one round."""
 
-    @abstractmethod
     def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> None:
         """Take what the target decided; aux [bs, D, num_aux*h] are its features of the verified nodes."""
+        return None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -155,9 +158,6 @@ class NoDraft(DraftWorker):
     def draft(self, batch: RoundBatch) -> Draft:
         no_drafts = batch.roots.new_empty(batch.roots.shape[0], 0)
         return Draft(chain(batch.roots, no_drafts), None)
-
-    def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> None:
-        return None
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from specdec.engine.core import Core
 from specdec.engine.memory import MemoryNeed, check_fits, free_bytes
 from specdec.functional.checks import checked
 from specdec.functional.ops import RoundOps, pick_ops
-from specdec.functional.processors import ProcessorState
 from specdec.graphs import Counters
 from specdec.heads.base import DraftHead
 from specdec.heads.load import check_head, load_head, open_draft
@@ -118,7 +117,9 @@ def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None, algo:
         target=target,
         config=config,
         worker=worker,
-        context=ForwardContext(attention, pool, spec.layers, spec.sinks, counters.count_forward),
+        context=ForwardContext(
+            attention, pool, spec.layers, spec.sinks, counters.count_forward, target.row_states(config.num_rows)
+        ),
         ops=_ops_for(backend),
         tables=tables,
         state=EngineState.empty(config.num_rows, config.table_width, spec.vocab_size, target.device),
@@ -190,11 +191,8 @@ def _check_memory(target: HFTarget, config: EngineConfig, draft: DraftShape | No
     lower = "num_slots, max_batch or max_seq_len"
     needs = [MemoryNeed("KV pool", pool(target.spec.layers, target.dtype), lower)]
     needs.append(MemoryNeed("slot tables", 4 * config.num_rows * config.table_width, "max_batch or max_seq_len"))
-    processors = ProcessorState.bytes_for(config.num_rows, config.table_width, target.spec.vocab_size)
-    needs.append(MemoryNeed("the state of penalties", processors, "max_batch or max_seq_len"))
-    if draft is None and config.num_steps:  # a drafter without a model keeps tokens by position
-        history = 4 * config.num_rows * (config.table_width + config.verify_width)
-        needs.append(MemoryNeed("the history of tokens", history, "max_batch or max_seq_len"))
+    by_row = EngineState.bytes_for(config.num_rows, config.table_width, target.spec.vocab_size)
+    needs.append(MemoryNeed("the state of penalties and tokens", by_row, "max_batch or max_seq_len"))
     resident = [MemoryNeed("weights", size(target.model), "")]
     if draft is not None:
         tables = 2 * config.table_width * max(s.qk_dim for s in draft.layers)

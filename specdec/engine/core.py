@@ -207,6 +207,9 @@ class Core:
         self._is_launching = True
         for request, n in pieces:
             request.num_prefilled += n
+        worker = self.round.worker
+        if worker.reads_history:
+            self.round.take_prompts(chunk)
         hidden, aux = self.prefill.target(chunk.metadata, chunk.ids)
         if done:
             places = slice(None) if len(done) == len(pieces) else copy_to(self.device, np.array(done))
@@ -215,7 +218,6 @@ class Core:
             packed = self.graphs.first_tokens(kind, rows, hidden.index_select(0, last_rows))
             self._post(finished, packed, is_round=False)
             chunk.next_ids.index_copy_(0, last_rows, first_tokens(packed))
-        worker = self.round.worker
         states = None
         if worker.context is not None:
             states = self.prefill.draft(chunk.metadata, chunk.next_ids if worker.id_shift else chunk.ids, aux)

@@ -17,8 +17,7 @@ from specdec.functional.results import pack
 from specdec.functional.tree import Tree
 from specdec.functional.verify import Verdict
 from specdec.kv_cache import KVPool, write_pages
-
-Commit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+from specdec.layer_state import Commit
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,15 @@ class RoundOps:
     gather_rows(values [bs, n, h], index [bs, m]) -> [bs, m, h]: rows by index, -1 reads row 0;
     settle(verdict, rows [bs], stop_ids [num_rows, num_stops], remaining [num_rows]) -> the verdict cut at stops and
         limits; `remaining` of the rows is lowered in place, to 0 for those that are over;
-    emit(verdict, rows, seq_lens, roots, remaining, moves) -> results for the host, [bs, W+3] int64, see
-        `specdec.functional.results`; in place, the last token becomes the root and, if `moves`, seq_lens grow by
-        accept_lens;
+    emit(verdict, rows, seq_lens, roots, remaining, history [num_rows, width] int32, moves) -> results for the host,
+        [bs, W+3] int64, see `specdec.functional.results`; in place, the last token becomes the root, if `moves`,
+        seq_lens grow by accept_lens, and the tokens end in the history's column L;
     admit(packed [n, 1+F+P] int64, columns, table [num_rows, width] int32, page_size): of each line, into the row that
         its first number names: F numbers go to the columns [num_rows, ...] one after the other, floats by their
         float64 bits; P pages become the row's slots, 0 past the last one;
     look_up: `specdec.functional.lookup`;
-    committer(pool): made once a pool; it gives commit(slot_table [num_rows, width], rows [bs], seq_lens [bs],
-    accept_index [bs, W]), which moves the accepted path's K/V of every layer to positions L..; -1 moves nothing.
+    committer(pool): made once a pool; it gives a `Commit` that moves the accepted path's K/V of every layer to the
+    slots of positions L..; -1 moves nothing.
     """
 
     name: str
@@ -55,7 +54,7 @@ class RoundOps:
     uniforms: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     settle: Callable[[Verdict, torch.Tensor, torch.Tensor, torch.Tensor], Verdict]
-    emit: Callable[[Verdict, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+    emit: Callable[[Verdict, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
     look_up: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], torch.Tensor]
     admit: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, int], None]
     committer: Callable[[KVPool], Commit]
@@ -89,8 +88,13 @@ def _emit(
     seq_lens: torch.Tensor,
     roots: torch.Tensor,
     remaining: torch.Tensor,
+    history: torch.Tensor,
     moves: bool,
 ) -> torch.Tensor:
+    positions = seq_lens[rows].unsqueeze(1) + torch.arange(verdict.tokens.shape[1], device=rows.device) + int(moves)
+    is_kept = (verdict.tokens >= 0) & (positions < history.shape[1])
+    owners = torch.where(is_kept, rows.unsqueeze(1), history.shape[0] - 1)  # padding goes to the dummy row, as token 0
+    history[owners, torch.where(is_kept, positions, 0)] = torch.where(is_kept, verdict.tokens, 0).int()
     last = (verdict.accept_lens - 1).clamp(min=0).unsqueeze(1)
     roots[rows] = verdict.tokens.gather(1, last).squeeze(1).clamp(min=0)
     if moves:

@@ -65,8 +65,8 @@ class ProcessorState:
     penalties [n] float32 (1: off); ngram_sizes [n] int64 (0: off); prompt_lens [n] int64; num_entries, num_bad_words
     [n] int64: how many of a row's rules count. tokens, untils [n, MAX_ENTRIES] int32 and biases, float32: see
     `TokenRules`. bad_words [n, MAX_BAD_WORDS, MAX_CONTEXT + 1] int32: the banned token, then the ones before it, the
-    nearest first, -1 past the word. history [n, width] int32: tokens by position, the prompt's and emitted ones. seen
-    [n, V] uint8: which tokens those are.
+    nearest first, -1 past the word. history [n, width] int32: tokens by position, see `EngineState`. seen [n, V] uint8:
+    which tokens those are.
     """
 
     penalties: Tensor
@@ -83,8 +83,9 @@ class ProcessorState:
     used: set[int] = field(default_factory=set)  # rows that are not neutral, known on the host
 
     @classmethod
-    def empty(cls, num_rows: int, width: int, vocab_size: int, device: torch.device) -> "ProcessorState":
-        """All rows neutral. width: positions a request can reach."""
+    def empty(cls, history: Tensor, vocab_size: int) -> "ProcessorState":
+        """All rows of `history` neutral."""
+        num_rows, device = history.shape[0], history.device
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(num_rows, *shape, dtype=dtype, device=device)
@@ -99,14 +100,14 @@ class ProcessorState:
             biases=zeros(MAX_ENTRIES, dtype=torch.float32),
             untils=zeros(MAX_ENTRIES, dtype=torch.int32),
             bad_words=zeros(MAX_BAD_WORDS, MAX_CONTEXT + 1, dtype=torch.int32),
-            history=zeros(width, dtype=torch.int32),
+            history=history,
             seen=zeros(vocab_size, dtype=torch.uint8),
         )
 
     @staticmethod
-    def bytes_for(num_rows: int, width: int, vocab_size: int) -> int:
-        """Bytes that the state of so many rows takes."""
-        return num_rows * (5 * 8 + 12 * MAX_ENTRIES + 4 * MAX_BAD_WORDS * (MAX_CONTEXT + 1) + 4 * width + vocab_size)
+    def bytes_for(num_rows: int, vocab_size: int) -> int:
+        """Bytes that the state of so many rows takes beside the history."""
+        return num_rows * (5 * 8 + 12 * MAX_ENTRIES + 4 * MAX_BAD_WORDS * (MAX_CONTEXT + 1) + vocab_size)
 
     def fill(self, row: int, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int]) -> None:
         """Take a new request into its row, without waiting for the device; one without processors costs nothing."""
@@ -178,15 +179,11 @@ def process(logits: Tensor, tree: Tree, rows: Tensor, num_context: Tensor, state
     return scores.masked_fill(is_banned, -torch.inf)
 
 
-def remember(verdict_tokens: Tensor, rows: Tensor, num_context: Tensor, state: ProcessorState) -> None:
-    """Append what a round emitted, [bs, W] int64, -1 past its end, to the history of `rows`."""
-    columns = torch.arange(verdict_tokens.shape[1], device=rows.device)
-    is_token = verdict_tokens >= 0
-    dummy = state.history.shape[0] - 1  # the last row is nobody's: what is no token goes there
-    owners = torch.where(is_token, rows.unsqueeze(1), dummy)
-    positions = (num_context.unsqueeze(1) + columns).clamp(max=state.history.shape[1] - 1)
-    tokens = verdict_tokens.clamp(min=0)
-    state.history[owners, positions] = tokens.int()
+def mark_seen(emitted: Tensor, rows: Tensor, state: ProcessorState) -> None:
+    """Mark the tokens that a round emitted, [bs, W] int64, -1 past its end, as seen by `rows`."""
+    dummy = state.seen.shape[0] - 1  # nobody reads the last row: padding goes there
+    owners = torch.where(emitted >= 0, rows.unsqueeze(1), dummy)
+    tokens = emitted.clamp(min=0)
     state.seen[owners, tokens] = torch.ones_like(tokens, dtype=torch.uint8)
 
 

@@ -97,9 +97,9 @@ class Programs:
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """By name, what graphs read besides their inputs; it stays where it is."""
-        model, pool, worker = self._parts.target.model, self._parts.context.pool, self._parts.worker
+        model, context, worker = self._parts.target.model, self._parts.context, self._parts.worker
         found: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        found |= {**pool.tensors("target"), **self.target.bridge.tensors}
+        found |= {**context.tensors("target"), **self.target.bridge.tensors}
         found |= {f"result {i}": rows for i, rows in enumerate(self.target.results)}
         draft = {**worker.tensors, **(self.draft[0].bridge.tensors if self.draft else {})}
         return {**found, **{f"draft {name}": t for name, t in draft.items()}}

@@ -12,9 +12,10 @@ from specdec.draft.worker import (
     STREAM_SYNTHETIC,
     STREAM_VERIFY,
     Draft,
+    PrefillChunk,
     RoundBatch,
 )
-from specdec.functional.processors import remember
+from specdec.functional.processors import mark_seen
 from specdec.functional.sampling import SamplingKind, process_logits
 from specdec.functional.synthetic import impose_acceptance
 from specdec.functional.tree import Tree, chain
@@ -35,7 +36,9 @@ class Round:
         self.ops = parts.ops
         self.slot_table = parts.tables.table
         self.state = parts.state
-        self._move_path = parts.ops.committer(parts.context.pool)
+        is_tree = parts.config.topk > 1
+        states = [state for state in parts.context.states if is_tree or state.commits_chains]
+        self._commits = [state.committer(parts.ops) for state in states]
         rates, device = parts.config.synthetic_acceptance, self.slot_table.device
         self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)
 
@@ -56,6 +59,7 @@ class Round:
         return RoundBatch(
             rows=rows,
             slot_table=self.slot_table,
+            history=self.state.history,
             seq_lens=self.state.seq_lens[rows],
             roots=self.state.roots[rows],
             sampling=None if kind.is_greedy else self.state.sampling.select(rows, kind.has_filters),
@@ -71,20 +75,26 @@ class Round:
         return output.logits.view(*shape, -1), aux
 
     def accept(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor) -> Verdict:
-        """Which nodes are emitted, up to a stop id or the length limit; their target K/V moves to L.. ."""
+        """Decide which nodes are emitted, up to a stop id or the length limit, and commit them."""
         verdict = self._decide(batch, draft, logits, STREAM_VERIFY)
         if self._rates is not None:
             draws = self.ops.uniforms(self.state.sampling.seeds[batch.rows], batch.seq_lens, STREAM_SYNTHETIC, 1)
             verdict = impose_acceptance(verdict, draft.tree, self._rates, draws[:, 0])
         verdict = self.ops.settle(verdict, batch.rows, self.state.stop_ids, self.state.remaining)
-        if self.config.topk > 1:  # a chain's path lies at L.. already; rejected slots are simply past the new L
-            self._move_path(batch.slot_table, batch.rows, batch.seq_lens, verdict.accept_index)
+        for commit in self._commits:
+            commit(batch.slot_table, batch.rows, batch.seq_lens, verdict.accept_index)
         return verdict
 
     def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> torch.Tensor:
         """The draft takes the true features; L += accept_lens, the last token is the new root. Returns the results."""
         self.worker.extend(batch, verdict, aux)
         return self._emit(batch, verdict, moves=True)
+
+    def take_prompts(self, chunk: PrefillChunk) -> None:
+        """Write the tokens of `chunk` to the history of its rows."""
+        q_lens, num_tokens = chunk.metadata.qo_indptr.diff(), chunk.ids.shape[0]
+        owners = torch.repeat_interleave(chunk.rows, q_lens, output_size=num_tokens)
+        self.state.history[owners, chunk.metadata.positions] = chunk.ids.int()
 
     def first_tokens(self, kind: str, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The token after each prompt, from logits [n, V]; it becomes the row's first root. Results as `play` gives."""
@@ -108,7 +118,7 @@ class Round:
         """By name, every tensor that outlives a round and that rounds read or write; they stay where they are."""
         model = self.target.model
         weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        own = {"slot table": self.slot_table, **self.state.tensors, **self.context.pool.tensors("target")}
+        own = {"slot table": self.slot_table, **self.state.tensors, **self.context.tensors("target")}
         return {**own, **weights, **{f"draft {name}": t for name, t in self.worker.tensors.items()}}
 
     def _verify_metadata(self, batch: RoundBatch, tree: Tree) -> AttentionMetadata:
@@ -170,6 +180,5 @@ class Round:
         """The last token is the new root and L += accept_lens, if it moves; results for the host."""
         state = self.state
         if batch.is_processed:
-            context = self._num_context(batch, STREAM_VERIFY if moves else STREAM_PREFILL)
-            remember(verdict.tokens, batch.rows, context, state.processors)
-        return self.ops.emit(verdict, batch.rows, state.seq_lens, state.roots, state.remaining, moves)
+            mark_seen(verdict.tokens, batch.rows, state.processors)
+        return self.ops.emit(verdict, batch.rows, state.seq_lens, state.roots, state.remaining, state.history, moves)

@@ -18,15 +18,19 @@ ADMITTED = ("seq_lens", "remaining", "stop_ids", "temperature", "top_k", "top_p"
 class EngineState:
     """Per-row device state, all [num_rows] unless said; the round reads and writes it, admission fills it.
 
-    The last row is the dummy row: it is over for ever, owns slot 0 only, and padding of captured batches points to it.
+    The last row is the dummy row: its request is permanently finished, it owns slot 0 only, and padding of captured
+    batches points to it.
     seq_lens: L; roots: the token at L; remaining: tokens the request may still emit, 0 once it is over;
-    stop_ids [num_rows, MAX_STOP_IDS], -1 padded; sampling: parameters by row; processors: penalties and bans by row.
+    stop_ids [num_rows, MAX_STOP_IDS], -1 padded; history [num_rows, width] int32: tokens by position up to the root;
+    the prompt's are written where somebody reads them (processors, a worker that `reads_history`), and what lies past
+    the root is left over; sampling: parameters by row; processors: penalties and bans by row.
     """
 
     seq_lens: torch.Tensor
     roots: torch.Tensor
     remaining: torch.Tensor
     stop_ids: torch.Tensor
+    history: torch.Tensor
     sampling: SamplingBatch
     processors: ProcessorState
 
@@ -39,8 +43,14 @@ class EngineState:
 
         stop_ids = torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int64, device=device)
         sampling = SamplingBatch.stack([SamplingParams()] * num_rows, device)
-        processors = ProcessorState.empty(num_rows, width, vocab_size, device)
-        return cls(zeros(), zeros(), zeros(), stop_ids, sampling, processors)
+        history = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
+        processors = ProcessorState.empty(history, vocab_size)
+        return cls(zeros(), zeros(), zeros(), stop_ids, history, sampling, processors)
+
+    @staticmethod
+    def bytes_for(num_rows: int, width: int, vocab_size: int) -> int:
+        """Bytes of the history and the processors, beside which the rest is small."""
+        return 4 * num_rows * width + ProcessorState.bytes_for(num_rows, vocab_size)
 
     @cached_property
     def columns(self) -> list[torch.Tensor]:

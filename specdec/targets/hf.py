@@ -20,6 +20,7 @@ from specdec.backends import ForwardContext, attention, forward_context
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError, GraphError
 from specdec.graphs.trace import Traced
+from specdec.layer_state import LayerState
 from specdec.targets.probe import (
     ModelSpec,
     answering,
@@ -117,6 +118,10 @@ class HFTarget:
     def embed_tokens(self) -> nn.Module:
         """The input embedding, which EAGLE heads share."""
         return self.model.get_input_embeddings()
+
+    def row_states(self, num_rows: int) -> tuple[LayerState, ...]:
+        """Make the state by row of layers that are not attention. The probe refuses such layers, so there is none."""
+        return ()
 
     @property
     def shape(self) -> TargetShape:
