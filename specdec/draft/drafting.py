@@ -6,23 +6,22 @@ under the target's slot numbers. Chains: arXiv 2211.17192; trees as in EAGLE-2, 
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from specdec.backends import ForwardContext, LayerSpec, forward_context
+from specdec.backends import ForwardContext, forward_context
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.config import EngineConfig
 from specdec.draft.worker import STREAM_DRAFT, Draft, DraftParts, DraftWorker, RoundBatch
 from specdec.functional.sampling import process_logits
 from specdec.functional.tree import chain
 from specdec.functional.verify import Verdict
-from specdec.kv_cache import KVPool
 
 
 class DraftModelWorker(DraftWorker):
-    """Drafts with a model of `layers` and their `sinks`, which scores the target tokens `hot_ids` [dv] int64.
+    """Drafts with a model that scores the target tokens `hot_ids` [dv] int64.
 
     State by row: `logits` [num_rows, dv], and `hidden` [num_rows, h_d] of a model that is fed its own states.
     """
@@ -31,8 +30,6 @@ class DraftModelWorker(DraftWorker):
         self,
         parts: DraftParts,
         *,
-        layers: Sequence[LayerSpec],
-        sinks: Sequence[torch.Tensor | None],
         hot_ids: torch.Tensor,
         vocab_size: int,
         state_size: int,
@@ -42,7 +39,7 @@ class DraftModelWorker(DraftWorker):
         num_hot, device, config = hot_ids.numel(), hot_ids.device, parts.config
         if config.topk > num_hot:
             raise ValueError(f"topk={config.topk}: the draft scores only {num_hot} tokens")
-        assert parts.backend is not None
+        assert parts.context is not None, "a model has attention layers"
         self.spec = parts.spec
         self.id_shift = parts.spec.id_shift
         self.config = config
@@ -51,8 +48,7 @@ class DraftModelWorker(DraftWorker):
         self.hot_ids = hot_ids
         self.vocab_size = vocab_size
         self.draws_chains = config.sample_drafts
-        pool = KVPool([layer.shape for layer in layers], parts.total_slots, dtype, device)
-        self.context: ForwardContext = ForwardContext(parts.backend, pool, layers, sinks, parts.on_forward)
+        self.context: ForwardContext = parts.context
         self.candidate_depths = candidate_depths(config).to(device)
         self.logits = torch.zeros(config.num_rows, num_hot, dtype=dtype, device=device)
         self.hidden = torch.zeros(config.num_rows, state_size, dtype=dtype, device=device) if state_size else None

@@ -27,8 +27,6 @@ class HeadWorker(DraftModelWorker):
         weight, target, config = head.weight, parts.target, parts.config
         super().__init__(
             parts,
-            layers=head.attention_layers,
-            sinks=head.sinks,
             hot_ids=head.hot_ids,
             vocab_size=head.vocab_size,
             state_size=head.hidden_size,

@@ -23,8 +23,6 @@ class StandaloneWorker(DraftModelWorker):
     def __init__(self, parts: DraftParts, draft: HFTarget):
         super().__init__(
             parts,
-            layers=draft.spec.layers,
-            sinks=draft.spec.sinks,
             hot_ids=torch.arange(draft.spec.vocab_size, device=draft.device),
             vocab_size=draft.spec.vocab_size,
             state_size=0,

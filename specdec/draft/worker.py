@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from specdec.backends import AttentionBackend, ForwardContext
-from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.backends import ForwardContext
+from specdec.batch import AttentionMetadata
 from specdec.config import EngineConfig
 from specdec.draft.algo_spec import AlgoSpec
 from specdec.functional.ops import RoundOps
@@ -49,17 +49,14 @@ class RoundBatch:
 class DraftParts:
     """What a draft worker is made of besides its model.
 
-    backend: for its attention layers, None if it has none; ops: those that go with it; total_slots: of its KV pool;
-    on_forward: is told the mode of every forward.
+    ops: those that go with its backend; context: its attention layers and K/V pool, None if it has no layers.
     """
 
     spec: AlgoSpec
     target: HFTarget
     config: EngineConfig
-    backend: AttentionBackend | None
     ops: RoundOps
-    total_slots: int
-    on_forward: Callable[[ForwardMode], None]
+    context: ForwardContext | None
 
 
 class Draft(NamedTuple):

@@ -22,6 +22,7 @@ from specdec.graphs import Counters
 from specdec.heads.base import DraftHead
 from specdec.heads.load import check_head, load_head, open_draft
 from specdec.kv_cache import KVPool, SlotTables
+from specdec.layer_state import LayerState
 from specdec.prefill.graphs import LOWER as PREFILL_LOWER
 from specdec.prefill.graphs import estimate_prefill_bytes, resolve_prefill_mode
 from specdec.round.graphs import LOWER, estimate_bytes
@@ -91,7 +92,7 @@ def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None, algo:
     backend, why = pick_backend(config.backend, target.spec.layers, target.dtype, target.device, config.page_size)
     backends = [backend]
     counters = Counters()
-    shape = None if draft is None else DraftShape.of(draft)
+    shape = None if draft is None else ModelShape.of(draft)
     _check_memory(target, config, shape)
     tables = SlotTables(config.max_batch, config.table_width, config.pool_slots, config.page_size, target.device)
     target.expect_positions(config.table_width)
@@ -103,26 +104,18 @@ def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None, algo:
         backends.append(own)
     worker: DraftWorker = NoDraft()
     if algo is not None:
-        own = backends[-1]
-        row = algorithm(algo)
-        attention = None if shape is None else _backend(own, shape.layers, shape.dtype, target.device)
-        rest = (attention, _ops_for(own), tables.total_slots, counters.count_forward)
-        worker = row.make(DraftParts(row.spec, target, config, *rest), draft)
+        row, own = algorithm(algo), backends[-1]
+        context = None if shape is None else _context(own, shape, tables, counters)
+        worker = row.make(DraftParts(row.spec, target, config, _ops_for(own), context), draft)
     target.aux_layers = worker.aux_layers
-    spec = target.spec
-    pool = KVPool([layer.shape for layer in spec.layers], tables.total_slots, target.dtype, target.device)
-    tables.check_pool(pool)
-    attention = _backend(backend, spec.layers, target.dtype, target.device)
     parts = Parts(
         target=target,
         config=config,
         worker=worker,
-        context=ForwardContext(
-            attention, pool, spec.layers, spec.sinks, counters.count_forward, target.row_states(config.num_rows)
-        ),
+        context=_context(backend, ModelShape.of(target), tables, counters, target.row_states(config.num_rows)),
         ops=_ops_for(backend),
         tables=tables,
-        state=EngineState.empty(config.num_rows, config.table_width, spec.vocab_size, target.device),
+        state=EngineState.empty(config.num_rows, config.table_width, target.spec.vocab_size, target.device),
         counters=counters,
         may_merge=_may_merge(config, backends),
     )
@@ -157,27 +150,30 @@ def _check_length(config: EngineConfig, model: HFTarget, what: str) -> None:
         )
 
 
-class DraftShape(NamedTuple):
-    """What an engine makes room for. num_state: elements a row, logits and recycled states; num_aux: hidden states it
-    reads of the target."""
+class ModelShape(NamedTuple):
+    """The layers of a target or a draft, and the sizes that an engine makes room for.
+
+    num_state: elements a row of a draft, logits and recycled states; num_aux: hidden states it reads of the target.
+    """
 
     layers: Sequence[LayerSpec]
+    sinks: Sequence[torch.Tensor | None]
     dtype: torch.dtype
     num_state: int
     module: nn.Module
     num_aux: int
 
     @classmethod
-    def of(cls, draft: Draft) -> "DraftShape":
-        """That of a head or a model."""
+    def of(cls, draft: Draft) -> "ModelShape":
+        """Read the sizes off a head or a model."""
         if isinstance(draft, HFTarget):
-            return cls(draft.spec.layers, draft.dtype, draft.spec.vocab_size, draft.model, 0)
+            return cls(draft.spec.layers, draft.spec.sinks, draft.dtype, draft.spec.vocab_size, draft.model, 0)
         num_states = 1 if draft.num_modules == 1 else 1 + draft.num_modules
         num_state = draft.hot_ids.numel() + num_states * draft.hidden_size
-        return cls(draft.attention_layers, draft.weight.dtype, num_state, draft, len(draft.aux_layers))
+        return cls(draft.attention_layers, draft.sinks, draft.weight.dtype, num_state, draft, len(draft.aux_layers))
 
 
-def _check_memory(target: HFTarget, config: EngineConfig, draft: DraftShape | None) -> None:
+def _check_memory(target: HFTarget, config: EngineConfig, draft: ModelShape | None) -> None:
     """CapacityError if pools, tables and graphs will not fit beside the weights."""
     total_slots = SlotTables.slots_for(config.pool_slots, config.page_size)
 
@@ -221,13 +217,19 @@ def _may_merge(config: EngineConfig, backends: Sequence[type[AttentionBackend]])
     return not on_host
 
 
-def _backend(
-    kind: type[AttentionBackend], layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
-) -> AttentionBackend:
-    """A backend of `kind`, ready for `layers`."""
-    backend = kind()
-    backend.prepare_for(layers, dtype, device)
-    return backend
+def _context(
+    kind: type[AttentionBackend],
+    model: ModelShape,
+    tables: SlotTables,
+    counters: Counters,
+    row_states: tuple[LayerState, ...] = (),
+) -> ForwardContext:
+    """Make a backend that is ready for a model's layers, and their K/V pool under the slots of `tables`."""
+    backend, device = kind(), tables.table.device
+    backend.prepare_for(model.layers, model.dtype, device)
+    pool = KVPool([layer.shape for layer in model.layers], tables.total_slots, model.dtype, device)
+    tables.check_pool(pool)
+    return ForwardContext(backend, pool, model.layers, model.sinks, counters.count_forward, row_states)
 
 
 def _ops_for(backend: type[AttentionBackend]) -> RoundOps:
