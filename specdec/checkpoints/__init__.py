@@ -1,1 +1,1 @@
-"""Files of checkpoints: where they are, what is in them, and how they are replaced without losing anything."""
+"""Checkpoint files: finds them, reads and checks them, and replaces them without losing anything."""

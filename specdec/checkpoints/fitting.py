@@ -1,4 +1,4 @@
-"""Whether tensors fit a head and its target: problems in words, with the shape found, the one expected, and why."""
+"""Checks that tensors fit a head and its target: problems in words, with shapes found and expected, and why."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ def tensor_problems(
     named: Callable[[str], str],
     why: Callable[[str, tuple[int, ...] | None], str],
 ) -> list[str]:
-    """Missing, unexpected and misshapen tensors. `wanted`, `optional` and `found` go by our names, messages by `named`.
+    """List missing, unexpected and misshapen tensors; keys are our names, and `named` gives those for messages.
 
     why: the likely cause for a tensor of ours and the shape it has; "" if none is known.
     """
@@ -41,7 +41,7 @@ def tensor_problems(
 
 
 def quantised_problems(found: Shapes, known: Iterable[str], named: Callable[[str], str]) -> list[str]:
-    """Weights that are stored in a type that needs scales."""
+    """Report weights stored in a type that needs scales."""
     whole = ("d2t", "t2d")
     odd = [n for n in known if n in found and found[n][1] not in FLOATS and n not in whole]
     if not odd:
@@ -52,7 +52,7 @@ def quantised_problems(found: Shapes, known: Iterable[str], named: Callable[[str
 
 
 def vocab_problems(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
-    """Whether d2t holds offsets into t2d's members; absolute ids are the commonest porting mistake."""
+    """Check that d2t holds offsets into t2d's members; absolute ids are the commonest porting mistake."""
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         return [f"d2t is {d2t.dtype} and t2d {t2d.dtype}; expected torch.int64 and torch.bool"]
     ids = d2t + torch.arange(d2t.numel())
@@ -70,7 +70,7 @@ def vocab_problems(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
 
 
 def full_vocab_problems(d2t: torch.Tensor | None, t2d: torch.Tensor | None) -> list[str]:
-    """Maps of a head that scores all V tokens: t2d marks all or none; d2t is zero, or leads to a permutation."""
+    """Check the maps of a head that scores all V tokens: t2d marks all or none; d2t is zero, or gives a permutation."""
     problems = []
     if t2d is not None and 0 < int((t2d != 0).sum()) < t2d.numel():
         marked = int((t2d != 0).sum())
@@ -90,14 +90,14 @@ def full_vocab_problems(d2t: torch.Tensor | None, t2d: torch.Tensor | None) -> l
 
 
 def full_vocab_ids(d2t: torch.Tensor) -> torch.Tensor:
-    """[V] int64: the target id of each draft id."""
+    """Return the target id of each draft id, [V] int64."""
     return d2t.long() + torch.arange(d2t.numel())
 
 
 def weight_doubts(module: nn.Module) -> list[str]:
-    """What no training leaves behind: weights that are not finite, an output head of zeros; by name.
+    """Name weights that no training leaves behind: ones that are not finite, and an output head of zeros.
 
-    One pass over the weights, and one wait for their device at the end.
+    One pass over the weights, and one device sync at the end.
     """
     named = [(name, p) for name, p in module.named_parameters() if p.dtype in FLOATS]  # others are quantised
     heads = [(name, p) for name, p in named if name.endswith("lm_head.weight")]
@@ -113,7 +113,7 @@ def weight_doubts(module: nn.Module) -> list[str]:
 
 
 def warn_of_weights(module: nn.Module, where: str) -> None:
-    """Warn of weights that cannot draft. Texts stay right: what a draft says is verified."""
+    """Warn of weights that cannot draft. Outputs stay right, since drafts are verified."""
     for doubt in weight_doubts(module):
         warnings.warn(
             f"{where}: {doubt}; its drafts will be rejected. Take another export, or train it anew", stacklevel=4
@@ -121,7 +121,7 @@ def warn_of_weights(module: nn.Module, where: str) -> None:
 
 
 def is_copy(stored: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `stored` [V, h] is `weight`, up to what storing it in another float type lost."""
+    """Return whether `stored` [V, h] equals `weight`, up to rounding to another float type."""
     if stored.shape != weight.shape:
         return False
     low = min((stored.dtype, weight.dtype), key=lambda dtype: torch.finfo(dtype).bits)
@@ -130,7 +130,7 @@ def is_copy(stored: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def warn_if_random(stored: torch.Tensor, weight: torch.Tensor, where: str) -> None:
-    """Warn about an embedding [V, h] that was exported as it was initialised: it has nothing of the target's."""
+    """Warn about an embedding [V, h] that was exported as initialised: it does not correlate with the target's."""
     rows = slice(0, 4096)
     a, b = stored[rows].float(), weight.detach()[rows].float().cpu()
     if a.shape != b.shape or abs(float(a.std()) / INIT_STD - 1) > 0.05:

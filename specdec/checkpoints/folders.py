@@ -1,6 +1,6 @@
-"""Where a checkpoint lies: paths that a user or an index names, Hub snapshots, JSON files. Knows no tensors.
+"""Finds checkpoints: paths that a user or an index names, Hub snapshots, JSON files. Knows no tensors.
 
-A repository is not trusted: no name in it leads out of its folder, and what is wrong with a file is CheckpointError.
+A repository is not trusted: no name in it leads out of its folder, and a file that is wrong raises CheckpointError.
 """
 
 import json
@@ -15,11 +15,11 @@ from specdec.errors import CheckpointError
 WEIGHTS = "model.safetensors"
 LEGACY_WEIGHTS = "pytorch_model.bin"
 INDEX = ".index.json"
-MAX_NAME = 255  # of a part of a path: what file systems take
+MAX_NAME = 255  # characters of a path's part that file systems allow
 
 
 def local_path(path_or_id: Any) -> Path:
-    """`path_or_id` as a path, whether there is such a file or not; ValueError if it is neither a path nor a name."""
+    """Return `path_or_id` as a path, whether it exists or not; ValueError if it is neither a path nor a name."""
     if not isinstance(path_or_id, str | os.PathLike) or not os.fspath(path_or_id):
         raise ValueError(f"{path_or_id!r}: expected the path of a folder or a .gguf file, or a Hub id owner/name")
     path = Path(path_or_id)
@@ -32,7 +32,7 @@ def local_path(path_or_id: Any) -> Path:
 
 
 def locate(path_or_id: str | Path) -> tuple[Path, str | None]:
-    """(folder, None), or the snapshot of a Hub repository with its JSON files and its weights, if they are one file."""
+    """Return (folder, None), or (Hub snapshot, repository) with its JSON files, and weights if they are one file."""
     path = local_path(path_or_id)
     if path.is_dir():
         return path, None
@@ -54,7 +54,7 @@ def locate(path_or_id: str | Path) -> tuple[Path, str | None]:
 
 
 def download(repo: str, name: str) -> Path:
-    """One file of a Hub repository."""
+    """Download one file of a Hub repository."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -64,7 +64,7 @@ def download(repo: str, name: str) -> Path:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in the file `name` of `folder`."""
+    """Read the JSON object in the file `name` of `folder`."""
     path = folder / name
     if not path.is_file():
         raise CheckpointError(str(folder), [f"there is no {name}"])
@@ -80,7 +80,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_weight_map(folder: Path, name: str) -> dict[str, str]:
-    """The file of each tensor, out of the index `name`; CheckpointError if one of them would lie outside `folder`."""
+    """Read the file of each tensor from the index `name`; CheckpointError if one of them is outside `folder`."""
     weight_map = read_json(folder, name).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(str(folder), [f"{name} has no 'weight_map' (an object); download it anew"])
@@ -97,8 +97,8 @@ def read_weight_map(folder: Path, name: str) -> dict[str, str]:
 
 
 def _why_outside(folder: Path, name: Any) -> str | None:
-    """Why `name` is not that of a file in `folder`. The file itself may be a link: snapshots of the Hub hold nothing
-    but links; the folders on the way may not lead out."""
+    """Return why `name` is not a file in `folder`, or None. The file itself may be a link, as all are in Hub snapshots;
+    the folders on the way may not lead out."""
     if not isinstance(name, str):
         return f"a {type(name).__name__}: expected a file name"
     if not name or "\0" in name or any(len(part) > MAX_NAME for part in name.split("/")):
@@ -115,9 +115,9 @@ def _why_outside(folder: Path, name: Any) -> str | None:
 
 @contextmanager
 def as_checkpoint_error(folder: str | Path, what: str) -> Iterator[None]:
-    """The last resort for files nobody vouches for: what escapes from within becomes a CheckpointError of `what`.
+    """Turn any exception from within into a CheckpointError of `what`: the last resort for untrusted files.
 
-    Checks with better words stand before it; ValueErrors of ours pass as they are.
+    Checks with better messages come before it; a CheckpointError passes unchanged.
     """
     try:
         yield
@@ -130,10 +130,10 @@ def as_checkpoint_error(folder: str | Path, what: str) -> Iterator[None]:
 
 
 def shortened(text: str, length: int = 120) -> str:
-    """`text`, its middle left out if it is longer than `length`."""
+    """Return `text`, without its middle if it is longer than `length`."""
     return text if len(text) <= length else f"{text[: length // 2]}…{text[-length // 2 :]}"
 
 
 def json_text(value: Mapping[str, Any]) -> str:
-    """`value` as our files have it."""
+    """Format `value` as in our files."""
     return json.dumps(value, indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""Writes checkpoints beside what is there and puts them in its place: a crash leaves the older files whole, and no
+"""Writes checkpoints to a temporary folder and moves them into place: a crash leaves the older files whole, and no
 checkpoint is overwritten unless that was asked for."""
 
 import os
@@ -20,9 +20,9 @@ INDICES = (WEIGHTS + INDEX, LEGACY_WEIGHTS + INDEX)
 
 
 def check_free(folder: str | Path, overwrite: bool) -> None:
-    """ValueError if `folder` holds a checkpoint already, unless it is to be overwritten.
+    """Raise ValueError if `folder` holds a checkpoint already, unless it is to be overwritten.
 
-    One whose parts an index lists is never overwritten: readers would go on taking the old parts.
+    A checkpoint in shards with an index is never overwritten: readers would go on loading the old shards.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -41,24 +41,24 @@ def check_free(folder: str | Path, overwrite: bool) -> None:
 
 
 def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write config.json and model.safetensors to `folder`, over those that are there; see `check_free`."""
+    """Write config.json and model.safetensors to `folder`, replacing those there; see `check_free`."""
     with replacing(folder, CHECKPOINT) as partial:
         save_file(dict(tensors), str(partial / WEIGHTS), metadata={"format": "pt"})
         (partial / CONFIG).write_text(json_text(config), "utf-8")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in one stroke."""
+    """Write a text file atomically."""
     with replacing(path.parent) as partial:
         (partial / path.name).write_text(text, "utf-8")
 
 
 @contextmanager
 def replacing(folder: str | Path, stale: Sequence[str] = ()) -> Iterator[Path]:
-    """Within, a folder in `folder` to write to; its files then take the places of those of their names, weights first.
+    """Yield a temporary folder in `folder`; its files then replace those of the same names, weights first.
 
-    stale: patterns of files that belong to what is replaced: those not written anew go. An error in between leaves
-    `folder` as it was, and leaves none behind that was not there.
+    stale: patterns of files of the old checkpoint: those not written again are deleted. An error within leaves `folder`
+    as it was, and removes it if it is new.
     """
     folder = Path(folder)
     is_new = not folder.exists()
@@ -78,5 +78,5 @@ def replacing(folder: str | Path, stale: Sequence[str] = ()) -> Iterator[Path]:
 
 
 def _weights_first(files: Sequence[Path]) -> list[Path]:
-    """Weights without their new config do not load; a config without its weights might, as another head."""
+    """Sort weights first: without their config they do not load; a config without weights might, as another head."""
     return sorted(files, key=lambda file: (file.suffix == ".json", file.name))

@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder: which tensors lie where, and reading some of them. Knows no layout."""
+"""Tensors of a checkpoint folder: which file holds each, and reading some of them. Knows no layout."""
 
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,18 +36,18 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # that need no scales
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # dtypes that need no scales
 
 Shapes = dict[str, tuple[tuple[int, ...], Any]]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a folder holds, without its data.
+    """Contents of a checkpoint folder, without the data.
 
-    layout: a name of `specdec.heads.layouts`; algo: what it drafts with. config: config.json as it is. tensors: shape
-    and dtype of each tensor by its name in the file; of a head inside a target, the head's only. notes: what was read
-    from where, and defaults taken.
+    layout: a name of `specdec.heads.layouts`; algo: the algorithm it drafts with. config: config.json as it is.
+    tensors: shape and dtype of each tensor by its name in the file; of a head inside a target, the head's only. notes:
+    where values were read from, and defaults taken.
     """
 
     folder: Path
@@ -60,9 +60,9 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """Where each tensor of a checkpoint lies; nothing is read before it is asked for.
+    """The file of each tensor of a checkpoint; no tensor is read before it is asked for.
 
-    repo: the Hub repository whose snapshot the folder is, if any; parts that are not there yet come from it.
+    repo: the Hub repository whose snapshot the folder is, if any; missing files are downloaded from it.
     """
 
     folder: Path
@@ -71,7 +71,7 @@ class TensorFiles:
 
     @classmethod
     def at(cls, path_or_id: str | Path) -> "TensorFiles":
-        """A folder, or a Hub repository. CheckpointError if it has no weights or they are cut off."""
+        """Open a folder, or a Hub repository. CheckpointError if it has no weights or they are truncated."""
         folder, repo = locate(path_or_id)
         candidates = (WEIGHTS + INDEX, WEIGHTS, LEGACY_WEIGHTS + INDEX, LEGACY_WEIGHTS)
         name = next((f for f in candidates if (folder / f).is_file()), None)
@@ -84,7 +84,7 @@ class TensorFiles:
             return cls(folder, dict.fromkeys(file.keys(), name), repo)
 
     def shapes(self, names: Iterable[str]) -> Shapes:
-        """Shape and dtype of the tensors `names`."""
+        """Return shape and dtype of the tensors `names`."""
         found: Shapes = {}
         for file_name, wanted in self._by_file(names).items():
             with _opened(self.folder, file_name, self.repo) as file:
@@ -97,7 +97,7 @@ class TensorFiles:
         return found
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The tensors `names` as stored, on the CPU; they may share pages with the file: copy what you keep."""
+        """Read the tensors `names` as stored, on the CPU; they may share pages with the file: copy what you keep."""
         found: dict[str, torch.Tensor] = {}
         for file_name, wanted in self._by_file(names).items():
             with _opened(self.folder, file_name, self.repo) as file:
@@ -113,7 +113,7 @@ class TensorFiles:
 
 @contextmanager
 def _opened(folder: Path, name: str, repo: str | None = None) -> Iterator[Any]:
-    """The file `name`: safetensors' handle, or a dict of a .bin file. Errors of reading it are the checkpoint's."""
+    """Open the file `name`: a safetensors handle, or a dict of a .bin file. Read errors become CheckpointError."""
     path = folder / name
     if repo is not None and not path.is_file():
         path = download(repo, name)
@@ -131,7 +131,7 @@ def _opened(folder: Path, name: str, repo: str | None = None) -> Iterator[Any]:
 
 
 class _State(dict[str, torch.Tensor]):
-    """The tensors of a .bin file. One that its index promises and it has not is the checkpoint's fault."""
+    """The tensors of a .bin file. A name that its index lists and the file lacks raises CheckpointError."""
 
     def __init__(self, folder: Path, name: str, state: Mapping[str, torch.Tensor]):
         super().__init__(state)
@@ -144,7 +144,7 @@ class _State(dict[str, torch.Tensor]):
 
 
 def _load_legacy(folder: Path, path: Path) -> _State:
-    """The plain tensors in the pickle `path`; nothing in it is run."""
+    """Load the plain tensors in the pickle `path`; no code in it is run."""
     with as_checkpoint_error(folder, f"{path.name} is truncated, corrupted or no file of tensors; download it anew"):
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     named = state if isinstance(state, dict) else {}
@@ -162,7 +162,7 @@ def _load_legacy(folder: Path, path: Path) -> _State:
 
 
 def _oddity(tensor: torch.Tensor) -> str | None:
-    """What a stored tensor is, if it is no plain one."""
+    """Return what kind of tensor a stored one is, if it is not a plain one."""
     if tensor.is_meta:
         return "a meta tensor, which has no data"
     if tensor.layout is not torch.strided:

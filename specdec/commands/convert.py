@@ -21,18 +21,18 @@ from specdec.heads.layouts import AUX_IDS, AUX_LAYERS
 from specdec.heads.open import open_head, read_config
 
 TO = {"official": "eagle3", "speculators": "speculators"}
-# Keys that no arithmetic of ours depends on, but that other readers look at.
+# Keys that our computation does not use, but other readers do.
 PASSED = ("max_position_embeddings", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def convert(
     src: str | Path, dst: str | Path, to: str, verifier: str | None = None, *, overwrite: bool = False
 ) -> list[str]:
-    """Write the EAGLE-3 head in `src` to the folder `dst` in the layout `to`; returns notes on what was read.
+    """Write the EAGLE-3 head in `src` to the folder `dst` in the layout `to`; return notes on what was read.
 
     to: "official" or "speculators". verifier: name of the target for speculators' config; None keeps what `src` says.
-    overwrite: take the place of a checkpoint in `dst`. ValueError names what `to` cannot express, CheckpointError what
-    is wrong with `src`.
+    overwrite: replace a checkpoint in `dst`. ValueError names what `to` cannot express, CheckpointError what is wrong
+    with `src`.
     """
     if to not in TO:
         raise ValueError(f"to={to!r}: expected one of {', '.join(TO)}")
@@ -86,7 +86,7 @@ def _to_speculators(head: HeadFiles, config: Eagle3Config) -> dict[str, Any]:
 
 
 def _keep_aux(raw: Mapping[str, Any], written: dict[str, Any], holder: dict[str, Any]) -> None:
-    """Aux ids as `raw` has them, or none: how they are meant depends on the target's depth, which is not known here."""
+    """Copy aux ids as `raw` has them, or none: their meaning depends on the target's depth, which is not known here."""
     ids = (raw.get("eagle_config") or {}).get(AUX_IDS) or raw.get(AUX_IDS)
     for config, key, value in ((holder, AUX_IDS, ids), (written, AUX_LAYERS, raw.get(AUX_LAYERS))):
         config.pop(key, None)
@@ -95,7 +95,7 @@ def _keep_aux(raw: Mapping[str, Any], written: dict[str, Any], holder: dict[str,
 
 
 def _with_verifier(known: Any, verifier: str | None) -> dict[str, Any]:
-    """`speculators_config` for the target `verifier`; what was known of another target is dropped."""
+    """Return `speculators_config` for the target `verifier`; an entry for another target is dropped."""
     kept = dict(known) if isinstance(known, dict) else proposal_json(None)
     if verifier is not None and (kept.get("verifier") or {}).get("name_or_path") != verifier:
         kept["verifier"] = {"name_or_path": verifier, "architectures": []}
@@ -107,7 +107,7 @@ def convert_command(
     dst: Annotated[Path, typer.Argument(help="Folder to write.")],
     to: Annotated[str, typer.Option(help="official (SafeAILab, SpecForge, SGLang) or speculators (vLLM).")],
     verifier: Annotated[str | None, typer.Option(help="Name of the target, for speculators' config.")] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace a checkpoint that lies in DST.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace a checkpoint in DST.")] = False,
 ) -> None:
     """Rewrite an EAGLE-3 head in the other layout; the last line is one JSON object."""
     notes = convert(src, dst, to, verifier, overwrite=overwrite)

@@ -1,4 +1,4 @@
-"""`specdec demo`: the same prompts with HF `generate`, plain decoding and speculation: what was drafted, how fast."""
+"""`specdec demo`: the same prompts with HF `generate`, plain decoding and speculation: drafted tokens and speeds."""
 
 import json
 import re
@@ -57,7 +57,7 @@ def run_demo(
     max_new_tokens: int = 96,
     prompts: tuple[str, ...] = PROMPTS,
 ) -> dict[str, Any]:
-    """Show the three ways; prints the table and one JSON line, and returns what the line holds."""
+    """Run the three ways, print the table and one JSON line, and return what the line holds."""
     console = Console()
     ids = chat_ids(list(prompts), tokenizer)
     hf = _run_hf(model, ids, max_new_tokens)
@@ -90,7 +90,7 @@ def run_demo(
 
 @dataclass(frozen=True)
 class Marking:
-    """How drafted tokens that the target accepted stand out: a style, and what stands before and after them."""
+    """Markup of drafted tokens that the target accepted: a style, and the text before and after them."""
 
     style: str
     before: str
@@ -98,7 +98,7 @@ class Marking:
 
     @classmethod
     def of(cls, console: Console) -> "Marking":
-        """Colour where there is colour, underlines on a terminal without, brackets in a pipe or a file."""
+        """Choose colour where there is colour, underlines on a terminal without, brackets in a pipe or a file."""
         if not console.is_terminal or console.is_dumb_terminal:
             return cls("", "[", "]")
         return cls("underline" if console.no_color or console.color_system is None else "bold green", "", "")
@@ -111,7 +111,7 @@ class Marking:
 
 
 def exchange(prompt: str, output: RequestOutput, tokenizer: Any, mark: Marking, width: int) -> Table:
-    """A prompt and its answer, labelled, wrapped for `width` columns; long answers are cut."""
+    """Format a prompt and its answer, labelled, wrapped for `width` columns; long answers are cut."""
     lines = Table.grid(padding=(0, 1))
     lines.add_column(width=LABEL_WIDTH, style="bold")
     lines.add_column(width=width - LABEL_WIDTH - 1)
@@ -122,7 +122,7 @@ def exchange(prompt: str, output: RequestOutput, tokenizer: Any, mark: Marking, 
 
 
 def marked(output: RequestOutput, tokenizer: Any, mark: Marking, most: int) -> Text:
-    """The text of `output` on one line, drafted tokens marked round by round, cut after about `most` characters."""
+    """Format `output` on one line, drafted tokens marked round by round, cut after about `most` characters."""
     text, detokenizer = Text(), Detokenizer(tokenizer)
     for is_drafted, tokens in _runs(output):
         if len(text) > most - len(CUT):
@@ -137,7 +137,7 @@ def marked(output: RequestOutput, tokenizer: Any, mark: Marking, most: int) -> T
 
 
 def _runs(output: RequestOutput) -> Iterable[tuple[bool, list[int]]]:
-    """Neighbouring tokens of one round and one origin: its accepted drafts, then the target's own."""
+    """Yield (is drafted, tokens) of each round: its accepted drafts, then the target's own token."""
     start = len(output.tokens) - sum(output.round_lens)
     yield False, output.tokens[:start]
     for n in output.round_lens:
@@ -147,7 +147,7 @@ def _runs(output: RequestOutput) -> Iterable[tuple[bool, list[int]]]:
 
 
 def _run_hf(model: Any, prompts: list[list[int]], max_new_tokens: int) -> Run:
-    """`model.generate`, one prompt at a time, after a short warm-up."""
+    """Run `model.generate`, one prompt at a time, after a short warm-up."""
     run = Run("HF generate")
     _hf_tokens(model, prompts[0], 4)
     for prompt in _progress(prompts, run.name):
@@ -171,7 +171,7 @@ def _run_engine(
     max_new_tokens: int,
     show: Callable[[int, RequestOutput], None] | None = None,
 ) -> Run:
-    """Every prompt through a fresh engine; `show` gets each output, outside what is timed."""
+    """Run every prompt through a fresh engine; `show` gets each output, outside the timed part."""
     run, engine = Run(name), make()
     try:
         engine.generate(prompts[0], max_new_tokens=4)
@@ -192,7 +192,7 @@ def _run_engine(
 
 
 def _progress(prompts: list[list[int]], name: str) -> Iterable[list[int]]:
-    """The prompts, with a bar on a terminal that goes away when they are over."""
+    """Iterate over the prompts, with a progress bar on a terminal that disappears at the end."""
     return tqdm(prompts, desc=name, unit="prompt", leave=False, disable=None)
 
 

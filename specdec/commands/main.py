@@ -35,12 +35,12 @@ SHIPPED = "shipped"
 
 Target = Annotated[str, typer.Option(help="Hub id, folder, .gguf file or 'bundled' (SmolLM2-135M-Instruct).")]
 DemoDraft = Annotated[str, typer.Option(help="Folder, .gguf file, Hub id, 'lookup', 'shipped' or a shipped name.")]
-Draft = Annotated[str, typer.Option(help="As of `demo`, 'lookup' or 'none'. 'shipped' is the EAGLE-3 head.")]
+Draft = Annotated[str, typer.Option(help="As for `demo`, or 'none'. 'shipped' is the EAGLE-3 head.")]
 Device = Annotated[str, typer.Option(help="cuda, cpu; auto: cuda where there is one.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.")]
 Steps = Annotated[int | None, typer.Option(help="Draft depth S; default 2 on CPU, 3 on CUDA.")]
-TopK = Annotated[int, typer.Option(help="Branches a step K; 1 drafts a chain.")]
-DraftTokens = Annotated[int | None, typer.Option(help="Nodes verified a round D, root included.")]
+TopK = Annotated[int, typer.Option(help="Branches per step K; 1 drafts a chain.")]
+DraftTokens = Annotated[int | None, typer.Option(help="Nodes verified per round D, root included.")]
 MaxNew = Annotated[int, typer.Option(help="Tokens to emit at most.")]
 
 
@@ -54,7 +54,7 @@ def demo(
     max_new_tokens: MaxNew = 96,
     device: Device = "auto",
 ) -> None:
-    """HF generate, plain decoding and speculation side by side, and which tokens were drafted.
+    """Compare HF generate, plain decoding and speculation, and show which tokens were drafted.
 
     The last line is one JSON object.
     """
@@ -85,15 +85,15 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float | None = None,
-    seed: Annotated[int | None, typer.Option(help="Of the random draws; another one each run if left out.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random draws; default: new in each run.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
     raw: Annotated[bool, typer.Option(help="Continue the prompt as it is, without the chat template.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Generate for one prompt, text as it comes; statistics go to stderr.
+    """Generate for one prompt and stream the text; statistics go to stderr.
 
-    What is left out is as the model's generation_config has it.
+    Options left out come from the model's generation_config.
     """
     law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     law["repetition_penalty"] = repetition_penalty
@@ -136,7 +136,7 @@ def bench_acceptance(
         bool, typer.Option("--sample-drafts/--greedy-drafts", help="How chains of sampled requests are drafted.")
     ] = True,
     predicted: Annotated[
-        bool, typer.Option("--predicted", help="Greedy chains: what the trainer simulates on the same text, too.")
+        bool, typer.Option("--predicted", help="Greedy chains: also show what the trainer simulates on the same text.")
     ] = False,
     target: Target = BUNDLED,
     limit: Annotated[int | None, typer.Option(help="Prompts of each file.")] = None,
@@ -149,7 +149,7 @@ def bench_acceptance(
         str | None, typer.Option(help="Name of the target in the result file; else its own.")
     ] = None,
 ) -> None:
-    """Acceptance length (tau) and per-position acceptance of every draft, shape, prompt file and temperature.
+    """Measure acceptance length (tau) and per-position acceptance of every draft, shape, prompt file and temperature.
 
     One engine is attached for each draft and shape. The last line is one JSON object.
     """
@@ -201,7 +201,7 @@ def main() -> None:
 
 
 def _name_of(target: str) -> str:
-    """A target in a file name: "135m" for the bundled one."""
+    """Return the target's name for a file name: "135m" for the bundled one."""
     return "135m" if target == BUNDLED else Path(target).name.lower().removesuffix(".gguf")
 
 
@@ -210,12 +210,12 @@ def _device(device: str) -> str:
 
 
 def _steps(steps: int | None, device: str) -> int:
-    """On CPU a product of up to three rows costs what one row costs, so depth 2 pays best there."""
+    """Return `steps`, by default 3, or 2 on CPU, where a product of up to three rows costs what one row costs."""
     return steps if steps is not None else (2 if device == "cpu" else 3)
 
 
 def _draft(draft: str) -> tuple[Path | str | None, str | None]:
-    """What `attach` takes for a draft that is called so on the command line: draft and algo."""
+    """Return draft and algo as `attach` takes them, for a draft named on the command line."""
     if draft == "none":
         return None, None
     if draft in ALGORITHMS and not ALGORITHMS[draft].has_model:
@@ -224,13 +224,13 @@ def _draft(draft: str) -> tuple[Path | str | None, str | None]:
 
 
 def _drafts(values: list[str]) -> dict[str, tuple[Path | str | None, str | None]]:
-    """What to draft with, by the name it has in results."""
+    """Return draft and algo of each of `values`, by its name in the results."""
     each = [name for v in values for name in (shipped.available() if v == SHIPPED else [v])]
     return {name: _draft(value) for name, value in _by_name(each, "name").items()}
 
 
 def _by_name(values: list[str], part: str) -> dict[str, str]:
-    """Paths by their `part`, "name" or "stem", or by all of the path where that is taken."""
+    """Return paths by their `part`, "name" or "stem", or by the whole path if that is taken."""
     found: dict[str, str] = {}
     for value in values:
         short = getattr(Path(value), part)
@@ -239,7 +239,7 @@ def _by_name(values: list[str], part: str) -> dict[str, str]:
 
 
 def _listed(values: list[str] | None, default: str = "") -> list[str]:
-    """The values of an option that may be repeated or hold several, separated by commas."""
+    """Split the values of an option that may be repeated, or separated by commas."""
     return [part.strip() for value in values or [default] for part in value.split(",") if part.strip()]
 
 

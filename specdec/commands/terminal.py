@@ -1,4 +1,4 @@
-"""How the `specdec` command speaks: quiet in a pipe, and no text that an old console's encoding could break."""
+"""Terminal setup of the `specdec` command: quiet in a pipe, and no text that an old console's encoding could break."""
 
 import logging
 import sys
@@ -10,15 +10,15 @@ from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
 
 def quiet_pipes() -> None:
-    """Set this process up for a command: bars only where stderr is a terminal.
+    """Set up this process for a command: progress bars only where stderr is a terminal.
 
-    Our own bars ask for that themselves; those of `transformers` and its GGUF reader do not.
+    Our own bars check that themselves; those of `transformers` and its GGUF reader do not.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a model may say what the code page of a Windows pipe does not have
+            stream.reconfigure(errors="replace")  # a model may emit what a Windows pipe's code page lacks
     # It warns that it ignores clean_up_tokenization_spaces, a field of many tokenizer files: nothing a user can act on.
     logging.getLogger("transformers.tokenization_utils_tokenizers").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-        gguf_reader.tqdm = partial(tqdm, disable=True)  # it does not ask the switch above
+        gguf_reader.tqdm = partial(tqdm, disable=True)  # it ignores the switch above

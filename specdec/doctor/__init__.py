@@ -1,5 +1,5 @@
-"""`specdec doctor`: what a draft is, what it costs, what it gives on a target, and what is wrong if that is little.
+"""`specdec doctor`: describes a draft, measures its cost and its acceptance on a target, and finds why that is low.
 
-facts.py says what was read, cost.py what a round costs, rows.py runs a head beside the target's own text, and
-readings.py names the other ways in which it could be meant; search.py tries them, examine.py concludes.
+facts.py lists what was read, cost.py prices a round, rows.py runs a draft on the target's own text, and readings.py
+lists other ways to read a head; search.py tries them, examine.py concludes.
 """

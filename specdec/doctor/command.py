@@ -34,18 +34,18 @@ PROMPTS = (
 def doctor_command(
     target: Annotated[str, typer.Argument(help="Hub id, folder, .gguf file or 'bundled' (SmolLM2-135M-Instruct).")],
     draft: Annotated[str, typer.Argument(help="Draft folder or Hub id, 'shipped' or the name of a shipped draft.")],
-    algo: Annotated[str | None, typer.Option(help="What to take from a folder that holds several things.")] = None,
+    algo: Annotated[str | None, typer.Option(help="Algorithm to take from a folder that serves several.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines to measure on; default: six of our own.")] = None,
-    limit: Annotated[int, typer.Option(help="Prompts of the file.")] = 8,
+    limit: Annotated[int, typer.Option(help="Prompts to read from the file.")] = 8,
     steps: Annotated[int, typer.Option(help="Draft depth S of the chains.")] = 3,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 48,
-    bandwidth_gb_s: Annotated[float | None, typer.Option(help="Of the device's memory; default: measured.")] = None,
+    bandwidth_gb_s: Annotated[float | None, typer.Option(help="Bandwidth of device memory; default: measured.")] = None,
     device: Annotated[str, typer.Option(help="cuda, cpu; auto: cuda where there is one.")] = "auto",
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.")
     ] = "auto",
 ) -> None:
-    """What a draft is, costs and gives on a target, and what is wrong with it.
+    """Describe a draft, measure its cost and acceptance on a target, and find what is wrong with it.
 
     Exit status 1 if it cannot be loaded or a defect was found. The last line is one JSON object.
     """
@@ -89,14 +89,14 @@ def doctor_command(
 
 
 def prompt_ids(questions: list[str], tokenizer: Any) -> list[list[int]]:
-    """As chats where the tokenizer has a template, else as plain text."""
+    """Return token ids of `questions`: as chats if the tokenizer has a template, else as plain text."""
     if getattr(tokenizer, "chat_template", None):
         return chat_ids(questions, tokenizer)
     return [tokenizer(q)["input_ids"] for q in questions]
 
 
 def _tokenizer_beside(folder: Path, tokenizer: Any) -> str | None:
-    """How the tokenizer in a head's folder matches the target's. A head drafts without one."""
+    """Compare the tokenizer in a head's folder with the target's. A head drafts without one."""
     try:
         return tokenizer_match(tokenizer, read_tokenizer(folder))
     except CheckpointError as error:
@@ -104,7 +104,7 @@ def _tokenizer_beside(folder: Path, tokenizer: Any) -> str | None:
 
 
 def standalone_problems(draft: Any, model: Any) -> list[str]:
-    """Why a model cannot draft for another."""
+    """List why a model cannot draft for another."""
     own, wanted = (m.get_output_embeddings().weight.shape[0] for m in (draft, model))
     return [] if own == wanted else [f"it scores {own} tokens, the target {wanted}: take a model of the same family"]
 
@@ -116,7 +116,7 @@ def _facts(draft: str, algo: str, checkpoint: Checkpoint | None) -> dict[str, An
 
 
 def print_findings(console: Console, found: Findings) -> None:
-    """Tables of facts, of cost and of readings, then the conclusion."""
+    """Print tables of facts, cost and readings, then the conclusion."""
     _print_facts(console, found.facts)
     _print_cost(console, found)
     if found.agreement is not None:

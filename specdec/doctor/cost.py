@@ -1,4 +1,4 @@
-"""What a round costs beside a plain step: from the bytes that must be read, and measured through the engine."""
+"""Cost of a round against a plain step: from the bytes that must be read, and measured through the engine."""
 
 import statistics
 import time
@@ -20,9 +20,9 @@ COPY_BYTES = {"cuda": 2**30}  # larger than any cache; elsewhere 2**27
 
 @dataclass(frozen=True)
 class Floor:
-    """The least that a plain step and a round of S draft passes can take if only weights are read, each once a pass.
+    """Lower bounds on the time of a plain step and of a round of S draft passes: every weight read once per pass.
 
-    A mixture of experts reads less than all its weights; attention, its cache and compute are left out.
+    Left out: attention, its cache, compute, and that a mixture of experts reads less than all its weights.
     """
 
     target_bytes: int
@@ -32,24 +32,24 @@ class Floor:
 
     @property
     def plain_ms(self) -> float:
-        """One token without a draft."""
+        """Milliseconds of one token without a draft."""
         return self.target_bytes / self.gb_s / 1e6
 
     @property
     def round_ms(self) -> float:
-        """One verify and S passes of the draft."""
+        """Milliseconds of one verify and S passes of the draft."""
         return self.plain_ms * self.break_even
 
     @property
     def break_even(self) -> float:
-        """The tau at which a round yields what it costs."""
+        """Tau at which a round is as fast as plain decoding."""
         return 1 + self.num_steps * self.draft_bytes / self.target_bytes
 
 
 @dataclass(frozen=True)
 class Run:
-    """One engine over all prompts, one at a time. step_ms: a plain step, or a round of a draft, without prefills: the
-    median over prompts."""
+    """Results of one engine over all prompts, one at a time. step_ms: median over prompts of a plain step, or of a
+    round with a draft, without prefills."""
 
     outputs: list[RequestOutput]
     acceptance: AcceptanceStats
@@ -65,7 +65,7 @@ class Run:
 def run(
     model: PreTrainedModel, draft: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, num_steps: int
 ) -> Run:
-    """Greedy text at batch 1, after a warm-up; draft None is plain decoding."""
+    """Decode greedily at batch 1, after a warm-up; draft None is plain decoding."""
     longest = max(map(len, prompts)) + max_new_tokens
     settings: dict[str, Any] = {"max_batch": 1, "max_seq_len": longest, "graph_sampling": "greedy"}
     if draft is not None:
@@ -84,7 +84,7 @@ def run(
 
 
 def floor(model: PreTrainedModel, draft: Any, num_steps: int, gb_s: float) -> Floor:
-    """From the weights of target and draft; a head without an output head of its own reads the target's."""
+    """Compute the Floor from the weights of target and draft; a head without its own output head reads the target's."""
     head = model.get_output_embeddings()
     target_bytes = read_bytes(model, model.get_input_embeddings(), head)
     if isinstance(draft, DraftHead):
@@ -95,19 +95,19 @@ def floor(model: PreTrainedModel, draft: Any, num_steps: int, gb_s: float) -> Fl
 
 
 def num_bytes(module: nn.Module) -> int:
-    """Of its parameters, tied ones counted once."""
+    """Return the bytes of its parameters, tied ones counted once."""
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 def read_bytes(module: nn.Module, embedding: nn.Module | None, head: nn.Module | None) -> int:
-    """What a forward of one token reads: all but the rows of `embedding`, unless `head` is tied to them."""
+    """Return the bytes that a forward of one token reads: all but `embedding`, unless `head` is tied to it."""
     if embedding is None or (head is not None and head.weight is embedding.weight):
         return num_bytes(module)
     return num_bytes(module) - num_bytes(embedding)
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """GB/s of a copy on `device`, read and write counted: the median of five."""
+    """Measure the GB/s of a copy on `device`, read and write counted: the median of five."""
     source = torch.empty(COPY_BYTES.get(device.type, 2**27), dtype=torch.uint8, device=device)
     target, seconds = torch.empty_like(source), []
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""The examination: runs what the other files of this room know, and draws the conclusion."""
+"""The examination: runs the other modules of this package and draws the conclusion."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,19 +14,19 @@ from specdec.doctor.search import Trial, search, unclear
 from specdec.heads.base import DraftHead
 from specdec.measure.acceptance import ci95
 
-LOW_TAU = 1.25  # a draft that gives less is suspected
+LOW_TAU = 1.25  # a draft with less is suspect
 UNLIKE = 0.05  # correlation below which two embeddings have nothing in common
 LOW_COVERAGE = 0.5
 
 
 @dataclass
 class Findings:
-    """What was found of one draft.
+    """Findings about one draft.
 
-    plain, speculative: the engine without and with it; None where it cannot run. agreement: teacher-forced, as it is
-    read; trials: alternatives to that; repairs: those that repair it. chance: what always saying the commonest token
-    gives. defects: names of what is wrong, most likely first; remarks: the same in sentences, and what else is worth
-    knowing.
+    plain, speculative: runs of the engine without and with it; None where it cannot run. agreement: teacher-forced, as
+    the engine reads it; trials: alternative readings; repairs: those that repair it. chance: agreement of always
+    predicting the most frequent token. defects: names of what is wrong, most likely first; remarks: the same in
+    sentences, and other observations.
     """
 
     facts: dict[str, Any]
@@ -48,12 +48,12 @@ class Findings:
 
     @property
     def break_even(self) -> float | None:
-        """The tau at which a measured round yields what it costs."""
+        """Tau at which a measured round is as fast as plain decoding."""
         return None if self.speculative is None else self.speculative.step_ms / self.plain.step_ms
 
     @property
     def json(self) -> dict[str, Any]:
-        """All of it, for a program."""
+        """All findings, as a JSON object for programs."""
         found: dict[str, Any] = {
             **self.facts,
             "steps": self.num_steps,
@@ -99,7 +99,7 @@ def examine(
 ) -> Findings:
     """Examine a loaded draft on `prompts` (token ids). gb_s: memory bandwidth of the device; None measures it.
 
-    known: facts that were read before; "tokenizer" is what `tokenizer_match` says.
+    known: facts already read; "tokenizer" is the result of `tokenizer_match`.
     """
     bandwidth = measure_bandwidth(model.device) if gb_s is None else gb_s
     plain = run(model, None, prompts, max_new_tokens, 0)
@@ -152,12 +152,12 @@ def _conclude(found: Findings, draft: DraftHead | PreTrainedModel, problems: Seq
 
 
 def _is_idle(trial: Trial) -> bool:
-    """Whether a head gets that far as it is made: it hands on what it is given."""
+    """Return whether an untrained head reaches this agreement, by passing its input through."""
     return trial.alternative.leaks or trial.agreement.first < 0.5
 
 
 def _why_low(found: Findings, draft: DraftHead | PreTrainedModel) -> tuple[str | None, str]:
-    """(a defect or None, a sentence) for a tau near 1 that no other reading raises."""
+    """Explain a tau near 1 that no other reading raises: (a defect or None, a sentence)."""
     agreement, covered = found.agreement, found.facts.get("coverage", 1.0)
     if covered < LOW_COVERAGE:
         return "hot vocabulary", (
@@ -184,7 +184,7 @@ def _why_low(found: Findings, draft: DraftHead | PreTrainedModel) -> tuple[str |
 
 
 def doubts(found: Findings) -> list[str]:
-    """What else does not fit together."""
+    """Return remarks on a reading that may be better, texts that differ, and whether the draft pays."""
     remarks = []
     base = found.agreement
     maybe = None if base is None or found.repairs else unclear(found.trials, base)

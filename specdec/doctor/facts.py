@@ -1,4 +1,4 @@
-"""What a draft is, before it runs: layout and what was read, shapes, vocabulary, tokenizer, sizes."""
+"""Facts about a draft before it runs: features, shapes, vocabulary, tokenizer, sizes, and what its weights show."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from specdec.heads.base import DraftHead, LayerConfig
 from specdec.heads.nextn import NextNHead
 from specdec.targets.shape import LAST
 
-SHAPE = {  # what a config calls it, by what we call it
+SHAPE = {  # our name to the config's
     "hidden": "hidden_size",
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
@@ -23,7 +23,7 @@ SHAPE = {  # what a config calls it, by what we call it
 
 
 def facts_of(draft: DraftHead | PreTrainedModel, model: PreTrainedModel) -> dict[str, Any]:
-    """Of a loaded draft beside its target `model`."""
+    """Return the facts of a loaded draft and its target `model`."""
     vocab_size = model.get_output_embeddings().weight.shape[0]
     facts: dict[str, Any] = {"shape": shape_of(draft), "target_shape": shape_of(model), "target_vocab": vocab_size}
     if isinstance(draft, DraftHead):
@@ -44,7 +44,7 @@ def facts_of(draft: DraftHead | PreTrainedModel, model: PreTrainedModel) -> dict
 
 
 def shape_of(module: nn.Module) -> dict[str, int]:
-    """hidden, layers, heads, kv_heads, head_dim and intermediate of a head or a model, as far as it says."""
+    """Return hidden, layers, heads, kv_heads, head_dim and intermediate of a head or a model, those that it states."""
     layer = getattr(getattr(module, "config", None), "layer", None)
     if isinstance(layer, LayerConfig) and isinstance(module, DraftHead):
         sizes = (layer.hidden_size, len(module.attention_layers), layer.num_heads, layer.num_kv_heads)
@@ -58,7 +58,7 @@ def shape_of(module: nn.Module) -> dict[str, int]:
 
 
 def weight_problems(draft: DraftHead | PreTrainedModel, model: PreTrainedModel) -> list[str]:
-    """What its weights and maps alone show to be wrong."""
+    """List the problems that its weights and maps alone show."""
     problems = [f"{doubt}: the training diverged, or the export is broken" for doubt in weight_doubts(draft)]
     if not isinstance(draft, DraftHead):
         return problems
@@ -71,24 +71,24 @@ def weight_problems(draft: DraftHead | PreTrainedModel, model: PreTrainedModel) 
 
 
 def embedding_likeness(draft: DraftHead, model: PreTrainedModel) -> float | None:
-    """Correlation of its own embedding with the target's over all entries; None if it shares the target's."""
+    """Correlate its own embedding with the target's over all entries; None if it has none, or of another shape."""
     if draft.embed_tokens is None:
         return None
     own, theirs = draft.embed_tokens.get_parameter("weight"), model.get_input_embeddings().get_parameter("weight")
     if own.shape != theirs.shape:
         return None
     both = torch.stack([own.detach().float().flatten(), theirs.detach().float().flatten()])
-    return float(torch.corrcoef(both)[0, 1].nan_to_num())  # a constant is like nothing
+    return float(torch.corrcoef(both)[0, 1].nan_to_num())  # a constant correlates with nothing
 
 
 def untouched_norm(draft: DraftHead) -> str | None:
-    """The name of a norm whose weights are all alike, as they are made and no training leaves them."""
+    """Return the name of a norm with all weights equal, as they are initialised and no training leaves them."""
     norms = ((name, p) for name, p in draft.named_parameters() if "norm" in name and p.dim() == 1)
     return next((name for name, p in norms if bool((p == p[0]).all())), None)
 
 
 def tokenizer_match(ours: Any, theirs: Any) -> str | None:
-    """Where the draft's tokenizer differs from the target's; "equal" if it does not, None if there are not two."""
+    """Say where the draft's tokenizer differs from the target's; "equal" if it does not, None if one is missing."""
     if ours is None or theirs is None:
         return None
     a, b = ours.get_vocab(), theirs.get_vocab()

@@ -1,7 +1,7 @@
-"""The ways in which a head can be read otherwise, as a table: what each changes, and what is wrong where that helps.
+"""A table of other ways to read a head: what each changes, and which defect it reveals where it helps.
 
-Each alternative changes one thing, the head or what it is fed. The list follows bug reports of heads that load without
-an error and accept next to nothing.
+Each alternative changes one thing, the head or its input. The list follows bug reports of heads that load without an
+error and have almost no drafts accepted.
 """
 
 import copy
@@ -24,7 +24,7 @@ OFFICIAL_THETA = 10000.0  # what EAGLE-3's official trainer builds, whatever con
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What alternatives need to know: layers, what can be read, the embedding, and rope (theta, scaling or None)."""
+    """Target facts for alternatives: layers, if un-normed states exist, embedding, rope (theta, scaling or None)."""
 
     num_layers: int
     has_unnormed: bool
@@ -33,7 +33,7 @@ class TargetFacts:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "TargetFacts":
-        """Those of `model`."""
+        """Return the facts of `model`."""
         config = model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None)
         found = None
@@ -45,7 +45,7 @@ class TargetFacts:
 
 
 def _copied(head: DraftHead) -> Any:
-    """A copy to change; embeddings and output heads, which no alternative changes, stay shared."""
+    """Return a copy to change; embeddings and output heads, which no alternative changes, stay shared."""
     shared = [m for m in (head.embed_tokens, head.lm_head) if m is not None]
     return copy.deepcopy(head, {id(m): m for m in shared})
 
@@ -55,9 +55,9 @@ Change = Callable[[Reading, TargetFacts], Reading | None]
 
 @dataclass(frozen=True)
 class Alternative:
-    """name: what is done otherwise. defect: what is wrong where that repairs the draft, and what to do.
+    """One alternative. name: what it changes. defect: what is wrong if that repairs the draft, and what to do.
 
-    change: None where it does not apply. leaks: the head is shown what it is to predict, which no engine can do.
+    change: returns None where it does not apply. leaks: the head is shown the token to predict, which no engine can do.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Drafts beside the target's own text, a row for every token: how often they say what the target says next.
+"""Agreement of drafts with the target on its own text, one row per token: how often both predict the same next token.
 
-Everything is teacher-forced, so a few forwards give hundreds of rows. Nothing of the engine is used: what is measured
-here is the draft and how it is read, not the machinery around it.
+Everything is teacher-forced, so a few forwards give hundreds of rows. The engine is not used: this measures the draft
+and how it is read, not the machinery around it.
 """
 
 from collections import Counter
@@ -17,15 +17,15 @@ from specdec.targets.shape import LAST
 from specdec.train.ttt import TTTAttention
 
 NORMED = -1  # as a source of features: the last hidden state after the final norm
-NUM_STEPS = 2  # draft steps that are looked at: the second one is the first to read a recycled state
+NUM_STEPS = 2  # draft steps that are compared: the second is the first to read a recycled state
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A text of the target's and what the target computes for it.
+    """A text of the target's and the target's states for it.
 
-    ids [T] int64: prompt and greedy answer; num_prompt: tokens of the prompt. best [T] int64: what the target says
-    after each token. stream: [T, h] after k layers, un-normed, k = 0 (embeddings) to n; None where it cannot be had.
+    ids [T] int64: prompt and greedy answer; num_prompt: tokens of the prompt. best [T] int64: the target's argmax after
+    each token. stream: [T, h] after k layers, un-normed, k = 0 (embeddings) to n; None where it is not available.
     normed [T, h]: the last one after the final norm.
     """
 
@@ -36,7 +36,7 @@ class Observed:
     normed: torch.Tensor
 
     def features(self, sources: Sequence[int]) -> torch.Tensor:
-        """[T, num_sources*h]: the stream after k layers for each source k, or the normed state for NORMED."""
+        """Return [T, num_sources*h]: the stream after k layers for each source k, or the normed state for NORMED."""
         parts = [self.normed if k == NORMED else self.stream[k] for k in sources]
         assert all(part is not None for part in parts), f"sources {tuple(sources)} cannot be had of this target"
         return torch.cat([part for part in parts if part is not None], -1)
@@ -56,20 +56,20 @@ class Reading:
 
     @classmethod
     def of(cls, head: DraftHead) -> "Reading":
-        """How the engine reads it."""
+        """Return the reading that the engine uses."""
         return cls(head, tuple(NORMED if i == LAST else i + 1 for i in head.aux_layers))
 
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
-    """Rows in which a draft says what the target says. right [NUM_STEPS, num_rows] bool: at step 1, and at step 2 after
-    a true token."""
+    """Rows in which the draft's argmax is the target's. right [NUM_STEPS, num_rows] bool: at step 1, and at step 2
+    after a true token."""
 
     right: torch.Tensor
 
     @property
     def num_rows(self) -> int:
-        """Rows that were compared."""
+        """Number of rows that were compared."""
         return self.right.shape[1]
 
     @property
@@ -84,11 +84,11 @@ class Agreement:
 
     @property
     def score(self) -> float:
-        """Drafts that a chain of two would have accepted, mean over rows."""
+        """Mean number of drafts that a chain of two would have had accepted, over rows."""
         return float(self._accepted.mean())
 
     def gain_over(self, other: "Agreement") -> tuple[float, float]:
-        """(how much higher the score is than that of `other`, of the same rows; the standard error of that)."""
+        """Return (the gain in score over `other`, of the same rows; its standard error)."""
         gains = self._accepted - other._accepted
         return float(gains.mean()), float(gains.std() / self.num_rows**0.5)
 
@@ -118,7 +118,7 @@ def observe(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]
 
 @torch.no_grad()
 def agreement(reading: Reading, model: PreTrainedModel, texts: Sequence[Observed]) -> Agreement:
-    """How often `reading` says what the target says of its answers in `texts`."""
+    """Compare the head under `reading` with the target on its answers in `texts`."""
     embed, score = model.get_input_embeddings(), model.get_output_embeddings()
     hot, right = reading.head.hot_ids, []
     for text in texts:
@@ -140,7 +140,7 @@ def agreement(reading: Reading, model: PreTrainedModel, texts: Sequence[Observed
 
 @torch.no_grad()
 def model_agreement(draft: PreTrainedModel, texts: Sequence[Observed]) -> Agreement:
-    """The same of a standalone model, to which all steps are alike."""
+    """Compare a standalone model with the target likewise; all its steps are alike."""
     right = []
     for text in texts:
         best = draft(input_ids=text.ids.unsqueeze(0), use_cache=False).logits[0].argmax(-1)
@@ -149,13 +149,13 @@ def model_agreement(draft: PreTrainedModel, texts: Sequence[Observed]) -> Agreem
 
 
 def commonest(texts: Sequence[Observed]) -> float:
-    """Share of the target's answers that its most frequent token makes up: what knowing nothing else gives."""
+    """Return the share of the most frequent token in the target's answers: what a draft gets by always saying it."""
     tokens = [t for text in texts for t in text.best[text.num_prompt :].tolist()]
     return max(Counter(tokens).values()) / len(tokens) if tokens else 0.0
 
 
 def coverage(hot_ids: torch.Tensor, texts: Sequence[Observed]) -> float:
-    """Share of what the target says that a draft scoring only `hot_ids` can say at all."""
+    """Return the share of the target's answer tokens that a draft scoring only `hot_ids` can emit at all."""
     said = torch.cat([text.best[text.num_prompt :] for text in texts])
     return float(torch.isin(said, hot_ids).float().mean())
 
@@ -163,8 +163,8 @@ def coverage(hot_ids: torch.Tensor, texts: Sequence[Observed]) -> float:
 def _unroll(
     head: DraftHead, embed: nn.Module, tokens: torch.Tensor, features: torch.Tensor
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(module, states [T, h_d]) of each step for tokens [> T] and features [T, num*h]. Column i of step j stands at
-    position i+j and reads token i+1+j beside its own state of step j-1: a chain that begins at row i."""
+    """Yield (module, states [T, h_d]) of each step for tokens [> T] and features [T, num*h]. Column i of step j is at
+    position i+j and reads token i+1+j with its own state of step j-1: a chain that begins at row i."""
     length, attend = features.shape[0], TTTAttention(head.attention_layers)
     embeds = (head.embed_tokens or embed)(tokens)
     positions = torch.arange(length, device=tokens.device)
@@ -177,13 +177,13 @@ def _unroll(
 
 
 def _moved(rows: torch.Tensor, offset: int) -> torch.Tensor:
-    """Row i of the answer is row i+offset of `rows`, the ends repeated."""
+    """Shift `rows` so that row i is their row i+offset, the ends repeated."""
     index = torch.arange(rows.shape[0], device=rows.device) + offset
     return rows[index.clamp(0, rows.shape[0] - 1)]
 
 
 def _joined(right: list[torch.Tensor]) -> Agreement:
-    """From [NUM_STEPS, rows] bool of each text."""
+    """Concatenate the [NUM_STEPS, rows] bool of each text."""
     if sum(part.shape[1] for part in right) < 2:
         raise ValueError("the target's answers are too short to look at; give other prompts or raise max_new_tokens")
     return Agreement(torch.cat(right, 1))

@@ -1,4 +1,4 @@
-"""Looks for the reading under which a head says what the target says; its name is the defect's."""
+"""Searches for the reading under which a head agrees with the target; its name is the defect's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from specdec.doctor.readings import ALTERNATIVES, Alternative, TargetFacts
 from specdec.doctor.rows import Agreement, Observed, Reading, agreement
 from specdec.heads.base import DraftHead
 
-LEAST_GAIN = 0.05  # accepted drafts of a chain of two; less is not worth telling
-USEFUL = 0.25  # the same, that a draft which reads well has at least
-LEAKS = 0.5  # a head that is shown the answer says it more often than this
+LEAST_GAIN = 0.05  # accepted drafts of a chain of two; less is not reported
+USEFUL = 0.25  # the same unit: the least score of a draft that is read well
+LEAKS = 0.5  # share of rows; a head that is shown the answer repeats it more often
 
 
 @dataclass(frozen=True)
 class Trial:
-    """An alternative and how the draft agrees under it."""
+    """An alternative and the draft's agreement under it."""
 
     alternative: Alternative
     agreement: Agreement
@@ -27,9 +27,9 @@ class Trial:
 def search(
     head: DraftHead, model: PreTrainedModel, texts: Sequence[Observed]
 ) -> tuple[Agreement, list[Trial], list[Trial]]:
-    """(agreement as it is read, every alternative to it, what repairs it: one trial a defect, each on top of the last).
+    """Return (agreement as the engine reads it, all trials, repairs: one trial per defect, each on top of the last).
 
-    A trial repairs if a chain of two accepts clearly more drafts under it. One that leaks ends the search.
+    A trial repairs if clearly more drafts of a chain of two are accepted under it. One that leaks ends the search.
     """
     target, now = TargetFacts.of(model), Reading.of(head)
 
@@ -54,14 +54,14 @@ def search(
 
 
 def unclear(trials: Sequence[Trial], base: Agreement) -> Trial | None:
-    """The trial that seems to gain most over `base`, though it may be chance: more rows would tell."""
+    """Return the trial that seems to gain most over `base`, though it may be chance: more rows would tell."""
     gaining = [t for t in trials if not t.alternative.leaks and _is_clear(t.agreement, base, num_errors=1.5)]
     return max(gaining, key=lambda t: t.agreement.score, default=None)
 
 
 def _best(trials: Sequence[Trial], base: Agreement) -> Trial | None:
-    """The trial that gains most over `base`, and clearly. One that leaks must gain twice what others do and be right in
-    most rows, as any head does better when it is shown the answer."""
+    """Return the trial that gains most over `base`, and clearly. One that leaks must gain twice what others do and be
+    right in most rows, as any head does better when it is shown the answer."""
     clear = [t for t in trials if _is_clear(t.agreement, base)]
     honest = [t for t in clear if not t.alternative.leaks]
     best = max(honest, key=lambda t: t.agreement.score, default=None)

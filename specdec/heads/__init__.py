@@ -1,1 +1,1 @@
-"""Draft heads: what each kind computes, and how its checkpoints are read, built and written."""
+"""Draft heads: the computation of each kind, and how its checkpoints are read, built and written."""

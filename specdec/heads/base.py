@@ -1,8 +1,8 @@
-"""What a draft head is to those who run it: the draft workers and the trainer.
+"""The interface of a draft head to its callers: the draft workers and the trainer.
 
-A row of a head takes the embedding of token p+1 beside a feature of token p, and gives the state that is scored for
-token p+2 and fed back in the place of a feature. The head knows neither pool nor tree: attention is a callable that
-the worker or the trainer hands in, so both run the very same arithmetic.
+A row of a head takes the embedding of token p+1 and a feature of token p, and gives the state that is scored for token
+p+2 and fed back in place of a feature. The head knows neither KV pool nor tree: attention is a callable that the worker
+or the trainer passes in, so both run the very same arithmetic.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from specdec.backends import LayerSpec
 from specdec.backends.rope import Rope, rope_table
 
 # attend(q, k, v, rope, layer): q [..., Hq, d], k and v [..., Hkv, d] to [..., Hq, d]; q and k come un-rotated with rope
-# tables, so that a backend can rotate them where it stores them, or rotated with None. layer counts the head's layers.
+# tables, so that a backend can rotate them where it stores them, or rotated with None. layer: index in the head.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rope | None, int], torch.Tensor]
 
 
@@ -44,7 +44,7 @@ class LayerConfig:
 
     @property
     def attention(self) -> LayerSpec:
-        """The attention of one layer, as backends see it."""
+        """Attention spec of one layer, for backends."""
         heads = (self.num_heads, self.num_kv_heads)
         return LayerSpec(*heads, self.head_dim, self.head_dim, self.head_dim**-0.5, window=self.window)
 
@@ -52,10 +52,10 @@ class LayerConfig:
 class DraftHead(nn.Module, ABC):
     """A head of the EAGLE family. `embed_tokens` and `lm_head` are None where it shares the target's.
 
-    algo: its row in `specdec.draft.algorithms`. aux_layers: target layers whose OUTPUT it reads, low to high,
-    or (LAST,). recycles_normed: whether a step feeds back the state after the out norm. vocab_size V: the target's.
-    num_modules: heads of several MTP layers run module min(j, num_modules-1) at draft step j, on states of the one
-    before it; each has an attention layer of its own.
+    algo: its row in `specdec.draft.algorithms`. aux_layers: target layers whose OUTPUT it reads, low to high, or
+    (LAST,). recycles_normed: whether a step feeds back the state after the out norm. vocab_size V: the target's.
+    num_modules: heads of several MTP layers run module min(j, num_modules-1) at draft step j, on states of the previous
+    module; each has an attention layer of its own.
     """
 
     algo: str
@@ -71,7 +71,7 @@ class DraftHead(nn.Module, ABC):
     @property
     @abstractmethod
     def attention_layers(self) -> Sequence[LayerSpec]:
-        """The attention of every layer, in call order."""
+        """Attention specs of all layers, in call order."""
 
     @property
     def sinks(self) -> Sequence[torch.Tensor | None]:
@@ -80,26 +80,29 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def hot_ids(self) -> torch.Tensor:
-        """[dv] int64, ascending: target id of everything the head scores; all of the vocabulary, unless it says so."""
+        """[dv] int64, ascending: target ids of the tokens that the head scores; by default the whole vocabulary."""
         return torch.arange(self.vocab_size, device=self.weight.device)
 
     @property
     @abstractmethod
     def weight(self) -> torch.Tensor:
-        """One of its weights, which says dtype and device."""
+        """One of its weights, which gives dtype and device."""
 
     @abstractmethod
     def rope(self, positions: torch.Tensor) -> Rope:
-        """Rotary tables [..., R] for positions [...] int64, in the head's dtype."""
+        """Return rotary tables [..., R] for positions [...] int64, in the head's dtype."""
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """The target's features [..., num_aux*h] to what stands in a state's place [..., h_d]."""
+        """Map the target's features [..., num_aux*h] to the input [..., h_d] that takes a state's place."""
         return features
 
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend, module: int = 0
     ) -> torch.Tensor:
-        """embeds [..., h_d] (token p+1), hidden [..., h_d] (feature or state at p): the recycled state [..., h_d]."""
+        """Return the recycled state [..., h_d].
+
+        embeds [..., h_d]: of token p+1. hidden [..., h_d]: feature or state at p.
+        """
         out = self.run_layers(embeds, hidden, rope, attend, module)
         return self.out_norm(module)(out) if self.recycles_normed else out
 
@@ -107,14 +110,14 @@ class DraftHead(nn.Module, ABC):
     def run_layers(
         self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend, module: int
     ) -> torch.Tensor:
-        """As `forward`, before the out norm."""
+        """Run `forward` up to the out norm."""
 
     @abstractmethod
     def out_norm(self, module: int = 0) -> nn.Module:
-        """The norm before the output head."""
+        """Return the norm before the output head."""
 
     def normed(self, state: torch.Tensor, module: int = 0) -> torch.Tensor:
-        """What the output head scores, from a recycled state [..., h_d]."""
+        """Return the output head's input, from a recycled state [..., h_d]."""
         return state if self.recycles_normed else self.out_norm(module)(state)
 
     def logits(
@@ -123,7 +126,7 @@ class DraftHead(nn.Module, ABC):
         target_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
         module: int = 0,
     ) -> torch.Tensor:
-        """A recycled state [N, h_d] to logits [N, dv], through its own output head or else `target_head`."""
+        """Map a recycled state [N, h_d] to logits [N, dv], with its own output head or else `target_head`."""
         score: Callable[[torch.Tensor], torch.Tensor] | None = self.lm_head or target_head
         assert score is not None, f"a head of {self.algo!r} without an output head needs the target's"
         return score(self.normed(state, module))
@@ -173,7 +176,7 @@ class DraftAttention(nn.Module):
 
 
 class DraftMLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU MLP."""
 
     def __init__(self, c: LayerConfig):
         super().__init__()
@@ -187,7 +190,7 @@ class DraftMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer as in Llama; without `has_input_norm` its input goes to attention as it is (EAGLE-1's first)."""
+    """A Llama decoder layer; without `has_input_norm`, attention reads its input un-normed (EAGLE-1's first layer)."""
 
     def __init__(self, c: LayerConfig, has_input_norm: bool = True):
         super().__init__()
@@ -205,7 +208,7 @@ class DraftLayer(nn.Module):
 
 
 def layer_rope(c: LayerConfig, positions: torch.Tensor, dtype: torch.dtype) -> Rope:
-    """Rotary tables [..., head_dim] of `c` for positions [...] int64."""
+    """Return rotary tables [..., head_dim] of `c` for positions [...] int64."""
     if c.rope_scaling is None:
         return rope_table(positions, c.head_dim, c.rope_theta, dtype)
     from transformers import LlamaConfig

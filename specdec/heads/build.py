@@ -1,4 +1,4 @@
-"""Heads out of opened files: makes them without memory, holds every tensor against them, then reads and assigns."""
+"""Builds heads from opened files: makes them on the meta device, checks every tensor, then reads and assigns."""
 
 import warnings
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ from specdec.targets.shape import TargetShape
 
 
 def build_head(files: HeadFiles, target: TargetShape, dtype: torch.dtype, device: torch.device) -> DraftHead:
-    """The head in `files` for `target`, frozen. CheckpointError lists every problem."""
+    """Build the head in `files` for `target`, frozen. CheckpointError lists every problem."""
     kind = formats()[files.layout.algo]
     reading, config = read_config(files, target.num_layers)
     problems = reading.problems
@@ -41,7 +41,7 @@ def build_head(files: HeadFiles, target: TargetShape, dtype: torch.dtype, device
 
 
 def _target_problems(sizes: tuple[int, int] | None, target: TargetShape) -> list[str]:
-    """What config.json says of the target, against the target."""
+    """Compare the target's sizes in config.json with the target."""
     if sizes is None:
         return []
     (width, vocab_size), problems = sizes, []
@@ -53,7 +53,7 @@ def _target_problems(sizes: tuple[int, int] | None, target: TargetShape) -> list
 
 
 def _is_own(files: HeadFiles, name: str, module: Any) -> bool:
-    """Whether a stored [V, h] differs from the target's."""
+    """Return whether a stored [V, h] differs from the target's."""
     if not files.is_float(name, tuple(module.weight.shape)):
         return False  # absent, or of a shape that is reported as a problem
     stored = files.read([name])[name]
@@ -70,9 +70,9 @@ def _is_own(files: HeadFiles, name: str, module: Any) -> bool:
 
 
 def _make(kind: HeadFormat, files: HeadFiles, config: Any, target: TargetShape, problems: list[str]) -> DraftHead:
-    """The head on the meta device; it is tried out if nothing is wrong with its config so far."""
+    """Make the head on the meta device; try it out if nothing is wrong with its config so far."""
     described = as_checkpoint_error(files.folder, "config.json describes a head that cannot be made")
-    is_described = kind.sizes(config) is not None and not problems  # else it is like the target, or was refused already
+    is_described = kind.sizes(config) is not None and not problems  # else made like the target, or refused already
     try:
         with described if is_described else nullcontext(), torch.device("meta"):
             head = kind.make(config, target)
@@ -89,7 +89,7 @@ def _make(kind: HeadFormat, files: HeadFiles, config: Any, target: TargetShape, 
 
 
 def wanted_tensors(files: HeadFiles, head: DraftHead) -> tuple[Wanted, Wanted]:
-    """(tensors that must be there, tensors that may be), with their shapes."""
+    """Return (required tensors, optional tensors), with their shapes."""
     wanted: Wanted = {}
     for name, tensor in head.state_dict().items():
         parts = per_expert(name, tuple(tensor.shape)) if name not in files.found else {}
@@ -98,7 +98,7 @@ def wanted_tensors(files: HeadFiles, head: DraftHead) -> tuple[Wanted, Wanted]:
 
 
 def head_problems(files: HeadFiles, head: DraftHead, wanted: Wanted, optional: Wanted) -> list[str]:
-    """What is wrong with the tensors of `files`, by name, shape and likely cause."""
+    """List what is wrong with the tensors of `files`, by name, shape and likely cause."""
     kind = formats()[files.layout.algo]
     problems = tensor_problems(wanted, optional, files.found, files.named, partial(kind.why, head))
     return problems + kind.value_problems(files, head, wanted)
@@ -114,7 +114,7 @@ def _fill(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Give `head` its memory: every tensor once, in its final dtype and place."""
+    """Load the weights of `head`: every tensor once, in its final dtype and place."""
     kept = kind.kept_dtypes(head, target)
     state: dict[str, torch.Tensor] = {}
     for name, tensor in head.state_dict().items():

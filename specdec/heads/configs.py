@@ -1,6 +1,6 @@
-"""Reads the config.json of EAGLE heads beside the shapes of their tensors; says where each value came from.
+"""Reads the config.json of EAGLE heads together with their tensors' shapes; notes where each value came from.
 
-Nothing here has seen the target: its sizes come in as numbers, or as None where a checkpoint is only inspected.
+Nothing here sees the target: its sizes are passed as numbers, or as None where a checkpoint is only inspected.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"
 
 @dataclass
 class Reading:
-    """A config in the course of being read. tensors: shapes by OUR names. num_layers: the target's, if known.
+    """A config being read. tensors: shapes by OUR names. num_layers: the target's, if known.
 
-    problems: why the head cannot be read. doubts: where config.json contradicts the tensors, which then count.
+    problems: why the head cannot be read. doubts: where config.json contradicts the tensors, which then win.
     """
 
     raw: Mapping[str, Any]
@@ -35,25 +35,28 @@ class Reading:
     doubts: list[str] = field(default_factory=list)
 
     def has(self, prefix: str) -> bool:
-        """Whether there is a tensor of this name, or below it."""
+        """Return whether there is a tensor of this name, or below it."""
         return any(name == prefix or name.startswith(prefix + ".") for name in self.tensors)
 
     def count(self, prefix: str) -> int:
-        """How many numbered modules lie below `prefix`."""
+        """Return the number of numbered modules below `prefix`."""
         below = (n.removeprefix(prefix + ".").split(".")[0] for n in self.tensors if n.startswith(prefix + "."))
         return len({number for number in below if number.isdigit()})
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of our tensor `name`, () if there is none."""
+        """Return the shape of our tensor `name`, () if there is none."""
         return self.tensors[name][0] if name in self.tensors else ()
 
     def compare(self, key: str, stated: Any, found: int) -> None:
-        """Doubt the number `stated` for `key` if the tensors say another one; they count."""
+        """Note a doubt if `stated`, the value of `key`, differs from what the tensors say, which wins."""
         if stated is not None and stated != found:
             self.doubts.append(f"config.json has {key}={stated}, the tensors say {found}, which is taken")
 
     def flag(self, key: str, tensor: str, absent: bool | None = False) -> bool:
-        """The bool `key`; `absent` is what a missing key means, None: whatever the tensors say."""
+        """Return whether `tensor` exists; a problem if the bool `key` says otherwise.
+
+        A missing key means `absent`; None: whatever the tensors say.
+        """
         has_tensor = self.has(tensor)
         value = self.raw.get(key, absent)
         if key not in self.raw and (value or has_tensor):
@@ -68,7 +71,7 @@ class Reading:
 
 
 def eagle_config(reading: Reading) -> EagleConfig | None:
-    """The config of an EAGLE-1/2 head; None if it cannot be made.
+    """Read the config of an EAGLE-1/2 head; None if it cannot be made.
 
     `bias` of fc is true where config.json does not say, as in the official reader; fc.bias must agree.
     """
@@ -82,7 +85,7 @@ def eagle_config(reading: Reading) -> EagleConfig | None:
 
 
 def eagle3_config(reading: Reading) -> Eagle3Config | None:
-    """The config of an EAGLE-3 head in the official layout, as SafeAILab and SpecForge write it; None if impossible.
+    """Read the config of an EAGLE-3 head in the official layout (SafeAILab, SpecForge); None if impossible.
 
     `norm_output` (SpecForge) only says that a norm precedes lm_head, which is always so: states before it are recycled.
     """
@@ -110,7 +113,7 @@ def eagle3_config(reading: Reading) -> Eagle3Config | None:
 
 
 def speculators_config(reading: Reading) -> Eagle3Config | None:
-    """The config of an EAGLE-3 head in the layout of speculators; None if impossible.
+    """Read the config of an EAGLE-3 head in the layout of speculators; None if impossible.
 
     norm_before_residual, norm_before_fc, fc_norm and norm_output (recycle states AFTER the norm) are false where
     config.json does not say. Sizes that `transformer_layer_config` leaves out are the defaults of its model_type.
@@ -138,7 +141,7 @@ def speculators_config(reading: Reading) -> Eagle3Config | None:
 
 
 def _eagle3(reading: Reading, layer: LayerConfig, **more: Any) -> Eagle3Config:
-    """What both layouts of EAGLE-3 say in the same way."""
+    """Make the config from what both layouts of EAGLE-3 store in the same way."""
     raw = reading.raw
     vocab_size = more.pop("vocab_size", None) or raw["vocab_size"]
     scored = (reading.shape("lm_head.weight") or reading.shape("d2t") or (vocab_size,))[0]
@@ -154,9 +157,9 @@ def _eagle3(reading: Reading, layer: LayerConfig, **more: Any) -> Eagle3Config:
 
 
 def _is_sound(reading: Reading, layer: Mapping[str, Any], at: str = "") -> bool:
-    """Whether the values of the file are what their keys can have, and all sizes are there; else there are problems.
+    """Return whether the file's values are valid for their keys, and all sizes are there; else there are problems.
 
-    layer: the config of the draft's layers, which lies `at` a path of the file.
+    layer: the config of the draft's layers, which is `at` a path in the file.
     """
     eagle = reading.raw.get("eagle_config")
     found = value_problems(reading.raw, HEAD) + layer_problems(layer, at)
@@ -167,7 +170,7 @@ def _is_sound(reading: Reading, layer: Mapping[str, Any], at: str = "") -> bool:
 
 
 def _with_defaults(raw: Any, reading: Reading) -> dict[str, Any] | None:
-    """`transformer_layer_config` with the sizes it leaves out: it is written as a difference to its class."""
+    """Return `transformer_layer_config` with the sizes it leaves out: it is stored as a difference to its class."""
     if not isinstance(raw, dict):
         reading.problems.append("config.json lacks 'transformer_layer_config' (an object)")
         return None
@@ -184,7 +187,7 @@ def _with_defaults(raw: Any, reading: Reading) -> dict[str, Any] | None:
 
 
 def _layer(reading: Reading, raw: Mapping[str, Any], at: str, bias_key: str) -> LayerConfig:
-    """The first layer; `at` is our name of it."""
+    """Read the first layer; `at` is our name of it."""
     act = raw.get("hidden_act", "silu")
     if act != "silu":
         reading.problems.append(f"hidden_act={act!r}: expected silu, which draft layers are made with")
@@ -208,7 +211,7 @@ def _layer(reading: Reading, raw: Mapping[str, Any], at: str, bias_key: str) -> 
 
 
 def rope_of(raw: Mapping[str, Any], problems: list[str]) -> tuple[float, dict[str, Any] | None, str]:
-    """(theta, scaling, where theta was found) of a config in transformers' old or new spelling."""
+    """Return (theta, scaling, where theta was found) of a config in transformers' old or new spelling."""
     new = raw.get("rope_parameters") or {}
     old = raw.get("rope_scaling") or {}
     if new.get("rope_theta") is not None:
@@ -232,7 +235,7 @@ def rope_of(raw: Mapping[str, Any], problems: list[str]) -> tuple[float, dict[st
 
 
 def _window(reading: Reading, raw: Mapping[str, Any]) -> int | None:
-    """Keys a draft layer sees, if not all."""
+    """Return the number of keys a draft layer sees, None if all."""
     kinds = set(raw.get("layer_types") or ())
     if len(kinds) > 1:
         reading.problems.append(f"layer_types={sorted(kinds)}: expected draft layers of one kind")
@@ -244,10 +247,10 @@ def _window(reading: Reading, raw: Mapping[str, Any]) -> int | None:
 
 
 def _aux_layers(reading: Reading) -> tuple[int, ...]:
-    """Layers whose OUTPUT is taken. A file counts the residual stream after k layers: its id k is layer k-1.
+    """Return the layers whose OUTPUT is read. A file's id k means the residual stream after k layers: layer k-1.
 
-    So vLLM and others read them; SGLang adds one to each. The paper's own layers are known in either spelling, and our
-    own key says the layers themselves.
+    vLLM and others read ids so; SGLang adds one to each. The paper's own layers are recognised in either spelling, and
+    our own key names the layers themselves.
     """
     raw = reading.raw
     eagle = raw.get("eagle_config") or {}

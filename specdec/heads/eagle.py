@@ -29,7 +29,7 @@ class EagleConfig:
 
 
 class EagleHead(LlamaLikeHead):
-    """The head. Its output head is the target's, and so is its embedding, unless it has its own."""
+    """An EAGLE-1/2 head with the target's output head, and the target's embedding unless it has its own."""
 
     algo = "eagle"
     aux_layers = (LAST,)

@@ -1,4 +1,4 @@
-"""The EAGLE-3 draft head (arXiv 2503.01840) with parameter names of the official layout, and what followed it.
+"""The EAGLE-3 draft head (arXiv 2503.01840) with parameter names of the official layout, and its later variants.
 
 The flags are those of EAGLE-3.1 (arXiv 2605.09992) and of the speculators format; all off is the official arithmetic.
 """
@@ -37,7 +37,7 @@ class Eagle3Config:
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The paper's low, middle and high layer for a target of `num_layers`: outputs of layers 1, n//2-1 and n-4."""
+    """Return the paper's low, middle and high of `num_layers` target layers: outputs of layers 1, n//2-1 and n-4."""
     low, mid, high = 1, num_layers // 2 - 1, num_layers - 4
     if not 0 <= low < mid < high:
         raise ValueError(f"a target of {num_layers} layers has no aux layers {low, mid, high}; name three yourself")
@@ -45,7 +45,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 class Eagle3Layer(nn.Module):
-    """The first decoder layer: attention reads the normed embedding beside the normed feature."""
+    """The first decoder layer: attention reads the normed embedding and the normed feature, concatenated."""
 
     def __init__(self, c: LayerConfig, norm_before_residual: bool):
         super().__init__()
@@ -65,7 +65,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(LlamaLikeHead):
-    """The head. Its embedding is the target's, handed in and neither saved nor trained, unless it has its own.
+    """An EAGLE-3 head. Its embedding is the target's, passed in and neither saved nor trained, unless it has its own.
 
     d2t [dv] int64: target id = draft id + d2t[draft id]; t2d [V] bool: target ids the head can score.
     """
@@ -108,7 +108,7 @@ class Eagle3Head(LlamaLikeHead):
         return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """Target features [..., num_aux*h] of the aux layers, low to high, to the feature g [..., h_d]."""
+        """Fuse target features [..., num_aux*h] of the aux layers, low to high, into the feature g [..., h_d]."""
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:

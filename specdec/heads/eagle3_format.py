@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in files: SafeAILab's layout (arXiv 2503.01840), which SpecForge and SGLang write too, and vLLM's."""
+"""EAGLE-3 checkpoints: SafeAILab's layout (arXiv 2503.01840), which SpecForge and SGLang write too, and vLLM's."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ _EAGLE3_SHARED = same("fc.", "fc_norm.", "input_norm.", "norm.", "lm_head.", "em
 
 
 class Eagle3Format(HeadFormat):
-    """EAGLE-3. `lm_head.weight` may be absent where config.json says `lm_head_from_target`."""
+    """EAGLE-3 checkpoints. `lm_head.weight` may be absent where config.json says `lm_head_from_target`."""
 
     algo = "eagle3"
     layouts = (
@@ -96,12 +96,12 @@ class Eagle3Format(HeadFormat):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Maps that are identities, rows of the target's output head."""
+        """Add maps that are identities, and rows of the target's output head."""
         if "lm_head.weight" in files.found:
             state["lm_head.weight"] = files.read(["lm_head.weight"])["lm_head.weight"].to(device, dtype, copy=True)
         if _scores_all(head):
             d2t = _stored_maps(files, head).get("d2t")
-            if d2t is not None and "lm_head.weight" in state:  # rows go where d2t leads: hot ids are ascending
+            if d2t is not None and "lm_head.weight" in state:  # rows go in target order: hot ids are ascending
                 state["lm_head.weight"] = state["lm_head.weight"][full_vocab_ids(d2t).argsort().to(device)]
             state["d2t"] = torch.zeros(head.config.draft_vocab_size, dtype=torch.int64, device=device)
             state["t2d"] = torch.ones(head.config.vocab_size, dtype=torch.bool, device=device)
@@ -131,7 +131,7 @@ class Eagle3Format(HeadFormat):
 
 
 def _stored_maps(files: HeadFiles, head: Eagle3Head) -> dict[str, torch.Tensor]:
-    """d2t and t2d, as far as they are stored in their shapes."""
+    """Read d2t and t2d, those that are stored in their shapes."""
     sizes = {"d2t": head.config.draft_vocab_size, "t2d": head.config.vocab_size}
     return files.read([name for name, size in sizes.items() if files.found.get(name, (None,))[0] == (size,)])
 
@@ -141,7 +141,7 @@ def _scores_all(head: Eagle3Head) -> bool:
 
 
 def inexpressible(c: Eagle3Config) -> list[str]:
-    """What the official EAGLE-3 layout cannot say of a head."""
+    """List what the official EAGLE-3 layout cannot express of a head."""
     flags = {
         "norm_before_residual": c.norm_before_residual,
         "norm_before_fc": c.norm_before_fc,
@@ -154,7 +154,7 @@ def inexpressible(c: Eagle3Config) -> list[str]:
 
 
 def eagle3_json(c: Eagle3Config, lm_head_from_target: bool) -> dict[str, Any]:
-    """config.json of the official EAGLE-3 layout, as SpecForge writes it. ValueError names what it cannot express."""
+    """Make config.json of the official EAGLE-3 layout, like SpecForge's. ValueError names what it cannot express."""
     flags = inexpressible(c)
     if flags:
         raise ValueError(f"the official EAGLE-3 layout cannot express {', '.join(flags)}; keep it in speculators'")
@@ -176,7 +176,7 @@ def eagle3_json(c: Eagle3Config, lm_head_from_target: bool) -> dict[str, Any]:
 
 
 def speculators_json(c: Eagle3Config) -> dict[str, Any]:
-    """config.json of speculators' EAGLE-3 layout, but for `proposal_json`."""
+    """Return config.json of speculators' EAGLE-3 layout, except for `proposal_json`."""
     layer = {
         "model_type": "qwen3" if c.layer.qk_norm else "llama",
         "num_hidden_layers": c.num_layers,
@@ -205,7 +205,7 @@ def speculators_json(c: Eagle3Config) -> dict[str, Any]:
 
 
 def proposal_json(verifier: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`speculators_config`: how to draft, and for which target ({"name_or_path", "architectures"})."""
+    """Return `speculators_config`: how to draft, and for which target ({"name_or_path", "architectures"})."""
     greedy = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "algorithm": "eagle3",
@@ -216,12 +216,12 @@ def proposal_json(verifier: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _aux_ids(c: Eagle3Config) -> dict[str, list[int]]:
-    """Aux ids as files count them: the residual stream after k layers is the output of layer k-1."""
+    """Return aux ids as files count them: the residual stream after k layers is the output of layer k-1."""
     return {AUX_IDS: [i + 1 for i in c.aux_layers]}
 
 
 def _without_default_ids(config: dict[str, Any], c: Eagle3Config, num_layers: int | None) -> None:
-    """Leave the paper's layers of a target of `num_layers` out, which every reader takes by itself: where ids stand,
-    SGLang counts them otherwise than vLLM does."""
+    """Drop aux ids that are the paper's layers of a target of `num_layers`, every reader's default: SGLang counts given
+    ids differently from vLLM."""
     if num_layers is not None and num_layers > 7 and c.aux_layers == default_aux_layers(num_layers):
         config.get("eagle_config", config).pop(AUX_IDS)

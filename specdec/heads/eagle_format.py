@@ -1,4 +1,4 @@
-"""EAGLE-1/2 heads in files: SafeAILab's layout (arXiv 2401.15077, 2406.16858)."""
+"""EAGLE-1/2 checkpoints: SafeAILab's layout (arXiv 2401.15077, 2406.16858)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from specdec.targets.shape import TargetShape
 
 
 class EagleFormat(HeadFormat):
-    """EAGLE-1/2."""
+    """EAGLE-1/2 checkpoints."""
 
     algo = "eagle"
     layouts = (
@@ -57,7 +57,7 @@ class EagleFormat(HeadFormat):
         verifier: Mapping[str, Any] | None,
         num_layers: int | None,
     ) -> dict[str, Any]:
-        """An ordinary Llama config, and `bias` of fc."""
+        """Return an ordinary Llama config, and `bias` of fc."""
         c = head.config
         return {
             "architectures": ["LlamaForCausalLM"],
@@ -72,7 +72,7 @@ class EagleFormat(HeadFormat):
 
 
 def rope_problems(c: LayerConfig) -> list[str]:
-    """Whether two positions can be told apart by finite tables as wide as a head."""
+    """Check that the rope tables of two positions are finite and as wide as a head."""
     cos, sin = layer_rope(c, torch.arange(2), torch.float32)
     if cos.shape[-1] == c.head_dim and bool(torch.isfinite(cos).all() & torch.isfinite(sin).all()):
         return []
@@ -81,7 +81,7 @@ def rope_problems(c: LayerConfig) -> list[str]:
 
 
 def why_of_eagle(head: DraftHead, name: str, shape: tuple[int, ...] | None, num_parts: int) -> str:
-    """Causes that heads of the EAGLE family have in common; num_parts: of the target's width that fc reads."""
+    """Return causes that EAGLE heads have in common; num_parts: parts, each as wide as the target, that fc reads."""
     if shape is None:
         is_narrow = name == "embed_tokens.weight"
         return "absent embedding: the head's width differs from the target's, so it needs its own" if is_narrow else ""

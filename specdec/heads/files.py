@@ -1,4 +1,4 @@
-"""A folder as a head's layout sees it: our names of its tensors, and their shapes."""
+"""The tensors of a head's folder under our names, and their shapes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,11 @@ from specdec.heads.layouts import Layout
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """names: the file's name by ours; what has none of ours goes by its own. found: shape and dtype, keyed alike.
+    """The files of a head.
 
-    mtp_index: number of the first MTP layer. copies: further tensors of the file that have the same name of ours.
+    names: our tensor name to the file's; tensors unknown to us keep the file's. found: shape and dtype, by the same
+    keys. mtp_index: number of the first MTP layer. copies: file name to our name, for tensors whose name of ours is
+    taken already.
     """
 
     folder: Path
@@ -28,14 +30,14 @@ class HeadFiles:
     copies: Mapping[str, str]
 
     def named(self, ours: str) -> str:
-        """The file's name of our tensor, whether it is there or not."""
+        """Return the file's name of our tensor, whether it is there or not."""
         return self.names.get(ours) or self.layout.theirs(ours, self.mtp_index)
 
     def read(self, ours: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Tensors by our names, as they are stored."""
+        """Read tensors by our names, as they are stored."""
         stored = self.files.read([self.names[name] for name in ours])
         return {name: stored[self.names[name]] for name in ours}
 
     def is_float(self, ours: str, shape: tuple[int, ...]) -> bool:
-        """Whether there is such a tensor of plain floats."""
+        """Return whether our tensor is there with `shape`, in plain floats."""
         return ours in self.found and self.found[ours][0] == shape and self.found[ours][1] in FLOATS

@@ -1,6 +1,6 @@
-"""What a kind of draft head has of its own where checkpoints are read, held against a target, built and written.
+"""The part of reading, checking, building and writing checkpoints that differs between kinds of draft head.
 
-`heads.formats` is the table of kinds; what is alike stands in `heads.open`, `heads.build` and `heads.write`.
+`heads.formats` is the table of kinds; the common part is in `heads.open`, `heads.build` and `heads.write`.
 """
 
 from abc import ABC, abstractmethod
@@ -20,11 +20,11 @@ IsOwn = Callable[[str, Any], bool]  # whether the stored tensor of our name diff
 
 
 class HeadFormat(ABC):
-    """One kind of head; a config is whatever its class is made from.
+    """Checkpoints of one kind of head; a config is whatever its class is made from.
 
-    algo: its row in `draft.algorithms`. layouts: those it is read from, the more telling ones first. written: names of
-    those it can be written in, the first by default. shares_lm_head_rows: whether its lm_head can be left out, since
-    its rows may be the target's. combining: a pattern of the names of the products that read [embedding, feature].
+    algo: its row in `draft.algorithms`. layouts: those it is read from, the most specific first. written: names of
+    those it can be written in, the default first. shares_lm_head_rows: whether its lm_head can be left out, since its
+    rows may be the target's. combining: a pattern of the names of the linear layers that read [embedding, feature].
     """
 
     algo: str
@@ -35,11 +35,11 @@ class HeadFormat(ABC):
 
     @abstractmethod
     def read_config(self, reading: Reading, layout: Layout, names: Sequence[str]) -> Any | None:
-        """The config that config.json and tensors make, `names` being the file's; None if it cannot be made."""
+        """Make the config from config.json and tensors, `names` being the file's; None if it cannot be made."""
 
     @abstractmethod
     def make(self, config: Any, target: TargetShape) -> DraftHead:
-        """The head, made on the device in force; ValueError if it cannot be made for `target`."""
+        """Make the head on the device in force; ValueError if it cannot be made for `target`."""
 
     @abstractmethod
     def config_json(
@@ -50,34 +50,34 @@ class HeadFormat(ABC):
         verifier: Mapping[str, Any] | None,
         num_layers: int | None,
     ) -> dict[str, Any]:
-        """config.json of `head` in `layout`; the arguments are those of `save_head`."""
+        """Return config.json of `head` in `layout`; the arguments are those of `save_head`."""
 
     def first_index(self, layout: Layout, names: Sequence[str]) -> int | None:
-        """The number that the layout's "{at}" begins with."""
+        """Return the number that the layout's "{at}" begins with."""
         return None
 
     def sizes(self, config: Any) -> tuple[int, int] | None:
-        """(hidden size, vocabulary) of the target it was made for, as config.json has them; None: it does not say."""
+        """Return (hidden size, vocabulary) of its target, from config.json; None if that does not say."""
         return None
 
     def with_own_copies(self, config: Any, target: TargetShape, is_own: IsOwn) -> Any:
-        """`config` with what the head keeps for itself: stored embeddings and heads that are not the target's."""
+        """Return `config` with what the head stores itself: embeddings and heads that differ from the target's."""
         return config
 
     def try_out(self, head: Any) -> list[str]:
-        """What is wrong with a head that was made from sizes alone."""
+        """List what is wrong with a head that was made from sizes alone."""
         return []
 
     def leave_out(self, files: HeadFiles, head: Any, wanted: Wanted) -> Wanted:
-        """Tensors that may be missing, some of them taken out of `wanted`."""
+        """Return tensors that may be missing, and take some of them out of `wanted`."""
         return {"embed_tokens.weight": (head.vocab_size, head.hidden_size)}
 
     def value_problems(self, files: HeadFiles, head: Any, wanted: Wanted) -> list[str]:
-        """What is wrong with values, where shapes are right."""
+        """List what is wrong with values, where shapes are right."""
         return []
 
     def why(self, head: Any, name: str, shape: tuple[int, ...] | None) -> str:
-        """The likely cause of a problem with our tensor `name`; shape: what it has, None if it is missing."""
+        """Return the likely cause of a problem with our tensor `name`; shape: the one it has, None if it is missing."""
         return "config.json and weights do not belong together" if name in head.state_dict() else ""
 
     def complete(
@@ -89,28 +89,28 @@ class HeadFormat(ABC):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Add to `state` what a file may leave out."""
+        """Add to `state` the tensors that a file may leave out."""
         return None
 
     def kept_dtypes(self, head: Any, target: TargetShape) -> dict[str, torch.dtype]:
-        """Dtypes of tensors that are not converted, by our names."""
+        """Return dtypes of tensors that are not converted, by our names."""
         return {}
 
     def finish(self, head: Any, device: torch.device) -> None:
-        """After the weights are there."""
+        """Finish `head` after its weights are loaded."""
         return None
 
     def default_layout(self, head: Any) -> str:
-        """The layout that `head` is written in if none is asked for."""
+        """Return the layout that `head` is written in if none is asked for."""
         return self.written[0]
 
     def to_write(self, head: Any, state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int | None]:
-        """`state` as files have it, and the number that the layout's "{at}" begins with."""
+        """Return `state` as stored in files, and the number that the layout's "{at}" begins with."""
         return state, None
 
 
 def layer_json(c: LayerConfig) -> dict[str, Any]:
-    """A Llama-like layer as config.json has it."""
+    """Return a Llama-like layer as config.json has it."""
     scaling = {"rope_scaling": c.rope_scaling} if c.rope_scaling is not None else {}
     return {
         "hidden_size": c.hidden_size,

@@ -15,17 +15,17 @@ ROWS: tuple[HeadFormat, ...] = (Eagle3Format(), NextNFormat(), EagleFormat())
 
 
 def formats() -> Mapping[str, HeadFormat]:
-    """Every format by its algorithm."""
+    """Return every format by its algorithm."""
     return MappingProxyType({row.algo: row for row in ROWS})
 
 
 def layouts() -> Mapping[str, Layout]:
-    """Every layout by name, the more telling ones first, a whole model last."""
+    """Return every layout by name, the most specific first, a whole model last."""
     return MappingProxyType({layout.name: layout for row in ROWS for layout in row.layouts} | {STANDALONE: WHOLE_MODEL})
 
 
 def layouts_of(names: Iterable[str]) -> list[Layout]:
-    """The layouts that tensors of these names make up, most telling first: a target with an MTP layer has two."""
+    """Return the layouts that tensors of these names match, most specific first: a target with an MTP layer has two."""
     names = list(names)
     found = [layout for layout in layouts().values() if any(re.match(layout.mark, name) for name in names)]
     heads = [layout for layout in found if layout.name != STANDALONE]

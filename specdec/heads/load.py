@@ -1,5 +1,5 @@
-"""Loads, checks and saves draft heads in every layout of `specdec.heads.formats`; a strict reader says all that is
-wrong at once.
+"""Loads, checks and saves draft heads in every layout of `specdec.heads.formats`; all problems of a checkpoint are
+reported at once.
 
 Beyond the layouts: EAGLE-3's `lm_head.weight` may be absent where config.json says `lm_head_from_target`; its rows are
 then the target's.
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def detect_algo(path_or_id: str | Path, wanted: str | None = None) -> str:
-    """What a folder, a .gguf file or a Hub repository drafts with, recognised by its tensor names: "eagle", "eagle3",
+    """Detect what a folder, a .gguf file or a Hub repository drafts with, by its tensor names: "eagle", "eagle3",
     "nextn" or "standalone" (an ordinary causal LM).
 
     A target with an MTP layer serves as both: `wanted` says which, else it is "nextn".
@@ -43,7 +43,7 @@ def detect_algo(path_or_id: str | Path, wanted: str | None = None) -> str:
 
 
 def open_draft(path_or_id: str | Path, wanted: str | None = None) -> tuple[str, TensorFiles | None]:
-    """What `detect_algo` says, and the opened files, for `load_head`; None for what is loaded as a whole model."""
+    """Return the result of `detect_algo`, and the opened files, for `load_head`; None for a whole model."""
     if str(path_or_id) == BUNDLED or gguf_of(path_or_id) is not None:
         return STANDALONE, None
     files = TensorFiles.at(path_or_id)
@@ -55,7 +55,7 @@ def open_draft(path_or_id: str | Path, wanted: str | None = None) -> tuple[str, 
 
 
 def inspect(path_or_id: str | Path) -> Checkpoint:
-    """What a checkpoint holds and how it would be read, without a target and without its data.
+    """Describe what a checkpoint holds and how it would be read, without a target and without its data.
 
     Raises CheckpointError if it cannot be opened; what is wrong inside is noted as "problem: …".
     """
@@ -85,7 +85,7 @@ def load_head(
 ) -> DraftHead:
     """Load the head of any layout for `target`, frozen, in `dtype` on `device`.
 
-    source: a folder, a Hub id, or files that are open; algo: what to take where it holds several things. Raises
+    source: a folder, a Hub id, or opened files; algo: which head to take where there are several. Raises
     CheckpointError with every problem found.
     """
     head = open_head(source if isinstance(source, TensorFiles) else TensorFiles.at(source), algo)

@@ -1,7 +1,7 @@
 """NextN / MTP heads (DeepSeek-V3, arXiv 2412.19437, eq. 21-24): one whole decoder layer of the target's own kind.
 
-The layer is made from the classes of the live target (its decoder layer, norm and rotary embedding), so that whatever
-attention or experts a family has come along; only how embedding and hidden state are put together is ours.
+The layer is made from the classes of the live target (its decoder layer, norm and rotary embedding), so that a family's
+own attention and experts come along; only the combination of embedding and hidden state is ours.
 """
 
 import copy
@@ -20,17 +20,17 @@ from specdec.heads.base import Attend, DraftHead
 from specdec.targets.probe import attention_spec
 from specdec.targets.shape import LAST
 
-IMPLEMENTATION = "specdec_head"  # attention of a head's layers: what its attention module was handed
+IMPLEMENTATION = "specdec_head"  # attention of a head's layers: calls what its attention module was handed
 
 
 @dataclass(frozen=True)
 class NextNConfig:
-    """How a head differs from the plain case.
+    """Options of a head.
 
-    num_layers: modules; step j of a draft runs module min(j, num_layers-1), each on what the one before it made.
-    hidden_first: the projection reads [hidden, embedding] (MiMo) instead of [embedding, hidden].
-    recycles_normed: a step feeds back the state after the out norm (what serving engines found to draft better).
-    own_embedding, own_head: the head keeps its own, which differ from the target's.
+    num_layers: modules; step j of a draft runs module min(j, num_layers-1), each on the previous one's output.
+    hidden_first: the projection reads [hidden, embedding] (MiMo) instead of [embedding, hidden]. recycles_normed: a
+    step feeds back the state after the out norm (serving engines found this to draft better). own_embedding, own_head:
+    the head keeps its own, which differ from the target's.
     """
 
     num_layers: int = 1
@@ -43,7 +43,7 @@ class NextNConfig:
 def _handed_attention(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
 ) -> tuple[torch.Tensor, None]:
-    """HF's attention call, q/k/v [B, heads, T, dim], through the callable of the forward in flight."""
+    """Route HF's attention call, q/k/v [B, heads, T, dim], to the callable of the forward in flight."""
     spec = attention_spec(q, k, v, kw)
     heads_last = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     return module.specdec_attend(*heads_last, spec, kw.get("s_aux")), None  # type: ignore[operator]
@@ -66,7 +66,7 @@ class NextNLayer(nn.Module):
 
 
 class NextNHead(DraftHead):
-    """The head for a live `target`, with random weights; a loader or the trainer fills it."""
+    """A head for a live `target`, with random weights; a loader or the trainer sets them."""
 
     algo = "nextn"
     aux_layers = (LAST,)
@@ -108,7 +108,7 @@ class NextNHead(DraftHead):
     def rope(self, positions: torch.Tensor) -> Rope:
         like = torch.empty(0, dtype=self.weight.dtype, device=positions.device)
         rows = positions.reshape(1, -1)
-        if hasattr(self.rotary, "mrope_section"):  # three grids, which are one for text
+        if hasattr(self.rotary, "mrope_section"):  # three grids, all the same for text
             rows = rows.expand(3, *rows.shape)
         cos, sin = self.rotary(like, rows, **self._rope_kind)
         return Rope(cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1))
@@ -128,7 +128,7 @@ class NextNHead(DraftHead):
         return self._run(embeds, hidden, rope, call, module)
 
     def _run(self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, call: Any, module: int) -> torch.Tensor:
-        """embeds, hidden [T, h] or [B, T, h]."""
+        """Run one MTP module on embeds and hidden, both [T, h] or [B, T, h]."""
         m = self.mtp[module]
         parts = [m.enorm(embeds), m.hnorm(hidden)]  # type: ignore[operator]
         x = m.eh_proj(torch.cat(parts[::-1] if self.config.hidden_first else parts, -1))  # type: ignore[operator]
@@ -147,7 +147,7 @@ class NextNHead(DraftHead):
 
     @torch.no_grad()
     def _probe(self) -> list[tuple[LayerSpec, torch.Tensor | None]]:
-        """Shape and sinks of every module's attention, off a forward of two rows."""
+        """Return spec and sinks of every module's attention, recorded in a forward of two rows."""
 
         def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *seen: Any) -> torch.Tensor:
             self._seen.append(seen)
@@ -163,7 +163,7 @@ class NextNHead(DraftHead):
 
 
 def full_attention_layer(config: Any) -> int:
-    """Index of the target layer whose kind MTP layers have: its last one with full attention."""
+    """Return the index of the target layer that MTP layers are modelled on: its last one with full attention."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     if "full_attention" not in kinds:
         raise ValueError(f"layer_types={sorted(set(kinds))}: expected a full-attention layer for MTP to be made like")

@@ -1,5 +1,5 @@
-"""MTP layers in files (arXiv 2412.19437): DeepSeek-V3 and GLM-4.5, whose MTP layer follows the target's last;
-Qwen3-Next and Qwen3.5; MiMo; vLLM's speculators."""
+"""MTP checkpoints (arXiv 2412.19437): DeepSeek-V3 and GLM-4.5, whose MTP layer follows the target's last; Qwen3-Next
+and Qwen3.5; MiMo; vLLM's speculators."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from specdec.targets.shape import TargetShape
 
 
 def _mtp_layer(at: str) -> tuple[tuple[str, str], ...]:
-    """MiMo's names, which speculators took over, of the layer `at`."""
+    """Return the prefixes of the layer `at` in MiMo's names, which speculators took over."""
     return (
         (f"{at}.token_layernorm.", "mtp.{m}.enorm."),
         (f"{at}.hidden_layernorm.", "mtp.{m}.hnorm."),
@@ -30,7 +30,7 @@ def _mtp_layer(at: str) -> tuple[tuple[str, str], ...]:
 
 
 class NextNFormat(HeadFormat):
-    """NextN/MTP. Sizes are the target's own, whose layers these are like."""
+    """NextN/MTP checkpoints. Sizes are those of the target, since these layers are made like its own."""
 
     algo = "nextn"
     layouts = (
@@ -104,7 +104,7 @@ class NextNFormat(HeadFormat):
         return "" if name in ("embed_tokens.weight", "lm_head.weight") else "an MTP layer of another family or size"
 
     def kept_dtypes(self, head: NextNHead, target: TargetShape) -> dict[str, torch.dtype]:
-        """Those that transformers keeps in fp32 in the target's own layers."""
+        """Return the dtypes of tensors that transformers keeps in fp32 in the target's own layers."""
         layers = target.model.get_decoder().layers
         weight = target.embed_tokens.weight
         twin = layers[full_attention_layer(head.hf_config)].state_dict()
@@ -125,7 +125,7 @@ class NextNFormat(HeadFormat):
         verifier: Mapping[str, Any] | None,
         num_layers: int | None,
     ) -> dict[str, Any]:
-        """The target's own, and ours where the head is not like DeepSeek-V3's."""
+        """Return the target's own config, and our keys where the head is not like DeepSeek-V3's."""
         c, plain = head.config, NextNConfig()
         whole = json.loads(head.hf_config.to_json_string(use_diff=False))
         of_a_file = {"_name_or_path", "_model_name_or_path", "quantization_config", "dtype", "architectures"}

@@ -1,4 +1,4 @@
-"""MTP layers as files have them and as transformers does: their config keys, and experts one by one or fused."""
+"""Translation of MTP layers between files and transformers: config keys, and experts one by one or fused."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)$")
 
 
 def nextn_config(reading: Reading, layout: Layout, names: list[str]) -> NextNConfig | None:
-    """How a head is put together; None if config.json holds what cannot be. names: the file's.
+    """Read the config of a head; None if config.json holds invalid values. names: the file's.
 
     `mtp_hidden_states_first` is transformers' own key.
     """
@@ -53,7 +53,7 @@ def nextn_config(reading: Reading, layout: Layout, names: list[str]) -> NextNCon
 
 
 def _value_problems(raw: Mapping[str, Any]) -> list[str]:
-    """What no value of these keys can be, in the file and in its parts."""
+    """List invalid values of these keys, in the file and in its parts."""
     parts = {"": raw, **{f"{name}.": raw.get(name) for name in ("text_config", "transformer_layer_config")}}
     problems = []
     for at, part in parts.items():
@@ -65,12 +65,12 @@ def _value_problems(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _described(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of config.json that speaks of the target an MTP layer is like."""
+    """Return the part of config.json that describes the target an MTP layer is like."""
     return raw.get("text_config") or raw.get("transformer_layer_config") or raw
 
 
 def _doubt_sizes(reading: Reading, layout: Layout, indices: list[int]) -> None:
-    """The layer is made like the live target's: sizes in config.json are nothing but the target's description."""
+    """Note doubts about sizes: those in config.json only describe the target; the layer is made like the live one's."""
     stated = _described(reading.raw)
     width = (reading.shape("mtp.0.eh_proj.weight") or (None,))[0]
     vocab = (reading.shape("embed_tokens.weight") or reading.shape("lm_head.weight") or (None,))[0]
@@ -81,7 +81,7 @@ def _doubt_sizes(reading: Reading, layout: Layout, indices: list[int]) -> None:
 
 
 def per_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The tensors, one an expert, that transformers fuses into `name`, with their shapes; {} if it fuses nothing.
+    """Return the tensors, one per expert, that transformers fuses into `name`, with their shapes; {} if not fused.
 
     gate_up_proj [E, 2*I, h] is gate_proj [I, h] above up_proj [I, h] of each expert; down_proj [E, h, I] stacks.
     """
@@ -95,7 +95,7 @@ def per_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def fuse_experts(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The fused parameter `name` out of all tensors that `per_expert` lists, in its order."""
+    """Fuse all tensors that `per_expert` lists, in its order, into the parameter `name`."""
     found = _EXPERTS.match(name)
     assert found, f"{name} is no fused parameter"
     listed = list(tensors.values())
@@ -104,7 +104,7 @@ def fuse_experts(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor
 
 
 def split_experts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` with fused experts taken apart again: the names that checkpoints have."""
+    """Return `state` with fused experts split again, under the names that checkpoints have."""
     out: dict[str, Any] = {}
     for name, tensor in state.items():
         parts = per_expert(name, tuple(tensor.shape))

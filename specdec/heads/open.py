@@ -1,4 +1,4 @@
-"""Opens the folder of a head: which layout it is in, what it calls our tensors, and what its config.json says."""
+"""Opens the folder of a head: detects its layout, maps its tensor names to ours, and reads its config.json."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ DROPPED = (
 
 
 def open_head(files: TensorFiles, algo: str | None = None) -> HeadFiles:
-    """The head in `files`, with the shapes of its own tensors only. CheckpointError if there is none."""
+    """Open the head in `files`, with the shapes of its own tensors only. CheckpointError if there is none."""
     folder = files.folder
     raw = read_json(folder, "config.json")
     listed = [name for name in files.files if not IGNORED.search(name)]
@@ -40,7 +40,7 @@ def open_head(files: TensorFiles, algo: str | None = None) -> HeadFiles:
 
 
 def read_config(files: HeadFiles, num_layers: int | None = None) -> tuple[Reading, Any | None]:
-    """The head's config for a target of `num_layers`, with notes and problems; None if it cannot be made."""
+    """Read the head's config for a target of `num_layers`, with notes and problems; None if it cannot be made."""
     reading = Reading(files.raw, files.found, num_layers)
     with as_checkpoint_error(files.folder, f"config.json cannot be read as that of {files.layout.name!r}"):
         kind = formats()[files.layout.algo]
@@ -48,7 +48,7 @@ def read_config(files: HeadFiles, num_layers: int | None = None) -> tuple[Readin
 
 
 def pick_layout(folder: Path, names: list[str], algo: str | None) -> Layout:
-    """The layout that tensors `names` make up; of a target with an MTP layer the one for `algo`, else the MTP layer."""
+    """Return the layout of tensors `names`; of a target with an MTP layer the one for `algo`, else the MTP layer's."""
     layouts = layouts_of(names)
     if not layouts and (algo == STANDALONE or _is_causal_lm(folder)):
         return WHOLE_MODEL
@@ -66,7 +66,7 @@ def pick_layout(folder: Path, names: list[str], algo: str | None) -> Layout:
 
 
 def _is_causal_lm(folder: Path) -> bool:
-    """Whether config.json names a class of transformers that has an output head."""
+    """Return whether config.json names a class of transformers that has an output head."""
     classes = read_json(folder, "config.json").get("architectures")
     names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
     return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)

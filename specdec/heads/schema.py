@@ -1,5 +1,5 @@
-"""What the values of a config.json may be: one row a key. Nobody vouches for the file, so each value is looked at
-before it is used; keys that are not read are not looked at. Absent is always fine here: readers know what they need."""
+"""Valid values of a config.json: one row per key. The file is untrusted, so each value is checked before it is used;
+keys that are not read are not checked. A missing key is always fine here: readers know what they need."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,24 +13,24 @@ from specdec.heads.layouts import AUX_IDS, AUX_LAYERS, OWN_KEY
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value may be: `fits` says whether one is; `words` what was expected. May be null unless `is_needed`."""
+    """A kind of value: `fits` tests one; `words` say what was expected. May be null unless `is_needed`."""
 
     words: str
     fits: Callable[[Any], bool]
     is_needed: bool = False
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value that is there will do."""
+        """Return whether a value that is present will do."""
         return not self.is_needed if value is None else self.fits(value)
 
 
 def is_integer(value: Any) -> bool:
-    """JSON's true and false are no integers, although Python's are."""
+    """Return whether `value` is an integer; JSON's true and false are not, although Python's are."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """An integer or a float that is finite; Python's JSON reads NaN and Infinity, too."""
+    """Return whether `value` is an integer or a finite float; Python's JSON reads NaN and Infinity, too."""
     try:
         return (is_integer(value) or isinstance(value, float)) and math.isfinite(value)
     except OverflowError:  # an integer of hundreds of digits
@@ -38,24 +38,24 @@ def is_number(value: Any) -> bool:
 
 
 def integer(low: int, high: int, *, is_needed: bool = False) -> Kind:
-    """An integer of [low, high]."""
+    """Make the kind of an integer in [low, high]."""
     return Kind(f"an integer of {low}..{high}", lambda v: is_integer(v) and low <= v <= high, is_needed)
 
 
 def positive(high: float, *, is_needed: bool = False) -> Kind:
-    """A number of (0, high]."""
+    """Make the kind of a number in (0, high]."""
     return Kind(f"a number above 0, up to {high:g}", lambda v: is_number(v) and 0 < v <= high, is_needed)
 
 
 def items(kind: Kind) -> Kind:
-    """A list of `kind`."""
+    """Make the kind of a list of `kind`."""
     return Kind(f"a list, each {kind.words}", lambda v: isinstance(v, list) and all(map(kind.fits, v)))
 
 
 FLAG = Kind("true or false", lambda v: isinstance(v, bool))
 TEXT = Kind("a string", lambda v: isinstance(v, str))
 OBJECT = Kind("an object", lambda v: isinstance(v, dict))
-# Bounds lie far above any model's, low enough for products of three of them to be sizes of tensors.
+# Bounds are far above any model's, yet low enough for a product of three to be the size of a tensor.
 SIZE, COUNT, LAYERS = integer(1, 1 << 24), integer(1, 1 << 16), integer(1, 1 << 12)
 LENGTH = integer(1, 1 << 40)
 FACTOR, THETA = positive(1e6), positive(1e18)
@@ -134,7 +134,7 @@ ROPE: Mapping[str, Kind] = MappingProxyType(
         "truncate": FLAG,
     }
 )
-# What a kind of scaling cannot do without.
+# Keys that each kind of rope scaling requires.
 ROPE_NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "linear": ("factor",),
@@ -145,7 +145,7 @@ ROPE_NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def value_problems(raw: Mapping[str, Any], schema: Mapping[str, Kind], at: str = "") -> list[str]:
-    """What is wrong with the values in `raw`, by key; at: the path of `raw` in the file, "rope_scaling." say."""
+    """List what is wrong with the values in `raw`, by key; at: the path of `raw` in the file, "rope_scaling." say."""
     wrong = [key for key, kind in schema.items() if key in raw and not kind.accepts(raw[key])]
     return [f"config.json has {at}{key}={_shown(raw[key])}: expected {schema[key].words}" for key in wrong]
 
@@ -158,7 +158,7 @@ def _shown(value: Any) -> str:
 
 
 def layer_problems(raw: Mapping[str, Any], at: str = "") -> list[str]:
-    """Of the config of a Llama-like layer, and of the rope in it."""
+    """List what is wrong in the config of a Llama-like layer, and in its rope."""
     problems = value_problems(raw, LAYER, at)
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(raw.get(name), dict):
@@ -167,7 +167,7 @@ def layer_problems(raw: Mapping[str, Any], at: str = "") -> list[str]:
 
 
 def _relations(raw: Mapping[str, Any], at: str) -> list[str]:
-    """How sizes must go together, once each of them is one."""
+    """List sizes that do not fit together, each being valid by itself."""
     heads, kv_heads, size = (raw.get(k) for k in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     problems = []
     if heads and kv_heads and heads % kv_heads:

@@ -1,4 +1,4 @@
-"""Writes draft heads: config.json and model.safetensors of each layout, from a head and from nothing else."""
+"""Writes draft heads: config.json and model.safetensors of each layout, from the head alone."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,9 +27,9 @@ def save_head(
     layout: "eagle", "eagle3" (official), "speculators" or "nextn" (DeepSeek-V3's names); None: the official one, or
     speculators for an EAGLE-3 head that the official one cannot express. lm_head_from_target leaves out EAGLE-3's
     lm_head, whose rows must then be the target's. verifier: speculators' `speculators_config.verifier`, the target.
-    num_layers: the target's, with which aux ids that are every reader's default are left out. Embeddings and output
-    heads shared with the target are not stored. overwrite: take the place of a checkpoint in `folder`. ValueError names
-    what a layout cannot express, or what lies in `folder`.
+    num_layers: the target's; if given, aux ids that are every reader's default are left out. Embeddings and output
+    heads shared with the target are not stored. overwrite: replace a checkpoint in `folder`. ValueError names what a
+    layout cannot express, or what is in `folder`.
     """
     kind = formats()[head.algo]
     name = layout or kind.default_layout(head)

@@ -17,7 +17,7 @@ from specdec.train.predict import predict
 
 
 class Shape(NamedTuple):
-    """How a round drafts: S steps, K branches, D nodes verified."""
+    """Shape of a round: S draft steps, K branches, D nodes verified."""
 
     num_steps: int
     topk: int
@@ -25,7 +25,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """From "S:K:D"; "S" and "S:K" take what `EngineConfig` takes by default. ValueError says what does not fit."""
+        """Parse "S:K:D"; "S" and "S:K" take defaults of `EngineConfig` for the rest. ValueError says what is wrong."""
         parts = text.split(":")
         if not 1 <= len(parts) <= 3 or not all(p.strip().isdecimal() for p in parts):
             raise ValueError(f"shape {text!r}: expected S:K:D, such as 3:1:4 (a chain) or 5:8:32 (a tree)")
@@ -58,11 +58,11 @@ def acceptance(
     sample_drafts: bool = True,
     predicted: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Acceptance rows of `draft`, called `name` in them: one a file of `prompts` (token ids) and temperature.
+    """Yield acceptance rows of `draft`, called `name` in them: one per file of `prompts` (token ids) and temperature.
 
     One engine serves them all, since attaching captures graphs. draft, algo: as `attach` takes them; without both it
-    measures plain decoding, and `shape` is ignored. tokenizer: the target's, which a standalone draft's is held
-    against. predicted: greedy chains get what the trainer simulates on the same text beside what was measured.
+    measures plain decoding, and `shape` is ignored. tokenizer: the target's, compared with a standalone draft's.
+    predicted: rows of greedy chains also get what the trainer simulates on the same text.
     """
     longest = max(len(p) for file in prompts.values() for p in file) + max_new_tokens
     settings: dict[str, Any] = {"max_batch": max_batch, "max_seq_len": longest, "sample_drafts": sample_drafts}
@@ -86,7 +86,7 @@ def _measure(
     max_new_tokens: int,
     predicted: bool,
 ) -> dict[str, Any]:
-    """One acceptance row; request i of a file is sampled with seed i."""
+    """Measure one acceptance row; request i of a file is sampled with seed i."""
     law = SamplingParams(temperature=temperature, seed=0)
     out = engine.generate([list(p) for p in prompts], max_new_tokens=max_new_tokens, sampling=law)
     config, half_width = engine.config, ci95(out.requests)
@@ -112,7 +112,7 @@ def _measure(
 
 
 def ci95(requests: Sequence[RequestOutput]) -> float:
-    """Half width of the 95% interval of tau over prompts: the ratio estimator, linearised."""
+    """Return the half width of the 95% interval of tau over prompts: the ratio estimator, linearised."""
     parts: list[AcceptanceStats] = [r.acceptance for r in requests]
     total = AcceptanceStats().merge(parts)
     if len(parts) < 2 or not total.num_rounds:
@@ -123,7 +123,7 @@ def ci95(requests: Sequence[RequestOutput]) -> float:
 
 
 def _beside_prediction(row: dict[str, Any], engine: Engine, out: GenerationOutput) -> dict[str, Any]:
-    """`row` with a_j as the trainer simulates them on the very text that was generated, and how far ours lie off."""
+    """Add to `row` the a_j that the trainer simulates on the generated text, and how far the measured ones are off."""
     draft = engine.draft_module
     assert draft is not None
     if getattr(draft, "num_modules", 1) > 1:  # the trainer knows heads of one module
@@ -136,7 +136,7 @@ def _beside_prediction(row: dict[str, Any], engine: Engine, out: GenerationOutpu
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A short table of acceptance rows for each draft, and what its trainer had predicted."""
+    """Print a short table of acceptance rows for each draft, and what its trainer predicted."""
     console = Console()
     for draft in dict.fromkeys(r["draft"] for r in rows):
         own = [r for r in rows if r["draft"] == draft]

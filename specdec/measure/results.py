@@ -22,10 +22,10 @@ def write_results(
     rows: Sequence[Any],
     path: Path | None = None,
 ) -> Path:
-    """Write `<what>_<shape>_<gpu>_<date>.json` with the command, versions and rows; returns its path.
+    """Write `<what>_<shape>_<gpu>_<date>.json` with the command, versions and rows; return its path.
 
-    A file that is there already belongs to another run and is left alone: `-2`, `-3`, … are added to the name. A run
-    that writes several times hands back, as `path`, what the first time returned. No reader ever sees half a file.
+    An existing file belongs to another run and is left alone: `-2`, `-3`, … are added to the name. A run that writes
+    several times passes as `path` what the first call returned. No reader ever sees half a file.
     """
     gpu = torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else "cpu"
     versions = {
@@ -35,7 +35,7 @@ def write_results(
     }
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     record = {"command": command, "versions": versions, "gpu": gpu, "config": config, "rows": list(rows)}
-    text = json.dumps(record, indent=1) + "\n"  # before a name is taken: what cannot be written leaves no file
+    text = json.dumps(record, indent=1) + "\n"  # before a file is created: rows that cannot be serialised leave none
     if path is None:
         path = _new_file(Path(folder), f"{what}_{shape}_{gpu}_{datetime.now(UTC):%Y-%m-%d}")
     half = path.with_name(f".{path.name}.part")
@@ -45,7 +45,7 @@ def write_results(
 
 
 def _new_file(folder: Path, stem: str) -> Path:
-    """An empty file of that name, or of the first numbered one that nobody has; two runs at once never share one."""
+    """Create an empty file of that name, or of the first free numbered one; two runs at once never share one."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         path = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")

@@ -8,19 +8,19 @@ SMOLLM2_EAGLE3 = f"{SMOLLM2}-eagle3"
 
 
 def available() -> list[str]:
-    """Names of the shipped drafts."""
+    """Return the names of the shipped drafts."""
     return sorted({f.parent.name for pattern in ("*/config.json", "*/*.gguf") for f in HERE.glob(pattern)})
 
 
 def path(name: str = SMOLLM2_EAGLE3) -> Path:
-    """The folder of a shipped draft; ValueError lists what there is."""
+    """Return the folder of a shipped draft; ValueError lists those available."""
     if name not in available():
         raise ValueError(f"no shipped head {name!r}; there are {available()}")
     return HERE / name
 
 
 def for_algo(algo: str) -> Path:
-    """The folder of the shipped draft of algorithm `algo`; ValueError lists what there is."""
+    """Return the folder of the shipped draft of algorithm `algo`; ValueError lists those available."""
     if f"{SMOLLM2}-{algo}" not in available():
         algos = [name.removeprefix(f"{SMOLLM2}-") for name in available()]
         raise ValueError(f"no shipped head for algo={algo!r}; there are heads for {algos}")
@@ -28,7 +28,7 @@ def for_algo(algo: str) -> Path:
 
 
 def find(draft: str) -> Path | str:
-    """What a user may call a draft: "shipped" or the name of a shipped one is its folder; anything else is itself."""
+    """Resolve a draft's name: "shipped" or the name of a shipped one to its folder; return anything else unchanged."""
     if draft == "shipped":
         return path()
     return path(draft) if draft in available() else draft

@@ -1,1 +1,1 @@
-"""Live `transformers` models: which can be attached, and how they run as targets and as standalone drafts."""
+"""Live `transformers` models: checks which can be attached, and runs them as targets and as standalone drafts."""

@@ -16,18 +16,18 @@ from specdec.errors import GraphError
 from specdec.graphs.trace import Traced, trace
 from specdec.targets.hf import HFTarget
 
-# Tokens of the forwards that are compared; the first is traced. One token, the plain decode, is where a trace that
-# took T > 1 for granted would be wrong.
+# Tokens of the forwards that are compared; the first is traced. At one token, the plain decode, a trace that took
+# T > 1 for granted would be wrong.
 EXAMPLES = ((32,), (7,), (1,) * 7)
 Batch = tuple[torch.Tensor, torch.Tensor]  # ids, positions [T] int64
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the norm
 
 
 def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) -> str:
-    """Give `target` compiled layers where `config` and `prefill_mode` want them; returns the prefill mode to use.
+    """Compile the layers of `target` where `config` and `prefill_mode` want it; return the prefill mode to use.
 
-    Layers that do not trace as one graph are warned about: rounds run the live model's own, and what "auto" had made
-    "piecewise" becomes "breakable". GraphError, with the op, where piecewise graphs were asked for or under strict.
+    Warns of layers that do not trace as one graph: rounds then run the live model's own, and a "piecewise" that "auto"
+    chose becomes "breakable". GraphError, with the op, if piecewise graphs were asked for or under strict.
     """
     is_piecewise = prefill_mode == "piecewise"
     wanted = [ForwardMode.EXTEND] * is_piecewise + [ForwardMode.DECODE] * config.compile
@@ -51,7 +51,7 @@ def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) ->
 
 
 def _trace(target: HFTarget, mode: ForwardMode, config: EngineConfig) -> Traced:
-    """The layers as they run in `mode`, traced, compiled and held against the live model's."""
+    """Trace and compile the layers as they run in `mode`, and compare them with the live model's."""
     examples = _examples(target)
     # The live model runs first: transformers installs hooks on first use, which cannot be traced.
     with torch.inference_mode(), attention_scope(_Echo()), target.routed(mode):
@@ -83,7 +83,7 @@ def _trace(target: HFTarget, mode: ForwardMode, config: EngineConfig) -> Traced:
 
 
 def _examples(target: HFTarget) -> list[list[Batch]]:
-    """Batches of the sizes of EXAMPLES; those of one group go on in position where the one before ends."""
+    """Return batches of the sizes of EXAMPLES; within a group, positions continue where the previous batch ends."""
     random = torch.Generator().manual_seed(0)
     groups: list[list[Batch]] = []
     for sizes in EXAMPLES:
@@ -96,13 +96,13 @@ def _examples(target: HFTarget) -> list[list[Batch]]:
 
 
 def _outputs(layers: Callable[..., Sequence[Any]], batches: Sequence[Batch]) -> list[torch.Tensor]:
-    """What `layers` makes of every batch, rows one below the other."""
+    """Run `layers` on every batch and concatenate the rows of each output."""
     outputs = zip(*(layers(*batch) for batch in batches), strict=True)
     return [torch.cat(parts) for parts in outputs if parts[0] is not None]
 
 
 def _compare(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], num_tokens: int) -> None:
-    """GraphError if tensors [rows, ...] of forwards of `num_tokens` differ in more than rounding.
+    """Raise GraphError if tensors [rows, ...] of forwards of `num_tokens` differ in more than rounding.
 
     Medians over the rows are compared: rounding can flip an expert in single rows.
     """
@@ -118,7 +118,7 @@ def _compare(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], num_t
 
 @dataclass(frozen=True)
 class _Echo:
-    """Attention that needs no cache: the values, weighted by what q and k are, for a comparison of everything else."""
+    """Attention without a cache, to compare everything else: the values, weighted by functions of q and k."""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None

@@ -1,6 +1,6 @@
-"""A live model that two may call: its owner, and the engine, which routes the attention of the same modules elsewhere.
+"""Mutual exclusion of a live model's two callers: its owner, and the engine, which reroutes its attention.
 
-While an engine is attached, a forward of the model waits until the engine's step is over, and the other way round.
+While an engine is attached, a forward of the model waits until the engine's step is over, and vice versa.
 """
 
 import threading
@@ -13,9 +13,9 @@ from torch import nn
 
 
 def make_exclusive(model: nn.Module, turns: AbstractContextManager[Any]) -> Callable[[], None]:
-    """Let every call of `model` be a turn, until the function that this returns is called.
+    """Make every call of `model` enter `turns`, a lock, until the returned function is called.
 
-    What `torch.compile` traces takes no turns: a trace must not hold a lock.
+    Calls traced by `torch.compile` do not: a trace must not hold a lock.
     """
     taken = _Taken()
 
@@ -24,7 +24,7 @@ def make_exclusive(model: nn.Module, turns: AbstractContextManager[Any]) -> Call
         taken.num += 1
 
     def after(*args: Any) -> None:
-        if taken.num:  # not for a call that was under way when the hooks came
+        if taken.num:  # not for a call that was under way when the hooks were added
             taken.num -= 1
             turns.__exit__(None, None, None)
 
@@ -41,13 +41,13 @@ def make_exclusive(model: nn.Module, turns: AbstractContextManager[Any]) -> Call
 
 
 class _Taken(threading.local):
-    """Turns of this thread that calls of the model have taken."""
+    """Number of turns that calls of the model hold in this thread."""
 
     num = 0
 
 
 class _Hook:
-    """Calls `fn`, but not in a trace; a copy of the model, or a pickle, gets one that does nothing."""
+    """Calls `fn`, but not in a trace; a copy of the model, or a pickle, gets a hook that does nothing."""
 
     def __init__(self, fn: Callable[..., None] | None = None):
         self._fn = fn

@@ -1,4 +1,4 @@
-"""The attach layer: runs a live `transformers` causal LM over our KV pool, and leaves it as it was afterwards.
+"""The attach layer: runs a live `transformers` causal LM over our KV pool, and restores it afterwards.
 
 The model's own code runs, packed [1, T], without an HF cache and without masks; only its attention calls are routed,
 and only while we run it (the implementation name is set on its configs inside `forward` and put back).
@@ -37,14 +37,14 @@ LAYER_ID = "_specdec_layer_id"
 
 
 class Mark:
-    """Says on a module which target it belongs to. It keeps nobody alive, and a copy of it says nothing: copies of a
-    model are no part of the engine."""
+    """Marks a module with the target it belongs to. It holds a weak reference, and a copy of it is empty: copies of a
+    model are not part of the engine."""
 
     def __init__(self, owner: "HFTarget | None" = None):
         self._owner = None if owner is None else weakref.ref(owner)
 
     def owner(self) -> "HFTarget | None":
-        """The target, if there still is one."""
+        """Return the target if it still exists, else None."""
         return None if self._owner is None else self._owner()
 
     def __reduce__(self) -> tuple[type["Mark"], tuple[()]]:
@@ -52,14 +52,14 @@ class Mark:
 
 
 def is_attached(module: nn.Module) -> bool:
-    """Whether `module` belongs to a target that is alive."""
+    """Return whether `module` belongs to a target that is alive."""
     mark = getattr(module, ATTACHED, None)
     return mark is not None and mark.owner() is not None
 
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """logits [T, V] and aux [T, num_aux*h], or None."""
+    """Output of a forward: logits [T, V], and aux [T, num_aux*h] or None."""
 
     logits: torch.Tensor
     aux: torch.Tensor | None
@@ -68,7 +68,7 @@ class TargetOutput:
 def _routed_attention(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
 ) -> tuple[torch.Tensor, None]:
-    """HF's attention call, q/k/v [1, heads, T, dim]: through our op, [1, T, heads, v_dim] back."""
+    """Route HF's attention call, q/k/v [1, heads, T, dim], through our op; return [1, T, heads, v_dim]."""
     out = attention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), getattr(module, LAYER_ID))
     return out.unsqueeze(0), None
 
@@ -79,8 +79,8 @@ AttentionInterface.register("specdec", _routed_attention)
 class HFTarget:
     """A live model, admitted by `probe`, run in two parts: its layers, and the head over the rows that need logits.
 
-    aux_layers: indices of layers whose output the draft wants, low to high, or (LAST,) for the last hidden states.
-    compiled: what runs in place of the live model's layers, if anything, in prefills and in rounds.
+    aux_layers: indices of layers whose output the draft reads, low to high, or (LAST,) for the last hidden states.
+    compiled: what replaces the live model's layers, if anything, in prefills and in rounds.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -106,7 +106,7 @@ class HFTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go."""
+        """Device of the inputs."""
         return self.embed_tokens.weight.device  # type: ignore[return-value]
 
     @property
@@ -125,7 +125,7 @@ class HFTarget:
 
     @property
     def shape(self) -> TargetShape:
-        """What a draft head must match."""
+        """Sizes and modules that a draft head must match."""
         return TargetShape(
             hidden_size=self.spec.hidden_size,
             vocab_size=self.spec.vocab_size,
@@ -136,7 +136,7 @@ class HFTarget:
         )
 
     def forward(self, context: ForwardContext, metadata: AttentionMetadata, input_ids: torch.Tensor) -> TargetOutput:
-        """One packed forward of input_ids [T]: layers and head."""
+        """Run one packed forward of input_ids [T]: layers and head."""
         with forward_context(context, metadata):
             hidden, aux = self.layers(metadata.mode, input_ids, metadata.positions)
         return TargetOutput(self.head(hidden), aux)
@@ -144,9 +144,9 @@ class HFTarget:
     def layers(
         self, mode: ForwardMode, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """All but the head, for tokens [T] at positions [T]: their last hidden states [T, h] and aux [T, num_aux*h].
+        """Run all but the head on tokens [T] at positions [T]; return last hidden states [T, h], aux [T, num_aux*h].
 
-        Attention goes to the scope in force. Rows do not see each other elsewhere, so any T can be captured.
+        Attention goes to the scope in force. Rows do not interact elsewhere, so any T can be captured.
         """
         if self._last_position is not None:
             positions = positions.clamp(max=self._last_position)
@@ -161,7 +161,7 @@ class HFTarget:
     def run_layers(
         self, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The live model's own layers and the outputs of `tapped`; needs `routed`. This is what gets traced."""
+        """Run the live model's own layers, with the outputs of `tapped`; needs `routed`. This is what gets traced."""
         wanted: Any = list(self.tapped) or False
         out = self.spec.stack(
             input_ids=input_ids.unsqueeze(0),
@@ -174,12 +174,12 @@ class HFTarget:
 
     @property
     def tapped(self) -> tuple[int, ...]:
-        """Layers whose output has to be kept on the way."""
+        """Layers whose output must be kept during a forward."""
         return tuple(i for i in self.aux_layers if i != LAST)
 
     @contextmanager
     def routed(self, mode: ForwardMode) -> Iterator[None]:
-        """Within, the live model's attention calls come to us."""
+        """Route the live model's attention calls to us within the context."""
         # A round must not wait for the host; `generate` decodes on a GPU with batched experts, too.
         waiting = () if mode is ForwardMode.EXTEND or self.device.type != "cuda" else self._waiting
         with attention_implementation(self._configs, "specdec"), batched_experts(waiting):
@@ -187,11 +187,11 @@ class HFTarget:
 
     @property
     def same_experts_in_all_modes(self) -> bool:
-        """Whether prefills and rounds multiply experts the same way, and nothing waits for the host; see `routed`."""
+        """True if prefills and rounds multiply experts the same way, and nothing waits for the host; see `routed`."""
         return not self._waiting or self.device.type != "cuda"
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""
+        """Map last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""
         # We call the model with its decoder stubbed out, so only the head runs; the ids are ignored.
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
         answer = self.spec.stack_output(last_hidden_state=hidden.unsqueeze(0))
@@ -199,8 +199,8 @@ class HFTarget:
             return self.model(input_ids=ids, use_cache=False).logits[0]
 
     def expect_positions(self, count: int) -> None:
-        """Rounds will reach up to position count-1. Past the model's limit, where tables of learned positions end, lie
-        drafts that are never emitted: they take the last position."""
+        """Prepare for rounds that reach position count-1. Positions past the model's limit, where learned position
+        tables end, belong to drafts that are never emitted: they take the last position."""
         if count > self.spec.max_positions:
             self._last_position = self.spec.max_positions - 1
 
@@ -210,7 +210,7 @@ class HFTarget:
         self._addresses = {name: p.data_ptr() for name, p in self.model.named_parameters()}
 
     def check_compiled(self) -> None:
-        """GraphError if a weight has been replaced or moved since the layers were compiled."""
+        """Raise GraphError if a weight has been replaced or moved since the layers were compiled."""
         moved = [n for n, p in self.model.named_parameters() if self._addresses.get(n) != p.data_ptr()]
         if self.compiled and moved:
             raise GraphError(
@@ -219,16 +219,16 @@ class HFTarget:
             )
 
     def drop_compiled(self) -> None:
-        """Back to the live layers; every weight has a storage of its own again.
+        """Switch back to the live layers; every weight has a storage of its own again.
 
-        What it raises (out of memory, where a weight is copied) leaves the model usable; it can be called again.
+        An error (out of memory, where a weight is copied) leaves the model usable, and it can be called again.
         """
         for traced in self.compiled.values():
             traced.release()
         self.compiled.clear()
 
     def detach(self) -> None:
-        """Take our marks off the model; it is as it was. A second call does nothing, or goes on where one failed."""
+        """Remove our marks and restore the model. A second call does nothing, or goes on where the first failed."""
         self.drop_compiled()
         for module in (*self.spec.modules, self.model):
             mark = getattr(module, ATTACHED, None)
@@ -238,7 +238,7 @@ class HFTarget:
 
 
 def _warn_about_rotary(model: nn.Module) -> None:
-    """Rotary frequencies in low precision change every text a little; `model.to(dtype)` makes them so."""
+    """Warn of low-precision rotary frequencies, as `model.to(dtype)` makes them: they change every text a little."""
     exact = (torch.float32, torch.float64)
     low = [name for name, b in model.named_buffers() if name.endswith("inv_freq") and b.dtype not in exact]
     if low:

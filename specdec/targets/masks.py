@@ -1,4 +1,4 @@
-"""What a mask function of transformers hides, judged far out: nothing but the future, a window, or more."""
+"""Classifies mask functions of transformers by their values far out: causal, a sliding window, or something else."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ FAR = 1 << 18  # masks are evaluated around this query position, so that windows
 
 
 def classify_mask(mask_function: Callable[..., Any], device: torch.device) -> str | int | None:
-    """None for causal, a window in tokens for a sliding one, else a word that says what it is."""
+    """Return None for causal, a window in tokens for a sliding one, else a phrase that says what it is."""
     keys = torch.arange(FAR + 1, device=device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
     windows = set()

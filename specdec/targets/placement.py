@@ -1,6 +1,6 @@
-"""Where a model's weights lie and in what form: reasons why kernels and graphs could not read them.
+"""Checks where a model's weights are and in what form: reasons why kernels and graphs could not read them.
 
-An engine keeps one KV pool on one device and graphs that hold the addresses of weights. So weights must lie there, stay
+An engine keeps one KV pool on one device and graphs that hold the addresses of weights. So weights must be there, stay
 there, and be plain floating-point tensors.
 """
 
@@ -18,12 +18,12 @@ UNQUANTISED = "load it without a quantization_config, or call model.dequantize()
 
 
 def placement_reasons(model: nn.Module) -> list[str]:
-    """Reasons that can be seen without running `model`."""
+    """Return the reasons that can be seen without running `model`."""
     return [*_device_reasons(model), *_form_reasons(model), *_compiled_reasons(model)]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, and buffers that are more than a number, by name."""
+    """Yield parameters, and buffers that are more than a number, by name."""
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer.dim())
 
@@ -50,7 +50,7 @@ def _device_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _offloads(hook: Any) -> bool:
-    """Whether an accelerate hook brings weights in for a forward, or takes them away after it."""
+    """Return whether an accelerate hook brings weights in for a forward, or takes them away after it."""
     inner = getattr(hook, "hooks", ())
     is_moving = type(hook).__name__ in ("CpuOffload", "LayerwiseCastingHook")
     return bool(getattr(hook, "offload", False)) or is_moving or any(_offloads(h) for h in inner)
@@ -81,7 +81,7 @@ def _form_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _quantisation(quantizer: Any) -> str:
-    """The method by which transformers keeps a model quantised; empty if it was dequantised when it was loaded."""
+    """Return the method by which transformers keeps a model quantised; empty if it was dequantised at load time."""
     config = getattr(quantizer, "quantization_config", None)
     method = getattr(config, "quant_method", None) or type(quantizer).__name__
     name = str(getattr(method, "value", method))
@@ -89,7 +89,7 @@ def _quantisation(quantizer: Any) -> str:
 
 
 def _compiled_reasons(model: nn.Module) -> Iterator[str]:
-    """Compiled code has its attention built in, where it cannot be routed. Modules without any may be compiled."""
+    """Yield a reason if compiled code has attention, which cannot be routed in it. Other modules may be compiled."""
     for name, module in model.named_modules():
         if _is_compiled(module) and any(hasattr(child, "layer_idx") for child in module.modules()):
             yield (

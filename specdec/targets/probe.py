@@ -1,7 +1,7 @@
-"""Admission: one forward of the live model with a recording attention function, then reasons for or against.
+"""Admission check: one forward of the live model with a recording attention function, then reasons against it, if any.
 
-What is recorded: every attention call (module, shapes, scaling, window, softcap, sinks) and every mask HF would have
-built, classified by evaluating HF's own mask closure far out. No model is known by name.
+It records every attention call (module, shapes, scaling, window, softcap, sinks) and every mask HF would have built,
+classified by evaluating HF's own mask closure far out. No model is known by name.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from specdec.targets.placement import placement_reasons
 
 PROBE_LENGTH = 12
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-# Tensor-free or known keyword arguments of attention calls; a foreign TENSOR argument means foreign arithmetic.
+# Known tensor arguments of attention calls; any other TENSOR argument means arithmetic that we do not know.
 HARMLESS_TENSORS = frozenset({"position_ids", "s_aux", "position_embeddings", "cache_position"})
 
 
@@ -45,9 +45,9 @@ class _Recording:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the attach layer needs to know: attention modules in call order, their specs and sinks, and widths.
+    """Facts for the attach layer: attention modules in call order, their specs and sinks, and widths.
 
-    stack: the module that is all but the head, from ids to last hidden states; stack_output: what it returns.
+    stack: the module that is all but the head, from ids to last hidden states; stack_output: the class of its output.
     """
 
     modules: tuple[nn.Module, ...]
@@ -64,7 +64,7 @@ _RECORDING: ContextVar[_Recording] = ContextVar("specdec_probe")
 
 
 def _recording() -> _Recording:
-    """That of the probe in flight; RuntimeError for a call that is none of its."""
+    """Return the recording of the probe in progress; RuntimeError for a call that is not part of it."""
     recording = _RECORDING.get(None)
     if recording is None:
         raise RuntimeError(
@@ -84,7 +84,7 @@ class _PassThroughCache(DynamicCache):
 
 
 def attention_spec(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kw: Mapping[str, Any]) -> LayerSpec:
-    """What an attention call of transformers says of its layer: q/k/v [B, heads, T, dim] and its other arguments."""
+    """Return a layer's spec from transformers' attention call: q/k/v [B, heads, T, dim] and other arguments."""
     return LayerSpec(
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
@@ -132,7 +132,7 @@ AttentionMaskInterface.register("specdec_probe", _record_mask)
 
 
 def attention_configs(model: nn.Module) -> list[Any]:
-    """Every config object in `model` that names an attention implementation, once each."""
+    """List every config object in `model` that names an attention implementation, once each."""
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     return [c for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
 
@@ -146,13 +146,13 @@ def attention_implementation(configs: Sequence[Any], name: str) -> Iterator[None
 
 @contextmanager
 def batched_experts(configs: Sequence[Any]) -> Iterator[None]:
-    """Let the experts of `configs` multiply without looking at the device, and put the old implementations back."""
+    """Let the experts of `configs` multiply without a device sync, and put the old implementations back."""
     with _replaced(configs, "_experts_implementation_internal", "batched_mm"):
         yield
 
 
 def waiting_configs(model: nn.Module, dtype: torch.dtype) -> list[Any]:
-    """Configs of experts in `model` that wait for the host: eager ones, and grouped products in other types than bf16.
+    """List configs of experts in `model` that wait for the host: eager ones, and grouped matmuls other than in bf16.
 
     Models without experts have such a config, too; what transformers made switchable has `_apply_gate`.
     """
@@ -175,9 +175,9 @@ def _replaced(configs: Sequence[Any], attribute: str, value: str) -> Iterator[No
 
 @contextmanager
 def answering(module: nn.Module, output: Any) -> Iterator[None]:
-    """Within, a call of `module` returns `output` whatever it is given, and none of its hooks run."""
+    """Make calls of `module` return `output` within the context, whatever the arguments, without running its hooks."""
     own = {name: value for name, value in module.__dict__.items() if name == "_compiled_call_impl"}
-    # What `module.compile()` sets: it is called in place of forward and hooks.
+    # `module.compile()` sets this; it is called in place of forward and hooks.
     module._compiled_call_impl = lambda *args, **kwargs: output
     try:
         yield
@@ -228,7 +228,7 @@ def probe(model: PreTrainedModel) -> ModelSpec:
 
 @contextmanager
 def _probing(model: PreTrainedModel, recording: _Recording) -> Iterator[None]:
-    """Within, attention calls and masks of `model` go to `recording`."""
+    """Send attention calls and masks of `model` to `recording` within the context."""
     token = _RECORDING.set(recording)
     try:
         with attention_implementation(attention_configs(model), "specdec_probe"), torch.inference_mode():
@@ -243,8 +243,8 @@ def _new_cache(model: PreTrainedModel) -> DynamicCache:
 
 @contextmanager
 def _recorded_outputs(modules: Sequence[nn.Module], outputs: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Within, what kind of output each of `modules` returns goes to `outputs`, the innermost first; those without last
-    hidden states do not count."""
+    """Record the output class of each of `modules` in `outputs` within the context, the innermost first; those without
+    last hidden states do not count."""
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(getattr(output, "last_hidden_state", None), torch.Tensor):
@@ -261,14 +261,14 @@ def _recorded_outputs(modules: Sequence[nn.Module], outputs: dict[nn.Module, Cal
 def _find_stack(
     model: PreTrainedModel, outputs: dict[nn.Module, Callable[..., Any]], ids: torch.Tensor, logits: torch.Tensor
 ) -> nn.Module | None:
-    """The innermost module from whose last hidden states the rest of `model` makes the same `logits`, or None."""
+    """Find the innermost module from whose last hidden states the rest of `model` makes the same `logits`, or None."""
     for stack, output in outputs.items():
         try:
             with _probing(model, _Recording()):
                 hidden = stack(input_ids=ids, past_key_values=_new_cache(model), use_cache=True).last_hidden_state
                 with answering(stack, output(last_hidden_state=hidden)):
                     again = model(input_ids=torch.zeros_like(ids), use_cache=False).logits
-        except Exception:  # not made for it: the next one
+        except Exception:  # not such a module: try the next
             continue
         if hidden.dtype is not model.get_input_embeddings().weight.dtype:
             continue  # what rounds and graphs keep of them would be rounded
@@ -279,7 +279,7 @@ def _find_stack(
 
 
 def _static_reasons(model: PreTrainedModel) -> list[str]:
-    """Reasons that need no forward."""
+    """Return reasons that need no forward."""
     config = model.config.get_text_config()
     reasons = []
     foreign = sorted(set(getattr(config, "layer_types", None) or []) - KNOWN_LAYER_TYPES)
@@ -297,7 +297,7 @@ def _static_reasons(model: PreTrainedModel) -> list[str]:
 
 
 def _call_reasons(recording: _Recording, model: PreTrainedModel) -> list[str]:
-    """Reasons found in what was recorded."""
+    """Return reasons found in what was recorded."""
     calls = recording.calls
     num_layers = model.config.get_text_config().num_hidden_layers
     if not calls:
@@ -320,7 +320,7 @@ def _call_reasons(recording: _Recording, model: PreTrainedModel) -> list[str]:
 
 
 def _with_mask_window(call: _Call, recording: _Recording) -> LayerSpec:
-    """The layer's spec with the window that its mask really has; without a mask, that of the keyword argument."""
+    """Return the layer's spec with the actual window of its mask; without a mask, that of the keyword argument."""
     if call.mask_id is None:
         return call.spec
     window = recording.masks[call.mask_id]

@@ -1,4 +1,4 @@
-"""What a draft head must match of its target."""
+"""Facts of the target that a draft head must match."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ LAST = -1  # as an aux layer: the target's last hidden state, after its final no
 
 @dataclass(frozen=True)
 class TargetShape:
-    """Hidden size, vocabulary, layers, the modules a head shares, and the live HF model, which MTP layers are like."""
+    """Hidden size, vocabulary, layers, modules a head shares, and the live HF model, whose layer class MTP uses."""
 
     hidden_size: int
     vocab_size: int
@@ -22,7 +22,7 @@ class TargetShape:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "TargetShape":
-        """That of a model which is not attached, from its config and modules."""
+        """Return the shape of a model which is not attached, from its config and modules."""
         config = model.config.get_text_config()
         return cls(
             hidden_size=config.hidden_size,

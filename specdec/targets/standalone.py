@@ -1,4 +1,4 @@
-"""Standalone drafts: live causal LMs, admitted as targets are, that must speak the target's vocabulary."""
+"""Standalone drafts: live causal LMs, admitted as targets are, that must have the target's vocabulary."""
 
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ NOTE = "specdec.json"  # beside an exported draft without a tokenizer: `tokenize
 
 
 def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: Any) -> HFTarget:
-    """The draft model, attached. A folder or Hub id is loaded in the target's dtype onto its device.
+    """Attach the draft model. A folder or Hub id is loaded in the target's dtype onto its device.
 
-    tokenizer: the target's, if known; it is held against the draft's own. ValueError says what does not match,
+    tokenizer: the target's, if known; it is compared with the draft's own. ValueError says what does not match,
     AttachError why the model cannot be run.
     """
     if isinstance(draft, nn.Module):
@@ -41,7 +41,7 @@ def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: 
 
 
 def _check_vocabulary(model: PreTrainedModel, target: HFTarget, own: Any, tokenizer: Any) -> None:
-    """Ids must mean the same tokens to both."""
+    """Raise ValueError unless ids mean the same tokens to both."""
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"the draft, a {type(model).__name__}, has no output head; expected a causal LM")
@@ -65,7 +65,7 @@ def _check_vocabulary(model: PreTrainedModel, target: HFTarget, own: Any, tokeni
 
 
 def named_tokenizer(draft: str | Path) -> str | None:
-    """The fingerprint of the tokenizer that a draft without one says it was trained with."""
+    """Return the fingerprint of the tokenizer that a draft was trained with, from its folder's note, if any."""
     path = local_path(draft)
     folder = path if path.is_dir() else path.parent
     if not (folder / NOTE).is_file():

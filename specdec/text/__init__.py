@@ -1,1 +1,1 @@
-"""Between text and tokens."""
+"""Conversion between text and tokens."""

@@ -1,4 +1,4 @@
-"""Tokens back to text, all at once or piece by piece, with stop strings."""
+"""Turns tokens back into text, all at once or piece by piece, with stop strings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,9 @@ WINDOW = 24  # tokens decoded at once while text comes piece by piece
 class Detokenizer:
     """Turns one request's tokens into text, and watches for stop strings.
 
-    All at once (`decode`), or as they come (`feed`, `finish`). Text that comes is held back while it may still change
-    (incomplete UTF-8) or may be the start of a stop string. It ends before a stop string; the tokens that made it stay
-    in the token list.
+    All at once (`decode`), or as they come (`feed`, `finish`). Streamed text is held back while it may still change
+    (incomplete UTF-8) or may be the start of a stop string. The text ends before a stop string; the tokens that made it
+    stay in the token list.
     """
 
     def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()):
@@ -26,17 +26,17 @@ class Detokenizer:
         self._held = ""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of all `tokens`; empty without a tokenizer."""
+        """Return the text of all `tokens`; empty without a tokenizer."""
         return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that `tokens` make certain. `num_fed` counts them, up to the one that completed a stop string."""
+        """Return the text that is now final. `num_fed` counts `tokens`, up to the one that completed a stop string."""
         if len(tokens) > 1 and self.stop_strings:
             before = (self._window.copy(), self._given, self._settled, self._held)
             text = self._feed(tokens)
             if not self.stopped:
                 return text
-            # Once more, one by one: which token was it? The stop string is there at the last one at the latest.
+            # Feed them again one by one to find the token that completed the stop string: the last one at the latest.
             self._window, self._given, self._settled, self._held = before
             self.stopped = False
             self.num_fed -= len(tokens)
@@ -44,7 +44,7 @@ class Detokenizer:
         return self._feed(tokens)
 
     def finish(self) -> str:
-        """The text still held back when the request ends, which may hold a stop string, too."""
+        """Return the text still held back when the request ends, which may hold a stop string, too."""
         if self.tokenizer is None or self.stopped:
             return ""
         rest = self.decode(self._window)[self._given :]
@@ -66,7 +66,7 @@ class Detokenizer:
         return self._release(text)
 
     def _settle(self) -> None:
-        """Every token so far is text: a long window may begin anew, with the tokens of the last feed in it."""
+        """Restart a long window with the tokens of the last feed, now that every token so far is text."""
         if len(self._window) > WINDOW and self._settled:
             self._window = self._window[self._settled :]
             self._given = len(self.decode(self._window))
@@ -82,7 +82,7 @@ class Detokenizer:
         return text[: len(text) - hold]
 
     def _cut(self, text: str) -> str:
-        """`text` up to the first stop string, if there is one."""
+        """Return `text` up to the first stop string, if there is one."""
         hits = [i for i in (text.find(s) for s in self.stop_strings) if i >= 0]
         if not hits:
             return text
@@ -91,5 +91,5 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-n:])), 0)

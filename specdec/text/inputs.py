@@ -1,4 +1,4 @@
-"""Prompts of every accepted form to token ids."""
+"""Converts prompts of every accepted form to token ids."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,11 +7,11 @@ import torch
 
 
 def prompts_to_ids(prompts: Any, tokenizer: Any, attention_mask: Any = None) -> list[list[int]]:
-    """Token ids of one prompt or a batch.
+    """Return token ids of one prompt or a batch.
 
-    prompts: a string; chat messages (a list of {"role", "content"}, rendered with the chat template and its
-    generation prompt); a list of ints; a tensor [T] or [bs, T] with an optional attention mask of the same shape; a
-    mapping with input_ids (what a tokenizer returns); or a list of any of the first three. ValueError for the rest.
+    prompts: a string; chat messages (a list of {"role", "content"}, rendered with the chat template and its generation
+    prompt); a list of ints; a tensor [T] or [bs, T] with an optional attention mask of the same shape; a mapping with
+    input_ids (what a tokenizer returns); or a list of any of the first three. ValueError for the rest.
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         mask = attention_mask if attention_mask is not None else prompts.get("attention_mask")
@@ -51,7 +51,7 @@ def _one(prompt: Any, index: int, tokenizer: Any) -> list[int]:
 
 
 def ids_of_chat(messages: Any, tokenizer: Any) -> list[int]:
-    """Token ids of a chat, ready for the answer."""
+    """Return token ids of a chat, with the generation prompt."""
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -71,7 +71,7 @@ def _tensor_to_ids(ids: torch.Tensor, mask: Any) -> list[list[int]]:
 
 
 def _masked_rows(rows: Sequence[list[int]], mask: Any) -> list[list[int]]:
-    """Rows of ids, perhaps ragged (what a tokenizer returns without padding), where their mask is set."""
+    """Keep the ids whose mask is set, in rows that may be ragged (what a tokenizer returns without padding)."""
     keeps = mask.tolist() if isinstance(mask, torch.Tensor) else [list(keep) for keep in mask]
     lengths, wanted = [len(keep) for keep in keeps], [len(row) for row in rows]
     if lengths != wanted:

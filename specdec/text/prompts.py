@@ -1,4 +1,4 @@
-"""Reads prompt files (JSON lines) and renders their questions with a chat template; tells tokenizers apart."""
+"""Reads prompt files (JSON lines), renders their questions with a chat template, and fingerprints tokenizers."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ QUESTION_KEYS = ("turns", "question", "prompt")
 
 
 def read_questions(path: str | Path, limit: int | None = None) -> list[str]:
-    """First user turn of every line: `turns[0]`, `question` or `prompt`. ValueError names a line without one."""
+    """Return each line's first user turn: `turns[0]`, `question` or `prompt`. ValueError names a line without one."""
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"prompt file {str(path)!r}: no such file; expected JSON lines with one of {QUESTION_KEYS}")
@@ -25,7 +25,7 @@ def read_questions(path: str | Path, limit: int | None = None) -> list[str]:
 
 
 def chat_ids(questions: list[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids of every question as the single user turn of a chat, ready for the answer."""
+    """Return token ids of every question as the single user turn of a chat, with the generation prompt."""
     return [ids_of_chat([{"role": "user", "content": q}], tokenizer) for q in questions]
 
 
@@ -41,6 +41,6 @@ def _question(line: str, file: Path, number: int) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """SHA-256 of the vocabulary, special tokens included: equal where every id means the same token."""
+    """Return the SHA-256 of the vocabulary, special tokens included: equal where every id means the same token."""
     entries = sorted((index, token) for token, index in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(entries).encode("utf-8")).hexdigest()

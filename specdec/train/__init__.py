@@ -1,1 +1,1 @@
-"""Trains drafts: target-regenerated data, training-time test and distillation, export in layouts that others read."""
+"""Trains drafts: target-regenerated data, training-time test and distillation, export in layouts of other tools."""

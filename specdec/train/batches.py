@@ -1,4 +1,4 @@
-"""Cuts a corpus into batches of about equal length and says which rows of a batch are trained. All on the host."""
+"""Cuts a corpus into batches of sequences of similar length and marks the rows that are trained. All on the host."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 from specdec.train.data import Corpus
 
-PAD_TO = 16  # columns; lengths of one multiple share a bucket
+PAD_TO = 16  # columns; lengths are rounded up to a multiple of this
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,9 +15,9 @@ class Batch:
     """B right-padded sequences of T columns. Causal attention needs no mask for padding on the right.
 
     tokens: [B, T + num_steps] int64, so that every step's shifted tokens exist.
-    rows: [N] int64, flat b*T+t of the target rows that are imitated; column row-1-j does so at step j.
-    starts: [S] int64, flat columns from which a draft chain would start in inference: root and next token generated.
-    prompt_rows: [M] int64, flat, of the other rows that a real token follows. num_tokens: without padding.
+    rows: [N] int64, flat indices b*T+t of the target rows to imitate; draft column row-1-j imitates one at step j.
+    starts: [S] int64, flat columns where a draft chain could start in inference: its root and next token are generated.
+    prompt_rows: [M] int64, flat indices of the other rows that a real token follows. num_tokens: without padding.
     """
 
     tokens: torch.Tensor
@@ -50,7 +50,7 @@ class Batches:
             )
 
     def plan(self, seed: int | None) -> list[np.ndarray]:
-        """Sequence indices of every batch of an epoch, shuffled by `seed`; None keeps the order of lengths."""
+        """Return the sequence indices of each batch of an epoch, shuffled by `seed`; None: longest first."""
         random = np.random.default_rng(seed)
         count = len(self._lengths)
         order = np.arange(count) if seed is None else random.permutation(count)
@@ -66,7 +66,7 @@ class Batches:
         return plan
 
     def build(self, indices: np.ndarray) -> Batch:
-        """The batch of sequences `indices`, on the device; the copies do not wait."""
+        """Build the batch of sequences `indices` on the device; the copies do not block."""
         lengths = self._lengths[indices][:, None]
         length = int(self._padded(lengths).max())
         columns = np.arange(length + self.num_steps)

@@ -1,4 +1,4 @@
-"""The card of a trained draft: a README.md that says what it is for, how it was made and what it reaches."""
+"""The model card of a trained draft: a README.md with its purpose, its training and its acceptance."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,7 +43,7 @@ def write_card(folder: str | Path, facts: Mapping[str, Any], tau_rows: Sequence[
 
 
 def _held_out(facts: Mapping[str, Any]) -> str:
-    """Table of held-out rates: accuracy given true tokens, and what rounds played there accept."""
+    """Return a table of held-out rates: accuracy given true tokens, and acceptance in simulated rounds."""
     rows = [
         {"draft step": j + 1, "right given true tokens": a, "accepted so far (a_j)": b}
         for j, (a, b) in enumerate(zip(facts.get("acc", ()), facts.get("accept_at", ()), strict=True))

@@ -8,7 +8,7 @@ import torch
 
 
 def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
-    """Write `state`; a crash in between leaves the older file."""
+    """Write `state` atomically: a crash leaves the older file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -17,7 +17,7 @@ def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: str | Path, identity: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Read what `save_checkpoint` wrote; its "identity" must equal `identity`, or a resumed run would be another."""
+    """Read what `save_checkpoint` wrote; ValueError if its "identity" differs from `identity`: it is another run's."""
     if not Path(path).is_file():
         raise ValueError(f"there is no checkpoint {str(path)!r} to resume; start without resume")
     state = torch.load(path, map_location=device, weights_only=True)

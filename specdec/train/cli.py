@@ -32,19 +32,19 @@ Shard = Annotated[
     str, typer.Option(help="i/n: make part i (from 0) of n of the questions' jobs, and its share of the chats.")
 ]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the target's layers for generating.")]
-Minutes = Annotated[float | None, typer.Option(help="Wall clock of training; the schedule fits itself to it.")]
+Minutes = Annotated[float | None, typer.Option(help="Wall clock of training; the schedule adapts to it.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens seen in training, without padding.")]
 Corpora = Annotated[list[Path], typer.Option(help="Corpus of `data`; may be given several times.")]
-# None in what follows: what the algorithm's recipe says (specdec.train.config.KINDS)
+# None in the options below: the value of the algorithm's recipe (specdec.train.config.KINDS)
 NumSteps = Annotated[int | None, typer.Option(help="Draft steps unrolled.")]
-Recipe = Annotated[float | None, typer.Option(help="By the algorithm's recipe if left out.")]
+Recipe = Annotated[float | None, typer.Option(help="Default: the algorithm's recipe.")]
 Layers = Annotated[str | None, typer.Option(help="eagle3: three layers, such as 1,14,26.")]
 Vocab = Annotated[int, typer.Option(help="eagle3: tokens that the head scores.")]
 Intermediate = Annotated[int | None, typer.Option(help="Width of the draft's MLP.")]
 CopyLayer = Annotated[bool, typer.Option(help="nextn: start from a copy of the target's last layer, not at random.")]
-Init = Annotated[str | None, typer.Option(help="A trained draft to go on with: a folder or Hub id.")]
+Init = Annotated[str | None, typer.Option(help="A trained draft to continue from: a folder or Hub id.")]
 Student = Annotated[int, typer.Option(help="standalone: the small Llama's shape.")]
-Overwrite = Annotated[bool, typer.Option(help="Export over another draft in the folder; --resume may anyway.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace another draft in the folder; --resume implies it.")]
 Format = Annotated[str, typer.Option(help="standalone: gguf, or safetensors.")]
 EmbedType = Annotated[str, typer.Option(help="standalone: the embedding in GGUF, Q4_0, Q5_0 or Q8_0.")]
 CompileLoss = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Fused losses; default on CUDA.")]
@@ -148,7 +148,7 @@ def run(
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """`data`, then `fit`; the corpus lies beside the draft as `<out>.corpus.safetensors`."""
+    """Run `data`, then `fit`; the corpus is written beside the draft as `<out>.corpus.safetensors`."""
     values = dict(locals())
     config = recipe(algo, **_picked(TrainConfig, values))
     check_free(out, overwrite)
@@ -165,7 +165,7 @@ def _layers(text: str) -> tuple[int, ...]:
 
 
 def _picked(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Those of `values` that are fields of the dataclass `kind`."""
+    """Return the entries of `values` that are fields of the dataclass `kind`."""
     return {f.name: values[f.name] for f in fields(kind) if f.name in values}
 
 

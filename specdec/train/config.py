@@ -6,21 +6,21 @@ from types import MappingProxyType
 from typing import Any
 
 LIMITS = ("epochs", "max_steps", "max_tokens", "minutes")
-# What may differ between a checkpoint's run and the one that resumes it: where it ends, how it reports and computes.
+# Fields that may differ between a checkpoint's run and the one that resumes it: limits, logging and computation.
 FREE = frozenset({*LIMITS, "log_every", "eval_every", "save_every", "chunk_rows", "compile"})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The recipe. A run ends at the first of epochs, max_steps, max_tokens and minutes; give one at least.
+    """The training recipe. A run ends at the first of epochs, max_steps, max_tokens and minutes; give at least one.
 
     num_steps: draft steps unrolled (TTT). step_decay: weight of step j is step_decay**j; normalise_steps: divided by
     the sum of all. soft_weight: of the soft cross-entropy; feature_weight: of SmoothL1 to the target's last hidden
     state (EAGLE-1/2); lk_weight: of -log acceptance. feature_noise: half the width of uniform noise on the features a
-    head reads (EAGLE-1 used 0.1 at 512 tokens). prompt_weight: of a prompt's rows beside the answer's (standalone).
-    tokens_per_batch: padded tokens. max_len: longer sequences are cut. max_tokens: seen in training, without padding.
-    warmup: share of the run. clip: gradient norm. chunk_rows: rows whose logits exist at a time.
-    compile: the losses' elementwise math as fused kernels; None: on CUDA. *_every: in steps; a log is a sync.
+    head reads (EAGLE-1 used 0.1 at 512 tokens). prompt_weight: of a prompt row relative to an answer row (standalone).
+    tokens_per_batch: padded tokens. max_len: longer sequences are cut. max_tokens: tokens seen in training, without
+    padding. warmup: share of the run. clip: gradient norm. chunk_rows: rows whose logits are in memory at a time.
+    compile: fuse the losses' elementwise math into kernels; None: on CUDA. *_every: in steps; logging costs a sync.
     """
 
     num_steps: int = 5
@@ -72,7 +72,7 @@ class TrainConfig:
 
     @property
     def words(self) -> str:
-        """The recipe in a line, for the card."""
+        """Summary of the recipe in one line, for the card."""
         unit = " normalised" if self.normalise_steps else ""
         losses = {
             "soft cross-entropy": self.soft_weight,
@@ -89,9 +89,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Kind:
-    """How drafts of one algorithm are trained and described.
+    """Training defaults and card texts of one algorithm.
 
-    recipe: fields in which it differs from TrainConfig's own. takes: fields of `students.Shape` that say something of a
+    recipe: fields in which it differs from TrainConfig's defaults. takes: fields of `students.Shape` that apply to a
     fresh student. name, fits: for its card, what it is and for which targets.
     """
 
@@ -102,7 +102,7 @@ class Kind:
 
 
 # Sources of recipes: arXiv 2401.15077 (eagle: both losses), 2503.01840 (eagle3: unrolling, decay 0.8), FastMTP (nextn:
-# weights 0.6**j normalised). `students.STUDENTS` makes them.
+# weights 0.6**j normalised). `students.STUDENTS` makes the students.
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "eagle": Kind(
@@ -135,7 +135,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 
 def recipe(algo: str, **changes: Any) -> TrainConfig:
-    """`algo`'s recipe with `changes`; those that are None leave it as it is."""
+    """Return `algo`'s recipe with `changes`; a change of None keeps the default."""
     if algo not in KINDS:
         raise ValueError(f"algo={algo!r}: expected one of {sorted(KINDS)}")
     given = {name: value for name, value in changes.items() if value is not None}

@@ -1,6 +1,6 @@
-"""The training corpus: token ids as the target emitted them, and which of them it emitted.
+"""The training corpus: token ids exactly as the target emitted them, and a mask of the emitted ones.
 
-It knows nothing about models or batches; those lie in `regenerate` (what fills it) and `batches` (what reads it).
+It knows nothing about models or batches: `regenerate` fills it, `batches` reads it.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ _NARROW = 1 << 16  # ids below it are stored in two bytes
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Sequences laid end to end.
+    """Token sequences, concatenated.
 
     tokens: [num_tokens] int32. offsets: [len + 1] int64, sequence i is the half-open interval offsets[i]:offsets[i+1].
     answer: [num_tokens] bool, set on tokens that the target generated, EOS included. Mask semantics: target row t
-    (whose logits say what follows token t) is trained iff answer[t+1]. So the boundary row, the last prompt token,
-    counts, as does the row that predicts EOS; the EOS row itself and rows inside the prompt do not
-    (standalone drafts may weigh those in: prompt_weight).
+    (whose logits predict token t+1) is trained iff answer[t+1]. So the row of the last prompt token is trained, as is
+    the row that predicts EOS; the EOS row itself and rows inside the prompt are not (standalone drafts can include the
+    latter: prompt_weight).
     """
 
     tokens: torch.Tensor
@@ -48,7 +48,7 @@ class Corpus:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Corpus":
-        """One sequence for each (prompt ids, answer ids)."""
+        """Build a corpus with one sequence for each (prompt ids, answer ids)."""
         lengths = torch.tensor([len(p) + len(a) for p, a in pairs], dtype=torch.int64)
         tokens = [t for p, a in pairs for t in (*p, *a)]
         answer = [is_answer for p, a in pairs for is_answer in (*[False] * len(p), *[True] * len(a))]
@@ -60,7 +60,7 @@ class Corpus:
 
     @classmethod
     def merge(cls, parts: Sequence["Corpus"]) -> "Corpus":
-        """The sequences of all `parts`, in order."""
+        """Concatenate `parts`, in order."""
         lengths = torch.cat([part.lengths for part in parts]) if parts else torch.zeros(0, dtype=torch.int64)
         empty = cls.of([])
         return cls(
@@ -71,7 +71,7 @@ class Corpus:
 
     @classmethod
     def load(cls, path: str | Path) -> "Corpus":
-        """Read what `save` wrote."""
+        """Read a corpus that `save` wrote."""
         try:
             raw = load_file(str(path))
         except (OSError, SafetensorError) as error:
@@ -82,7 +82,7 @@ class Corpus:
         return cls(raw["tokens"].to(torch.int32), raw["offsets"], raw["answer"].bool())
 
     def save(self, path: str | Path) -> None:
-        """Write one .safetensors file, atomically; ids below 2**16 take two bytes."""
+        """Write one .safetensors file, atomically; ids take two bytes if all are below 2**16."""
         is_narrow = not len(self) or int(self.tokens.max()) < _NARROW
         tensors = {
             "tokens": self.tokens.to(torch.uint16 if is_narrow else torch.int32),
@@ -100,32 +100,32 @@ class Corpus:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[len] int64, tokens of each sequence."""
+        """[len] int64: number of tokens of each sequence."""
         return self.offsets.diff()
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, prompts included."""
+        """Number of tokens, prompts included."""
         return self.tokens.numel()
 
     @property
     def num_answer_tokens(self) -> int:
-        """Tokens that the target generated."""
+        """Number of tokens that the target generated."""
         return int(self.answer.sum())
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all that it holds."""
+        """SHA-256 of tokens, offsets and answer mask."""
         parts = (self.tokens, self.offsets, self.answer)
         return hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in parts)).hexdigest()
 
     def sequence(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens [n] int32, answer [n] bool) of sequence `i`."""
+        """Return (tokens [n] int32, answer [n] bool) of sequence `i`."""
         span = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         return self.tokens[span], self.answer[span]
 
     def select(self, indices: Sequence[int]) -> "Corpus":
-        """The sequences `indices`, in that order."""
+        """Return a corpus of the sequences `indices`, in that order."""
         chosen = torch.tensor(indices, dtype=torch.int64)
         lengths = self.lengths[chosen]
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -134,7 +134,7 @@ class Corpus:
         return Corpus(self.tokens[source], offsets, self.answer[source])
 
     def show(self, tokenizer: Any, i: int) -> str:
-        """Sequence `i` as text with what is trained in brackets: ⟦generated by the target⟧."""
+        """Return sequence `i` as text, with the trained part in brackets: ⟦generated by the target⟧."""
         tokens, answer = self.sequence(i)
         cuts = [0, *(answer.int().diff().nonzero().flatten() + 1).tolist(), tokens.numel()]
         pieces = []
@@ -145,7 +145,7 @@ class Corpus:
 
 
 def split_held_out(corpus: Corpus, num_held_out: int, seed: int) -> tuple[Corpus, Corpus]:
-    """(train, held out): at least `num_held_out` sequences held out, all samples of one prompt on the same side."""
+    """Split into (train, held out): at least `num_held_out` sequences held out, a prompt's samples on one side."""
     groups: dict[bytes, list[int]] = {}
     for i in range(len(corpus)):
         tokens, answer = corpus.sequence(i)

@@ -1,6 +1,6 @@
-"""Writes a distilled LM: as a GGUF file in few bits, or as transformers does; beside it, whose vocabulary it speaks.
+"""Writes a distilled LM as a quantised GGUF file or as transformers does, and a note on whose vocabulary it uses.
 
-The tokenizer, which a GGUF file would hold in megabytes, is the target's and left out.
+The tokenizer, megabytes in a GGUF file, is the target's and left out.
 """
 
 import copy
@@ -61,13 +61,13 @@ def write_safetensors(folder: Path, student: PreTrainedModel, dtype: torch.dtype
 
 
 def write_note(folder: Path, target: str, vocab_size: int, fingerprint: str) -> None:
-    """Write whose vocabulary the draft speaks; fingerprint: `tokenizer_fingerprint` of the target's."""
+    """Write the note that names the draft's target; fingerprint: `tokenizer_fingerprint` of the target's tokenizer."""
     note = {"algo": "standalone", "target": target, "vocab_size": vocab_size, "tokenizer_sha256": fingerprint}
     write_text(folder / NOTE, json_text(note))
 
 
 def _interleaved(weight: torch.Tensor, name: str, config: Any) -> torch.Tensor:
-    """Rows of q and k as ggml rotates them: pairs beside each other, where HF keeps two halves of a head."""
+    """Reorder rows of q and k for ggml's rope: rotated pairs are adjacent, where HF keeps two halves of a head."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     count = next((n for key, n in heads.items() if key in name), None)
     if count is None:

@@ -1,4 +1,4 @@
-"""Fits a draft to corpora: splits, makes the student, trains it, exports it with its card."""
+"""Fits a draft to corpora: splits them, makes the student, trains it, and exports it with its card."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from specdec.train.students import Setup, Shape, make_student
 from specdec.train.target import load
 from specdec.train.trainer import Trainer
 
-HELD_OUT_SHARE = 20  # a small corpus holds out one sequence in so many
+HELD_OUT_SHARE = 20  # a small corpus holds out one sequence in this many
 
 
 def train(
@@ -31,10 +31,10 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Fit a draft of `algo` to `corpora`, export it to the folder `out` with its card, return the held-out rates.
+    """Fit a draft of `algo` to `corpora`, export it with its card to the folder `out`, return facts and held-out rates.
 
-    The checkpoint lies beside `out`, as `<out>.checkpoint.pt`; resume continues from it, and exports anew. overwrite:
-    export over another draft in `out`.
+    The checkpoint is `<out>.checkpoint.pt`, beside `out`; resume continues from it and exports again. overwrite:
+    replace another draft in `out`.
     """
     check_free(out, overwrite or resume)  # now, not after hours of training
     model, tokenizer = load(target, dtype, device)
@@ -64,7 +64,7 @@ def train(
 
 
 def sizes(corpus: Corpus) -> dict[str, int]:
-    """A corpus in numbers, for reports."""
+    """Return the numbers of sequences, tokens and answer tokens, for reports."""
     return {
         "sequences": len(corpus),
         "corpus_tokens": corpus.num_tokens,

@@ -1,6 +1,6 @@
-"""Makes a corpus with an engine on the target: questions answered, chats whose user turns it writes too.
+"""Generates a corpus with an engine on the target: answers to questions, and chats whose user turns it writes too.
 
-A corpus can be made in shards, by as many processes as there are devices; merged, they hold every job once.
+A corpus can be generated in shards, one process per device; merged, they hold every job once.
 """
 
 import random
@@ -28,9 +28,9 @@ from specdec.train.target import load
 
 USER_TURN_SHARE = 0.3  # of the generation budget; answers take the rest
 USER_TURN_TOKENS = 128
-ANSWER_SEEDS = 1 << 20  # what chat answers add to the seed of user turns, so that no shard draws as another does
+ANSWER_SEEDS = 1 << 20  # added to the user turns' seed for chat answers, so that no two shards draw alike
 GRAPH_BATCHES = (64, 128, 256, 512)  # few and large: a batch is full until its chunk runs out
-CHUNK_BATCHES = 8  # a chunk ends with a batch that empties, so chunks are long; what is done is saved after each
+CHUNK_BATCHES = 8  # batches drain at the end of a chunk, so chunks are long; answers are saved after each
 MAX_BATCH = {"cuda": 512, "cpu": 32}
 
 T = TypeVar("T")
@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Generation:
-    """What is generated.
+    """Settings of a generation run.
 
-    gsm8k: train.jsonl, of which num_questions are answered samples_per_question times. chats: user turns that the
-    target writes and answers once. temperatures: comma-separated, they take turns. gen_minutes: wall clock, None: as
-    long as it takes. max_batch: requests decoded together, None: by device. shard: "i/n" makes part i of n of the
-    questions' jobs, and its share of the chats from a seed of its own. compile: the target's layers, by Inductor.
+    gsm8k: path of train.jsonl, of which num_questions are answered samples_per_question times. chats: user turns that
+    the target writes and answers once. temperatures: comma-separated, used in turn. gen_minutes: wall clock; None: no
+    limit. max_batch: requests decoded together; None: by device. shard: "i/n" makes part i of n of the questions' jobs,
+    and its share of the chats from a seed of its own. compile: compile the target's layers with Inductor.
     """
 
     gsm8k: Path | None = None
@@ -73,7 +73,7 @@ class Generation:
 
     @property
     def laws(self) -> list[float]:
-        """The temperatures."""
+        """The temperatures as floats."""
         return [float(t) for t in self.temperatures.split(",")]
 
     @property
@@ -88,22 +88,22 @@ class Generation:
 
     @property
     def num_chats(self) -> int:
-        """This shard's share of the chats."""
+        """Number of chats of this shard."""
         return len(range(self.shard_index, self.chats, self.num_shards))
 
     def part(self, jobs: Sequence[T]) -> list[T]:
-        """This shard's part of `jobs`, which are the same in all shards."""
+        """Return this shard's part of `jobs`, which are the same in all shards."""
         return list(jobs[self.shard_index :: self.num_shards])
 
     def turn_seed(self) -> int:
-        """Seed of the user turns: another in every shard."""
+        """Return the seed of the user turns, different in every shard."""
         return self.seed * 1009 + self.shard_index
 
 
 def prepare(
     out: Path, *, target: str = BUNDLED, dtype: str = "auto", device: str = "auto", **options: Any
 ) -> dict[str, Any]:
-    """Regenerate a corpus with the target, write it to `out`, and return what it holds and what it took.
+    """Regenerate a corpus with the target, write it to `out`, and return a report of its sizes and generation times.
 
     options: fields of Generation.
     """
@@ -138,8 +138,8 @@ def prepare(
 
 
 def shard_jobs(g: Generation, questions: Sequence[list[int]], chats: Sequence[list[int]]) -> list[Job]:
-    """The requests of this shard: its part of the jobs of all questions, and its own chats; shuffled, so that a run
-    cut short has the same mix."""
+    """Return the requests of this shard, its part of all questions' jobs and its own chats, shuffled so that a run cut
+    short has the same mix."""
     of_questions = g.part(answer_jobs(questions, g.laws, g.samples_per_question, g.seed))
     jobs = of_questions + answer_jobs(chats, g.laws, 1, g.turn_seed() + ANSWER_SEEDS)
     random.Random(g.seed).shuffle(jobs)
@@ -147,12 +147,12 @@ def shard_jobs(g: Generation, questions: Sequence[list[int]], chats: Sequence[li
 
 
 def generating_engine(model: PreTrainedModel, g: Generation, max_seq_len: int) -> Engine:
-    """An engine without a draft, set for throughput: large batches in a few graphs of the kinds that are asked for."""
+    """Attach an engine without a draft, set for throughput: large batches, few graphs, of the kind that is needed."""
     kind = model.device.type
     max_batch = g.max_batch or MAX_BATCH.get(kind, MAX_BATCH["cpu"])
     settings: dict[str, Any] = {"max_batch": max_batch, "max_seq_len": max_seq_len, "compile": g.compile}
     if kind == "cuda":
         settings["graph_batches"] = tuple(sorted({*(b for b in GRAPH_BATCHES if b < max_batch), max_batch}))
-        # a batch that mixes greedy and sampled requests is a sampled one; user turns are sampled always
+        # a batch that mixes greedy and sampled requests counts as sampled; user turns are always sampled
         settings["graph_sampling"] = ("greedy",) if set(g.laws) == {0.0} and not g.chats else ("sampled",)
     return attach(model, None, algo=None, **settings)

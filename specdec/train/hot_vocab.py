@@ -10,9 +10,9 @@ from specdec.train.data import Corpus
 
 @dataclass(frozen=True, eq=False)
 class HotVocab:
-    """ids: [dv] int64 target ids, ascending. coverage: share of the corpus's generated tokens that are in it.
+    """The chosen ids: [dv] int64 target ids, ascending. coverage: share of the corpus's generated tokens among them.
 
-    num_unseen: ids that the target never generated in the corpus; they fill up `size`.
+    num_unseen: number of ids that the target never generated in the corpus, taken to fill up `size`.
     """
 
     ids: torch.Tensor
@@ -21,7 +21,7 @@ class HotVocab:
 
 
 def choose_hot_vocab(corpus: Corpus, size: int, vocab_size: int, always: Collection[int] = ()) -> HotVocab:
-    """The `size` most frequent generated tokens; ties by prompt frequency, then by id. `always` ids are in first.
+    """Choose the `size` most frequent generated tokens, `always` ids first; ties by prompt frequency, then by id.
 
     vocab_size: the target's; a larger `size` is cut to it. always: special tokens such as EOS.
     """
@@ -45,5 +45,5 @@ def choose_hot_vocab(corpus: Corpus, size: int, vocab_size: int, always: Collect
 
 
 def _count(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """[vocab_size] int64: how often each id occurs in `ids` [n]."""
+    """Return how often each id occurs in `ids` [n], as [vocab_size] int64."""
     return torch.bincount(ids.long(), minlength=vocab_size)

@@ -1,6 +1,6 @@
-"""What a draft imitates and how far it is off, without ever holding more than a chunk of [rows, V] in fp32.
+"""The target's logits as a draft's goal, and the imitation losses, with at most a chunk of [rows, V] in fp32 at a time.
 
-The elementwise math over a chunk is one function; compiled, it is a kernel or two that read bf16 logits and write
+The elementwise math over a chunk is one function; compiled, it is one or two kernels that read bf16 logits and write
 bf16 gradients, with everything between in fp32 registers.
 """
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class Goal:
-    """What the target says at N rows, over the dv tokens that the draft scores.
+    """The target's logits at N rows, over the dv tokens that the draft scores.
 
     logits: [N, dv] in the target's dtype. lse: [N] fp32, their log-sum-exp. best: [N] int64, draft id of the target's
     argmax over its WHOLE vocabulary, -1 where a hot vocabulary lacks it; such rows are not trained and count as misses.
@@ -26,26 +26,26 @@ class Goal:
 
     @property
     def is_trained(self) -> torch.Tensor:
-        """[N] bool: rows whose argmax the draft can say."""
+        """[N] bool: rows whose target argmax is in the draft's vocabulary."""
         return self.best >= 0
 
     @property
     def weights(self) -> torch.Tensor:
-        """[N] fp32 of a mean over the trained rows."""
+        """[N] fp32: weights that average over the trained rows."""
         weights = self.is_trained.float()
         return weights / weights.sum().clamp(min=1.0)
 
 
 class OutputHead(NamedTuple):
-    """weight [dv, h] and bias [dv] or None."""
+    """An output head: weight [dv, h], and bias [dv] or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
 
 
 class RowMath:
-    """Runs the row functions below over chunks of `chunk_rows`; compiled, the last chunk is padded to full size, so
-    that each of them is compiled once."""
+    """Runs `row_losses` and `row_summary` over chunks of `chunk_rows`; compiled, the last chunk is padded to full size,
+    so that each is compiled once."""
 
     def __init__(self, chunk_rows: int, compiled: bool = False):
         self.chunk_rows = chunk_rows
@@ -54,7 +54,7 @@ class RowMath:
         self._summary: Callable[..., Any] = _compile(row_summary) if compiled else row_summary
 
     def spans(self, num_rows: int) -> Iterator[slice]:
-        """The chunks of `num_rows` rows."""
+        """Return the slices that cut `num_rows` rows into chunks."""
         return (slice(i, min(i + self.chunk_rows, num_rows)) for i in range(0, num_rows, self.chunk_rows))
 
     def losses(
@@ -66,16 +66,16 @@ class RowMath:
         lk_weight: float,
         wants_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """`row_losses` of a chunk."""
+        """Compute `row_losses` of a chunk."""
         full = (self._full(t) for t in (logits, goal_logits, goal_lse, weights))
         return self._cut(self._losses(*full, lk_weight, wants_grad), logits.shape[0])
 
     def summary(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`row_summary` of a chunk."""
+        """Compute `row_summary` of a chunk."""
         return self._cut(self._summary(self._full(logits)), logits.shape[0])
 
     def goal(self, logits: torch.Tensor) -> Goal:
-        """The Goal of a draft that scores the whole vocabulary, from `logits` [N, V], which it keeps."""
+        """Return the Goal of a draft that scores the whole vocabulary; it keeps `logits` [N, V], not a copy."""
         lse = torch.empty(logits.shape[0], device=logits.device)
         best = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
         for span in self.spans(logits.shape[0]):
@@ -85,7 +85,7 @@ class RowMath:
     def hot_goal(
         self, score: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, hot_ids: torch.Tensor, vocab: int
     ) -> Goal:
-        """The Goal over hot_ids [dv] int64, ascending, of a target whose logits [N, V] are score(hidden [N, h])."""
+        """Return the Goal over hot_ids [dv] int64, ascending; the target's logits [N, V] are score(hidden [N, h])."""
         num_rows, device = hidden.shape[0], hidden.device
         to_draft = torch.full((vocab,), -1, dtype=torch.int64, device=device)
         to_draft[hot_ids] = torch.arange(hot_ids.numel(), device=device)
@@ -100,7 +100,7 @@ class RowMath:
         return Goal(logits, lse, best)
 
     def _full(self, rows: torch.Tensor) -> torch.Tensor:
-        """`rows` [n, ...] padded with zeros to chunk_rows, where compiled."""
+        """Pad `rows` [n, ...] with zeros to chunk_rows, if compiled."""
         missing = self.chunk_rows - rows.shape[0]
         return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if self.is_compiled and missing else rows
 
@@ -112,17 +112,17 @@ class RowMath:
 def imitation_loss(
     math: RowMath, states: torch.Tensor, head: OutputHead, goal: Goal, weights: torch.Tensor, lk_weight: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(Σ weights * loss, draft argmax [N] int64) of normed `states` [N, h_d] under `head`; weights [N] fp32.
+    """Return (Σ weights * loss, draft argmax [N] int64) of normed `states` [N, h_d] under `head`; weights [N] fp32.
 
-    Soft cross-entropy -Σ p log q against p, the target's softmax over the goal's tokens; lk_weight adds
-    -log Σ min(p, q), the log of the acceptance probability (the "LK" loss).
+    The loss is the soft cross-entropy -Σ p log q, where p is the target's softmax over the goal's tokens; lk_weight
+    adds -log Σ min(p, q), minus the log of the acceptance probability (the "LK" loss).
     """
     wants_grad = torch.is_grad_enabled()
     return _Imitation.apply(states, head.weight, head.bias, goal, weights, lk_weight, math, wants_grad)
 
 
 def feature_loss(states: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """SmoothL1 of states [N, h] to the target's features [N, h], the mean over both (EAGLE-1's regression loss)."""
+    """Return SmoothL1 of states [N, h] to target features [N, h], the mean over both (EAGLE-1's regression loss)."""
     return F.smooth_l1_loss(states.float(), features.float(), reduction="sum") / max(states.numel(), 1)
 
 
@@ -177,7 +177,7 @@ def row_losses(
     lk_weight: float,
     wants_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(weighted loss [n] fp32, argmax [n] int64, its gradient [n, dv] in the logits' dtype or None).
+    """Return (weighted loss [n] fp32, argmax [n] int64, the loss's gradient [n, dv] in the logits' dtype or None).
 
     Cross-entropy: d/dz = q - p. Acceptance α = Σ min(p, q): dα/dz_k = q_k ([q_k < p_k] - Σ_v [q_v < p_v] q_v).
     """
@@ -199,7 +199,7 @@ def row_losses(
 
 
 def row_summary(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-sum-exp [n] fp32, argmax [n] int64) of logits [n, V]."""
+    """Return (log-sum-exp [n] fp32, argmax [n] int64) of logits [n, V]."""
     z = logits.float()
     return z.logsumexp(-1), z.argmax(-1)
 

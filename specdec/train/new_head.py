@@ -1,7 +1,7 @@
-"""Fresh draft heads for a target, started so that they say something sensible before their first step.
+"""Fresh draft heads for a target, initialised so that their logits make sense before the first training step.
 
-A head's projection passes the target's state through and what its layer adds is small, so at the start it reads that
-state through the target's own output head.
+A head's projection passes the target's state through and its layer adds little, so at the start it reads that state
+through the target's own output head.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from specdec.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from specdec.heads.nextn import NextNHead, full_attention_layer
 from specdec.targets.shape import TargetShape
 
-FC_NOISE = 1e-3  # std; small beside the identity, enough to part the columns of the other features
-MOST_GAIN = 10.0  # of a norm that undoes another
+FC_NOISE = 1e-3  # std; small beside the identity, enough to tell the columns of the other features apart
+MOST_GAIN = 10.0  # largest gain of a norm that undoes another
 QUIET_OUT = 0.1  # share of the usual std for projections that add to the residual stream
 
 
 def layer_config(model: PreTrainedModel, intermediate_size: int) -> LayerConfig:
-    """A draft layer with the attention heads and rope of `model`."""
+    """Return the config of a draft layer with the attention heads and rope theta of `model`."""
     config = model.config.get_text_config()
     return LayerConfig(
         hidden_size=config.hidden_size,
@@ -42,7 +42,7 @@ def eagle3_config(
     aux_layers: Sequence[int] | None = None,
     intermediate_size: int | None = None,
 ) -> Eagle3Config:
-    """The shape of an EAGLE-3 head for `model`; intermediate_size: of its MLP, by default twice the target's."""
+    """Return the shape of an EAGLE-3 head for `model`; intermediate_size: of its MLP, by default twice the target's."""
     shape = TargetShape.of(model)
     layers = tuple(aux_layers) if aux_layers else default_aux_layers(shape.num_layers)
     if len(layers) != 3:
@@ -58,9 +58,9 @@ def eagle3_config(
 
 @torch.no_grad()
 def new_eagle3(model: PreTrainedModel, config: Eagle3Config, hot_ids: torch.Tensor, seed: int) -> Eagle3Head:
-    """A head in fp32 on the target's device. hot_ids [dv] int64.
+    """Make an EAGLE-3 head in fp32 on the target's device. hot_ids [dv] int64.
 
-    lm_head and norm are the target's, fc passes the highest feature through.
+    lm_head and norm start as the target's; fc passes the highest feature through.
     """
     if hot_ids.numel() != config.draft_vocab_size:
         raise ValueError(f"hot_ids has {hot_ids.numel()} ids: expected draft_vocab_size={config.draft_vocab_size}")
@@ -78,7 +78,7 @@ def new_eagle3(model: PreTrainedModel, config: Eagle3Config, hot_ids: torch.Tens
 
 @torch.no_grad()
 def new_eagle(model: PreTrainedModel, seed: int, intermediate_size: int | None = None) -> EagleHead:
-    """An EAGLE-1/2 head in fp32 on the target's device; intermediate_size: of its MLP, by default the target's."""
+    """Make an EAGLE-1/2 head in fp32 on the target's device; intermediate_size: of its MLP, by default the target's."""
     layer = layer_config(model, intermediate_size or model.config.get_text_config().intermediate_size)
     head = EagleHead(EagleConfig(layer, TargetShape.of(model).vocab_size, fc_bias=False))
     random = torch.Generator().manual_seed(seed)
@@ -89,10 +89,11 @@ def new_eagle(model: PreTrainedModel, seed: int, intermediate_size: int | None =
 
 @torch.no_grad()
 def new_nextn(model: PreTrainedModel, seed: int, copy_layer: bool = False) -> NextNHead:
-    """A NextN head in fp32 on the target's device.
+    """Make a NextN head in fp32 on the target's device.
 
-    Its out norm is the target's and hnorm undoes that: the target's state comes out as it went in, but for what the
-    layer adds. copy_layer: the layer starts as the target's last one with full attention, scaled down; else random.
+    Its out norm starts as the target's and hnorm undoes that, so the target's state comes out unchanged but for what
+    the layer adds. copy_layer: the layer starts as the target's last one with full attention, its outputs scaled down;
+    else random.
     """
     head = NextNHead(model)
     decoder: Any = model.get_decoder()
@@ -107,20 +108,20 @@ def new_nextn(model: PreTrainedModel, seed: int, copy_layer: bool = False) -> Ne
     mtp.norm.load_state_dict(decoder.norm.state_dict())
     gain = _final_norm_weight(model, head.hidden_size)
     undone = (gain.square().mean().sqrt() / gain).nan_to_num(0.0).clamp(-MOST_GAIN, MOST_GAIN)
-    mtp.hnorm.weight += undone.to(mtp.hnorm.weight) - 1  # a fresh norm's gain is one, be its weight 1 or 0
+    mtp.hnorm.weight += undone.to(mtp.hnorm.weight) - 1  # a fresh norm's gain is one, whether its weight is 1 or 0
     _pass_last(mtp.eh_proj, random)
     return head.to(model.get_input_embeddings().weight.device)
 
 
 def _scale_outputs(layer: nn.Module, factor: float) -> None:
-    """Scale what adds to the residual stream."""
+    """Scale the projections that add to the residual stream."""
     for name, p in layer.named_parameters():
         if p.dim() > 1 and any(part in name for part in ("o_proj", "down_proj")):
             p.mul_(factor)
 
 
 def _quiet(layers: nn.Module, random: torch.Generator) -> None:
-    """Random linear layers, small where they add to the residual stream."""
+    """Initialise linear layers at random, with small weights where they add to the residual stream."""
     for name, module in layers.named_modules():
         if isinstance(module, nn.Linear):
             quiet = QUIET_OUT if name.endswith(("o_proj", "down_proj")) else 1.0
@@ -128,23 +129,23 @@ def _quiet(layers: nn.Module, random: torch.Generator) -> None:
 
 
 def _pass_last(projection: nn.Linear, random: torch.Generator) -> None:
-    """The last block of columns passes through, the others are noise."""
+    """Initialise `projection` to pass its last block of input columns through; the other columns are noise."""
     nn.init.normal_(projection.weight, std=FC_NOISE, generator=random)
     projection.weight[:, -projection.out_features :] += torch.eye(projection.out_features)
 
 
 def _final_norm_weight(model: PreTrainedModel, size: int) -> torch.Tensor:
-    """[size]: what the decoder's final norm multiplies by; an RMS norm shows it on ones, 1+w styles too."""
+    """Return the gain [size] of the decoder's final norm: an RMS norm's output on ones, which covers 1+w styles too."""
     norm = getattr(model.get_decoder(), "norm", None)
     if norm is None:
         return torch.ones(size)
     weight = next(norm.parameters(), torch.ones(size))
     shown = norm(torch.ones(1, size, dtype=weight.dtype, device=weight.device))[0].float()
-    return shown if bool(shown.abs().sum() > 0) else torch.ones(size)  # a norm that centres shows nothing
+    return shown if bool(shown.abs().sum() > 0) else torch.ones(size)  # a norm that subtracts the mean gives zeros
 
 
 def rope_theta(config: Any) -> float:
-    """The base of the target's rotary embedding; of its full-attention layers where layers differ."""
+    """Return the base of the target's rotary embedding, that of its full-attention layers where layers differ."""
     parameters = getattr(config, "rope_parameters", None) or {}
     parameters = parameters.get("full_attention", parameters)
     return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)

@@ -1,4 +1,4 @@
-"""What a run trains: an objective makes a loss and draft tokens of a batch; the loop knows no more of it."""
+"""Training objectives: each makes a loss and draft tokens of a batch, which is all the training loop knows of it."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from specdec.train.ttt import unroll
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one batch. loss: what is minimised. goal: at batch.rows [N]. losses: a scalar a draft step, for the log.
-    drafted: [N] int64 a draft step, the draft's argmax at batch.rows, in the goal's ids."""
+    """Result of one batch. loss: the value to minimise. goal: at batch.rows [N]. losses: one scalar per draft step, for
+    the log. drafted: [N] int64 per draft step, the draft's argmax at batch.rows, in the goal's ids."""
 
     loss: torch.Tensor
     goal: Goal
@@ -30,7 +30,7 @@ class Outcome:
 
 
 class Objective(ABC):
-    """A student module in fp32, trained in place, and what it is to learn from `model`, which is only read."""
+    """A student module in fp32, trained in place to imitate `model`, which is only read."""
 
     def __init__(
         self,
@@ -49,21 +49,21 @@ class Objective(ABC):
 
     @abstractmethod
     def forward(self, batch: Batch, random: torch.Generator | None) -> Outcome:
-        """The Outcome of a batch. random: of this training step; None: an evaluation, without noise."""
+        """Return the Outcome of a batch. random: this training step's generator; None: an evaluation, without noise."""
 
     @property
     def num_trained(self) -> int:
-        """Numbers that are trained."""
+        """Number of trained parameters."""
         return sum(p.numel() for p in self.optimizer.module.parameters() if p.requires_grad)
 
     @property
     @abstractmethod
     def shape(self) -> dict[str, Any]:
-        """What a checkpoint's student must have been made with, in plain types."""
+        """Facts of the student, in plain types, that a checkpoint's student must share."""
 
 
 class HeadObjective(Objective):
-    """A draft head, unrolled over its own states; soft cross-entropy over what it scores, features if weighted."""
+    """A draft head unrolled over its own states; soft cross-entropy over its tokens, and features if weighted."""
 
     def __init__(self, model: PreTrainedModel, head: DraftHead, config: TrainConfig):
         if head.num_modules > 1:
@@ -99,14 +99,14 @@ class HeadObjective(Objective):
 
     @property
     def draft(self) -> DraftHead:
-        """The head that works, in the target's dtype."""
+        """The working copy of the head, in the target's dtype."""
         working = self.optimizer.working
         assert isinstance(working, DraftHead)
         return working
 
     @property
     def hot_ids(self) -> torch.Tensor | None:
-        """[dv] int64: target ids of what the head scores, or None for all."""
+        """[dv] int64: target ids of the tokens that the head scores, or None for all."""
         ids = self.head.hot_ids
         return ids if ids.numel() < self.head.vocab_size else None
 
@@ -123,7 +123,7 @@ class HeadObjective(Objective):
         return {**reads, **{name: list(p.shape) for name, p in head.named_parameters()}}
 
     def _noisy(self, features: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-        """Features with uniform noise within ±feature_noise."""
+        """Add uniform noise within ±feature_noise."""
         if not self.config.feature_noise:
             return features
         noise = torch.empty_like(features).uniform_(-1, 1, generator=random)
@@ -131,7 +131,7 @@ class HeadObjective(Objective):
 
 
 def refuse(config: TrainConfig, algo: str, name: str, reason: str) -> None:
-    """ValueError if field `name` is set, which `algo` cannot honour."""
+    """Raise ValueError if `config` sets field `name`, which `algo` does not support."""
     value = getattr(config, name)
     if value:
         raise ValueError(f"{name}={value} for {algo!r}: expected {type(value)()}, {reason}")

@@ -1,4 +1,4 @@
-"""AdamW over a module kept in fp32, while a copy in the target's dtype does the work with inference's arithmetic."""
+"""AdamW over a module in fp32; a copy in the target's dtype runs forward and backward with inference's arithmetic."""
 
 import copy
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from torch import nn
 
 from specdec.train.config import TrainConfig
 
-Rounding = Callable[[str, torch.Tensor], torch.Tensor]  # (name, weight fp32) to what the working copy takes of it
+Rounding = Callable[[str, torch.Tensor], torch.Tensor]  # (name, fp32 weight) to the value in the working copy
 
 
 class Optimizer:
     """Owns the optimizer's state and the working copy.
 
-    module: fp32, updated in place; what of it requires gradients is trained. working: a copy in `dtype`, through which
-    losses are backpropagated; the module itself where it is in `dtype` already and there is no rounding.
+    module: fp32, updated in place; only parameters that require gradients are trained. working: a copy in `dtype`,
+    through which losses are backpropagated; the module itself if it is in `dtype` already and there is no rounding.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, config: TrainConfig, rounding: Rounding | None = None):
@@ -29,7 +29,7 @@ class Optimizer:
         self.refresh()
 
     def step(self, lr: float) -> None:
-        """One update from the gradients of `working`, which are taken away."""
+        """Update once from the gradients of `working`, then clear them."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._carry_gradients()
@@ -39,18 +39,18 @@ class Optimizer:
         self.refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights and moments."""
+        """Return weights and AdamW moments."""
         return {"module": self.module.state_dict(), "adamw": self._adamw.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.module.load_state_dict(state["module"])
         self._adamw.load_state_dict(state["adamw"])
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring the working copy up to the module."""
+        """Copy the module's trained weights, rounded if so set, into the working copy."""
         if self.working is self.module:
             return
         exact = _trained(self.module)
@@ -69,7 +69,7 @@ class Optimizer:
 
 
 def _adamw(trained: list[nn.Parameter], c: TrainConfig, fused: bool) -> torch.optim.AdamW:
-    """AdamW; matrices decay, norms do not."""
+    """Make AdamW; matrices get weight decay, norms do not."""
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": c.weight_decay},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
@@ -78,7 +78,7 @@ def _adamw(trained: list[nn.Parameter], c: TrainConfig, fused: bool) -> torch.op
 
 
 def _copy_in(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy whose parameters are in `dtype`; buffers stay exact (rotary frequencies must not be rounded)."""
+    """Return a copy with parameters in `dtype`; buffers stay exact (rotary frequencies must not be rounded)."""
     working = copy.deepcopy(module)
     for p in working.parameters():
         p.data = p.data.to(dtype)

@@ -1,4 +1,4 @@
-"""What the trainer's arithmetic says that a draft accepts on given text: the measure that training reports."""
+"""Acceptance of a draft on given text, computed with the trainer's arithmetic: the measure that training reports."""
 
 from collections.abc import Iterator, Sequence
 
@@ -23,9 +23,9 @@ TOKENS_PER_BATCH = 8192
 def predict(
     model: PreTrainedModel, draft: nn.Module, text: Sequence[tuple[Sequence[int], Sequence[int]]], num_steps: int
 ) -> AcceptanceStats:
-    """Rounds of greedy chains of `num_steps` played on `text`, pairs of prompt and the target's greedy answer.
+    """Simulate rounds of greedy chains of `num_steps` on `text`, pairs of prompt and the target's greedy answer.
 
-    draft: a loaded head or standalone model, in the target's dtype; it is left as it was.
+    draft: a loaded head or standalone model, in the target's dtype; it is left unchanged.
     """
     frozen = {name: p.requires_grad for name, p in draft.named_parameters()}
     try:

@@ -1,6 +1,6 @@
-"""Fills a corpus with what the target itself says: answers to questions, and chats whose user turns it writes too.
+"""Fills a corpus with text that the target generates: answers to questions, and chats whose user turns it writes too.
 
-It keeps the sampled token ids; text is never tokenised again. The engine is handed in; it may be any object whose
+It keeps the sampled token ids; text is never tokenised again. The engine is passed in; it may be any object whose
 `generate(prompts, max_new_tokens, sampling, ignore_eos, stop_token_ids)` returns `tokens` and `finish_reasons`.
 """
 
@@ -17,7 +17,7 @@ from specdec.functional.sampling import SamplingParams
 from specdec.train.data import Corpus
 
 SENTINEL = "Qx7sentinel7xQ"
-MIN_USER_TURN = 3  # tokens; shorter ones say nothing
+MIN_USER_TURN = 3  # tokens; shorter turns are dropped
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target said to a prompt, the id that ended it included, and why it ended."""
+    """The target's answer to a prompt, the id that ended it included, and the finish reason."""
 
     prompt: list[int]
     tokens: list[int]
@@ -39,7 +39,7 @@ class Answer:
 
 @dataclass
 class Budget:
-    """Wall clock for generating; None: as long as it takes. Counts what came out."""
+    """Wall-clock limit for generating (None: no limit), and counts of what was generated."""
 
     minutes: float | None = None
     began: float = field(default_factory=time.monotonic)
@@ -48,11 +48,11 @@ class Budget:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since it began."""
         return time.monotonic() - self.began
 
     def affordable(self, chunk: int) -> int:
-        """Requests to start next: `chunk` of them, fewer at the end as the pace so far says, 0 to stop.
+        """Return how many requests to start next: `chunk`, fewer near the end by the pace so far, 0 to stop.
 
         A limited budget begins with a quarter chunk, to learn the pace.
         """
@@ -65,7 +65,7 @@ class Budget:
         return min(chunk, fitting) if fitting >= max(chunk // 8, 1) else 0
 
     def report(self) -> dict[str, Any]:
-        """Requests, generated tokens, minutes and tokens a second."""
+        """Return requests, generated tokens, minutes and tokens per second."""
         rate = self.num_tokens / max(self.seconds, 1e-9)
         return {
             "requests": self.num_requests,
@@ -76,7 +76,7 @@ class Budget:
 
 
 def gsm8k_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
-    """Token ids of every question in a GSM8K .jsonl file, rendered by the chat template up to the answer."""
+    """Return token ids of every question in a GSM8K .jsonl file, rendered with the chat template up to the answer."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"gsm8k={str(path)!r}: no such file; expected GSM8K's train.jsonl")
@@ -86,7 +86,7 @@ def gsm8k_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
 
 
 def user_turn_frame(tokenizer: Any) -> tuple[str, str]:
-    """What the chat template writes before a first user turn, and after it up to where the answer begins."""
+    """Return the chat template's text before a first user turn, and after it up to where the answer begins."""
     message = [{"role": "user", "content": SENTINEL}]
     text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     if text.count(SENTINEL) != 1:
@@ -96,7 +96,7 @@ def user_turn_frame(tokenizer: Any) -> tuple[str, str]:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Ids of rendered text, which carries its own special tokens."""
+    """Return the ids of rendered text, which contains its own special tokens."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -110,10 +110,10 @@ def self_chat_prompts(
     chunk: int = 512,
     budget: Budget | None = None,
 ) -> list[list[int]]:
-    """Up to `n` prompts whose user turn the target wrote from the template's user prefix, at temperature 1.
+    """Return up to `n` prompts whose user turn the target writes after the template's user prefix, at temperature 1.
 
-    Turns that are cut off at `max_new_tokens`, shorter than MIN_USER_TURN or said before are dropped; gives up after
-    three tries a prompt.
+    Turns that are cut off at `max_new_tokens`, shorter than MIN_USER_TURN or duplicates are dropped; gives up after
+    three tries per prompt.
     """
     prefix, suffix = (encode(tokenizer, part) for part in user_turn_frame(tokenizer))
     ends = {tokenizer.eos_token_id, suffix[0]} - {None}
@@ -133,9 +133,9 @@ def self_chat_prompts(
 def answer_jobs(
     prompts: Sequence[list[int]], temperatures: Sequence[float], samples_per_prompt: int, seed: int
 ) -> list[Job]:
-    """Requests for `samples_per_prompt` answers to each prompt, first sample of all prompts first.
+    """Return requests for `samples_per_prompt` answers to each prompt, first sample of all prompts first.
 
-    Temperatures take turns over prompts and samples, so the mix holds wherever generation stops; a prompt is answered
+    Temperatures rotate over prompts and samples, so the mix holds wherever generation stops; a prompt is answered
     greedily once at most.
     """
     if not temperatures:
@@ -160,9 +160,9 @@ def answer(
     budget: Budget | None = None,
     keep: Callable[[Corpus], None] | None = None,
 ) -> Corpus:
-    """The corpus of the target's answers to `jobs`. Stops cleanly when the budget is spent.
+    """Return the corpus of the target's answers to `jobs`. Stops cleanly when the budget is spent.
 
-    keep: is called with all there is so far after every chunk, to save it.
+    keep: called after every chunk with the corpus so far, to save it.
     """
     pairs: list[tuple[list[int], list[int]]] = []
     with tqdm(total=len(jobs), desc="answers", unit="answer") as bar:
@@ -177,7 +177,7 @@ def answer(
 def run_jobs(
     engine: Any, jobs: Sequence[Job], max_new_tokens: int, stop_token_ids: list[int], chunk: int, budget: Budget
 ) -> Iterator[list[Answer]]:
-    """What was said to the jobs, in order, a chunk at a time, until the budget is spent."""
+    """Yield the answers to `jobs`, in order, a chunk at a time, until the budget is spent."""
     start = 0
     while start < len(jobs) and (size := budget.affordable(chunk)):
         part = jobs[start : start + size]
@@ -195,7 +195,7 @@ def run_jobs(
 
 
 def _turn(said: Answer, ends: Collection[int]) -> tuple[int, ...]:
-    """The ids of a user turn, without what ended it."""
+    """Return the ids of a user turn, without the ones that ended it."""
     tokens = said.tokens
     while tokens and tokens[-1] in ends:
         tokens = tokens[:-1]
@@ -203,5 +203,5 @@ def _turn(said: Answer, ends: Collection[int]) -> tuple[int, ...]:
 
 
 def _seed(seed: int, i: int) -> int:
-    """A seed for request `i` of a run seeded `seed`."""
+    """Return a seed for request `i` of a run seeded `seed`."""
     return (seed * 1_000_003 + i) % 2**63

@@ -1,6 +1,6 @@
-"""What GGUF's block types make of weights, in torch, so that a student trains on what will be stored.
+"""GGUF's block quantisation in torch, so that a student trains on the weights that will be stored.
 
-The packing itself is the gguf package's; tests hold this against it.
+The gguf package does the packing itself; tests compare this with it.
 """
 
 from collections.abc import Mapping
@@ -9,20 +9,20 @@ from types import MappingProxyType
 import torch
 
 BLOCK = 32  # values that share a scale
-EMBED_TYPES: Mapping[str, int] = MappingProxyType({"Q4_0": 2, "Q5_0": 8, "Q8_0": 7})  # and ggml's llama_ftype
+EMBED_TYPES: Mapping[str, int] = MappingProxyType({"Q4_0": 2, "Q5_0": 8, "Q8_0": 7})  # name to ggml's llama_ftype
 LAYER_TYPE = "Q8_0"
-_HALF_RANGE = {"Q4_0": 8, "Q5_0": 16}  # the value of largest size becomes the lowest of the range
+_HALF_RANGE = {"Q4_0": 8, "Q5_0": 16}  # the value of largest magnitude becomes the lowest level
 
 
 def stored_type(name: str, weight: torch.Tensor, embed_type: str) -> str:
-    """GGUF type of a weight by HF's name: the embedding as `embed_type`, matrices Q8_0, norms F32."""
+    """Return the GGUF type of a weight by its HF name: the embedding as `embed_type`, matrices Q8_0, norms F32."""
     if weight.dim() == 1:
         return "F32"
     return embed_type if "embed_tokens" in name else LAYER_TYPE
 
 
 def rounded(weight: torch.Tensor, kind: str) -> torch.Tensor:
-    """What comes back of `weight` [..., multiple of 32] fp32 when it is stored as `kind`."""
+    """Return `weight` [..., multiple of 32] fp32 as it reads back after being stored as `kind`."""
     if kind == "F32":
         return weight
     blocks = weight.reshape(-1, BLOCK)
@@ -39,7 +39,7 @@ def rounded(weight: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def check_blocks(hidden_size: int, intermediate_size: int, embed_type: str) -> None:
-    """ValueError unless a model of such a shape fits the blocks."""
+    """Raise ValueError for an unknown `embed_type`, or sizes that do not fit the blocks."""
     if embed_type not in EMBED_TYPES:
         raise ValueError(f"embed_type={embed_type!r}: expected one of {sorted(EMBED_TYPES)}")
     for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):

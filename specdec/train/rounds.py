@@ -1,7 +1,7 @@
-"""Rounds of greedy decoding, played on paper: what a draft would reach on text that is known, before it is served.
+"""Simulated rounds of greedy decoding on known text: the acceptance a draft would reach there, before it is served.
 
-A chain may start after every token, but a round starts only where the one before it ended, which is after a refused
-draft more often than not. So rates over all starts flatter a draft; these are those of an engine on the same text.
+A chain may start after every token, but a round starts only where the previous one ended, which is usually after a
+rejected draft. So rates over all starts flatter a draft; these are those of an engine on the same text.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from specdec.train.tally import accepted_prefixes
 
 
 def play_rounds(batches: Iterable[tuple[Batch, Goal, list[torch.Tensor]]]) -> AcceptanceStats:
-    """Acceptance over all sequences of `batches` (batch, goal, drafted [N] a step), trimmed at their ends."""
+    """Return acceptance over all sequences of `batches` (batch, goal, drafted [N] per step), trimmed at their ends."""
     total = AcceptanceStats()
     for batch, goal, drafted in batches:
         correct = torch.stack([d == goal.best for d in drafted])
@@ -32,7 +32,7 @@ def play_rounds(batches: Iterable[tuple[Batch, Goal, list[torch.Tensor]]]) -> Ac
 
 
 def _play(lengths: list[int], total: AcceptanceStats) -> None:
-    """One sequence, of which lengths[i] drafts are right if a round starts at its i-th place."""
+    """Add the rounds of one sequence to `total`; lengths[i] drafts are right if a round starts at its i-th place."""
     place = 0
     while place < len(lengths):
         emitted = min(lengths[place] + 1, len(lengths) - place)

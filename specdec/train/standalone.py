@@ -1,4 +1,4 @@
-"""Distils a small causal LM of the target's vocabulary, which drafts on its own: it sees tokens only."""
+"""Distils a small causal LM with the target's vocabulary, which drafts from tokens alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from specdec.train.new_head import rope_theta
 from specdec.train.objectives import Objective, Outcome, refuse
 from specdec.train.rounding import rounded, stored_type
 
-SMOOTHING = 1.0  # added to every token's count in the embedding's PCA, so that unseen tokens count for something
+SMOOTHING = 1.0  # added to every token's count in the embedding's PCA, so that unseen tokens have some weight
 
 
 @dataclass(frozen=True)
 class LMShape:
-    """Of the student. The defaults take about 7 MB for a vocabulary of 49152 as GGUF, embeddings in Q4_0."""
+    """Shape of the student. The defaults take about 7 MB for a vocabulary of 49152 as GGUF, embeddings in Q4_0."""
 
     hidden_size: int = 192
     intermediate_size: int = 512
@@ -31,11 +31,11 @@ class LMShape:
 
 
 class StandaloneObjective(Objective):
-    """Soft cross-entropy against the target's whole law, at the answer's rows and, weighted, at the prompt's.
+    """Soft cross-entropy against the target's full distribution, at the answer's rows and, weighted, at the prompt's.
 
-    Given true tokens a standalone draft is as right at every draft step; so each step's rates are of the same rows.
-    embed_type: GGUF type that the embedding will be stored as, or None. The working copy then holds stored weights,
-    whose gradients go to the exact ones ("straight through"), and held-out rates are those of the file.
+    Given true tokens, a standalone draft is equally good at every draft step; so each step's rates are of the same
+    rows. embed_type: GGUF type that the embedding will be stored as, or None. If given, the working copy holds weights
+    as stored, whose gradients go to the exact ones ("straight through"), and held-out rates are those of the file.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StandaloneObjective(Objective):
         return {**stored, **{n: list(p.shape) for n, p in self.optimizer.module.named_parameters()}}
 
     def _weighted_rows(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows [N] int64, the answer's first, weights [N] fp32 of sum 1)."""
+        """Return (rows [N] int64, the answer's first, weights [N] fp32 of sum 1)."""
         rows, weight = batch.rows, self.config.prompt_weight
         weights = torch.ones(rows.numel(), device=rows.device)
         if weight:
@@ -82,9 +82,9 @@ def _stored(name: str, weight: torch.Tensor, embed_type: str) -> torch.Tensor:
 
 @torch.no_grad()
 def new_student(model: PreTrainedModel, shape: LMShape, counts: torch.Tensor, seed: int) -> LlamaForCausalLM:
-    """A Llama in fp32 on the target's device, with tied embeddings projected from the target's output head.
+    """Make a Llama in fp32 on the target's device, with tied embeddings projected from the target's output head.
 
-    counts [V] int64: how often the target says each token; its frequent tokens shape the projection most.
+    counts [V] int64: how often the target emits each token; frequent tokens shape the projection most.
     """
     text, head = model.config.get_text_config(), model.get_output_embeddings().weight
     if shape.hidden_size % shape.num_heads:
@@ -116,7 +116,7 @@ def new_student(model: PreTrainedModel, shape: LMShape, counts: torch.Tensor, se
 
 
 def plain_llama(model: PreTrainedModel) -> LlamaForCausalLM:
-    """A copy of `model` that has forgotten which file it came from: transformers does not save what was a GGUF file."""
+    """Copy `model` in fp32 without quantization_config: transformers does not save a model loaded from GGUF."""
     if not isinstance(model, LlamaForCausalLM) or not model.config.tie_word_embeddings:
         raise ValueError(f"init is a {type(model).__name__}: expected a Llama with tied embeddings, as `fit` writes it")
     config = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
@@ -126,9 +126,9 @@ def plain_llama(model: PreTrainedModel) -> LlamaForCausalLM:
 
 
 def project(rows: torch.Tensor, counts: torch.Tensor, size: int) -> torch.Tensor:
-    """rows [V, h] in their `size` principal directions, weighted by counts [V], scaled to unit mean square length.
+    """Project rows [V, h] on `size` principal directions, weighted by counts [V], scaled to unit mean square length.
 
-    A constant added to all rows of an output head moves no softmax, so the weighted mean is taken away.
+    A constant added to all rows of an output head leaves the softmax unchanged, so the weighted mean is subtracted.
     """
     if size > rows.shape[1]:
         raise ValueError(f"hidden_size={size}: the target's embeddings are {rows.shape[1]} wide; take that or less")
@@ -141,7 +141,7 @@ def project(rows: torch.Tensor, counts: torch.Tensor, size: int) -> torch.Tensor
 
 
 def lm_facts(student: PreTrainedModel) -> Mapping[str, Any]:
-    """The student's shape, for its card."""
+    """Return the student's shape, for its card."""
     c = student.config
     return {
         "hidden_size": c.hidden_size,

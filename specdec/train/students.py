@@ -1,4 +1,4 @@
-"""The students that `specdec train fit` knows: how each algorithm's is made, and how it is written."""
+"""The students of `specdec train fit`: makes and exports those of each algorithm."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -28,12 +28,12 @@ from specdec.train.target import special_ids
 
 @dataclass(frozen=True)
 class Shape:
-    """What a fresh student looks like; None: what its algorithm takes.
+    """Shape of a fresh student; None: the algorithm's default.
 
-    init: a trained head to go on with, a folder or Hub id; nothing else counts then. intermediate_size: of the MLP.
-    eagle3: draft_vocab_size, and three aux_layers. nextn: copy_layer starts its layer as the target's last one.
-    standalone: hidden_size, num_layers, num_heads, num_kv_heads; file_format "gguf", with the embedding as embed_type,
-    or "safetensors".
+    init: a trained draft to continue from, a folder or Hub id; of the rest only file_format and embed_type go with it.
+    intermediate_size: of the MLP. eagle3: draft_vocab_size, and three aux_layers. nextn: copy_layer starts its layer as
+    the target's last one with full attention. standalone: hidden_size, num_layers, num_heads, num_kv_heads; file_format
+    "gguf", with the embedding as embed_type, or "safetensors".
     """
 
     init: str | None = None
@@ -51,7 +51,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """What a student is made from. target: its name. corpus: what it is trained on."""
+    """Inputs for making a student. target: its name. corpus: the training data."""
 
     target: str
     model: PreTrainedModel
@@ -63,7 +63,7 @@ class Setup:
 
 @dataclass(frozen=True, eq=False)
 class Student:
-    """objective: to be trained. facts: for the card. export: writes the trained student to a folder."""
+    """A student. objective: to be trained. facts: for the card. export: writes the trained student to a folder."""
 
     objective: Objective
     facts: dict[str, Any]
@@ -71,7 +71,7 @@ class Student:
 
 
 def make_student(algo: str, setup: Setup) -> Student:
-    """A student of `algo`, fresh or from `setup.shape.init`; ValueError for what such a student does not have."""
+    """Make a student of `algo`, fresh or from `setup.shape.init`; ValueError for shape fields that it does not take."""
     shape = setup.shape
     takes = KINDS[algo].takes
     if shape.init:
@@ -139,12 +139,12 @@ def _standalone(setup: Setup) -> Student:
 
 
 def _answer_counts(setup: Setup, vocab_size: int) -> torch.Tensor:
-    """[vocab_size] int64: how often the target says each token."""
+    """Return how often the target emits each token, as [vocab_size] int64."""
     return torch.bincount(setup.corpus.tokens[setup.corpus.answer].long(), minlength=vocab_size)
 
 
 def _loaded_lm(setup: Setup) -> PreTrainedModel | None:
-    """The LM to go on with in fp32, if one is named."""
+    """Load the LM to continue from in fp32, if one is named."""
     if not setup.shape.init:
         return None
     device = setup.model.get_input_embeddings().weight.device
@@ -152,20 +152,20 @@ def _loaded_lm(setup: Setup) -> PreTrainedModel | None:
 
 
 def _loaded(setup: Setup, algo: str) -> DraftHead | None:
-    """The head to go on with in fp32, if one is named."""
+    """Load the head to continue from in fp32, if one is named."""
     init, device = setup.shape.init, setup.model.get_input_embeddings().weight.device
     return load_head(init, TargetShape.of(setup.model), torch.float32, device, algo) if init else None
 
 
 def head_student(setup: Setup, head: DraftHead, facts: dict[str, Any] | None = None) -> Student:
-    """The student that a head makes, fresh or trained before."""
+    """Make a student of a head, fresh or already trained."""
     objective = HeadObjective(setup.model, head, setup.config)
     dtype = objective.draft.weight.dtype
     is_shared = isinstance(head, Eagle3Head) and not setup.config.train_lm_head and not setup.shape.init
 
     def export(folder: Path) -> None:
         depth = TargetShape.of(setup.model).num_layers
-        # overwrite: `train` has looked before it began
+        # overwrite: `train` checked the folder before it began
         save_head(folder, head, dtype=dtype, lm_head_from_target=is_shared, num_layers=depth, overwrite=True)
 
     return Student(objective, facts or {}, export)

@@ -1,4 +1,4 @@
-"""Sums of what a head got right, kept on the device until somebody reads them."""
+"""Counts of a draft's correct tokens, kept on the device until they are read."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -28,12 +28,12 @@ class Tally:
 
     @classmethod
     def zero(cls, num_steps: int, device: torch.device) -> "Tally":
-        """Nothing counted yet."""
+        """Return a tally with all counts zero."""
         wide = [torch.zeros(num_steps, device=device, dtype=torch.float64) for _ in range(3)]
         return cls(*wide, *[torch.zeros((), device=device, dtype=torch.float64) for _ in range(4)])
 
     def add(self, batch: Batch, goal: Goal, losses: list[torch.Tensor], drafted: list[torch.Tensor]) -> None:
-        """Count a batch. losses: a scalar a step; drafted: [N] int64 a step, draft argmax at batch.rows."""
+        """Count a batch. losses: one scalar per step; drafted: [N] int64 per step, draft argmax at batch.rows."""
         correct = torch.stack([d == goal.best for d in drafted])  # [S, N]
         self.loss += torch.stack(losses)
         self.correct += correct.sum(1)
@@ -44,10 +44,10 @@ class Tally:
         self.num_starts += batch.starts.numel()
 
     def read(self) -> dict[str, Any]:
-        """Rates, on the host (one sync).
+        """Return the rates, on the host (one sync).
 
-        acc: share of rows right at each step, given true tokens before them; a target argmax outside the hot
-        vocabulary is a miss. accept_at: a_j of `metrics`, all chain starts weighing alike. tau = 1 + Σ a_j.
+        acc: share of rows right at each step, given true tokens before them; a target argmax outside the hot vocabulary
+        is a miss. accept_at: a_j of `metrics`, with all chain starts weighted equally. tau = 1 + Σ a_j.
         """
         wide = [getattr(self, f.name).reshape(-1) for f in fields(self)]
         values = torch.cat(wide).tolist()
@@ -65,9 +65,9 @@ class Tally:
 
 
 def accepted_prefixes(batch: Batch, correct: torch.Tensor) -> torch.Tensor:
-    """[S, num_starts] bool: whether the chain from each of batch.starts has its draft tokens 0..j right.
+    """Return [S, num_starts] bool: entry [j, i] says that the chain from batch.starts[i] has draft tokens 0..j right.
 
-    correct [S, N] bool at batch.rows. A chain past the last generated token counts as refused there, as it is trimmed.
+    correct [S, N] bool at batch.rows. A chain counts as rejected past the last generated token, where it is trimmed.
     """
     steps = correct.shape[0]
     size = batch.tokens.shape[0] * batch.length + steps

@@ -1,4 +1,4 @@
-"""Loads the target that generates and teaches, by the words of the command line."""
+"""Loads the target that generates and teaches, from the values of command-line options."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def load(target: str, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
-    """Target and tokenizer; "auto" is CUDA in bfloat16 where there is a CUDA device."""
+    """Load target and tokenizer; "auto" is CUDA in bfloat16 if there is a CUDA device, else the CPU in float32."""
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     name = ("bfloat16" if where.startswith("cuda") else "float32") if dtype == "auto" else dtype
     if name not in DTYPES:
@@ -20,7 +20,7 @@ def load(target: str, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
 
 
 def special_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
-    """What a hot vocabulary must have: the tokenizer's special tokens and whatever ends a generation."""
+    """Return the ids a hot vocabulary must have: the tokenizer's special tokens and those that end a generation."""
     ends = model.generation_config.eos_token_id
     listed = ends if isinstance(ends, list) else [ends]
     vocab_size = model.get_output_embeddings().weight.shape[0]

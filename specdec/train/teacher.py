@@ -1,4 +1,4 @@
-"""The target as a teacher: one frozen forward gives the features a head reads and the law it imitates."""
+"""The target as a teacher: one frozen forward gives the features a head reads and the distribution it imitates."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from specdec.train.losses import Goal, OutputHead, RowMath
 
 
 class TeacherOutput(NamedTuple):
-    """What one forward of the target tells. features: [B, T, num_aux*h]. hidden: [B, T, h], after the final norm."""
+    """Output of one forward of the target. features: [B, T, num_aux*h]. hidden: [B, T, h], after the final norm."""
 
     features: torch.Tensor
     hidden: torch.Tensor
@@ -42,22 +42,23 @@ class Teacher:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The embedding weight, which says device and dtype."""
+        """The embedding weight, which gives device and dtype."""
         weight = self.embed_tokens.weight
         assert isinstance(weight, torch.Tensor)
         return weight
 
     @property
     def output_head(self) -> OutputHead:
-        """The output head, frozen. What the model does to logits after it (scaling, softcap) is not in it: a draft that
-        is scored by it imitates the served law through another, and its losses cannot reach the law's entropy."""
+        """The output head, frozen, without what the model does to logits after it (scaling, softcap). Where there is
+        any, a draft scored by this head cannot match the served distribution exactly, and its loss cannot reach that
+        one's entropy."""
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
         return OutputHead(head.weight.detach(), None if bias is None else bias.detach())
 
     @torch.no_grad()
     def read(self, batch: Batch) -> TeacherOutput:
-        """One forward over the batch."""
+        """Run one forward over the batch."""
         out = self.model.get_decoder()(
             input_ids=batch.tokens[:, : batch.length],
             use_cache=False,
@@ -70,15 +71,15 @@ class Teacher:
 
     @torch.no_grad()
     def goal(self, hidden: torch.Tensor, hot_ids: torch.Tensor | None, math: RowMath) -> Goal:
-        """The Goal of the rows whose last hidden states are `hidden` [N, h]; hot_ids [dv] int64, or None for all V."""
+        """Return the Goal of rows with last hidden states `hidden` [N, h]; hot_ids [dv] int64, or None for all V."""
         if hot_ids is None:
             return math.goal(self.logits(hidden))
         return math.hot_goal(self.logits, hidden, hot_ids, self.output_head.weight.shape[0])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Last hidden states [N, h] to logits [N, V], through all that the model does to them."""
+        """Map last hidden states [N, h] to logits [N, V], through all that the model does to them."""
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
-        # of all outputs of decoders the one with the most fields: models of experts ask for router_logits
+        # the decoder output class with the most fields: MoE models read router_logits
         answer = MoeModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
         with answering(self.model.get_decoder(), answer):
             return self.model(input_ids=ids, use_cache=False).logits[0]

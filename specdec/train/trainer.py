@@ -25,7 +25,7 @@ from specdec.train.tally import Tally
 
 
 class Trainer:
-    """Owns the place in the data. The objective's student is trained in place."""
+    """Runs the training loop and keeps its place in the data. The objective's student is trained in place."""
 
     def __init__(self, objective: Objective, train: Corpus, held_out: Corpus, checkpoint: str | Path | None = None):
         c = objective.config
@@ -44,7 +44,7 @@ class Trainer:
         self.max_steps = min((n for n in limits if n), default=None)
 
     def fit(self) -> dict[str, Any]:
-        """Train to the end of the run; returns the held-out rates there (`evaluate`) with steps, tokens, minutes."""
+        """Train to the end of the run; return the held-out rates there (`evaluate`) with steps, tokens, minutes."""
         self._began = time.monotonic()
         tally = Tally.zero(self.config.num_steps, self.device)
         with tqdm(total=self.max_steps, initial=self.step, unit="step", dynamic_ncols=True) as bar:
@@ -66,7 +66,7 @@ class Trainer:
         return {"steps": self.step, "tokens": self.tokens_seen, **pace, **result}
 
     def train_step(self, share: float, tally: Tally) -> None:
-        """One update, at `share` of the run."""
+        """Update once, at `share` of the run."""
         batch = self._next_batch()
         random = torch.Generator(self.device).manual_seed(self._seed(self.step))
         outcome = self.objective.forward(batch, random)
@@ -78,9 +78,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Rates over the held-out sequences, as `Tally.read` gives them, but tau and accept_at of rounds played there.
+        """Return the rates of `Tally.read` over the held-out sequences, but tau and accept_at from simulated rounds.
 
-        tau_of_starts: with chains from everywhere, as training logs it.
+        tau_of_starts: tau over chains from every start, as training logs it.
         """
         tally = Tally.zero(self.config.num_steps, self.device)
         stats = play_rounds(self._outcomes(tally))
@@ -89,7 +89,7 @@ class Trainer:
         return {**rates, "tau_of_starts": rates["tau"], "tau": stats.tau, "accept_at": accept_at}
 
     def _outcomes(self, tally: Tally) -> Iterator[tuple[Batch, Goal, list[torch.Tensor]]]:
-        """What the student drafts for every held-out batch, counted in `tally`."""
+        """Yield batch, goal and drafted tokens of every held-out batch, counted in `tally`."""
         for indices in self.held_out.plan(None):
             batch = self.held_out.build(indices)
             outcome = self.objective.forward(batch, None)
@@ -98,7 +98,7 @@ class Trainer:
 
     @property
     def seconds(self) -> float:
-        """Wall clock of training, earlier runs that were resumed included."""
+        """Seconds of training, earlier runs that were resumed included."""
         return self.seconds_before + time.monotonic() - self._began
 
     @property
@@ -137,11 +137,11 @@ class Trainer:
         return self.batches.build(self._plan[self.cursor - 1])
 
     def _seed(self, count: int) -> int:
-        """A seed for epoch or step number `count`."""
+        """Return a seed for epoch or step number `count`."""
         return int(np.random.SeedSequence([self.config.seed, count]).generate_state(1)[0])
 
     def _identity(self) -> dict[str, Any]:
-        """What must be equal for a checkpoint to be this run's."""
+        """Return the facts that a checkpoint must share to be this run's."""
         recipe = {k: v for k, v in asdict(self.config).items() if k not in FREE}
         return {**recipe, "student": self.objective.shape, "corpus": self._digest}
 
@@ -152,6 +152,6 @@ class Trainer:
 
 
 def describe(rates: dict[str, Any]) -> str:
-    """Rates in one line: losses and accuracies of each step, tau."""
+    """Format rates in one line: first and last step's loss, each step's accuracy, tau."""
     acc = "/".join(f"{100 * a:.0f}" for a in rates["acc"])
     return f"loss {rates['loss'][0]:.3f}..{rates['loss'][-1]:.3f} acc {acc}% tau {rates['tau']:.2f}"

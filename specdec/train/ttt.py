@@ -1,9 +1,9 @@
-"""Training-time test (EAGLE-3; HASS and FastMTP alike): the draft is unrolled over its own states, tokens are forced.
+"""Training-time test (EAGLE-3; also HASS, FastMTP): the draft unrolled over its own states, on forced tokens.
 
-Column i starts a draft chain after token i. Its step j takes the embedding of token i+1+j beside the state of step
-j-1 (step 0: the target's feature g_i), stands at rotary position i+j, and imitates what the target says of token
-i+2+j, its logits at row i+1+j. Step 0 is plain causal over true features; later steps see step 0's keys up to their
-own column and their own column's earlier steps: what a draft chain from row i sees in inference.
+Column i starts a draft chain after token i. Its step j takes the embedding of token i+1+j and the state of step j-1
+(step 0: the target's feature g_i), is at rotary position i+j, and imitates the target's prediction of token i+2+j, its
+logits at row i+1+j. Step 0 is plain causal over true features; later steps attend to step 0's keys up to their own
+column and to their own column's earlier steps: what a draft chain from row i attends to in inference.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from specdec.heads.base import DraftHead
 
 
 class TTTAttention:
-    """The attend closure of one unrolling: called once a step and layer, in order; remembers the steps' keys and
+    """The `attend` callable of one unrolling: called once per step and layer, in order; keeps the steps' keys and
     values. layers: the head's, in call order."""
 
     def __init__(self, layers: Sequence[LayerSpec]) -> None:
@@ -47,9 +47,9 @@ class TTTAttention:
 def _prefix_and_diagonal(
     q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], spec: LayerSpec
 ) -> torch.Tensor:
-    """q [B, T, Hq, d] over keys[0] causally and over its own column of keys[1:]; keys, values: [B, Hkv, T, d] each.
+    """Attend with q [B, T, Hq, d] to keys[0] causally, to its own column of keys[1:]; keys, values [B, Hkv, T, d] each.
 
-    Query heads of one KV head are laid side by side as further queries, so K/V are never repeated.
+    Query heads of one KV head are laid out as further queries, so K/V are never repeated.
     """
     batch, length, _, dim = q.shape
     num_kv_heads, step = keys[0].shape[1], len(keys) - 1
@@ -67,10 +67,10 @@ def _prefix_and_diagonal(
 
 
 def _hidden(length: int, step: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[T, T + step] bool: what column i does not see of step 0's columns and of its own at steps 1..step.
+    """Return [T, T + step] bool: keys hidden from column i, of step 0's columns and of its own at steps 1..step.
 
-    The query stands at position i+step, step 0's column c at c, its own of step s at i+s; a window hides those further
-    than window-1 behind.
+    The query is at position i+step, step 0's column c at c, its own of step s at i+s; a window hides keys further than
+    window-1 behind.
     """
     columns = torch.arange(length, device=device)
     ahead = columns - columns.unsqueeze(1)
@@ -83,9 +83,9 @@ def _hidden(length: int, step: int, window: int | None, device: torch.device) ->
 def unroll(
     head: DraftHead, embed: torch.nn.Module, tokens: torch.Tensor, features: torch.Tensor, num_steps: int
 ) -> Iterator[torch.Tensor]:
-    """The recycled state [B, T, h_d] of each of `num_steps` steps, one after the other.
+    """Yield the recycled state [B, T, h_d] of each of `num_steps` steps, in order.
 
-    embed: the target's, frozen; the head's own comes before it. tokens [B, >= T + num_steps] int64, right-padded.
+    embed: the target's, frozen, used unless the head has its own. tokens [B, >= T + num_steps] int64, right-padded.
     features [B, T, num_aux*h]: the target's.
     """
     batch, length = features.shape[:2]
