@@ -43,6 +43,9 @@ class StandaloneObjective(Objective):
     ):
         for name in ("feature_weight", "feature_noise", "train_lm_head"):
             refuse(config, "standalone", name, "it has no features, and its output head is its embedding")
+        if config.soft_weight != 1:
+            reason = "the soft cross-entropy is its only loss; change lk_weight or lr"
+            raise ValueError(f"soft_weight={config.soft_weight} for 'standalone': expected 1.0, {reason}")
         student.requires_grad_(True)
         self.embed_type = embed_type
         rounding = None if embed_type is None else partial(_stored, embed_type=embed_type)
