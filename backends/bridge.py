@@ -1,8 +1,8 @@
-"""Attention beside a graph: what a captured forward does at its attention calls, so that live lengths stay outside.
+"""Runs attention outside a captured graph, so that the graph does not depend on live lengths.
 
-Within the graph, K and V go to the pool at static slots and q to a static buffer; the graph breaks there. Outside, at
-every replay, the planned forward attends from that buffer into another static one, from which the next part of the
-graph goes on. Nothing else crosses a break, so nobody outside ever looks at memory that belongs to a graph.
+Within the graph, K and V go to the pool at static slots and q to a static buffer; then the graph breaks. Outside, at
+every replay, the planned forward attends from that buffer into another static one, which the next part of the graph
+reads. Nothing else crosses a break, so no code outside ever reads memory that belongs to a graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,8 +23,8 @@ Interrupt = Callable[[Callable[[], None]], None]  # takes a callable out of the 
 class AttentionBridge:
     """The static buffers of one model's attention calls, shared by all its layers and all its graphs.
 
-    max_tokens: of the largest graph. interrupt: ends the part of the graph that is being captured, keeps what it is
-    given for every replay, and begins the next part; outside a capture it just calls it.
+    max_tokens: of the largest graph. interrupt: ends the part of the graph that is being captured, keeps the callable
+    it is given for every replay, and begins the next part; outside a capture it calls it immediately.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class AttentionBridge:
 
     @contextmanager
     def capturing(self, slots: torch.Tensor) -> Iterator[None]:
-        """A forward whose k and v go to `slots` [T] int64, read at every replay; its attention breaks the graph."""
+        """Capture a forward; k and v go to `slots` [T] int64, read at every replay, and attention breaks the graph."""
         self.context.on_forward(ForwardMode.EXTEND)
         with attention_scope(_CapturedScope(self, slots)):
             yield
 
     def plan(self, metadata: AttentionMetadata, size: int) -> None:
-        """Before a replay of `size` tokens: plan the live forward, which has the first rows of the buffers, and zero
-        what the rest will find as attention's answer; nobody else writes that during a replay."""
+        """Prepare a replay of `size` tokens: plan the live forward, which uses the first rows of the buffers, and zero
+        the attention output of the other rows, which nothing else writes during a replay."""
         c, num_tokens = self.context, metadata.positions.shape[0]
         c.backend.plan(metadata)
         if size > num_tokens:
@@ -67,19 +67,19 @@ class AttentionBridge:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, what graphs read; it stays where it is."""
+        """Tensors that graphs read, by name; their addresses do not change."""
         named = {"q": self._q, "out": self._out}
         return {f"bridge {kind}{list(shape)}": t for kind, own in named.items() for shape, t in own.items()}
 
     def attend(self, call: AttentionCall, slots: torch.Tensor) -> torch.Tensor:
-        """Store `call` in the graph, attend outside of it; returns the static rows where the answer will be."""
+        """Store K, V and q of `call` in the graph and attend outside it; return the static rows of the output."""
         layer, num_tokens = call.layer, slots.shape[0]
         self.context.backend.store(call, slots, self._q[layer.num_heads, layer.qk_dim][:num_tokens])
         self._interrupt(partial(self._attend_live, call.layer_id))
         return self._out[layer.num_heads, layer.v_dim][:num_tokens]
 
     def _attend_live(self, layer_id: int) -> None:
-        """Attend in the planned forward."""
+        """Run the attention of one layer of the planned forward."""
         self.context.backend.attend(self._live[layer_id])
 
 
@@ -94,6 +94,6 @@ class _CapturedScope:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
     ) -> torch.Tensor:
         c = self.bridge.context
-        out = q  # a store fills none
+        out = q  # unused: a store fills no output
         call = AttentionCall(q, k, v, out, c.pool, layer_id, c.layers[layer_id], c.sinks[layer_id], rope)
         return self.bridge.attend(call, self.slots)

@@ -1,4 +1,4 @@
-"""What a plan must fulfil: limits the host can see, always; bounds of every index on the device, in debug mode."""
+"""Checks of a plan: limits that the host can see, always; bounds of every index on the device, in debug mode."""
 
 import os
 
@@ -9,7 +9,7 @@ from specdec.config import MAX_TAIL
 
 
 def check_shapes(m: AttentionMetadata) -> None:
-    """ValueError for a plan that no backend can run. Looks at shapes and host numbers only."""
+    """Raise ValueError for a plan that no backend can run. Looks at shapes and host numbers only."""
     bs, width = m.num_reqs, m.slot_table.shape[1]
     if m.ancestor_bits is not None and m.tail_len > MAX_TAIL:
         raise ValueError(f"a tree tail of {m.tail_len} nodes: at most {MAX_TAIL}, the bits of an ancestor mask")
@@ -32,7 +32,7 @@ def check_shapes(m: AttentionMetadata) -> None:
 
 
 def check_indices(m: AttentionMetadata, num_slots: int) -> None:
-    """ValueError naming the first index of the plan that is out of bounds. Waits for the device: debugging only."""
+    """Raise ValueError for the first index of the plan that is out of bounds. Waits for the device: debug mode only."""
     num_rows, width = m.slot_table.shape
     require_within("rows", m.rows, 0, num_rows - 1, "the last row of the slot table")
     q_lens = m.qo_indptr.diff()
@@ -52,14 +52,14 @@ def check_indices(m: AttentionMetadata, num_slots: int) -> None:
 
 
 def is_debug() -> bool:
-    """Whether SPECDEC_DEBUG asks for the checks of indices, which wait for the device."""
+    """Return whether SPECDEC_DEBUG turns on the index checks, which wait for the device."""
     return os.environ.get("SPECDEC_DEBUG", "0") not in ("", "0")
 
 
 def require_within(name: str, values: torch.Tensor, low: int, high: int | None, limit: str) -> None:
-    """ValueError naming the first of `values` outside [low, high] and what the limit is. Waits for the device.
+    """Raise ValueError naming the first of `values` outside [low, high] and the limit. Waits for the device.
 
-    While a CUDA graph is captured nobody can wait, so nothing is checked; the warm-up before it has been.
+    During a CUDA graph capture waiting is impossible, so nothing is checked; the warm-up before it was checked.
     """
     if values.is_cuda and torch.cuda.is_current_stream_capturing():
         return

@@ -1,5 +1,5 @@
 """Builders of AttentionMetadata, one for each shape a forward can have. Everything is computed on the device from
-device-held lengths; only `prefill` is ragged and takes host lengths, as it runs outside the round.
+lengths on the device; only `prefill` is ragged and takes host lengths, as it runs outside the round.
 
 The functions here compute in torch; they specify the kernels in `backends.triton.metadata`, which have the same names.
 """
@@ -14,7 +14,7 @@ from specdec.batch import AttentionMetadata, ForwardMode, ints_to_device
 
 
 class Placement(NamedTuple):
-    """Where a forward's tokens stand; the fields are those of AttentionMetadata."""
+    """Positions and cache slots of a forward's tokens; the fields are those of AttentionMetadata."""
 
     positions: torch.Tensor
     out_cache_loc: torch.Tensor
@@ -24,7 +24,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class MetadataBuilder:
-    """Assembles metadata around what the functions of this module, or their Triton twins, compute on the device."""
+    """Builds metadata from what the functions of this module, or their Triton twins, compute on the device."""
 
     uniform_placement: Callable[..., Placement]
     prefill_placement: Callable[..., Placement]
@@ -43,7 +43,7 @@ class MetadataBuilder:
         tail_depths: torch.Tensor | None = None,
         ancestor_bits: torch.Tensor | None = None,
     ) -> AttentionMetadata:
-        """Metadata of a forward in which every request has `q_len` new tail nodes, numbered from `first_node`.
+        """Build the metadata of a forward with `q_len` new tail nodes per request, numbered from `first_node`.
 
         slot_table [num_rows, width] int32; rows, prefix_lens [bs] int64; depths [bs, q_len]: distance of each query
         from the end of the prefix (None: its node number, a chain); tail_depths [bs, first_node + q_len]: the same for
@@ -71,11 +71,11 @@ class MetadataBuilder:
         on_device: Sequence[torch.Tensor] | None = None,
         into: Sequence[torch.Tensor] | None = None,
     ) -> AttentionMetadata:
-        """Metadata of a packed prefill: request i brings the `q_lens[i]` tokens from position `starts[i]` on.
+        """Build the metadata of a packed prefill: request i has the `q_lens[i]` tokens from position `starts[i]` on.
 
         slot_table [num_rows, width] int32; rows [bs] int64.
-        on_device: starts and q_lens [bs] int64 where they are on the device already. into: two int64 tensors whose
-        first T elements become positions and out_cache_loc, if they have as many; None: new ones.
+        on_device: starts and q_lens [bs] int64 if they are on the device already. into: two int64 tensors whose first T
+        elements become positions and out_cache_loc, if they have as many; None: new ones.
         """
         if on_device is None:
             on_device = ints_to_device([list(starts), list(q_lens)], rows.device).unbind()
@@ -97,7 +97,7 @@ class MetadataBuilder:
 
 
 def slots_at(slot_table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """KV slots [bs, n] int64 of `positions` [bs, n] in `rows` [bs], int64 both; past a row's end, its last slot."""
+    """Return the KV slots [bs, n] int64 of `positions` [bs, n] in `rows` [bs], both int64; clamped to a row's ends."""
     return slot_table[rows.unsqueeze(1), positions.clamp(0, slot_table.shape[1] - 1)].long()
 
 
@@ -110,7 +110,7 @@ def uniform_placement(
     depths: torch.Tensor | None,
     tail_depths: torch.Tensor | None,
 ) -> Placement:
-    """Where the tokens of `MetadataBuilder.uniform` stand, which says what the arguments are."""
+    """Compute the placement of `MetadataBuilder.uniform`, which describes the arguments."""
     bs = rows.shape[0]
     nodes = torch.arange(first_node, first_node + q_len, device=prefix_lens.device)
     start = prefix_lens.unsqueeze(1)
@@ -132,9 +132,9 @@ def prefill_placement(
     longest: int,
     into: Sequence[torch.Tensor] | None = None,
 ) -> Placement:
-    """Where the tokens of a packed prefill stand: starts and q_lens [bs] int64, their total and largest on the host.
+    """Compute the placement of a packed prefill from starts and q_lens [bs] int64.
 
-    into: where positions and slots go, see `MetadataBuilder.prefill`.
+    num_tokens, longest: sum and maximum of q_lens, on the host. into: see `MetadataBuilder.prefill`.
     """
     requests = torch.arange(q_lens.numel(), device=q_lens.device)
     owners = torch.repeat_interleave(requests, q_lens, output_size=num_tokens)
@@ -147,7 +147,7 @@ def prefill_placement(
 
 
 def indptr(lens: torch.Tensor) -> torch.Tensor:
-    """lens [bs] to where each request begins in a packed list, and where the last ends: [bs + 1] int32."""
+    """Return where each request of lens [bs] begins in a packed list, and where the last ends: [bs + 1] int32."""
     return torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
 
 

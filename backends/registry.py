@@ -1,4 +1,4 @@
-"""Names of backends and the choice among them."""
+"""Registry of backends by name, and the choice among them."""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ def _triton() -> type[AttentionBackend]:
     return TritonBackend
 
 
-# In the order of preference of "auto"; a class is loaded when it is looked at, since triton is optional.
+# In the order of preference of "auto"; a class is imported on first use, since triton is optional.
 BACKENDS: Mapping[str, Callable[[], type[AttentionBackend]]] = MappingProxyType(
     {"triton": _triton, "torch": lambda: TorchBackend}
 )
@@ -28,7 +28,7 @@ BACKENDS: Mapping[str, Callable[[], type[AttentionBackend]]] = MappingProxyType(
 def pick_backend(
     name: str, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, page_size: int = 1
 ) -> tuple[type[AttentionBackend], str]:
-    """The backend class for `name` and why it was picked. "auto" takes Triton on CUDA if it can run the model.
+    """Return the backend class for `name` and why it was picked. "auto" takes Triton on CUDA if it can run the model.
 
     Raises ValueError for an unknown name and AttachError, with every unmet need, if none can run the model.
     """

@@ -1,5 +1,5 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864) in the half-split layout of Llama: the specification of what
-backends do when the caller hands the tables over with un-rotated queries and keys."""
+backends do when the caller passes the tables with un-rotated queries and keys."""
 
 from typing import NamedTuple
 
@@ -7,14 +7,14 @@ import torch
 
 
 class Rope(NamedTuple):
-    """Tables for T tokens: cos, sin [T, R] with R <= qk_dim, both halves of R alike; dims past R are not rotated."""
+    """Tables for T tokens: cos, sin [T, R] with R <= qk_dim, both halves of R equal; dims past R are not rotated."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
 def rope_table(positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
-    """Tables [..., head_dim] for positions [...] int64, computed in fp32."""
+    """Return the tables [..., head_dim] for positions [...] int64, computed in fp32."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions.unsqueeze(-1).float() * theta**-exponent
     angles = torch.cat([angles, angles], -1)

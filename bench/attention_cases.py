@@ -1,4 +1,4 @@
-"""What bench/attention_kernels.py times: one attention layer of one forward, and how a captured call is timed."""
+"""Cases of bench/attention_kernels.py: one attention layer of one forward; and the timing of a captured call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,12 +1,12 @@
-"""Our attention kernels beside SDPA, FlexAttention and FlashInfer: `python bench/attention_kernels.py --out DIR`.
+"""Compares our attention kernels with SDPA, FlexAttention, FlashInfer: `python bench/attention_kernels.py --out DIR`.
 
-Every row is one attention layer of one forward, K/V write included for ours: replayed from a graph in which as many
-layers as 256 MB of K/V fill run one after the other, so that nothing is read from a warm cache; all paths of a context
-and batch read the same pool. The floor is the K/V that must be read once, over the measured copy rate. The peers get
-what they like best: SDPA and FlexAttention a dense K/V without a gather, FlashInfer pages of 16. Plans, made once a
-forward, are not in `ms`; `plan_ms` is ours (a difference of two timings, where K/V are small enough for that). Ours is
-checked against the torch backend; the tests hold both against float64. `--cases windowed` times sliding windows over 8k
-tokens, without peers. The last line is one JSON object.
+Every row is one attention layer of one forward, for ours including the K/V write, replayed from a graph that runs
+enough layers in sequence to fill 256 MB of K/V, so that nothing is read from a warm cache; all paths of a context and
+batch read the same pool. The floor is the K/V that must be read once, over the measured copy rate. The peers get their
+best layout: SDPA and FlexAttention a dense K/V without a gather, FlashInfer pages of 16. Plans, made once per forward,
+are not in `ms`; `plan_ms` is ours (a difference of two timings, if K/V are small enough for that). Ours is checked
+against the torch backend; the tests compare both with float64. `--cases windowed` times sliding windows over 8k tokens,
+without peers. The last line is one JSON object.
 """
 
 import argparse

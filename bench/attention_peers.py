@@ -1,4 +1,4 @@
-"""The implementations beside ours in bench/attention_kernels.py: SDPA, FlexAttention and FlashInfer."""
+"""Peers of our kernels in bench/attention_kernels.py: SDPA, FlexAttention and FlashInfer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Random faults against an engine, on a CPU: what callers are told, and that nobody else loses text or slots.
+"""Injects random faults into an engine on a CPU: what callers see, and that no other caller loses text or slots.
 
 python bench/faults.py --num-faults 10000
 """

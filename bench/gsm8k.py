@@ -1,9 +1,9 @@
 """GSM8K with and without prefill graphs: `python bench/gsm8k.py --data DIR`, DIR/gsm8k/test.jsonl.
 
-Two checks, each for prefill_graph off, breakable and piecewise. (1) Mean negative log-likelihood (nats a token) of the
-gold solutions of all test items, packed several to a prefill: it must not move by 1e-3. (2) Greedy answers to the first
-items: equal in fp32; in bf16 each difference must begin at a near-tie of the target's own top two logits. Draft heads
-are attached, as prefills then carry their features. The last line is one JSON object.
+Two checks, each for prefill_graph off, breakable and piecewise. (1) Mean negative log-likelihood (nats per token) of
+the gold solutions of all test items, several packed in a prefill: it must change by less than 1e-3. (2) Greedy answers
+to the first items: equal in fp32; in bf16 each difference must begin at a near-tie of the target's own top two logits.
+Draft heads are attached, so that prefills produce their features. The last line is one JSON object.
 """
 
 import argparse

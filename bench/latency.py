@@ -1,12 +1,12 @@
-"""What users wait for, through `engine.generate`: `PYTHONPATH=. python bench/latency.py --shape 8b --tokenizer DIR`.
+"""Latency that users see, through `engine.generate`: `PYTHONPATH=. python bench/latency.py --shape 8b --tokenizer DIR`.
 
-ttft: wall clock of a call with one new token. tpot: (time of 257 new tokens - time of one) / 256, ms a token of each
-request; times tau it is `round_ms`. Every call has prompts never seen before; EOS is ignored. Medians of three, of
-seven where the first token comes soon. Weights are random (speed does not depend on them), acceptance is imposed:
-position j is accepted with chance 0.8 * 0.75**(j-1). With a tokenizer prompts are still token ids, but text is made.
-`host_ms`: of a call, or of a token, what the host does itself, neither waiting for the device nor replaying graphs.
-`idle_percent`: of the GPU between rounds at batch 1. What does not fit the device or the --budget stands in `skipped`.
-Results are written after every engine; the last line is one JSON object.
+ttft: wall clock of a call with one new token. tpot: (time of 257 new tokens - time of one) / 256, ms per token of each
+request; tpot times tau is `round_ms`. Every call has new prompts; EOS is ignored. Medians of three, or of seven where
+the first token comes soon. Weights are random (speed does not depend on them), acceptance is imposed: position j is
+accepted with chance 0.8 * 0.75**(j-1). With a tokenizer prompts are still token ids, but text is decoded.
+`host_ms`: the host's own work per call or per token, without waiting for the device or replaying graphs.
+`idle_percent`: idle share of the GPU between rounds at batch 1. `skipped` lists what does not fit the device or the
+--budget. Results are written after every engine; the last line is one JSON object.
 
 Before and after: run the other checkout's own bench/latency.py with --label before, this one with --label after; then
 `python bench/latency.py --compare FILES`.

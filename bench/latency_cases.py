@@ -1,4 +1,4 @@
-"""What bench/latency.py times: drafts, cells of batch and context, which of them share an engine, and their floors."""
+"""Cases of bench/latency.py: drafts, cells of batch and context, groups that share an engine, and their floors."""
 
 import argparse
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""How bench/latency.py shows results: one run as a table, and several runs side by side."""
+"""Tables of bench/latency.py: one run as a table, and several runs side by side."""
 
 import json
 from collections.abc import Mapping, Sequence

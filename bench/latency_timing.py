@@ -1,6 +1,6 @@
-"""How bench/latency.py times: calls of `generate` by the wall clock, what the host did of it, and the GPU's idle share.
+"""Timing of bench/latency.py: calls of `generate` by the wall clock, the host's part of it, and the GPU's idle share.
 
-Only what users call is called.
+It calls only what users call.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Prompt lookup beside `transformers`' own: `PYTHONPATH=. python bench/lookup.py --prompts A.jsonl B.jsonl`.
+"""Compares prompt lookup with that of `transformers`: `PYTHONPATH=. python bench/lookup.py --prompts A.jsonl B.jsonl`.
 
 tau and tokens/s, greedy, one prompt at a time, through `engine.generate` and `model.generate`; texts are compared.
-Rows `hf` and `plain` draft nothing. bench/repetitive.jsonl holds questions whose answers repeat what was asked. The
+Rows `hf` and `plain` draft nothing. bench/repetitive.jsonl holds questions whose answers repeat the question. The
 last line is one JSON object.
 """
 

@@ -1,11 +1,11 @@
-"""Whether speculation changes the text, for every algorithm: `python bench/lossless.py --data DIR`.
+"""Checks that speculation does not change the text, for every algorithm: `python bench/lossless.py --data DIR`.
 
 DIR holds gsm8k/test.jsonl and prompts/mt_bench.jsonl. Drafts: all that ship, or `--drafts`; chains and trees of each.
-Greedy text is held against `model.generate`: in fp32 every token must be equal; in bf16 each difference is traced and
-must be a near-tie of the target's own top two logits. Sampled text, of the same seeds, is held against the same engine
-without graphs and against the torch backend. There a difference begins where rounding moved a law across a random
-number: how often that happens is estimated from the target alone, run with two attention implementations, and more
-differences than that makes likely fail. The last line is one JSON object; rows carry `algo` and `check`.
+Greedy text is compared with `model.generate`: in fp32 every token must be equal; in bf16 each difference is traced and
+must be a near-tie of the target's own top two logits. Sampled text, of the same seeds, is compared with the same engine
+without graphs and with the torch backend. There a difference begins where rounding moved a law across a random number:
+how often that happens is estimated from the target alone, run with two attention implementations, and the check fails
+if there are more differences than that makes likely. The last line is one JSON object; rows have `algo` and `check`.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""What prefills and their graphs cost, mode by mode: `python bench/prefill.py`.
+"""Cost of prefills and their graphs, mode by mode: `python bench/prefill.py`.
 
-It steps the core, for finding causes; what users wait for is measured through `generate`, by bench/latency.py.
+It steps the core, to find causes; bench/latency.py measures the latency that users see, through `generate`.
 
---shape 135m or 8b: random weights of that shape, or --target a real one; a draft head is attached, as speculation wants
-its features. ms: wall clock from queueing the prompts to the host holding the first token of all of them, median over
+--shape 135m or 8b: random weights of that shape, or --target a real one; a draft head is attached, so that its features
+are computed. ms: wall clock from queueing the prompts to the host holding the first token of all of them, median over
 --repeats. Sizes between buckets are measured too. The last line is one JSON object.
 """
 

@@ -1,4 +1,4 @@
-"""What the speed benches time: targets and heads of two shapes (and a tiny one, for tests), and ways to speculate."""
+"""Cases of the speed benches: targets and heads of two shapes (and a tiny one, for tests), and ways to speculate."""
 
 from dataclasses import dataclass
 from typing import Any

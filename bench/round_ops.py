@@ -1,4 +1,4 @@
-"""The round's operations besides attention, torch beside Triton on one GPU: `python bench/round_ops.py --out DIR`.
+"""Times the round's operations besides attention, torch and Triton on one GPU: `python bench/round_ops.py --out DIR`.
 
 Both sets of `specdec.functional.ops`, each call replayed from a graph, for a tree of K=8, S=5, D=32 (chains for
 `verify_chain`) and the vocabularies of SmolLM2 and Llama-3.1. The last line is one JSON object.

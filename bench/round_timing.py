@@ -1,4 +1,4 @@
-"""How bench/rounds.py times: rounds by the wall clock, phases by events around graphs, gaps by a profile."""
+"""Timing of bench/rounds.py: rounds by the wall clock, phases by events around graphs, gaps by a profile."""
 
 import json
 import tempfile

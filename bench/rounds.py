@@ -1,6 +1,6 @@
-"""What a round costs, by phase, beside the same engine without its graphs and beside HF: `python bench/rounds.py`.
+"""Cost of a round, by phase, compared with the same engine without graphs and with HF: `python bench/rounds.py`.
 
-It steps the core, for finding causes; what users wait for is measured through `generate`, by bench/latency.py.
+It steps the core, to find causes; bench/latency.py measures the latency that users see, through `generate`.
 
 --shape 135m or 8b: random weights of that shape (speed does not depend on them), or --target a real one. Acceptance is
 synthetic: position j is accepted with chance 0.8 * 0.75**(j-1). Prompts of 128 tokens; ms are wall clock over rounds

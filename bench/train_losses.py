@@ -2,7 +2,7 @@
 
     python bench/train_losses.py --rows 24576 --vocab 49152 --hidden 576
 
-The last line is one JSON object; compiled results are held against eager ones first.
+The last line is one JSON object; compiled results are compared with eager ones first.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Breakable graphs: a callable that is captured in segments, with what cannot be captured run between them.
+"""Breakable CUDA graphs: a callable is captured in segments, and work that cannot be captured runs between them.
 
 While a callable is captured, `interrupt(fn)` ends the segment, keeps `fn` and begins the next segment in the same pool;
-a replay launches segment after segment and calls each `fn` where it stood. No compiler is needed, and Python between
-breaks runs once. What is in flight is known per thread and per capture, so two engines never meet.
+a replay launches the segments in order and calls each `fn` in its place. No compiler is needed, and Python between
+breaks runs only during the capture. Captures in flight are tracked per thread and per capture, so engines never clash.
 """
 
 import threading
@@ -21,32 +21,32 @@ Break = Callable[[], None]
 
 
 class _InFlight(threading.local):
-    """What this thread is doing with one capture."""
+    """State of one capture on this thread."""
 
     recording: "_Recording | None" = None
     is_breaking: bool = False
 
 
 class _Recording(ABC):
-    """A callable on its way to a graph."""
+    """A callable that is being captured or re-run; it receives the callable's breaks."""
 
     @abstractmethod
     def break_with(self, fn: Break) -> None:
-        """End what is being recorded, keep `fn`, go on."""
+        """End the current segment, keep `fn`, begin the next segment."""
 
 
 class Breakable(Capture):
-    """What breakable captures share: who may break, and when."""
+    """Common part of the breakable captures: the rules for when a break is allowed."""
 
     def __init__(self) -> None:
         self._in_flight = _InFlight()
 
     def interrupt(self, fn: Break) -> None:
-        """Run `fn` here on every replay, outside the graph that this thread captures. It must write its results to
-        static buffers, and is not called during the capture, when segments compute nothing. Outside a capture it runs
-        at once.
+        """Run `fn` at this point of every replay, outside the graph that this thread is capturing. It must write its
+        results to static buffers. It is not called during the capture, when segments compute nothing; outside a capture
+        it runs immediately.
 
-        GraphError for a break within a break.
+        Raises GraphError for a break within a break.
         """
         if self._in_flight.is_breaking:
             raise GraphError("a break within a break: what runs between two segments must not break the graph itself")
@@ -56,12 +56,12 @@ class Breakable(Capture):
             self._in_flight.recording.break_with(fn)
 
     def _require_idle(self) -> None:
-        """GraphError if this thread captures already, or is at a break."""
+        """Raise GraphError if this thread is already capturing, or is in a break."""
         if self._in_flight.recording is not None or self._in_flight.is_breaking:
             raise GraphError("a capture within a capture: breakable graphs do not nest")
 
     def _record(self, recording: _Recording, body: Body) -> Any:
-        """Run `body` with its breaks going to `recording`."""
+        """Run `body` and pass its breaks to `recording`."""
         self._in_flight.recording = recording
         try:
             return body()
@@ -77,7 +77,7 @@ class Breakable(Capture):
 
 
 class BreakableCapture(Breakable, FullCapture):
-    """Segments are CUDA graphs, replayed one after the other on the current stream."""
+    """Captures segments as CUDA graphs, replayed in order on the current stream."""
 
     name = "breakable"
 
@@ -101,7 +101,7 @@ class BreakableCapture(Breakable, FullCapture):
 
 
 class _CudaSegments(_Recording):
-    """steps: graphs and breaks, in turn; `open`: the graph being captured."""
+    """Segments captured so far. steps: graphs and breaks, alternating; `open`: the graph being captured."""
 
     def __init__(self, pool: GraphPool):
         self.steps: list[torch.cuda.CUDAGraph | Break] = []
@@ -146,19 +146,19 @@ class RecordedBreakable(Breakable, RecordedCapture):
         return _RecordedSegments(self, body, static_copy(self._record(_Skipping(), body)))
 
     def rerun(self, body: Body) -> Any:
-        """`body` again, its breaks called; GraphError names the one that fails."""
+        """Run `body` again and call its breaks; the GraphError names the break that fails."""
         return self._record(_Calling(self._call), body)
 
 
 class _Skipping(_Recording):
-    """A capture computes nothing, so breaks are not called."""
+    """Recording of a capture, which computes nothing, so breaks are not called."""
 
     def break_with(self, fn: Break) -> None:
         return None
 
 
 class _Calling(_Recording):
-    """A replay: breaks are called."""
+    """Recording of a replay: breaks are called."""
 
     def __init__(self, call: Callable[[Break], None]):
         self._num_breaks = 0
@@ -183,12 +183,12 @@ class _RecordedSegments(Graph):
 
 
 def failed_segment(index: int, total: int | None, error: Exception) -> GraphError:
-    """What a replay says that broke off at step `index` (from 0) of `total`, which graphs and breaks take in turn."""
+    """Return the error of a replay that failed at step `index` (from 0) of `total`; graphs and breaks alternate."""
     what, number = ("break" if index % 2 else "graph"), index // 2 + 1
     of = "" if total is None else f" of {total // 2 if index % 2 else (total + 1) // 2}"
     return GraphError(f"{what} {number}{of} of a breakable graph failed: {type(error).__name__}: {error}")
 
 
 def pick_breakable(device: torch.device, pool: GraphPool | None = None) -> BreakableCapture | RecordedBreakable:
-    """Segments of CUDA graphs where there is CUDA, else recorded ones."""
+    """Return the breakable capture for `device`: CUDA graphs on CUDA, recorded segments elsewhere."""
     return BreakableCapture(device, pool) if device.type == "cuda" else RecordedBreakable()

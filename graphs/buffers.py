@@ -1,4 +1,4 @@
-"""The tensors a captured graph reads: declared, allocated once, filled and padded before every replay."""
+"""Static input buffers of captured graphs: declared, allocated once, filled and padded before every replay."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ import torch
 class BufferSpec:
     """One input of a runner.
 
-    shape(size): its shape for `size` requests or tokens; axis: the one that counts them; pad: what the rows past the
-    live ones hold on every replay, whatever lay there before; it must be a value that is safe to compute with.
-    variants: those that take this input; empty: all. The body gets None for it in the others.
+    shape(size): its shape for `size` requests or tokens; axis: the dimension that counts them; pad: the value written
+    to the rows past the live ones before every replay; it must be safe to compute with.
+    variants: the variants that take this input; empty: all. In other variants the body gets None for it.
     """
 
     name: str
@@ -24,12 +24,12 @@ class BufferSpec:
     variants: tuple[str, ...] = ()
 
     def is_used_by(self, variant: str) -> bool:
-        """Whether graphs of `variant` read this input."""
+        """Return whether graphs of `variant` read this input."""
         return not self.variants or variant in self.variants
 
 
 class StaticBuffers:
-    """One tensor a spec, as large as the largest bucket; smaller buckets use the front of it."""
+    """One tensor per spec, as large as the largest bucket needs; smaller buckets use its front."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class StaticBuffers:
         device: torch.device,
         shared: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ):
-        """shared: tensors that serve as buffers of that name; an input that lies there already is not copied."""
+        """shared: tensors to use as the buffers of these names; an input already in its buffer is not copied."""
         self.specs = {s.name: s for s in specs}
         assert len(self.specs) == len(specs), "two inputs of one name"
         self.tensors = {
@@ -49,14 +49,14 @@ class StaticBuffers:
         }
 
     def views(self, size: int, variant: str) -> dict[str, torch.Tensor | None]:
-        """What a graph of `size` reads; the same memory at every call."""
+        """Return the inputs of a graph of `size`: views of the same memory at every call."""
         return {
             name: self.tensors[name].narrow(spec.axis, 0, size) if spec.is_used_by(variant) else None
             for name, spec in self.specs.items()
         }
 
     def load(self, inputs: Mapping[str, torch.Tensor | None], num: int, size: int, variant: str) -> None:
-        """Copy `num` rows of the inputs in and pad them up to `size`; ValueError for wrong names or shapes."""
+        """Copy `num` rows of each input to its buffer and pad up to `size`; ValueError for wrong names or shapes."""
         used = {name for name, spec in self.specs.items() if spec.is_used_by(variant)}
         given = {name for name, value in inputs.items() if value is not None}
         if given != used:

@@ -1,4 +1,4 @@
-"""Making all graphs of an engine: warm everything up, capture the largest first, seal."""
+"""Builds all graphs of an engine: warms everything up, captures the largest first, seals."""
 
 import gc
 import warnings
@@ -25,11 +25,11 @@ def build(
     avoid: str = "cuda_graph=False",
     strict: bool = False,
 ) -> None:
-    """Warm up and capture every key of `runners`, which share `capture`; then seal them. A progress bar shows it.
+    """Warm up and capture every key of `runners`, which share `capture`, then seal them; shows a progress bar.
 
-    lower: what the user can lower if memory runs out; avoid: what leaves these graphs out. A key that cannot be
-    captured is warned about and runs eagerly from then on, smaller ones may still succeed; under strict GraphError ends
-    the build instead.
+    lower: settings the user can lower if memory runs out; avoid: the argument that turns these graphs off. A key that
+    cannot be captured gives a warning and runs eagerly from then on; smaller ones may still succeed. Under strict,
+    GraphError ends the build instead.
     """
     jobs = [(runner, key) for runner in runners for key in runner.keys]
     if jobs:
@@ -53,7 +53,7 @@ def _make_all(jobs: list[tuple[GraphRunner, ShapeKey]], capture: Capture, lower:
 
 @contextmanager
 def _collection_paused() -> Iterator[None]:
-    """A collection within a capture could destroy the graphs of a forgotten engine, which would break the capture."""
+    """Pause garbage collection, which could destroy graphs of a dropped engine and so break the running capture."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -65,7 +65,7 @@ def _collection_paused() -> Iterator[None]:
 
 
 def _make(phase: Callable[..., None], runner: GraphRunner, key: ShapeKey, lower: str, avoid: str, strict: bool) -> None:
-    """Run `phase` for one key, or remember why there will be no graph."""
+    """Run `phase` for one key, or record why it has no graph."""
     try:
         phase(runner, key)
     except RuntimeError as error:
@@ -78,14 +78,14 @@ def _make(phase: Callable[..., None], runner: GraphRunner, key: ShapeKey, lower:
         if strict:
             raise GraphError(f"strict: {message}") from error
         warnings.warn(f"{message}. Such batches run eagerly; report() counts them.", stacklevel=9)
-        # What no graph can hold, a host read most likely, the callable does at every size; memory may do for less.
+        # What cannot be captured, most likely a host read, happens at every size; memory may suffice for a smaller one.
         for other in [key] if is_memory else runner.keys:
             if other not in runner.captured:
                 runner.fail(other, reason)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says so: torch's allocator has a type for it; CUDA, cuBLAS and Triton only have words."""
+    """Return whether `error` means out of memory: torch has a type for it; CUDA, cuBLAS and Triton only a message."""
     words = ("out of memory", "ALLOC_FAILED", "MEMORY_ALLOCATION")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 

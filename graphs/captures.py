@@ -1,4 +1,4 @@
-"""How a callable becomes a graph: not at all (eager), as one CUDA graph (full), or recorded and re-run (on a CPU)."""
+"""Captures turn a callable into a graph: not at all (eager), as one CUDA graph (full), or recorded and re-run (CPU)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,19 +13,19 @@ Body = Callable[[], Any]
 
 
 class Graph(ABC):
-    """A captured callable. `outputs`: what it returned, at addresses that every replay writes again."""
+    """A captured callable. `outputs`: its return value, at fixed addresses that every replay overwrites."""
 
     outputs: Any
 
     @abstractmethod
     def replay(self) -> None:
-        """Run it on what its inputs hold now."""
+        """Run it on the current contents of its inputs."""
 
 
 class Capture(ABC):
-    """Makes graphs of callables that take no arguments and read tensors which stay where they are.
+    """Makes graphs of callables that take no arguments and read tensors at fixed addresses.
 
-    refusal: why nothing is captured; empty if something is.
+    refusal: the reason why nothing is captured; empty if graphs are captured.
     """
 
     name: str
@@ -37,14 +37,14 @@ class Capture(ABC):
 
     @abstractmethod
     def capture(self, body: Body) -> Graph:
-        """Capture `body`; whatever it raises comes out, and the capture can be used again."""
+        """Capture `body`; its exceptions propagate, and this object can capture again afterwards."""
 
     def release_cache(self) -> None:
-        """Give memory back that only warm-ups needed."""
+        """Free memory that only warm-ups needed."""
         return None
 
     def used_bytes(self) -> int:
-        """Device memory in use, to be compared before and after a capture."""
+        """Return the bytes of device memory in use, to compare before and after a capture."""
         return 0
 
 
@@ -73,21 +73,21 @@ class _Recorded(Graph):
 
 
 def static_copy(outputs: Any) -> Any:
-    """Copies of the tensors in `outputs`, for replays to write."""
+    """Return `outputs` with its tensors cloned, for replays to write to."""
     return tree_map_only(torch.Tensor, torch.clone, outputs)
 
 
 def write_outputs(kept: Any, outputs: Any) -> None:
-    """Write `outputs` to the tensors of `kept`, which is built alike."""
+    """Copy `outputs` into the tensors of `kept`, which has the same structure."""
     fresh: list[torch.Tensor] = []
     tree_map_only(torch.Tensor, fresh.append, outputs)
     tree_map_only(torch.Tensor, lambda tensor: tensor.copy_(fresh.pop(0)), kept)
 
 
 class RecordedCapture(Capture):
-    """For machines without CUDA: re-runs the callable on its static inputs and writes its static outputs again.
+    """For machines without CUDA: re-runs the callable on its static inputs and overwrites its static outputs.
 
-    Padding, buckets, guards, counters and the life of outputs are those of a graph; the speed is not.
+    Padding, buckets, guards, counters and the lifetime of outputs are those of a CUDA graph; the speed is not.
     """
 
     name = "recorded"
@@ -109,10 +109,10 @@ class _Full(Graph):
 
 
 class FullCapture(Capture):
-    """One CUDA graph a callable, in a pool that other captures of the engine may share.
+    """One CUDA graph per callable, in a pool that other captures of the engine may share.
 
-    A graph's temporary memory is given to the graphs captured after it, so the largest comes first. Its outputs live as
-    long as the Graph does.
+    A graph's temporary memory is reused by the graphs captured after it, so the largest is captured first. Its outputs
+    live as long as the Graph does.
     """
 
     name = "full"
@@ -144,7 +144,7 @@ class FullCapture(Capture):
 
 
 def pick_capture(wanted: bool | None, device: torch.device, pool: GraphPool | None = None) -> Capture:
-    """The capture for `device`: full on CUDA; elsewhere eager, or recorded if graphs are `wanted` all the same."""
+    """Return the capture for `device`: full on CUDA unless `wanted` is False; else recorded if True, or eager."""
     if wanted is False or (wanted is None and device.type != "cuda"):
         return EagerCapture()
     return FullCapture(device, pool) if device.type == "cuda" else RecordedCapture()

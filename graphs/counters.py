@@ -10,7 +10,7 @@ from specdec.batch import ForwardMode
 
 @dataclass
 class PathCounters:
-    """One path's life: `replays` and `eager` runs; `rejects`: reason -> eager runs that it caused."""
+    """Counts of one path: `replays` and `eager` runs; `rejects`: reason -> eager runs that it caused."""
 
     replays: int = 0
     eager: int = 0
@@ -18,7 +18,7 @@ class PathCounters:
 
 
 class Counters:
-    """Of one engine: `forwards` by mode (a graph's forwards are replays), `runners` by name."""
+    """Counters of one engine: `forwards` by mode (those in a replayed graph are replays), `runners` by name."""
 
     def __init__(self) -> None:
         self.forwards: dict[ForwardMode, PathCounters] = {mode: PathCounters() for mode in ForwardMode}
@@ -26,7 +26,7 @@ class Counters:
         self._recorded: Counter[ForwardMode] | None = None
 
     def count_forward(self, mode: ForwardMode) -> None:
-        """A forward of `mode` is run from Python: eagerly, unless it is being recorded."""
+        """Count a forward of `mode` run from Python: as eager, unless it is being recorded."""
         if self._recorded is None:
             self.forwards[mode].eager += 1
         else:
@@ -34,7 +34,7 @@ class Counters:
 
     @contextmanager
     def recording(self) -> Iterator[Counter[ForwardMode]]:
-        """Within, forwards are no live traffic: they go to what this yields."""
+        """Count forwards within this context in the Counter it yields, not as live traffic."""
         outer, self._recorded = self._recorded, Counter()
         try:
             yield self._recorded
@@ -42,12 +42,12 @@ class Counters:
             self._recorded = outer
 
     def count_replay(self, runner: str, forwards: Counter[ForwardMode]) -> None:
-        """A graph of `runner` that holds `forwards` was replayed."""
+        """Count a replay of a graph of `runner` that holds `forwards`."""
         self.runners[runner].replays += 1
         for mode, num in forwards.items():
             self.forwards[mode].replays += num
 
     def count_eager(self, runner: str, reason: str) -> None:
-        """`runner` ran its callable itself, for `reason`."""
+        """Count an eager run of `runner`, caused by `reason`."""
         self.runners[runner].eager += 1
         self.runners[runner].rejects[reason] += 1

@@ -1,7 +1,7 @@
-"""Products of one input with several weights as one product: Q, K and V, or gate and up, in a traced graph.
+"""Joins linear products of one input into one product in a traced graph: Q, K and V, or gate and up.
 
-Small batches are bound by launches and by how well one product fills the chip. The joined weight takes the place of
-its parts, which become views of it, so nothing is held twice; `part` gives every weight a storage of its own again.
+Small batches are bound by launches and by how well one product fills the GPU. The joined weight replaces its parts,
+which become views of it, so nothing is stored twice; `part` gives every weight its own storage again.
 """
 
 import operator
@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 def merge_linears(
     graph: fx.GraphModule, fakes: list[Any], reals: Sequence[Any], fake_mode: FakeTensorMode
 ) -> list[list[int]]:
-    """Rewrite `graph` in place; returns groups of places among its arguments: weights, or biases, of one product.
+    """Rewrite `graph` in place; return groups of argument positions: the weights, or the biases, of one joined product.
 
-    fakes: its fake arguments; the first place of a group will hold what is joined there, too. reals: its real ones.
-    Taken are linear products of one input whose weights and biases are arguments of the graph, each used once and with
-    a storage that nobody else has.
+    fakes: its fake arguments; the joined tensor replaces the one at the first position of a group. reals: its real
+    ones. Joined are linear products of one input whose weights and biases are arguments of the graph, each used once
+    and sharing its storage with no other tensor.
     """
     places = {node: i for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
     own = _places_with_own_storage(reals)
@@ -45,7 +45,7 @@ def merge_linears(
 
 
 class _Product(NamedTuple):
-    """A linear product: its number in the graph, its node, and where its weight (and bias) are among the arguments."""
+    """A linear product: its number in the graph, its node, and the argument positions of its weight (and bias)."""
 
     number: int
     node: fx.Node
@@ -53,7 +53,7 @@ class _Product(NamedTuple):
 
 
 def _places_with_own_storage(reals: Sequence[Any]) -> set[int]:
-    """Places of dense tensors that share their storage with nothing: neither another argument nor another process."""
+    """Return the positions of contiguous tensors that share their storage with no other argument or process."""
     tensors = {i: t for i, t in enumerate(reals) if isinstance(t, torch.Tensor)}
     owners = Counter(t.untyped_storage().data_ptr() for t in tensors.values())
     return {
@@ -67,7 +67,7 @@ def _places_with_own_storage(reals: Sequence[Any]) -> set[int]:
 
 
 def _mutates(node: fx.Node) -> bool:
-    """Whether a node may write to one of its arguments: products must not move across it."""
+    """Return whether a node may write to one of its arguments; products must not move across it."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
     return node.op in ("call_function", "call_method") and (is_in_place or name == "setitem" or "out" in node.kwargs)
@@ -76,7 +76,7 @@ def _mutates(node: fx.Node) -> bool:
 def _join_products(
     graph: fx.GraphModule, products: Sequence[_Product], fakes: list[Any], fake_mode: FakeTensorMode
 ) -> list[list[int]]:
-    """One product and its parts, in place of `products` of one input."""
+    """Replace `products` of one input by one product and a split of its output; return the groups of operands."""
     groups = [list(group) for group in zip(*(p.operands for p in products), strict=True)]
     sizes = [fakes[i].shape[0] for i in groups[0]]
     first = products[0].node
@@ -96,16 +96,16 @@ def _join_products(
 
 
 class MergedWeights:
-    """The weights and biases of joined products; groups as `merge_linears` gives them, of places in `args`."""
+    """The weights and biases of joined products; groups: of positions in `args`, from `merge_linears`."""
 
     def __init__(self, groups: Sequence[Sequence[int]], args: list[Any]):
         self._groups = groups
         self._args = args
         self._members: list[list[torch.Tensor]] = []
 
-    @torch.inference_mode(False)  # weights stay what autograd can use
+    @torch.inference_mode(False)  # autograd can still use the weights
     def join(self) -> None:
-        """Put joined tensors where the groups' first ones are; all of a group become views of theirs."""
+        """Put the joined tensor of each group at its first position; all tensors of the group become views of it."""
         try:
             for group in self._groups:
                 members = [self._args[i] for i in group]
@@ -120,9 +120,9 @@ class MergedWeights:
 
     @torch.inference_mode(False)
     def part(self) -> None:
-        """Give every weight a storage of its own again, a group at a time; what was joined is gone then.
+        """Give every weight its own storage again, one group at a time, and drop the joined tensors.
 
-        If it raises, the groups that are left are as they were, and another call goes on with them.
+        If it raises, the remaining groups are unchanged, and another call continues with them.
         """
         while self._members:
             own = [member.data.clone() for member in self._members[-1]]

@@ -9,9 +9,9 @@ import torch
 
 
 class GraphPool:
-    """One pool and one stream; graphs in it must not run at once.
+    """One pool and one stream; graphs in it must not run concurrently.
 
-    A graph's temporary memory is given to the graphs captured after it, so the largest comes first.
+    A graph's temporary memory is reused by the graphs captured after it, so the largest is captured first.
     """
 
     def __init__(self, device: torch.device):
@@ -21,22 +21,22 @@ class GraphPool:
         self._anchors: list[torch.cuda.CUDAGraph] = []
 
     def begin(self) -> torch.cuda.CUDAGraph:
-        """Begin to capture a graph on the current stream, which must be that of `on_stream`."""
+        """Begin capturing a graph on the current stream, which must be that of `on_stream`."""
         if self._handle is None:
             self._take()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate and copy meanwhile: only this thread's doings are held to the capture's rules.
+        # Other threads may allocate and copy meanwhile: the rules of a capture apply to this thread only.
         graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
         return graph
 
     def give_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that has failed; what it complains about says less than the error at hand."""
+        """End a failed capture; its own complaints are dropped, as they say less than the error being raised."""
         with contextlib.suppress(RuntimeError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             graph.capture_end()
             return
-        # Where CUDA has broken the capture off, torch has not let go of the pool: the allocator must be told, and the
-        # pool cannot be captured into again.
+        # If CUDA aborted the capture, torch has not released the pool: the allocator must be told, and no graph can be
+        # captured into this pool again.
         with contextlib.suppress(RuntimeError):
             for _ in range(4):
                 torch._C._cuda_endAllocateToPool(self.device.index or 0, self._handle)
@@ -44,7 +44,7 @@ class GraphPool:
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Within, work goes to the pool's stream, after what is on the current one and before what follows there."""
+        """Run work of this context on the pool's stream, after what the current stream has and before what follows."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         try:
@@ -54,21 +54,21 @@ class GraphPool:
             current.wait_stream(self._stream)
 
     def release_cache(self) -> None:
-        """Give memory back that only warm-ups needed."""
+        """Free memory that only warm-ups needed."""
         torch.cuda.synchronize(self.device)
-        # Addresses of cuBLAS workspaces end up in graphs. Dropped after the warm-ups, they are taken anew within the
-        # captures, from the graphs' own pool, where nobody else can free them; dropped again, the next engine makes its
-        # own. torch's CUDA graph trees do the same.
+        # Addresses of cuBLAS workspaces end up in graphs. Dropped after the warm-ups, workspaces are allocated again
+        # during the captures, from the graphs' own pool, where nobody else can free them; dropped after the captures
+        # too, so that the next engine allocates its own. torch's CUDA graph trees do the same.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
     def used_bytes(self) -> int:
-        """Device memory in use, by whomever."""
+        """Return the bytes of device memory in use, by any process."""
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
 
     def _take(self) -> None:
-        """A handle; without graphs its memory would be gone for good, so one that cannot fail keeps it."""
+        """Take a pool handle. Without a graph the pool's memory would be lost, so capture one that cannot fail."""
         self._handle = torch.cuda.graph_pool_handle()
         with self.on_stream():
             graph = self.begin()

@@ -1,10 +1,9 @@
-"""The guard of prefill graphs: which batches may replay them, rule by rule, and the runner that asks it.
+"""The guard of prefill graphs, rules that decide which batches may replay them, and the runner that applies it.
 
-A prefill graph sees tokens and nothing else: it cannot tell what the tokens are for. A TARGET_VERIFY batch is as many
-tokens as a prefill and would even be computed rightly, as attention runs outside the graph on the live batch's
-metadata. It is refused all the same: a model's experts may run other arithmetic in rounds than in prefills, and
-counters and strict mode mean something only where every mode has one path. So the first rules look at the mode alone,
-before any size.
+A prefill graph sees only tokens, not what they are for. A TARGET_VERIFY batch can have as many tokens as a prefill and
+would even be computed correctly, since attention runs outside the graph on the live batch's metadata. It is refused
+anyway: a model's experts may use other arithmetic in rounds than in prefills, and counters and strict mode are
+meaningful only if every mode has one path. So the first rules check the mode alone, before any size.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,14 +20,14 @@ MAX_BUSY_PADDING = 1.02  # where launches are hidden anyway
 
 
 def reject_target_verify(mode: ForwardMode) -> Decision:
-    """The first rule of every prefill runner: a TARGET_VERIFY batch is never a prefill, whatever its size."""
+    """Reject TARGET_VERIFY batches, whatever their size: the first rule of every prefill runner."""
     if mode is ForwardMode.TARGET_VERIFY:
         return Decision(False, "a TARGET_VERIFY batch is not a prefill: rounds have graphs of their own")
     return Decision(True)
 
 
 def check_mode(mode: ForwardMode) -> Decision:
-    """Prefills are EXTEND batches."""
+    """Accept only EXTEND batches, which are prefills."""
     verify = reject_target_verify(mode)
     if not verify.ok or mode is ForwardMode.EXTEND:
         return verify
@@ -36,9 +35,9 @@ def check_mode(mode: ForwardMode) -> Decision:
 
 
 def check_padding(num_tokens: int, size: int, busy_from: int | None = None) -> Decision:
-    """Whether `num_tokens` may replay a graph of `size`.
+    """Decide whether `num_tokens` may replay a graph of `size`.
 
-    busy_from: from this many tokens on the device is busy longer than launching takes, so that padding costs time;
+    busy_from: number of tokens from which the device is busy longer than launching takes, so that padding costs time;
     None: never.
     """
     if size > MAX_PADDING * num_tokens:
@@ -52,8 +51,8 @@ def check_padding(num_tokens: int, size: int, busy_from: int | None = None) -> D
 class PrefillRunner:
     """A GraphRunner over tokens behind the guard.
 
-    prepare(size, **live) is called before a replay of `size` tokens: what the breaks will need. The runner gets `live`
-    as hints where it runs eagerly. busy_from: see `check_padding`.
+    prepare(size, **live) is called before a replay of `size` tokens, to prepare what the breaks need. In an eager run
+    the runner gets `live` as hints. busy_from: see `check_padding`.
     """
 
     def __init__(self, runner: GraphRunner, prepare: Callable[..., None]):
@@ -62,7 +61,7 @@ class PrefillRunner:
         self._prepare = prepare
 
     def can_run(self, mode: ForwardMode, num_tokens: int) -> Decision:
-        """Whether a batch replays, and if not, the first rule that it breaks."""
+        """Decide whether a batch replays; if not, the reason is the first rule that it breaks."""
         decision = check_mode(mode)
         if decision.ok:
             decision = self.runner.can_run(num_tokens)

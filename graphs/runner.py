@@ -21,7 +21,7 @@ from specdec.outputs import GraphCost
 
 
 class Phase(Enum):
-    """A runner's life, in order. Once sealed it captures nothing more: an unseen batch runs eagerly."""
+    """Phases of a runner, in order. Once sealed it captures nothing more: an unseen batch runs eagerly."""
 
     WARM_UP = auto()
     CAPTURE = auto()
@@ -40,11 +40,11 @@ class Captured:
 
 @dataclass(frozen=True)
 class Setup:
-    """What the runners of one engine share.
+    """Settings that the runners of one engine share.
 
     buckets: sizes to capture, ascending, in `unit`s. variants: all kinds of work there are.
-    watched: gives the tensors that bodies read besides their inputs; they must stay where they are.
-    strict: raise GraphError instead of running eagerly. shared: inputs that lie in given tensors, by name.
+    watched: returns the tensors that bodies read besides their inputs; their addresses must not change.
+    strict: raise GraphError instead of running eagerly. shared: tensors to use as input buffers, by name.
     """
 
     capture: Capture
@@ -63,8 +63,8 @@ class GraphRunner:
 
     body: returns tensors (or NamedTuples of them, or None) with requests (or tokens) on axis 0; it may read and
         write tensors that outlive it, and its work may depend on the shapes of its inputs and on `variant` only.
-    inputs: what it takes by name. live: runs in place of the body where no graph is replayed, with `hints`: host values
-        that a capture cannot have; None: the body, to which they only make an eager run cheaper.
+    inputs: its inputs, by name. live: called instead of the body where no graph is replayed, with `hints`: host values
+        that a capture cannot have; None: the body itself, where they only make an eager run cheaper.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class GraphRunner:
         setup.counters.runners[name] = PathCounters()
 
     def __call__(self, variant: str, inputs: Mapping[str, torch.Tensor | None], **hints: Any) -> Any:
-        """Run a batch; the outputs belong to it until this runner is called again.
+        """Run a batch; its outputs are valid until this runner is called again.
 
-        GraphError under strict if it cannot replay. ValueError for inputs that were not declared.
+        Raises GraphError under strict if it cannot replay, ValueError for inputs that were not declared.
         """
         size = self._size_of(inputs)
         key = self._captured_key(size, variant)
@@ -110,7 +110,7 @@ class GraphRunner:
         return tree_map_only(torch.Tensor, lambda t: t[:size], captured.graph.outputs)
 
     def run_eagerly(self, reason: str, variant: str, inputs: Mapping[str, Any], **hints: Any) -> Any:
-        """Run without a graph, for `reason`, which is counted; GraphError under strict."""
+        """Run without a graph and count `reason`; GraphError under strict."""
         if self._setup.strict:
             size = self._size_of(inputs)
             raise GraphError(f"strict: {self.name} of {size} {self._setup.unit} cannot replay: {reason}")
@@ -118,13 +118,13 @@ class GraphRunner:
         return self._live(variant, **inputs, **hints)
 
     def replayed_size(self, size: int, variant: str = "") -> int:
-        """The size of the graph that a batch of `size` replays."""
+        """Return the size of the graph that a batch of `size` replays."""
         key = self._captured_key(size, variant)
         assert key is not None, "a batch that cannot replay"
         return key.size
 
     def can_run(self, size: int, variant: str = "") -> Decision:
-        """Whether a batch of `size` replays."""
+        """Decide whether a batch of `size` replays."""
         if self._setup.capture.refusal:
             return Decision(False, self._setup.capture.refusal)
         if self._captured_key(size, variant) is not None:
@@ -136,13 +136,13 @@ class GraphRunner:
 
     @property
     def costs(self) -> list[GraphCost]:
-        """What every graph took to make, in the order of capture."""
+        """Time and memory that each graph took to capture, in the order of capture."""
         unit = self._setup.unit
         return [GraphCost(k.runner, k.size, unit, k.variant, c.seconds, c.num_bytes) for k, c in self.captured.items()]
 
     @property
     def keys(self) -> list[ShapeKey]:
-        """Every graph there should be."""
+        """Keys of all graphs to capture."""
         return [self._key(bucket, variant) for bucket in self.buckets for variant in self.variants]
 
     def warm_up(self, key: ShapeKey) -> None:
@@ -165,11 +165,11 @@ class GraphRunner:
         self.captured[key] = Captured(graph, forwards, seconds, num_bytes)
 
     def fail(self, key: ShapeKey, reason: str) -> None:
-        """Remember why `key` has no graph."""
+        """Record why `key` has no graph."""
         self.failures[key] = reason
 
     def seal(self) -> None:
-        """Nothing is captured from now on."""
+        """End capturing; nothing is captured from now on."""
         self.phase = Phase.SEALED
         self._addresses = self._find_addresses() if self.captured else {}
 
@@ -190,7 +190,7 @@ class GraphRunner:
         return ShapeKey(self.name, bucket, variant)
 
     def _captured_key(self, size: int, variant: str) -> ShapeKey | None:
-        """The smallest captured graph that holds `size` of `variant`."""
+        """Return the smallest captured graph that holds `size` of `variant`, None if there is none."""
         if (size, variant) not in self._found:
             fitting = (self._key(b, variant) for b in self.buckets if b >= size)
             found = next((key for key in fitting if key in self.captured), None)

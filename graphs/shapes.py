@@ -1,4 +1,4 @@
-"""Shapes that graphs are captured in: keys, buckets, and the answer to whether a batch can replay one."""
+"""Shapes of captured graphs: keys, buckets, and the decision whether a batch can replay one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ MOST_CAPTURED = 256  # requests; larger batches are captured where the caller li
 
 @dataclass(frozen=True)
 class ShapeKey:
-    """One captured graph: `size` requests or tokens of `runner`; `variant` names what else changes the work."""
+    """Key of one captured graph: `size` requests or tokens of `runner`; `variant` names what else changes the work."""
 
     runner: str
     size: int
@@ -21,17 +21,17 @@ class ShapeKey:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a batch replays; `reason` says why not, in words that do not depend on the batch's numbers."""
+    """The answer to whether a batch replays; `reason` says why not, without numbers of the batch."""
 
     ok: bool
     reason: str = ""
 
 
 def batch_buckets(max_batch: int, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Batch sizes (requests) to capture, ascending, none above max_batch.
+    """Return the batch sizes (requests) to capture, ascending, none above max_batch.
 
     wanted: the caller's sizes, those above max_batch become max_batch; None: powers of two and the sizes half-way
-    between them, so that at most a third of a replay is padding, up to MOST_CAPTURED; the last is max_batch.
+    between them, so that at most a third of a replay is padding, up to max_batch or MOST_CAPTURED, the last size.
     """
     if wanted is not None:
         return clamped(wanted, max_batch)
@@ -41,11 +41,11 @@ def batch_buckets(max_batch: int, wanted: Sequence[int] | None = None) -> tuple[
 
 
 def token_buckets(max_tokens: int, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Token counts to capture, ascending, up to max_tokens.
+    """Return the token counts to capture, ascending, up to max_tokens.
 
-    wanted: the caller's sizes, those above max_tokens become max_tokens; None: 1, 2, then steps of four, four to an
-    octave, and from FINE_PREFILL on eight, so that a replay of 16 tokens or more pads by a quarter at most, or by an
-    eighth where the device has more to do than the host.
+    wanted: the caller's sizes, those above max_tokens become max_tokens; None: 1, 2, 4, then steps of 4 or more: four
+    per power of two, eight from FINE_PREFILL on, so that a replay of 16 tokens or more pads by at most a quarter, or by
+    at most an eighth where the device has more to do than the host.
     """
     if wanted is not None:
         return clamped(wanted, max_tokens)
@@ -58,12 +58,12 @@ def token_buckets(max_tokens: int, wanted: Sequence[int] | None = None) -> tuple
 
 
 def clamped(wanted: Sequence[int], most: int) -> tuple[int, ...]:
-    """`wanted` ascending, those above `most` as `most`; ValueError for an empty list and for sizes below 1."""
+    """Return `wanted` ascending, sizes above `most` as `most`; ValueError for an empty list and for sizes below 1."""
     if not wanted or min(wanted) < 1:
         raise ValueError(f"buckets {wanted!r}: expected sizes of at least 1")
     return tuple(sorted({min(n, most) for n in wanted}))
 
 
 def bucket_for(size: int, buckets: Sequence[int]) -> int | None:
-    """The smallest of `buckets` (ascending) that holds `size`; None if none does."""
+    """Return the smallest of `buckets` (ascending) that holds `size`; None if none does."""
     return next((b for b in buckets if b >= size), None)

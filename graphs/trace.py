@@ -1,8 +1,8 @@
-"""A callable traced once by `torch.compile` with a backend of our own, cut into pieces at an op that stays as it is.
+"""Traces a callable once with `torch.compile` and our own backend, and splits the graph at an op that is not compiled.
 
-The trace has a dynamic first dimension. Pieces that are equal but for their weights, the middle layers of a model, are
-compiled once; weights are arguments. What comes back is called directly, past Dynamo: no guards, no recompilation at
-sizes 0 and 1, no limit on how many models one process traces. Compiling runs nothing and captures nothing.
+The trace has a dynamic first dimension. Pieces that differ only in their weights, such as the middle layers of a model,
+are compiled once; weights are arguments. The result is called directly, bypassing Dynamo: no guards, no recompilation
+at sizes 0 and 1, no limit on how many models one process traces. Compiling runs nothing and captures nothing.
 """
 
 import secrets
@@ -27,7 +27,7 @@ from specdec.graphs.merge import MergedWeights, merge_linears
 class Traced:
     """A traced callable of tensors [T, ...] with any T, on the weights it was traced with.
 
-    num_pieces: parts between the ops it was cut at; num_compiled: those that differ.
+    num_pieces: parts between the ops it was split at; num_compiled: distinct parts.
     """
 
     def __init__(self, split: fx.GraphModule, args: Sequence[Any], inputs: Sequence[torch.Tensor]):
@@ -44,23 +44,23 @@ class Traced:
         for size in self._sizes:
             args[size] = inputs[0].shape[0]
         for place, value in zip(self._places, inputs, strict=True):
-            if place is not None:  # an input that the callable does not use is no argument of its graph
+            if place is not None:  # an input that the callable does not use is not an argument of its graph
                 args[place] = value
         return self._split(*args)
 
     def join(self, groups: Sequence[Sequence[int]]) -> None:
-        """Put the weights of joined products together; see `merge_linears`."""
+        """Join the weights of joined products; groups: from `merge_linears`."""
         self._merged = MergedWeights(groups, self._args)
         self._merged.join()
 
     def release(self) -> None:
-        """Give joined weights storages of their own again; it cannot be called any more."""
+        """Give joined weights their own storage again; the callable cannot be called afterwards."""
         self._merged.part()
         self._args = []
 
 
 class _Arguments(BaseException):
-    """Carries what the traced graph would have been called with; raised so that nothing is run."""
+    """Carries the arguments the traced graph would have been called with; raised so that nothing runs."""
 
     def __init__(self, args: tuple[Any, ...]):
         self.args_given = args
@@ -78,21 +78,21 @@ def trace(
     joins: bool = True,
     progress: Callable[[], None] = lambda: None,
 ) -> Traced:
-    """Trace fn(*inputs), which returns `num_outputs` tensors, in tuples if it likes, beside None.
+    """Trace fn(*inputs), which returns `num_outputs` tensors, possibly in tuples and beside None.
 
     inputs: examples [T, ...] of one T > 1, whose first dimension becomes dynamic. smallest, largest: the T it will be
-    called with. A caller who holds T=1 against `fn` himself gives smallest=2: torch's own ops guard against one row
-    where a copy might broadcast, which seldom changes what they compute. split_at: the op overload to cut at.
+    called with. A caller that compares T=1 with `fn` itself passes smallest=2: torch's own ops guard against one row
+    where a copy might broadcast, which seldom changes their result. split_at: the op overload to split at.
     compiler: "inductor", or "eager" to leave the pieces as they are. joins: whether products of one input become one.
-    progress is called after every piece.
-    GraphError for what cannot be traced as one graph for every T, or compiled; it names the op.
+    progress: called after every piece.
+    Raises GraphError for what cannot be traced as one graph for every T, or not be compiled; it names the op.
     """
     backend = _Backend(split_at, compiler, (smallest, largest), joins, progress)
     for tensor in inputs:
         torch._dynamo.mark_dynamic(tensor, 0)
     compiled = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
     try:
-        # Without it Dynamo takes T > 1 for granted and leaves no guard that would say so.
+        # Without it Dynamo assumes T > 1 and leaves no guard that shows it.
         with torch.no_grad(), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             compiled(*inputs)
         raise AssertionError("the backend was not asked")
@@ -112,7 +112,7 @@ def trace(
 
 
 def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` behind a code object of its own: Dynamo counts recompilations by code object."""
+    """Wrap `fn` in a function with its own code object: Dynamo counts recompilations by code object."""
 
     def entry(*args: torch.Tensor) -> Any:
         return fn(*args)
@@ -122,7 +122,7 @@ def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Backend:
-    """What `torch.compile` hands the graph to."""
+    """Backend to which `torch.compile` passes the graph."""
 
     def __init__(self, split_at: Any, compiler: str, sizes: tuple[int, int], joins: bool, progress: Callable[[], None]):
         self.num_pieces = 0
@@ -144,9 +144,9 @@ class _Backend:
         if self._joins:
             self.groups = merge_linears(graph, fakes, example_inputs, mode)
         self.split = _cut(graph, self._split_at)
-        with mode, enable_python_dispatcher():  # which keeps sizes symbolic in ops made of others
+        with mode, enable_python_dispatcher():  # which keeps sizes symbolic in composite ops
             _Compiling(self, self.split).run(*fakes)
-        # The compiler rules out one row wherever an op could broadcast it, but makes code that is right for it.
+        # The compiler guards against one row wherever an op could broadcast it, but its code is correct for one row.
         _check_guards(mode.shape_env, 2, self._largest)
 
         def called(*args: Any) -> Any:
@@ -155,7 +155,7 @@ class _Backend:
         return called
 
     def piece(self, module: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
-        """`module` compiled, or an equal one that is compiled already."""
+        """Compile `module`, or return the compiled form of an equal one."""
         self.num_pieces += 1
         key = fingerprint(module)
         if key not in self.compiled:
@@ -165,14 +165,14 @@ class _Backend:
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as the trace saw it: with the symbols that Dynamo gave its dynamic dimensions."""
+    """Return the fake `tensor` that the trace saw, with the symbols that Dynamo gave its dynamic dimensions."""
     context = TracingContext.get().tensor_to_context.get(tensor)
     source = getattr(context, "tensor_source", None)
     return mode.from_tensor(tensor, symbolic_context=context, source=source)
 
 
 def _check_guards(shape_env: ShapeEnv | None, smallest: int, largest: int) -> None:
-    """GraphError if the trace is right for some of the sizes only. Dynamo would trace again for others; we call past
+    """Raise GraphError if the trace is correct only for some of the sizes. Dynamo would retrace for others; we bypass
     it."""
     for guard in shape_env.guards if shape_env is not None else ():
         size = sympy.Symbol("T", integer=True, positive=True)
@@ -185,7 +185,7 @@ def _check_guards(shape_env: ShapeEnv | None, smallest: int, largest: int) -> No
 
 
 class _Compiling(fx.Interpreter):
-    """Runs a split graph on fake tensors; every piece that is no op to cut at is replaced by its compiled form."""
+    """Runs a split graph on fake tensors and replaces every piece except the split ops by its compiled form."""
 
     def __init__(self, backend: _Backend, split: fx.GraphModule):
         super().__init__(split)
@@ -196,7 +196,7 @@ class _Compiling(fx.Interpreter):
         outputs = super().call_module(target, args, kwargs)
         module = self.fetch_attr(target)
         if not _has(module, self._backend._split_at):
-            # An attribute of the instance, which stands before the submodule of that name.
+            # An attribute of the instance takes precedence over the submodule of that name.
             self.module.__dict__[target] = self._backend.piece(module, args)
         return outputs
 
@@ -208,7 +208,7 @@ def _compile(module: fx.GraphModule, args: Sequence[Any], compiler: str) -> Call
 
 
 def _cut(graph: fx.GraphModule, split_at: Any) -> fx.GraphModule:
-    """`graph` as a chain of submodules; every call of `split_at` is one of its own."""
+    """Split `graph` into a chain of submodules; every call of `split_at` is a submodule of its own."""
     part = 0
     parts: dict[fx.Node, int] = {}
     for node in graph.graph.nodes:
@@ -231,7 +231,7 @@ def _is_call(node: fx.Node, op: Any) -> bool:
 
 
 def fingerprint(module: fx.GraphModule) -> tuple[Any, ...]:
-    """What decides how a graph is compiled: equal for graphs that differ in names and in the values of inputs alone."""
+    """Return the key of a compiled graph: equal for graphs that differ only in names and in the values of inputs."""
     numbers: dict[fx.Node, int] = {}
     lines: list[Any] = []
 
@@ -255,7 +255,7 @@ def _signature(value: Any) -> Any:
 
 
 def _why(error: BaseException) -> str:
-    """What a compiler complains about, and the line of the model where it stood, in one line."""
+    """Return, in one line, the compiler's complaint and the line of the model it is about."""
     error = getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if line.startswith(("Explanation:", "Could not", "Attempted"))]

@@ -1,8 +1,8 @@
-"""A watch over modules: are all tensors and submodules what they were, and where they lay, when it was set?
+"""Watches modules: detects tensors and submodules that were replaced or moved since the watch was set.
 
-Graphs and compiled layers read weights by address, so whatever replaces or moves one makes them read what is no longer
-there. A call of `generate` cannot afford to walk a model by name, which takes milliseconds; the watch keeps the
-dictionaries that such a walk looks into and compares them with copies, without a loop in Python.
+Graphs and compiled layers read weights by address, so if one is replaced or moved they read stale memory. Walking a
+model by name takes milliseconds, too long for every call of `generate`; the watch keeps the dictionaries that such a
+walk reads and compares them with copies, without a Python loop.
 """
 
 from collections.abc import Iterable
@@ -13,13 +13,13 @@ from torch import nn
 
 
 class ModuleWatch:
-    """Sees replaced, moved (`.to()`, `.data =`) and re-tied tensors, and replaced submodules, of `modules`.
+    """Detects replaced, moved (`.to()`, `.data =`) and re-tied tensors, and replaced submodules, of `modules`.
 
-    Additions do not count: nothing that was captured reads them.
+    Additions do not count: no captured graph reads them.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
-        self._places: list[tuple[dict[Any, Any], str, str, Any]] = []  # where it stands, its key, its name, and what
+        self._places: list[tuple[dict[Any, Any], str, str, Any]] = []  # owning dict, key, name, value
         for root in modules:
             for path, module in root.named_modules():
                 prefix = f"{path}." if path else ""
@@ -33,22 +33,22 @@ class ModuleWatch:
         self._then = list(map(dict, self._owned))
 
     def is_intact(self) -> bool:
-        """Whether everything is what and where it was."""
+        """Return whether nothing was replaced or moved."""
         if self._is_same() and all(owned.get(key) is tensor for owned, key, tensor in self._single):
             return list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
         if self.moved():
             return False
-        self._then = list(map(dict, self._owned))  # there is more than before
+        self._then = list(map(dict, self._owned))  # only additions
         return True
 
     def moved(self) -> list[str]:
-        """Names of what is no longer what or where it was."""
+        """Return the names of tensors and submodules that were replaced or moved."""
         pairs = zip(self._tensors, self._addresses, strict=True)
         elsewhere = {id(tensor) for tensor, address in pairs if tensor.data_ptr() != address}
         return [name for owned, key, name, then in self._places if owned.get(key) is not then or id(then) in elsewhere]
 
     def _is_same(self) -> bool:
-        """Whether every dictionary holds what it held; of tensors with one element, equal numbers will do."""
+        """Return whether every dictionary holds what it held; tensors with one element need only equal numbers."""
         try:
             return self._owned == self._then  # values are compared by identity first
         except (RuntimeError, TypeError):  # other tensors: ambiguous truth, other shapes or devices

@@ -1,6 +1,6 @@
 """Speculative decoding for Hugging Face `transformers` models: the same text, faster.
 
-Names are imported when they are first asked for: `specdec.graphs` and `specdec.backends` need no `transformers`.
+Names are imported on first use: `specdec.graphs` and `specdec.backends` need no `transformers`.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The face: `attach()` a draft to a live causal LM, and the `Engine` that generates the same text faster."""
+"""The public API: `attach()` a draft to a live causal LM, and the `Engine` that generates the same text faster."""
 
 import difflib
 import time
@@ -38,21 +38,22 @@ def attach(
 ) -> "Engine":
     """Attach to a live `transformers` causal LM and return an engine that generates its text.
 
-    target: the model, in eval mode, on one device, not quantised. It stays usable; `Engine.detach()` leaves it as it
-        was, and so does dropping the engine.
+    target: the model, in eval mode, on one device, not quantised. It stays usable; `Engine.detach()` restores it, and
+        so does dropping the engine.
     draft: a checkpoint folder, a .gguf file, a Hub id, a loaded head, a live causal LM of the same vocabulary
         ("standalone"), or None for plain decoding. For "nextn" the target's own checkpoint, if it holds MTP layers, or
         a folder that holds only them.
-    algo: "auto" (what the checkpoint is, None without a draft), None (plain decoding) or a name of
-        `specdec.draft.algorithms.ALGORITHMS`; "lookup" takes no draft: it finds what followed the last tokens earlier.
-    tokenizer: for text prompts, texts and stop strings; token ids need none.
+    algo: "auto" (read from the checkpoint; None without a draft), None (plain decoding) or a name of
+        `specdec.draft.algorithms.ALGORITHMS`; "lookup" takes no draft: it proposes what followed the last tokens
+        earlier.
+    tokenizer: for text prompts, output text and stop strings; not needed for token ids.
     settings: fields of `EngineConfig` (num_steps, topk, num_draft_tokens, max_batch, max_seq_len, cuda_graph, ...).
 
     On CUDA all graphs are captured here, which takes seconds; nothing is captured later.
 
     Raises AttachError (a ValueError) with every reason why the model cannot be attached, CheckpointError with every
     problem of the draft, CapacityError if it will not fit the device, ValueError for settings out of range and, under
-    strict, GraphError for a graph that cannot be made. Nothing is left on the model then.
+    strict, GraphError for a graph that cannot be made. The model is left unchanged then.
     """
     _check_target(target)
     _check_settings(settings)
@@ -82,7 +83,7 @@ class Engine:
 
     Any number of threads may call `generate` and `stream`: they take turns, a step each, and every step serves the
     requests of all. The attached model may be called in other threads, too; such a call waits for a step to end. In
-    asyncio, use a thread: `await asyncio.to_thread(engine.generate, prompts)`. Ctrl-C counts between two steps.
+    asyncio, use a thread: `await asyncio.to_thread(engine.generate, prompts)`. Ctrl-C takes effect between two steps.
     """
 
     def __init__(
@@ -110,24 +111,24 @@ class Engine:
         """Generate for one prompt or a ragged batch; see `specdec.text.inputs.prompts_to_ids` for what a prompt can be.
 
         Without options it does what `model.generate` would: the model's own `generation_config` decides about
-        sampling, penalties, lengths and EOS; where that names no length, 256 tokens are emitted at most. Options:
-        max_new_tokens: one number, or one a prompt. attention_mask: which of the ids count.
+        sampling, penalties, lengths and EOS; if that sets no length, at most 256 tokens are emitted. Options:
+        max_new_tokens: one number, or one per prompt. attention_mask: the ids that count.
         do_sample, temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens,
         min_length, max_length, suppress_tokens, begin_suppress_tokens, bad_words_ids, sequence_bias (single tokens),
         eos_token_id, stop_strings, generation_config: as in `model.generate`; None switches one off.
-        logit_bias: id -> what is added to its logit. seed: request i uses seed + i; None draws fresh ones.
-        sampling: SamplingParams, one for all or one a prompt, in place of all these but EOS and lengths.
+        logit_bias: id -> value added to its logit. seed: request i uses seed + i; None draws fresh ones.
+        sampling: SamplingParams, one for all or one per prompt, in place of all these but EOS and lengths.
         stop: strings that end a request; its text ends before the string. stop_token_ids: ids that end it.
         ignore_eos: go on past EOS.
 
         Every argument is checked before any work starts; ValueError (CapacityError for what can never fit) names what
-        is wrong, or is not honoured here.
+        is wrong or not supported.
         """
         requests = self._requests(prompts, **options)
         start = time.perf_counter()
         with self._attached().turns.many(), closing(self._run(requests)) as run:
             for finished in run:
-                for request in finished:  # of the others a round is under way: the device does not wait for text
+                for request in finished:  # the device runs a round of the others: it does not wait for text
                     request.decode()
         return _output(requests, time.perf_counter() - start)
 
@@ -135,7 +136,7 @@ class Engine:
         """Yield the text of ONE prompt as it becomes certain; the options are those of `generate`.
 
         The generator's return value is the RequestOutput. Closing it early frees the request's slots. Several streams
-        may be read in turn, or each in a thread of its own; in asyncio: `await asyncio.to_thread(next, stream, None)`.
+        may be read in turn, or each in its own thread; in asyncio: `await asyncio.to_thread(next, stream, None)`.
         """
         if self.tokenizer is None:
             raise ValueError("stream() yields text and the engine has no tokenizer; attach(..., tokenizer=...)")
@@ -145,10 +146,10 @@ class Engine:
         return self._stream(requests)
 
     def submit(self, prompts: Any, **options: Any) -> list[Request]:
-        """Queue a request for every prompt, for those who step the engine themselves: servers, benches.
+        """Queue a request for every prompt, for callers that step the engine themselves: servers, benches.
 
-        Prompts and options are those of `generate`. A request tells its `tokens`, its `finish_reason` (None until it is
-        over) and, by `read()`, the text since the last look. Whoever submits steps until its requests are over, or
+        Prompts and options are those of `generate`. A request has `tokens`, `finish_reason` (None until it is finished)
+        and `read()`, which returns the text since the last call. The caller steps until its requests are finished, or
         abandons them: they hold KV slots.
         """
         requests = self._requests(prompts, **options)
@@ -156,7 +157,7 @@ class Engine:
         return requests
 
     def step(self) -> bool:
-        """One prefill or one round of all that is queued, and the results that have arrived; whether work is left.
+        """Run one prefill or one round of all that is queued and process arrived results; return whether work is left.
 
         A launch that fails raises here and ends all running requests with the same error, their `failure`.
         """
@@ -165,12 +166,12 @@ class Engine:
         return core.has_work
 
     def abandon(self, requests: Sequence[Request]) -> None:
-        """Forget `requests`, whatever they are at; their KV slots return."""
+        """Drop `requests`, whatever their state, and free their KV slots."""
         core = self._attached()
         core.abandon([r for r in requests if r.finish_reason is None])
 
     def report(self) -> Report:
-        """What the engine is, which paths ran how often, and its acceptance so far."""
+        """Return the engine's setup, how often each path ran, and the acceptance so far."""
         core = self._attached()
         with core.turns:
             return Report(
@@ -197,7 +198,7 @@ class Engine:
 
     @property
     def target_module(self) -> PreTrainedModel:
-        """The live target."""
+        """The attached target model."""
         return self._attached().target.model
 
     @property
@@ -212,9 +213,9 @@ class Engine:
             core.slot_tables.check_integrity()
 
     def detach(self) -> None:
-        """Leave the model as it was and free the pools. The engine cannot generate afterwards.
+        """Restore the model and free the pools. The engine cannot generate afterwards.
 
-        If it raises (out of memory, where compiled layers give weights back), the model is usable and the engine still
+        If it raises (out of memory while compiled layers give weights back), the model is usable and the engine still
         attached: free some memory and call it again.
         """
         self._attached().close()
@@ -237,8 +238,8 @@ class Engine:
         return _output(requests, time.perf_counter() - start).requests[0]
 
     def _run(self, requests: list[Request]) -> Generator[list[Request], None, None]:
-        """Step until `requests` are over, and yield after each step those that have ended; whatever happens, none of
-        them keeps rows or slots.
+        """Step until `requests` are finished, and yield after each step those that have finished; whatever happens,
+        none of them keeps rows or slots.
 
         Calls may interleave, as streams do, or come from several threads: each steps all running requests, in turn, and
         waits for its own.
@@ -262,17 +263,17 @@ class Engine:
 
     @staticmethod
     def _raise_failure(request: Request) -> None:
-        """Raise what has ended `request`: another caller's step may have met it."""
+        """Raise the error that ended `request`, if any; it may have occurred in another caller's step."""
         if request.failure is not None:
             raise request.failure
 
     def _requests(self, prompts: Any, **options: Any) -> list[Request]:
-        """Checked requests that are not queued yet; the options are those of `generate`."""
+        """Return checked requests that are not queued yet; the options are those of `generate`."""
         return make_requests(self._attached(), self.tokenizer, prompts, **options)
 
 
 def _check_target(target: Any) -> None:
-    """AttachError for what is no live causal LM."""
+    """Raise AttachError for anything but a live causal LM."""
     if isinstance(target, PreTrainedModel):
         return
     if isinstance(target, str | Path):
@@ -285,7 +286,7 @@ def _check_target(target: Any) -> None:
 
 
 def _check_settings(settings: dict[str, Any]) -> None:
-    """ValueError for settings that are no fields of EngineConfig."""
+    """Raise ValueError for settings that are not fields of EngineConfig."""
     known = [field.name for field in fields(EngineConfig)]
     for name in settings:
         if name not in known:
@@ -301,7 +302,7 @@ def _refuse_draft_settings(settings: dict[str, Any]) -> None:
 
 
 def _output(requests: list[Request], time_s: float) -> GenerationOutput:
-    """Outputs in the order of the prompts, and totals."""
+    """Return outputs in the order of the prompts, and totals."""
     outputs = []
     for r in requests:
         assert r.finish_reason is not None and r.time_s is not None

@@ -1,4 +1,4 @@
-"""Plain data that travels between layers: forward modes, the attention metadata of one forward, copies to a device."""
+"""Plain data passed between layers: forward modes, the attention metadata of one forward, copies to a device."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ import torch
 
 
 class ForwardMode(Enum):
-    """What a forward pass is for."""
+    """Purpose of a forward pass."""
 
     EXTEND = auto()  # prefill
     DECODE = auto()
@@ -21,12 +21,12 @@ class ForwardMode(Enum):
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What attention must know about one forward: every request sees its prefix and a tail of new nodes.
+    """Attention metadata of one forward: every request sees its prefix and a tail of new nodes.
 
     Request i has queries for the LAST `q_len` of its `tail_len` tail nodes. Tail node t lives at position
     prefix_lens[i]+t of the request's row in the slot table; its K/V is written before attention reads it.
 
-    mode: what the forward is for.
+    mode: purpose of the forward.
     slot_table: [num_rows, width] int32, KV slot of each position of each row; slot 0 is the dummy slot.
     rows: [bs] int64, the row of each request in that table.
     prefix_lens: [bs] int64, committed tokens every query sees.
@@ -38,7 +38,7 @@ class AttentionMetadata:
     ancestor_bits: [bs, q_len] int64, bit t set: tail node t is visible. None means causal: node t has depth t.
     tail_positions: [bs, tail_len] int64, positions of the tail nodes (sliding windows need them); None: prefix + t.
     q_lens: EXTEND only, tokens of each request on the host (ragged); None: every request has q_len.
-    starts: prefix_lens on the host, where they are known (prefills); None: nobody has looked.
+    starts: prefix_lens on the host, if they are known there (prefills); None: unknown.
     """
 
     mode: ForwardMode
@@ -58,20 +58,20 @@ class AttentionMetadata:
 
     @property
     def num_reqs(self) -> int:
-        """Requests in this forward."""
+        """Number of requests in this forward."""
         return self.rows.shape[0]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Within, kernels and streams are those of `device`, whichever GPU is the current one."""
+    """Return a context in which kernels and streams are those of `device`, whichever GPU is current."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`host` on `device`, without waiting for the device."""
+    """Copy `host` to `device` without waiting for the device."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def ints_to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Host ints (nested lists too) as an int64 tensor on `device`, without waiting for the device."""
+    """Copy host ints (nested lists too) to an int64 tensor on `device` without waiting for the device."""
     return to_device(torch.tensor(values, dtype=torch.int64), device)

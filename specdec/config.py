@@ -12,33 +12,33 @@ COMPILERS = ("inductor", "eager")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine drafts and how much it can hold.
+    """Settings of an engine: drafting, capacity, backend and graphs.
 
     num_steps S: draft depth, tokens on the longest drafted path (0 without a draft).
-    topk K: branches kept a step; 1 drafts a chain.
-    num_draft_tokens D: nodes verified a request and round, root included; a chain has S+1.
+    topk K: branches kept per step; 1 drafts a chain.
+    num_draft_tokens D: nodes verified per request and round, root included; a chain has S+1.
     max_batch: requests decoded together; more wait their turn.
     max_seq_len: longest prompt plus output of one request, in tokens.
     num_slots: KV slots (tokens) of the pool; None holds `max_batch` requests of `max_seq_len`.
-    page_size: KV slots handed out together.
+    page_size: KV slots allocated together.
     max_prefill_tokens: prompt tokens of one prefill forward; longer prompts are prefilled in chunks.
     sample_drafts: whether chains of sampled requests are drawn from the draft's own law, which accepts more; False
         drafts the most likely tokens. Both are lossless.
     backend: attention backend, "auto" or a name in `specdec.backends`.
     cuda_graph: whether rounds replay from graphs; None: on CUDA. True elsewhere records and re-runs, for tests.
-    round_graph: the whole round as one graph, or False: draft, verify and extend apart; None: one where possible.
+    round_graph: True: the whole round as one graph; False: draft, verify and extend apart; None: one where possible.
     graph_batches: batch sizes to capture, None for the usual ones up to max_batch.
     graph_sampling: kinds of sampling to capture, of "greedy", "sampled" (no filters), "filtered", and, for requests
         with penalties, bans or biases, "processed_greedy" and "processed".
-    prefill_graph: how prefills replay: "breakable" (captured in segments around attention), "piecewise" (the same, of
+    prefill_graph: graphs of prefills: "breakable" (captured in segments around attention), "piecewise" (the same, of
         traced and compiled pieces), "off", or "auto": on CUDA "piecewise" with compile, else "breakable"; "off"
         elsewhere, and for models whose experts wait for the host.
     prefill_buckets: token counts to capture for prefills, None for the usual ones up to max_prefill_tokens.
     compile: trace the target and compile its pieces, for rounds and prefills; attaching takes longer then.
-    compiler: what compiles traced pieces, "inductor" or "eager" (nothing; for tests).
+    compiler: compiler of traced pieces, "inductor" or "eager" (none; for tests).
     strict: raise GraphError where a round, or a prefill that has graphs, cannot replay, instead of running it eagerly.
     synthetic_acceptance: for measuring speed only: share of rounds in which draft position 1, 2, .. S is accepted,
-        whatever the target says; the text means nothing then.
+        whatever the target says; the text is meaningless then.
     """
 
     num_steps: int = 3
@@ -152,7 +152,7 @@ class EngineConfig:
 
     @property
     def verify_width(self) -> int:
-        """D: nodes verified a request and round, root included."""
+        """D: nodes verified per request and round, root included."""
         assert self.num_draft_tokens is not None
         return self.num_draft_tokens
 
@@ -178,7 +178,7 @@ class EngineConfig:
 
     @property
     def table_width(self) -> int:
-        """Positions a slot table names: the longest request and one round's tail."""
+        """Positions in a row of the slot table: the longest request and one round's tail."""
         return self.max_seq_len + self.tail_reserve
 
     @property

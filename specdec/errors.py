@@ -1,5 +1,5 @@
 """The errors users can meet. User mistakes are ValueErrors: the message names the value, what was expected and what to
-do. GraphError is a RuntimeError: graphs that were asked for cannot be had."""
+do. GraphError is a RuntimeError: graphs that were asked for cannot be made or replayed."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ class CheckpointError(ValueError):
 
 
 class CapacityError(ValueError):
-    """Something can never fit: a request the KV pool or the context, or an engine the memory of its device."""
+    """Something can never fit: a request in the KV pool or the context, or an engine in the memory of its device."""
 
 
 class DetachedError(ValueError):
@@ -29,4 +29,4 @@ class DetachedError(ValueError):
 
 
 class GraphError(RuntimeError):
-    """A batch or a phase that a strict engine must not run eagerly, or a graph whose tensors have moved."""
+    """A batch or a phase that a strict engine must not run eagerly, a graph that fails, or one whose tensors moved."""

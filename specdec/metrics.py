@@ -1,13 +1,13 @@
-"""The one definition of acceptance length and its relatives, used by the engine, the benches and the trainer."""
+"""The one definition of acceptance length and related metrics, used by the engine, the benches and the trainer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
 def acceptance_length(num_emitted: int, num_rounds: int) -> float:
-    """tau: tokens emitted by verify rounds (bonus included, trimmed at EOS and max length) over verify rounds.
+    """Return tau: tokens emitted by verify rounds (bonus included, trimmed at EOS and max length) over verify rounds.
 
-    The token sampled from the prefill belongs to no round and is not counted. No rounds give 0.0.
+    The token sampled from the prefill belongs to no round and is not counted. Returns 0.0 if there are no rounds.
     """
     return num_emitted / num_rounds if num_rounds else 0.0
 
@@ -34,7 +34,7 @@ class AcceptanceStats:
             self.accepted_at[j] += 1
 
     def merge(self, others: Sequence["AcceptanceStats"]) -> "AcceptanceStats":
-        """The sum of this and `others`."""
+        """Return the sum of this and `others`."""
         parts = [self, *others]
         width = max(len(p.accepted_at) for p in parts)
         columns = [sum(p.accepted_at[j] for p in parts if j < len(p.accepted_at)) for j in range(width)]

@@ -1,4 +1,4 @@
-"""What users get back: outputs of requests, totals of a call, and the engine's report."""
+"""Results for users: outputs of requests, totals of a call, and the engine's report."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +40,7 @@ class RequestOutput:
 class GenerationStats:
     """Totals of one call of `generate`.
 
-    acceptance: over all requests; time_s: seconds from first to last; num_tokens: emitted, the prefills' included.
+    acceptance: over all requests; time_s: seconds of the whole call; num_tokens: emitted, the prefills' included.
     """
 
     num_requests: int
@@ -89,13 +89,13 @@ class GenerationOutput:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Why every request ended."""
+        """Finish reason of every request."""
         return [r.finish_reason for r in self.requests]
 
 
 @dataclass(frozen=True)
 class GraphCost:
-    """One captured graph: `size` requests or tokens (`unit`) of `runner`; what it took: seconds, device bytes."""
+    """Cost of one captured graph, in seconds and device bytes; `size` requests or tokens (`unit`) of `runner`."""
 
     runner: str
     size: int
@@ -107,9 +107,9 @@ class GraphCost:
 
 @dataclass(frozen=True)
 class Report:
-    """What an engine is and has done; str() prints it.
+    """Setup and counters of an engine; str() gives it as text.
 
-    capture: how graphs of rounds are made ("full", "recorded" or "eager"); prefill_graph: those of prefills
+    capture: kind of the rounds' graphs ("full", "recorded" or "eager"); prefill_graph: kind of the prefills' graphs
     ("piecewise", "breakable" or "off"); compile_seconds: spent on tracing and compiling, 0 without;
     generation: settings that the model ships, which `generate` honours;
     graphs: each with its cost; runners: name -> {replays, eager, rejects by reason};

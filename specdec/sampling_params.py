@@ -1,4 +1,4 @@
-"""What a caller asks of one request's sampling, checked and in plain Python numbers. Knows no tensors and no model."""
+"""Sampling parameters of one request, checked and in plain Python numbers. Knows no tensors and no model."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,10 @@ MAX_NGRAM = 32  # tokens of the longest n-gram or bad word that is looked for
 
 
 class SamplingKind(StrEnum):
-    """What a batch needs: the argmax, laws, or laws behind a sort over the vocabulary; each also behind processors."""
+    """Sampling that a batch needs: the argmax, laws, or laws after a sort of the vocabulary; each also with processors.
+
+    A law is the probabilities that a token is sampled from.
+    """
 
     GREEDY = "greedy"
     SAMPLED = "sampled"
@@ -27,7 +30,7 @@ class SamplingKind(StrEnum):
 
     @classmethod
     def of(cls, params: Iterable["SamplingParams"]) -> "SamplingKind":
-        """The least that every one of `params` can be served with."""
+        """Return the least kind that serves every one of `params`."""
         kinds = [p.kind for p in params]
         if all(kind is kinds[0] for kind in kinds):
             return kinds[0]
@@ -35,36 +38,36 @@ class SamplingKind(StrEnum):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the argmax will do."""
+        """True if the argmax is enough."""
         return self in (SamplingKind.GREEDY, SamplingKind.PROCESSED_GREEDY)
 
     @property
     def has_filters(self) -> bool:
-        """Whether the vocabulary is sorted."""
+        """True if the vocabulary is sorted."""
         return self in (SamplingKind.FILTERED, SamplingKind.PROCESSED)
 
     @property
     def has_processors(self) -> bool:
-        """Whether logits are processed before they make a law."""
+        """True if logits are processed before they become a law."""
         return self in (SamplingKind.PROCESSED_GREEDY, SamplingKind.PROCESSED)
 
     def serves(self, other: "SamplingKind") -> bool:
-        """Whether work of this kind does all that `other` asks for."""
+        """Return whether work of this kind does all that `other` needs."""
         needs = [(k.has_processors, not k.is_greedy, k.has_filters) for k in (self, other)]
         return all(has or not wants for has, wants in zip(*needs, strict=True))
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What the user asks for one request; every field means what it means in `transformers`' `generate`.
+    """Sampling settings of one request; every field has the meaning it has in `transformers`' `generate`.
 
     temperature: 0 is greedy. top_k 0, top_p 1, min_p 0 are off. seed: of the random numbers; None draws a fresh one
     from torch's CPU generator, so that `torch.manual_seed` makes runs repeatable.
     repetition_penalty (1: off): logits of tokens in prompt and text are divided by it, negative ones multiplied.
-    no_repeat_ngram_size (0: off): no n-gram comes twice, the prompt's included. min_new_tokens: EOS is banned before.
+    no_repeat_ngram_size (0: off): no n-gram occurs twice, the prompt's included. min_new_tokens: EOS is banned before.
     suppress_tokens, begin_suppress_tokens: ids that are never emitted, or not as the first token. bad_words_ids:
-    sequences of ids that are never completed. logit_bias: id -> what is added to its logit before everything else.
-    ValueError names the field, the value and what was expected.
+    sequences of ids that are never completed. logit_bias: id -> value added to its logit before everything else.
+    Raises ValueError that names the field, the value and what was expected.
     """
 
     temperature: float = 0.0
@@ -86,31 +89,31 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
     def with_seed(self, seed: int) -> "SamplingParams":
-        """The same law with another seed; nothing else is checked again."""
+        """Return the same parameters with another seed, without checking the others again."""
         seeded = object.__new__(type(self))
         seeded.__dict__.update(self.__dict__, seed=seed)
         return seeded
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the argmax is wanted."""
+        """True if the argmax is wanted."""
         return self.temperature == 0
 
     @property
     def has_filters(self) -> bool:
-        """Whether top-k, top-p or min-p drops anything."""
+        """True if top-k, top-p or min-p drops anything."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @cached_property
     def has_processors(self) -> bool:
-        """Whether logits are changed by what came before, or by rules for tokens."""
+        """True if logits are changed by earlier tokens, or by rules for single tokens."""
         lists = (self.suppress_tokens, self.begin_suppress_tokens, self.bad_words_ids, self.logit_bias)
         numbers = (self.no_repeat_ngram_size, self.min_new_tokens)
         return self.repetition_penalty != 1 or any(map(bool, (*numbers, *lists)))
 
     @cached_property
     def kind(self) -> SamplingKind:
-        """The least work that serves it."""
+        """The least kind of sampling that serves it."""
         if self.has_processors:
             return SamplingKind.PROCESSED_GREEDY if self.is_greedy else SamplingKind.PROCESSED
         if self.is_greedy:
@@ -167,7 +170,7 @@ def _penalty(name: str, value: Any) -> float:
 
 
 def check_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Token ids as a tuple of ints, from any list of whole numbers; ValueError for the rest."""
+    """Return token ids as a tuple of ints, from any list of whole numbers; ValueError for anything else."""
     is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     ids: list[Any] = list(value) if is_list else [None]
     if not all(is_whole(token) and 0 <= token <= MAX_SEED for token in ids):
@@ -196,12 +199,12 @@ def _biases(name: str, value: Any) -> Mapping[int, float]:
 
 
 def is_whole(value: Any) -> bool:
-    """An integer, numpy's included; bools are none."""
+    """Return whether `value` is an integer, numpy's included; bools are not."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def is_real(value: Any) -> bool:
-    """A number, numpy's included; bools are none."""
+    """Return whether `value` is a real number, numpy's included; bools are not."""
     return type(value) in (int, float) or (isinstance(value, Real) and not isinstance(value, bool))
 
 

@@ -90,6 +90,8 @@ def test_a_student_starts_in_the_principal_directions(target: LlamaForCausalLM, 
     for wrong, message in ((LMShape(128, 64, 1, 2, 1), "hidden_size=128"), (LMShape(32, 64, 1, 5, 1), "num_heads=5")):
         with pytest.raises(ValueError, match=message):
             new_student(target, wrong, torch.ones(VOCAB), 0)
+    with pytest.raises(ValueError, match=r"soft_weight=0\.5 for 'standalone': expected 1\.0"):
+        trainer(target, corpus, soft_weight=0.5)
 
 
 def test_resumed_run_equals_the_uninterrupted_one(target: LlamaForCausalLM, corpus: Corpus, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Attention over the paged pool for every path of the prefix + tail table, in one kernel.
+"""Attention over the paged KV pool, prefix and tail, in one kernel for every kind of forward.
 
 An online softmax over the items of `plan`: keys of a request in order of its slot table, prefix first, then its tail;
-the heads of one KV group are rows of one tile, so K/V are read once for all of them. Tiles whose keys are split leave
+the heads of one KV group are rows of one tile, so K/V are read once for all of them. Tiles whose keys are split write
 partials for `merge`. Twin: `backends.torch_ref.TorchBackend`.
 """
 
@@ -22,7 +22,7 @@ from specdec.batch import AttentionMetadata
 LOG2E = 1.4426950408889634
 
 
-# Triton makes a variant of a kernel for every alignment of its pointers; these are views, and nothing is read in rows.
+# Triton compiles a variant for every alignment of a kernel's pointers; these are views, and none is read in rows.
 @triton.jit(
     do_not_specialize=["first_node", "tail_len", "window", "table_stride"],
     do_not_specialize_on_alignment=[
@@ -174,7 +174,7 @@ def _attention_kernel(
 
 
 class AttendAgain(NamedTuple):
-    """The launches of one `attend`, to be repeated for a layer like it in the same forward."""
+    """The launches of one `attend`, to repeat for an equal layer of the same forward."""
 
     attention: Relaunch
     merge: Relaunch | None
@@ -204,10 +204,10 @@ def attend(
     sinks: torch.Tensor | None,
     tiling: Tiling,
 ) -> AttendAgain | None:
-    """Fill out [T, Hq, v_dim] from q [T, Hq, qk_dim] and the pool k [N, Hkv, qk_dim], v [N, Hkv, v_dim].
+    """Compute out [T, Hq, v_dim] from q [T, Hq, qk_dim] and the pool k [N, Hkv, qk_dim], v [N, Hkv, v_dim].
 
     partials: scratch for split tiles, fp32: [num_partials, Hkv, block_m, v_dim] and [num_partials, Hkv, block_m].
-    Returns how to do it again for a layer that is alike; None in the interpreter.
+    Returns a callable that repeats the launches for an equal layer; None in the interpreter.
     """
     assert layer.scaling > 0, f"scaling {layer.scaling}: maxima are taken before scaling"
     m = metadata

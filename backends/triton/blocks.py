@@ -1,4 +1,4 @@
-"""A block of keys taken into a running softmax (FlashAttention-2, arXiv 2307.08691): what the loops of attention do."""
+"""Body of the attention loops: takes a block of keys into a running softmax (FlashAttention-2, arXiv 2307.08691)."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def _dot(a, b, acc, UPCAST: tl.constexpr):
-    """acc + a @ b. UPCAST: the interpreter has no bf16 product (numpy knows no bf16); widening is exact."""
+    """Return acc + a @ b. UPCAST: the interpreter has no bf16 product (numpy has no bf16); widening is exact."""
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -46,13 +46,13 @@ def _softmax_step(
 
 @triton.jit
 def slots_of(table, key, kv_end):
-    """Slots of keys, int32; those past the last read its slot, which the request owns, and are masked later."""
+    """Return slots of keys, int32; keys past the last get its slot, which the request owns, and are masked later."""
     return tl.load(table + tl.minimum(key, kv_end - 1))
 
 
 @triton.jit
 def _rows(pool, slots, d, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """K or V of slots, [BLOCK_N, BLOCK]; pool points at the head."""
+    """Load K or V of slots, [BLOCK_N, BLOCK]; pool points at the head."""
     at = pool + slots[:, None].to(tl.int64) * STRIDE + d
     if DIM == BLOCK:
         return tl.load(at)
@@ -84,7 +84,7 @@ def take_block(
 ):
     """Load K and V of `slots` [BLOCK_N] and take them in; k_head and v_head point at the head, d and dv are columns.
 
-    visible [BLOCK_M, BLOCK_N]: only looked at if MASKED.
+    visible [BLOCK_M, BLOCK_N]: only used if MASKED.
     """
     k = _rows(k_head, slots, d, K_STRIDE, QK_DIM, d.shape[0])
     v = _rows(v_head, slots, dv, V_STRIDE, V_DIM, dv.shape[0])
@@ -108,10 +108,10 @@ def visible_keys(
     HAS_WINDOW: tl.constexpr,
     HAS_TAIL_POSITIONS: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_N] bool: which keys each row sees. key [BLOCK_N] int32: places in the slot table.
+    """Return the mask of the keys each row sees, [BLOCK_M, BLOCK_N] bool. key [BLOCK_N] int32: slot table positions.
 
-    Of each row [BLOCK_M]: node int32, its own tail index; bits int64, its ancestors; q_pos int32, its position.
-    tail_positions: pointer to the request's.
+    For each row [BLOCK_M]: node int32, its own tail index; bits int64, its ancestors; q_pos int32, its position.
+    tail_positions: pointer to those of the request.
     """
     is_key = key < kv_end
     tail = key - prefix  # tail index of each key, negative in the prefix

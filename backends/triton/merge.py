@@ -1,4 +1,4 @@
-"""What the splits of a tile add up to: partial attention outputs weighted by their mass, as in flash-decoding."""
+"""Merges the splits of a tile: partial attention outputs weighted by their softmax mass, as in flash-decoding."""
 
 import torch
 import triton
@@ -27,7 +27,7 @@ def _merge_kernel(
     BLOCK_S: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """BLOCK_R rows of one split tile: the partials weighted by the share of their mass."""
+    """Write BLOCK_R rows of one split tile: the partials weighted by their share of the mass."""
     kv_head = tl.program_id(1)
     entry = merges + tl.program_id(2) * MERGE
     request = tl.load(entry)
@@ -72,7 +72,7 @@ def merge(
 ) -> Relaunch | None:
     """Write the rows of split tiles from their partials; see `attend`. Twin: `merge_reference`.
 
-    Returns the launch, to be repeated with another `out`; None in the interpreter.
+    Returns the launch, to repeat with another `out`; None in the interpreter.
     """
     block_r = 1
     grid = (block_m // block_r, layer.num_kv_heads, merges.shape[0])
@@ -92,11 +92,11 @@ def merge(
 
 
 def merge_reference(partial_out: torch.Tensor, partial_lse: torch.Tensor) -> torch.Tensor:
-    """Partials [num_splits, ..., v_dim] and their log2-sum-exp [num_splits, ...]: the attention over all keys."""
+    """Return the attention over all keys from partials [num_splits, ..., v_dim] and log2-sum-exp [num_splits, ...]."""
     weight = (partial_lse * 0.6931471805599453).softmax(0)
     return (weight.unsqueeze(-1) * partial_out).sum(0)
 
 
 def padded_dim(dim: int) -> int:
-    """Columns of a tile that holds `dim`: a power of two that a matrix unit takes."""
+    """Return the columns of a tile that holds `dim`: a power of two that `tl.dot` accepts."""
     return max(16, triton.next_power_of_2(dim))

@@ -1,4 +1,4 @@
-"""What `backends.metadata` computes in torch, its specification, in one launch each."""
+"""Kernels for the functions of `backends.metadata`, their specification in torch: one launch each."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from specdec.backends.metadata import MetadataBuilder, Placement
 from specdec.backends.triton.relaunch import CachedLaunch
 
 
-# Triton makes a variant of a kernel for every alignment of its pointers; views of packed tensors have any.
+# Triton compiles a variant for every alignment of a kernel's pointers; views of packed tensors can have any alignment.
 @triton.jit(
     do_not_specialize=["table_stride", "width"],
     do_not_specialize_on_alignment=["slot_table", "rows", "prefix_lens", "depths", "tail_depths"],

@@ -1,10 +1,10 @@
-"""Who computes what: the work of one attention forward cut into items of about equal length, on the device.
+"""Split-KV plan: divides the work of one attention forward into items of about equal length, on the device.
 
 A tile is BLOCK_M query rows (query x head of one KV group) of one request, and the keys that any of them sees: up to
-its last query's own, if the forward is causal, and from where its first query's window begins. Where tiles alone do not
-fill the chip, keys are cut, too: into the shortest chunks of which the chip holds all at once, whatever the mix of
-lengths. The device decides; the host knows only how many items there can be, so a captured grid fits any lengths. With
-`resident` items a KV head at once,
+the last query's own if the forward is causal, and from the start of the first query's window. Where tiles alone do not
+fill the GPU, keys are split too: into the shortest chunks that the GPU can hold all at once, whatever the mix of
+lengths. The device decides; the host knows only an upper bound of the items, so a captured grid fits any lengths. With
+`resident` items per KV head at once,
     items <= max(resident, tiles + resident / 2)    merges <= min(tiles, resident)    partials <= 2 * resident
 """
 
@@ -23,7 +23,7 @@ MERGE_WIDTH = 4  # request (-1: none), m_block, first partial, number of splits
 
 @triton.jit
 def key_range(i, bs, prefix_lens, qo_indptr, first_node, window):
-    """Queries and the half-open range of keys of requests `i`; none past the batch."""
+    """Return the number of queries and the half-open range of keys of requests `i`; empty past the batch."""
     is_request = i < bs
     prefix = tl.load(prefix_lens + i, mask=is_request, other=0).to(tl.int32)
     start = tl.load(qo_indptr + i, mask=is_request, other=0)
@@ -46,9 +46,9 @@ def _tiles(
     SPAN: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Of requests `i`: tiles, an upper bound of a tile's keys, queries, and the end of keys.
+    """Return for requests `i`: tiles, an upper bound of a tile's keys, queries, and the end of keys.
 
-    SPAN: the most queries of a tile. A tree's nodes stand in no order, so its tiles take all keys of the request.
+    SPAN: the most queries of a tile. A tree's nodes are not in causal order, so its tiles take all keys of the request.
     """
     q_len, kv_begin, kv_end = key_range(i, bs, prefix_lens, qo_indptr, first_node, window)
     num_keys = kv_end - kv_begin
@@ -59,7 +59,7 @@ def _tiles(
 
 @triton.jit
 def _splits(kv_len, chunk, BLOCK_N: tl.constexpr):
-    """How many splits of what length cover kv_len keys: about equal ones, of at most `chunk`, in whole blocks."""
+    """Return number and length of the splits that cover kv_len keys: about equal, at most `chunk`, in whole blocks."""
     n = tl.maximum((kv_len + chunk - 1) // chunk, 1)
     size = ((kv_len + n - 1) // n + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     size = tl.maximum(size, BLOCK_N).to(tl.int32)
@@ -80,7 +80,7 @@ def _num_items(
     CAUSAL: tl.constexpr,
     BLOCK_BS: tl.constexpr,
 ):
-    """Items of the whole batch if keys are cut into chunks."""
+    """Return the number of items of the whole batch if keys are split into chunks."""
     total = tl.zeros([], tl.int32)
     for base in range(0, bs, BLOCK_BS):
         request = base + tl.arange(0, BLOCK_BS)
@@ -129,7 +129,7 @@ def _plan_kernel(
     most = tl.maximum(resident, num_tiles + resident // 2)
     low = tl.full([], MIN_CHUNK // BLOCK_N, tl.int32)  # the answer lies in [low, high], in blocks
     high = tl.maximum((longest + BLOCK_N - 1) // BLOCK_N, low)
-    while low < high:  # halves each time; short contexts need no turn
+    while low < high:  # halves the range each time; short contexts need no iteration
         middle = (low + high) // 2
         num = _num_items(
             bs, prefix_lens, qo_indptr, first_node, window, middle * BLOCK_N, GROUP, BLOCK_M, SPAN, CAUSAL, BLOCK_BS
@@ -211,12 +211,12 @@ class SplitPlan:
 
 
 def tile_span(group: int, block_m: int) -> int:
-    """The most queries that a tile of `block_m` rows has a part of, `group` rows a query."""
+    """Return the most queries that a tile of `block_m` rows covers, wholly or in part; `group` rows per query."""
     return block_m // group if block_m % group == 0 else (block_m + group - 2) // group + 1
 
 
 def most_keys(context: int, tail_len: int, window: int, group: int, block_m: int, is_causal: bool) -> int:
-    """A bound of the keys of one tile where no request has more than `context`, tail_len of them new."""
+    """Return an upper bound of one tile's keys if no request has more than `context`, tail_len of them new."""
     if not window:
         return context
     return min(context, window - 1 + (min(tail_len, tile_span(group, block_m)) if is_causal else tail_len))
@@ -239,9 +239,9 @@ def split_plan(
 ) -> SplitPlan:
     """Plan one forward. prefix_lens [bs] int64, qo_indptr [bs+1] int32.
 
-    is_causal: query i of a request stands at position prefix + first_node + i and sees what lies before it; otherwise
-    they are a tree's, at the prefix's end at the least.
-    num_tiles: host upper bound of the tiles; resident: items that run at once, a KV head; window: 0 for none;
+    is_causal: query i of a request is at position prefix + first_node + i and sees everything before it; otherwise
+    queries are tree nodes, at the end of the prefix or later.
+    num_tiles: host upper bound of the tiles; resident: items that run at once per KV head; window: 0 for none;
     min_chunk: the shortest chunk, rounded up to whole blocks; may_split: False if the host knows that no request has
     more keys than that. Twin: `split_plan_reference`.
     """

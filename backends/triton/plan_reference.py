@@ -1,4 +1,4 @@
-"""What `backends.triton.plan` does on the device, in plain Python: its specification."""
+"""Specification, in plain Python, of what `backends.triton.plan` does on the device."""
 
 from specdec.backends.triton.plan import tile_span
 
@@ -16,9 +16,9 @@ def split_plan_reference(
     min_chunk: int,
     is_causal: bool,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The used rows of both tables (the first 6 columns of items), in plain Python.
+    """Return the used rows of both tables (of items, the first 6 columns).
 
-    A tile that sees fewer keys than its request's largest has empty items at its end: kv_end <= kv_begin.
+    A tile that sees fewer keys than the largest tile of its request ends with empty items: kv_end <= kv_begin.
     """
     begins = [max(p - window + 1, 0) if window else 0 for p in prefix_lens]
     lens = [p + first_node + q - b for p, q, b in zip(prefix_lens, q_lens, begins, strict=True)]

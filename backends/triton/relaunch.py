@@ -1,7 +1,7 @@
-"""Launching a compiled kernel again with its first arguments exchanged, without Triton looking at all of them again.
+"""Relaunches a compiled kernel with new first arguments, so that Triton need not inspect all arguments again.
 
-A launch from Python costs 20 µs and more, most of it the search for the kernel that fits the arguments. The layers of
-one forward launch attention alike: all but q, out, K, V and sinks stays the same.
+A launch from Python costs 20 µs or more, most of it to find the compiled kernel that fits the arguments. The layers of
+one forward launch attention with equal arguments, except q, out, K, V and sinks.
 """
 
 import os
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # what triton.jit looks at, too: on import
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # triton.jit reads it too, on import
 
 
 class Relaunch:
-    """Repeats the launch kernel[grid](*args, **constants) of a JIT function, which has returned `compiled`."""
+    """Repeats the launch kernel[grid](*args, **constants) of a JIT function, which returned `compiled`."""
 
     def __init__(
         self, kernel: Any, compiled: Any, grid: Sequence[int], args: Sequence[Any], constants: Mapping[str, Any]
@@ -30,10 +30,11 @@ class Relaunch:
 
 
 class CachedLaunch:
-    """Launches a JIT function, whose compiled kernel is looked for once for each device, dtypes and constants.
+    """Launches a JIT function and looks up its compiled kernel only once per device, dtypes and constants.
 
-    For kernels that specialise on nothing else: neither on integers, which must fit 32 bits, nor on how far pointers
-    are aligned, unless those that do are always aligned alike. One lies beside its kernel, as Triton's own cache does.
+    For kernels that specialise on nothing else: not on integers, which must fit 32 bits, and not on the alignment of
+    pointers, unless those pointers are always aligned equally. An instance lives beside its kernel, as Triton's own
+    cache does.
     """
 
     def __init__(self, kernel: Any):
@@ -41,7 +42,7 @@ class CachedLaunch:
         self._compiled: dict[tuple[object, ...], Any] = {}
 
     def __call__(self, grid: Sequence[int], *args: Any, **constants: Any) -> None:
-        """kernel[grid](*args, **constants); constants in the order of the kernel's signature, after all of `args`."""
+        """Launch kernel[grid](*args, **constants); constants in the order of the signature, after all of `args`."""
         kinds = [a.dtype if isinstance(a, torch.Tensor) else type(a) for a in args]
         device = next(a.device for a in args if isinstance(a, torch.Tensor))
         key = (device, *kinds, *constants.values())
@@ -54,11 +55,11 @@ class CachedLaunch:
 
 
 def _launch(compiled: Any, grid: Sequence[int], device: torch.device, args: Sequence[Any]) -> None:
-    """What compiled[grid](*args) does, but for the hooks of Triton's own profiler and what is made for them."""
+    """Launch as compiled[grid](*args) does, but without the hooks of Triton's own profiler and the data for them."""
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
 
 
 def is_aligned(*tensors: torch.Tensor | None) -> bool:
-    """Whether Triton takes all of `tensors` for aligned, as it does nearly always; others get kernels of their own."""
+    """Return whether Triton treats all `tensors` as aligned, as is nearly always the case; others get other kernels."""
     return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)

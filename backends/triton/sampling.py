@@ -1,7 +1,7 @@
-"""Random numbers and draws on the device. Twins: `specdec.functional.sampling.uniform` and `sample`.
+"""Random numbers and sampling on the device. Twins: `specdec.functional.sampling.uniform` and `sample`.
 
-One program draws for one request: one pass over the vocabulary sums its blocks, then the block where the CDF crosses
-is looked at again.
+One program samples for one request: one pass over the vocabulary sums its blocks, then the block where the CDF crosses
+u is read again.
 Everything is float64; loops are bounded by the vocabulary and by the nodes of a tree.
 """
 
@@ -17,7 +17,7 @@ _MIX_B = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 
 @triton.jit
 def _shift_right(x, BITS: tl.constexpr):
-    """Logical: `>>` on int64 drags the sign in, the mask takes it out again."""
+    """Logical right shift: `>>` on int64 copies the sign bit in, the mask clears it again."""
     return (x >> BITS) & ((1 << (64 - BITS)) - 1)
 
 
@@ -42,7 +42,7 @@ def _uniform_kernel(seeds, counters, out, first_stream, NUM: tl.constexpr, BLOCK
 
 @triton.jit
 def _weights(law, law_scale, draft, draft_scale, excluded, num_excluded, v, V: tl.constexpr, HAS_DRAFT: tl.constexpr):
-    """The law at tokens v, and its residual: without the excluded tokens, or (law - draft)+. NaN weighs nothing."""
+    """Return the law at tokens v and its residual: without the excluded tokens, or (law - draft)+. NaN counts as 0."""
     p = tl.load(law + v, mask=v < V, other=0.0).to(tl.float64) * law_scale
     p = tl.where(p > 0, p, 0.0)
     residual = p
@@ -68,10 +68,10 @@ def draw(
     SLOTS: tl.constexpr,
     HAS_DRAFT: tl.constexpr,
 ):
-    """A token from the residual of one law [V], or from the law itself where the residual has no mass; 0 if none has.
+    """Sample a token from the residual of one law [V], or from the law if the residual has no mass; 0 if neither has.
 
-    law_scale, draft_scale: what makes both sum to one; draft_scale 0: nothing was drafted. u: float64 in [0, 1].
-    SLOTS: a power of two, no fewer than the blocks of BLOCK tokens.
+    law_scale, draft_scale: factors that make both sum to one; draft_scale 0: nothing was drafted. u: float64 in [0, 1].
+    SLOTS: a power of two, at least the number of blocks of BLOCK tokens.
     """
     NUM_BLOCKS: tl.constexpr = (V + BLOCK - 1) // BLOCK
     blocks, lanes = tl.arange(0, SLOTS), tl.arange(0, BLOCK)
@@ -97,7 +97,7 @@ def draw(
     weight = tl.where(has_mass, residual, p)
     is_reached = (weight > 0) & (before + tl.cumsum(weight) > goal)
     first = tl.min(tl.where(is_reached, v, V))
-    # Sums round differently in another order: where nothing is reached, the last possible token ends the CDF.
+    # Sums in another order round differently: where nothing is reached, take the last possible token.
     return tl.minimum(first, tl.where(has_mass, last, law_last)).to(tl.int64)
 
 
@@ -109,14 +109,17 @@ def _sample_kernel(probs, u, out, V: tl.constexpr, BLOCK: tl.constexpr, SLOTS: t
 
 
 def uniform(seeds: torch.Tensor, counters: torch.Tensor, first_stream: int, num: int) -> torch.Tensor:
-    """Streams first_stream .. first_stream+num-1 of (seed, counter), [bs] int64 each: [bs, num] float64 in [0, 1)."""
+    """Return streams first_stream .. first_stream+num-1 of (seed, counter), [bs, num] float64 in [0, 1).
+
+    seeds, counters: [bs] int64.
+    """
     out = torch.empty(seeds.shape[0], num, dtype=torch.float64, device=seeds.device)
     _uniform_kernel[(seeds.shape[0],)](seeds, counters, out, first_stream, NUM=num, BLOCK=triton.next_power_of_2(num))
     return out
 
 
 def sample(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """probs [bs, V] non-negative, u [bs] float64 in [0, 1]: a token of positive probability each, [bs] int64."""
+    """Sample a token of positive probability per row, [bs] int64; probs [bs, V] >= 0, u [bs] float64 in [0, 1]."""
     out = torch.empty(probs.shape[0], dtype=torch.int64, device=probs.device)
     _sample_kernel[(probs.shape[0],)](
         probs.contiguous(), u.contiguous(), out, V=probs.shape[1], **vocab_blocks(probs.shape[1])
@@ -125,7 +128,7 @@ def sample(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 def vocab_blocks(vocab_size: int) -> dict[str, int]:
-    """How `draw` walks over a vocabulary: tokens looked at together, how often at most, and warps."""
+    """Return the launch constants of `draw` for a vocabulary: tokens per block, bound of the blocks, and warps."""
     block = min(8192, triton.next_power_of_2(vocab_size))
     slots = triton.next_power_of_2(triton.cdiv(vocab_size, block))
     return {"BLOCK": block, "SLOTS": slots, "num_warps": 16}

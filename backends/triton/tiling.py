@@ -1,4 +1,4 @@
-"""The launch shape of attention, by the kind of forward and of layer, and how many tiles a forward has."""
+"""The launch shape of attention, by the kind of forward and of layer, and the number of tiles of a forward."""
 
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from specdec.batch import AttentionMetadata, ForwardMode
 class Tiling:
     """Launch shape of the attention kernel: rows and keys of a tile, warps, software-pipelining depth.
 
-    resident: tiles that a multiprocessor holds at once; keys are split until that many are there.
+    resident: tiles that a multiprocessor holds at once; keys are split until there are that many.
     """
 
     block_m: int
@@ -35,8 +35,8 @@ _NARROW_TILINGS = MappingProxyType(
 
 
 def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> Tiling:
-    """The launch shape: by the forward's kind and the layer's shape, never by a live length: nothing is compiled
-    on live traffic. Chosen by measurement on an H200 in bf16 (bench/attention_kernels.py)."""
+    """Return the launch shape for the forward's kind and the layer's shape; it never depends on a live length, so
+    nothing is compiled on live traffic. Chosen by measurement on an H200 in bf16 (bench/attention_kernels.py)."""
     row_bytes = max(padded_dim(layer.qk_dim), padded_dim(layer.v_dim)) * dtype.itemsize
     rows = m.q_len * (layer.num_heads // layer.num_kv_heads)
     kind = 64 if m.mode is ForwardMode.EXTEND else min(max(16, triton.next_power_of_2(rows)), 64)
@@ -48,7 +48,7 @@ def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) ->
 
 
 def num_tiles(m: AttentionMetadata, group: int, block_m: int) -> int:
-    """An upper bound of the tiles of a forward, `group` rows a query."""
+    """Return an upper bound of the tiles of a forward, `group` rows per query."""
     if m.q_lens is None:
         return m.num_reqs * triton.cdiv(m.q_len * group, block_m)
     return sum(triton.cdiv(n * group, block_m) for n in m.q_lens)

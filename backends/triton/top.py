@@ -1,9 +1,9 @@
-"""The best tokens of each row of logits, in two launches whatever the vocabulary.
+"""The best tokens of each row of logits, in two launches for any vocabulary.
 
 Twins: `specdec.functional.tree.top_tokens` and `best_token`, and the `max` of `verify_greedy`.
 
-The vocabulary is cut in chunks, one program each; a second kernel puts the chunks of a row together. Ties go to the
-lower token; where several tokens are wanted they are compared by keys that are all different, so none comes twice.
+The vocabulary is split into chunks, one program each; a second kernel merges the chunks of a row. Ties go to the lower
+token; for several tokens, candidates are compared by keys that are all different, so none is returned twice.
 """
 
 import torch
@@ -22,7 +22,7 @@ def _chunk_kernel(logits, keys, maxima, sums, vocab, num_chunks, stride, K: tl.c
     is_token = index < vocab
     x = tl.load(logits + row * stride + index, mask=is_token, other=float("-inf")).to(tl.float32)
     top = tl.max(tl.where(x != x, float("-inf"), x))
-    # A chunk of -inf has no mass; NaN and +inf make the sum NaN, which the row's last kernel looks for.
+    # A chunk of -inf has no mass; NaN and +inf make the sum NaN, which `_row_kernel` passes on to the row's values.
     sum_exp = tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - tl.where(top == float("-inf"), 0.0, top))))
     at = row * num_chunks + chunk
     tl.store(maxima + at, top)
@@ -95,12 +95,12 @@ def _row_max_kernel(maxima, places, names, values, tokens, num_chunks, BLOCK_C: 
 
 
 def best_token(logits: torch.Tensor, names: torch.Tensor | None) -> torch.Tensor:
-    """logits [n, V] (last dim dense): the best token of each row, [n] int64, called as `names` [V] int64 says."""
+    """Return the best token of each row of logits [n, V] (last dim dense), [n] int64, mapped by `names` [V] int64."""
     return row_max(logits, names)[1]
 
 
 def row_max(logits: torch.Tensor, names: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [n, V] (last dim dense): each row's maximum [n] float32, +inf for NaN, and its token [n] int64."""
+    """Return each row's maximum [n] float32, +inf for NaN, and its token [n] int64; logits [n, V] (last dim dense)."""
     assert logits.stride(-1) == 1, "logits need a dense last dim"
     (num_rows, vocab), device = logits.shape, logits.device
     block = min(4096, triton.next_power_of_2(vocab))
@@ -125,9 +125,9 @@ def row_max(logits: torch.Tensor, names: torch.Tensor | None = None) -> tuple[to
 
 
 def top_tokens(logits: torch.Tensor, topk: int, names: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [n, V] (last dim dense): log-probabilities [n, topk] float32 and tokens [n, topk] int64, best first.
+    """Return the top log-probabilities [n, topk] float32 and tokens [n, topk] int64, best first.
 
-    names [V] int64: what the tokens are called; None: their indices.
+    logits [n, V] (last dim dense); names [V] int64: token id of each index; None: the index itself.
     """
     assert logits.stride(-1) == 1, "logits need a dense last dim"
     (num_rows, vocab), device = logits.shape, logits.device

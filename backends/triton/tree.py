@@ -1,4 +1,4 @@
-"""The draft tree on the device: growth and re-rank, one program a request.
+"""The draft tree on the device: growth and re-rank, one program per request.
 
 Twins: `specdec.functional.tree.expand` and `build`.
 Candidates are ranked by counting the better ones, which is stable, bounded and needs no sort: keys are unique.
@@ -13,7 +13,7 @@ from specdec.backends.triton.keys import order_key
 
 @triton.jit
 def _child_scores(log_probs, parent_scores, request, j, K: tl.constexpr, C: tl.constexpr):
-    """Cumulative scores of children j of all parents; a child is never above its parent, NaN is -inf."""
+    """Return the cumulative scores of children j of all parents; a child is never above its parent, NaN is -inf."""
     is_child = j < K * C
     log_prob = tl.load(log_probs + request * K * C + j, mask=is_child, other=float("-inf"))
     parent = tl.load(parent_scores + request * K + j // C, mask=is_child, other=float("-inf"))
@@ -105,7 +105,10 @@ def _build_kernel(
 
 
 def expand(log_probs: torch.Tensor, parent_scores: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """log_probs [bs, K, C] and parent_scores [bs, K], float32: cumulative [bs, K*C] and the best [bs, topk] int64."""
+    """Return cumulative scores [bs, K*C] and indices of the best [bs, topk] int64.
+
+    log_probs [bs, K, C] and parent_scores [bs, K], float32.
+    """
     bs, k, c = log_probs.shape
     cumulative = torch.empty(bs, k * c, dtype=torch.float32, device=log_probs.device)
     kept = torch.empty(bs, topk, dtype=torch.int64, device=log_probs.device)
@@ -134,7 +137,7 @@ def build(
     num_draft_tokens: int,
     num_steps: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tokens, parents, depths and ancestor bits, [bs, D] int64 each, of the root and the best D-1 candidates.
+    """Return tokens, parents, depths and ancestor bits, [bs, D] int64 each, of the root and the best D-1 candidates.
 
     root [bs], tokens and parents [bs, N], depths [N] int64; log_probs [bs, N] float32.
     """

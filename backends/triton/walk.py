@@ -1,7 +1,7 @@
-"""Which drafts the target accepts, one program a request.
+"""Verification on the device: finds the drafts that the target accepts, one program per request.
 
 Twins: `specdec.functional.verify.verify_greedy`, `_tree`, `_chain`.
-A walk ends after num_steps or D-1 turns whatever the numbers are. Laws that are not finite end their request as
+A walk ends after num_steps or D-1 iterations, whatever the logits are. A law that is not finite marks its request
 `invalid`; no program reads another request's row.
 """
 
@@ -17,7 +17,7 @@ Verdict = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # accep
 
 @triton.jit
 def _at(values, index, n):
-    """values[index] for vectors in registers: one value an entry of `index`, 0 where it is in no place of n."""
+    """Return values[index] for vectors in registers: one value per entry of `index`, 0 where the entry is not in n."""
     return tl.sum(tl.where(index[:, None] == n[None, :], values[None, :], 0), 1)
 
 
@@ -25,7 +25,7 @@ def _at(values, index, n):
 def _store_verdict(
     path, tokens, is_usable, n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W: tl.constexpr
 ):
-    """Write a path (node by depth c, -1 past it), cut to the root if a law on it is unusable; the bonus comes later.
+    """Write a path (node at depth c, -1 past it), cut to the root if a law on it is unusable; the bonus comes later.
 
     Returns accept_len and whether the row is invalid.
     """
@@ -121,8 +121,8 @@ def _tree_kernel(
     path = tl.where(c == 0, 0, -1)
     current = 0
     depth = 0
-    residual = tl.sum(tl.where(n == 0, total, 0.0))  # mass at `current` that rejections have left
-    # Parents precede children, and what is a child of `current` when its turn comes is tried in order.
+    residual = tl.sum(tl.where(n == 0, total, 0.0))  # mass at `current` left after rejections
+    # Parents precede children, so one pass tries, in order, every node whose parent is `current` when it is reached.
     for node in range(1, D):
         is_this = n == node
         prob = tl.sum(tl.where(is_this, at_parent, 0.0))
@@ -198,7 +198,10 @@ def _chain_kernel(
 
 
 def verify_greedy(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_steps: int) -> Verdict:
-    """logits [bs, D, V], tokens and parents [bs, D] int64: accept_index and tokens [bs, S+1], accept_lens, invalid."""
+    """Verify a chain or tree by argmax. logits [bs, D, V], tokens and parents [bs, D] int64.
+
+    Returns accept_index [bs, S+1], accept_lens [bs], tokens [bs, S+1], all int64, and invalid [bs] bool.
+    """
     best, target = row_max(logits.flatten(0, 1))
     verdict, shape = _empty_verdict(tokens, num_steps)
     _greedy_kernel[(tokens.shape[0],)](
@@ -210,7 +213,10 @@ def verify_greedy(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Ten
 def verify_tree(
     probs: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_steps: int, uniforms: torch.Tensor
 ) -> Verdict:
-    """probs [bs, D, V] float, tokens and parents [bs, D] int64, uniforms [bs, D] float64; returns as verify_greedy."""
+    """Verify a tree by sampling. probs [bs, D, V] float, tokens and parents [bs, D] int64, uniforms [bs, D] float64.
+
+    Returns as verify_greedy.
+    """
     verdict, shape = _empty_verdict(tokens, num_steps)
     vocab_size = probs.shape[-1]
     _tree_kernel[(tokens.shape[0],)](
@@ -234,7 +240,10 @@ def verify_chain(
     tokens: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> Verdict:
-    """probs [bs, S+1, V] and draft_probs [bs, S, V] float, tokens [bs, S+1] int64, uniforms [bs, S+1] float64."""
+    """Verify a chain that was sampled from draft_probs. Returns as verify_greedy.
+
+    probs [bs, S+1, V] and draft_probs [bs, S, V] float, tokens [bs, S+1] int64, uniforms [bs, S+1] float64.
+    """
     width, vocab_size = tokens.shape[1], probs.shape[-1]
     verdict, shape = _empty_verdict(tokens, width - 1)
     _chain_kernel[(tokens.shape[0],)](

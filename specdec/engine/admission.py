@@ -1,4 +1,4 @@
-"""From what a caller hands in to checked requests. Nothing has run yet when a mistake is found here."""
+"""Admission: turns a caller's arguments into checked requests. Mistakes are found here, before anything runs."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ def make_requests(
     ignore_eos: bool = False,
     **settings: Any,
 ) -> list[Request]:
-    """Requests for `prompts`, one each, that are not queued yet; the options are those of `Engine.generate`."""
+    """Return one request per prompt, not queued yet; the options are those of `Engine.generate`."""
     if sampling is not None:
         _refuse_two_laws(settings)
     merged = Settings.merge(core.target.model.generation_config, generation_config, settings)
@@ -52,7 +52,7 @@ def make_requests(
         raise ValueError(f"{len(stop_ids)} stop ids (EOS included): at most {MAX_STOP_IDS}")
     _check_vocabulary(core, "stop ids", stop_ids)
     laws = _laws(sampling, merged, batch)
-    if core.config.synthetic_acceptance is not None:  # it draws, too, where requests are greedy
+    if core.config.synthetic_acceptance is not None:  # it draws random numbers even for greedy requests
         laws = [law if law.seed is not None else law.with_seed(i) for i, law in enumerate(laws)]
     arrays = _checked_prompts(core, batch, limits)
     for law in laws:
@@ -64,7 +64,7 @@ def make_requests(
 
 
 def _refuse_two_laws(settings: dict[str, Any]) -> None:
-    """SamplingParams are a whole law: settings beside them would be dropped."""
+    """Raise ValueError for settings beside SamplingParams, which are complete: the settings would be ignored."""
     both = sorted((HONOURED - {*LENGTHS, "eos_token_id", "stop_strings"}) & settings.keys())
     if both:
         raise ValueError(
@@ -74,7 +74,7 @@ def _refuse_two_laws(settings: dict[str, Any]) -> None:
 
 
 def _limits(core: Core, settings: Settings, given: Any, batch: list[list[int]]) -> list[int]:
-    """max_new_tokens of every prompt: the caller's, else the model's as far as the engine holds it, else 256."""
+    """Return max_new_tokens of every prompt: the caller's, else the model's up to what the engine holds, else 256."""
     if given is not None:
         return _per_prompt("max_new_tokens", given, len(batch))
     limits = [settings.max_new_tokens(len(prompt)) for prompt in batch]
@@ -94,7 +94,7 @@ def _limits(core: Core, settings: Settings, given: Any, batch: list[list[int]]) 
 
 
 def _stop_strings(stop: Any, tokenizer: Any) -> tuple[list[str], tuple[int, ...]]:
-    """Stop strings that text can show, and the ids of those that are special tokens, which never become text."""
+    """Return the stop strings that text can contain, and the ids of those that are special tokens, never in text."""
     strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, Iterable) or not all(isinstance(s, str) for s in strings):
         raise ValueError(f"stop={stop!r}: expected a string or a list of strings")
@@ -114,7 +114,7 @@ def _stop_strings(stop: Any, tokenizer: Any) -> tuple[list[str], tuple[int, ...]
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Id of every special token, which decoding leaves out, by its text."""
+    """Return the id of every special token (decoding leaves them out) by its text."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     found = {str(token): index for index, token in added.items() if getattr(token, "special", False)}
     names, ids = getattr(tokenizer, "all_special_tokens", ()), getattr(tokenizer, "all_special_ids", ())
@@ -122,13 +122,13 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def _checked_prompts(core: Core, batch: list[list[int]], limits: list[Any]) -> list[np.ndarray]:
-    """The prompts as [T] int64; ValueError (CapacityError) names the first that cannot be served."""
+    """Return the prompts as [T] int64; ValueError (CapacityError) names the first that cannot be served."""
     ends = list(accumulate(map(len, batch), initial=0))
     try:
         flat = np.fromiter(chain.from_iterable(batch), dtype=np.int64, count=ends[-1])
     except OverflowError:
-        flat = np.array([-1])  # no token
-    # All at once, since calls may bring hundreds; where something is wrong, one by one, to say which and what.
+        flat = np.array([-1])  # not a token
+    # All at once, since calls may have hundreds; if something is wrong, one by one, to name the prompt and the error.
     are_ids = all(batch) and flat.min() >= 0 and flat.max() < core.target.spec.vocab_size
     are_limits = all(type(limit) is int and limit >= 1 for limit in limits)
     if not (are_ids and are_limits and max(map(add, map(len, batch), limits)) <= core.config.max_seq_len):
@@ -157,7 +157,7 @@ def _check(core: Core, index: int, ids: list[int], max_new_tokens: int) -> None:
 
 
 def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    """One value for all prompts, or one each."""
+    """Return one value per prompt, from one value for all or one for each."""
     if not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:
@@ -168,7 +168,7 @@ def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
 def _laws(
     sampling: SamplingParams | Sequence[SamplingParams] | None, settings: Settings, batch: list[list[int]]
 ) -> list[SamplingParams]:
-    """The law of every prompt, seeded: a law for all gives request i the seed + i; without one it is drawn."""
+    """Return the seeded law of every prompt; one law for all gives request i seed + i; a missing seed is drawn."""
     if isinstance(sampling, SamplingParams):
         laws = [sampling] * len(batch)
     elif sampling is None:
@@ -186,7 +186,7 @@ def _laws(
 
 
 def _seeded(law: SamplingParams, index: int) -> SamplingParams:
-    """`law` with a seed of its own: its seed + index, or one drawn from torch's generator."""
+    """Return `law` with a seed of its own: its seed + index, or one drawn from torch's generator."""
     if law.seed is None and law.is_greedy:
         return law
     seed = int(torch.randint(2**63 - 1, ())) if law.seed is None else (law.seed + index) % 2**63
@@ -194,7 +194,7 @@ def _seeded(law: SamplingParams, index: int) -> SamplingParams:
 
 
 def _check_rules(core: Core, law: SamplingParams, eos: frozenset[int]) -> None:
-    """ValueError if the rules of `law` name tokens that are not there, or are too many."""
+    """Raise ValueError if the rules of `law` name tokens outside the vocabulary, or are too many."""
     if not law.has_processors:
         return
     _check_vocabulary(core, "suppressed, banned and biased tokens", law.named_tokens)

@@ -1,7 +1,7 @@
-"""What `generation_config` and keyword arguments of `transformers` ask for: each setting honoured or refused by name.
+"""The settings of `generation_config` and keyword arguments of `transformers`: each is honoured or refused by name.
 
-As in `model.generate`: an argument of the call stands before the config of the call, that before the model's own, and
-what nobody sets has the defaults of `transformers`. Knows no engine: what comes out are SamplingParams and limits.
+As in `model.generate`, an argument of the call overrides the call's config, which overrides the model's own; settings
+that are not set have the defaults of `transformers`. Knows no engine: the results are SamplingParams and limits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +11,10 @@ from typing import Any
 
 from specdec.sampling_params import SamplingParams, check_ids, is_whole
 
-# What a sampled request has where nobody says otherwise: `transformers` cuts at the best 50 tokens.
+# Defaults for settings that are not set: as in `transformers`, sampling keeps the best 50 tokens.
 HF_DEFAULTS = MappingProxyType({"do_sample": False, "temperature": 1.0, "top_k": 50})
 
-LAW = ("temperature", "top_k", "top_p", "min_p")  # they count only with do_sample, as in `transformers`
+LAW = ("temperature", "top_k", "top_p", "min_p")  # used only with do_sample, as in `transformers`
 RULES = (
     "repetition_penalty",
     "no_repeat_ngram_size",
@@ -27,7 +27,7 @@ RULES = (
 )
 LENGTHS = ("max_new_tokens", "max_length")
 STOPS = ("eos_token_id", "stop_strings")
-OURS = ("logit_bias", "seed")  # that `transformers` does not have
+OURS = ("logit_bias", "seed")  # not in `transformers`
 HONOURED = frozenset({"do_sample", *LAW, *RULES, *LENGTHS, *STOPS, *OURS})
 
 # Settings that change neither tokens nor text here: caches, speed, ids that only padding and encoders need.
@@ -38,7 +38,7 @@ _ASSISTANTS = (
     *("assistant_early_exit", "assistant_lookbehind", "assistant_ensemble_weight", "target_lookbehind"),
     *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
 )
-_BEAMS = ("early_stopping", "length_penalty")  # where there are beams, `num_beams` is refused
+_BEAMS = ("early_stopping", "length_penalty")  # beams themselves are refused by `num_beams`
 _OTHERS = ("pad_token_id", "bos_token_id", "decoder_start_token_id", "renormalize_logits", "return_dict_in_generate")
 HARMLESS = frozenset({*_CACHES, *_SPEED, *_ASSISTANTS, *_BEAMS, *_OTHERS, "transformers_version"})
 
@@ -47,7 +47,7 @@ def _unless(*neutral: Any) -> Callable[[Any], bool]:
     return lambda value: any(value is n or (value == n and not isinstance(value, bool)) for n in neutral)
 
 
-# Refused unless their value means "off": what is wrong with them, and what to do.
+# Refused unless their value means "off": name -> (test for "off", reason or advice).
 _ONE, _OFF = _unless(1, 1.0), _unless(False, 0, 0.0)
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
@@ -75,7 +75,7 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         "output_hidden_states": (_OFF, "hidden states are not returned"),
     }
 )
-# The same, for settings that `transformers` looks at only where it samples.
+# The same, for settings that `transformers` uses only when sampling.
 REFUSED_SAMPLED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
         "typical_p": (_ONE, "use top_p or min_p"),
@@ -84,7 +84,7 @@ REFUSED_SAMPLED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyT
         "eta_cutoff": (_OFF, "use min_p"),
     }
 )
-# Arguments of `generate` that are no settings.
+# Arguments of `generate` that are not settings.
 REFUSED_ARGUMENTS = MappingProxyType(
     {
         "logits_processor": "processors run in Python; express it with the settings that SamplingParams has",
@@ -104,7 +104,7 @@ _EVERY_REFUSED = MappingProxyType({**REFUSED, **REFUSED_SAMPLED})
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of one call. values: by name, those that somebody has set; given: those the call itself names."""
+    """All settings of one call. values: those that are set, by name; given: names of those the call itself sets."""
 
     values: Mapping[str, Any]
     given: frozenset[str]
@@ -113,9 +113,9 @@ class Settings:
     def merge(
         cls, model_config: Any, call_config: Any = None, arguments: Mapping[str, Any] | None = None
     ) -> "Settings":
-        """The settings of a call: its arguments, its GenerationConfig, and the model's own.
+        """Merge the arguments of a call, its GenerationConfig, and the model's own.
 
-        ValueError for what is not honoured, with its name, its value and what to do. An argument of None switches off.
+        Raises ValueError for what is not honoured, with its name, its value and what to do. None turns a setting off.
         """
         arguments = dict(arguments or {})
         _refuse_arguments(arguments)
@@ -132,16 +132,16 @@ class Settings:
         return settings
 
     def get(self, name: str) -> Any:
-        """The value of a setting, with the defaults of `transformers`; None: off."""
+        """Return the value of a setting, with the defaults of `transformers`; None: off."""
         return self.values[name] if name in self.values else HF_DEFAULTS.get(name)
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn."""
+        """True if tokens are sampled, not chosen by argmax."""
         return bool(self.get("do_sample"))
 
     def params(self, prompt_len: int) -> SamplingParams:
-        """The law of a request whose prompt has `prompt_len` tokens."""
+        """Return the SamplingParams of a request whose prompt has `prompt_len` tokens."""
         chosen = {name: self.get(name) for name in (*LAW, "seed") if self.samples or name == "seed"}
         if self.samples and chosen["temperature"] is None:
             chosen["temperature"] = 1.0
@@ -155,7 +155,7 @@ class Settings:
         return SamplingParams(**{name: value for name, value in chosen.items() if value is not None})
 
     def max_new_tokens(self, prompt_len: int) -> int | None:
-        """How many tokens a request may emit; None where nobody says."""
+        """Return the number of tokens a request may emit; None if no setting limits it."""
         if self.get("max_new_tokens") is not None:
             return self.get("max_new_tokens")
         if self.get("max_length") is None:
@@ -191,18 +191,18 @@ class Settings:
 
 
 def shipped_settings(model_config: Any) -> dict[str, Any]:
-    """What a model's own generation_config says that changes text, for a report."""
+    """Return the settings of a model's own generation_config that change text, for a report."""
     values = _set_values(model_config).items()
     return {n: v for n, v in values if n not in HARMLESS and not (n in _EVERY_REFUSED and _EVERY_REFUSED[n][0](v))}
 
 
 def _set_values(config: Any) -> dict[str, Any]:
-    """What a GenerationConfig sets."""
+    """Return the values that a GenerationConfig sets, by name."""
     if config is None:
         return {}
     if not hasattr(config, "to_dict"):
         raise ValueError(f"generation_config={config!r}: expected a transformers GenerationConfig")
-    # Names with an underscore are bookkeeping of transformers: tensors it makes of ids, whence a config came.
+    # Names with an underscore are bookkeeping of transformers: tensors made from ids, where a config came from.
     return {name: value for name, value in vars(config).items() if value is not None and not name.startswith("_")}
 
 
@@ -222,7 +222,7 @@ def _length(name: str, value: Any) -> int:
 
 
 def _single_tokens(sequence_bias: Any) -> dict[int, float]:
-    """`sequence_bias` of single tokens as `logit_bias`; ValueError for longer sequences."""
+    """Return `sequence_bias` of single tokens as `logit_bias`; ValueError for longer sequences."""
     pairs = sequence_bias.items() if isinstance(sequence_bias, Mapping) else sequence_bias
     found = {}
     for tokens, bias in pairs:

@@ -1,4 +1,4 @@
-"""The host's mailbox for what rounds emit: pinned copies that arrive behind the launches that made them."""
+"""Mailbox for the results of rounds: copies to pinned host memory, queued behind the launches that made them."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,9 @@ from specdec.engine.scheduler import Request
 
 @dataclass
 class Results:
-    """What one launch emitted, still on its way to the host: [n, W+3] int64: tokens, accept_lens, invalid, finished.
+    """Results of one launch, being copied to the host: [n, W+3] int64: tokens, accept_lens, invalid, finished.
 
-    num_read: requests that have their tokens already, counted by whoever hands them out.
+    num_read: requests that have their tokens already, counted by the caller that hands them out.
     """
 
     requests: tuple[Request, ...]
@@ -26,7 +26,7 @@ class Results:
 class Mailbox:
     """Copies results to the host behind the launches that made them; they are read in order of arrival.
 
-    most: entries of the largest results. Pinned buffers are used again once they are read.
+    most: elements of the largest results. Pinned buffers are reused once they are read.
     """
 
     def __init__(self, device: torch.device, most: int):
@@ -36,7 +36,7 @@ class Mailbox:
         self._pending: deque[tuple[Results, torch.Tensor]] = deque()
 
     def post(self, requests: Sequence[Request], packed: torch.Tensor, is_round: bool) -> None:
-        """Start the copy of `packed` [n, W+3], which may be written again right after."""
+        """Start the copy of `packed` [n, W+3], which may be overwritten right after the call."""
         if self._device.type != "cuda":
             host = packed.clone()
             self._pending.append((Results(tuple(requests), host, None, is_round), host))
@@ -48,9 +48,9 @@ class Mailbox:
         self._pending.append((Results(tuple(requests), host, ready, is_round), buffer))
 
     def take(self, num_left: int) -> Iterator[tuple[Results, list[list[int]]]]:
-        """Results and their rows on the host, oldest first, until `num_left` are left; waits for their copies.
+        """Yield results and their rows on the host, oldest first, until `num_left` are left; waits for their copies.
 
-        Results count as taken when the next ones are asked for: whoever breaks off gets them again.
+        Results count as taken when the next ones are requested: a caller that stops early gets them again.
         """
         while len(self._pending) > num_left:
             results, buffer = self._pending[0]
@@ -63,12 +63,12 @@ class Mailbox:
 
     @property
     def num_pending(self) -> int:
-        """Launches whose results nobody has taken yet."""
+        """Number of launches whose results have not been taken yet."""
         return len(self._pending)
 
     def clear(self) -> None:
-        """Forget everything that has not been taken."""
-        self._pending.clear()  # not their buffers: copies may still be on their way there
+        """Drop all results that have not been taken."""
+        self._pending.clear()  # buffers are not reused: copies may still be writing to them
 
     def _new_buffer(self) -> tuple[torch.Tensor, torch.cuda.Event]:
         return torch.empty(self._most, dtype=torch.int64, pin_memory=True), torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""Whether what an engine is about to allocate fits the device, checked before anything is allocated."""
+"""Check that an engine's memory fits the device, made before anything is allocated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """A part of an engine's memory; `lower`: the settings that make it smaller."""
+    """One part of an engine's memory; `lower`: the settings that make it smaller."""
 
     name: str
     num_bytes: int
@@ -20,7 +20,7 @@ class MemoryNeed:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Device bytes free for new tensors, what the allocator holds unused included; None where nobody counts them."""
+    """Return the device bytes free for new tensors, unused bytes of the allocator included; None off CUDA."""
     if device.type != "cuda":
         return None
     free, _total = torch.cuda.mem_get_info(device)
@@ -28,7 +28,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def check_fits(needs: Sequence[MemoryNeed], resident: Sequence[MemoryNeed], free: int | None) -> None:
-    """CapacityError if `needs` exceed `free` bytes: it lists all parts, the resident ones too, and what to lower."""
+    """Raise CapacityError if `needs` exceed `free` bytes; it lists all parts, resident ones too, and what to lower."""
     wanted = sum(n.num_bytes for n in needs)
     if free is None or wanted <= free:
         return

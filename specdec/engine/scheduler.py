@@ -1,7 +1,7 @@
-"""Requests, who runs and who waits. The scheduler owns requests and slot ownership; it touches no model.
+"""Requests and the scheduler, which owns running and waiting requests and their slots; it touches no model.
 
-The device decides when a request is over (EOS, stop ids, length); the host learns it from the copied results, adds
-stop strings, which only text can show, and gives rows and slots back.
+The device decides when a request is finished (EOS, stop ids, length); the host learns it from the copied results, adds
+stop strings, which only text can show, and frees rows and slots.
 """
 
 import time
@@ -19,13 +19,13 @@ from specdec.text.detokenizer import Detokenizer
 
 @dataclass(eq=False)
 class Request:
-    """One prompt on its way; `prompt` [T] int64 holds its ids once more, for prefills.
+    """One prompt being served; `prompt` [T] int64 is a copy of its ids, for prefills.
 
     row: set while it runs; num_prefilled: prompt tokens already in the cache.
-    num_certain: tokens it will have emitted once everything launched for it has come back, at the least.
+    num_certain: least number of tokens it will have emitted once everything launched for it has come back.
     string_ids: stop ids that stand for stop strings: special tokens.
-    failure: the error that ended it, with finish_reason "error"; whoever waits for the request raises it.
-    round_lens: tokens that each verify round emitted, after trimming; the engine adds to it as to `acceptance`.
+    failure: the error that ended it, with finish_reason "error"; the caller that waits for the request raises it.
+    round_lens: tokens that each verify round emitted, after trimming; the engine updates it along with `acceptance`.
     arrived: when it was queued (`Scheduler.add`), seconds; first_token_s and time_s count from there.
     """
 
@@ -54,17 +54,17 @@ class Request:
 
     @property
     def is_running(self) -> bool:
-        """Whether it holds a row and still wants tokens."""
+        """True while it holds a row and is not finished."""
         return self.row is not None and self.finish_reason is None
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether its whole prompt is in the cache."""
+        """True once its whole prompt is in the cache."""
         return self.num_prefilled == len(self.prompt_ids)
 
     def take(self, tokens: list[int]) -> None:
         """Append emitted `tokens`, which the device has cut at stop ids and at the length; set `finish_reason` if they
-        end the request. Only stop strings need their text now."""
+        end the request. Text is decoded here only if there are stop strings."""
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter() - self.arrived
         self.tokens += tokens
@@ -80,10 +80,10 @@ class Request:
             if self.detokenizer.stopped:
                 del self.tokens[self.detokenizer.num_fed :]  # what came after the stop string in one round
                 reason = "stop_string"
-        self.finish_reason = reason  # last: who reads text in another thread takes it for complete then
+        self.finish_reason = reason  # last: a thread that reads text takes it for complete then
 
     def read(self) -> str:
-        """The text that has become certain since the last call, all of it once the request is over."""
+        """Return the text that has become certain since the last call; all the rest once the request is finished."""
         is_over = self.finish_reason is not None
         self._catch_up(is_over)
         text = "".join(self.pieces[self._num_read :])
@@ -91,7 +91,7 @@ class Request:
         return text
 
     def decode(self) -> str:
-        """The text of a request that is over: decoded at once, unless it had to be looked at on the way, and kept."""
+        """Return the text of a finished request; it is decoded in one go, unless parts were needed before, and kept."""
         if self._text is None and self.pieces:
             self._catch_up(is_over=True)
             self._text = "".join(self.pieces)
@@ -100,8 +100,8 @@ class Request:
         return self._text
 
     def _catch_up(self, is_over: bool) -> None:
-        """Decode what nobody has looked at yet. With stop strings that is for `take`, except where an error was the
-        end."""
+        """Decode tokens that have not been decoded. With stop strings `take` does that, unless an error ended the
+        request."""
         if self.detokenizer.stop_strings and not is_over:
             return
         tokens = self.tokens[self.detokenizer.num_fed :]
@@ -119,7 +119,7 @@ class Request:
 class Scheduler:
     """Admits waiting requests in order of arrival while rows and slots last.
 
-    `running` says who holds a row: whatever is lost or doubled elsewhere, `repair` recomputes from it.
+    `running` lists the requests that hold a row; `repair` recomputes from it whatever is lost or doubled elsewhere.
     """
 
     def __init__(self, slot_tables: SlotTables, tail_reserve: int):
@@ -131,11 +131,11 @@ class Scheduler:
         self.admitted: list[Request] = []  # of `running`, whose constants are not on the device yet
 
     def slots_needed(self, prompt_len: int, max_new_tokens: int) -> int:
-        """KV slots a request reserves: prompt, output, and what a round may write past L."""
+        """Return the KV slots a request reserves: prompt, output, and what a round may write past L."""
         return prompt_len + max_new_tokens + self.tail_reserve
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queue requests that `check_fits` has let through."""
+        """Queue requests that have passed `check_fits`."""
         now = time.perf_counter()
         for request in requests:
             request.arrived = now
@@ -155,11 +155,11 @@ class Scheduler:
                 return
             request.row = row
             self.admitted.append(request)
-            self.running.append(request)  # from here on it holds the row, whatever happens; see `repair`
+            self.running.append(request)  # from here on it owns the row, whatever happens; see `repair`
             self.waiting.popleft()
 
     def next_prefill(self, max_tokens: int) -> list[tuple[Request, int]]:
-        """Prompt pieces of one prefill forward: (request, number of tokens), `max_tokens` together."""
+        """Return the prompt pieces of one prefill forward: (request, number of tokens), at most `max_tokens` in all."""
         pieces: list[tuple[Request, int]] = []
         for request in self.running:
             rest = len(request.prompt_ids) - request.num_prefilled
@@ -169,7 +169,7 @@ class Scheduler:
         return pieces
 
     def decoding(self) -> list[Request]:
-        """Requests that take part in the next round: not those whose last token is on its way already."""
+        """Return the requests of the next round: not those whose last token is already on its way."""
         return [
             r
             for r in self.running
@@ -177,7 +177,7 @@ class Scheduler:
         ]
 
     def release(self, request: Request) -> None:
-        """Give back row and slots of a finished or abandoned request, or forget a waiting one."""
+        """Free row and slots of a finished or abandoned request, or drop a waiting one."""
         if request in self.running:
             self.running.remove(request)
             if request in self.admitted:
@@ -190,14 +190,14 @@ class Scheduler:
         request.time_s = time.perf_counter() - request.arrived
 
     def fail(self, requests: Sequence[Request], error: BaseException) -> None:
-        """End `requests` with `error`, which their callers will raise; those that are over stay as they are."""
+        """End `requests` with `error`, which their callers will raise; finished ones keep their finish_reason."""
         for request in requests:
             if request.finish_reason is None:
                 request.failure, request.finish_reason = error, "error"
             self.release(request)
 
     def repair(self) -> None:
-        """Make everything agree with `running` again after a turn that broke off somewhere."""
+        """Make all state agree with `running` again after a turn that an exception ended."""
         self.running = [r for r in dict.fromkeys(self.running) if r.finish_reason is None and r.row is not None]
         self.admitted = [r for r in self.running if r in self.admitted]
         self.waiting = deque(r for r in self.waiting if r not in self.running)

@@ -1,6 +1,6 @@
-"""Turns: one thread at a time is at the engine, in order of arrival, and finishes what it is at before Ctrl-C counts.
+"""Turns: one thread at a time uses the engine, in order of arrival, and Ctrl-C waits for the end of its turn.
 
-Knows neither requests nor devices. What a turn that broke off has left behind is repaired before the next one begins.
+Knows neither requests nor devices. After a turn that an exception ended, the next one begins with a repair.
 """
 
 import signal
@@ -11,12 +11,12 @@ from types import FrameType, TracebackType
 
 
 class Turns:
-    """A lock to be used as `with turns:`; the thread that has the turn may take it again.
+    """A reentrant lock, used as `with turns:`.
 
-    A bare lock would starve others: a thread that steps in a loop takes it back before any other has woken up. So one
-    who waits for the turn holds the gate meanwhile, and whoever has just had the turn finds the gate shut.
+    A plain lock would starve others: a thread that steps in a loop takes it back before any other wakes up. So the
+    thread that waits for the turn holds a second lock, the gate, where a thread that has just had the turn must wait.
 
-    repair: called first in a turn if the last one was left by an exception.
+    repair: called first in a turn if the last one was ended by an exception.
     """
 
     def __init__(self, repair: Callable[[], None]):
@@ -59,19 +59,19 @@ class Turns:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread has the turn."""
+        """True if this thread has the turn."""
         return self._owner == threading.get_ident()
 
     @contextmanager
     def many(self) -> Iterator[None]:
-        """Around a loop that takes many turns: signal handlers are changed once, which costs more than a turn.
+        """Wrap a loop that takes many turns: signal handlers are changed only once, as a change costs more than a turn.
 
-        Ctrl-C still counts between two turns.
+        Ctrl-C still takes effect between two turns.
         """
         self._interrupts.hold()
         self._interrupts.install()
         try:
-            self._interrupts.let_go()  # of the first of the two; the handler stays
+            self._interrupts.let_go()  # undoes `hold`; the handler stays installed
             yield
         finally:
             self._interrupts.hold()
@@ -85,25 +85,25 @@ class Turns:
 
 
 class _Interrupts:
-    """Holds SIGINT back, in the main thread and where Python handles it: only that thread is ever interrupted by one.
+    """Delays SIGINT, in the main thread and where Python handles it: SIGINT only ever interrupts that thread.
 
-    A second SIGINT is not held back: what it is meant to break off may never end.
+    A second SIGINT is not delayed: the work it is meant to stop may never end.
     """
 
     def __init__(self) -> None:
-        self._before: Callable[[int, FrameType | None], object] | None = None  # whose place we are in
+        self._before: Callable[[int, FrameType | None], object] | None = None  # the handler that ours replaces
         self._num_installed = 0
         self._is_held = False
         self._came: tuple[int, FrameType | None] | None = None
 
     def hold(self) -> None:
-        """Hold back from here on; does nothing where nobody could be interrupted."""
+        """Delay SIGINT from here on; does nothing in a thread that it cannot interrupt."""
         if threading.current_thread() is threading.main_thread():
             self._is_held = True  # first, so that none comes between the next two lines
             self.install()
 
     def let_go(self) -> None:
-        """Hand over what has come meanwhile."""
+        """Stop delaying, and deliver a SIGINT that has arrived meanwhile."""
         if threading.current_thread() is threading.main_thread():
             before = self._before
             self.remove()
@@ -113,7 +113,7 @@ class _Interrupts:
                 before(*came)
 
     def install(self) -> None:
-        """Take the handler's place, once more; while held."""
+        """Replace the SIGINT handler by ours; calls are counted. To be called while held."""
         if threading.current_thread() is not threading.main_thread():
             return
         if self._num_installed == 0:
@@ -125,7 +125,7 @@ class _Interrupts:
         self._num_installed += 1
 
     def remove(self) -> None:
-        """Undo one `install`; while held."""
+        """Undo one `install`. To be called while held."""
         if threading.current_thread() is threading.main_thread() and self._num_installed:
             self._num_installed -= 1
             if self._num_installed == 0:

@@ -1,7 +1,7 @@
-"""How a batch samples: the law that parameters make of the target's logits, and counter-based random numbers.
+"""Sampling of a batch: from the target's logits to the law (probabilities), and counter-based random numbers.
 
-Pure tensor functions on CPU or CUDA; no value ever travels to the host. This file is the specification that the
-Triton kernels are compared with. It knows nothing about drafts, trees, rounds or requests.
+Pure tensor functions on CPU or CUDA, without host sync. This file is the specification that the Triton kernels are
+compared with. It knows nothing about drafts, trees, rounds or requests.
 """
 
 import math
@@ -23,18 +23,18 @@ _MIX_B = 0x94D049BB133111EB - (1 << 64)
 
 @dataclass(frozen=True, eq=False)
 class SamplingBatch:
-    """The parameters of a batch, one row a request."""
+    """Sampling parameters of a batch, one row per request."""
 
     temperature: Tensor  # [bs], float32; 0: greedy
     top_k: Tensor  # [bs], int64; 0: off
-    top_p: Tensor  # [bs], float64: 1 - top_p rounds to float32 once, as in HF, or a tie at the edge falls otherwise
+    top_p: Tensor  # [bs], float64: 1 - top_p rounds to float32 once, as in HF; else a tie at the edge may differ
     min_p: Tensor  # [bs], float32
     seeds: Tensor  # [bs], int64
-    has_filters: bool = True  # known on the host; False spares the sort over the vocabulary
+    has_filters: bool = True  # known on the host; False avoids the sort over the vocabulary
 
     @classmethod
     def stack(cls, params: Sequence[SamplingParams], device: torch.device | str) -> "SamplingBatch":
-        """Copies from the host, so it belongs to admitting requests, not to a round."""
+        """Stack `params`. This copies from the host, so it belongs in the admission of requests, not in a round."""
         return cls(
             temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
             top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
@@ -46,11 +46,11 @@ class SamplingBatch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All of it by name."""
+        """All tensors by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "has_filters"}
 
     def select(self, rows: Tensor | slice, has_filters: bool | None = None) -> "SamplingBatch":
-        """The requests `rows` ([n], int64), in that order; has_filters if the caller knows better for these rows."""
+        """Return requests `rows` ([n], int64), in that order; has_filters: if the caller knows it for these rows."""
         return SamplingBatch(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
@@ -62,13 +62,13 @@ class SamplingBatch:
 
 
 def process_logits(logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """The law each position is sampled from.
+    """Return the law that each position is sampled from.
 
     logits: [bs, n, V], any float dtype, from the target (or the draft, whose proposals may use the same rules).
     Returns [bs, n, V], float32. Temperature 0 gives the one-hot of the argmax; otherwise temperature, top-k, top-p,
-    min-p in this order, each filter seeing the law that the one before left, as in HF's `generate`; at least one
-    token is kept. -inf logits are forbidden tokens. A position holding NaN or +inf, or nothing but -inf, comes out
-    as NaN throughout, greedy or not, so that `specdec.functional.verify` can see it.
+    min-p are applied in this order, each filter to the law that the one before left, as in HF's `generate`; at least
+    one token is kept. -inf logits are forbidden tokens. A position that holds NaN or +inf, or only -inf, becomes all
+    NaN, greedy or not, so that `specdec.functional.verify` can detect it.
     """
     logits = logits.float()
     is_greedy = (sampling.temperature == 0)[:, None, None]
@@ -85,10 +85,10 @@ def process_logits(logits: Tensor, sampling: SamplingBatch) -> Tensor:
 
 
 def uniform(seeds: Tensor, counters: Tensor, streams: Tensor) -> Tensor:
-    """Random numbers as a function of (seed, counter, stream) alone: a request draws the same in any batch.
+    """Return random numbers that depend only on (seed, counter, stream): a request draws the same in any batch.
 
-    seeds, counters: [bs], int64; the counter must differ between the rounds of a request. streams: [n], int64; the
-    uses within a round (node 0, node 1, …, draft step 0, …), each under a number of its own.
+    seeds, counters: [bs], int64; the counter must differ between the rounds of a request. streams: [n], int64; one
+    number for each use within a round (node 0, node 1, …, draft step 0, …).
     Returns [bs, n], float64, in [0, 1), multiples of 2**-53.
     """
     state = _mix(seeds + _GAMMA)
@@ -99,7 +99,7 @@ def uniform(seeds: Tensor, counters: Tensor, streams: Tensor) -> Tensor:
 
 
 def sample(probs: Tensor, u: Tensor) -> Tensor:
-    """Inverse CDF in float64.
+    """Sample by inverse CDF in float64.
 
     probs: [..., V], non-negative; u is scaled by their total, so they need not sum to one. u: [...], in [0, 1].
     Returns [...], int64: always a token of positive probability, and 0 where there is none.
@@ -107,8 +107,8 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
     probs = probs.double()
     cdf = probs.cumsum(-1)
     tokens = torch.arange(probs.shape[-1], device=probs.device)
-    # A parallel scan may associate differently from one entry to the next, so that the CDF creeps up across entries of
-    # probability 0 and its end differs from the sum: ask for a positive entry, and fall back to the last of them.
+    # A parallel scan may add in a different order from one entry to the next, so that the CDF creeps up across entries
+    # of probability 0 and its end differs from the sum: require a positive entry, and fall back to the last of them.
     is_possible = probs > 0
     is_reached = is_possible & (cdf > (u.double() * cdf[..., -1])[..., None])
     first_reached = torch.where(is_reached, tokens, probs.shape[-1]).amin(-1)
@@ -117,7 +117,7 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def _drop_below_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """scaled: [bs, n, V], float32; top_k, top_p: [bs, 1, 1]. Returns scaled with the dropped tokens at -inf."""
+    """Return scaled [bs, n, V], float32, with the dropped tokens at -inf; top_k, top_p: [bs, 1, 1]."""
     vocab_size = scaled.shape[-1]
     ascending, order = scaled.sort(dim=-1, stable=True)
 
@@ -132,7 +132,7 @@ def _drop_below_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Ten
 
 
 def _drop_below_min_p(scaled: Tensor, min_p: Tensor) -> Tensor:
-    """scaled: [bs, n, V], float32; min_p: [bs, 1, 1]. The best token is never below min_p times itself."""
+    """Return scaled [bs, n, V], float32, with the dropped tokens at -inf; min_p: [bs, 1, 1]. Keeps the best token."""
     probs = scaled.softmax(-1)
     return scaled.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -math.inf)
 
@@ -145,5 +145,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, num_bits: int) -> Tensor:
-    """Logical shift: `>>` on int64 drags the sign in, the mask takes it out again."""
+    """Logical right shift: `>>` on int64 copies the sign bit in, the mask clears it again."""
     return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)

@@ -1,6 +1,6 @@
 """Synthetic acceptance: rounds accept as many drafts as given rates say, so that untrained heads can be timed.
 
-The text means nothing then. All other work of a round is done as ever, the real verdict included.
+The text is meaningless then. All other work of a round is done as usual, the real verdict included.
 """
 
 import torch
@@ -10,11 +10,11 @@ from specdec.functional.verify import Verdict
 
 
 def impose_acceptance(verdict: Verdict, tree: Tree, rates: torch.Tensor, u: torch.Tensor) -> Verdict:
-    """`verdict` with another path: the root and the tree's last nodes, the j-th of them kept with chance rates[j-1].
+    """Return `verdict` with another path: the root and the tree's last nodes, the j-th kept with chance rates[j-1].
 
     rates: [S], float64, a_1 >= a_2 >= ...: the share of rounds in which position j is accepted. u: [bs], float64, in
-    [0, 1), one draw a round. In a tree those nodes are not one another's children, but their K/V is moved as a real
-    path's is. The bonus is the verdict's own. Fixed shapes, no host reads.
+    [0, 1), one draw per round. In a tree those nodes are not each other's children, but their K/V is moved like that of
+    a real path. The bonus is the verdict's own. Fixed shapes, no host reads.
     """
     width = verdict.tokens.shape[1]
     columns = torch.arange(width, device=u.device)

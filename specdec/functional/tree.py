@@ -1,4 +1,4 @@
-"""The draft tree: which tokens a round proposes, and who is whose child.
+"""The draft tree: the tokens that a round proposes, and their parents.
 
 Pure tensor functions on CPU or CUDA with shapes that depend on the configuration alone; the specification that the
 Triton kernels are compared with. It knows nothing about models, caches or acceptance.
@@ -26,7 +26,7 @@ class Tree(NamedTuple):
 
 
 def chain(root: Tensor, drafts: Tensor) -> Tree:
-    """The tree of topk = 1: every node is the child of the one before.
+    """Return the tree of topk = 1: every node is the child of the one before.
 
     root: [bs], int64, last emitted token. drafts: [bs, S], int64, from the draft, in order. Returns a tree, D = S + 1.
     """
@@ -43,16 +43,16 @@ def chain(root: Tensor, drafts: Tensor) -> Tree:
 
 
 def best_token(logits: Tensor, names: Tensor | None) -> Tensor:
-    """The best token of each row, the lower among equals: logits [n, V], float, to [n], int64.
+    """Return the best token of each row, the lower among equals: logits [n, V], float, to [n], int64.
 
-    names: [V], int64, what the tokens are called (a draft's hot vocabulary); None: their indices.
+    names: [V], int64, the token id of each index (a draft's hot vocabulary); None: the index itself.
     """
     best = logits.argmax(-1)
     return best if names is None else names[best]
 
 
 def top_tokens(logits: Tensor, topk: int, names: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The best `topk` tokens of each row: log-probabilities [n, topk], float32, best first, and names, int64.
+    """Return the best `topk` tokens of each row: log-probabilities [n, topk], float32, best first, and names, int64.
 
     logits: [n, V], float; names: as in `best_token`. A row that holds NaN or +inf gives NaN and distinct tokens.
     """
@@ -61,7 +61,7 @@ def top_tokens(logits: Tensor, topk: int, names: Tensor | None) -> tuple[Tensor,
 
 
 def expand(log_probs: Tensor, parent_scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """One step of EAGLE-2's growth: score the children, keep the best for the next draft forward.
+    """Do one step of EAGLE-2's growth: score the children, keep the best for the next draft forward.
 
     log_probs: [bs, K, C], float, from the draft: row k holds the log-probabilities of the C children of parent k.
     parent_scores: [bs, K], float, cumulative log-probabilities of the parents.
@@ -115,15 +115,15 @@ def build(
 
 
 def ancestor_mask(bits: Tensor, num_nodes: int) -> Tensor:
-    """bits: [bs, q], int64. Returns [bs, q, num_nodes], bool: query q sees node j."""
+    """Return the mask [bs, q, num_nodes], bool, of ancestor bits [bs, q], int64: query q sees node j."""
     return (bits[..., None] >> torch.arange(num_nodes, device=bits.device)) & 1 != 0
 
 
 def ancestor_bits(parents: Tensor, num_steps: int) -> Tensor:
-    """parents: [bs, D], int64, node numbers, none deeper than num_steps. Returns `Tree.ancestor_bits` [bs, D]."""
+    """Return `Tree.ancestor_bits` [bs, D] from parents [bs, D], int64, node numbers, none deeper than num_steps."""
     bits = (1 << torch.arange(parents.shape[1], device=parents.device)).expand_as(parents)
     jump = parents
-    # Pointer jumping: after n turns a node knows the 2**n nodes nearest on its path; the longest has num_steps + 1.
+    # Pointer jumping: after n turns a node knows the 2**n nearest nodes of its path; the longest has num_steps + 1.
     # The root jumps to itself, so that short paths end there.
     for _ in range(num_steps.bit_length()):
         bits = bits | bits.gather(1, jump)
@@ -132,7 +132,7 @@ def ancestor_bits(parents: Tensor, num_steps: int) -> Tensor:
 
 
 def _best(scores: Tensor, num: int) -> Tensor:
-    """The columns of the best `num` scores, best first, the earlier first among equals. [bs, num], int64."""
+    """Return the columns of the best `num` scores, best first, the earlier first among equals: [bs, num], int64."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :num]
 
 
@@ -141,5 +141,5 @@ def _nan_to_minus_inf(scores: Tensor) -> Tensor:
 
 
 def _prepend(columns: Tensor, first: Tensor) -> Tensor:
-    """columns: [bs, n]; first: [bs]. Returns [bs, n + 1]."""
+    """Put first [bs] before columns [bs, n]: [bs, n + 1]."""
     return torch.cat([first[:, None], columns], dim=1)

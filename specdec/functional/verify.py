@@ -1,7 +1,7 @@
-"""Which drafts the target accepts, and the bonus token that follows them: the part that makes speculation lossless.
+"""Verification: the drafts that the target accepts and the bonus token; this part makes speculation lossless.
 
 Pure tensor functions on CPU or CUDA: no host sync, loops over depth or nodes only; the specification that the Triton
-kernels are compared with. It knows nothing about drafts' models, caches or requests.
+kernels are compared with. It knows nothing about draft models, caches or requests.
 """
 
 from typing import NamedTuple
@@ -14,12 +14,12 @@ from specdec.functional.tree import Tree
 
 
 class Verdict(NamedTuple):
-    """What a round emits. Columns past `accept_lens` hold -1."""
+    """Tokens that a round emits, and their path. Columns past `accept_lens` hold -1."""
 
     accept_index: Tensor  # [bs, S+1], int64; the accepted node of each depth, column 0 is the root
     accept_lens: Tensor  # [bs], int64, 1..S+1: tokens emitted, bonus included (0 only after `trim`)
     tokens: Tensor  # [bs, S+1], int64; the accepted drafts, then the bonus token
-    invalid: Tensor  # [bs], bool; the target was not finite at a node of the path: one token, 0, which means nothing
+    invalid: Tensor  # [bs], bool; the target was not finite at a node of the path: one meaningless token, 0
 
 
 def verify_greedy(logits: Tensor, tree: Tree, num_steps: int) -> Verdict:
@@ -43,7 +43,7 @@ def verify_greedy(logits: Tensor, tree: Tree, num_steps: int) -> Verdict:
 
 
 def verify_tree(probs: Tensor, tree: Tree, num_steps: int, uniforms: Tensor) -> Verdict:
-    """Sample from the target, walking down the tree; the proposals are point masses (they were not drawn).
+    """Sample from the target while walking down the tree; the proposals are point masses (they were not drawn).
 
     At a node with children x1, x2, …, x1 is accepted with p(x1), x2 with p(x2) / (1 - p(x1)), and so on; if all are
     rejected, the bonus token comes from p without them. So the emitted token has law p, whatever the children are.
@@ -52,15 +52,15 @@ def verify_tree(probs: Tensor, tree: Tree, num_steps: int, uniforms: Tensor) -> 
     greedy walk exactly. uniforms: [bs, D], float64, in [0, 1): column i tests node i, column 0 draws the bonus.
     """
     bs, num_nodes, vocab_size = probs.shape
-    mass = probs.sum(-1, dtype=torch.float64)  # [bs, D]; stands where the formulas have 1
+    mass = probs.sum(-1, dtype=torch.float64)  # [bs, D]; takes the place of 1 in the formulas
     prob_at_parent = probs.flatten(1).gather(1, tree.parents * vocab_size + tree.tokens).double()  # [bs, D]
 
     columns = torch.arange(num_steps + 1, device=probs.device)
     current = torch.zeros_like(tree.tokens[:, 0])
-    residual = mass[:, 0]  # [bs]; mass at `current` that rejections have left
+    residual = mass[:, 0]  # [bs]; mass at `current` left after rejections
     accept_lens = torch.ones_like(current)
     accept_index = torch.where(columns == 0, 0, -1).expand(bs, -1)
-    # One pass: parents precede children, and what is a child of `current` when its turn comes is tried in order.
+    # Parents precede children, so one pass tries, in order, every node whose parent is `current` when it is reached.
     for node in range(1, num_nodes):
         prob = prob_at_parent[:, node]
         is_child = tree.parents[:, node] == current
@@ -91,7 +91,7 @@ def verify_chain(probs: Tensor, draft_probs: Tensor, tree: Tree, uniforms: Tenso
     exact. Where q is not finite its draft is rejected and the token drawn from p: a broken draft costs speed only.
     """
     drafts = tree.tokens[:, 1:, None]
-    # A law of zeros behind the last draft: there nothing was proposed, and (p - 0)+ is the bonus token's p.
+    # A law of zeros after the last draft: nothing was proposed there, and (p - 0)+ is the bonus token's p.
     draft_probs = torch.nn.functional.pad(draft_probs, (0, 0, 0, 1))
     mass, draft_mass = probs.sum(-1, dtype=torch.float64), draft_probs.sum(-1, dtype=torch.float64)  # [bs, S+1]
     is_proposal = _is_law(draft_mass)
@@ -110,14 +110,14 @@ def verify_chain(probs: Tensor, draft_probs: Tensor, tree: Tree, uniforms: Tenso
 
 
 def trim(verdict: Verdict, stop_ids: Tensor, remaining: Tensor) -> tuple[Verdict, Tensor]:
-    """Cut after the first stop token (it is emitted) and at the tokens a request may still emit.
+    """Cut after the first stop token (which is emitted) and at the number of tokens a request may still emit.
 
     stop_ids: [n_stop] or [bs, n_stop], int64, -1 is padding. remaining: [bs], int64; at most 0 emits nothing.
     Returns the shortened verdict and finished [bs], bool: a stop token came, `remaining` is used up, or the row is
     invalid.
     """
     columns = torch.arange(verdict.tokens.shape[1], device=verdict.tokens.device)
-    # The paddings of both equal each other, but only past accept_lens, where a stop changes nothing.
+    # The padding of tokens equals that of stop_ids, but only past accept_lens, where a stop changes nothing.
     is_stop = (verdict.tokens[..., None] == (stop_ids if stop_ids.dim() == 1 else stop_ids[:, None])).any(-1)
     num_until_stop = torch.where(is_stop, columns + 1, columns.numel() + 1).amin(1)
 
@@ -133,9 +133,10 @@ def trim(verdict: Verdict, stop_ids: Tensor, remaining: Tensor) -> tuple[Verdict
 
 
 def _verdict(accept_index: Tensor, bonus: Tensor, tree: Tree, is_usable: Tensor) -> Verdict:
-    """accept_index: [bs, S+1], int64, -1 past the path; bonus: [bs], int64; is_usable: [bs, D], bool, by node.
+    """Assemble the verdict of a path; an invalid row is cut down to the root, token 0.
 
-    The nodes of the path are the ones whose law was consulted. An invalid row is cut down to the root, token 0.
+    accept_index: [bs, S+1], int64, -1 past the path; bonus: [bs], int64; is_usable: [bs, D], bool, by node.
+    The nodes of the path are the ones whose law was used.
     """
     is_on_path = accept_index >= 0
     invalid = (is_on_path & ~is_usable.gather(1, accept_index.clamp(min=0))).any(1)
@@ -152,20 +153,20 @@ def _verdict(accept_index: Tensor, bonus: Tensor, tree: Tree, is_usable: Tensor)
 
 
 def _sample_residual(residual: Tensor, law: Tensor, u: Tensor) -> Tensor:
-    """residual, law: [bs, V]; u: [bs]. Returns [bs], int64.
+    """Sample from the residual, or from the law if that has no mass. residual, law: [bs, V]; u: [bs]; [bs], int64.
 
-    A residual without mass means a rejection that has probability 0 and came from rounding: any token of the law will
-    do, and one drawn from it is possible at least.
+    A residual without mass means a rejection that has probability 0 and came from rounding: any token of the law is
+    acceptable, and one drawn from it has at least a positive probability.
     """
     has_mass = (residual > 0).any(-1, keepdim=True)
     return sample(torch.where(has_mass, residual, law), u)
 
 
 def _is_law(mass: Tensor) -> Tensor:
-    """mass: the total of non-negative numbers, finite exactly when all of them are. Returns bool of its shape."""
+    """Return whether `mass`, a total of non-negative numbers, is finite, exactly when all of them are, and positive."""
     return mass.isfinite() & (mass > 0)
 
 
 def _row(values: Tensor, index: Tensor) -> Tensor:
-    """values: [bs, n, ...]; index: [bs], int64. Returns values[b, index[b]]: [bs, ...]."""
+    """Return values[b, index[b]], [bs, ...]; values: [bs, n, ...]; index: [bs], int64."""
     return values[torch.arange(values.shape[0], device=values.device), index]

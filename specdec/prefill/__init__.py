@@ -1,1 +1,1 @@
-"""Prompts into the caches of target and draft: the program and its graphs."""
+"""Prefill of prompts into the KV caches of target and draft: the program and its graphs."""

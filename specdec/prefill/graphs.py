@@ -1,4 +1,4 @@
-"""Prefills through graph runners: captured in segments around attention, in buckets of tokens, behind the guard.
+"""Prefill graphs: layers captured in segments around attention, in buckets of tokens, behind the guard.
 
 Head, sampling and attention itself run on the live batch, so a graph serves any number of requests.
 """
@@ -32,16 +32,16 @@ from specdec.targets.hf import HFTarget
 from specdec.targets.probe import ModelSpec
 
 LOWER = "max_prefill_tokens, shorten prefill_buckets, or pass prefill_graph='off'"
-# For `estimate_prefill_bytes`; set so that it comes near what bench/prefill.py measures on an H200.
+# For `estimate_prefill_bytes`; set so that the estimate is close to what bench/prefill.py measures on an H200.
 NODE_BYTES, NODES_A_LAYER = 5 << 10, 40
 LIVE_ROWS = 12  # hidden-sized activations of a token that live at once
-BUSY = 1.3  # the device is the slower one where a forward takes this many times as long as launching it
+BUSY = 1.3  # the device counts as the slower one if a forward takes this many times as long as launching it
 
 
 class PrefillGraphs:
     """Owns the prefill runners of one engine and their graphs.
 
-    placement: positions and slots [largest] int64 that graphs read; a batch that is built there is not copied.
+    placement: positions and slots [largest] int64 that graphs read; metadata that is built there is not copied.
     """
 
     def __init__(self, parts: Parts, pool: GraphPool | None, mode: str):
@@ -70,7 +70,7 @@ class PrefillGraphs:
             shared={} if breakable is None else shared,
         )
         self.target_runner = _runner("target_prefill", self.programs.target, None, setup)
-        self.draft_runners = [  # one a module
+        self.draft_runners = [  # one per module
             _runner(f"draft_prefill_{module}", program, self.programs.states, setup)
             if module
             else _runner("draft_prefill", program, self.programs.features, setup)
@@ -79,14 +79,14 @@ class PrefillGraphs:
         with torch.inference_mode():
             self._plan_warm_ups()
             build(self.runners, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=config.strict)
-            if slot_table.is_cuda and not config.strict:  # which pads rather than run eagerly
+            if slot_table.is_cuda and not config.strict:  # strict pads rather than run eagerly
                 with parts.counters.recording():
                     self.target_runner.busy_from = self._find_busy()
 
     def target(self, metadata: AttentionMetadata, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The target's layers over a packed batch, ids [T] int64: last hidden states [T, h], aux or None.
+        """Run the target's layers over a packed batch, ids [T] int64; return last hidden states [T, h], aux or None.
 
-        Good until the next call.
+        Valid until the next call.
         """
         if self._is_debug:
             self.check_addresses()
@@ -97,9 +97,9 @@ class PrefillGraphs:
     def draft(
         self, metadata: AttentionMetadata, ids: torch.Tensor, features: torch.Tensor | None, module: int = 0
     ) -> torch.Tensor:
-        """The draft's layers, or those of one of its MTP modules, over a packed batch: states [T, h_d].
+        """Run the draft's layers, or those of one of its MTP modules, over a packed batch; return states [T, h_d].
 
-        features: what `DraftWorker.prefill_layers` takes. Good until the next call.
+        features: as for `DraftWorker.prefill_layers`. Valid until the next call.
         """
         assert self.draft_runners, "this draft has no layers"
         inputs = {**_inputs(metadata, ids), **({} if features is None else {"features": features})}
@@ -108,36 +108,36 @@ class PrefillGraphs:
 
     @property
     def runners(self) -> list[GraphRunner]:
-        """Those there are."""
+        """Graph runners of the target and of the draft."""
         return [r.runner for r in (self.target_runner, *self.draft_runners)]
 
     def check_addresses(self) -> None:
-        """GraphError if a tensor that the graphs read has been replaced or moved."""
+        """Raise GraphError if a tensor that the graphs read has been replaced or moved."""
         for runner in self.runners:
             runner.check_addresses()
 
     @property
     def costs(self) -> list[GraphCost]:
-        """What every graph took to make, in the order of capture."""
+        """Time and memory that each graph took to capture, runner by runner in the order of capture."""
         return [cost for runner in self.runners for cost in runner.costs]
 
     def _plan_warm_ups(self) -> None:
-        """Warm-ups attend a few tokens of the dummy row at every break, so that kernels are compiled."""
+        """Plan a few tokens of the dummy row, which warm-ups attend at every break, so that kernels are compiled."""
         buckets = self.target_runner.runner.buckets
         for program in (self.programs.target, *self.programs.draft[:1]) if buckets else ():
             program.plan(buckets[0], self._dummy_batch(program.context, buckets[0]))
 
     def _dummy_batch(self, context: ForwardContext, num_tokens: int) -> AttentionMetadata:
-        """A prefill of `num_tokens` tokens, all of which lie in slot 0."""
+        """Return the metadata of a prefill of `num_tokens` tokens, all of them in slot 0."""
         width = self._slot_table.shape[1]
         lens = [width] * (num_tokens // width) + [num_tokens % width] * (num_tokens % width > 0)
         rows = torch.full((len(lens),), self._dummy_row, device=self._slot_table.device)
         return context.backend.metadata.prefill(self._slot_table, rows, [0] * len(lens), lens)
 
     def _find_busy(self) -> int | None:
-        """The smallest captured size from which on running the layers takes clearly longer than launching them.
+        """Return the smallest captured size from which running the layers takes clearly longer than launching them.
 
-        It grows with the size, so a bisection finds it.
+        Their ratio grows with the size, so a bisection finds it.
         """
         sizes = sorted(key.size for key in self.target_runner.runner.captured)
         low, high = 0, len(sizes)
@@ -159,7 +159,7 @@ class PrefillGraphs:
             try:
                 target.run("", **_inputs(metadata, ids), metadata=metadata)
             except RuntimeError as error:
-                if is_out_of_memory(error):  # an eager run has no room beside the graphs: they will do
+                if is_out_of_memory(error):  # no memory for an eager run beside the graphs: use those
                     return False
                 raise
             launched = time.perf_counter() - start
@@ -169,7 +169,7 @@ class PrefillGraphs:
 
 
 def _runner(name: str, program: PrefillProgram, features: torch.Tensor | None, setup: Setup) -> PrefillRunner:
-    """The runner of `program`, which reads `features` [largest, width] where that has any width."""
+    """Return the runner of `program`, which reads `features` [largest, width] if that has any width."""
     specs = [BufferSpec(what, lambda n: (n,), torch.int64, pad=0) for what in ("ids", "positions", "slots")]
     if features is not None and features.shape[1]:
         width, dtype = features.shape[1], features.dtype
@@ -185,7 +185,7 @@ def _inputs(metadata: AttentionMetadata, ids: torch.Tensor) -> dict[str, torch.T
 def estimate_prefill_bytes(
     config: EngineConfig, spec: ModelSpec, num_aux: int, itemsize: int, draft_layers: int = 1
 ) -> int:
-    """Device bytes that prefill graphs of `config` will take, roughly: static rows, scratch of the largest, nodes."""
+    """Estimate the device bytes of the prefill graphs of `config`: static rows, scratch of the largest, nodes."""
     buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
     attention = max(s.num_heads * (s.qk_dim + s.v_dim) for s in spec.layers)
     num_rows = 2 + 2 * num_aux + (draft_layers > 1)  # the target's, and what a draft of its width has
@@ -196,7 +196,7 @@ def estimate_prefill_bytes(
 
 
 def resolve_prefill_mode(config: EngineConfig, target: HFTarget, draft_syncs: bool = False) -> str:
-    """What `prefill_graph` comes to: "piecewise", "breakable" or "off". draft_syncs: see `why_off`."""
+    """Resolve `prefill_graph` to "piecewise", "breakable" or "off". draft_syncs: see `why_off`."""
     if config.prefill_graph != "auto":
         return config.prefill_graph
     if why_off(config, target, draft_syncs):
@@ -205,7 +205,7 @@ def resolve_prefill_mode(config: EngineConfig, target: HFTarget, draft_syncs: bo
 
 
 def why_off(config: EngineConfig, target: HFTarget, draft_syncs: bool = False) -> str:
-    """Why "auto" captures no prefills; empty if it does. draft_syncs: `DraftWorker.prefill_syncs`."""
+    """Return why "auto" captures no prefills; empty if it does. draft_syncs: `DraftWorker.prefill_syncs`."""
     if target.device.type != "cuda" or config.cuda_graph is False or config.prefill_graph == "off":
         return "graphs are off"
     if draft_syncs:

@@ -1,6 +1,6 @@
-"""A prefill as device work: the layers of one model over packed prompts, run live or captured.
+"""The device work of a prefill: the layers of one model over packed prompts, run live or captured.
 
-What is captured breaks at attention, and leaves its results in static rows that graphs of all sizes share.
+A captured forward breaks at attention, and writes its results to static rows that graphs of all sizes share.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,8 +23,8 @@ Layers = Callable[[ForwardMode, torch.Tensor, torch.Tensor, torch.Tensor | None]
 class PrefillProgram:
     """The prefill of one model, or of one MTP module.
 
-    results: static rows [largest, ...] where captured layers leave theirs. `run` and `capture` take the inputs of a
-    graph runner, features being what a draft reads beside ids.
+    results: static rows [largest, ...] to which captured layers write their results. `run` and `capture` take the
+    inputs of a graph runner; features: what a draft reads besides ids.
     """
 
     layers: Layers
@@ -42,7 +42,7 @@ class PrefillProgram:
         *,
         metadata: AttentionMetadata,
     ) -> Results:
-        """A live forward of the batch that `metadata` describes."""
+        """Run a live forward of the batch that `metadata` describes."""
         with forward_context(self.context, metadata):
             return self.layers(metadata.mode, ids, positions, features)
 
@@ -54,22 +54,23 @@ class PrefillProgram:
         slots: torch.Tensor,
         features: torch.Tensor | None = None,
     ) -> Results:
-        """A forward to be captured; a replay attends in the batch that was planned last."""
+        """Run a forward to be captured; a replay attends in the batch that was planned last."""
         with self.bridge.capturing(slots):
             results = self.layers(ForwardMode.EXTEND, ids, positions, features)
         pairs = zip(self.results, results, strict=True)
         return tuple(None if own is None else rows[: ids.shape[0]].copy_(own) for rows, own in pairs)
 
     def plan(self, size: int, metadata: AttentionMetadata) -> None:
-        """What the breaks of a replay of `size` tokens need: the live batch planned."""
+        """Plan the live batch, as the breaks of a replay of `size` tokens need."""
         self.bridge.plan(metadata, size)
 
 
 class Programs:
     """The prefill programs of an engine: its target's, and one for each module of its draft, if that has layers.
 
-    largest: tokens of the largest graph, 0 if there are none; interrupt: see `AttentionBridge`. features: rows where
-    drafts find the target's hidden states; states: where MTP modules after the first find those of the one before.
+    largest: tokens of the largest graph, 0 if there are none; interrupt: see `AttentionBridge`. features: rows from
+    which drafts read the target's hidden states; states: rows from which MTP modules after the first read the states of
+    the module before.
     """
 
     def __init__(self, parts: Parts, largest: int, interrupt: Callable[[Callable[[], None]], None]):
@@ -91,12 +92,12 @@ class Programs:
         self.draft: list[PrefillProgram] = []
         if worker.context is not None:
             own = AttentionBridge(worker.context, largest, draft_dtype, device, interrupt)
-            states = (rows(worker.hidden_size, draft_dtype),)  # of all modules: no two of them run at once
+            states = (rows(worker.hidden_size, draft_dtype),)  # shared by all modules: no two of them run at once
             layers = [partial(_draft_layers, worker, module) for module in range(worker.num_modules)]
             self.draft = [PrefillProgram(module, worker.context, own, states) for module in layers]
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """By name, what graphs read besides their inputs; it stays where it is."""
+        """Return the tensors that graphs read besides their inputs, by name; their addresses do not change."""
         model, context, worker = self._parts.target.model, self._parts.context, self._parts.worker
         found: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         found |= {**context.tensors("target"), **self.target.bridge.tensors}

@@ -1,6 +1,6 @@
-"""Rounds through graph runners: the whole round as one graph, or draft, target verify and draft extend apart.
+"""Round graphs: the whole round as one graph, or draft, target verify and draft extend as separate graphs.
 
-Apart they cost two more launches and copies of what they hand on; that is for backends which plan on the host.
+Separate graphs cost two more launches and copies of their outputs; they are for backends that plan on the host.
 """
 
 import warnings
@@ -24,11 +24,11 @@ from specdec.round.program import LAW_BYTES, Round
 
 LOWER = "max_batch, graph_batches or num_draft_tokens, leave kinds out of graph_sampling, or pass cuda_graph=False"
 Runners = list[tuple[str, Callable[..., Any], list[BufferSpec]]]  # name, body, inputs
-# For `estimate_bytes`; set so that it comes near what bench/rounds.py measures on an H200 (Llama and SmolLM2 shapes).
+# For `estimate_bytes`; set so that it is close to what bench/rounds.py measures on an H200 (Llama and SmolLM2 shapes).
 NODE_BYTES = 5 << 10  # of a kernel in an instantiated graph
 NODES_A_LAYER, NODES_A_STEP, NODES_A_ROUND = 24, 60, 200
 LIVE_ROWS = 24  # hidden-sized activations of a token that live at once
-LIVE_LAWS = 11  # copies of the probabilities in hand that sampling makes
+LIVE_LAWS = 11  # copies of the probabilities that live at once in sampling
 
 
 class RoundGraphs:
@@ -85,52 +85,52 @@ class RoundGraphs:
         ]
 
     def play(self, kind: SamplingKind, rows: torch.Tensor, max_prefix: int) -> torch.Tensor:
-        """A round of `rows`; see `Round.play`. The results are good until the next call."""
+        """Run a round of `rows`; see `Round.play`. The results are valid until the next call."""
         if self._is_debug:
             self.check_addresses()
         kind, hints = self._served_as(kind), {"max_prefix": max_prefix}
         if not self._is_apart:
             return self.runners[self._name](kind, {"rows": rows}, **hints)
-        # Buffers are called what the fields of Tree and Verdict are.
+        # Buffers have the names of the fields of Tree and Verdict.
         draft: Draft = self.runners["draft"](kind, {"rows": rows}, **hints)
         inputs = {"rows": rows, **draft.tree._asdict(), "probs": draft.probs}
         verdict, aux = self.runners["target_verify"](kind, inputs, **hints)
         return self.runners["draft_extend"](kind, {"rows": rows, **verdict._asdict(), "aux": aux}, **hints)
 
     def first_tokens(self, kind: SamplingKind, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The tokens after prompts, from the target's last hidden states [n, h] of `rows`; see `Round.first_tokens`."""
+        """Sample the tokens after prompts from the target's last hidden states [n, h]; see `Round.first_tokens`."""
         if self._is_debug:
             self.check_addresses()
         return self.runners["first_token"](self._served_as(kind), {"rows": rows, "hidden": hidden})
 
     def begin(self, rows: torch.Tensor, states: torch.Tensor | None, max_prefix: int) -> None:
-        """See `Round.begin`."""
+        """Run `Round.begin` for `rows`."""
         inputs = {"rows": rows} if states is None else {"rows": rows, "states": states}
         self.runners["draft_begin"](self._config.graph_sampling[0], inputs, max_prefix=max_prefix)
 
     def _served_as(self, kind: SamplingKind) -> SamplingKind:
-        """The least kind that was captured and serves `kind`; without graphs, `kind` itself."""
+        """Return the least kind that was captured and serves `kind`; if there is none, `kind` itself."""
         captured = [SamplingKind(k) for k in self._config.graph_sampling if not self.capture.refusal]
         return next((k for k in captured if k.serves(kind)), kind)
 
     def check_addresses(self) -> None:
-        """GraphError if a tensor that the graphs read has been replaced or moved."""
+        """Raise GraphError if a tensor that the graphs read has been replaced or moved."""
         for runner in self.runners.values():
             runner.check_addresses()
 
     @property
     def costs(self) -> list[GraphCost]:
-        """What every graph took to make, in the order of capture."""
+        """Time and memory that each graph took to capture, runner by runner in the order of capture."""
         return [cost for runner in self.runners.values() for cost in runner.costs]
 
     def _state_specs(self) -> list[BufferSpec]:
-        """The states that the draft's prefill hands to its begin, if it has any."""
+        """Return the spec of the states that the draft's prefill passes to its begin, if it has any."""
         worker = self._program.worker
         dtype, width = worker.dtype or self._program.target.dtype, worker.hidden_size
         return [BufferSpec("states", lambda n: (n, width), dtype, pad=0.0)] if width else []
 
     def _tree_specs(self) -> Iterator[BufferSpec]:
-        """What draft hands to verify. The pad is a tree of roots, each seeing itself."""
+        """Yield the specs of what draft passes to verify. The pad is a tree of roots that see node 0 only."""
         num_nodes = self._config.verify_width
         for name in Tree._fields:
             pad = 1 if name == "ancestor_bits" else 0
@@ -141,7 +141,7 @@ class RoundGraphs:
             yield BufferSpec("probs", lambda n: (n, *law), torch.float32, pad=0.0, variants=sampled)
 
     def _verdict_specs(self) -> Iterator[BufferSpec]:
-        """What verify hands to extend. The pad is a request that emits nothing."""
+        """Yield the specs of what verify passes to extend. The pad is a request that emits nothing."""
         width = min(self._config.num_steps + 1, self._config.verify_width)
         yield BufferSpec("accept_index", lambda n: (n, width), torch.int64, pad=-1)
         yield BufferSpec("accept_lens", lambda n: (n,), torch.int64, pad=0)
@@ -154,7 +154,7 @@ class RoundGraphs:
 
 
 def draft_part(program: Round, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> Draft:
-    """Round.play up to what is verified."""
+    """Run the draft part of Round.play."""
     return program.worker.draft(program.batch(kind, rows, max_prefix))
 
 
@@ -166,7 +166,7 @@ def verify_part(
     max_prefix: int | None = None,
     **tree: torch.Tensor,
 ) -> tuple[Verdict, torch.Tensor | None]:
-    """Round.play from the draft (fields of Tree, and the laws its chains were drawn from) to what is emitted."""
+    """Run Round.play from the draft (fields of Tree, and the laws its chains were drawn from) to the verdict."""
     batch = program.batch(kind, rows, max_prefix)
     draft = Draft(Tree(**tree), probs)
     logits, aux = program.verify(batch, draft.tree)
@@ -181,12 +181,12 @@ def extend_part(
     max_prefix: int | None = None,
     **verdict: torch.Tensor,
 ) -> torch.Tensor:
-    """Round.play from the verdict (its fields) and the target's features to the results."""
+    """Run Round.play from the verdict (its fields) and the target's features to the results."""
     return program.extend(program.batch(kind, rows, max_prefix), Verdict(**verdict), aux)
 
 
 def first_token_part(program: Round, kind: str, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """The head over the last rows of prompts, and Round.first_tokens."""
+    """Run the head over the last rows of prompts, then Round.first_tokens."""
     return program.first_tokens(kind, rows, program.target.head(hidden))
 
 
@@ -197,14 +197,14 @@ def begin_part(
     states: torch.Tensor | None = None,
     max_prefix: int | None = None,
 ) -> torch.Tensor:
-    """Round.begin, whatever the kind."""
+    """Run Round.begin, which is the same for every kind."""
     return program.begin(rows, states, max_prefix)
 
 
 def estimate_bytes(
     config: EngineConfig, hidden_size: int, vocab_size: int, num_layers: int, itemsize: int, draft_layers: int = 1
 ) -> int:
-    """Device bytes that the graphs of `config` will take, roughly: scratch of the largest, and the nodes of all."""
+    """Estimate the device bytes of the graphs of `config`: scratch of the largest, and the nodes of all."""
     num_reqs, *_smaller = reversed(batch_buckets(config.max_batch, config.graph_batches))
     tokens = num_reqs * config.verify_width
     logits_bytes = tokens * vocab_size * itemsize
