@@ -81,7 +81,7 @@ def attach(model: Any, head: Any, args: argparse.Namespace, mode: str, attempt: 
         "graph_mib": round(sum(g.num_bytes for g in own) / 2**20),
         "estimated_mib": round(estimate(engine) / 2**20) if own else 0,
         "attach_mib": round((before - torch.cuda.mem_get_info()[0]) / 2**20),
-        "busy_from": engine._core.prefill.target_runner.busy_from,
+        "device_bound_from": engine._core.prefill.target_runner.device_bound_from,
     }
     return engine, row
 

@@ -81,7 +81,7 @@ def calls(ops: RoundOps, shape: str, batch: int) -> dict[str, Callable[[], Any]]
     commit, features = ops.committer(pool), random(batch, width, 3 * hidden).bfloat16()
     rows, stop_ids = torch.arange(batch, device=DEVICE), torch.full((batch, 16), -1, device=DEVICE)
     remaining, roots = torch.full((batch,), 1 << 40, device=DEVICE), ids(vocab, batch)
-    verdict, grown = ops.verify_greedy(probs, tree, num_steps), lens.clone()
+    verified, grown = ops.verify_greedy(probs, tree, num_steps), lens.clone()
     history = torch.zeros(batch + 1, 200, dtype=torch.int32, device=DEVICE)
     num_hot = HOT[shape]
     names = torch.randperm(vocab, device=DEVICE, generator=generator)[:num_hot]
@@ -101,8 +101,8 @@ def calls(ops: RoundOps, shape: str, batch: int) -> dict[str, Callable[[], Any]]
         "sample": lambda: ops.sample(probs[:, 0], uniforms[:, 0].contiguous()),
         "gather_rows": lambda: ops.gather_rows(features, path),
         "commit": lambda: commit(table, rows, lens, path),
-        "settle": lambda: ops.settle(verdict, rows, stop_ids, remaining),
-        "emit": lambda: ops.emit(verdict, rows, grown, roots, remaining, history, True),
+        "trim": lambda: ops.trim(verified, rows, stop_ids, remaining),
+        "emit": lambda: ops.emit(verified, rows, grown, roots, remaining, history, True),
     }
 
 

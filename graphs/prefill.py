@@ -34,15 +34,15 @@ def check_mode(mode: ForwardMode) -> Decision:
     return Decision(False, f"a {mode.name} batch is not a prefill")
 
 
-def check_padding(num_tokens: int, size: int, busy_from: int | None = None) -> Decision:
+def check_padding(num_tokens: int, size: int, device_bound_from: int | None = None) -> Decision:
     """Decide whether `num_tokens` may replay a graph of `size`.
 
-    busy_from: number of tokens from which the device is busy longer than launching takes, so that padding costs time;
+    device_bound_from: number of tokens from which the device takes longer than launching, so that padding costs time;
     None: never.
     """
     if size > MAX_PADDING * num_tokens:
         return Decision(False, f"the smallest graph pads more than {MAX_PADDING:g}x")
-    is_busy = busy_from is not None and num_tokens >= busy_from
+    is_busy = device_bound_from is not None and num_tokens >= device_bound_from
     if is_busy and size > MAX_BUSY_PADDING * num_tokens:
         return Decision(False, "launches are hidden at this size, padding would not be")
     return Decision(True)
@@ -52,12 +52,12 @@ class PrefillRunner:
     """A GraphRunner over tokens behind the guard.
 
     prepare(size, **live) is called before a replay of `size` tokens, to prepare what the breaks need. In an eager run
-    the runner gets `live` as hints. busy_from: see `check_padding`.
+    the runner gets `live` as hints. device_bound_from: see `check_padding`.
     """
 
     def __init__(self, runner: GraphRunner, prepare: Callable[..., None]):
         self.runner = runner
-        self.busy_from: int | None = None
+        self.device_bound_from: int | None = None
         self._prepare = prepare
 
     def can_run(self, mode: ForwardMode, num_tokens: int) -> Decision:
@@ -67,7 +67,7 @@ class PrefillRunner:
             decision = self.runner.can_run(num_tokens)
         if not decision.ok:
             return decision
-        return check_padding(num_tokens, self.runner.replayed_size(num_tokens), self.busy_from)
+        return check_padding(num_tokens, self.runner.replayed_size(num_tokens), self.device_bound_from)
 
     def __call__(
         self, mode: ForwardMode, num_tokens: int, inputs: Mapping[str, torch.Tensor | None], **live: Any

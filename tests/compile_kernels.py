@@ -92,7 +92,7 @@ def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
 
 def round_kernels() -> None:
     """Growth, tree, walks, draws, rows, commit and what ends a round."""
-    from specdec.backends.triton import admit, lookup, processors, rows, sampling, settle, top, tree, walk
+    from specdec.backends.triton import admit, lookup, processors, rows, sampling, top, tree, trim, walk
     from specdec.kv_cache import KVPool, LayerShape
     from specdec.round.state import EngineState
 
@@ -106,10 +106,10 @@ def round_kernels() -> None:
     uniforms = sampling.uniform(ids[:, 0].clone(), ids[:, 0].clone(), 64, 8)
     sampling.sample(laws[:, 0], uniforms[:, 0].clone())
     walk.verify_greedy(laws.bfloat16(), nodes, nodes, 5)
-    verdict = walk.verify_tree(laws, nodes, nodes, 5, uniforms)
-    verdict = settle.settle(verdict, nodes[0, :2].clone(), ids, ids[:, 0].clone())
+    verified = walk.verify_tree(laws, nodes, nodes, 5, uniforms)
+    verified = trim.trim(verified, nodes[0, :2].clone(), ids, ids[:, 0].clone())
     for moves in (True, False):
-        settle.emit(verdict, nodes[0, :2].clone(), *[ids[:, 0].clone() for _ in range(3)], ids.int(), moves)
+        trim.emit(verified, nodes[0, :2].clone(), *[ids[:, 0].clone() for _ in range(3)], ids.int(), moves)
     walk.verify_chain(laws, laws[:, :7].contiguous(), nodes, uniforms)
     rows.gather_rows(laws, nodes)
     pool = KVPool([LayerShape(2, 16, 8)], 50, torch.bfloat16, torch.device("cpu"))

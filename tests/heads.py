@@ -6,7 +6,7 @@ import torch
 
 from specdec.draft.worker import Draft, DraftWorker, PrefillChunk, RoundBatch, RunPrefill
 from specdec.functional.tree import build, chain
-from specdec.functional.verify import Verdict
+from specdec.functional.verify import VerifyOutput
 from specdec.heads.base import LayerConfig
 from specdec.heads.eagle import EagleConfig, EagleHead
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -86,7 +86,7 @@ class OracleWorker(DraftWorker):
             return Draft(chain(batch.roots, tokens), None)
         return Draft(self._tree(batch.roots, tokens, k), None)
 
-    def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> None:
+    def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> None:
         return None
 
     @property

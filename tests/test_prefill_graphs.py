@@ -41,7 +41,7 @@ def engine_of(model, mode, shape="chain", **settings):
     head = random_head(model).to(DEVICE, next(model.parameters()).dtype) if SHAPES[shape] else None
     defaults = {"max_batch": 8, "max_seq_len": 128, "prefill_buckets": BUCKETS, "compiler": "eager"}
     engine = specdec.attach(model, head, prefill_graph=mode, **{**(SHAPES[shape] or {}), **defaults, **settings})
-    engine._core.prefill.target_runner.busy_from = None  # a measurement: not beside other tests
+    engine._core.prefill.target_runner.device_bound_from = None  # a measurement: not beside other tests
     return engine
 
 
@@ -247,9 +247,9 @@ def test_every_rule_of_the_guard(mode, num_tokens, reason):
 
 def test_where_launches_are_hidden_padding_must_be_small():
     runner = guarded((64, 128, 256))
-    runner.busy_from = 100
-    verdicts = {n: runner.can_run(ForwardMode.EXTEND, n).ok for n in (40, 99, 100, 126, 128, 200, 256)}
-    assert verdicts == {40: True, 99: True, 100: False, 126: True, 128: True, 200: False, 256: True}
+    runner.device_bound_from = 100
+    outputs = {n: runner.can_run(ForwardMode.EXTEND, n).ok for n in (40, 99, 100, 126, 128, 200, 256)}
+    assert outputs == {40: True, 99: True, 100: False, 126: True, 128: True, 200: False, 256: True}
 
 
 def test_padding_is_measured_against_the_graph_that_would_replay():
@@ -260,7 +260,7 @@ def test_padding_is_measured_against_the_graph_that_would_replay():
     assert reasons == {8: "", 10: padded, 16: padded, 31: padded, 32: "", 40: ""}
     assert not check_padding(10, 64).ok and check_padding(10, 16).ok
     runner(ForwardMode.EXTEND, 8, {"ids": torch.arange(8)})
-    runner.busy_from = 30
+    runner.device_bound_from = 30
     assert "launches are hidden" in runner.can_run(ForwardMode.EXTEND, 33).reason
 
 
@@ -675,7 +675,7 @@ def test_the_size_from_which_the_device_is_busy_is_found(slow_from, monkeypatch)
     monkeypatch.setattr("torch.cuda.synchronize", synchronize)
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     expected = next((b for b in BUCKETS if b >= slow_from), None)
-    assert prefill._find_busy() == expected
+    assert prefill._find_device_bound() == expected
     assert len(set(sizes)) <= 4  # a bisection of eight
 
 

@@ -18,7 +18,7 @@ from specdec.errors import CapacityError, GraphError
 from specdec.functional.sampling import SamplingKind
 from specdec.functional.synthetic import impose_acceptance
 from specdec.functional.tree import Tree
-from specdec.functional.verify import Verdict
+from specdec.functional.verify import VerifyOutput
 from specdec.round.graphs import draft_part, extend_part, first_token_part, verify_part
 from tests.heads import ALGOS, MODULES, random_draft
 from tests.test_attach import greedy, ragged_prompts
@@ -138,9 +138,9 @@ def test_replay_equals_eager_for_every_runner_and_batch(algo, shape, kind, round
                 given = {**draft.tree._asdict(), "probs": draft.probs}
                 inputs = {"rows": rows, **given}
                 eager = lambda rows=rows, given=given: verify_part(program, kind, rows, **given)  # noqa: E731
-                verdict, aux = outcome(core, eager)[0]
+                verified, aux = outcome(core, eager)[0]
             else:
-                given = {**verdict._asdict(), "aux": aux}
+                given = {**verified._asdict(), "aux": aux}
                 inputs = {"rows": rows, **given}
                 eager = lambda rows=rows, given=given: extend_part(program, kind, rows, **given)  # noqa: E731
             ours = outcome(core, lambda runner=runner, inputs=inputs: runner(kind, inputs))
@@ -465,16 +465,16 @@ def test_synthetic_acceptance_keeps_its_rates(shape, graphs):
     assert engine.report().config["synthetic_acceptance"] == rates
 
 
-def test_imposed_paths_on_a_hand_made_verdict():
+def test_imposed_paths_on_a_hand_made_output():
     """Draws against rates (0.8, 0.5), over five nodes: the last two stand for depths 1 and 2."""
     nodes = torch.tensor([[10, 11, 12, 13, 14]]).repeat(4, 1)
     tree = Tree(nodes, nodes * 0, nodes * 0, nodes * 0)
     lens = torch.tensor([1, 3, 2, 1])
     tokens = torch.tensor([[7, -1, -1], [11, 12, 7], [11, 7, -1], [0, -1, -1]])
     invalid = torch.tensor([False, False, False, True])
-    verdict = Verdict(torch.zeros(4, 3, dtype=torch.int64), lens, tokens, invalid)
+    verified = VerifyOutput(torch.zeros(4, 3, dtype=torch.int64), lens, tokens, invalid)
     rates, u = torch.tensor([0.8, 0.5]).double(), torch.tensor([0.4, 0.6, 0.9, 0.1]).double()
-    imposed = impose_acceptance(verdict, tree, rates, u)
+    imposed = impose_acceptance(verified, tree, rates, u)
     assert imposed.accept_lens.tolist() == [3, 2, 1, 1]
     assert imposed.tokens.tolist() == [[13, 14, 7], [13, 7, -1], [7, -1, -1], [0, -1, -1]]
     assert imposed.accept_index.tolist() == [[0, 3, 4], [0, 3, -1], [0, -1, -1], [0, -1, -1]]

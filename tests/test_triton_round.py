@@ -247,13 +247,13 @@ def test_committed_paths_equal_the_twin(seed, bs, num_steps, dtype):
         assert torch.equal(got, want)
 
 
-def random_verdict(g, bs, width):
+def random_output(g, bs, width):
     lens = torch.randint(1, width + 1, (bs,), generator=g)
     columns = torch.arange(width)
     tokens = torch.where(columns < lens.unsqueeze(1), torch.randint(0, 6, (bs, width), generator=g), -1)
     index = torch.where(columns < lens.unsqueeze(1), torch.randint(0, 9, (bs, width), generator=g), -1)
     invalid = torch.rand(bs, generator=g) < 0.1
-    return verify.Verdict(*(t.to(DEVICE) for t in (index, lens, tokens, invalid)))
+    return verify.VerifyOutput(*(t.to(DEVICE) for t in (index, lens, tokens, invalid)))
 
 
 @FEW
@@ -261,7 +261,7 @@ def random_verdict(g, bs, width):
 def test_rounds_end_as_the_twins_end_them(seed, bs, width, num_stops, moves):
     """Stops (of few tokens, so that they are met), limits, rows in any order; state is changed in place."""
     g = generator(seed)
-    verdict, num_rows = random_verdict(g, bs, width), bs + 3
+    verified, num_rows = random_output(g, bs, width), bs + 3
     rows = torch.randperm(num_rows, generator=g)[:bs].to(DEVICE)
     is_used = torch.rand(num_rows, num_stops, generator=g) < 0.15
     stops = torch.where(is_used, torch.randint(0, 6, is_used.shape, generator=g), -1).to(DEVICE)
@@ -270,16 +270,16 @@ def test_rounds_end_as_the_twins_end_them(seed, bs, width, num_stops, moves):
     outcomes = []
     for ops in (OPS, TORCH_OPS):
         state = [t.clone() for t in (remaining, lens, roots)]
-        settled = ops.settle(verdict, rows, stops, state[0])
+        trimmed = ops.trim(verified, rows, stops, state[0])
         history = torch.full((num_rows + 1, 100), -1, dtype=torch.int32, device=DEVICE)
-        results = ops.emit(settled, rows, state[1], state[2], state[0], history, moves)
-        outcomes.append((settled, results, [*state, history[:-1]]))  # nobody reads the last row
+        results = ops.emit(trimmed, rows, state[1], state[2], state[0], history, moves)
+        outcomes.append((trimmed, results, [*state, history[:-1]]))  # nobody reads the last row
     same(outcomes[0][0], outcomes[1][0])
     same([outcomes[0][1], *outcomes[0][2]], [outcomes[1][1], *outcomes[1][2]])
-    settled, results, state = outcomes[0]
+    trimmed, results, state = outcomes[0]
     assert torch.equal(results[:, -1] == 1, state[0][rows] == 0)
-    assert torch.equal(state[1][rows], lens[rows] + (settled.accept_lens if moves else 0))
-    for row, start, tokens in zip(rows.tolist(), (lens[rows] + int(moves)).tolist(), settled.tokens, strict=True):
+    assert torch.equal(state[1][rows], lens[rows] + (trimmed.accept_lens if moves else 0))
+    for row, start, tokens in zip(rows.tolist(), (lens[rows] + int(moves)).tolist(), trimmed.tokens, strict=True):
         emitted = tokens[tokens >= 0][: 100 - start].int()
         expected = torch.full((100,), -1, dtype=torch.int32, device=DEVICE)
         expected[start : start + len(emitted)] = emitted
@@ -287,13 +287,13 @@ def test_rounds_end_as_the_twins_end_them(seed, bs, width, num_stops, moves):
 
 
 def test_padding_may_repeat_the_dummy_row():
-    verdict = random_verdict(generator(1), 4, 3)
+    verified = random_output(generator(1), 4, 3)
     rows = torch.tensor([2, 5, 5, 5], device=DEVICE)
     remaining = torch.tensor([9, 9, 9, 9, 9, 0], device=DEVICE)
     stops = torch.full((6, 2), -1, device=DEVICE)
-    settled = OPS.settle(verdict, rows, stops, remaining)
-    assert settled.accept_lens[1:].tolist() == [0, 0, 0] and int(remaining[5]) == 0
-    assert int(settled.accept_lens[0]) == int(verdict.accept_lens[0])
+    trimmed = OPS.trim(verified, rows, stops, remaining)
+    assert trimmed.accept_lens[1:].tolist() == [0, 0, 0] and int(remaining[5]) == 0
+    assert int(trimmed.accept_lens[0]) == int(verified.accept_lens[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.functional.sampling import SamplingBatch, SamplingParams, process_logits, sample, uniform
 from specdec.functional.tree import Tree, build, chain
-from specdec.functional.verify import Verdict, trim, verify_chain, verify_greedy, verify_tree
+from specdec.functional.verify import VerifyOutput, trim, verify_chain, verify_greedy, verify_tree
 from tests.test_tree import grow
 
 VOCAB_SIZE = 7
@@ -24,8 +24,8 @@ BELOW_ONE = 1.0 - 2.0**-53
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def assert_same(got: Verdict, expected: Verdict) -> None:
-    for field, a, b in zip(Verdict._fields, got, expected, strict=True):
+def assert_same(got: VerifyOutput, expected: VerifyOutput) -> None:
+    for field, a, b in zip(VerifyOutput._fields, got, expected, strict=True):
         assert a.tolist() == b.tolist(), field
 
 
@@ -64,7 +64,7 @@ def naive_walk(tree: Tree, logits: Tensor, row: int, node: int = 0) -> tuple[lis
     return [node], target
 
 
-def naive_verdict(tree: Tree, logits: Tensor, num_steps: int) -> Verdict:
+def naive_output(tree: Tree, logits: Tensor, num_steps: int) -> VerifyOutput:
     index, tokens = [], []
     for row in range(tree.tokens.shape[0]):
         path, bonus = naive_walk(tree, logits, row)
@@ -73,7 +73,7 @@ def naive_verdict(tree: Tree, logits: Tensor, num_steps: int) -> Verdict:
         tokens.append([int(tree.tokens[row, node]) for node in path[1:]] + [bonus] + pad)
     accept_index = torch.tensor(index)
     invalid = torch.zeros(len(index), dtype=torch.bool)
-    return Verdict(accept_index, (accept_index >= 0).sum(1), torch.tensor(tokens), invalid)
+    return VerifyOutput(accept_index, (accept_index >= 0).sum(1), torch.tensor(tokens), invalid)
 
 
 def one_hot_law(logits: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def test_greedy_walk_equals_the_recursion(bs: int, num_nodes: int, seed: int) ->
     tree = random_tree(rng, bs, num_nodes)
     logits = agreeable_logits(rng, tree)
     num_steps = max(1, int(tree.depths.max()))
-    expected = naive_verdict(tree, logits, num_steps)
+    expected = naive_output(tree, logits, num_steps)
     assert_same(verify_greedy(logits, tree, num_steps), expected)
     for u in (0.0, 0.5, BELOW_ONE):
         uniforms = torch.full((bs, num_nodes), u, dtype=torch.float64)
@@ -108,7 +108,7 @@ def test_chain_of_one_hots_is_the_greedy_walk(bs: int, num_steps: int, seed: int
     draft_probs = torch.nn.functional.one_hot(tree.tokens[:, 1:], VOCAB_SIZE).float()
     for u in (0.0, 0.5, BELOW_ONE):
         uniforms = torch.full((bs, num_steps + 1), u, dtype=torch.float64)
-        expected = naive_verdict(tree, logits, num_steps)
+        expected = naive_output(tree, logits, num_steps)
         assert_same(verify_chain(one_hot_law(logits), draft_probs, tree, uniforms), expected)
 
 
@@ -120,7 +120,7 @@ def test_chain_of_one_hots_is_the_greedy_walk(bs: int, num_steps: int, seed: int
 NUM_REQUESTS, NUM_TOKENS, FIRST_ROOT = 60_000, 3, 3
 DRAFT_STREAM = 64  # verification has the streams below
 
-Round = Callable[[Tensor, Tensor], Verdict]  # (root [bs], uniforms [bs, 2 * DRAFT_STREAM]) -> verdict
+Round = Callable[[Tensor, Tensor], VerifyOutput]  # (root [bs], uniforms [bs, 2 * DRAFT_STREAM]) -> verified
 
 TARGETS = {
     "plain": SamplingParams(temperature=1.0),
@@ -146,7 +146,7 @@ def draft_law() -> Tensor:
 
 
 def chain_round(law: Tensor, num_steps: int) -> Round:
-    def run(root: Tensor, uniforms: Tensor) -> Verdict:
+    def run(root: Tensor, uniforms: Tensor) -> VerifyOutput:
         drafts, draft_probs, last = [], [], root
         for step in range(num_steps):
             draft_probs.append(draft_law()[last])
@@ -159,7 +159,7 @@ def chain_round(law: Tensor, num_steps: int) -> Round:
 
 
 def tree_round(law: Tensor, num_steps: int, topk: int, num_draft_tokens: int) -> Round:
-    def run(root: Tensor, uniforms: Tensor) -> Verdict:
+    def run(root: Tensor, uniforms: Tensor) -> VerifyOutput:
         candidates = grow(root, draft_law().log(), num_steps, topk)
         tree = build(root, *candidates, num_draft_tokens=num_draft_tokens, num_steps=num_steps)
         return verify_tree(law[tree.tokens], tree, num_steps, uniforms[:, :num_draft_tokens])
@@ -170,12 +170,12 @@ def tree_round(law: Tensor, num_steps: int, topk: int, num_draft_tokens: int) ->
 def bonus_from_the_whole_law(right: Round, law: Tensor) -> Round:
     """The classic mistake: after a rejection, draw from the target as if nothing had been rejected."""
 
-    def run(root: Tensor, uniforms: Tensor) -> Verdict:
-        verdict = right(root, uniforms)
-        last = verdict.accept_lens[:, None] - 1
-        before = torch.cat([root[:, None], verdict.tokens], dim=1).gather(1, last)[:, 0]
+    def run(root: Tensor, uniforms: Tensor) -> VerifyOutput:
+        verified = right(root, uniforms)
+        last = verified.accept_lens[:, None] - 1
+        before = torch.cat([root[:, None], verified.tokens], dim=1).gather(1, last)[:, 0]
         bonus = sample(law[before], uniforms[:, 0])
-        return verdict._replace(tokens=verdict.tokens.scatter(1, last, bonus[:, None]))
+        return verified._replace(tokens=verified.tokens.scatter(1, last, bonus[:, None]))
 
     return run
 
@@ -192,11 +192,11 @@ def emit(run: Round) -> Tensor:
     emitted, num_emitted = torch.full((NUM_REQUESTS, 65), -1), torch.zeros_like(seeds)
     for counter in range(NUM_TOKENS):
         streams = torch.arange(DRAFT_STREAM + 8)
-        verdict = run(root, uniform(seeds, torch.full_like(seeds, counter), streams))
-        columns = torch.arange(verdict.tokens.shape[1])
-        at = torch.where(verdict.tokens >= 0, num_emitted[:, None] + columns, 64)  # the last column takes the padding
-        emitted.scatter_(1, at, verdict.tokens)
-        num_emitted += verdict.accept_lens
+        verified = run(root, uniform(seeds, torch.full_like(seeds, counter), streams))
+        columns = torch.arange(verified.tokens.shape[1])
+        at = torch.where(verified.tokens >= 0, num_emitted[:, None] + columns, 64)  # the last column takes the padding
+        emitted.scatter_(1, at, verified.tokens)
+        num_emitted += verified.accept_lens
         root = emitted.gather(1, num_emitted[:, None] - 1)[:, 0]
     return emitted[:, :NUM_TOKENS]
 
@@ -257,7 +257,7 @@ def test_a_request_does_not_depend_on_its_batch(way: str) -> None:
     batch = run(root, uniform(seeds, counters, torch.arange(72)))
     for rows in (torch.tensor([20]), torch.tensor([32, 0, 20])):
         part = run(root[rows], uniform(seeds[rows], counters[rows], torch.arange(72)))
-        assert_same(part, Verdict(*(field[rows] for field in batch)))
+        assert_same(part, VerifyOutput(*(field[rows] for field in batch)))
 
 
 # --- the edges
@@ -279,9 +279,9 @@ def test_equal_laws_accept_everything() -> None:
     tokens = torch.randint(VOCAB_SIZE, (9, 5), generator=torch.Generator().manual_seed(5))
     tree = chain(tokens[:, 0], tokens[:, 1:])
     uniforms = torch.full((9, 5), BELOW_ONE, dtype=torch.float64)
-    verdict = verify_chain(law[tree.tokens], law[tree.tokens[:, :-1]], tree, uniforms)
-    assert verdict.accept_lens.tolist() == [5] * 9
-    assert torch.equal(verdict.tokens[:, :4], tree.tokens[:, 1:])
+    verified = verify_chain(law[tree.tokens], law[tree.tokens[:, :-1]], tree, uniforms)
+    assert verified.accept_lens.tolist() == [5] * 9
+    assert torch.equal(verified.tokens[:, :4], tree.tokens[:, 1:])
 
 
 @pytest.mark.parametrize("broken", [(math.nan, slice(None)), (math.inf, 5), (0.0, slice(None))])
@@ -291,13 +291,13 @@ def test_a_broken_draft_law_costs_its_drafts_only(broken: tuple[float, int | sli
     draft_probs = law[tree.tokens[:, :-1]].clone()
     draft_probs[0, 1, broken[1]] = broken[0]
     uniforms = torch.full((2, 3), 0.25, dtype=torch.float64)
-    verdict = verify_chain(law[tree.tokens], draft_probs, tree, uniforms)
-    assert verdict.accept_lens.tolist() == [2, 3]
-    assert not verdict.invalid.any()
-    assert verdict.tokens[0].tolist() == [2, int(sample(law[2], uniforms[0, 0])), -1]
+    verified = verify_chain(law[tree.tokens], draft_probs, tree, uniforms)
+    assert verified.accept_lens.tolist() == [2, 3]
+    assert not verified.invalid.any()
+    assert verified.tokens[0].tolist() == [2, int(sample(law[2], uniforms[0, 0])), -1]
 
 
-def verify_all_ways(logits: Tensor, probs: Tensor, tree: Tree) -> dict[str, Verdict]:
+def verify_all_ways(logits: Tensor, probs: Tensor, tree: Tree) -> dict[str, VerifyOutput]:
     bs, num_nodes, _ = logits.shape
     uniforms = torch.full((bs, num_nodes), 0.5, dtype=torch.float64)
     draft_probs = torch.nn.functional.one_hot(tree.tokens[:, 1:], VOCAB_SIZE).float()
@@ -322,23 +322,23 @@ def test_an_invalid_row_ends_alone(way: str, value: float) -> None:
     logits[0, 1, 6] = value  # on the path
     logits[1, 3, 6] = value  # below the rejected draft: never consulted
     logits[2, 0] = -math.inf  # no token is possible
-    verdict = verify_all_ways(logits, logits.softmax(-1), tree)[way]
-    assert verdict.invalid.tolist() == [True, False, True, False]
+    verified = verify_all_ways(logits, logits.softmax(-1), tree)[way]
+    assert verified.invalid.tolist() == [True, False, True, False]
     for row in (0, 2):
-        assert verdict.accept_lens[row] == 1
-        assert verdict.accept_index[row].tolist() == [0, -1, -1, -1]
-        assert verdict.tokens[row].tolist() == [0, -1, -1, -1]
+        assert verified.accept_lens[row] == 1
+        assert verified.accept_index[row].tolist() == [0, -1, -1, -1]
+        assert verified.tokens[row].tolist() == [0, -1, -1, -1]
     for row in (1, 3):
-        assert_same(Verdict(*(field[row] for field in verdict)), Verdict(*(field[row] for field in clean)))
+        assert_same(VerifyOutput(*(field[row] for field in verified)), VerifyOutput(*(field[row] for field in clean)))
 
 
 def test_a_law_without_mass_is_invalid() -> None:
     tree = chain(torch.tensor([1]), torch.tensor([[2]]))
     probs = torch.zeros(1, 2, VOCAB_SIZE)
     for way in ("tree", "chain"):
-        verdict = verify_all_ways(probs, probs, tree)[way]
-        assert verdict.invalid.tolist() == [True]
-        assert verdict.tokens.tolist() == [[0, -1]]
+        verified = verify_all_ways(probs, probs, tree)[way]
+        assert verified.invalid.tolist() == [True]
+        assert verified.tokens.tolist() == [[0, -1]]
 
 
 # --- trim
@@ -358,7 +358,7 @@ def test_trim_cuts_at_stop_tokens_and_length(
     rows: list[tuple[list[int], int, bool]], stop_ids: list[int], is_shared: bool
 ) -> None:
     padded = torch.tensor([tokens + [-1] * (5 - len(tokens)) for tokens, _, _ in rows])
-    verdict = Verdict(
+    verified = VerifyOutput(
         accept_index=torch.where(padded >= 0, torch.arange(5) * 2, -1),
         accept_lens=torch.tensor([len(tokens) for tokens, _, _ in rows]),
         tokens=padded,
@@ -366,7 +366,7 @@ def test_trim_cuts_at_stop_tokens_and_length(
     )
     stops = torch.tensor(stop_ids, dtype=torch.int64)
     stops = stops if is_shared else stops.repeat(len(rows), 1)
-    trimmed, finished = trim(verdict, stops, torch.tensor([remaining for _, remaining, _ in rows]))
+    trimmed, finished = trim(verified, stops, torch.tensor([remaining for _, remaining, _ in rows]))
 
     for row, (tokens, remaining, invalid) in enumerate(rows):
         kept: list[int] = []
@@ -382,8 +382,8 @@ def test_trim_cuts_at_stop_tokens_and_length(
 def test_trim_takes_stop_ids_by_request() -> None:
     tree = chain(torch.tensor([1, 1]), torch.tensor([[2, 3], [2, 3]]))
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 3, 4]] * 2), VOCAB_SIZE).float()
-    verdict, finished = trim(verify_greedy(logits, tree, 2), torch.tensor([[2, -1], [4, -1]]), torch.tensor([9, 9]))
-    assert verdict.tokens.tolist() == [[2, -1, -1], [2, 3, 4]]
+    verified, finished = trim(verify_greedy(logits, tree, 2), torch.tensor([[2, -1], [4, -1]]), torch.tensor([9, 9]))
+    assert verified.tokens.tolist() == [[2, -1, -1], [2, 3, 4]]
     assert finished.tolist() == [True, True]
 
 
@@ -393,10 +393,10 @@ def test_no_value_reaches_the_host() -> None:
     tree = chain(tokens[:, 0], tokens[:, 1:])
     logits = torch.empty(4, 4, VOCAB_SIZE, device="meta")
     uniforms = torch.empty(4, 4, dtype=torch.float64, device="meta")
-    for verdict in (
+    for verified in (
         verify_greedy(logits, tree, 3),
         verify_tree(logits, tree, 3, uniforms),
         verify_chain(logits, logits[:, 1:], tree, uniforms),
     ):
-        trimmed, _ = trim(verdict, tree.tokens[0, :2], tree.tokens[:, 0])
+        trimmed, _ = trim(verified, tree.tokens[0, :2], tree.tokens[:, 0])
         assert [tuple(field.shape) for field in trimmed] == [(4, 4), (4,), (4, 4), (4,)]

@@ -12,7 +12,8 @@ import triton.language as tl
 from specdec.backends.triton.sampling import draw, vocab_blocks
 from specdec.backends.triton.top import row_max
 
-Verdict = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # accept_index, accept_lens, tokens, invalid
+# accept_index, accept_lens, tokens, invalid
+VerifyOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @triton.jit
@@ -22,7 +23,7 @@ def _at(values, index, n):
 
 
 @triton.jit
-def _store_verdict(
+def _store_output(
     path, tokens, is_usable, n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W: tl.constexpr
 ):
     """Write a path (node at depth c, -1 past it), cut to the root if a law on it is unusable; the bonus comes later.
@@ -76,7 +77,7 @@ def _greedy_kernel(
         current = tl.where(child >= 0, child, current)
     bonus = tl.sum(tl.where(n == current, wanted, 0))
     is_finite = (logit == logit) & (tl.abs(logit) != float("inf"))
-    accept_len, invalid = _store_verdict(
+    accept_len, invalid = _store_output(
         path, token, is_finite, n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W
     )
     tl.debug_barrier()  # the bonus takes the place of a -1 that another thread has stored
@@ -139,7 +140,7 @@ def _tree_kernel(
     num_rejected = tl.sum(is_rejected.to(tl.int32))
     place = tl.cumsum(is_rejected.to(tl.int32)) - 1
     tl.store(excluded + request * D + place, token, mask=is_rejected)
-    accept_len, invalid = _store_verdict(
+    accept_len, invalid = _store_output(
         path, token, _is_law(total), n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W
     )
     tl.debug_barrier()  # `excluded` is read by all threads; the bonus takes the place of a stored -1
@@ -181,7 +182,7 @@ def _chain_kernel(
     is_accepted = is_draft & _is_law(q_total) & (u * (q / tl.where(is_draft, q_total, 1.0)) < p)
     last = tl.min(tl.where(is_accepted | (c == 0), W, tl.where(is_draft, c, W))) - 1  # the deepest accepted node
     path = tl.where(c <= last, c, -1)
-    accept_len, invalid = _store_verdict(
+    accept_len, invalid = _store_output(
         path, token, _is_law(total), c, c, request, accept_index, accept_lens, out_tokens, out_invalid, W
     )
     tl.debug_barrier()  # the bonus takes the place of a -1 that another thread has stored
@@ -197,27 +198,27 @@ def _chain_kernel(
     tl.store(out_tokens + request * W + accept_len - 1, tl.where(invalid, 0, bonus))
 
 
-def verify_greedy(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_steps: int) -> Verdict:
+def verify_greedy(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_steps: int) -> VerifyOutput:
     """Verify a chain or tree by argmax. logits [bs, D, V], tokens and parents [bs, D] int64.
 
     Returns accept_index [bs, S+1], accept_lens [bs], tokens [bs, S+1], all int64, and invalid [bs] bool.
     """
     best, target = row_max(logits.flatten(0, 1))
-    verdict, shape = _empty_verdict(tokens, num_steps)
+    verified, shape = _empty_output(tokens, num_steps)
     _greedy_kernel[(tokens.shape[0],)](
-        best, target, tokens.contiguous(), parents.contiguous(), *verdict, **shape, num_warps=1
+        best, target, tokens.contiguous(), parents.contiguous(), *verified, **shape, num_warps=1
     )
-    return verdict
+    return verified
 
 
 def verify_tree(
     probs: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_steps: int, uniforms: torch.Tensor
-) -> Verdict:
+) -> VerifyOutput:
     """Verify a tree by sampling. probs [bs, D, V] float, tokens and parents [bs, D] int64, uniforms [bs, D] float64.
 
     Returns as verify_greedy.
     """
-    verdict, shape = _empty_verdict(tokens, num_steps)
+    verified, shape = _empty_output(tokens, num_steps)
     vocab_size = probs.shape[-1]
     _tree_kernel[(tokens.shape[0],)](
         probs.contiguous(),
@@ -226,12 +227,12 @@ def verify_tree(
         parents.contiguous(),
         uniforms.contiguous(),
         torch.empty_like(tokens),
-        *verdict,
+        *verified,
         **shape,
         V=vocab_size,
         **vocab_blocks(vocab_size),
     )
-    return verdict
+    return verified
 
 
 def verify_chain(
@@ -239,13 +240,13 @@ def verify_chain(
     draft_probs: torch.Tensor,
     tokens: torch.Tensor,
     uniforms: torch.Tensor,
-) -> Verdict:
+) -> VerifyOutput:
     """Verify a chain that was sampled from draft_probs. Returns as verify_greedy.
 
     probs [bs, S+1, V] and draft_probs [bs, S, V] float, tokens [bs, S+1] int64, uniforms [bs, S+1] float64.
     """
     width, vocab_size = tokens.shape[1], probs.shape[-1]
-    verdict, shape = _empty_verdict(tokens, width - 1)
+    verified, shape = _empty_output(tokens, width - 1)
     _chain_kernel[(tokens.shape[0],)](
         probs.contiguous(),
         probs.sum(-1, dtype=torch.float64),
@@ -253,21 +254,21 @@ def verify_chain(
         draft_probs.sum(-1, dtype=torch.float64),
         tokens.contiguous(),
         uniforms.contiguous(),
-        *verdict,
+        *verified,
         W=width,
         V=vocab_size,
         BLOCK_W=shape["BLOCK_W"],
         **vocab_blocks(vocab_size),
     )
-    return verdict
+    return verified
 
 
-def _empty_verdict(tokens: torch.Tensor, num_steps: int) -> tuple[Verdict, dict[str, int]]:
+def _empty_output(tokens: torch.Tensor, num_steps: int) -> tuple[VerifyOutput, dict[str, int]]:
     (bs, num_nodes), width, device = tokens.shape, num_steps + 1, tokens.device
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int64, device=device)
 
-    verdict = (empty(bs, width), empty(bs), empty(bs, width), torch.empty(bs, dtype=torch.bool, device=device))
+    verified = (empty(bs, width), empty(bs), empty(bs, width), torch.empty(bs, dtype=torch.bool, device=device))
     blocks = {"BLOCK_D": triton.next_power_of_2(num_nodes), "BLOCK_W": triton.next_power_of_2(width)}
-    return verdict, {"D": num_nodes, "W": width, **blocks}
+    return verified, {"D": num_nodes, "W": width, **blocks}

@@ -17,7 +17,7 @@ from specdec.config import EngineConfig
 from specdec.draft.worker import STREAM_DRAFT, Draft, DraftParts, DraftWorker, RoundBatch
 from specdec.functional.sampling import process_logits
 from specdec.functional.tree import chain
-from specdec.functional.verify import Verdict
+from specdec.functional.verify import VerifyOutput
 
 
 class DraftModelWorker(DraftWorker):
@@ -81,18 +81,18 @@ class DraftModelWorker(DraftWorker):
     def draft(self, batch: RoundBatch) -> Draft:
         return self._draft_chain(batch) if self.config.topk == 1 else self._draft_tree(batch)
 
-    def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> None:
+    def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> None:
         """Run a row for every token that could be accepted, on true features; the last accepted token's row is kept.
 
         Rows past it compute garbage into slots past the new L, where nobody looks.
         """
-        width = verdict.tokens.shape[1]  # S+1, or D where the tree is too small for a path of S
+        width = verified.tokens.shape[1]  # S+1, or D where the tree is too small for a path of S
         features = None
         if aux is not None:
-            features = self.inputs(self.ops.gather_rows(aux, verdict.accept_index).flatten(0, 1))
-        ids = verdict.tokens.clamp(min=0).view(-1)
+            features = self.inputs(self.ops.gather_rows(aux, verified.accept_index).flatten(0, 1))
+        ids = verified.tokens.clamp(min=0).view(-1)
         states = self.forward(batch, ForwardMode.DRAFT_EXTEND, ids, features, q_len=width).unflatten(0, (-1, width))
-        last = verdict.accept_lens.unsqueeze(1) - 1
+        last = verified.accept_lens.unsqueeze(1) - 1
         self.keep(batch.rows, self.ops.gather_rows(states, last).squeeze(1))
 
     @property

@@ -11,7 +11,7 @@ from specdec.batch import ForwardMode
 from specdec.draft.drafting import Steps
 from specdec.draft.eagle import HeadWorker
 from specdec.draft.worker import DraftParts, PrefillChunk, RoundBatch, RunPrefill
-from specdec.functional.verify import Verdict
+from specdec.functional.verify import VerifyOutput
 from specdec.heads.base import DraftHead
 
 
@@ -43,12 +43,12 @@ class ModulesWorker(HeadWorker):
         self.last[chunk.rows] = torch.stack(states, 1)
         return states[0]
 
-    def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> None:
+    def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> None:
         assert aux is not None, "a head reads features"
-        width = verdict.tokens.shape[1]
-        inputs = self.inputs(self.ops.gather_rows(aux, verdict.accept_index).flatten(0, 1))
-        ids, before = verdict.tokens.clamp(min=0).view(-1), self.last[batch.rows]
-        end, ends = verdict.accept_lens.unsqueeze(1) - 1, []
+        width = verified.tokens.shape[1]
+        inputs = self.inputs(self.ops.gather_rows(aux, verified.accept_index).flatten(0, 1))
+        ids, before = verified.tokens.clamp(min=0).view(-1), self.last[batch.rows]
+        end, ends = verified.accept_lens.unsqueeze(1) - 1, []
         for module in range(self.head.num_modules):
             states = self.forward(batch, ForwardMode.DRAFT_EXTEND, ids, inputs, module, q_len=width)
             wide = states.unflatten(0, (-1, width))

@@ -15,7 +15,7 @@ from specdec.draft.algo_spec import AlgoSpec
 from specdec.functional.ops import RoundOps
 from specdec.functional.sampling import SamplingBatch
 from specdec.functional.tree import Tree, chain
-from specdec.functional.verify import Verdict
+from specdec.functional.verify import VerifyOutput
 from specdec.targets.hf import HFTarget
 
 # Random streams of one round; a counter (L) is used by one round only, so (seed, L, stream) never repeats.
@@ -134,7 +134,7 @@ class DraftWorker(ABC):
     def draft(self, batch: RoundBatch) -> Draft:
         """Propose the nodes of one round."""
 
-    def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> None:
+    def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> None:
         """Take what the target decided; aux [bs, D, num_aux*h] are its features of the verified nodes."""
         return None
 

@@ -13,7 +13,7 @@ from specdec.backends.checks import require_within
 from specdec.backends.metadata import slots_at
 from specdec.functional.ops import RoundOps
 from specdec.functional.tree import Tree
-from specdec.functional.verify import Verdict
+from specdec.functional.verify import VerifyOutput
 from specdec.kv_cache import KVPool
 from specdec.layer_state import Commit
 
@@ -28,11 +28,11 @@ def checked(ops: RoundOps) -> RoundOps:
         _check_tree(tree)
         return tree
 
-    def watch(verify: Callable[..., Verdict]) -> Callable[..., Verdict]:
-        def watched(values: torch.Tensor, *rest: Any) -> Verdict:
+    def watch(verify: Callable[..., VerifyOutput]) -> Callable[..., VerifyOutput]:
+        def watched(values: torch.Tensor, *rest: Any) -> VerifyOutput:
             tree = next(argument for argument in rest if isinstance(argument, Tree))
             _check_tree(tree, values.shape[-1])
-            return _check_verdict(verify(values, *rest), tree, values.shape[-1])
+            return _check_output(verify(values, *rest), tree, values.shape[-1])
 
         return watched
 
@@ -74,9 +74,9 @@ def _check_tree(tree: Tree, vocab_size: int | None = None) -> None:
     require_within("tree tokens", tree.tokens, 0, last, "the last token of the vocabulary")
 
 
-def _check_verdict(verdict: Verdict, tree: Tree, vocab_size: int) -> Verdict:
-    num_nodes, width = tree.tokens.shape[1], verdict.tokens.shape[1]
-    require_within("accept_index", verdict.accept_index, -1, num_nodes - 1, "the last node")
-    require_within("accept_lens", verdict.accept_lens, 1, width, "num_steps + 1")
-    require_within("emitted tokens", verdict.tokens, -1, vocab_size - 1, "the last token of the vocabulary")
-    return verdict
+def _check_output(verified: VerifyOutput, tree: Tree, vocab_size: int) -> VerifyOutput:
+    num_nodes, width = tree.tokens.shape[1], verified.tokens.shape[1]
+    require_within("accept_index", verified.accept_index, -1, num_nodes - 1, "the last node")
+    require_within("accept_lens", verified.accept_lens, 1, width, "num_steps + 1")
+    require_within("emitted tokens", verified.tokens, -1, vocab_size - 1, "the last token of the vocabulary")
+    return verified

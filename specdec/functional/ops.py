@@ -15,7 +15,7 @@ from specdec.functional import lookup, processors, sampling, tree, verify
 from specdec.functional.processors import ProcessorState
 from specdec.functional.results import pack
 from specdec.functional.tree import Tree
-from specdec.functional.verify import Verdict
+from specdec.functional.verify import VerifyOutput
 from specdec.kv_cache import KVPool, write_pages
 from specdec.layer_state import Commit
 
@@ -28,9 +28,9 @@ class RoundOps:
     `specdec.functional.processors`; sample: `specdec.functional.sampling`;
     uniforms(seeds [bs], counters [bs], first_stream, num) -> [bs, num]: `sampling.uniform` on consecutive streams;
     gather_rows(values [bs, n, h], index [bs, m]) -> [bs, m, h]: rows by index, -1 reads row 0;
-    settle(verdict, rows [bs], stop_ids [num_rows, num_stops], remaining [num_rows]) -> the verdict cut at stops and
+    trim(verified, rows [bs], stop_ids [num_rows, num_stops], remaining [num_rows]) -> the output cut at stops and
         limits; `remaining` of the rows is lowered in place, to 0 for those that are over;
-    emit(verdict, rows, seq_lens, roots, remaining, history [num_rows, width] int32, moves) -> results for the host,
+    emit(verified, rows, seq_lens, roots, remaining, history [num_rows, width] int32, moves) -> results for the host,
         [bs, W+3] int64, see `specdec.functional.results`; in place, the last token becomes the root, if `moves`,
         seq_lens grow by accept_lens, and the tokens end in the history's column L;
     admit(packed [n, 1+F+P] int64, columns, table [num_rows, width] int32, page_size): of each line, into the row that
@@ -46,15 +46,15 @@ class RoundOps:
     top_tokens: Callable[[torch.Tensor, int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
     expand: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
     build: Callable[..., Tree]
-    verify_greedy: Callable[[torch.Tensor, Tree, int], Verdict]
-    verify_tree: Callable[[torch.Tensor, Tree, int, torch.Tensor], Verdict]
-    verify_chain: Callable[[torch.Tensor, torch.Tensor, Tree, torch.Tensor], Verdict]
+    verify_greedy: Callable[[torch.Tensor, Tree, int], VerifyOutput]
+    verify_tree: Callable[[torch.Tensor, Tree, int, torch.Tensor], VerifyOutput]
+    verify_chain: Callable[[torch.Tensor, torch.Tensor, Tree, torch.Tensor], VerifyOutput]
     process: Callable[[torch.Tensor, Tree, torch.Tensor, torch.Tensor, ProcessorState], torch.Tensor]
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     uniforms: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    settle: Callable[[Verdict, torch.Tensor, torch.Tensor, torch.Tensor], Verdict]
-    emit: Callable[[Verdict, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+    trim: Callable[[VerifyOutput, torch.Tensor, torch.Tensor, torch.Tensor], VerifyOutput]
+    emit: Callable[..., torch.Tensor]
     look_up: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], torch.Tensor]
     admit: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, int], None]
     committer: Callable[[KVPool], Commit]
@@ -75,15 +75,15 @@ def _gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return values.gather(1, wide)
 
 
-def _settle(verdict: Verdict, rows: torch.Tensor, stop_ids: torch.Tensor, remaining: torch.Tensor) -> Verdict:
+def _trim(verified: VerifyOutput, rows: torch.Tensor, stop_ids: torch.Tensor, remaining: torch.Tensor) -> VerifyOutput:
     left = remaining[rows]
-    verdict, finished = verify.trim(verdict, stop_ids[rows], left)
-    remaining[rows] = (left - verdict.accept_lens).masked_fill(finished, 0)
-    return verdict
+    verified, finished = verify.trim(verified, stop_ids[rows], left)
+    remaining[rows] = (left - verified.accept_lens).masked_fill(finished, 0)
+    return verified
 
 
 def _emit(
-    verdict: Verdict,
+    verified: VerifyOutput,
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
     roots: torch.Tensor,
@@ -91,15 +91,15 @@ def _emit(
     history: torch.Tensor,
     moves: bool,
 ) -> torch.Tensor:
-    positions = seq_lens[rows].unsqueeze(1) + torch.arange(verdict.tokens.shape[1], device=rows.device) + int(moves)
-    is_kept = (verdict.tokens >= 0) & (positions < history.shape[1])
+    positions = seq_lens[rows].unsqueeze(1) + torch.arange(verified.tokens.shape[1], device=rows.device) + int(moves)
+    is_kept = (verified.tokens >= 0) & (positions < history.shape[1])
     owners = torch.where(is_kept, rows.unsqueeze(1), history.shape[0] - 1)  # padding goes to the dummy row, as token 0
-    history[owners, torch.where(is_kept, positions, 0)] = torch.where(is_kept, verdict.tokens, 0).int()
-    last = (verdict.accept_lens - 1).clamp(min=0).unsqueeze(1)
-    roots[rows] = verdict.tokens.gather(1, last).squeeze(1).clamp(min=0)
+    history[owners, torch.where(is_kept, positions, 0)] = torch.where(is_kept, verified.tokens, 0).int()
+    last = (verified.accept_lens - 1).clamp(min=0).unsqueeze(1)
+    roots[rows] = verified.tokens.gather(1, last).squeeze(1).clamp(min=0)
     if moves:
-        seq_lens[rows] = seq_lens[rows] + verdict.accept_lens
-    return pack(verdict.tokens, verdict.accept_lens, verdict.invalid, remaining[rows] == 0)
+        seq_lens[rows] = seq_lens[rows] + verified.accept_lens
+    return pack(verified.tokens, verified.accept_lens, verified.invalid, remaining[rows] == 0)
 
 
 def _admit(packed: torch.Tensor, columns: Sequence[torch.Tensor], table: torch.Tensor, page_size: int) -> None:
@@ -139,7 +139,7 @@ TORCH_OPS = RoundOps(
     sample=sampling.sample,
     uniforms=_uniforms,
     gather_rows=_gather_rows,
-    settle=_settle,
+    trim=_trim,
     emit=_emit,
     look_up=lookup.look_up,
     admit=_admit,
@@ -149,27 +149,27 @@ TORCH_OPS = RoundOps(
 
 def _triton_ops() -> RoundOps:
     """The kernels, in the types of this layer; imported here, since triton is optional."""
-    from specdec.backends.triton import admit, lookup, processors, rows, sampling, settle, top, tree, walk
+    from specdec.backends.triton import admit, lookup, processors, rows, sampling, top, tree, trim, walk
 
     def build(*candidates: torch.Tensor, num_draft_tokens: int, num_steps: int) -> Tree:
         return Tree(*tree.build(*candidates, num_draft_tokens=num_draft_tokens, num_steps=num_steps))
 
-    def verify_greedy(logits: torch.Tensor, draft: Tree, num_steps: int) -> Verdict:
-        return Verdict(*walk.verify_greedy(logits, draft.tokens, draft.parents, num_steps))
+    def verify_greedy(logits: torch.Tensor, draft: Tree, num_steps: int) -> VerifyOutput:
+        return VerifyOutput(*walk.verify_greedy(logits, draft.tokens, draft.parents, num_steps))
 
-    def verify_tree(probs: torch.Tensor, draft: Tree, num_steps: int, uniforms: torch.Tensor) -> Verdict:
-        return Verdict(*walk.verify_tree(probs, draft.tokens, draft.parents, num_steps, uniforms))
+    def verify_tree(probs: torch.Tensor, draft: Tree, num_steps: int, uniforms: torch.Tensor) -> VerifyOutput:
+        return VerifyOutput(*walk.verify_tree(probs, draft.tokens, draft.parents, num_steps, uniforms))
 
-    def verify_chain(probs: torch.Tensor, laws: torch.Tensor, draft: Tree, uniforms: torch.Tensor) -> Verdict:
-        return Verdict(*walk.verify_chain(probs, laws, draft.tokens, uniforms))
+    def verify_chain(probs: torch.Tensor, laws: torch.Tensor, draft: Tree, uniforms: torch.Tensor) -> VerifyOutput:
+        return VerifyOutput(*walk.verify_chain(probs, laws, draft.tokens, uniforms))
 
     def process(
         logits: torch.Tensor, draft: Tree, owners: torch.Tensor, num_context: torch.Tensor, state: ProcessorState
     ) -> torch.Tensor:
         return processors.process(logits, *draft, owners, num_context, state)
 
-    def cut(verdict: Verdict, *state: torch.Tensor) -> Verdict:
-        return Verdict(*settle.settle(verdict, *state))
+    def cut(verified: VerifyOutput, *state: torch.Tensor) -> VerifyOutput:
+        return VerifyOutput(*trim.trim(verified, *state))
 
     return RoundOps(
         name="triton",
@@ -184,8 +184,8 @@ def _triton_ops() -> RoundOps:
         sample=sampling.sample,
         uniforms=sampling.uniform,
         gather_rows=rows.gather_rows,
-        settle=cut,
-        emit=settle.emit,
+        trim=cut,
+        emit=trim.emit,
         look_up=lookup.look_up,
         admit=admit.admit,
         committer=rows.committer,

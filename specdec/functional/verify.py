@@ -13,7 +13,7 @@ from specdec.functional.sampling import sample
 from specdec.functional.tree import Tree
 
 
-class Verdict(NamedTuple):
+class VerifyOutput(NamedTuple):
     """Tokens that a round emits, and their path. Columns past `accept_lens` hold -1."""
 
     accept_index: Tensor  # [bs, S+1], int64; the accepted node of each depth, column 0 is the root
@@ -22,7 +22,7 @@ class Verdict(NamedTuple):
     invalid: Tensor  # [bs], bool; the target was not finite at a node of the path: one meaningless token, 0
 
 
-def verify_greedy(logits: Tensor, tree: Tree, num_steps: int) -> Verdict:
+def verify_greedy(logits: Tensor, tree: Tree, num_steps: int) -> VerifyOutput:
     """Accept the nodes whose token is the target's argmax at their accepted parent.
 
     logits: [bs, D, V], any float dtype, from the target. A node is unusable if it holds NaN or +inf, or only -inf.
@@ -39,10 +39,10 @@ def verify_greedy(logits: Tensor, tree: Tree, num_steps: int) -> Verdict:
         path.append(child)
         current = torch.where(child >= 0, child, current)
     bonus = target.gather(1, current[:, None])[:, 0]
-    return _verdict(torch.stack(path, dim=1), bonus, tree, best.isfinite())
+    return _verified(torch.stack(path, dim=1), bonus, tree, best.isfinite())
 
 
-def verify_tree(probs: Tensor, tree: Tree, num_steps: int, uniforms: Tensor) -> Verdict:
+def verify_tree(probs: Tensor, tree: Tree, num_steps: int, uniforms: Tensor) -> VerifyOutput:
     """Sample from the target while walking down the tree; the proposals are point masses (they were not drawn).
 
     At a node with children x1, x2, …, x1 is accepted with p(x1), x2 with p(x2) / (1 - p(x1)), and so on; if all are
@@ -77,10 +77,10 @@ def verify_tree(probs: Tensor, tree: Tree, num_steps: int, uniforms: Tensor) -> 
     is_rejected = (tree.parents == current[:, None]) & (nodes > 0)
     num_rejections = torch.zeros_like(law, dtype=torch.int64).scatter_add(1, tree.tokens, is_rejected.long())
     bonus = _sample_residual(law.masked_fill(num_rejections > 0, 0), law, uniforms[:, 0])
-    return _verdict(accept_index, bonus, tree, _is_law(mass))
+    return _verified(accept_index, bonus, tree, _is_law(mass))
 
 
-def verify_chain(probs: Tensor, draft_probs: Tensor, tree: Tree, uniforms: Tensor) -> Verdict:
+def verify_chain(probs: Tensor, draft_probs: Tensor, tree: Tree, uniforms: Tensor) -> VerifyOutput:
     """Sample from the target by rejection (Leviathan et al. 2023, Chen et al. 2023); the drafts were drawn from q.
 
     Draft x is accepted with min(1, p(x) / q(x)); the first rejection draws from (p - q)+, renormalised; if all are
@@ -106,34 +106,34 @@ def verify_chain(probs: Tensor, draft_probs: Tensor, tree: Tree, uniforms: Tenso
     draft_law = torch.where(_row(is_proposal, last)[:, None], draft_law, 0)
     bonus = _sample_residual((law - draft_law).clamp(min=0), law, uniforms[:, 0])
     nodes = torch.arange(probs.shape[1], device=probs.device)
-    return _verdict(torch.where(nodes <= last[:, None], nodes, -1), bonus, tree, _is_law(mass))
+    return _verified(torch.where(nodes <= last[:, None], nodes, -1), bonus, tree, _is_law(mass))
 
 
-def trim(verdict: Verdict, stop_ids: Tensor, remaining: Tensor) -> tuple[Verdict, Tensor]:
+def trim(verified: VerifyOutput, stop_ids: Tensor, remaining: Tensor) -> tuple[VerifyOutput, Tensor]:
     """Cut after the first stop token (which is emitted) and at the number of tokens a request may still emit.
 
     stop_ids: [n_stop] or [bs, n_stop], int64, -1 is padding. remaining: [bs], int64; at most 0 emits nothing.
-    Returns the shortened verdict and finished [bs], bool: a stop token came, `remaining` is used up, or the row is
+    Returns the shortened output and finished [bs], bool: a stop token came, `remaining` is used up, or the row is
     invalid.
     """
-    columns = torch.arange(verdict.tokens.shape[1], device=verdict.tokens.device)
+    columns = torch.arange(verified.tokens.shape[1], device=verified.tokens.device)
     # The padding of tokens equals that of stop_ids, but only past accept_lens, where a stop changes nothing.
-    is_stop = (verdict.tokens[..., None] == (stop_ids if stop_ids.dim() == 1 else stop_ids[:, None])).any(-1)
+    is_stop = (verified.tokens[..., None] == (stop_ids if stop_ids.dim() == 1 else stop_ids[:, None])).any(-1)
     num_until_stop = torch.where(is_stop, columns + 1, columns.numel() + 1).amin(1)
 
-    accept_lens = verdict.accept_lens.minimum(num_until_stop).minimum(remaining.clamp(min=0))
-    finished = (num_until_stop <= accept_lens) | (remaining <= accept_lens) | verdict.invalid
+    accept_lens = verified.accept_lens.minimum(num_until_stop).minimum(remaining.clamp(min=0))
+    finished = (num_until_stop <= accept_lens) | (remaining <= accept_lens) | verified.invalid
     is_past = columns >= accept_lens[:, None]
-    trimmed = verdict._replace(
-        accept_index=verdict.accept_index.masked_fill(is_past, -1),
+    trimmed = verified._replace(
+        accept_index=verified.accept_index.masked_fill(is_past, -1),
         accept_lens=accept_lens,
-        tokens=verdict.tokens.masked_fill(is_past, -1),
+        tokens=verified.tokens.masked_fill(is_past, -1),
     )
     return trimmed, finished
 
 
-def _verdict(accept_index: Tensor, bonus: Tensor, tree: Tree, is_usable: Tensor) -> Verdict:
-    """Assemble the verdict of a path; an invalid row is cut down to the root, token 0.
+def _verified(accept_index: Tensor, bonus: Tensor, tree: Tree, is_usable: Tensor) -> VerifyOutput:
+    """Assemble the output of a path; an invalid row is cut down to the root, token 0.
 
     accept_index: [bs, S+1], int64, -1 past the path; bonus: [bs], int64; is_usable: [bs, D], bool, by node.
     The nodes of the path are the ones whose law was used.
@@ -149,7 +149,7 @@ def _verdict(accept_index: Tensor, bonus: Tensor, tree: Tree, is_usable: Tensor)
     last = accept_lens[:, None] - 1
     tokens = torch.where(columns < last, drafts, -1)
     tokens = torch.where(columns == last, bonus.masked_fill(invalid, 0)[:, None], tokens)
-    return Verdict(accept_index, accept_lens, tokens, invalid)
+    return VerifyOutput(accept_index, accept_lens, tokens, invalid)
 
 
 def _sample_residual(residual: Tensor, law: Tensor, u: Tensor) -> Tensor:

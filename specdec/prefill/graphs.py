@@ -81,7 +81,7 @@ class PrefillGraphs:
             build(self.runners, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=config.strict)
             if slot_table.is_cuda and not config.strict:  # strict pads rather than run eagerly
                 with parts.counters.recording():
-                    self.target_runner.busy_from = self._find_busy()
+                    self.target_runner.device_bound_from = self._find_device_bound()
 
     def target(self, metadata: AttentionMetadata, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the target's layers over a packed batch, ids [T] int64; return last hidden states [T, h], aux or None.
@@ -134,7 +134,7 @@ class PrefillGraphs:
         rows = torch.full((len(lens),), self._dummy_row, device=self._slot_table.device)
         return context.backend.metadata.prefill(self._slot_table, rows, [0] * len(lens), lens)
 
-    def _find_busy(self) -> int | None:
+    def _find_device_bound(self) -> int | None:
         """Return the smallest captured size from which running the layers takes clearly longer than launching them.
 
         Their ratio grows with the size, so a bisection finds it.

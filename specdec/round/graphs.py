@@ -16,7 +16,7 @@ from specdec.config import EngineConfig
 from specdec.draft.worker import Draft
 from specdec.functional.sampling import SamplingKind
 from specdec.functional.tree import Tree
-from specdec.functional.verify import Verdict
+from specdec.functional.verify import VerifyOutput
 from specdec.graphs import BufferSpec, GraphPool, GraphRunner, Setup, batch_buckets, build, pick_capture
 from specdec.outputs import GraphCost
 from specdec.round.parts import Parts
@@ -81,7 +81,7 @@ class RoundGraphs:
         return [
             ("draft", partial(draft_part, self._program), [rows]),
             ("target_verify", partial(verify_part, self._program), [rows, *self._tree_specs()]),
-            ("draft_extend", partial(extend_part, self._program), [rows, *self._verdict_specs()]),
+            ("draft_extend", partial(extend_part, self._program), [rows, *self._output_specs()]),
         ]
 
     def play(self, kind: SamplingKind, rows: torch.Tensor, max_prefix: int) -> torch.Tensor:
@@ -91,11 +91,11 @@ class RoundGraphs:
         kind, hints = self._served_as(kind), {"max_prefix": max_prefix}
         if not self._is_apart:
             return self.runners[self._name](kind, {"rows": rows}, **hints)
-        # Buffers have the names of the fields of Tree and Verdict.
+        # Buffers have the names of the fields of Tree and VerifyOutput.
         draft: Draft = self.runners["draft"](kind, {"rows": rows}, **hints)
         inputs = {"rows": rows, **draft.tree._asdict(), "probs": draft.probs}
-        verdict, aux = self.runners["target_verify"](kind, inputs, **hints)
-        return self.runners["draft_extend"](kind, {"rows": rows, **verdict._asdict(), "aux": aux}, **hints)
+        verified, aux = self.runners["target_verify"](kind, inputs, **hints)
+        return self.runners["draft_extend"](kind, {"rows": rows, **verified._asdict(), "aux": aux}, **hints)
 
     def first_tokens(self, kind: SamplingKind, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Sample the tokens after prompts from the target's last hidden states [n, h]; see `Round.first_tokens`."""
@@ -140,7 +140,7 @@ class RoundGraphs:
             sampled = tuple(kind for kind in SamplingKind if not kind.is_greedy)
             yield BufferSpec("probs", lambda n: (n, *law), torch.float32, pad=0.0, variants=sampled)
 
-    def _verdict_specs(self) -> Iterator[BufferSpec]:
+    def _output_specs(self) -> Iterator[BufferSpec]:
         """Yield the specs of what verify passes to extend. The pad is a request that emits nothing."""
         width = min(self._config.num_steps + 1, self._config.verify_width)
         yield BufferSpec("accept_index", lambda n: (n, width), torch.int64, pad=-1)
@@ -165,8 +165,8 @@ def verify_part(
     probs: torch.Tensor | None = None,
     max_prefix: int | None = None,
     **tree: torch.Tensor,
-) -> tuple[Verdict, torch.Tensor | None]:
-    """Run Round.play from the draft (fields of Tree, and the laws its chains were drawn from) to the verdict."""
+) -> tuple[VerifyOutput, torch.Tensor | None]:
+    """Run Round.play from the draft (fields of Tree, and the laws its chains were drawn from) to what is accepted."""
     batch = program.batch(kind, rows, max_prefix)
     draft = Draft(Tree(**tree), probs)
     logits, aux = program.verify(batch, draft.tree)
@@ -179,10 +179,10 @@ def extend_part(
     rows: torch.Tensor,
     aux: torch.Tensor | None = None,
     max_prefix: int | None = None,
-    **verdict: torch.Tensor,
+    **verified: torch.Tensor,
 ) -> torch.Tensor:
-    """Run Round.play from the verdict (its fields) and the target's features to the results."""
-    return program.extend(program.batch(kind, rows, max_prefix), Verdict(**verdict), aux)
+    """Run Round.play from what was accepted (fields of VerifyOutput) and the target's features to the results."""
+    return program.extend(program.batch(kind, rows, max_prefix), VerifyOutput(**verified), aux)
 
 
 def first_token_part(program: Round, kind: str, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from specdec.functional.processors import mark_seen
 from specdec.functional.sampling import SamplingKind, process_logits
 from specdec.functional.synthetic import impose_acceptance
 from specdec.functional.tree import Tree, chain
-from specdec.functional.verify import Verdict
+from specdec.functional.verify import VerifyOutput
 from specdec.round.parts import Parts
 
 LAW_BYTES = 64 << 20  # probabilities that sampled acceptance holds at once; larger batches go in parts
@@ -50,8 +50,8 @@ class Round:
         batch = self.batch(kind, rows, max_prefix)
         draft = self.worker.draft(batch)
         logits, aux = self.verify(batch, draft.tree)
-        verdict = self.accept(batch, draft, logits)
-        return self.extend(batch, verdict, aux)
+        verified = self.accept(batch, draft, logits)
+        return self.extend(batch, verified, aux)
 
     def batch(self, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> RoundBatch:
         """Gather what a round needs to know of `rows`."""
@@ -74,21 +74,21 @@ class Round:
         aux = None if output.aux is None else output.aux.view(*shape, -1)
         return output.logits.view(*shape, -1), aux
 
-    def accept(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor) -> Verdict:
+    def accept(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor) -> VerifyOutput:
         """Decide which nodes are emitted, up to a stop id or the length limit, and commit them."""
-        verdict = self._decide(batch, draft, logits, STREAM_VERIFY)
+        verified = self._decide(batch, draft, logits, STREAM_VERIFY)
         if self._rates is not None:
             draws = self.ops.uniforms(self.state.sampling.seeds[batch.rows], batch.seq_lens, STREAM_SYNTHETIC, 1)
-            verdict = impose_acceptance(verdict, draft.tree, self._rates, draws[:, 0])
-        verdict = self.ops.settle(verdict, batch.rows, self.state.stop_ids, self.state.remaining)
+            verified = impose_acceptance(verified, draft.tree, self._rates, draws[:, 0])
+        verified = self.ops.trim(verified, batch.rows, self.state.stop_ids, self.state.remaining)
         for commit in self._commits:
-            commit(batch.slot_table, batch.rows, batch.seq_lens, verdict.accept_index)
-        return verdict
+            commit(batch.slot_table, batch.rows, batch.seq_lens, verified.accept_index)
+        return verified
 
-    def extend(self, batch: RoundBatch, verdict: Verdict, aux: torch.Tensor | None) -> torch.Tensor:
+    def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> torch.Tensor:
         """The draft takes the true features; L += accept_lens, the last token is the new root. Returns the results."""
-        self.worker.extend(batch, verdict, aux)
-        return self._emit(batch, verdict, moves=True)
+        self.worker.extend(batch, verified, aux)
+        return self._emit(batch, verified, moves=True)
 
     def take_prompts(self, chunk: PrefillChunk) -> None:
         """Write the tokens of `chunk` to the history of its rows."""
@@ -100,9 +100,9 @@ class Round:
         """The token after each prompt, from logits [n, V]; it becomes the row's first root. Results as `play` gives."""
         batch = self.batch(kind, rows)
         root_only = chain(batch.roots, batch.roots.new_empty(rows.shape[0], 0))
-        verdict = self._decide(batch, Draft(root_only, None), logits.unsqueeze(1), STREAM_PREFILL)
-        verdict = self.ops.settle(verdict, rows, self.state.stop_ids, self.state.remaining)
-        return self._emit(batch, verdict, moves=False)  # the token is not in the cache yet: L stays
+        verified = self._decide(batch, Draft(root_only, None), logits.unsqueeze(1), STREAM_PREFILL)
+        verified = self.ops.trim(verified, rows, self.state.stop_ids, self.state.remaining)
+        return self._emit(batch, verified, moves=False)  # the token is not in the cache yet: L stays
 
     def begin(
         self, rows: torch.Tensor, states: torch.Tensor | None = None, max_prefix: int | None = None
@@ -136,7 +136,7 @@ class Round:
             ancestor_bits=None if is_chain else tree.ancestor_bits,
         )
 
-    def _decide(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor, stream: int) -> Verdict:
+    def _decide(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor, stream: int) -> VerifyOutput:
         """Which nodes the target accepts (logits [bs, D, V]), before stops and limits."""
         num_steps = min(self.config.num_steps, logits.shape[1] - 1)
         if batch.sampling is None and not batch.is_processed:
@@ -146,10 +146,10 @@ class Round:
             uniforms = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, stream, logits.shape[1])
         size = max(1, LAW_BYTES // (4 * logits[0].numel()))
         parts = [slice(i, i + size) for i in range(0, logits.shape[0], size)]
-        verdicts = [self._judge(batch, draft, logits, uniforms, num_steps, stream, part) for part in parts]
-        return verdicts[0] if len(verdicts) == 1 else Verdict(*map(torch.cat, zip(*verdicts, strict=True)))
+        outputs = [self._verify_part(batch, draft, logits, uniforms, num_steps, stream, part) for part in parts]
+        return outputs[0] if len(outputs) == 1 else VerifyOutput(*map(torch.cat, zip(*outputs, strict=True)))
 
-    def _judge(
+    def _verify_part(
         self,
         batch: RoundBatch,
         draft: Draft,
@@ -158,8 +158,8 @@ class Round:
         num_steps: int,
         stream: int,
         part: slice,
-    ) -> Verdict:
-        """The verdict of the requests `part` on processed logits, or on the laws that logits make."""
+    ) -> VerifyOutput:
+        """Verify the requests `part` on processed logits, or on the laws that logits make."""
         tree, scores = Tree(*(t[part] for t in draft.tree)), logits[part]
         if batch.is_processed:
             context = self._num_context(batch, stream)[part]
@@ -176,9 +176,9 @@ class Round:
         """[bs] tokens that the root's logits follow: the prompt alone, or all up to the root."""
         return batch.seq_lens if stream == STREAM_PREFILL else batch.seq_lens + 1
 
-    def _emit(self, batch: RoundBatch, verdict: Verdict, moves: bool) -> torch.Tensor:
+    def _emit(self, batch: RoundBatch, verified: VerifyOutput, moves: bool) -> torch.Tensor:
         """The last token is the new root and L += accept_lens, if it moves; results for the host."""
         state = self.state
         if batch.is_processed:
-            mark_seen(verdict.tokens, batch.rows, state.processors)
-        return self.ops.emit(verdict, batch.rows, state.seq_lens, state.roots, state.remaining, state.history, moves)
+            mark_seen(verified.tokens, batch.rows, state.processors)
+        return self.ops.emit(verified, batch.rows, state.seq_lens, state.roots, state.remaining, state.history, moves)

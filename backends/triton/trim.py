@@ -1,6 +1,6 @@
 """How a round ends, one program a request: what was accepted is cut at stops and limits, then state moves on.
 
-Twins: `settle` and `emit` of `specdec.functional.ops.TORCH_OPS`. Rows may repeat only where padding points to one
+Twins: `trim` and `emit` of `specdec.functional.ops.TORCH_OPS`. Rows may repeat only where padding points to one
 dummy row.
 """
 
@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.backends.triton.walk import Verdict
+from specdec.backends.triton.walk import VerifyOutput
 
 
 @triton.jit
-def _settle_kernel(
+def _trim_kernel(
     rows,
     stop_ids,
     remaining,
@@ -84,15 +84,15 @@ def _emit_kernel(
     tl.store(at + W + 2, (tl.load(remaining + row) == 0).to(tl.int64))
 
 
-def settle(verdict: Verdict, rows: torch.Tensor, stop_ids: torch.Tensor, remaining: torch.Tensor) -> Verdict:
-    """Cut `verdict` of `rows` [bs] at stops and limits.
+def trim(verified: VerifyOutput, rows: torch.Tensor, stop_ids: torch.Tensor, remaining: torch.Tensor) -> VerifyOutput:
+    """Cut `verified` of `rows` [bs] at stops and limits.
 
     stop_ids [num_rows, num_stops] int64, -1 padded; remaining [num_rows] int64 is lowered, to 0 where a row is over.
     """
-    accept_index, accept_lens, tokens, invalid = (t.contiguous() for t in verdict)
+    accept_index, accept_lens, tokens, invalid = (t.contiguous() for t in verified)
     bs, width = tokens.shape
     out_index, out_lens, out_tokens = (torch.empty_like(t) for t in (accept_index, accept_lens, tokens))
-    _settle_kernel[(bs,)](
+    _trim_kernel[(bs,)](
         rows,
         stop_ids,
         remaining,
@@ -113,7 +113,7 @@ def settle(verdict: Verdict, rows: torch.Tensor, stop_ids: torch.Tensor, remaini
 
 
 def emit(
-    verdict: Verdict,
+    verified: VerifyOutput,
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
     roots: torch.Tensor,
@@ -121,11 +121,11 @@ def emit(
     history: torch.Tensor,
     moves: bool,
 ) -> torch.Tensor:
-    """Results of a settled `verdict` for the host, [bs, W+3] int64.
+    """Results of `verified`, which is trimmed, for the host, [bs, W+3] int64.
 
     In place: `roots` [num_rows] int64 and, if it `moves`, `seq_lens`; tokens go to history [num_rows, width] int32.
     """
-    _, accept_lens, tokens, invalid = (t.contiguous() for t in verdict)
+    _, accept_lens, tokens, invalid = (t.contiguous() for t in verified)
     bs, width = tokens.shape
     out = torch.empty(bs, width + 3, dtype=torch.int64, device=tokens.device)
     _emit_kernel[(bs,)](
