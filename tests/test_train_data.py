@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from specdec.functional.sampling import SamplingParams
+from specdec.text.inputs import encode
 from specdec.train.batches import Batches
 from specdec.train.data import Corpus, split_held_out
 from specdec.train.hot_vocab import choose_hot_vocab
@@ -18,7 +19,6 @@ from specdec.train.regenerate import (
     Budget,
     answer,
     answer_jobs,
-    encode,
     gsm8k_prompts,
     self_chat_prompts,
     user_turn_frame,

@@ -21,6 +21,7 @@ from specdec.measure.acceptance import Shape, acceptance, print_rows
 from specdec.measure.results import write_results
 from specdec.targets.pretrained import BUNDLED, load_pretrained
 from specdec.text.prompts import chat_ids, read_questions
+from specdec.train.cli import Device, Dtype, Target
 from specdec.train.cli import app as train_app
 from specdec.train.target import load
 
@@ -33,11 +34,8 @@ app.command("doctor")(doctor_command)
 
 SHIPPED = "shipped"
 
-Target = Annotated[str, typer.Option(help="Hub id, folder, .gguf file or 'bundled' (SmolLM2-135M-Instruct).")]
 DemoDraft = Annotated[str, typer.Option(help="Folder, .gguf file, Hub id, 'lookup', 'shipped' or a shipped name.")]
 Draft = Annotated[str, typer.Option(help="As for `demo`, or 'none'. 'shipped' is the EAGLE-3 head.")]
-Device = Annotated[str, typer.Option(help="cuda, cpu; auto: cuda where there is one.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.")]
 Steps = Annotated[int | None, typer.Option(help="Draft depth S; default 2 on CPU, 3 on CUDA.")]
 TopK = Annotated[int, typer.Option(help="Branches per step K; 1 drafts a chain.")]
 DraftTokens = Annotated[int | None, typer.Option(help="Nodes verified per round D, root included.")]

@@ -19,6 +19,7 @@ from specdec.targets.pretrained import BUNDLED, load_draft, read_tokenizer
 from specdec.targets.shape import TargetShape
 from specdec.targets.standalone import named_tokenizer
 from specdec.text.prompts import chat_ids, read_questions, tokenizer_fingerprint
+from specdec.train.cli import Device, Dtype
 from specdec.train.target import load
 
 PROMPTS = (
@@ -40,10 +41,8 @@ def doctor_command(
     steps: Annotated[int, typer.Option(help="Draft depth S of the chains.")] = 3,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 48,
     bandwidth_gb_s: Annotated[float | None, typer.Option(help="Bandwidth of device memory; default: measured.")] = None,
-    device: Annotated[str, typer.Option(help="cuda, cpu; auto: cuda where there is one.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.")
-    ] = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Describe a draft, measure its cost and acceptance on a target, and find what is wrong with it.
 

@@ -52,8 +52,17 @@ def _one(prompt: Any, index: int, tokenizer: Any) -> list[int]:
 
 def ids_of_chat(messages: Any, tokenizer: Any) -> list[int]:
     """Return token ids of a chat, with the generation prompt."""
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return encode(tokenizer, render_chat(messages, tokenizer))
+
+
+def render_chat(messages: Any, tokenizer: Any) -> str:
+    """Return the chat template's text of `messages`, up to where the answer begins."""
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of rendered text, which contains its own special tokens."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _tensor_to_ids(ids: torch.Tensor, mask: Any) -> list[list[int]]:

@@ -21,7 +21,7 @@ app = typer.Typer(help="Train drafts on what the target itself generates.", no_a
 
 Algo = Annotated[str, typer.Option(help="eagle (EAGLE-1/2), eagle3, nextn (MTP), or standalone (a small LM).")]
 Target = Annotated[str, typer.Option(help="Hub id, folder, .gguf file or 'bundled' (SmolLM2-135M-Instruct).")]
-Dtype = Annotated[str, typer.Option(help="bfloat16, float16, float32; auto: bfloat16 on CUDA, else float32.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.")]
 Device = Annotated[str, typer.Option(help="cuda, cpu; auto: cuda where there is one.")]
 Out = Annotated[Path, typer.Option(help="Folder of the exported draft.")]
 Questions = Annotated[Path | None, typer.Option(help="GSM8K train.jsonl.")]

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 from specdec.api import Engine, attach
 from specdec.targets.pretrained import BUNDLED
+from specdec.text.inputs import encode
 from specdec.train.fit import sizes
 from specdec.train.regenerate import (
     Budget,
     Job,
     answer,
     answer_jobs,
-    encode,
     gsm8k_prompts,
     self_chat_prompts,
     user_turn_frame,

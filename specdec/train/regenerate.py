@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from specdec.functional.sampling import SamplingParams
+from specdec.text.inputs import encode, render_chat
 from specdec.train.data import Corpus
 
 SENTINEL = "Qx7sentinel7xQ"
@@ -87,17 +88,11 @@ def gsm8k_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
 
 def user_turn_frame(tokenizer: Any) -> tuple[str, str]:
     """Return the chat template's text before a first user turn, and after it up to where the answer begins."""
-    message = [{"role": "user", "content": SENTINEL}]
-    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    text = render_chat([{"role": "user", "content": SENTINEL}], tokenizer)
     if text.count(SENTINEL) != 1:
         raise ValueError(f"the chat template writes a user turn {text.count(SENTINEL)} times; expected once: {text!r}")
     prefix, suffix = text.split(SENTINEL)
     return prefix, suffix
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of rendered text, which contains its own special tokens."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def self_chat_prompts(
