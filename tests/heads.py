@@ -49,6 +49,13 @@ def noisy(head: Any) -> Any:
     return head.eval().requires_grad_(False)
 
 
+def poison(engine: Any) -> None:
+    """Make every KV slot of target and draft NaN."""
+    contexts = [engine._core.context, engine._core.round.worker.context]
+    for plane in (plane for context in contexts for plane in context.pool.planes):
+        plane.fill_(float("nan"))
+
+
 class OracleWorker(DraftWorker):
     """Knows what every prompt continues with, by its length, and proposes it; each token is spoilt one time in four.
 

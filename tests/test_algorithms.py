@@ -11,7 +11,7 @@ from specdec import SamplingParams
 from specdec.backends.rope import rotate
 from specdec.draft.algorithms import ALGORITHMS
 from specdec.targets.shape import LAST
-from tests.heads import ALGOS, MODULES, random_draft
+from tests.heads import ALGOS, MODULES, poison, random_draft
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_round_graphs import past_prefill
 from tests.tiny_models import VOCAB, tiny_model
@@ -79,9 +79,7 @@ def test_poisoned_pools_change_nothing(algo, shape):
     model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
     engine = engine_of(model, algo, shape)
     expected = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
-    for context in (engine._core.context, engine._core.round.worker.context):
-        for cache in (*context.pool.k, *context.pool.v):
-            cache.fill_(float("nan"))
+    poison(engine)
     again = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
     assert again.tokens == expected.tokens and again.stats.acceptance == expected.stats.acceptance
 

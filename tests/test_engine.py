@@ -6,7 +6,7 @@ from scipy import stats
 
 import specdec
 from specdec import SamplingParams
-from tests.heads import OracleWorker, random_head
+from tests.heads import OracleWorker, poison, random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
 
@@ -86,9 +86,7 @@ def test_poisoned_pools_change_nothing(name, shape):
     model, prompts = tiny_model(name), ragged_prompts()
     engine = specdec.attach(model, random_head(model), max_batch=2, **shape)
     expected = engine.generate(prompts, max_new_tokens=NUM_TOKENS).tokens
-    for context in (engine._core.context, engine._core.round.worker.context):
-        for cache in (*context.pool.k, *context.pool.v):
-            cache.fill_(float("nan"))
+    poison(engine)
     assert engine.generate(prompts, max_new_tokens=NUM_TOKENS).tokens == expected
 
 

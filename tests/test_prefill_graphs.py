@@ -87,7 +87,7 @@ def both_ways(engine, lens, starts=None, seed=0):
             programs, batch = core.prefill.programs, (ids, metadata.positions, metadata.out_cache_loc)
             hidden, aux = programs.target.run("", *batch, metadata=metadata)
             draft = programs.draft[0].run("", *batch, aux, metadata=metadata)[0] if programs.draft else None
-        caches = [cache[metadata.out_cache_loc] for pool in pools for cache in (*pool.k, *pool.v)]
+        caches = [cache[metadata.out_cache_loc] for pool in pools for cache in pool.planes]
         results.append([t.clone() for t in (hidden, aux, draft, *caches) if t is not None])
     return results
 
@@ -338,7 +338,7 @@ def test_poison_in_padding_and_dummy_slot_reaches_nobody(mode):
         for lens in ([64], [5], [3, 9, 1], [33], [4]):
             for tensor in static:
                 tensor.fill_(float("nan"))
-            for cache in (c for pool in pools for c in (*pool.k, *pool.v)):
+            for cache in (plane for pool in pools for plane in pool.planes):
                 cache[0] = float("nan")
             ours, theirs = both_ways(engine, lens)
             for a, b in zip(ours, theirs, strict=True):

@@ -8,7 +8,7 @@ import torch
 
 import specdec
 from specdec import SamplingParams
-from tests.heads import ALGOS, MODULES, OracleWorker, random_draft, random_head
+from tests.heads import ALGOS, MODULES, OracleWorker, poison, random_draft, random_head
 from tests.test_attach import greedy
 from tests.tiny_models import VOCAB, tiny_model
 
@@ -93,9 +93,7 @@ def test_poisoned_pools_change_nothing_and_debug_mode_finds_nothing(monkeypatch)
     monkeypatch.setenv("SPECDEC_DEBUG", "1")
     engine = engine_of(model_of("gemma2"), TREE)
     expected = engine.generate(PROMPTS[:2], max_new_tokens=NUM_TOKENS).tokens
-    for context in (engine._core.context, engine._core.round.worker.context):
-        for cache in (*context.pool.k, *context.pool.v):
-            cache.fill_(float("nan"))
+    poison(engine)
     assert engine.generate(PROMPTS[:2], max_new_tokens=NUM_TOKENS).tokens == expected
 
 
