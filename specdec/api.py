@@ -5,7 +5,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from specdec.batch import on_device
 from specdec.config import EngineConfig
+from specdec.doors.generate import EngineGenerate, install
 from specdec.engine.admission import make_requests
 from specdec.engine.assembly import Source, assemble, resolve_draft
 from specdec.engine.core import Core
@@ -106,6 +107,7 @@ class Engine:
         self._release = weakref.finalize(self, core.close)
         self._release.atexit = False
         self._total = AcceptanceStats()
+        self._installed = ExitStack()
 
     def generate(self, prompts: Any, **options: Any) -> GenerationOutput:
         """Generate for one prompt or a ragged batch; see `specdec.text.inputs.prompts_to_ids` for what a prompt can be.
@@ -170,6 +172,29 @@ class Engine:
         core = self._attached()
         core.abandon([r for r in requests if r.finish_reason is None])
 
+    def install(self, on_unsupported: str = "raise") -> ExitStack:
+        """Make `model.generate` of the attached model this engine's, for pipelines, streamers and evaluation code.
+
+        transformers prepares every call as before; arguments mean what they mean there, results have its form, and
+        greedy text is equal to its own. What the engine cannot decode so (beams, processors in Python, scores) raises
+        ValueError, or with on_unsupported="fallback" is decoded by transformers, with a warning. `uninstall` or
+        `detach` undoes it; so does leaving `with engine.install():`.
+        """
+        undo = install(self, on_unsupported)
+        self._installed.callback(undo)
+        leave = ExitStack()
+        leave.callback(self.uninstall)
+        return leave
+
+    def uninstall(self) -> None:
+        """Give the model its own `generate` back; does nothing if `install` was not called."""
+        self._installed.close()
+
+    def as_generate(self, on_unsupported: str = "raise") -> EngineGenerate:
+        """Return a decoding loop for `model.generate(..., custom_generate=engine.as_generate())`; see `install`."""
+        self._attached()
+        return EngineGenerate(self, on_unsupported)
+
     def report(self) -> Report:
         """Return the engine's setup, how often each path ran, and the acceptance so far."""
         core = self._attached()
@@ -219,6 +244,7 @@ class Engine:
         attached: free some memory and call it again.
         """
         self._attached().close()
+        self.uninstall()
         self._release.detach()
         self._core = None
 

@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"round"}),),
     (frozenset({"prefill"}),),
     (frozenset({"engine"}),),
+    (frozenset({"doors"}),),
     (frozenset({"api"}),),
     (frozenset({"train"}),),
     (frozenset({"measure"}),),

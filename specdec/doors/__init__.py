@@ -1,0 +1,1 @@
+"""Doors: what people already call, answered by an engine."""

@@ -1,0 +1,271 @@
+"""`model.generate` by an engine: the door of pipelines, streamers, evaluation and training code.
+
+transformers prepares a call as always: it resolves the config, makes the mask, the processors and the stopping
+criteria, and repeats prompts. The engine takes the place of the decoding loop that would follow
+(`GenerationMixin._sample`). A call that the engine cannot decode as that loop would is refused, or left to it.
+"""
+
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
+
+from specdec.doors.lockstep import Lockstep
+from specdec.engine.generation import Settings
+from specdec.engine.scheduler import Request
+
+WAYS = ("raise", "fallback")
+# Arguments of a model's forward that transformers adds to every call, or that change nothing here.
+FORWARD_ARGUMENTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
+COUNTS_PADDING = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A prepared call: requests that are not queued yet, and the criteria that the engine does not know.
+
+    pads: rows that are over are filled up with `pad_token`, as transformers does where there is an EOS.
+    """
+
+    input_ids: torch.Tensor
+    requests: list[Request]
+    criteria: StoppingCriteriaList
+    pads: bool
+    pad_token: int
+    streamer: Any
+
+
+class EngineGenerate:
+    """A decoding loop for `generate(custom_generate=...)`: rounds of one engine, with the results of `_sample`.
+
+    on_unsupported: "raise" ValueError for what the engine cannot do, or "fallback" to transformers' own loop, with a
+    warning. transformers hands no streamer to a `custom_generate`: use `Engine.install` for streamers.
+    """
+
+    def __init__(self, engine: Any, on_unsupported: str = "raise"):
+        if on_unsupported not in WAYS:
+            raise ValueError(f"on_unsupported={on_unsupported!r}: expected one of {WAYS}")
+        self.engine = engine
+        self.on_unsupported = on_unsupported
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        prepared = (logits_processor, stopping_criteria, generation_config)
+        try:
+            call = _read(self.engine, model, input_ids, *prepared, streamer, model_kwargs)
+        except ValueError as error:
+            name = GENERATION_MODES_MAPPING[generation_config.get_generation_mode()]
+            loop = getattr(type(model), name, None)  # modes that transformers has moved to the Hub have none
+            if self.on_unsupported == "raise" or loop is None:
+                raise
+            warnings.warn(f"decoded by transformers, without speculation: {error}", stacklevel=4)
+            return loop(model, input_ids, *prepared, streamer=streamer, **model_kwargs)
+        sequences = _run(self.engine, call)
+        is_dict = generation_config.return_dict_in_generate
+        return GenerateDecoderOnlyOutput(sequences=sequences) if is_dict else sequences
+
+
+def install(engine: Any, on_unsupported: str) -> Callable[[], None]:
+    """Replace `generate` of the attached model; returns the function that undoes it."""
+    model = engine.target_module
+    if "generate" in vars(model):
+        raise ValueError("model.generate is replaced already; uninstall() that engine, or delete model.generate, first")
+    decode = EngineGenerate(engine, on_unsupported)
+    model.generate = types.MethodType(_generate_by(decode), model)
+    return lambda: vars(model).pop("generate", None) and None
+
+
+def _generate_by(decode: EngineGenerate) -> Callable[..., Any]:
+    """Return a `generate` that prepares like the model's own and decodes by `decode`."""
+
+    def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+        own = type(model).generate
+        given = inspect.signature(own).bind(model, *args, **kwargs).arguments
+        options = {**given.pop("kwargs", {}), **given}
+        del options["self"]
+        if options.get("custom_generate") is not None:
+            return own(model, **options)
+        if options.get("assistant_model") is not None:
+            error = "assistant_model: the engine has a draft of its own; attach another one, or leave this one out"
+            if decode.on_unsupported == "raise":
+                raise ValueError(error)
+            warnings.warn(f"decoded by transformers: {error}", stacklevel=2)
+            return own(model, **options)
+        streamer = options.get("streamer")  # stays in options, too: the prompt is put by transformers
+
+        def loop(model: Any, input_ids: torch.Tensor, **prepared: Any) -> Any:
+            return decode(model, input_ids, streamer=streamer, **prepared)
+
+        return own(model, **_with_stop_strings(options, decode.engine.tokenizer), custom_generate=loop)
+
+    generate.__doc__ = f"By a specdec engine: {type(decode.engine.target_module).generate.__doc__}"
+    return generate
+
+
+def _with_stop_strings(options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Turn stop strings into a criterion: transformers hands their tokenizer to its own loops only."""
+    options = dict(options)
+    tokenizer = options.pop("tokenizer", None) or tokenizer
+    config = options.get("generation_config")
+    strings = options.pop("stop_strings", None) or getattr(config, "stop_strings", None)
+    if not strings:
+        return options
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={strings!r} need a tokenizer: generate(tokenizer=...) or attach(tokenizer=...)")
+    if config is not None:
+        options["generation_config"] = config = copy(config)
+        config.stop_strings = None
+    criteria = [*(options.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
+    return {**options, "stopping_criteria": StoppingCriteriaList(criteria)}
+
+
+def _read(
+    engine: Any,
+    model: Any,
+    input_ids: torch.Tensor,
+    processors: Any,
+    criteria: Any,
+    config: Any,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> Call:
+    """Check a prepared call and make its requests; ValueError for what the engine cannot do as transformers would."""
+    if model is not engine.target_module:
+        raise ValueError(f"this {type(model).__name__} is not the model that the engine is attached to")
+    _check_forward_arguments(model_kwargs)
+    _check_processors(model, input_ids, processors, config, model_kwargs)
+    length = input_ids.shape[1]
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    prompts = [row[keep].tolist() for row, keep in zip(input_ids.cpu(), mask.cpu().bool(), strict=True)]
+    settings = _settings(config)
+    if not bool(mask.all()):
+        _refuse_counted_padding(settings)
+    limits = [c.max_length - length for c in criteria if type(c) is MaxLengthCriteria]
+    ends = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
+    eos_ids = sorted({i for ids in ends for i in ids.flatten().tolist() if i >= 0})  # -1 is nobody's token
+    others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
+    requests = engine._requests(
+        prompts,
+        sampling=[settings.params(length)] * len(prompts),
+        generation_config=_without_ends(config),
+        max_new_tokens=min(limits, default=engine.config.max_seq_len - max(map(len, prompts))),
+        eos_token_id=eos_ids or None,
+    )
+    pad = getattr(config, "_pad_token_tensor", None)
+    pad_token = 0 if pad is None else int(pad)
+    return Call(input_ids, requests, StoppingCriteriaList(others), bool(ends), pad_token, streamer)
+
+
+def _run(engine: Any, call: Call) -> torch.Tensor:
+    """Play rounds until every row is over by transformers' rules; returns sequences [B, T + new]."""
+    rows = Lockstep(call.input_ids, call.requests, call.criteria, call.pad_token if call.pads else None)
+    with closing(engine._run(call.requests)) as run:
+        for _ in run:
+            _put(call.streamer, rows.advance())
+            if rows.is_over:
+                break  # requests that have run ahead of a criterion are abandoned
+    if any(r.finish_reason == "error" for r in call.requests):
+        raise RuntimeError("generation ended: the target's logits are not finite")
+    if call.streamer is not None:
+        call.streamer.end()
+    return rows.sequences()
+
+
+def _put(streamer: Any, columns: list[list[int]]) -> None:
+    """Give new tokens to a streamer: those of one row together, else one token of every row a call."""
+    if streamer is None or not columns:
+        return
+    if len(columns[0]) == 1:
+        streamer.put(torch.tensor([token for (token,) in columns]))
+        return
+    for column in columns:
+        streamer.put(torch.tensor(column))
+
+
+def _settings(config: Any) -> Settings:
+    """Return the settings of a resolved config; ValueError names the first that the engine does not honour."""
+    return Settings.merge(_without_ends(config))
+
+
+def _without_ends(config: Any) -> Any:
+    """Copy `config` without what transformers has done already, and what its criteria do."""
+    config = copy(config)
+    config.num_return_sequences, config.max_time, config.stop_strings = 1, None, None
+    return config
+
+
+def _check_forward_arguments(model_kwargs: dict[str, Any]) -> None:
+    for name, value in model_kwargs.items():
+        if value is not None and name not in FORWARD_ARGUMENTS:
+            raise ValueError(f"{name} is an argument of the model that the engine does not pass on")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError("past_key_values holds tokens: the engine has a KV pool of its own; give the whole prompt")
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(f"attention_mask has {mask.dim()} dimensions: expected [batch, tokens]")
+    if positions is not None and mask is not None:
+        counted = mask.long().cumsum(-1) - 1
+        if positions.shape != counted.shape or not torch.equal(positions[mask.bool()], counted[mask.bool()]):
+            raise ValueError("position_ids: the engine counts from 0 along the mask; leave them out")
+
+
+def _check_processors(
+    model: Any, input_ids: torch.Tensor, processors: Any, config: Any, model_kwargs: dict[str, Any]
+) -> None:
+    """Refuse processors that the config does not say: they run in Python, a token at a time."""
+    expected = model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=input_ids.shape[1],
+        encoder_input_ids=input_ids,
+        device=input_ids.device,
+        model_kwargs=model_kwargs,
+    )
+    own = [_describe(p) for p in expected]
+    for processor in processors:
+        if _describe(processor) not in own:
+            raise ValueError(
+                f"logits_processor {type(processor).__name__}: it runs in Python, a token at a time; express it with "
+                "settings such as repetition_penalty, bad_words_ids, sequence_bias, or attach(...) and SamplingParams"
+            )
+
+
+def _describe(processor: Any) -> tuple[str, str]:
+    """Return type and values of a processor, for comparison."""
+    return type(processor).__qualname__, repr(sorted(_plain(vars(processor))))
+
+
+def _plain(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        yield name, repr(value.tolist() if isinstance(value, torch.Tensor) else value)
+
+
+def _refuse_counted_padding(settings: Settings) -> None:
+    for name, off in COUNTS_PADDING.items():
+        if settings.get(name) not in (None, off):
+            raise ValueError(
+                f"{name}={settings.get(name)} with padded prompts: transformers counts padding as text, the engine "
+                "does not; give prompts one by one or of equal length"
+            )
