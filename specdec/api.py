@@ -45,7 +45,7 @@ def attach(
         ("standalone"), or None for plain decoding. For "nextn" the target's own checkpoint, if it holds MTP layers, or
         a folder that holds only them.
     algo: "auto" (read from the checkpoint; None without a draft), None (plain decoding) or a name of
-        `specdec.draft.algorithms.ALGORITHMS`; "lookup" takes no draft: it proposes what followed the last tokens
+        `specdec.draft.algorithms.algorithms`; "lookup" takes no draft: it proposes what followed the last tokens
         earlier.
     tokenizer: for text prompts, output text and stop strings; not needed for token ids.
     settings: fields of `EngineConfig` (num_steps, topk, num_draft_tokens, max_batch, max_seq_len, cuda_graph, ...).

@@ -9,7 +9,7 @@ from scipy import stats
 import specdec
 from specdec import SamplingParams
 from specdec.backends.rope import rotate
-from specdec.draft.algorithms import ALGORITHMS
+from specdec.draft.algorithms import algorithms
 from specdec.targets.shape import LAST
 from tests.heads import ALGOS, MODULES, poison, random_draft
 from tests.test_attach import greedy, ragged_prompts
@@ -37,7 +37,7 @@ def engine_of(model, algo, shape, **settings):
 
 
 def test_all_algorithms_are_tested():
-    assert set(ALGOS) == {name for name, row in ALGORITHMS.items() if row.has_model}
+    assert set(ALGOS) == {name for name, row in algorithms().items() if row.has_model}
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)

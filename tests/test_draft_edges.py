@@ -14,13 +14,13 @@ from specdec.batch import ForwardMode
 from specdec.commands.convert import convert
 from specdec.engine import assembly
 from specdec.engine.core import PREFIX_STEP
+from specdec.heads.fresh import new_eagle
 from specdec.heads.load import detect_algo, load_head, save_head
 from specdec.heads.nextn import NextNHead
 from specdec.targets.shape import TargetShape
 from specdec.train.batches import Batches
 from specdec.train.config import recipe
 from specdec.train.data import Corpus
-from specdec.train.new_head import new_eagle
 from specdec.train.objectives import HeadObjective
 from specdec.train.students import Setup, Shape, make_student
 from specdec.train.trainer import Trainer

@@ -8,7 +8,7 @@ import torch
 
 from specdec import attach, shipped
 from specdec.commands.demo import PROMPTS, run_demo
-from specdec.draft.algorithms import ALGORITHMS
+from specdec.draft.algorithms import algorithms
 from specdec.measure.acceptance import Shape, acceptance
 from specdec.text.prompts import chat_ids, read_questions
 
@@ -34,7 +34,7 @@ CASES += [(algo, CONFIGS[i % 2], 4) for i, algo in enumerate(("eagle", "nextn", 
 
 
 def test_shipped_drafts_are_of_every_algorithm_and_small():
-    with_model = {name for name, row in ALGORITHMS.items() if row.has_model}
+    with_model = {name for name, row in algorithms().items() if row.has_model}
     assert {path.name.rpartition("-")[2] for path in map(shipped.path, shipped.available())} == with_model
     assert sum(f.stat().st_size for f in shipped.HERE.glob("*/*")) <= 36e6
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import specdec
+from specdec.heads.fresh import new_eagle, new_nextn
 from specdec.metrics import AcceptanceStats
 from specdec.train.batches import Batches
 from specdec.train.config import recipe
 from specdec.train.data import Corpus
 from specdec.train.losses import Goal
-from specdec.train.new_head import new_eagle, new_nextn
 from specdec.train.objectives import HeadObjective
 from specdec.train.rounds import play_rounds
 from specdec.train.trainer import Trainer

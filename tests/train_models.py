@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec.heads.base import DraftHead
 from specdec.heads.eagle3 import Eagle3Head
+from specdec.heads.fresh import eagle3_config, new_eagle, new_eagle3, new_nextn
 from specdec.train.data import Corpus
-from specdec.train.new_head import eagle3_config, new_eagle, new_eagle3, new_nextn
 from specdec.train.standalone import LMShape, new_student
 
 VOCAB = 96

@@ -14,7 +14,7 @@ from specdec.commands.convert import convert_command
 from specdec.commands.demo import run_demo
 from specdec.commands.terminal import quiet_pipes
 from specdec.doctor.command import doctor_command
-from specdec.draft.algorithms import ALGORITHMS
+from specdec.draft.algorithms import algorithms
 from specdec.functional.sampling import SamplingParams
 from specdec.heads.load import detect_algo
 from specdec.measure.acceptance import Shape, acceptance, print_rows
@@ -216,7 +216,7 @@ def _draft(draft: str) -> tuple[Path | str | None, str | None]:
     """Return draft and algo as `attach` takes them, for a draft named on the command line."""
     if draft == "none":
         return None, None
-    if draft in ALGORITHMS and not ALGORITHMS[draft].has_model:
+    if draft in algorithms() and not algorithms()[draft].has_model:
         return None, draft
     return shipped.find(draft), "auto"
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from specdec.draft.algo_spec import AlgoSpec
@@ -12,6 +11,7 @@ from specdec.draft.nextn import ModulesWorker
 from specdec.draft.standalone import StandaloneWorker
 from specdec.draft.worker import DraftParts, DraftWorker
 from specdec.heads.base import DraftHead
+from specdec.heads.formats import formats
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,21 @@ def _head_worker(parts: DraftParts, head: DraftHead) -> DraftWorker:
     return (HeadWorker if head.num_modules == 1 else ModulesWorker)(parts, head)
 
 
-_ROWS = (
-    Algorithm(AlgoSpec("eagle", features="last", id_shift=1), _head_worker),
-    Algorithm(AlgoSpec("eagle3", features="aux", id_shift=1), _head_worker),
-    Algorithm(AlgoSpec("nextn", features="last", id_shift=1), _head_worker),
+_OTHERS = (
     Algorithm(AlgoSpec("standalone"), StandaloneWorker),
     Algorithm(AlgoSpec("lookup"), LookupWorker, has_model=False),
 )
-ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType({row.spec.name: row for row in _ROWS})
+
+
+def algorithms() -> Mapping[str, Algorithm]:
+    """Return every algorithm by name: a head of each format, and the others."""
+    heads = [Algorithm(AlgoSpec(row.algo, row.features, id_shift=1), _head_worker) for row in formats().values()]
+    return {row.spec.name: row for row in (*heads, *_OTHERS)}
 
 
 def algorithm(name: str) -> Algorithm:
-    """The row called `name`; ValueError names what there is."""
-    if name not in ALGORITHMS:
-        raise ValueError(f"algo={name!r}: expected None (plain decoding), 'auto' or one of {sorted(ALGORITHMS)}")
-    return ALGORITHMS[name]
+    """Return the row called `name`; ValueError lists the known names."""
+    known = algorithms()
+    if name not in known:
+        raise ValueError(f"algo={name!r}: expected None (plain decoding), 'auto' or one of {sorted(known)}")
+    return known[name]

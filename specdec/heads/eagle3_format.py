@@ -1,18 +1,21 @@
 """EAGLE-3 checkpoints: SafeAILab's layout (arXiv 2503.01840), which SpecForge and SGLang write too, and vLLM's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from specdec.checkpoints.fitting import full_vocab_ids, full_vocab_problems, vocab_problems
+from specdec.heads import fresh
 from specdec.heads.base import DraftHead
 from specdec.heads.configs import Reading, eagle3_config, speculators_config
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from specdec.heads.eagle_format import rope_problems, why_of_eagle
 from specdec.heads.files import HeadFiles
-from specdec.heads.format import HeadFormat, IsOwn, Wanted, layer_json
+from specdec.heads.format import HeadFormat, IsOwn, Training, Wanted, layer_json
 from specdec.heads.layouts import AUX_IDS, AUX_LAYERS, Layout, same
 from specdec.targets.shape import TargetShape
 
@@ -24,6 +27,7 @@ class Eagle3Format(HeadFormat):
     """EAGLE-3 checkpoints. `lm_head.weight` may be absent where config.json says `lm_head_from_target`."""
 
     algo = "eagle3"
+    features = "aux"
     layouts = (
         Layout(
             name="eagle3",
@@ -45,6 +49,18 @@ class Eagle3Format(HeadFormat):
     written = ("eagle3", "speculators")
     shares_lm_head_rows = True
     combining = r"midlayer\.self_attn\.[qkv]_proj"
+    training = Training(
+        MappingProxyType({}),
+        frozenset({"intermediate_size", "draft_vocab_size", "aux_layers"}),
+        "EAGLE-3 draft head",
+        "Official EAGLE-3 layout, for targets of the same hidden size, vocabulary and layers.",
+    )
+
+    def fresh(
+        self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]
+    ) -> DraftHead:
+        config = fresh.eagle3_config(model, shape.draft_vocab_size, shape.aux_layers, shape.intermediate_size)
+        return fresh.new_eagle3(model, config, hot_ids(config.draft_vocab_size), seed)
 
     def read_config(self, reading: Reading, layout: Layout, names: Sequence[str]) -> Eagle3Config | None:
         return (speculators_config if layout.name == "speculators" else eagle3_config)(reading)

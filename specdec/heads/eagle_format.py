@@ -1,16 +1,19 @@
 """EAGLE-1/2 checkpoints: SafeAILab's layout (arXiv 2401.15077, 2406.16858)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from specdec.checkpoints.fitting import ANOTHER_TARGET
+from specdec.heads import fresh
 from specdec.heads.base import DraftHead, LayerConfig, layer_rope
 from specdec.heads.configs import Reading, eagle_config
 from specdec.heads.eagle import EagleConfig, EagleHead
-from specdec.heads.format import HeadFormat, IsOwn, layer_json
+from specdec.heads.format import HeadFormat, IsOwn, Training, layer_json
 from specdec.heads.layouts import Layout, same
 from specdec.targets.shape import TargetShape
 
@@ -28,6 +31,18 @@ class EagleFormat(HeadFormat):
         ),
     )
     written = ("eagle",)
+    # arXiv 2401.15077 trains with both losses.
+    training = Training(
+        MappingProxyType({"num_steps": 3, "feature_weight": 1.0, "soft_weight": 0.1}),
+        frozenset({"intermediate_size"}),
+        "EAGLE-1/2 draft head",
+        "Official EAGLE layout, for targets of the same hidden size and vocabulary.",
+    )
+
+    def fresh(
+        self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]
+    ) -> DraftHead:
+        return fresh.new_eagle(model, seed, shape.intermediate_size)
 
     def read_config(self, reading: Reading, layout: Layout, names: Sequence[str]) -> EagleConfig | None:
         return eagle_config(reading)

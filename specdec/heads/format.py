@@ -1,13 +1,16 @@
-"""The part of reading, checking, building and writing checkpoints that differs between kinds of draft head.
+"""All that differs between kinds of draft head: reading, checking, building and writing checkpoints, and training.
 
-`heads.formats` is the table of kinds; the common part is in `heads.open`, `heads.build` and `heads.write`.
+`heads.formats` is the table of kinds; the common part is in `heads.open`, `heads.build` and `heads.write`, and for
+training in `train.students`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from specdec.heads.base import DraftHead, LayerConfig
 from specdec.heads.configs import Reading
@@ -19,19 +22,37 @@ Wanted = dict[str, tuple[int, ...]]
 IsOwn = Callable[[str, Any], bool]  # whether the stored tensor of our name differs from a module's weight
 
 
-class HeadFormat(ABC):
-    """Checkpoints of one kind of head; a config is whatever its class is made from.
+@dataclass(frozen=True)
+class Training:
+    """Training defaults and card texts of one kind of draft.
 
-    algo: its row in `draft.algorithms`. layouts: those it is read from, the most specific first. written: names of
-    those it can be written in, the default first. shares_lm_head_rows: whether its lm_head can be left out, since its
-    rows may be the target's. combining: a pattern of the names of the linear layers that read [embedding, feature].
+    recipe: fields in which it differs from the defaults of `train.config.TrainConfig`. takes: fields of
+    `train.students.Shape` that apply to a fresh student. name, fits: for its card, what it is and for which targets.
+    """
+
+    recipe: Mapping[str, Any]
+    takes: frozenset[str]
+    name: str
+    fits: str
+
+
+class HeadFormat(ABC):
+    """One kind of head; a config is whatever its class is made from.
+
+    algo: its name as an algorithm. features: target hidden states that it reads, see `AlgoSpec`. layouts: those it is
+    read from, the most specific first. written: names of those it can be written in, the default first.
+    shares_lm_head_rows: whether its lm_head can be left out, since its rows may be the target's. combining: a pattern
+    of the names of the linear layers that read [embedding, feature].
+    training: None if heads of this kind cannot be trained.
     """
 
     algo: str
+    features: str = "last"
     layouts: tuple[Layout, ...]
     written: tuple[str, ...]
     shares_lm_head_rows: bool = False
     combining: str = "fc"
+    training: Training | None = None
 
     @abstractmethod
     def read_config(self, reading: Reading, layout: Layout, names: Sequence[str]) -> Any | None:
@@ -51,6 +72,15 @@ class HeadFormat(ABC):
         num_layers: int | None,
     ) -> dict[str, Any]:
         """Return config.json of `head` in `layout`; the arguments are those of `save_head`."""
+
+    def fresh(
+        self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]
+    ) -> DraftHead:
+        """Make a head to be trained, in fp32 on the device of the target `model`.
+
+        shape: a `train.students.Shape`; hot_ids(n): the n target tokens that a head had best score, [n] int64.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has a training, so it needs fresh")
 
     def first_index(self, layout: Layout, names: Sequence[str]) -> int | None:
         """Return the number that the layout's "{at}" begins with."""

@@ -2,16 +2,19 @@
 and Qwen3.5; MiMo; vLLM's speculators."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from specdec.heads import fresh
 from specdec.heads.base import DraftHead
 from specdec.heads.configs import Reading
 from specdec.heads.files import HeadFiles
-from specdec.heads.format import HeadFormat, IsOwn, Wanted
+from specdec.heads.format import HeadFormat, IsOwn, Training, Wanted
 from specdec.heads.layouts import OWN_KEY, Layout, mtp_indices, same
 from specdec.heads.nextn import NextNConfig, NextNHead, full_attention_layer
 from specdec.heads.nextn_weights import nextn_config, split_experts
@@ -81,6 +84,18 @@ class NextNFormat(HeadFormat):
     )
     written = ("nextn",)
     combining = r"mtp\.\d+\.eh_proj"
+    # FastMTP weights step j by 0.6**j, normalised.
+    training = Training(
+        MappingProxyType({"num_steps": 3, "step_decay": 0.6, "normalise_steps": True}),
+        frozenset({"copy_layer"}),
+        "NextN (MTP) draft head",
+        "DeepSeek-V3's names, for targets of the same class and shape.",
+    )
+
+    def fresh(
+        self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]
+    ) -> DraftHead:
+        return fresh.new_nextn(model, seed, shape.copy_layer)
 
     def read_config(self, reading: Reading, layout: Layout, names: Sequence[str]) -> NextNConfig | None:
         return nextn_config(reading, layout, list(names))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.checkpoints.replacing import write_text
-from specdec.train.config import KINDS
+from specdec.train.config import training_of
 
 _CARD = """# {kind} for {target}
 
@@ -25,7 +25,7 @@ def write_card(folder: str | Path, facts: Mapping[str, Any], tau_rows: Sequence[
     bench; without them the card has no tau table.
     """
     folder = Path(folder)
-    kind = KINDS[facts["algo"]]
+    kind = training_of(facts["algo"])
     named = {k: v for k, v in facts.items() if k not in ("algo", "target", "acc", "accept_at", "loss")}
     if "tau" in named:
         named["simulated tau, held out"] = named.pop("tau")

@@ -35,7 +35,7 @@ Compile = Annotated[bool, typer.Option("--compile", help="Compile the target's l
 Minutes = Annotated[float | None, typer.Option(help="Wall clock of training; the schedule adapts to it.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens seen in training, without padding.")]
 Corpora = Annotated[list[Path], typer.Option(help="Corpus of `data`; may be given several times.")]
-# None in the options below: the value of the algorithm's recipe (specdec.train.config.KINDS)
+# None in the options below: the value of the algorithm's recipe (`specdec.train.config.training_of`)
 NumSteps = Annotated[int | None, typer.Option(help="Draft steps unrolled.")]
 Recipe = Annotated[float | None, typer.Option(help="Default: the algorithm's recipe.")]
 Layers = Annotated[str | None, typer.Option(help="eagle3: three layers, such as 1,14,26.")]

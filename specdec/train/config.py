@@ -1,9 +1,11 @@
 """The training recipe as frozen data, and the recipe each algorithm starts from."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+from specdec.heads.format import Training
+from specdec.heads.formats import formats
 
 LIMITS = ("epochs", "max_steps", "max_tokens", "minutes")
 # Fields that may differ between a checkpoint's run and the one that resumes it: limits, logging and computation.
@@ -87,56 +89,24 @@ class TrainConfig:
         )
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Training defaults and card texts of one algorithm.
-
-    recipe: fields in which it differs from TrainConfig's defaults. takes: fields of `students.Shape` that apply to a
-    fresh student. name, fits: for its card, what it is and for which targets.
-    """
-
-    recipe: Mapping[str, Any]
-    takes: frozenset[str]
-    name: str
-    fits: str
-
-
-# Sources of recipes: arXiv 2401.15077 (eagle: both losses), 2503.01840 (eagle3: unrolling, decay 0.8), FastMTP (nextn:
-# weights 0.6**j normalised). `students.STUDENTS` makes the students.
-KINDS: Mapping[str, Kind] = MappingProxyType(
-    {
-        "eagle": Kind(
-            MappingProxyType({"num_steps": 3, "feature_weight": 1.0, "soft_weight": 0.1}),
-            frozenset({"intermediate_size"}),
-            "EAGLE-1/2 draft head",
-            "Official EAGLE layout, for targets of the same hidden size and vocabulary.",
-        ),
-        "eagle3": Kind(
-            MappingProxyType({}),
-            frozenset({"intermediate_size", "draft_vocab_size", "aux_layers"}),
-            "EAGLE-3 draft head",
-            "Official EAGLE-3 layout, for targets of the same hidden size, vocabulary and layers.",
-        ),
-        "nextn": Kind(
-            MappingProxyType({"num_steps": 3, "step_decay": 0.6, "normalise_steps": True}),
-            frozenset({"copy_layer"}),
-            "NextN (MTP) draft head",
-            "DeepSeek-V3's names, for targets of the same class and shape.",
-        ),
-        "standalone": Kind(
-            MappingProxyType({"warmup": 0.03, "clip": 1.0}),
-            frozenset({"intermediate_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"})
-            | {"file_format", "embed_type"},
-            "Standalone draft model",
-            "A small Llama, for targets with the same tokenizer.",
-        ),
-    }
+STANDALONE = Training(
+    MappingProxyType({"warmup": 0.03, "clip": 1.0}),
+    frozenset({"intermediate_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"})
+    | {"file_format", "embed_type"},
+    "Standalone draft model",
+    "A small Llama, for targets with the same tokenizer.",
 )
+
+
+def training_of(algo: str) -> Training:
+    """Return training defaults and card texts of `algo`; ValueError names what can be trained."""
+    known = {row.algo: row.training for row in formats().values() if row.training} | {"standalone": STANDALONE}
+    if algo not in known:
+        raise ValueError(f"algo={algo!r}: expected one of {sorted(known)}")
+    return known[algo]
 
 
 def recipe(algo: str, **changes: Any) -> TrainConfig:
     """Return `algo`'s recipe with `changes`; a change of None keeps the default."""
-    if algo not in KINDS:
-        raise ValueError(f"algo={algo!r}: expected one of {sorted(KINDS)}")
     given = {name: value for name, value in changes.items() if value is not None}
-    return TrainConfig(**{**KINDS[algo].recipe, **given})
+    return TrainConfig(**{**training_of(algo).recipe, **given})

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from specdec.heads.fresh import rope_theta
 from specdec.train.batches import Batch
 from specdec.train.config import TrainConfig
 from specdec.train.losses import Goal, OutputHead, imitation_loss
-from specdec.train.new_head import rope_theta
 from specdec.train.objectives import Objective, Outcome, refuse
 from specdec.train.rounding import rounded, stored_type
 

@@ -1,25 +1,24 @@
 """The students of `specdec train fit`: makes and exports those of each algorithm."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from specdec.heads.base import DraftHead
-from specdec.heads.eagle3 import Eagle3Head
+from specdec.heads.format import HeadFormat
+from specdec.heads.formats import formats
 from specdec.heads.load import load_head, save_head
 from specdec.targets.pretrained import load_draft
 from specdec.targets.shape import TargetShape
 from specdec.text.prompts import tokenizer_fingerprint
-from specdec.train.config import KINDS, TrainConfig
+from specdec.train.config import TrainConfig, training_of
 from specdec.train.data import Corpus
 from specdec.train.export import write_gguf, write_note, write_safetensors
 from specdec.train.hot_vocab import choose_hot_vocab
-from specdec.train.new_head import eagle3_config, new_eagle, new_eagle3, new_nextn
 from specdec.train.objectives import HeadObjective, Objective
 from specdec.train.rounding import check_blocks
 from specdec.train.standalone import LMShape, StandaloneObjective, lm_facts, new_student, plain_llama
@@ -73,42 +72,42 @@ class Student:
 def make_student(algo: str, setup: Setup) -> Student:
     """Make a student of `algo`, fresh or from `setup.shape.init`; ValueError for shape fields that it does not take."""
     shape = setup.shape
-    takes = KINDS[algo].takes
+    takes = training_of(algo).takes
     if shape.init:
         takes &= {"file_format", "embed_type"}
     given = [f.name for f in fields(Shape) if getattr(shape, f.name) != f.default and f.name not in {"init", *takes}]
     if given:
         what = f"a draft that goes on from {shape.init!r}" if shape.init else f"algo={algo!r}"
         raise ValueError(f"{', '.join(given)}: {what} takes only {', '.join(sorted(takes)) or 'nothing'}; leave it out")
-    return STUDENTS[algo](setup)
+    return _standalone(setup) if algo == "standalone" else _head(setup, formats()[algo])
 
 
-def _eagle(setup: Setup) -> Student:
-    head = _loaded(setup, "eagle") or new_eagle(setup.model, setup.config.seed, setup.shape.intermediate_size)
-    return head_student(setup, head)
+def _head(setup: Setup, row: HeadFormat) -> Student:
+    """Make a student of a head, fresh or already trained."""
+
+    def hot_ids(size: int) -> torch.Tensor:
+        always = special_ids(setup.model, setup.tokenizer)
+        return choose_hot_vocab(setup.corpus, size, TargetShape.of(setup.model).vocab_size, always).ids
+
+    fresh = None if setup.shape.init else row.fresh(setup.model, setup.shape, setup.config.seed, hot_ids)
+    head = fresh or _loaded(setup, row.algo)
+    objective = HeadObjective(setup.model, head, setup.config)
+    dtype, depth = objective.draft.weight.dtype, TargetShape.of(setup.model).num_layers
+    is_shared = row.shares_lm_head_rows and fresh is not None and not setup.config.train_lm_head
+
+    def export(folder: Path) -> None:
+        # overwrite: `train` checked the folder before it began
+        save_head(folder, head, dtype=dtype, lm_head_from_target=is_shared, num_layers=depth, overwrite=True)
+
+    return Student(objective, _vocabulary_facts(setup, head) if row.shares_lm_head_rows else {}, export)
 
 
-def _nextn(setup: Setup) -> Student:
-    head = _loaded(setup, "nextn") or new_nextn(setup.model, setup.config.seed, setup.shape.copy_layer)
-    return head_student(setup, head)
-
-
-def _eagle3(setup: Setup) -> Student:
-    head = _loaded(setup, "eagle3") or _new_eagle3(setup)
-    assert isinstance(head, Eagle3Head)
+def _vocabulary_facts(setup: Setup, head: DraftHead) -> dict[str, Any]:
+    """Say how much of the answers the tokens that `head` scores cover."""
     counts = _answer_counts(setup, head.vocab_size)
     coverage = float(counts[head.hot_ids.cpu()].sum() / counts.sum())
     print(f"hot vocabulary: {head.hot_ids.numel()} of {head.vocab_size} tokens cover {coverage:.2%} of the answers")
-    facts = {"coverage": coverage, "draft_vocab_size": head.hot_ids.numel(), "aux_layers": list(head.aux_layers)}
-    return head_student(setup, head, facts)
-
-
-def _new_eagle3(setup: Setup) -> Eagle3Head:
-    model, shape = setup.model, setup.shape
-    config = eagle3_config(model, shape.draft_vocab_size, shape.aux_layers, shape.intermediate_size)
-    always = special_ids(model, setup.tokenizer)
-    hot = choose_hot_vocab(setup.corpus, config.draft_vocab_size, config.vocab_size, always)
-    return new_eagle3(model, config, hot.ids, setup.config.seed)
+    return {"coverage": coverage, "draft_vocab_size": head.hot_ids.numel(), "aux_layers": list(head.aux_layers)}
 
 
 def _standalone(setup: Setup) -> Student:
@@ -151,26 +150,8 @@ def _loaded_lm(setup: Setup) -> PreTrainedModel | None:
     return plain_llama(load_draft(setup.shape.init, dtype=torch.float32, device=device)[0])
 
 
-def _loaded(setup: Setup, algo: str) -> DraftHead | None:
-    """Load the head to continue from in fp32, if one is named."""
-    init, device = setup.shape.init, setup.model.get_input_embeddings().weight.device
-    return load_head(init, TargetShape.of(setup.model), torch.float32, device, algo) if init else None
-
-
-def head_student(setup: Setup, head: DraftHead, facts: dict[str, Any] | None = None) -> Student:
-    """Make a student of a head, fresh or already trained."""
-    objective = HeadObjective(setup.model, head, setup.config)
-    dtype = objective.draft.weight.dtype
-    is_shared = isinstance(head, Eagle3Head) and not setup.config.train_lm_head and not setup.shape.init
-
-    def export(folder: Path) -> None:
-        depth = TargetShape.of(setup.model).num_layers
-        # overwrite: `train` checked the folder before it began
-        save_head(folder, head, dtype=dtype, lm_head_from_target=is_shared, num_layers=depth, overwrite=True)
-
-    return Student(objective, facts or {}, export)
-
-
-STUDENTS: Mapping[str, Callable[[Setup], Student]] = MappingProxyType(
-    {"eagle": _eagle, "eagle3": _eagle3, "nextn": _nextn, "standalone": _standalone}
-)
+def _loaded(setup: Setup, algo: str) -> DraftHead:
+    """Load the head to continue from, in fp32."""
+    assert setup.shape.init
+    device = setup.model.get_input_embeddings().weight.device
+    return load_head(setup.shape.init, TargetShape.of(setup.model), torch.float32, device, algo)
