@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+MAX_TOP = 128  # best tokens whose log-probabilities are returned
 MAX_TAIL = 64  # nodes a 64-bit ancestor mask can name
 GRAPH_SAMPLING = ("greedy", "sampled", "filtered", "processed_greedy", "processed")
 PREFILL_GRAPHS = ("auto", "piecewise", "breakable", "off")
@@ -37,6 +38,8 @@ class EngineConfig:
     compile: trace the target and compile its pieces, for rounds and prefills; attaching takes longer then.
     compiler: compiler of traced pieces, "inductor" or "eager" (none; for tests).
     strict: raise GraphError where a round, or a prefill that has graphs, cannot replay, instead of running it eagerly.
+    logprobs: with every emitted token, its log-probability and those of so many best tokens (0: its own alone); None:
+        none are computed. Costs a pass over the logits of emitted tokens in every round.
     synthetic_acceptance: for measuring speed only: share of rounds in which draft position 1, 2, .. S is accepted,
         whatever the target says; the text is meaningless then.
     """
@@ -60,6 +63,7 @@ class EngineConfig:
     compile: bool = False
     compiler: str = "inductor"
     strict: bool = False
+    logprobs: int | None = None
     synthetic_acceptance: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +88,10 @@ class EngineConfig:
         self._check_draft_tokens()
         if self.num_slots is not None:
             _at_least("num_slots", self.num_slots, self.page_size)
+        if self.logprobs is not None:
+            _at_least("logprobs", self.logprobs, 0)
+            if self.logprobs > MAX_TOP:
+                raise ValueError(f"logprobs={self.logprobs}: at most {MAX_TOP} best tokens")
         self._check_graphs()
         if self.synthetic_acceptance is not None:
             self._check_rates()

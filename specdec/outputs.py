@@ -1,9 +1,19 @@
 """Results for users: outputs of requests, totals of a call, and the engine's report."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.metrics import AcceptanceStats
+
+
+class TokenLogprob(NamedTuple):
+    """Natural log-probability of an emitted token, and of the target's best tokens: (id, log-probability), best first.
+
+    Of the target's own softmax, before temperature, filters, penalties and bans.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -14,6 +24,7 @@ class RequestOutput:
     finish_reason: "eos", "stop_id", "stop_string", "length", or "error" (the target's logits were not finite).
     acceptance: rounds and acceptance of this request; first_token_s, time_s: seconds since it was queued.
     round_lens: tokens that each verify round emitted, in order; `tokens` begins with one more, the prefill's.
+    logprobs: of each of `tokens`; None unless the engine was attached with `logprobs`.
     """
 
     prompt_ids: list[int]
@@ -24,6 +35,7 @@ class RequestOutput:
     first_token_s: float
     time_s: float
     round_lens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
 
     @property
     def is_drafted(self) -> list[bool]:

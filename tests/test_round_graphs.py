@@ -310,7 +310,7 @@ def test_an_error_over_one_callers_text_ends_that_request_alone():
     (first, one), (second, two) = runs
     for _ in range(2):
         next(first), next(second)
-    one.take = lambda tokens: (_ for _ in ()).throw(LookupError("it broke"))
+    one.take = lambda *_: (_ for _ in ()).throw(LookupError("it broke"))
     for _ in second:
         pass
     assert two.tokens == greedy(model, prompts[1], 20)

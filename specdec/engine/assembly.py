@@ -115,7 +115,13 @@ def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None, algo:
         context=_context(backend, ModelShape.of(target), tables, counters, target.row_states(config.num_rows)),
         ops=_ops_for(backend),
         tables=tables,
-        state=EngineState.empty(config.num_rows, config.table_width, target.spec.vocab_size, target.device),
+        state=EngineState.empty(
+            config.num_rows,
+            config.table_width,
+            target.spec.vocab_size,
+            target.device,
+            None if config.logprobs is None else (config.num_steps + 1, config.logprobs),
+        ),
         counters=counters,
         may_merge=_may_merge(config, backends),
     )

@@ -22,7 +22,7 @@ from specdec.engine.packing import copy_to, pack_chunk, pack_requests, rewrite_r
 from specdec.engine.scheduler import Request, Scheduler
 from specdec.engine.turns import Turns
 from specdec.errors import DetachedError, GraphError
-from specdec.functional.results import first_tokens, unpack
+from specdec.functional.results import first_tokens, line_width, unpack
 from specdec.functional.sampling import SamplingKind
 from specdec.graphs import GraphPool, ModuleWatch
 from specdec.prefill.graphs import PrefillGraphs, resolve_prefill_mode
@@ -56,7 +56,7 @@ class Core:
         self.compile_seconds = time.perf_counter() - start if target.compiled else 0.0
         self.prefill = PrefillGraphs(parts, graph_pool, mode)
         self.graphs = RoundGraphs(self.round, parts, graph_pool)
-        self._mailbox = Mailbox(device, most=config.max_batch * (config.num_steps + 4))
+        self._mailbox = Mailbox(device, most=config.max_batch * line_width(config.num_steps + 1, config.logprobs))
         self._batch = Batch([], torch.empty(0), SamplingKind.GREEDY)
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
         self._is_launching = False  # whether the state of running requests may be half written
@@ -272,7 +272,7 @@ class Core:
 
     def _hand_over(self, request: Request, row: list[int], is_round: bool) -> None:
         """Give a running request what it emitted in one launch."""
-        emitted = unpack(row)
+        emitted = unpack(row, self.config.logprobs)
         assert emitted.tokens, "a running request emitted nothing: host and device disagree on who runs"
         request.num_certain += len(emitted.tokens) - 1
         if emitted.is_invalid:
@@ -281,7 +281,7 @@ class Core:
             warnings.warn(message, stacklevel=7)
             return
         num_before = len(request.tokens)
-        request.take(emitted.tokens)
+        request.take(emitted.tokens, emitted.logprobs)
         if is_round:
             request.acceptance.add(len(request.tokens) - num_before)
             request.round_lens.append(len(request.tokens) - num_before)

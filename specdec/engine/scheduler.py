@@ -14,6 +14,7 @@ import numpy as np
 from specdec.functional.sampling import SamplingParams
 from specdec.kv_cache import SlotTables
 from specdec.metrics import AcceptanceStats
+from specdec.outputs import TokenLogprob
 from specdec.text.detokenizer import Detokenizer
 
 
@@ -26,6 +27,7 @@ class Request:
     string_ids: stop ids that stand for stop strings: special tokens.
     failure: the error that ended it, with finish_reason "error"; the caller that waits for the request raises it.
     round_lens: tokens that each verify round emitted, after trimming; the engine updates it along with `acceptance`.
+    logprobs: of each of `tokens`, if the engine computes them.
     arrived: when it was queued (`Scheduler.add`), seconds; first_token_s and time_s count from there.
     """
 
@@ -46,6 +48,7 @@ class Request:
     failure: BaseException | None = None
     acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
     round_lens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     arrived: float = 0.0
     first_token_s: float | None = None
     time_s: float | None = None
@@ -62,12 +65,15 @@ class Request:
         """True once its whole prompt is in the cache."""
         return self.num_prefilled == len(self.prompt_ids)
 
-    def take(self, tokens: list[int]) -> None:
-        """Append emitted `tokens`, which the device has cut at stop ids and at the length; set `finish_reason` if they
-        end the request. Text is decoded here only if there are stop strings."""
+    def take(self, tokens: list[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
+        """Append emitted `tokens` and their `logprobs`; set `finish_reason` if they end the request.
+
+        The device has cut them at stop ids and at the length. Text is decoded here only if there are stop strings.
+        """
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter() - self.arrived
         self.tokens += tokens
+        self.logprobs += logprobs
         reason = None
         if tokens[-1] in self.stop_ids:
             reason = self._why_stopped(tokens[-1])
@@ -78,7 +84,8 @@ class Request:
             if reason is not None:
                 self.pieces.append(self.detokenizer.finish())
             if self.detokenizer.stopped:
-                del self.tokens[self.detokenizer.num_fed :]  # what came after the stop string in one round
+                for kept in (self.tokens, self.logprobs):
+                    del kept[self.detokenizer.num_fed :]  # what came after the stop string in one round
                 reason = "stop_string"
         self.finish_reason = reason  # last: a thread that reads text takes it for complete then
 

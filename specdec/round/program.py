@@ -15,7 +15,9 @@ from specdec.draft.worker import (
     PrefillChunk,
     RoundBatch,
 )
+from specdec.functional.logprobs import token_logprobs
 from specdec.functional.processors import mark_seen
+from specdec.functional.results import append_logprobs
 from specdec.functional.sampling import SamplingKind, process_logits
 from specdec.functional.synthetic import impose_acceptance
 from specdec.functional.tree import Tree, chain
@@ -83,6 +85,7 @@ class Round:
         verified = self.ops.trim(verified, batch.rows, self.state.stop_ids, self.state.remaining)
         for commit in self._commits:
             commit(batch.slot_table, batch.rows, batch.seq_lens, verified.accept_index)
+        self._keep_logprobs(batch.rows, logits, verified)
         return verified
 
     def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> torch.Tensor:
@@ -102,6 +105,7 @@ class Round:
         root_only = chain(batch.roots, batch.roots.new_empty(rows.shape[0], 0))
         verified = self._decide(batch, Draft(root_only, None), logits.unsqueeze(1), STREAM_PREFILL)
         verified = self.ops.trim(verified, rows, self.state.stop_ids, self.state.remaining)
+        self._keep_logprobs(rows, logits.unsqueeze(1), verified)
         return self._emit(batch, verified, moves=False)  # the token is not in the cache yet: L stays
 
     def begin(
@@ -181,4 +185,16 @@ class Round:
         state = self.state
         if batch.is_processed:
             mark_seen(verified.tokens, batch.rows, state.processors)
-        return self.ops.emit(verified, batch.rows, state.seq_lens, state.roots, state.remaining, state.history, moves)
+        arguments = (state.seq_lens, state.roots, state.remaining, state.history, moves)
+        lines = self.ops.emit(verified, batch.rows, *arguments)
+        if state.logprobs is None:
+            return lines
+        return append_logprobs(lines, state.logprobs[batch.rows, : verified.tokens.shape[1]])
+
+    def _keep_logprobs(self, rows: torch.Tensor, logits: torch.Tensor, verified: VerifyOutput) -> None:
+        """Keep the log-probabilities of emitted tokens by row, if they are wanted; logits [bs, D, V] of all nodes."""
+        kept, num_top = self.state.logprobs, self.config.logprobs
+        if kept is None or num_top is None:
+            return
+        of_path = self.ops.gather_rows(logits, verified.accept_index)  # each token follows its node of the path
+        kept[rows, : of_path.shape[1]] = token_logprobs(of_path, verified.tokens.clamp(min=0), num_top)

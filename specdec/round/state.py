@@ -24,6 +24,8 @@ class EngineState:
     stop_ids [num_rows, MAX_STOP_IDS], -1 padded; history [num_rows, width] int32: tokens by position up to the root;
     the prompt's are written where somebody reads them (processors, a worker that `reads_history`), and what lies past
     the root is left over; sampling: parameters by row; processors: penalties and bans by row.
+    logprobs [num_rows, S+1, 1 + 2*num_top] float32: of the tokens emitted last, see `token_logprobs`; None if they are
+    not computed.
     """
 
     seq_lens: torch.Tensor
@@ -33,10 +35,18 @@ class EngineState:
     history: torch.Tensor
     sampling: SamplingBatch
     processors: ProcessorState
+    logprobs: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, num_rows: int, width: int, vocab_size: int, device: torch.device) -> "EngineState":
-        """All rows idle. width: positions that a request can reach."""
+    def empty(
+        cls,
+        num_rows: int,
+        width: int,
+        vocab_size: int,
+        device: torch.device,
+        logprobs: tuple[int, int] | None = None,
+    ) -> "EngineState":
+        """All rows idle. width: positions that a request can reach; logprobs: S+1 and num_top, if they are computed."""
 
         def zeros() -> torch.Tensor:
             return torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -45,7 +55,10 @@ class EngineState:
         sampling = SamplingBatch.stack([SamplingParams()] * num_rows, device)
         history = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
         processors = ProcessorState.empty(history, vocab_size)
-        return cls(zeros(), zeros(), zeros(), stop_ids, history, sampling, processors)
+        scores = None
+        if logprobs is not None:
+            scores = torch.zeros(num_rows, logprobs[0], 1 + 2 * logprobs[1], device=device)
+        return cls(zeros(), zeros(), zeros(), stop_ids, history, sampling, processors, scores)
 
     @staticmethod
     def bytes_for(num_rows: int, width: int, vocab_size: int) -> int:
@@ -62,4 +75,5 @@ class EngineState:
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of it by name."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sampling", "processors")}
+        own = {name: tensor for name, tensor in own.items() if tensor is not None}
         return {**own, **self.sampling.tensors, **self.processors.tensors}
