@@ -1,0 +1,47 @@
+"""The engine reads the weights that an optimizer writes: texts are those of the updated model, in every mode."""
+
+import importlib.util
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import specdec
+from tests.heads import random_draft
+from tests.test_attach import greedy, ragged_prompts
+from tests.tiny_models import tiny_model
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EXAMPLE = Path(__file__).parents[1] / "examples" / "rollouts.py"
+COMPILED = {"cuda_graph": True, "compile": True, "compiler": "eager", "prefill_graph": "piecewise"}
+MODES = {"eager": {"cuda_graph": False}, "graphs": {"cuda_graph": True}, "compiled": COMPILED}
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("rollouts", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("algo", ["eagle3", "nextn"])
+def test_texts_follow_the_weights(example, mode, algo):
+    """Step for step: sampled rollouts, an update large enough to change the greedy text, and that text."""
+    model = tiny_model("llama").to(DEVICE).requires_grad_(True)
+    addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+    draft = random_draft(model, algo).to(DEVICE)
+    engine = specdec.attach(model, draft, max_batch=4, max_seq_len=96, logprobs=1, **MODES[mode])
+    inside = {name: p.data_ptr() for name, p in model.named_parameters()}
+    prompts, texts = ragged_prompts()[:2], []
+    for row in example.rollouts(engine, prompts, steps=5, samples=2, new_tokens=8, lr=5.0):
+        assert row["largest_gap"] < 1e-3
+        texts.append(engine.generate(prompts, max_new_tokens=12, ignore_eos=True).tokens)
+        assert texts[-1] == [greedy(model, p, 12) for p in prompts]
+    assert any(a != b for a, b in pairwise(texts)), "the updates must change what is said"
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == inside, "nothing was moved or copied"
+    if mode != "compiled":  # whose products are joined, so that weights move once, at attach
+        assert inside == addresses
+    engine.detach()
