@@ -1,12 +1,11 @@
 """The public API: `attach()` a draft to a live causal LM, and the `Engine` that generates the same text faster."""
 
-import difflib
 import time
 import warnings
 import weakref
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,16 @@ from specdec.batch import on_device
 from specdec.config import EngineConfig
 from specdec.doors.generate import EngineGenerate, install
 from specdec.engine.admission import make_requests
+from specdec.engine.arguments import check_settings, check_target, engine_config
 from specdec.engine.assembly import Source, assemble, resolve_draft
 from specdec.engine.core import Core
+from specdec.engine.finished import output_of
 from specdec.engine.generation import shipped_settings
 from specdec.engine.scheduler import Request
-from specdec.errors import AttachError, DetachedError
+from specdec.errors import DetachedError
 from specdec.metrics import AcceptanceStats
-from specdec.outputs import GenerationOutput, GenerationStats, Report, RequestOutput
+from specdec.outputs import GenerationOutput, Report, RequestOutput
 from specdec.targets.hf import HFTarget
-
-DEFAULT_MAX_SEQ_LEN = 2048
 
 
 def attach(
@@ -56,20 +55,10 @@ def attach(
     problem of the draft, CapacityError if it will not fit the device, ValueError for settings out of range and, under
     strict, GraphError for a graph that cannot be made. The model is left unchanged then.
     """
-    _check_target(target)
-    _check_settings(settings)
+    check_target(target)
+    check_settings(settings)
     name, source = resolve_draft(draft, algo)
-    if "max_seq_len" not in settings:
-        limit = getattr(target.config.get_text_config(), "max_position_embeddings", DEFAULT_MAX_SEQ_LEN)
-        settings["max_seq_len"] = min(limit, DEFAULT_MAX_SEQ_LEN)
-    if name is None:
-        _refuse_draft_settings(settings)
-        settings.update(num_steps=0, topk=1, num_draft_tokens=1)
-    config = EngineConfig(**settings)
-    if name is not None and config.num_steps == 0:
-        raise ValueError(
-            "num_steps=0 with a draft: expected at least 1 draft step a round; leave the draft out for plain decoding"
-        )
+    config = engine_config(target, name, settings)
     hf = HFTarget(target)
     try:
         with on_device(hf.device):
@@ -132,7 +121,7 @@ class Engine:
             for finished in run:
                 for request in finished:  # the device runs a round of the others: it does not wait for text
                     request.decode()
-        return _output(requests, time.perf_counter() - start)
+        return output_of(requests, time.perf_counter() - start)
 
     def stream(self, prompt: Any, **options: Any) -> Generator[str, None, RequestOutput]:
         """Yield the text of ONE prompt as it becomes certain; the options are those of `generate`.
@@ -261,7 +250,7 @@ class Engine:
                     yield text
         if text := request.read():  # the last step may have been another caller's
             yield text
-        return _output(requests, time.perf_counter() - start).requests[0]
+        return output_of(requests, time.perf_counter() - start).requests[0]
 
     def _run(self, requests: list[Request]) -> Generator[list[Request], None, None]:
         """Step until `requests` are finished, and yield after each step those that have finished; whatever happens,
@@ -296,50 +285,3 @@ class Engine:
     def _requests(self, prompts: Any, **options: Any) -> list[Request]:
         """Return checked requests that are not queued yet; the options are those of `generate`."""
         return make_requests(self._attached(), self.tokenizer, prompts, **options)
-
-
-def _check_target(target: Any) -> None:
-    """Raise AttachError for anything but a live causal LM."""
-    if isinstance(target, PreTrainedModel):
-        return
-    if isinstance(target, str | Path):
-        what, cure = repr(str(target)), "it is a name: load it first, AutoModelForCausalLM.from_pretrained(...).eval()"
-    elif isinstance(getattr(target, "_orig_mod", None), PreTrainedModel):
-        what, cure = "the result of torch.compile()", "pass the model itself, and compile=True to attach()"
-    else:
-        what, cure = f"a {type(target).__name__}", "expected a transformers causal LM (a PreTrainedModel)"
-    raise AttachError(what, [cure])
-
-
-def _check_settings(settings: dict[str, Any]) -> None:
-    """Raise ValueError for settings that are not fields of EngineConfig."""
-    known = [field.name for field in fields(EngineConfig)]
-    for name in settings:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}? It takes" if near else "expected one of"
-            raise ValueError(f"{name}={settings[name]!r}: attach() has no such setting; {hint} {', '.join(known)}")
-
-
-def _refuse_draft_settings(settings: dict[str, Any]) -> None:
-    given = sorted({"num_steps", "topk", "num_draft_tokens"} & set(settings))
-    if given:
-        raise ValueError(f"{', '.join(given)}: plain decoding drafts nothing; give a draft or leave them out")
-
-
-def _output(requests: list[Request], time_s: float) -> GenerationOutput:
-    """Return outputs in the order of the prompts, and totals."""
-    outputs = []
-    for r in requests:
-        assert r.finish_reason is not None and r.time_s is not None
-        first = r.first_token_s if r.first_token_s is not None else r.time_s
-        known = (r.prompt_ids, r.tokens, r.decode(), r.finish_reason, r.acceptance, first, r.time_s, r.round_lens)
-        outputs.append(RequestOutput(*known, logprobs=r.logprobs if len(r.logprobs) == len(r.tokens) else None))
-    stats = GenerationStats(
-        num_requests=len(outputs),
-        num_prompt_tokens=sum(len(r.prompt_ids) for r in outputs),
-        num_tokens=sum(len(r.tokens) for r in outputs),
-        acceptance=AcceptanceStats().merge([r.acceptance for r in outputs]),
-        time_s=time_s,
-    )
-    return GenerationOutput(outputs, stats)

@@ -13,9 +13,12 @@ from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
 from specdec import AcceptanceStats, RequestOutput, attach
 from specdec.commands import main as cli
+from specdec.commands.chat import run_chat
 from specdec.commands.demo import PROMPTS, Marking, exchange, marked, run_demo
+from specdec.commands.env import env_command
 from specdec.commands.terminal import quiet_pipes
 from specdec.heads.load import save_head
+from specdec.targets.pretrained import load_pretrained
 from tests.heads import random_head
 from tests.train_models import save_target, tiny_target
 
@@ -100,6 +103,42 @@ def test_generate_in_a_pipe_prints_the_text_only(folder, capsys, monkeypatch):
     printed = capsys.readouterr()
     assert not stop.value.code
     assert re.fullmatch(r"(\s*w\d+)+\n", printed.out) and re.fullmatch(r"\[\d+ tokens, .*\]\n", printed.err)
+
+
+def test_a_chat_remembers_starts_again_and_survives_what_does_not_fit(folder, capsys):
+    model, tokenizer = load_pretrained(folder / "target")
+    engine = attach(model, folder / "head", tokenizer=tokenizer, max_seq_len=64)
+    seen, stream = [], engine.stream
+
+    def watched(messages, **options):
+        seen.append([dict(m) for m in messages])
+        return stream(messages, **options)
+
+    engine.stream = watched
+    lines = ["w5 w9", "w7", "", "w4 " * 80, "w6"]
+    messages = run_chat(engine, lines, max_new_tokens=6, do_sample=False)
+    printed = capsys.readouterr()
+    assert [[m["role"] for m in s] for s in seen][:2] == [["user"], ["user", "assistant", "user"]]
+    assert messages[0]["content"] == "w6" and len(messages) == 2, "the long line was dropped"
+    assert "exceed max_seq_len=64" in printed.err and printed.err.count("tokens/s, tau") == 3
+    assert seen[1][1]["content"] == printed.out.splitlines()[0]
+
+    def interrupted(messages, **options):
+        yield "w8"
+        raise KeyboardInterrupt
+
+    engine.stream = interrupted
+    said = run_chat(engine, ["w5"], system="w3")
+    assert [m["role"] for m in said] == ["system", "user", "assistant"] and said[-1]["content"] == "w8"
+    engine.check_integrity()
+    engine.detach()
+
+
+def test_env_says_what_bug_reports_need(capsys):
+    env_command()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["torch"] == torch.__version__ or torch.__version__.startswith(found["torch"])
+    assert found["backends"]["torch"] is None and found["devices"]
 
 
 def test_bars_are_for_terminals(capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""The `specdec` command: demo, generate, bench, train, convert, doctor."""
+"""The `specdec` command: demo, generate, chat, bench, train, convert, doctor, env."""
 
 import json
 import sys
@@ -10,8 +10,10 @@ import typer
 
 from specdec import shipped
 from specdec.api import attach
+from specdec.commands.chat import print_stream, run_chat, statistics, typed_lines
 from specdec.commands.convert import convert_command
 from specdec.commands.demo import run_demo
+from specdec.commands.env import env_command
 from specdec.commands.terminal import quiet_pipes
 from specdec.doctor.command import doctor_command
 from specdec.draft.algorithms import algorithms
@@ -31,6 +33,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 app.command("convert")(convert_command)
 app.command("doctor")(doctor_command)
+app.command("env")(env_command)
 
 SHIPPED = "shipped"
 
@@ -105,18 +108,28 @@ def generate(
     engine = attach(model, *_draft(draft), tokenizer=tokenizer, **settings)
     question: Any = prompt if raw else [{"role": "user", "content": prompt}]
     pieces = engine.stream(question, max_new_tokens=max_new_tokens, stop=stop, **given)
-    while True:
-        try:
-            print(next(pieces), end="", flush=True)
-        except StopIteration as end:
-            out = end.value
-            break
-    print()
-    print(
-        f"[{len(out.tokens)} tokens, {out.finish_reason}, {len(out.tokens) / out.time_s:.1f} tokens/s, "
-        f"tau {out.acceptance.tau:.2f}]",
-        file=sys.stderr,
-    )
+    print(statistics(print_stream(pieces)), file=sys.stderr)
+
+
+@app.command()
+def chat(
+    target: Target = BUNDLED,
+    draft: Draft = SHIPPED,
+    steps: Steps = None,
+    max_new_tokens: MaxNew = 512,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; left out, the model's own default.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Chat in the terminal; an empty line starts again, Ctrl-C ends an answer, Ctrl-D the chat."""
+    model, tokenizer = load(target, dtype, device)
+    settings: dict[str, Any] = {} if draft == "none" else {"num_steps": _steps(steps, _device(device))}
+    engine = attach(model, *_draft(draft), tokenizer=tokenizer, **settings)
+    law: dict[str, Any] = {}
+    if temperature is not None:
+        law = {"temperature": temperature or None, "do_sample": temperature > 0}
+    run_chat(engine, typed_lines(), system, max_new_tokens=max_new_tokens, **law)
 
 
 @bench_app.command("acceptance")

@@ -1,0 +1,60 @@
+"""The arguments of `attach`: refused by name before any work, and made into an EngineConfig."""
+
+import difflib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from specdec.config import EngineConfig
+from specdec.errors import AttachError
+
+DEFAULT_MAX_SEQ_LEN = 2048
+
+
+def engine_config(target: PreTrainedModel, algo: str | None, settings: dict[str, Any]) -> EngineConfig:
+    """Return the config of an engine for `target`; algo: None for plain decoding. ValueError for settings that do not
+    go together."""
+    settings = dict(settings)
+    if "max_seq_len" not in settings:
+        limit = getattr(target.config.get_text_config(), "max_position_embeddings", DEFAULT_MAX_SEQ_LEN)
+        settings["max_seq_len"] = min(limit, DEFAULT_MAX_SEQ_LEN)
+    if algo is None:
+        _refuse_draft_settings(settings)
+        settings.update(num_steps=0, topk=1, num_draft_tokens=1)
+    config = EngineConfig(**settings)
+    if algo is not None and config.num_steps == 0:
+        raise ValueError(
+            "num_steps=0 with a draft: expected at least 1 draft step a round; leave the draft out for plain decoding"
+        )
+    return config
+
+
+def check_target(target: Any) -> None:
+    """Raise AttachError for anything but a live causal LM."""
+    if isinstance(target, PreTrainedModel):
+        return
+    if isinstance(target, str | Path):
+        what, cure = repr(str(target)), "it is a name: load it first, AutoModelForCausalLM.from_pretrained(...).eval()"
+    elif isinstance(getattr(target, "_orig_mod", None), PreTrainedModel):
+        what, cure = "the result of torch.compile()", "pass the model itself, and compile=True to attach()"
+    else:
+        what, cure = f"a {type(target).__name__}", "expected a transformers causal LM (a PreTrainedModel)"
+    raise AttachError(what, [cure])
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Raise ValueError for settings that are not fields of EngineConfig."""
+    known = [field.name for field in fields(EngineConfig)]
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}? It takes" if near else "expected one of"
+            raise ValueError(f"{name}={settings[name]!r}: attach() has no such setting; {hint} {', '.join(known)}")
+
+
+def _refuse_draft_settings(settings: dict[str, Any]) -> None:
+    given = sorted({"num_steps", "topk", "num_draft_tokens"} & set(settings))
+    if given:
+        raise ValueError(f"{', '.join(given)}: plain decoding drafts nothing; give a draft or leave them out")
