@@ -122,8 +122,13 @@ def arguments(case, batch):
     return (options.pop("input_ids"), *([config] if config else [])), options
 
 
-@pytest.mark.parametrize("door", ["install", "custom_generate"])
-@pytest.mark.parametrize("name", [*CASES, *ALONE])
+AS_LOOP = ("greedy", "several EOS", "return_dict", "position_ids", "repetition_penalty")
+
+
+@pytest.mark.parametrize(
+    ("name", "door"),
+    [*((name, "install") for name in (*CASES, *ALONE)), *((name, "custom_generate") for name in AS_LOOP)],
+)
 def test_greedy_calls_equal_transformers(engine, model, name, door):
     batch = padded() if name in CASES else {"input_ids": ids_of([5, 6, 7]), "attention_mask": ids_of([1, 1, 1])}
     args, options = arguments({**CASES, **ALONE}[name], batch)
