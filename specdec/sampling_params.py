@@ -59,7 +59,8 @@ class SamplingKind(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings of one request; every field has the meaning it has in `transformers`' `generate`.
+    """Sampling settings of one request; every field has the meaning it has in `transformers`' `generate`,
+    where it has one: `seed` and `logit_bias` are ours.
 
     temperature: 0 is greedy. top_k 0, top_p 1, min_p 0 are off. seed: of the random numbers; None draws a fresh one
     from torch's CPU generator, so that `torch.manual_seed` makes runs repeatable.

@@ -3,6 +3,7 @@
 import copy
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import specdec
 from specdec import shipped
+from specdec.doors.lockstep import Lockstep
 from tests.heads import random_draft
 from tests.tiny_models import tiny_model
 
@@ -271,6 +273,28 @@ def test_a_model_is_given_its_generate_back():
         specdec.doors.generate.EngineGenerate(engine, "maybe")
 
 
+def test_a_generate_that_others_have_put_there_stays():
+    model = tiny_model("llama").to(DEVICE)
+    engine = specdec.attach(model, max_batch=2, max_seq_len=64)
+    engine.install()
+    ours = model.generate
+    model.generate = theirs = lambda *args, **kwargs: ours(*args, **kwargs)
+    assert model.generate(ids_of([5, 6, 7]), max_new_tokens=4).shape == (1, 7)
+    engine.detach()
+    assert model.generate is theirs
+
+
+def test_a_row_whose_end_is_told_late_is_over_when_rows_are_looked_at_again():
+    """Another thread's step gives a row its last token before it says so; the other row is a token behind."""
+    first, second = (types.SimpleNamespace(tokens=[7], finish_reason=None) for _ in range(2))
+    rows = Lockstep(torch.tensor([[1], [2]]), [first, second], StoppingCriteriaList(), PAD)
+    assert rows.advance() == [[7, 7]] and rows.is_done == [False, False]
+    first.finish_reason = "eos"
+    second.tokens, second.finish_reason = [7, 8], "length"
+    assert rows.advance() == [[PAD, 8]] and rows.is_over
+    assert rows.sequences().tolist() == [[1, 7, PAD], [2, 7, 8]]
+
+
 def test_threads_share_an_installed_engine(engine, model):
     prompts = [ids_of([5, 6, 7]), ids_of([9]), ids_of([11, 12, 13])]
     expected = [plain(model, p, max_new_tokens=20) for p in prompts]
@@ -301,6 +325,7 @@ def test_pipelines_streamers_and_stop_strings_of_a_real_model(smollm2):
         "chats": lambda: pipe(chats, max_new_tokens=12, do_sample=False, batch_size=2),
         "stop": lambda: stopped(model, tokenizer, text, ["yellow", "red,"]),
         "stop across the prompt": lambda: stopped(model, tokenizer, text, ["are the"]),
+        "stop of the model's own": lambda: shipped_stop(model, tokenizer, text, ["primary"]),
         "stream": lambda: streamed(model, tokenizer, text),
     }
     expected = {name: call() for name, call in calls.items()}
@@ -316,6 +341,14 @@ def test_pipelines_streamers_and_stop_strings_of_a_real_model(smollm2):
 def stopped(model, tokenizer, text, strings):
     inputs = tokenizer(text, return_tensors="pt").to(model.device)
     out = model.generate(**inputs, max_new_tokens=12, do_sample=False, stop_strings=strings, tokenizer=tokenizer)
+    return tokenizer.decode(out[0])
+
+
+def shipped_stop(model, tokenizer, text, strings):
+    model.generation_config.stop_strings, model.generation_config.max_time = strings, 1000.0
+    inputs = tokenizer(text, return_tensors="pt").to(model.device)
+    out = model.generate(**inputs, max_new_tokens=12, do_sample=False, tokenizer=tokenizer)
+    model.generation_config.stop_strings = model.generation_config.max_time = None
     return tokenizer.decode(out[0])
 
 

@@ -119,3 +119,11 @@ def test_lines_keep_every_bit():
 def test_settings_that_make_no_sense(value, message):
     with pytest.raises(ValueError, match=message):
         specdec.EngineConfig(logprobs=value)
+
+
+def test_a_vocabulary_has_no_more_best_tokens_than_tokens():
+    model = tiny_model("llama")
+    model.resize_token_embeddings(50)
+    with pytest.raises(ValueError, match="logprobs=60: the model's vocabulary has 50 tokens"):
+        specdec.attach(model, logprobs=60)
+    specdec.attach(model, logprobs=50).detach()

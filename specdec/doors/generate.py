@@ -92,8 +92,13 @@ def install(engine: Any, on_unsupported: str) -> Callable[[], None]:
     if "generate" in vars(model):
         raise ValueError("model.generate is replaced already; uninstall() that engine, or delete model.generate, first")
     decode = EngineGenerate(engine, on_unsupported)
-    model.generate = types.MethodType(_generate_by(decode), model)
-    return lambda: vars(model).pop("generate", None) and None
+    model.generate = ours = types.MethodType(_generate_by(decode), model)
+
+    def undo() -> None:
+        if vars(model).get("generate") is ours:  # what others have put there since is theirs
+            del model.generate
+
+    return undo
 
 
 def _generate_by(decode: EngineGenerate) -> Callable[..., Any]:
@@ -117,27 +122,26 @@ def _generate_by(decode: EngineGenerate) -> Callable[..., Any]:
         def loop(model: Any, input_ids: torch.Tensor, **prepared: Any) -> Any:
             return decode(model, input_ids, streamer=streamer, **prepared)
 
-        return own(model, **_with_stop_strings(options, decode.engine.tokenizer), custom_generate=loop)
+        return own(model, **_with_stop_strings(model, options, decode.engine.tokenizer), custom_generate=loop)
 
     generate.__doc__ = f"By a specdec engine: {type(decode.engine.target_module).generate.__doc__}"
     return generate
 
 
-def _with_stop_strings(options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Turn stop strings into a criterion: transformers hands their tokenizer to its own loops only."""
+def _with_stop_strings(model: Any, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Turn stop strings, of the call or the model, into a criterion: transformers keeps their tokenizer for its own
+    loops."""
     options = dict(options)
     tokenizer = options.pop("tokenizer", None) or tokenizer
-    config = options.get("generation_config")
-    strings = options.pop("stop_strings", None) or getattr(config, "stop_strings", None)
-    if not strings:
+    configs = (options.get("generation_config"), model.generation_config)
+    given = [options.get("stop_strings"), *(getattr(config, "stop_strings", None) for config in configs)]
+    strings = next((value for value in given if value), None)
+    if strings is None:
         return options
     if tokenizer is None:
         raise ValueError(f"stop_strings={strings!r} need a tokenizer: generate(tokenizer=...) or attach(tokenizer=...)")
-    if config is not None:
-        options["generation_config"] = config = copy(config)
-        config.stop_strings = None
     criteria = [*(options.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
-    return {**options, "stopping_criteria": StoppingCriteriaList(criteria)}
+    return {**options, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
 
 
 def _read(
@@ -159,7 +163,8 @@ def _read(
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
     prompts = [row[keep].tolist() for row, keep in zip(input_ids.cpu(), mask.cpu().bool(), strict=True)]
-    settings = _settings(config)
+    config = _without_ends(config)
+    settings = Settings.merge(config)  # ValueError names the first that the engine does not honour
     if not bool(mask.all()):
         _refuse_counted_padding(settings)
     limits = [c.max_length - length for c in criteria if type(c) is MaxLengthCriteria]
@@ -169,9 +174,11 @@ def _read(
     requests = engine._requests(
         prompts,
         sampling=[settings.params(length)] * len(prompts),
-        generation_config=_without_ends(config),
+        generation_config=config,
         max_new_tokens=min(limits, default=engine.config.max_seq_len - max(map(len, prompts))),
         eos_token_id=eos_ids or None,
+        stop=(),  # strings and clocks are criteria by now, whoever has set them
+        max_time=None,
     )
     pad = getattr(config, "_pad_token_tensor", None)
     pad_token = 0 if pad is None else int(pad)
@@ -188,6 +195,7 @@ def _run(engine: Any, call: Call) -> torch.Tensor:
                 break  # requests that have run ahead of a criterion are abandoned
     if any(r.finish_reason == "error" for r in call.requests):
         raise RuntimeError("generation ended: the target's logits are not finite")
+    assert rows.is_over, "requests ended, and their rows did not"
     if call.streamer is not None:
         call.streamer.end()
     return rows.sequences()
@@ -202,11 +210,6 @@ def _put(streamer: Any, columns: list[list[int]]) -> None:
         return
     for column in columns:
         streamer.put(torch.tensor(column))
-
-
-def _settings(config: Any) -> Settings:
-    """Return the settings of a resolved config; ValueError names the first that the engine does not honour."""
-    return Settings.merge(_without_ends(config))
 
 
 def _without_ends(config: Any) -> Any:

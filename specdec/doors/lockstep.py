@@ -19,9 +19,7 @@ class Lockstep:
     all are over, as in `transformers` without an EOS.
     """
 
-    def __init__(
-        self, input_ids: torch.Tensor, requests: Sequence[Request], criteria: Any, pad_token: int | None
-    ):
+    def __init__(self, input_ids: torch.Tensor, requests: Sequence[Request], criteria: Any, pad_token: int | None):
         self.is_done = [False] * len(requests)
         self._requests = requests
         self._criteria = criteria
@@ -38,9 +36,11 @@ class Lockstep:
     def advance(self) -> list[list[int]]:
         """Take the columns that are complete by now, up to the end; returns the new ones, B tokens each."""
         num_before = len(self._columns)
+        self._finish_rows()
         while not self.is_over and (column := self._next_column()) is not None:
             self._columns.append(column)
-            self._finish_rows(column)
+            self._apply_criteria(column)
+            self._finish_rows()
         return self._columns[num_before:]
 
     def sequences(self) -> torch.Tensor:
@@ -60,13 +60,21 @@ class Lockstep:
                 return None
         return column
 
-    def _finish_rows(self, column: list[int]) -> None:
-        """Mark the rows that end with the newest column: by the engine, or by a criterion."""
+    def _finish_rows(self) -> None:
+        """Mark the rows that the engine has ended with the newest column.
+
+        Another thread's step may give a row its last tokens before it says that they are the last, so rows are looked
+        at again when the next columns are asked for.
+        """
         for i, request in enumerate(self._requests):
-            ends = request.finish_reason is not None and len(request.tokens) == len(self._columns)
-            self.is_done[i] = self.is_done[i] or ends
-        if self._criteria:
-            newest = torch.tensor(column, device=self._seen.device).unsqueeze(1)
-            self._seen = torch.cat([self._seen, newest.to(self._seen.dtype)], 1)
-            stops = self._criteria(self._seen, None).tolist()
-            self.is_done = [done or stop for done, stop in zip(self.is_done, stops, strict=True)]
+            if request.finish_reason is not None and len(request.tokens) == len(self._columns):
+                self.is_done[i] = True
+
+    def _apply_criteria(self, column: list[int]) -> None:
+        """Mark the rows that a criterion ends with the newest column."""
+        if not self._criteria:
+            return
+        newest = torch.tensor(column, device=self._seen.device).unsqueeze(1)
+        self._seen = torch.cat([self._seen, newest.to(self._seen.dtype)], 1)
+        stops = self._criteria(self._seen, None).tolist()
+        self.is_done = [done or stop for done, stop in zip(self.is_done, stops, strict=True)]

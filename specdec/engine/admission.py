@@ -57,10 +57,14 @@ def make_requests(
     arrays = _checked_prompts(core, batch, limits)
     for law in laws:
         _check_rules(core, law, eos)
-    return [
+    requests = [
         Request(prompt, array, limit, law, stop_ids, eos, Detokenizer(tokenizer, strings), special)
         for prompt, array, limit, law in zip(batch, arrays, limits, laws, strict=True)
     ]
+    if core.config.logprobs is not None:
+        for request in requests:
+            request.logprobs = []
+    return requests
 
 
 def _refuse_two_laws(settings: dict[str, Any]) -> None:

@@ -79,6 +79,8 @@ def assemble(
     ValueError, CheckpointError, CapacityError or GraphError for what cannot be put together.
     """
     _check_length(config, target, "model")
+    if config.logprobs is not None and config.logprobs > target.spec.vocab_size:
+        raise ValueError(f"logprobs={config.logprobs}: the model's vocabulary has {target.spec.vocab_size} tokens")
     loaded = None if draft is None or algo is None else _load_draft(draft, algo, target, config, tokenizer)
     try:
         return _assemble(target, config, loaded, algo)

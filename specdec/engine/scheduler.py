@@ -27,7 +27,7 @@ class Request:
     string_ids: stop ids that stand for stop strings: special tokens.
     failure: the error that ended it, with finish_reason "error"; the caller that waits for the request raises it.
     round_lens: tokens that each verify round emitted, after trimming; the engine updates it along with `acceptance`.
-    logprobs: of each of `tokens`, if the engine computes them.
+    logprobs: of each of `tokens`; None if the engine does not compute them.
     arrived: when it was queued (`Scheduler.add`), seconds; first_token_s and time_s count from there.
     """
 
@@ -48,7 +48,7 @@ class Request:
     failure: BaseException | None = None
     acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
     round_lens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
     arrived: float = 0.0
     first_token_s: float | None = None
     time_s: float | None = None
@@ -73,7 +73,8 @@ class Request:
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter() - self.arrived
         self.tokens += tokens
-        self.logprobs += logprobs
+        if self.logprobs is not None:
+            self.logprobs += logprobs
         reason = None
         if tokens[-1] in self.stop_ids:
             reason = self._why_stopped(tokens[-1])
@@ -84,7 +85,7 @@ class Request:
             if reason is not None:
                 self.pieces.append(self.detokenizer.finish())
             if self.detokenizer.stopped:
-                for kept in (self.tokens, self.logprobs):
+                for kept in (self.tokens, self.logprobs or []):
                     del kept[self.detokenizer.num_fed :]  # what came after the stop string in one round
                 reason = "stop_string"
         self.finish_reason = reason  # last: a thread that reads text takes it for complete then

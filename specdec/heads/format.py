@@ -43,7 +43,7 @@ class HeadFormat(ABC):
     read from, the most specific first. written: names of those it can be written in, the default first.
     shares_lm_head_rows: whether its lm_head can be left out, since its rows may be the target's. combining: a pattern
     of the names of the linear layers that read [embedding, feature].
-    training: None if heads of this kind cannot be trained.
+    training: defaults and card texts.
     """
 
     algo: str
@@ -52,7 +52,7 @@ class HeadFormat(ABC):
     written: tuple[str, ...]
     shares_lm_head_rows: bool = False
     combining: str = "fc"
-    training: Training | None = None
+    training: Training
 
     @abstractmethod
     def read_config(self, reading: Reading, layout: Layout, names: Sequence[str]) -> Any | None:
@@ -73,6 +73,7 @@ class HeadFormat(ABC):
     ) -> dict[str, Any]:
         """Return config.json of `head` in `layout`; the arguments are those of `save_head`."""
 
+    @abstractmethod
     def fresh(
         self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]
     ) -> DraftHead:
@@ -80,7 +81,6 @@ class HeadFormat(ABC):
 
         shape: a `train.students.Shape`; hot_ids(n): the n target tokens that a head had best score, [n] int64.
         """
-        raise NotImplementedError(f"{type(self).__name__} has a training, so it needs fresh")
 
     def first_index(self, layout: Layout, names: Sequence[str]) -> int | None:
         """Return the number that the layout's "{at}" begins with."""

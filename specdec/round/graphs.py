@@ -208,6 +208,8 @@ def estimate_bytes(
     num_reqs, *_smaller = reversed(batch_buckets(config.max_batch, config.graph_batches))
     tokens = num_reqs * config.verify_width
     logits_bytes = tokens * vocab_size * itemsize
+    if config.logprobs is not None:  # the rows of the path, and a column of them in fp32
+        logits_bytes += num_reqs * vocab_size * ((config.num_steps + 1) * itemsize + 2 * 4)
     activation_bytes = tokens * hidden_size * itemsize * LIVE_ROWS
     law_bytes = 0
     if any(not SamplingKind(kind).is_greedy for kind in config.graph_sampling):

@@ -100,7 +100,7 @@ STANDALONE = Training(
 
 def training_of(algo: str) -> Training:
     """Return training defaults and card texts of `algo`; ValueError names what can be trained."""
-    known = {row.algo: row.training for row in formats().values() if row.training} | {"standalone": STANDALONE}
+    known = {row.algo: row.training for row in formats().values()} | {"standalone": STANDALONE}
     if algo not in known:
         raise ValueError(f"algo={algo!r}: expected one of {sorted(known)}")
     return known[algo]

@@ -131,7 +131,7 @@ def answer_jobs(
     """Return requests for `samples_per_prompt` answers to each prompt, first sample of all prompts first.
 
     Temperatures rotate over prompts and samples, so the mix holds wherever generation stops; a prompt is answered
-    greedily once at most.
+    greedily in the first turn of `temperatures` only.
     """
     if not temperatures:
         raise ValueError("temperatures is empty: expected one at least, such as (0.0, 1.0, 0.7)")
