@@ -10,7 +10,7 @@ import torch
 from specdec.backends.checks import check_indices, check_shapes, is_debug
 from specdec.backends.metadata import MetadataBuilder
 from specdec.backends.rope import Rope
-from specdec.batch import AttentionMetadata
+from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.kv_cache import KVPool, LayerShape
 
 
@@ -128,9 +128,23 @@ class AttentionBackend(ABC):
         """Why this backend cannot run on `device` at all; None if it can."""
         return None
 
-    def prepare_for(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> None:
-        """Build or load what `layers` will need; called once, before anything is warmed up or captured."""
+    @classmethod
+    def not_ready(cls, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why "auto" should not take this backend now although it could run `layers`: kernels to be compiled first."""
         return None
+
+    def prepare_for(
+        self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, has_trees: bool = True
+    ) -> None:
+        """Build or load what `layers` will need; called once, before anything is warmed up or captured.
+
+        has_trees: whether forwards may come with ancestor bits. AttachError if it cannot be had.
+        """
+        return None
+
+    def served_by(self, mode: ForwardMode) -> str:
+        """Which kernels attend in forwards of `mode`, for reports."""
+        return self.name
 
     @property
     def planned(self) -> AttentionMetadata:

@@ -19,17 +19,34 @@ def _triton() -> type[AttentionBackend]:
     return TritonBackend
 
 
-# In the order of preference of "auto"; a class is imported on first use, since triton is optional.
+def _flashinfer() -> type[AttentionBackend]:
+    _triton()
+    from specdec.backends.flashinfer.backend import FlashInferBackend
+
+    return FlashInferBackend
+
+
+def _mixed() -> type[AttentionBackend]:
+    _triton()
+    from specdec.backends.flashinfer.backend import MixedBackend
+
+    return MixedBackend
+
+
+# A class is imported on first use, since triton is optional.
 BACKENDS: Mapping[str, Callable[[], type[AttentionBackend]]] = MappingProxyType(
-    {"triton": _triton, "torch": lambda: TorchBackend}
+    {"triton": _triton, "torch": lambda: TorchBackend, "flashinfer": _flashinfer, "triton+flashinfer": _mixed}
 )
+_AUTO = ("triton+flashinfer", "triton", "torch")  # in the order of preference
 
 
 def pick_backend(
     name: str, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, page_size: int = 1
 ) -> tuple[type[AttentionBackend], str]:
-    """Return the backend class for `name` and why it was picked. "auto" takes Triton on CUDA if it can run the model.
+    """Return the backend class for `name` and why it was picked.
 
+    "auto" takes on CUDA the first that can run the model of: Triton with FlashInfer for long prefills, if FlashInfer's
+    kernels are compiled already; Triton; torch.
     Raises ValueError for an unknown name and AttachError, with every unmet need, if none can run the model.
     """
     if name != "auto" and name not in BACKENDS:
@@ -37,7 +54,7 @@ def pick_backend(
     if name == "auto" and device.type != "cuda":
         return TorchBackend, f"auto: the model is on {device.type}, where torch is the fastest"
     against: list[str] = []
-    for candidate in BACKENDS if name == "auto" else (name,):
+    for candidate in _AUTO if name == "auto" else (name,):
         try:
             backend = BACKENDS[candidate]()
         except ImportError as error:
@@ -45,6 +62,8 @@ def pick_backend(
             continue
         unusable = backend.unusable_on(device)
         reasons = [unusable] if unusable else unmet_needs(backend.capabilities, layers, dtype, page_size)
+        if not reasons and name == "auto":
+            reasons = [reason for reason in (backend.not_ready(layers, dtype, device),) if reason]
         if not reasons:
             return backend, _why(name, candidate, against)
         against += [f"backend {candidate}: {reason}" for reason in reasons]

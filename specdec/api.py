@@ -206,7 +206,10 @@ class Engine:
                     name: {"replays": c.replays, "eager": c.eager, "rejects": dict(c.rejects)}
                     for name, c in core.counters.runners.items()
                 },
-                paths={m.name: {"replays": c.replays, "eager": c.eager} for m, c in core.counters.forwards.items()},
+                paths={
+                    m.name: {"replays": c.replays, "eager": c.eager, "attention": core.served_by(m)}
+                    for m, c in core.counters.forwards.items()
+                },
                 acceptance=self._total,
             )
 

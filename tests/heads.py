@@ -11,7 +11,7 @@ from specdec.heads.base import LayerConfig
 from specdec.heads.eagle import EagleConfig, EagleHead
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from specdec.heads.nextn import NextNConfig, NextNHead
-from tests.tiny_models import tiny_model
+from tests.tiny_models import HEAD_DIM, tiny_model
 
 ALGOS = ("eagle", "eagle3", "nextn", "standalone")
 MODULES = "nextn of 3 modules"
@@ -22,7 +22,7 @@ def random_head(model: Any, draft_vocab_size: int = 64, aux: tuple[int, int, int
     c = model.config.get_text_config()
     h, vocab = c.hidden_size, c.vocab_size
     torch.manual_seed(seed)
-    head = Eagle3Head(Eagle3Config(LayerConfig(h, 64, 4, 2, 16), h, vocab, draft_vocab_size, aux))
+    head = Eagle3Head(Eagle3Config(LayerConfig(h, 64, 4, 2, HEAD_DIM), h, vocab, draft_vocab_size, aux))
     head.set_hot_vocab(torch.randperm(vocab)[:draft_vocab_size])
     return noisy(head)
 
@@ -34,7 +34,7 @@ def random_draft(model: Any, algo: str, seed: int = 0) -> Any:
     if algo == "eagle3":
         return random_head(model, seed=seed)
     if algo == "eagle":
-        layer = LayerConfig(c.hidden_size, 48, 4, 2, 16)
+        layer = LayerConfig(c.hidden_size, 48, 4, 2, HEAD_DIM)
         return noisy(EagleHead(EagleConfig(layer, c.vocab_size)))
     if algo in ("nextn", MODULES):
         return noisy(NextNHead(model, NextNConfig(num_layers=3 if algo == MODULES else 1)))

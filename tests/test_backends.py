@@ -88,6 +88,7 @@ class Setup:
         self.sinks = self.random(layer.num_heads) if layer.has_sinks else None
         self.modes = []
         self.backend = KINDS[kind]()
+        self.backend.prepare_for([layer], dtype, DEVICE)
         self.context = ForwardContext(self.backend, self.pool, [layer], [self.sinks], self.modes.append)
         self.lens = torch.tensor(prefixes, device=DEVICE)
 
@@ -492,7 +493,7 @@ def test_auto_takes_triton_on_cuda_and_says_why():
     backend, why = pick_backend("auto", [able, wide], torch.bfloat16, cuda)
     assert backend is TorchBackend and "layer 1 needs head dim 512 over 256" in why
     assert pick_backend("auto", [able], torch.float32, torch.device("cpu"))[0] is TorchBackend
-    assert list(BACKENDS) == ["triton", "torch"]
+    assert list(BACKENDS) == ["triton", "torch", "flashinfer", "triton+flashinfer"]
 
 
 def test_masks_are_classified_by_what_they_show():

@@ -1,10 +1,13 @@
 """Tiny random targets of many architectures, small enough to run hundreds of forwards a second on CPU."""
 
+import os
+
 import torch
 import transformers as tf
 
 VOCAB = 128
 WINDOW = 8
+HEAD_DIM = int(os.environ.get("SPECDEC_TEST_HEAD_DIM", "16"))  # 64 where kernels want it, see tests/attention.py
 
 _BASE = dict(
     vocab_size=VOCAB,
@@ -23,17 +26,23 @@ _MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
 _WINDOWED = ["sliding_attention", "full_attention"] * 2
 
 CONFIGS = {
-    "llama": lambda: tf.LlamaConfig(**_BASE),
+    "llama": lambda: tf.LlamaConfig(**_BASE, head_dim=HEAD_DIM),
+    "llama64": lambda: tf.LlamaConfig(**_BASE, head_dim=64),
     "qwen2_windowed": lambda: tf.Qwen2Config(
-        **_BASE, use_sliding_window=True, sliding_window=WINDOW, layer_types=_WINDOWED
+        **_BASE, head_dim=HEAD_DIM, use_sliding_window=True, sliding_window=WINDOW, layer_types=_WINDOWED
     ),
-    "qwen3": lambda: tf.Qwen3Config(**_BASE, head_dim=16),
-    "gemma2": lambda: tf.Gemma2Config(**_BASE, head_dim=16, sliding_window=WINDOW, layer_types=_WINDOWED),
-    "gemma3": lambda: tf.Gemma3TextConfig(**_BASE, head_dim=16, sliding_window=WINDOW, layer_types=_WINDOWED),
+    "qwen3": lambda: tf.Qwen3Config(**_BASE, head_dim=HEAD_DIM),
+    "gemma2": lambda: tf.Gemma2Config(**_BASE, head_dim=HEAD_DIM, sliding_window=WINDOW, layer_types=_WINDOWED),
+    "gemma3": lambda: tf.Gemma3TextConfig(**_BASE, head_dim=HEAD_DIM, sliding_window=WINDOW, layer_types=_WINDOWED),
     "gpt_oss": lambda: tf.GptOssConfig(
-        **_BASE, head_dim=16, sliding_window=WINDOW, layer_types=_WINDOWED, num_local_experts=4, num_experts_per_tok=2
+        **_BASE,
+        head_dim=HEAD_DIM,
+        sliding_window=WINDOW,
+        layer_types=_WINDOWED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     ),
-    "qwen3_moe": lambda: tf.Qwen3MoeConfig(**_BASE, head_dim=16, **_MOE),
+    "qwen3_moe": lambda: tf.Qwen3MoeConfig(**_BASE, head_dim=HEAD_DIM, **_MOE),
     "deepseek_v3": lambda: tf.DeepseekV3Config(
         **{**_BASE, "num_key_value_heads": 4},
         q_lora_rank=24,
@@ -51,7 +60,7 @@ CONFIGS = {
     ),
     "qwen3_next": lambda: tf.Qwen3NextConfig(
         **_BASE,
-        head_dim=16,
+        head_dim=HEAD_DIM,
         **_MOE,
         shared_expert_intermediate_size=48,
         linear_num_key_heads=2,
@@ -60,7 +69,7 @@ CONFIGS = {
         linear_value_head_dim=16,
     ),
     "llama4": lambda: tf.Llama4TextConfig(
-        **_BASE, head_dim=16, attention_chunk_size=16, num_local_experts=2, intermediate_size_mlp=96
+        **_BASE, head_dim=HEAD_DIM, attention_chunk_size=16, num_local_experts=2, intermediate_size_mlp=96
     ),
     "gptj": lambda: tf.GPTJConfig(vocab_size=VOCAB, n_positions=256, n_embd=64, n_layer=2, n_head=4, rotary_dim=16),
 }

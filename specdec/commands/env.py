@@ -27,7 +27,7 @@ def environment() -> dict[str, Any]:
         **{name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "devices": devices or [platform.processor() or "cpu"],
-        "backends": {name: _reason(name, device) for name in BACKENDS},
+        "backends": {name: unusable(name, device) for name in BACKENDS},
     }
 
 
@@ -49,7 +49,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _reason(backend: str, device: torch.device) -> str | None:
+def unusable(backend: str, device: torch.device) -> str | None:
+    """Why an attention backend cannot run on `device`; None if it can."""
     try:
         return BACKENDS[backend]().unusable_on(device)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The `specdec` command: demo, generate, chat, bench, train, convert, doctor, env."""
+"""The `specdec` command: demo, generate, chat, bench, train, convert, doctor, backends, env."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ import typer
 
 from specdec import shipped
 from specdec.api import attach
+from specdec.commands.backends import app as backends_app
 from specdec.commands.chat import print_stream, run_chat, statistics, typed_lines
 from specdec.commands.convert import convert_command
 from specdec.commands.demo import run_demo
@@ -31,6 +32,7 @@ app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_
 bench_app = typer.Typer(help="Measurements.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
+app.add_typer(backends_app, name="backends")
 app.command("convert")(convert_command)
 app.command("doctor")(doctor_command)
 app.command("env")(env_command)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from specdec.batch import on_device
+from specdec.batch import ForwardMode, on_device
 from specdec.engine.mailbox import Mailbox, Results
 from specdec.engine.packing import copy_to, pack_chunk, pack_requests, rewrite_row, write_requests
 from specdec.engine.scheduler import Request, Scheduler
@@ -95,6 +95,11 @@ class Core:
         """Whether requests wait or run, or results are on their way."""
         with self.turns:
             return bool(self.scheduler.waiting or self.scheduler.running or self._mailbox.num_pending)
+
+    def served_by(self, mode: ForwardMode) -> str:
+        """The kernels that attend in forwards of `mode`: the draft's backend in its own, the target's in the others."""
+        own = self.round.worker.context if mode in (ForwardMode.DRAFT, ForwardMode.DRAFT_EXTEND) else None
+        return (own or self.context).backend.served_by(mode)
 
     def abandon(self, requests: Sequence[Request]) -> None:
         """Forget `requests`, whatever they are at; their rows and slots return."""

@@ -1,0 +1,144 @@
+"""Holds an installed FlashInfer against what this package knows of it, at attach: its plan's tables, its answers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from specdec.backends.base import AttentionBackend, AttentionCall, LayerSpec
+from specdec.backends.flashinfer.kernels import Kernel
+from specdec.backends.flashinfer.tables import NO_WINDOW, Shapes, plan_info, read_tables, stock_budget, write_tables
+from specdec.backends.torch_ref import TorchBackend
+from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.kv_cache import KVPool
+
+TOLERANCE = 2e-2  # of the norm of the output, in 16 bits
+INT_FIELDS = (
+    "padded_batch_size",
+    "total_num_rows",
+    "total_num_rows_offset",
+    "cta_tile_q",
+    "request_indices_offset",
+    "qo_tile_indices_offset",
+    "kv_tile_indices_offset",
+    "merge_indptr_offset",
+    "o_indptr_offset",
+    "kv_chunk_size_ptr_offset",
+    "v_offset",
+    "s_offset",
+    "block_valid_mask_offset",
+    "enable_cuda_graph",
+    "split_kv",
+)
+OURS_TO_CHOOSE = ("v_offset", "s_offset")
+
+
+def table_problems(module: Any, shapes: Shapes, prefix_lens: Sequence[int], device: torch.device) -> list[str]:
+    """Where FlashInfer's own plan for `shapes` differs from ours: "name: theirs, ours". Waits for the device."""
+    bs, tail_len = shapes.bs, shapes.q_len
+    own = torch.tensor(prefix_lens, dtype=torch.int64, device=device)
+    table = torch.zeros(bs, 1 + max(prefix_lens) + tail_len, dtype=torch.int32, device=device)
+    tables = write_tables(shapes, own, tail_len, torch.arange(bs, device=device), table)
+    workspaces = [torch.empty(size, dtype=torch.uint8, device=device) for size in (512 << 20, 8 << 20)]
+    pinned = torch.empty(8 << 20, dtype=torch.uint8, pin_memory=True)
+    lens = torch.tensor([n + tail_len for n in prefix_lens], dtype=torch.int32)
+    qo_indptr = torch.arange(bs + 1, dtype=torch.int32) * shapes.q_len
+    kv_indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
+    window_left = -1 if shapes.window_left == NO_WINDOW else shapes.window_left
+    heads, dims = (shapes.num_heads, shapes.num_kv_heads), (shapes.head_dim, shapes.head_dim)
+    options = (-1, False, 0, shapes.q_len)  # no fixed split, splits allowed, nothing else on the GPU, uniform queries
+    shape = (shapes.rows, bs, *heads, 1, True, *dims, True, window_left)  # pages of 1, under a graph, causal
+    info = module.plan(*workspaces, pinned, qo_indptr, kv_indptr, lens, *shape, *options)
+    theirs, ours = [int(n) for n in info], plan_info(shapes, 0, 0)
+    problems = [
+        f"{name}: {a}, {b}"
+        for name, a, b in zip(INT_FIELDS, theirs, ours, strict=True)
+        if a != b and name not in OURS_TO_CHOOSE
+    ]
+    if problems or len(theirs) != len(INT_FIELDS):
+        return problems or [f"the plan has {len(theirs)} integers, ours {len(ours)}"]
+    want, got = read_tables(shapes, workspaces[1]), read_tables(shapes, tables.workspace)
+    num_items = sum(want["is_valid"])
+    for name in want:
+        n = num_items if name in ("request", "qo_tile", "kv_tile") else None  # past the items lies anything
+        if want[name][:n] != got[name][:n]:
+            problems.append(f"{name}: {want[name][:n]}, {got[name][:n]}"[:200])
+    return problems
+
+
+def check_tables(modules: Mapping[Kernel, Any], layers: Sequence[LayerSpec], device: torch.device) -> list[str]:
+    """Compare tables for the heads of `layers`, several batch sizes, queries and lengths."""
+    generator, problems = torch.Generator().manual_seed(0), []
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    for kernel, module in modules.items():
+        if kernel.family == "fa3":
+            continue  # planned by FlashInfer itself
+        own = {(s.num_heads, s.num_kv_heads) for s in layers if s.qk_dim == kernel.head_dim}
+        for num_heads, num_kv_heads in sorted(own):
+            for bs, q_len, window in ((1, 1, NO_WINDOW), (3, 4, NO_WINDOW), (5, 40, 700), (2, 8, NO_WINDOW)):
+                budget = stock_budget(processors, num_kv_heads)
+                shapes = Shapes(bs, q_len, num_heads, num_kv_heads, kernel.head_dim, budget, window)
+                lens = torch.randint(0, 9000, (bs,), generator=generator).tolist()
+                found = table_problems(module, shapes, lens, device)
+                problems += [f"{kernel}, {bs} x {q_len} queries: table {p} (theirs, ours)" for p in found]
+    return problems
+
+
+def check_answers(
+    backend: AttentionBackend,
+    layers: Sequence[LayerSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    modes: Sequence[str],
+) -> list[str]:
+    """Compare `backend` with the torch backend on one forward of each of `modes` ("chain", "tree", "prefill")."""
+    problems = []
+    for layer in dict.fromkeys(layers):
+        for mode in modes:
+            theirs, ours = (_answer(b, layer, dtype, device, mode) for b in (backend, TorchBackend()))
+            error = float((theirs - ours).norm() / ours.norm())
+            if not error < TOLERANCE:  # NaN, too
+                problems.append(f"{mode} of {layer}: differs from torch by {error:.1e} of its norm")
+    return problems
+
+
+def _answer(
+    backend: AttentionBackend, layer: LayerSpec, dtype: torch.dtype, device: torch.device, mode: str
+) -> torch.Tensor:
+    """The attention of a small batch of two requests over random K and V, in fp32."""
+    generator = torch.Generator(device).manual_seed(1)
+    lens, num_new = [700, 90], 6
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    pool = KVPool([layer.shape], 1700, dtype, device)
+    for plane in pool.planes:
+        plane.copy_(random(*plane.shape))
+    table = (1 + torch.arange(1600, device=device, dtype=torch.int32)).view(2, 800)
+    metadata = _metadata(backend, table, lens, num_new, mode)
+    num_tokens = metadata.positions.shape[0]
+    q, k = random(num_tokens, layer.num_heads, layer.qk_dim), random(num_tokens, layer.num_kv_heads, layer.qk_dim)
+    v = random(num_tokens, layer.num_kv_heads, layer.v_dim)
+    out = torch.empty(num_tokens, layer.num_heads, layer.v_dim, dtype=dtype, device=device)
+    sinks = random(layer.num_heads) if layer.has_sinks else None
+    backend.plan(metadata)
+    backend.run(AttentionCall(q, k, v, out, pool, 0, layer, sinks))
+    return out.float()
+
+
+def _metadata(
+    backend: AttentionBackend, table: torch.Tensor, lens: list[int], num_new: int, mode: str
+) -> AttentionMetadata:
+    rows = torch.arange(2, device=table.device)
+    if mode == "prefill":
+        return backend.metadata.prefill(table, rows, lens, [40, num_new])
+    options: dict[str, Any] = {}
+    if mode == "tree":
+        depths = torch.tensor([[0, 1, 1, 2, 2, 3]] * 2, device=table.device)
+        bits = torch.tensor([[1, 3, 5, 11, 21, 43]] * 2, device=table.device)  # node 3 hangs on 1, 4 on 2, 5 on 3
+        options = {"depths": depths, "tail_depths": depths, "ancestor_bits": bits}
+    prefix_lens = torch.tensor(lens, device=table.device)
+    return backend.metadata.uniform(
+        ForwardMode.TARGET_VERIFY, table, rows, prefix_lens, q_len=num_new, max_prefix=704, **options
+    )

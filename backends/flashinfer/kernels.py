@@ -1,0 +1,174 @@
+"""FlashInfer's compiled modules: which ones layers need, whether they are built, building and loading them.
+
+`import flashinfer` happens inside functions: it is optional, makes its cache folder and asks the GPU.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from specdec.backends.base import LayerSpec
+from specdec.backends.flashinfer.variant import variant
+from specdec.errors import AttachError
+
+SUPPORTED = ("0.6.18.post1",)  # whose plan `tables` writes
+HEAD_DIMS = frozenset({64, 128, 256})
+C_TYPES = {torch.bfloat16: "nv_bfloat16", torch.float16: "half"}
+
+
+class Kernel(NamedTuple):
+    """One module. family: "fa2" or "fa3", FlashInfer's own, or "tree", FA2 with the variant of `variant`."""
+
+    family: str
+    dtype: torch.dtype
+    head_dim: int
+    has_window: bool
+    has_softcap: bool
+
+    def __str__(self) -> str:
+        flags = " window" * self.has_window + " softcap" * self.has_softcap
+        return f"{self.family} d{self.head_dim} {str(self.dtype).removeprefix('torch.')}{flags}"
+
+
+def version_problem() -> str | None:
+    """Why the installed FlashInfer cannot be used; None if it can."""
+    try:
+        found = version("flashinfer-python")
+    except PackageNotFoundError:
+        return "flashinfer is not installed: pip install 'specdec-toolkit[flashinfer]'"
+    if found in SUPPORTED or os.environ.get("SPECDEC_FLASHINFER_ANY") == "1":
+        return None
+    return (
+        f"flashinfer-python {found} is not {' or '.join(SUPPORTED)}, whose tables are known; install that one, or set "
+        "SPECDEC_FLASHINFER_ANY=1 to let attach check the tables of this one"
+    )
+
+
+def kernel_for(family: str, layer: LayerSpec, dtype: torch.dtype) -> Kernel:
+    """The module of a family that runs `layer`. The variant tells windows at run time."""
+    has_window = layer.window is not None and family != "tree"
+    return Kernel(family, dtype, layer.qk_dim, has_window, layer.softcap is not None)
+
+
+def has_fa3(device: torch.device) -> bool:
+    """Whether FlashInfer's Hopper kernels run on `device`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def uniform_family(layer: LayerSpec, is_tree: bool) -> str:
+    """The family that runs a layer of decode-shaped forwards."""
+    return "tree" if is_tree or layer.has_sinks else "fa2"
+
+
+def prefill_family(layer: LayerSpec, device: torch.device) -> str:
+    """The family that runs a layer of prefills."""
+    if layer.has_sinks:
+        return "tree"
+    return "fa3" if has_fa3(device) else "fa2"
+
+
+def kernels_for(
+    layers: Iterable[LayerSpec], dtype: torch.dtype, device: torch.device, has_trees: bool = True
+) -> list[Kernel]:
+    """The modules that run `layers` on every path, in the order in which layers first need them."""
+    families = [
+        (layer, family)
+        for layer in layers
+        for is_tree in ([False, True] if has_trees else [False])
+        for family in (uniform_family(layer, is_tree), prefill_family(layer, device))
+    ]
+    return list(dict.fromkeys(kernel_for(family, layer, dtype) for layer, family in families))
+
+
+def spec_of(kernel: Kernel) -> Any:
+    """FlashInfer's JitSpec of a kernel; its sources are written, nothing is compiled."""
+    from flashinfer.jit.attention.modules import gen_batch_prefill_module, gen_customize_batch_prefill_module
+
+    types, dim = (kernel.dtype, kernel.dtype, kernel.dtype, torch.int32), kernel.head_dim
+    if kernel.family != "tree":
+        return gen_batch_prefill_module(
+            kernel.family, *types, dim, dim, 0, kernel.has_window, kernel.has_softcap, False
+        )
+    own = variant(C_TYPES[kernel.dtype], dim, kernel.has_softcap)
+    return gen_customize_batch_prefill_module(
+        "fa2",
+        own.name,
+        *types,
+        dim,
+        dim,
+        list(own.tensors),
+        list(own.tensors.values()),
+        list(own.scalars),
+        list(own.scalars.values()),
+        own.struct,
+        own.source,
+    )
+
+
+def unbuilt(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """Those of `kernels` that would have to be compiled first."""
+    return [k for k in kernels if not spec_of(k).is_compiled]
+
+
+def folder() -> Path:
+    """Where FlashInfer keeps what it compiles; $FLASHINFER_WORKSPACE_BASE moves it."""
+    from flashinfer.jit import env
+
+    return env.FLASHINFER_JIT_DIR
+
+
+def build(kernels: Sequence[Kernel]) -> float:
+    """Compile those that are not built yet, all at once, behind a progress bar; returns the seconds it took.
+
+    AttachError if the compiler fails or is missing.
+    """
+    from flashinfer.jit.core import build_jit_specs
+
+    missing = unbuilt(kernels)
+    if not missing:
+        return 0.0
+    specs, began = [spec_of(k) for k in missing], time.monotonic()
+    failures: list[BaseException] = []
+
+    def compile_all() -> None:
+        try:
+            build_jit_specs(specs)
+        except BaseException as error:
+            failures.append(error)
+
+    def num_done() -> int:
+        return sum(len([*s.build_dir.glob("*.o"), *s.build_dir.glob("*.so")]) for s in specs)
+
+    worker = threading.Thread(target=compile_all, name="flashinfer-build")
+    title = f"flashinfer: compiling {', '.join(map(str, missing))}"
+    with tqdm(total=sum(len(s.sources) + 1 for s in specs), desc=title, unit="file") as bar:
+        worker.start()
+        while worker.is_alive():
+            worker.join(0.5)
+            bar.n = min(num_done(), bar.total)
+            bar.refresh()
+    if failures:
+        lines = [line.strip() for line in str(failures[0]).splitlines() if line.strip()]
+        telling = [line for line in lines if "error" in line.lower() or "not found" in line.lower()] or lines
+        raise AttachError("with FlashInfer: its kernels do not compile", [line[:300] for line in telling[-3:]])
+    return time.monotonic() - began
+
+
+def load(kernels: Iterable[Kernel]) -> dict[Kernel, Any]:
+    """Load built kernels; each module has `plan` and `paged_run`. Asks no compiler. AttachError if a file is broken."""
+    modules = {}
+    for kernel in kernels:
+        spec = spec_of(kernel)
+        try:
+            modules[kernel] = spec.load(spec.get_library_path())
+        except Exception as error:
+            where = spec.get_library_path()
+            raise AttachError(f"with FlashInfer: delete {where} and build it again", [f"{kernel}: {error}"]) from error
+    return modules

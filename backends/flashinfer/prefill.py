@@ -1,0 +1,154 @@
+"""Prefills on FlashInfer: its Hopper kernel (FA3), or FA2 elsewhere and for layers with sinks.
+
+Prefills know their lengths on the host, and their attention runs outside every graph, so FlashInfer plans them itself.
+A plan is written to pinned memory and copied from there while the host goes on: each gets a buffer of its own until its
+copy has run (`PinnedRing`). No device value is read.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from specdec.backends.base import AttentionCall, LayerSpec
+from specdec.backends.flashinfer.calls import CAUSAL, Paged, run_fa2, run_fa3, run_variant
+from specdec.backends.flashinfer.kernels import Kernel, kernel_for, prefill_family
+from specdec.batch import AttentionMetadata
+
+
+class PinnedRing:
+    """Host buffers that a stream copies from; one is used again once its copy has run."""
+
+    def __init__(self) -> None:
+        self._busy: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """A pinned uint8 buffer of `num_bytes` at least that nothing reads any more."""
+        for i, (event, buffer) in enumerate(self._busy):
+            if buffer.numel() >= num_bytes and event.query():
+                del self._busy[i]
+                return buffer
+        return _pinned(max(num_bytes, 1 << 20))
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Return a buffer from which the current stream will have copied when it gets here."""
+        event = torch.cuda.Event()
+        event.record()
+        self._busy.append((event, buffer))
+
+
+def _pinned(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+class _Lengths(NamedTuple):
+    """Of the forward in flight. pages: [bs, longest] int32, slots by position; the rest int32 [bs] and [bs+1].
+
+    page_starts, starts_on_device: where each row of `pages` begins; last_page_len makes its length, see `tables`.
+    """
+
+    pages: torch.Tensor
+    qo_indptr: torch.Tensor
+    kv_lens: torch.Tensor
+    page_starts: torch.Tensor
+    starts_on_device: torch.Tensor
+    last_page_len: torch.Tensor
+
+
+class _Needs(NamedTuple):
+    """What a family's plan is given besides lengths and shapes: its key list's starts, workspaces, options."""
+
+    kv_indptr: torch.Tensor
+    float_bytes: int
+    int_bytes: int
+    options: tuple[object, ...]
+
+
+class PrefillAttention:
+    """The plans of the prefill in flight, one a family and shape of layer, and the modules that run by them."""
+
+    def __init__(self, modules: Mapping[Kernel, Any], device: torch.device):
+        self._modules, self._device = modules, device
+        self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._ring = PinnedRing()
+        self._lengths: _Lengths | None = None
+        self._planned: dict[tuple[object, ...], Paged] = {}
+
+    def begin(self) -> None:
+        """Forget the prefill before."""
+        self._lengths, self._planned = None, {}
+
+    def attend(self, m: AttentionMetadata, call: AttentionCall) -> None:
+        """Attend in one layer of prefill `m`, whose K and V are stored."""
+        layer, family = call.layer, prefill_family(call.layer, self._device)
+        module = self._modules[kernel_for(family, layer, call.q.dtype)]
+        window_left = -1 if layer.window is None else layer.window - 1
+        key = (family, layer.num_heads, layer.num_kv_heads, layer.qk_dim, window_left)
+        if key not in self._planned:
+            if self._lengths is None:
+                self._lengths = _lengths(m)
+            needs = self._fa3_needs(m, layer) if family == "fa3" else self._fa2_needs(module, m, layer, window_left)
+            self._planned[key] = self._plan(module, m, _shape(m, layer, window_left), window_left, needs)
+        paged = self._planned[key]
+        if family == "fa3":
+            run_fa3(module, paged, call)
+        elif family == "fa2":
+            run_fa2(module, paged, call)
+        else:
+            run_variant(module, paged, call, m.tail_len, None, None)
+
+    @property
+    def _own(self) -> _Lengths:
+        assert self._lengths is not None
+        return self._lengths
+
+    def _fa3_needs(self, m: AttentionMetadata, layer: LayerSpec) -> _Needs:
+        """A list of work for each multiprocessor: (tile, head) pairs, each with all its keys."""
+        rows = 192 if layer.v_dim == 64 else 128  # of a tile (`PrefillSM90Plan`)
+        num_works = layer.num_heads * sum(-(-n // rows) for n in m.q_lens or ())
+        num_bytes = 7 * (4 * num_works + 16) + 4 * (self._num_processors + 1) + 16
+        return _Needs(self._own.page_starts, 16, num_bytes, ())
+
+    def _fa2_needs(self, module: Any, m: AttentionMetadata, layer: LayerSpec, window_left: int) -> _Needs:
+        """Tiles cut into chunks where they do not fill the GPU; lengths are differences of the list it is given."""
+        own = self._own
+        indptr = torch.nn.functional.pad(own.kv_lens.cumsum(0), (1, 0)).to(torch.int32)
+        options = (-1, False, 0, 0)  # no fixed split, splits allowed, nothing else on the GPU, ragged queries
+        shape, on_device = _shape(m, layer, window_left), m.qo_indptr
+        float_bytes, int_bytes = module.workspace_size(on_device, own.qo_indptr, indptr, own.kv_lens, *shape, *options)
+        return _Needs(indptr, int(float_bytes), int(int_bytes), options)
+
+    def _plan(
+        self, module: Any, m: AttentionMetadata, shape: tuple[object, ...], window_left: int, needs: _Needs
+    ) -> Paged:
+        own, device = self._own, self._device
+        floats = torch.empty(max(needs.float_bytes, 16), dtype=torch.uint8, device=device)
+        ints = torch.empty(needs.int_bytes, dtype=torch.uint8, device=device)
+        staging = self._ring.take(needs.int_bytes)
+        info = module.plan(floats, ints, staging, own.qo_indptr, needs.kv_indptr, own.kv_lens, *shape, *needs.options)
+        self._ring.give(staging)
+        info, pages = [int(n) for n in info], (own.starts_on_device, own.pages, own.last_page_len)
+        return Paged(floats, ints, info, m.qo_indptr, *pages, CAUSAL, window_left)
+
+
+def _shape(m: AttentionMetadata, layer: LayerSpec, window_left: int) -> tuple[object, ...]:
+    """The arguments of `plan` between lengths and options."""
+    page_size, is_graph, is_causal = 1, False, True
+    heads, dims = (layer.num_heads, layer.num_kv_heads), (layer.qk_dim, layer.v_dim)
+    return (m.positions.shape[0], m.num_reqs, *heads, page_size, is_graph, *dims, is_causal, window_left)
+
+
+def _lengths(m: AttentionMetadata) -> _Lengths:
+    """The lengths of a prefill as its plans and kernels want them, and its page list."""
+    assert m.starts is not None and m.q_lens is not None, "a prefill knows its lengths on the host"
+    kv_lens = [start + n for start, n in zip(m.starts, m.q_lens, strict=True)]
+    longest = max(kv_lens)
+    pages = m.slot_table[:, :longest].index_select(0, m.rows)
+    starts = torch.arange(m.num_reqs + 1, dtype=torch.int32) * longest
+    lens = torch.tensor(kv_lens, dtype=torch.int32)
+    qo_indptr = torch.tensor([0, *m.q_lens], dtype=torch.int32).cumsum(0).to(torch.int32)
+    device = m.rows.device
+    starts_on_device = torch.arange(m.num_reqs + 1, dtype=torch.int32, device=device) * longest
+    q_lens = m.qo_indptr.diff()
+    last_page_len = (m.prefix_lens + q_lens + 1 - longest).to(torch.int32)
+    return _Lengths(pages, qo_indptr, lens, starts, starts_on_device, last_page_len)

@@ -1,0 +1,100 @@
+"""The attention variant that FlashInfer's FA2 kernels are compiled with for trees, and for layers with sinks.
+
+A stock custom mask is a byte for every query and key, read at every tile. Here a key before the tail is visible unless
+it lies outside the window, which registers tell; a tail key is visible if its bit stands in the query's 64 ancestor
+bits (`AttentionMetadata.ancestor_bits`). Sinks join the softmax denominator once, with a request's first chunk.
+"""
+
+import hashlib
+from typing import NamedTuple
+
+# In the order of the kernel's arguments, behind those of every FlashInfer kernel.
+TENSORS = {"maybe_ancestor_bits": "int64_t", "maybe_tail_positions": "int64_t", "maybe_sinks": "{sink}"}
+SCALARS = {"sm_scale": "double", "softcap": "double", "tail_len": "int64_t", "window": "int64_t"}
+
+SOURCE = r"""
+template <bool CAPPED>
+struct SpecdecAttention : AttentionVariantBase {
+  static constexpr bool use_softmax = true;
+
+  uint32_t qo_len, kv_len, window_left, tail_start;
+  int64_t window;
+  float sm_scale_log2, pre_tanh_scale;
+
+  template <typename Params>
+  __device__ __host__ SpecdecAttention(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {
+    qo_len = params.get_qo_len(batch_idx);
+    kv_len = params.get_kv_len(batch_idx);
+    // The kernel begins this many keys before a tile's first row; positions are compared with `window` below.
+    window_left = params.window_left >= 0 ? params.window_left : kv_len;
+    window = params.window;
+    tail_start = kv_len - static_cast<uint32_t>(params.tail_len);
+    sm_scale_log2 = params.sm_scale * math::log2e;
+    if constexpr (CAPPED) {
+      pre_tanh_scale = params.sm_scale / params.softcap;
+      sm_scale_log2 = params.softcap * math::log2e;
+    }
+  }
+
+  template <typename Params>
+  __device__ __forceinline__ int64_t position(const Params& params, uint32_t batch_idx, uint32_t kv_idx) {
+    if (kv_idx < tail_start || params.maybe_tail_positions == nullptr) return kv_idx;
+    return params.maybe_tail_positions[batch_idx * params.tail_len + (kv_idx - tail_start)];
+  }
+
+  REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    if constexpr (CAPPED) {
+      return float(math::tanh(logits * pre_tanh_scale));
+    } else {
+      return logits;
+    }
+  })
+
+  REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    if (kv_idx < tail_start && window == 0) return true;
+    if (qo_idx >= qo_len || kv_idx >= kv_len) return false;
+    bool is_visible = true;
+    if (kv_idx >= tail_start && params.maybe_ancestor_bits != nullptr) {
+      const uint64_t bits = params.maybe_ancestor_bits[batch_idx * qo_len + qo_idx];
+      is_visible = (bits >> (kv_idx - tail_start)) & 1;
+    }
+    if (window > 0) {
+      const int64_t own = position(params, batch_idx, kv_len - qo_len + qo_idx);
+      is_visible &= position(params, batch_idx, kv_idx) + window > own;
+    }
+    return is_visible;
+  })
+
+  REGISTER_M_D_UPDATE(params, kv_tile_idx, qo_head_idx, m, d, scale, {
+    scale = 1.f;
+    if (params.maybe_sinks == nullptr || kv_tile_idx > 0 || qo_head_idx >= params.num_qo_heads) return;
+    const float sink = float(params.maybe_sinks[qo_head_idx]) * math::log2e;
+    const float larger = max(float(m), sink);
+    scale = math::ptx_exp2(m - larger);
+    d = d * scale + math::ptx_exp2(sink - larger);
+    m = larger;
+  })
+
+  REGISTER_OUTPUT_TRANSFORM(params, output, batch_idx, qo_idx, qo_head_idx, m, d, scale, {
+    return m != -math::inf ? output * scale * math::ptx_rcp(d) : 0.f;
+  })
+};
+"""
+
+
+class Variant(NamedTuple):
+    """What `gen_customize_batch_prefill_module` is given: a name that changes with the source, parameters, text."""
+
+    name: str
+    tensors: dict[str, str]
+    scalars: dict[str, str]
+    struct: str
+    source: str
+
+
+def variant(c_type: str, head_dim: int, is_capped: bool) -> Variant:
+    """Return the variant for one type of sinks, a C name such as "half", one head dim, with a logit softcap or not."""
+    tensors = {name: kind.format(sink=c_type) for name, kind in TENSORS.items()}
+    version = hashlib.sha256(repr((SOURCE, tensors, SCALARS)).encode()).hexdigest()[:12]
+    name = f"specdec_attention_{version}_{c_type}_{head_dim}{'_capped' if is_capped else ''}"
+    return Variant(name, tensors, SCALARS, f"SpecdecAttention<{str(is_capped).lower()}>", SOURCE)

@@ -1,0 +1,62 @@
+"""`specdec backends`: which attention backends this machine can run, and compiling kernels before they are needed."""
+
+import time
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from specdec import shipped
+from specdec.api import attach
+from specdec.backends import BACKENDS
+from specdec.backends.flashinfer import kernels
+from specdec.commands.env import unusable
+from specdec.targets.pretrained import BUNDLED
+from specdec.train.cli import Device, Dtype, Target
+from specdec.train.target import load
+
+app = typer.Typer(help="Attention backends of this machine.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_backends() -> None:
+    """Show every attention backend, and why it cannot run here if it cannot."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    table = Table("backend", f"on {device.type}")
+    for name in BACKENDS:
+        table.add_row(name, unusable(name, device) or "usable")
+    Console().print(table)
+
+
+@app.command()
+def build(
+    target: Target = BUNDLED,
+    draft: Annotated[str, typer.Option(help="Head that will draft: folder, Hub id or shipped name.")] = "none",
+    backend: Annotated[str, typer.Option(help="'triton+flashinfer', which 'auto' can pick, or 'flashinfer'.")] = (
+        "triton+flashinfer"
+    ),
+    trees: Annotated[bool, typer.Option(help="With 'flashinfer': kernels of draft trees, too.")] = True,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Compile and check the kernels that a backend needs for a model; `attach` then finds them.
+
+    FlashInfer's take a minute or two; they need nvcc, and stay where the last line says.
+    """
+    model, _tokenizer = load(target, dtype, device)
+    small: dict[str, Any] = {"max_batch": 1, "max_seq_len": 64, "cuda_graph": False, "prefill_graph": "off"}
+    if draft == "none":
+        source, algo = None, None
+    else:
+        source, algo = shipped.find(draft), "auto"
+        small |= {"topk": 2, "num_steps": 2} if trees else {}
+    began = time.monotonic()
+    engine = attach(model, source, algo, backend=backend, **small)
+    seconds, report = time.monotonic() - began, engine.report()
+    engine.detach()
+    typer.echo(f"{report.backend} is ready for {report.model}: built and checked in {seconds:.1f} s")
+    for mode in ("EXTEND", "TARGET_VERIFY"):
+        typer.echo(f"  {mode}: {report.paths[mode]['attention']}")
+    typer.echo(f"kernels are kept in {kernels.folder()}")

@@ -1,0 +1,63 @@
+"""`pytest --attention NAME`: the tests of engines, rounds and prefills on one attention backend, whichever it is.
+
+FlashInfer has no fp32. Its run casts q, K and V of fp32 models to fp16 around attention, so that everything else of a
+test stays as it is; tolerances are wider then. What a backend cannot run is skipped with its reason.
+"""
+
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.backends import BACKENDS, AttentionCall, unmet_needs
+from specdec.engine import assembly
+
+TOLERANCE_16 = 2e-2
+
+
+def force(name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let "auto" be the backend `name` while a test of `module` runs."""
+    backend = BACKENDS[name]()
+    if "flashinfer" in name:
+        backend = in_16_bits(backend)
+        if hasattr(module, "TOLERANCE") and isinstance(module.TOLERANCE, float):
+            monkeypatch.setattr(module, "TOLERANCE", TOLERANCE_16)
+
+    def pick(asked: str, layers: Any, dtype: Any, device: torch.device, page_size: int = 1) -> Any:
+        if asked != "auto":
+            return original(asked, layers, dtype, device, page_size)
+        unusable = backend.unusable_on(device)
+        reasons = [unusable] if unusable else unmet_needs(backend.capabilities, layers, dtype, page_size)
+        if reasons:
+            pytest.skip(f"{name}: {reasons[0]}")
+        return backend, f"auto: {name}, forced by the tests"
+
+    original = assembly.pick_backend
+    monkeypatch.setattr(assembly, "pick_backend", pick)
+
+
+def in_16_bits(backend: Any) -> Any:
+    """`backend` for fp32 models, too."""
+
+    class In16Bits(backend):
+        capabilities = replace(backend.capabilities, dtypes=backend.capabilities.dtypes | {torch.float32})
+        min_prefill_tokens = 1
+
+        def prepare_for(self, layers, dtype, device, has_trees=True):
+            super().prepare_for(layers, torch.float16 if dtype is torch.float32 else dtype, device, has_trees)
+
+        def _attend(self, call: AttentionCall) -> None:
+            if call.q.dtype is not torch.float32:
+                return super()._attend(call)
+            pool = SimpleNamespace(
+                k={call.layer_id: call.pool.k[call.layer_id].half()},
+                v={call.layer_id: call.pool.v[call.layer_id].half()},
+            )
+            out = torch.empty_like(call.out, dtype=torch.float16)
+            sinks = None if call.sinks is None else call.sinks.half()
+            super()._attend(call._replace(q=call.q.half(), out=out, pool=pool, sinks=sinks))
+            call.out.copy_(out)
+
+    return In16Bits
