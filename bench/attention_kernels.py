@@ -5,8 +5,9 @@ enough layers in sequence to fill 256 MB of K/V, so that nothing is read from a 
 batch read the same pool. The floor is the K/V that must be read once, over the measured copy rate. The peers get their
 best layout: SDPA and FlexAttention a dense K/V without a gather, FlashInfer pages of 16. Plans, made once per forward,
 are not in `ms`; `plan_ms` is ours (a difference of two timings, if K/V are small enough for that). Ours is checked
-against the torch backend; the tests compare both with float64. `--cases windowed` times sliding windows over 8k tokens,
-without peers. The last line is one JSON object.
+against the torch backend; the tests compare both with float64. With `--backends triton flashinfer` our backend on
+FlashInfer's kernels, its tables written in the graph, stands beside Triton's and beside stock FlashInfer.
+`--cases windowed` times sliding windows over 8k tokens, without peers. The last line is one JSON object.
 """
 
 import argparse
@@ -19,7 +20,10 @@ import torch
 from attention_cases import (
     BATCHES,
     CONTEXTS,
+    DEVICE,
+    DTYPE,
     LAYERS,
+    PAGE,
     PATHS,
     SHAPES,
     WINDOWED,
@@ -28,12 +32,11 @@ from attention_cases import (
     measured_copy_rate,
     replay_ms,
 )
-from attention_peers import peers
+from attention_peers import PEERS, peers
 from rich.console import Console
 from rich.table import Table
 
-from specdec.backends import AttentionCall, LayerSpec, TorchBackend
-from specdec.backends.triton.backend import TritonBackend
+from specdec.backends import BACKENDS, AttentionCall, LayerSpec, TorchBackend
 from specdec.backends.triton.compiles import counted_compiles
 from specdec.measure.results import write_results
 
@@ -54,9 +57,12 @@ def main() -> None:
                 case = None
                 for path, context, batch in cells(args):
                     like = case if case and (case.context, case.batch) == (context, batch) else None
-                    case = Case(LAYERS[shape], path, context, batch, like=like)
+                    case = Case(LAYERS[shape], path, context, batch, args.page, like=like)
                     row = {"what": path, "shape": shape, "batch": batch, "context": context, "q_len": case.q_len}
                     rows.append({**row, **measure(case, copy_rate)})
+                    if "flashinfer" in args.backends:
+                        own = measure(case, copy_rate, "flashinfer")
+                        rows[-1] |= {f"on_flashinfer_{k}": own[k] for k in ("ms", "plan_ms")}
                     rows[-1].update({} if case.layer.window else peers(case, args.peers))
                     print(json.dumps(rows[-1]), flush=True)
                     case.like = None
@@ -84,9 +90,10 @@ def cells(args: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
                     yield path, context, batch
 
 
-def measure(case: Case, copy_rate: float) -> dict[str, Any]:
-    """Our row: checked, timed, with the floor and the bytes of metadata and scratch."""
-    backend, bits, out = TritonBackend(), case.bits(), torch.full_like(case.q, float("nan"))
+def measure(case: Case, copy_rate: float, name: str = "triton") -> dict[str, Any]:
+    """Our row on a backend: checked, timed, with the floor and the bytes of metadata and scratch."""
+    backend, bits, out = BACKENDS[name]()(), case.bits(), torch.full_like(case.q, float("nan"))
+    backend.prepare_for([case.layer], DTYPE, DEVICE)
     metadata = case.plan(backend, bits)
 
     def run(layers: int) -> None:
@@ -99,7 +106,9 @@ def measure(case: Case, copy_rate: float) -> dict[str, Any]:
 
     plan_and_run()
     ms = replay_ms(lambda: run(case.num_layers)) / case.num_layers
-    plan_ms = max(0.0, replay_ms(plan_and_run) - replay_ms(lambda: run(1))) if case.kv_bytes < 1 << 24 else None
+    plan_ms = None
+    if case.kv_bytes < 1 << 24 and (name == "triton" or case.path not in ("prefill", "prompt")):  # else on the host
+        plan_ms = max(0.0, replay_ms(plan_and_run) - replay_ms(lambda: run(1)))
     if case.batch * case.context * case.q_len <= 1 << 26:
         out.fill_(float("nan"))
         run(case.num_layers)
@@ -108,14 +117,14 @@ def measure(case: Case, copy_rate: float) -> dict[str, Any]:
     per_token = [metadata.positions, metadata.out_cache_loc, metadata.qo_indptr, metadata.prefix_lens]
     per_token += [t for t in (bits, metadata.tail_positions) if t is not None]
     return {
-        "mode": "triton",
+        "mode": name,
         "ms": round(ms, 5),
         "floor_ms": round(floor, 5),
         "plan_ms": None if plan_ms is None else round(plan_ms, 5),
         "of_copy_rate": round(floor / ms, 3),
         "tflops": round(case.flops / ms / 1e9, 1),
         "metadata_bytes": sum(t.numel() * t.element_size() for t in per_token),
-        "scratch_bytes": backend.scratch_bytes,
+        "scratch_bytes": backend.scratch_bytes,  # of Triton's plan
     }
 
 
@@ -138,12 +147,18 @@ def warm_up(layer: LayerSpec, paths: Sequence[str]) -> None:
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """One line a cell: ours, the floor, and the peers as multiples of ours."""
-    table = Table("path", "shape", "batch", "context", "ms", "of copy rate", "TFLOP/s", "SDPA", "Flex", "FlashInfer")
+    peers = {
+        "ours on FlashInfer": "on_flashinfer_ms",
+        "FlashInfer": "flashinfer_ms",
+        "SDPA": "sdpa_ms",
+        "Flex": "flex_ms",
+    }
+    table = Table("path", "shape", "batch", "context", "ms", "of copy rate", "TFLOP/s", *peers)
     for r in rows:
-        ratios = [f"{r[k] / r['ms']:.2f}x" if k in r else "-" for k in ("sdpa_ms", "flex_ms", "flashinfer_ms")]
+        ratios = [f"{r[k] / r['ms']:.2f}x" if k in r else "-" for k in peers.values()]
         cells = (r["what"], r["shape"], r["batch"], r["context"])
         table.add_row(*map(str, cells), f"{r['ms']:.4f}", f"{r['of_copy_rate']:.2f}", f"{r['tflops']:.0f}", *ratios)
-    Console(width=110).print(table)
+    Console(width=130).print(table)
 
 
 def _arguments() -> argparse.Namespace:
@@ -155,7 +170,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--paths", nargs="+", choices=(*PATHS, "prompt"))
     parser.add_argument("--contexts", nargs="+", type=int)
     parser.add_argument("--batches", nargs="+", type=int)
-    parser.add_argument("--peers", nargs="*", default=["flex", "flashinfer"], choices=("flex", "flashinfer"))
+    parser.add_argument("--peers", nargs="*", default=["sdpa", "flex", "flashinfer"], choices=PEERS)
+    parser.add_argument("--backends", nargs="+", default=["triton"], choices=("triton", "flashinfer"))
+    parser.add_argument("--page", type=int, default=PAGE, help="slots a page whose order in the pool is shuffled")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     args = parser.parse_args()
     windowed = args.cases == "windowed"

@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from attention_cases import DEVICE, DTYPE, Case, replay_ms
 
+PEERS = ("sdpa", "flex", "flashinfer")
+
 
 def peers(case: Case, wanted_peers: Sequence[str]) -> dict[str, Any]:
     """ms of the other implementations on the same cell; what fails says why."""
     path, context, batch = case.path, case.context, case.batch
     wanted: dict[str, Callable[[Case], float]] = {}
-    if path != "prefill" or batch * context <= 8 * 8192:
+    if "sdpa" in wanted_peers and (path != "prefill" or batch * context <= 8 * 8192):
         wanted["sdpa"] = sdpa_ms
     if "flex" in wanted_peers and path in ("decode", "verify8") and batch in (1, 32) and context in (2048, 8192):
         wanted["flex"] = flex_ms

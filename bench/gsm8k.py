@@ -46,6 +46,7 @@ def main() -> None:
         answers: list[list[int]] | None = None
         for mode in args.modes:
             settings = {"num_steps": 3, "max_batch": 32, "max_seq_len": 1024, "graph_sampling": "greedy"}
+            settings["backend"] = args.backend
             engine = attach(model, args.draft or shipped.path(), tokenizer=tokenizer, **settings, **MODES[mode])
             row = {"what": "gsm8k", "dtype": name, "mode": mode, **score(engine, gold, args.seed)}
             start = time.perf_counter()
@@ -152,6 +153,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16"))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0, help="how many items a prefill packs")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")

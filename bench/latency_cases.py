@@ -18,7 +18,11 @@ from round_cases import (
     target_weights,
 )
 
-MODES: dict[str, dict[str, Any]] = {"compiled": {"compile": True}, "graph": {}}
+MODES: dict[str, dict[str, Any]] = {
+    "compiled": {"compile": True},
+    "graph": {},
+    **{name: {"backend": name} for name in ("torch", "triton", "flashinfer", "triton+flashinfer")},
+}
 GRIDS: dict[str, dict[str, Any]] = {
     "small": {"batches": [1, 8, 32], "tokens": [128], "modes": ["compiled"]},
     "full": {"batches": [1, 8, 32, 128], "tokens": [128, 8192, 32768], "modes": ["compiled", "graph"]},

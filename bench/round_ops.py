@@ -1,12 +1,15 @@
 """Times the round's operations besides attention, torch and Triton on one GPU: `python bench/round_ops.py --out DIR`.
 
 Both sets of `specdec.functional.ops`, each call replayed from a graph, for a tree of K=8, S=5, D=32 (chains for
-`verify_chain`) and the vocabularies of SmolLM2 and Llama-3.1. The last line is one JSON object.
+`verify_chain`) and the vocabularies of SmolLM2 and Llama-3.1. `--filters` times top-k and top-p alone, ours (a sort of
+the vocabulary) beside FlashInfer's renormalising kernels, and counts the laws that keep other tokens. The last line is
+one JSON object.
 """
 
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from specdec.backends.triton.backend import TritonBackend
 from specdec.config import EngineConfig
 from specdec.draft.drafting import candidate_depths
 from specdec.functional.ops import TORCH_OPS, RoundOps, pick_ops
+from specdec.functional.sampling import SamplingBatch, SamplingParams, process_logits
 from specdec.functional.tree import chain
 from specdec.kv_cache import KVPool
 from specdec.measure.results import write_results
@@ -32,7 +36,11 @@ def main() -> None:
     """Time every operation of both sets at batch 1, 8 and 32."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
+    parser.add_argument("--filters", action="store_true", help="only top-k and top-p; needs FlashInfer")
     args = parser.parse_args()
+    if args.filters:
+        compare_filters(args.out)
+        return
     rows: list[dict[str, Any]] = []
     sets = (TORCH_OPS, pick_ops(TritonBackend.capabilities))
     with torch.inference_mode():
@@ -51,6 +59,36 @@ def main() -> None:
     if args.out:
         write_results(args.out, "round-ops", "-".join(VOCABS), {"steps": 5, "topk": 8, "draft_tokens": 32}, rows)
     print(json.dumps({"rows": len(rows)}))
+
+
+@torch.inference_mode()
+def compare_filters(out: Path | None) -> None:
+    """Laws of 4 positions a request under top_k=50, top_p=0.9: ours, the same without filters, FlashInfer's."""
+    from flashinfer.sampling import top_k_renorm_probs, top_p_renorm_probs
+
+    rows: list[dict[str, Any]] = []
+    for shape, (vocab, _layers, _hidden) in VOCABS.items():
+        for batch in (1, 8, 32):
+            generator = torch.Generator(DEVICE).manual_seed(0)
+            logits = 4 * torch.randn(batch, 4, vocab, device=DEVICE, generator=generator).bfloat16()
+            filtered = SamplingBatch.stack([SamplingParams(temperature=0.9, top_k=50, top_p=0.9)] * batch, DEVICE)
+            plain = SamplingBatch.stack([SamplingParams(temperature=0.9)] * batch, DEVICE)
+
+            def theirs(logits: torch.Tensor = logits, plain: SamplingBatch = plain) -> torch.Tensor:
+                law = process_logits(logits, plain).flatten(0, 1)
+                return top_p_renorm_probs(top_k_renorm_probs(law, 50), 0.9)
+
+            def ours(sampling: SamplingBatch, logits: torch.Tensor = logits) -> torch.Tensor:
+                return process_logits(logits, sampling)
+
+            differ = (theirs() > 0) != (ours(filtered).flatten(0, 1) > 0)
+            row = {"what": "top_k, top_p", "shape": shape, "batch": batch, "laws": 4 * batch}
+            row |= {"other_tokens": int(differ.any(-1).sum()), "law_ms": round(replay_ms(partial(ours, plain)), 4)}
+            row |= {"ms": round(replay_ms(partial(ours, filtered)), 4), "flashinfer_ms": round(replay_ms(theirs), 4)}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    if out:
+        write_results(out, "filters", "-".join(VOCABS), {"top_k": 50, "top_p": 0.9, "temperature": 0.9}, rows)
 
 
 def calls(ops: RoundOps, shape: str, batch: int) -> dict[str, Callable[[], Any]]:
