@@ -43,7 +43,7 @@ def in_16_bits(backend: Any) -> Any:
 
     class In16Bits(backend):
         capabilities = replace(backend.capabilities, dtypes=backend.capabilities.dtypes | {torch.float32})
-        min_prefill_tokens = 1
+        min_prefill_flops = 0.0
 
         def prepare_for(self, layers, dtype, device, has_trees=True):
             super().prepare_for(layers, torch.float16 if dtype is torch.float32 else dtype, device, has_trees)

@@ -163,10 +163,11 @@ def test_which_kernels_layers_need():
 
 
 def test_a_variants_name_changes_with_what_it_is_compiled_from(monkeypatch):
-    names = {variant(c, d, capped).name for c in ("half", "nv_bfloat16") for d in (64, 128) for capped in (True, False)}
-    assert len(names) == 8
+    flags = [(capped, windowed) for capped in (True, False) for windowed in (True, False)]
+    names = {variant(c, d, *f).name for c in ("half", "nv_bfloat16") for d in (64, 128) for f in flags}
+    assert len(names) == 16
     monkeypatch.setattr("specdec.backends.flashinfer.variant.SOURCE", "another")
-    assert variant("half", 64, False).name not in names
+    assert variant("half", 64, False, False).name not in names
 
 
 class _Event:
@@ -241,7 +242,7 @@ def test_auto_never_compiles_and_says_what_would_be_faster(monkeypatch):
     monkeypatch.setattr(backends, "unbuilt", lambda wanted: wanted)
     kind, why = pick_backend("auto", [LLAMA], torch.bfloat16, cuda)
     assert kind is TritonBackend
-    assert "prefills of 1024 tokens and more would run on FlashInfer if its kernels were compiled" in why
+    assert "long prefills (from about 1900 tokens on) would run on FlashInfer if its kernels were compiled" in why
     assert "fa3 d128 bfloat16" in why and "`specdec backends build MODEL`" in why
     kind, why = pick_backend("auto", [LLAMA], torch.float32, cuda)
     assert kind is TritonBackend and "no layer of this model is one that FlashInfer's prefill kernel runs" in why
@@ -265,6 +266,20 @@ def test_which_layers_the_mixed_backend_takes():
     assert not fits(LayerSpec(4, 4, 192, 128, 0.1), torch.bfloat16)
 
 
+def test_long_prefills_go_to_flashinfer_and_short_ones_do_not():
+    table, rows = torch.zeros(9, 40_000, dtype=torch.int32), torch.arange(8)
+    small = LayerSpec(9, 3, 64, 64, 0.125)
+
+    def takes(layer, starts, lens):
+        metadata = TorchBackend.metadata.prefill(table, rows[: len(lens)], starts, lens)
+        return backends.MixedBackend()._takes(metadata, layer, torch.bfloat16)
+
+    assert takes(LLAMA, [0], [2048]) and not takes(LLAMA, [0], [1024])
+    assert takes(LLAMA, [30_000], [128]) and takes(small, [6144], [2048])  # chunks at the end of long prompts
+    assert not takes(small, [0], [2048]) and takes(small, [0] * 8, [2048] * 8)
+    assert not takes(replace(LLAMA, window=64), [30_000], [2048])  # few keys are visible
+
+
 def test_a_slot_table_that_32_bits_cannot_index_is_refused():
     backend = backends.FlashInferBackend()
     table = torch.empty(1, dtype=torch.int32).expand(1 << 16, 1 << 15)
@@ -277,8 +292,10 @@ def test_kernels_are_named_in_reports():
     backend._prefill_families, backend._uniform_families = ["fa3"], ["fa2", "tree"]
     assert backend.served_by(ForwardMode.EXTEND) == "flashinfer fa3"
     assert backend.served_by(ForwardMode.TARGET_VERIFY) == "flashinfer fa2+tree"
-    assert backends.MixedBackend().served_by(ForwardMode.DECODE) == "triton"
-    assert "from 1024 tokens on" in backends.MixedBackend().served_by(ForwardMode.EXTEND)
+    mixed = backends.MixedBackend()
+    mixed._from = backends._from_tokens([LLAMA])
+    assert mixed.served_by(ForwardMode.DECODE) == "triton"
+    assert mixed.served_by(ForwardMode.EXTEND) == "flashinfer fa3 from about 1900 tokens on, triton below"
     assert TorchBackend().served_by(ForwardMode.DECODE) == "torch"
     assert str(Kernel("fa3", torch.float16, 64, True, True)) == "fa3 d64 float16 window softcap"
     assert len(check.INT_FIELDS) == 15

@@ -49,7 +49,7 @@ MIXED = "flashinfer prefills"
 @pytest.fixture(autouse=True)
 def kinds(monkeypatch):
     """Setup knows backends by name; the mixed one takes prefills of any size here."""
-    mixed = type("Any", (BACKENDS["triton+flashinfer"](),), {"min_prefill_tokens": 1})
+    mixed = type("Any", (BACKENDS["triton+flashinfer"](),), {"min_prefill_flops": 0.0})
     own = {"flashinfer": BACKENDS["flashinfer"](), MIXED: mixed}
     monkeypatch.setattr(test_backends, "KINDS", {**test_backends.KINDS, **own})
 

@@ -30,7 +30,10 @@ from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
-MIN_PREFILL_TOKENS = 1024  # of all prompts of a prefill; below, planning on the host costs what FA3 gains
+# Multiplications and additions of a layer's attention from which FA3 is faster than Triton's kernel, whichever the shape:
+# 2,000 new tokens of an 8B model, 8,000 of one with 9 heads of 64 (bench/results/attention_8b-135m_*). Each of its blocks
+# takes a whole tile of one head through all keys, so that fewer leave multiprocessors idle.
+MIN_PREFILL_FLOPS = 3e10
 
 
 class FlashInferBackend(TritonBackend):
@@ -94,7 +97,7 @@ class MixedBackend(TritonBackend):
     """Triton, but for the attention of long prefills, which FlashInfer's Hopper kernel runs faster."""
 
     name = "triton+flashinfer"
-    min_prefill_tokens = MIN_PREFILL_TOKENS
+    min_prefill_flops = MIN_PREFILL_FLOPS
 
     @classmethod
     def unusable_on(cls, device: torch.device) -> str | None:
@@ -111,8 +114,8 @@ class MixedBackend(TritonBackend):
         missing = unbuilt(kernels)
         if missing:
             return (
-                f"prefills of {MIN_PREFILL_TOKENS} tokens and more would run on FlashInfer if its kernels were "
-                f"compiled ({', '.join(map(str, missing))}): do it once with `specdec backends build MODEL`"
+                f"long prefills ({_from_tokens(layers)}) would run on FlashInfer if its kernels were compiled "
+                f"({', '.join(map(str, missing))}): do it once with `specdec backends build MODEL`"
             )
         try:
             cls().prepare_for(layers, dtype, device)
@@ -128,17 +131,18 @@ class MixedBackend(TritonBackend):
         build(kernels)
         self._modules = load(kernels)
         self._prefill = PrefillAttention(self._modules, device)
-        self.min_prefill_tokens = 1
-        taken = [s for s in layers if self._takes(s, dtype)]
+        self._from = _from_tokens(layers)
+        taken = [s for s in layers if _fits_fa3(s, dtype)]
+        self.min_prefill_flops = 0.0  # for the check, which is short
         problems = check_answers(self, taken, dtype, device, ("prefill",))
-        self.min_prefill_tokens = type(self).min_prefill_tokens
+        self.min_prefill_flops = type(self).min_prefill_flops
         if problems:
             raise AttachError("with the installed FlashInfer: its prefill kernel is not what is expected", problems)
 
     def served_by(self, mode: ForwardMode) -> str:
         if mode is not ForwardMode.EXTEND:
             return "triton"
-        return f"flashinfer fa3 from {self.min_prefill_tokens} tokens on, triton below"
+        return f"flashinfer fa3 {self._from}, triton below"
 
     def _prepare(self, metadata: AttentionMetadata) -> None:
         super()._prepare(metadata)
@@ -146,14 +150,28 @@ class MixedBackend(TritonBackend):
 
     def _attend(self, call: AttentionCall) -> None:
         m = self.planned
-        is_long = m.mode is ForwardMode.EXTEND and m.positions.shape[0] >= self.min_prefill_tokens
-        if is_long and self._takes(call.layer, call.q.dtype):
+        if m.mode is ForwardMode.EXTEND and self._takes(m, call.layer, call.q.dtype):
             self._prefill.attend(m, call)
         else:
             super()._attend(call)
 
-    def _takes(self, layer: LayerSpec, dtype: torch.dtype) -> bool:
-        return kernel_for("fa3", layer, dtype) in self._modules and _fits_fa3(layer, dtype)
+    def _takes(self, m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> bool:
+        return _fits_fa3(layer, dtype) and prefill_flops(m, layer) >= self.min_prefill_flops
+
+
+def prefill_flops(m: AttentionMetadata, layer: LayerSpec) -> float:
+    """Multiplications and additions of the attention of one layer of a prefill, over the keys that are visible."""
+    assert m.starts is not None and m.q_lens is not None, "a prefill knows its lengths on the host"
+    window = layer.window or m.slot_table.shape[1]
+    pairs = sum(n * min(start + n / 2, window) for start, n in zip(m.starts, m.q_lens, strict=True))
+    return 2 * layer.num_heads * (layer.qk_dim + layer.v_dim) * pairs
+
+
+def _from_tokens(layers: Sequence[LayerSpec]) -> str:
+    """From how many tokens of one new prompt on FA3 runs a layer, in words."""
+    widest = max(layers, key=lambda s: s.num_heads * s.qk_dim)
+    tokens = (MIN_PREFILL_FLOPS / (widest.num_heads * (widest.qk_dim + widest.v_dim))) ** 0.5
+    return f"from about {round(tokens, -2):.0f} tokens on"
 
 
 def _fits_fa3(layer: LayerSpec, dtype: torch.dtype) -> bool:

@@ -52,9 +52,8 @@ def version_problem() -> str | None:
 
 
 def kernel_for(family: str, layer: LayerSpec, dtype: torch.dtype) -> Kernel:
-    """The module of a family that runs `layer`. The variant tells windows at run time."""
-    has_window = layer.window is not None and family != "tree"
-    return Kernel(family, dtype, layer.qk_dim, has_window, layer.softcap is not None)
+    """The module of a family that runs `layer`."""
+    return Kernel(family, dtype, layer.qk_dim, layer.window is not None, layer.softcap is not None)
 
 
 def has_fa3(device: torch.device) -> bool:
@@ -96,7 +95,7 @@ def spec_of(kernel: Kernel) -> Any:
         return gen_batch_prefill_module(
             kernel.family, *types, dim, dim, 0, kernel.has_window, kernel.has_softcap, False
         )
-    own = variant(C_TYPES[kernel.dtype], dim, kernel.has_softcap)
+    own = variant(C_TYPES[kernel.dtype], dim, kernel.has_softcap, kernel.has_window)
     return gen_customize_batch_prefill_module(
         "fa2",
         own.name,

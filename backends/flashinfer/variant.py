@@ -12,22 +12,22 @@ from typing import NamedTuple
 TENSORS = {"maybe_ancestor_bits": "int64_t", "maybe_tail_positions": "int64_t", "maybe_sinks": "{sink}"}
 SCALARS = {"sm_scale": "double", "softcap": "double", "tail_len": "int64_t", "window": "int64_t"}
 
+# Masks are asked for every query and key of a tile, so nothing in them branches but on what is known when compiling, and
+# what belongs to a query alone is loaded by an address that the compiler finds again for its other keys.
 SOURCE = r"""
-template <bool CAPPED>
+template <bool CAPPED, bool WINDOWED>
 struct SpecdecAttention : AttentionVariantBase {
   static constexpr bool use_softmax = true;
 
   uint32_t qo_len, kv_len, window_left, tail_start;
-  int64_t window;
   float sm_scale_log2, pre_tanh_scale;
 
   template <typename Params>
   __device__ __host__ SpecdecAttention(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {
     qo_len = params.get_qo_len(batch_idx);
     kv_len = params.get_kv_len(batch_idx);
-    // The kernel begins this many keys before a tile's first row; positions are compared with `window` below.
+    // The kernel begins this many keys before a tile's first row; positions are compared with the window below.
     window_left = params.window_left >= 0 ? params.window_left : kv_len;
-    window = params.window;
     tail_start = kv_len - static_cast<uint32_t>(params.tail_len);
     sm_scale_log2 = params.sm_scale * math::log2e;
     if constexpr (CAPPED) {
@@ -37,9 +37,9 @@ struct SpecdecAttention : AttentionVariantBase {
   }
 
   template <typename Params>
-  __device__ __forceinline__ int64_t position(const Params& params, uint32_t batch_idx, uint32_t kv_idx) {
+  __device__ __forceinline__ int32_t position(const Params& params, uint32_t batch_idx, uint32_t kv_idx) {
     if (kv_idx < tail_start || params.maybe_tail_positions == nullptr) return kv_idx;
-    return params.maybe_tail_positions[batch_idx * params.tail_len + (kv_idx - tail_start)];
+    return __ldg(params.maybe_tail_positions + batch_idx * params.tail_len + (kv_idx - tail_start));
   }
 
   REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
@@ -51,16 +51,16 @@ struct SpecdecAttention : AttentionVariantBase {
   })
 
   REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
-    if (kv_idx < tail_start && window == 0) return true;
-    if (qo_idx >= qo_len || kv_idx >= kv_len) return false;
-    bool is_visible = true;
-    if (kv_idx >= tail_start && params.maybe_ancestor_bits != nullptr) {
-      const uint64_t bits = params.maybe_ancestor_bits[batch_idx * qo_len + qo_idx];
-      is_visible = (bits >> (kv_idx - tail_start)) & 1;
+    const uint32_t query = min(qo_idx, qo_len - 1);
+    uint2 bits = make_uint2(0xffffffffu, 0xffffffffu);
+    if (params.maybe_ancestor_bits != nullptr) {
+      bits = __ldg(reinterpret_cast<const uint2*>(params.maybe_ancestor_bits) + batch_idx * qo_len + query);
     }
-    if (window > 0) {
-      const int64_t own = position(params, batch_idx, kv_len - qo_len + qo_idx);
-      is_visible &= position(params, batch_idx, kv_idx) + window > own;
+    const uint32_t node = kv_idx - tail_start;  // of keys before the tail: beyond any node, by wrapping around
+    bool is_visible = node >= 64 || (((node & 32 ? bits.y : bits.x) >> (node & 31)) & 1);
+    if constexpr (WINDOWED) {
+      const int32_t own = position(params, batch_idx, kv_len - qo_len + query);
+      is_visible &= position(params, batch_idx, min(kv_idx, kv_len - 1)) + static_cast<int32_t>(params.window) > own;
     }
     return is_visible;
   })
@@ -92,9 +92,10 @@ class Variant(NamedTuple):
     source: str
 
 
-def variant(c_type: str, head_dim: int, is_capped: bool) -> Variant:
-    """Return the variant for one type of sinks, a C name such as "half", one head dim, with a logit softcap or not."""
+def variant(c_type: str, head_dim: int, is_capped: bool, has_window: bool) -> Variant:
+    """Return the variant for one type of sinks, a C name such as "half", one head dim, softcaps and windows or not."""
     tensors = {name: kind.format(sink=c_type) for name, kind in TENSORS.items()}
     version = hashlib.sha256(repr((SOURCE, tensors, SCALARS)).encode()).hexdigest()[:12]
-    name = f"specdec_attention_{version}_{c_type}_{head_dim}{'_capped' if is_capped else ''}"
-    return Variant(name, tensors, SCALARS, f"SpecdecAttention<{str(is_capped).lower()}>", SOURCE)
+    flags = "_capped" * is_capped + "_window" * has_window
+    struct = f"SpecdecAttention<{str(is_capped).lower()}, {str(has_window).lower()}>"
+    return Variant(f"specdec_attention_{version}_{c_type}_{head_dim}{flags}", tensors, SCALARS, struct, SOURCE)
