@@ -55,6 +55,7 @@ def compile_all() -> list[str]:
     attention(torch.bfloat16, LAYERS)
     attention(torch.float32, LAYERS[1:2])
     round_kernels()
+    flashinfer_tables()
     return compiled
 
 
@@ -88,6 +89,15 @@ def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
             backend.plan(plan)
             rope = rope_table(torch.arange(t), 64, 1e4, dtype) if layer.has_sinks else None
             backend.run(AttentionCall(*(x.to(dtype) for x in (q, k, v, out)), pool, 0, layer, sinks, rope))
+
+
+def flashinfer_tables() -> None:
+    """The plan that FlashInfer's kernels run by."""
+    from specdec.backends.flashinfer.tables import Shapes, write_tables
+
+    table, rows, lens = torch.ones(3, 600, dtype=torch.int32), torch.arange(2), torch.full((2,), 500)
+    for q_len in (1, 64):
+        write_tables(Shapes(2, q_len, 32, 8, 128, 33), lens, q_len, rows, table)
 
 
 def round_kernels() -> None:

@@ -15,6 +15,7 @@ from specdec.backends.flashinfer.kernels import (
     Kernel,
     build,
     has_fa3,
+    import_problem,
     kernel_for,
     kernels_for,
     load,
@@ -30,9 +31,9 @@ from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
-# Multiplications and additions of a layer's attention from which FA3 is faster than Triton's kernel, whichever the shape:
-# 2,000 new tokens of an 8B model, 8,000 of one with 9 heads of 64 (bench/results/attention_8b-135m_*). Each of its blocks
-# takes a whole tile of one head through all keys, so that fewer leave multiprocessors idle.
+# Multiplications and additions of a layer's attention from which FA3 is faster than Triton's kernel, whatever the
+# shape: 2,000 new tokens of an 8B model, 8,000 of one with 9 heads of 64 (bench/results/attention_8b-135m_*). Each of
+# its blocks takes a whole tile of one head through all keys, so that fewer leave multiprocessors idle.
 MIN_PREFILL_FLOPS = 3e10
 
 
@@ -57,7 +58,7 @@ class FlashInferBackend(TritonBackend):
             return f"it needs CUDA, the model is on {device.type}"
         if torch.cuda.get_device_capability(device) < (8, 0):
             return f"it needs compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
-        return None
+        return import_problem()
 
     def prepare_for(
         self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, has_trees: bool = True
@@ -111,17 +112,17 @@ class MixedBackend(TritonBackend):
         kernels = _fa3_kernels(layers, dtype)
         if not kernels:
             return "no layer of this model is one that FlashInfer's prefill kernel runs"
-        missing = unbuilt(kernels)
-        if missing:
-            return (
-                f"long prefills ({_from_tokens(layers)}) would run on FlashInfer if its kernels were compiled "
-                f"({', '.join(map(str, missing))}): do it once with `specdec backends build MODEL`"
-            )
         try:
-            cls().prepare_for(layers, dtype, device)
-        except AttachError as error:
-            return str(error)
-        return None
+            missing = unbuilt(kernels)
+            if not missing:
+                cls().prepare_for(layers, dtype, device)
+                return None
+        except Exception as error:  # whatever is wrong with another library is no reason not to attach
+            return f"FlashInfer is installed, but: {type(error).__name__}: {error}"
+        return (
+            f"long prefills ({_from_tokens(layers)}) would run on FlashInfer if its kernels were compiled "
+            f"({', '.join(map(str, missing))}): do it once with `specdec backends build MODEL`"
+        )
 
     def prepare_for(
         self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, has_trees: bool = True

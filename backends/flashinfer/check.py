@@ -39,7 +39,9 @@ def table_problems(module: Any, shapes: Shapes, prefix_lens: Sequence[int], devi
     own = torch.tensor(prefix_lens, dtype=torch.int64, device=device)
     table = torch.zeros(bs, 1 + max(prefix_lens) + tail_len, dtype=torch.int32, device=device)
     tables = write_tables(shapes, own, tail_len, torch.arange(bs, device=device), table)
-    workspaces = [torch.empty(size, dtype=torch.uint8, device=device) for size in (512 << 20, 8 << 20)]
+    # A plan only counts what it would need of the float workspace, which is large: one byte stands for it.
+    floats = torch.empty(1, dtype=torch.uint8, device=device).expand(1 << 30)
+    ints = torch.empty(8 << 20, dtype=torch.uint8, device=device)
     pinned = torch.empty(8 << 20, dtype=torch.uint8, pin_memory=True)
     lens = torch.tensor([n + tail_len for n in prefix_lens], dtype=torch.int32)
     qo_indptr = torch.arange(bs + 1, dtype=torch.int32) * shapes.q_len
@@ -48,7 +50,7 @@ def table_problems(module: Any, shapes: Shapes, prefix_lens: Sequence[int], devi
     heads, dims = (shapes.num_heads, shapes.num_kv_heads), (shapes.head_dim, shapes.head_dim)
     options = (-1, False, 0, shapes.q_len)  # no fixed split, splits allowed, nothing else on the GPU, uniform queries
     shape = (shapes.rows, bs, *heads, 1, True, *dims, True, window_left)  # pages of 1, under a graph, causal
-    info = module.plan(*workspaces, pinned, qo_indptr, kv_indptr, lens, *shape, *options)
+    info = module.plan(floats, ints, pinned, qo_indptr, kv_indptr, lens, *shape, *options)
     theirs, ours = [int(n) for n in info], plan_info(shapes, 0, 0)
     problems = [
         f"{name}: {a}, {b}"
@@ -57,7 +59,7 @@ def table_problems(module: Any, shapes: Shapes, prefix_lens: Sequence[int], devi
     ]
     if problems or len(theirs) != len(INT_FIELDS):
         return problems or [f"the plan has {len(theirs)} integers, ours {len(ours)}"]
-    want, got = read_tables(shapes, workspaces[1]), read_tables(shapes, tables.workspace)
+    want, got = read_tables(shapes, ints), read_tables(shapes, tables.workspace)
     num_items = sum(want["is_valid"])
     for name in want:
         n = num_items if name in ("request", "qo_tile", "kv_tile") else None  # past the items lies anything

@@ -51,6 +51,15 @@ def version_problem() -> str | None:
     )
 
 
+def import_problem() -> str | None:
+    """Why an installed FlashInfer does not import; None if it does."""
+    try:
+        import flashinfer.jit.attention.modules  # noqa: F401
+    except Exception as error:  # it asks drivers and makes folders on import: anything can go wrong
+        return f"flashinfer does not import: {type(error).__name__}: {error}"
+    return None
+
+
 def kernel_for(family: str, layer: LayerSpec, dtype: torch.dtype) -> Kernel:
     """The module of a family that runs `layer`."""
     return Kernel(family, dtype, layer.qk_dim, layer.window is not None, layer.softcap is not None)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 TENSORS = {"maybe_ancestor_bits": "int64_t", "maybe_tail_positions": "int64_t", "maybe_sinks": "{sink}"}
 SCALARS = {"sm_scale": "double", "softcap": "double", "tail_len": "int64_t", "window": "int64_t"}
 
-# Masks are asked for every query and key of a tile, so nothing in them branches but on what is known when compiling, and
-# what belongs to a query alone is loaded by an address that the compiler finds again for its other keys.
+# Masks are asked for every query and key of a tile, so nothing in them branches but on what is known when compiling,
+# and what belongs to a query alone is loaded by an address that the compiler finds again for its other keys.
 SOURCE = r"""
 template <bool CAPPED, bool WINDOWED>
 struct SpecdecAttention : AttentionVariantBase {
