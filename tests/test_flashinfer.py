@@ -245,7 +245,10 @@ def test_auto_never_compiles_and_says_what_would_be_faster(monkeypatch):
     assert "long prefills (from about 1900 tokens on) would run on FlashInfer if its kernels were compiled" in why
     assert "fa3 d128 bfloat16" in why and "`specdec backends build MODEL`" in why
     kind, why = pick_backend("auto", [LLAMA], torch.float32, cuda)
-    assert kind is TritonBackend and "no layer of this model is one that FlashInfer's prefill kernel runs" in why
+    assert (
+        kind is TritonBackend
+        and "no layer of this model is one that FlashInfer's prefill kernel would run faster" in why
+    )
 
     monkeypatch.setattr(backends, "unbuilt", lambda wanted: [])
     monkeypatch.setattr(backends.MixedBackend, "prepare_for", lambda self, *given, **more: None)
@@ -264,11 +267,12 @@ def test_which_layers_the_mixed_backend_takes():
     assert fits(LLAMA, torch.bfloat16) and fits(replace(LLAMA, window=100, softcap=30.0), torch.float16)
     assert not fits(LLAMA, torch.float32) and not fits(replace(LLAMA, has_sinks=True), torch.bfloat16)
     assert not fits(LayerSpec(4, 4, 192, 128, 0.1), torch.bfloat16)
+    assert not fits(LayerSpec(9, 3, 64, 64, 0.125), torch.bfloat16)
 
 
 def test_long_prefills_go_to_flashinfer_and_short_ones_do_not():
     table, rows = torch.zeros(9, 40_000, dtype=torch.int32), torch.arange(8)
-    small = LayerSpec(9, 3, 64, 64, 0.125)
+    small = LayerSpec(9, 3, 128, 128, 0.09)
 
     def takes(layer, starts, lens):
         metadata = TorchBackend.metadata.prefill(table, rows[: len(lens)], starts, lens)
@@ -276,7 +280,7 @@ def test_long_prefills_go_to_flashinfer_and_short_ones_do_not():
 
     assert takes(LLAMA, [0], [2048]) and not takes(LLAMA, [0], [1024])
     assert takes(LLAMA, [30_000], [128]) and takes(small, [6144], [2048])  # chunks at the end of long prompts
-    assert not takes(small, [0], [2048]) and takes(small, [0] * 8, [2048] * 8)
+    assert not takes(small, [0], [2048]) and takes(small, [0] * 8, [2048] * 8) and takes(small, [0], [4096])
     assert not takes(replace(LLAMA, window=64), [30_000], [2048])  # few keys are visible
 
 

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import specdec
 from specdec.backends import BACKENDS, LayerSpec, TorchBackend, forward_context
-from specdec.backends.flashinfer import check, kernels, tables
+from specdec.backends.flashinfer import backend, check, kernels, tables
 from specdec.backends.flashinfer.kernels import kernel_for
 from specdec.backends.flashinfer.tables import NO_WINDOW, Shapes
 from specdec.backends.op import ForwardContext
@@ -50,6 +50,7 @@ MIXED = "flashinfer prefills"
 def kinds(monkeypatch):
     """Setup knows backends by name; the mixed one takes prefills of any size here."""
     mixed = type("Any", (BACKENDS["triton+flashinfer"](),), {"min_prefill_flops": 0.0})
+    monkeypatch.setattr(backend, "FA3_GAINS", kernels.HEAD_DIMS)
     own = {"flashinfer": BACKENDS["flashinfer"](), MIXED: mixed}
     monkeypatch.setattr(test_backends, "KINDS", {**test_backends.KINDS, **own})
 
@@ -84,10 +85,14 @@ def test_chains_and_prefills(name, prefixes, page_size):
 @pytest.mark.parametrize("prefixes", [(11, 3, 150), (3000, 1, 700), (0, 63, 128, 65)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_trees(name, prefixes):
-    """Just under and over a tile of queries at any group (21/22, 32/33, 42/43 nodes), wide and deep ones."""
-    for nodes in (5, 16, 17, 21, 22, 32, 33, 42, 43, 64):
-        for parents in (BINARY[:nodes], [0] * nodes, [max(i - 1, 0) for i in range(nodes)]):
-            setup_of(name, prefixes=prefixes, width=4096).check_tree(parents)
+    """Just under and over every size of a tile of queries, and the largest; binary ones, a line, a star."""
+    layer, _dtype = CASES[name]
+    group = layer.num_heads // layer.num_kv_heads
+    edges = {min(64, rows // group + more) for rows in (16, 64, 128) for more in (0, 1)} | {64}
+    for nodes in sorted(edges):
+        setup_of(name, prefixes=prefixes, width=4096).check_tree(BINARY[:nodes])
+    for parents in ([0] * 40, [max(i - 1, 0) for i in range(64)]):
+        setup_of(name, prefixes=prefixes, width=4096).check_tree(parents)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -167,22 +172,22 @@ def test_graphs_replay_at_any_lengths(name, path):
     q = torch.randn(bs * q_len, layer.num_heads, layer.qk_dim, device="cuda", dtype=dtype, generator=generator)
     out = torch.empty(bs * q_len, layer.num_heads, layer.v_dim, device="cuda", dtype=dtype)
 
-    def forward(backend):
-        metadata = backend.metadata.uniform(
+    def forward(on):
+        metadata = on.metadata.uniform(
             ForwardMode.TARGET_VERIFY, table, rows, lens, q_len=q_len, max_prefix=20_500, **options
         )
-        context = ForwardContext(backend, pool, [layer], [sinks], lambda mode: None)
+        context = ForwardContext(on, pool, [layer], [sinks], lambda mode: None)
         with forward_context(context, metadata):
-            backend.attend(test_backends.AttentionCall(q, None, None, out, pool, 0, layer, sinks))
+            on.attend(test_backends.AttentionCall(q, None, None, out, pool, 0, layer, sinks))
 
-    backend = BACKENDS["flashinfer"]()()
-    backend.prepare_for([layer], dtype, torch.device("cuda"))
+    ours = BACKENDS["flashinfer"]()()
+    ours.prepare_for([layer], dtype, torch.device("cuda"))
     lens.copy_(torch.tensor([9, 1, 4, 0, 0]))
-    forward(backend)
+    forward(ours)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        forward(backend)
+        forward(ours)
     for own in (
         [9, 1, 4, 0, 0],
         [20_000, 3, 777, 0, 0],
@@ -210,15 +215,15 @@ def test_prefills_back_to_back_behind_a_slow_kernel(kind):
         t, layer = metadata.positions.shape[0], case.layer
         q, k = case.random(t, layer.num_heads, 64), case.random(t, layer.num_kv_heads, 64)
         cases.append((case, metadata, q, k, torch.full_like(q, float("nan"))))
-    backend = cases[0][0].backend
+    ours = cases[0][0].backend
     for warm in (True, False):
         torch.cuda.synchronize()
         torch.cuda._sleep(0 if warm else 400_000_000)
         torch.cuda.set_sync_debug_mode("default" if warm else "error")
         try:
             for case, metadata, q, k, out in cases:
-                backend.plan(metadata)
-                backend.run(test_backends.AttentionCall(q, k, k, out, case.pool, 0, case.layer))
+                ours.plan(metadata)
+                ours.run(test_backends.AttentionCall(q, k, k, out, case.pool, 0, case.layer))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     for case, metadata, q, _k, out in cases:
@@ -233,11 +238,11 @@ def test_two_kinds_of_layers_have_a_plan_each():
         plane.normal_()
     table = torch.arange(1, 801, dtype=torch.int32, device="cuda").view(2, 400)
     rows, lens = torch.arange(2, device="cuda"), torch.tensor([300, 17], device="cuda")
-    backend, other = BACKENDS["flashinfer"]()(), TorchBackend()
-    backend.prepare_for(layers, BF16, torch.device("cuda"))
+    ours, other = BACKENDS["flashinfer"]()(), TorchBackend()
+    ours.prepare_for(layers, BF16, torch.device("cuda"))
     q = {s: torch.randn(8, s.num_heads, s.qk_dim, device="cuda", dtype=BF16) for s in layers}
     answers = []
-    for own in (backend, other):
+    for own in (ours, other):
         metadata = own.metadata.uniform(ForwardMode.TARGET_VERIFY, table, rows, lens, q_len=4, max_prefix=304)
         own.plan(metadata)
         outs = [torch.empty_like(q[s]) for s in layers]
@@ -253,17 +258,17 @@ def test_two_kinds_of_layers_have_a_plan_each():
 SHAPES = {"plain": {}, "chain": {"num_steps": 3}, "tree": {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}}
 
 
-def engine_of(shape, backend="flashinfer", **settings):
+def engine_of(shape, name="flashinfer", **settings):
     model = tiny_model("llama64", dtype=BF16).cuda()
     head = random_draft(model, "nextn").to(BF16).cuda() if shape != "plain" else None
-    return specdec.attach(model, head, backend=backend, max_batch=4, strict=True, **SHAPES[shape], **settings)
+    return specdec.attach(model, head, backend=name, max_batch=4, strict=True, **SHAPES[shape], **settings)
 
 
 @pytest.mark.parametrize("prefill_graph", ["breakable", "piecewise"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("backend", ["flashinfer", "triton+flashinfer"])
-def test_engines_replay_everything_and_wait_for_nothing(backend, shape, prefill_graph):
-    engine = engine_of(shape, backend, prefill_graph=prefill_graph, compiler="eager")
+@pytest.mark.parametrize("name", ["flashinfer", "triton+flashinfer"])
+def test_engines_replay_everything_and_wait_for_nothing(name, shape, prefill_graph):
+    engine = engine_of(shape, name, prefill_graph=prefill_graph, compiler="eager")
     core, play = engine._core, engine._core._round
     engine.generate(ragged_prompts(), max_new_tokens=4)  # allocations of a first round may wait
 
@@ -279,12 +284,12 @@ def test_engines_replay_everything_and_wait_for_nothing(backend, shape, prefill_
         out = engine.generate(ragged_prompts(), max_new_tokens=24)
     assert compiled == []
     report = engine.report()
-    assert report.backend == backend
-    for name, path in report.paths.items():
-        assert not path["eager"], name
+    assert report.backend == name
+    for what, path in report.paths.items():
+        assert not path["eager"], what
     mode = "DECODE" if shape == "plain" else "TARGET_VERIFY"
     assert report.paths[mode]["replays"] and report.paths["EXTEND"]["replays"]
-    assert report.paths[mode]["attention"].startswith("flashinfer" if backend == "flashinfer" else "triton")
+    assert report.paths[mode]["attention"].startswith("flashinfer" if name == "flashinfer" else "triton")
     assert "flashinfer fa3" in report.paths["EXTEND"]["attention"]
     assert all(out.tokens)
     engine.check_integrity()
@@ -312,9 +317,9 @@ def test_a_round_is_one_launch():
 def test_texts_differ_from_the_torch_backends_at_near_ties_only(shape):
     """16 bits: the first token that differs must be one between which the model itself hardly decides."""
     texts, prompts = {}, ragged_prompts()
-    for backend in ("flashinfer", "torch"):
-        engine = engine_of(shape, backend)
-        texts[backend] = engine.generate(prompts, max_new_tokens=24, ignore_eos=True).tokens
+    for name in ("flashinfer", "torch"):
+        engine = engine_of(shape, name)
+        texts[name] = engine.generate(prompts, max_new_tokens=24, ignore_eos=True).tokens
         engine.detach()
     model, differing = tiny_model("llama64", dtype=BF16).cuda(), 0
     for prompt, ours, theirs in zip(prompts, texts["flashinfer"], texts["torch"], strict=True):

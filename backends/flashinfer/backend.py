@@ -30,10 +30,11 @@ from specdec.backends.triton.backend import TritonBackend
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError
 
+FA3_GAINS = frozenset({128, 256})  # head dims
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
-# Multiplications and additions of a layer's attention from which FA3 is faster than Triton's kernel, whatever the
-# shape: 2,000 new tokens of an 8B model, 8,000 of one with 9 heads of 64 (bench/results/attention_8b-135m_*). Each of
-# its blocks takes a whole tile of one head through all keys, so that fewer leave multiprocessors idle.
+# Multiplications and additions of a layer's attention from which FA3 is faster than Triton's kernel: 2,000 new tokens
+# of an 8B model (bench/results/attention_8b-135m_*). Each of its blocks takes a whole tile of one head through all
+# keys: fewer leave multiprocessors idle. With heads of 64 it gains a tenth, which its dearer launches take back.
 MIN_PREFILL_FLOPS = 3e10
 
 
@@ -111,7 +112,7 @@ class MixedBackend(TritonBackend):
     def not_ready(cls, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> str | None:
         kernels = _fa3_kernels(layers, dtype)
         if not kernels:
-            return "no layer of this model is one that FlashInfer's prefill kernel runs"
+            return "no layer of this model is one that FlashInfer's prefill kernel would run faster"
         try:
             missing = unbuilt(kernels)
             if not missing:
@@ -176,9 +177,9 @@ def _from_tokens(layers: Sequence[LayerSpec]) -> str:
 
 
 def _fits_fa3(layer: LayerSpec, dtype: torch.dtype) -> bool:
-    """Whether FlashInfer's Hopper kernel runs a layer's prefills."""
+    """Whether FlashInfer's Hopper kernel runs a layer's prefills, and gains by it if they are long."""
     is_plain = not layer.has_sinks and layer.v_dim == layer.qk_dim
-    return dtype in _DTYPES and layer.qk_dim in HEAD_DIMS and is_plain
+    return dtype in _DTYPES and layer.qk_dim in FA3_GAINS and is_plain
 
 
 def _fa3_kernels(layers: Sequence[LayerSpec], dtype: torch.dtype) -> list[Kernel]:
