@@ -20,6 +20,7 @@ from specdec.backends.flashinfer import backend as backends
 from specdec.backends.flashinfer import check, kernels, prefill, tables, uniform
 from specdec.backends.flashinfer.kernels import Kernel
 from specdec.backends.flashinfer.tables import NO_WINDOW, Layout, Shapes
+from specdec.backends.flashinfer.tables_reference import read_tables, tables_reference
 from specdec.backends.flashinfer.variant import variant
 from specdec.backends.triton.backend import TritonBackend
 
@@ -54,7 +55,7 @@ def test_tables_equal_their_twin(prefixes, q_len, heads, head_dim, window_left, 
     written = tables.write_tables(shapes, torch.tensor(prefixes, device=DEVICE), q_len, rows.to(DEVICE), table)
 
     lens = [n + q_len for n in prefixes]
-    got, want = tables.read_tables(shapes, written.workspace), tables.tables_reference(shapes, lens)
+    got, want = read_tables(shapes, written.workspace), tables_reference(shapes, lens)
     assert got == want
     assert sum(got["is_valid"]) <= shapes.grid and got["o_indptr"][-1] <= shapes.partial_rows
     starts, last = written.kv_indptr.tolist(), written.last_page_len.tolist()
@@ -97,7 +98,7 @@ def test_the_twin_says_what_flashinfers_source_says(q_len, group, head_dim, cta,
         left = NO_WINDOW if window_left is None else window_left
         shapes = Shapes(bs, q_len, group * 2, 2, head_dim, 132, left)
         assert shapes.cta == cta
-        ours = tables.tables_reference(shapes, lens)
+        ours = tables_reference(shapes, lens)
         low, requests, tiles, chunks, merge, outputs = their_plan(lens, q_len, group, cta, 132, window_left)
         n = len(requests)
         assert ours["chunk_size"] == [low] and sum(ours["is_valid"]) == n

@@ -7,7 +7,8 @@ import torch
 
 from specdec.backends.base import AttentionBackend, AttentionCall, LayerSpec
 from specdec.backends.flashinfer.kernels import Kernel
-from specdec.backends.flashinfer.tables import NO_WINDOW, Shapes, plan_info, read_tables, stock_budget, write_tables
+from specdec.backends.flashinfer.tables import NO_WINDOW, Shapes, plan_info, stock_budget, write_tables
+from specdec.backends.flashinfer.tables_reference import read_tables
 from specdec.backends.torch_ref import TorchBackend
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.kv_cache import KVPool

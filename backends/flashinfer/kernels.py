@@ -154,7 +154,7 @@ def build(kernels: Sequence[Kernel]) -> float:
     def num_done() -> int:
         return sum(len([*s.build_dir.glob("*.o"), *s.build_dir.glob("*.so")]) for s in specs)
 
-    worker = threading.Thread(target=compile_all, name="flashinfer-build")
+    worker = threading.Thread(target=compile_all, name="flashinfer-build", daemon=True)
     title = f"flashinfer: compiling {', '.join(map(str, missing))}"
     with tqdm(total=sum(len(s.sources) + 1 for s in specs), desc=title, unit="file") as bar:
         worker.start()
