@@ -223,7 +223,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="batch sizes of the greedy check")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the sampled check; 0 leaves it out")
     parser.add_argument("--sampled-batch", type=int, default=4, help="batch size of the sampled check")
-    parser.add_argument("--backend", default="auto", help="attention backend: auto, triton, torch, flashinfer, triton+flashinfer")
+    parser.add_argument("--backend", default="auto", help="attention backend, such as triton or flashinfer")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

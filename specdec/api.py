@@ -22,6 +22,7 @@ from specdec.engine.core import Core
 from specdec.engine.finished import output_of
 from specdec.engine.generation import shipped_settings
 from specdec.engine.scheduler import Request
+from specdec.engine.scoring import Score, score
 from specdec.errors import DetachedError
 from specdec.metrics import AcceptanceStats
 from specdec.outputs import GenerationOutput, Report, RequestOutput
@@ -135,6 +136,18 @@ class Engine:
         if len(requests) != 1:
             raise ValueError(f"stream() takes one prompt, got {len(requests)}; use generate() for a batch")
         return self._stream(requests)
+
+    def score(self, prompts: Any, continuations: Any) -> list[Score]:
+        """Return, for every prompt, log p(continuation | prompt) in nats and whether greedy decoding would write it.
+
+        prompts: as in `generate`; continuations: one string or list of ids for each. Text is tokenised by itself, so a
+        word that begins a continuation keeps its space: score("The capital of France is", " Paris"). Log-probabilities
+        are the target's own, before temperature and penalties. Only the target works, through prefill graphs, several
+        prompts at a time; requests that run beside it go on. A result is the pair (logprob, is_greedy).
+
+        ValueError names an empty prompt or continuation, CapacityError what is longer than max_seq_len.
+        """
+        return score(self._attached(), self.tokenizer, prompts, continuations)
 
     def submit(self, prompts: Any, **options: Any) -> list[Request]:
         """Queue a request for every prompt, for callers that step the engine themselves: servers, benches.

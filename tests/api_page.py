@@ -8,6 +8,7 @@ from types import ModuleType
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 OTHERS = {  # public, but not in an __all__
+    "specdec.custom_generate": ("engine_of", "generate_with_draft"),
     "specdec.heads.load": ("load_head", "save_head", "inspect", "detect_algo"),
     "specdec.targets.pretrained": ("load_pretrained",),
     "specdec.shipped": ("available", "path", "for_algo"),

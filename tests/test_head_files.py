@@ -161,7 +161,7 @@ def test_what_save_head_refuses(tmp_path: Path) -> None:
 
 
 def listing(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def test_a_head_takes_the_place_of_another_only_if_told(tmp_path: Path) -> None:

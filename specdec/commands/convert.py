@@ -13,6 +13,7 @@ from specdec.checkpoints.replacing import check_free, write_checkpoint
 from specdec.checkpoints.tensors import TensorFiles
 from specdec.errors import CheckpointError
 from specdec.heads.build import head_problems, wanted_tensors
+from specdec.heads.custom_generate import write_custom_generate
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from specdec.heads.eagle3_format import eagle3_json, proposal_json, speculators_json
 from specdec.heads.files import HeadFiles
@@ -58,6 +59,7 @@ def convert(
     layout = layouts()[TO[to]]
     tensors = {layout.theirs(ours): t.contiguous() for ours, t in head.read(list(head.names)).items()}
     write_checkpoint(dst, written, tensors)
+    write_custom_generate(dst)
     return reading.notes + reading.doubts
 
 

@@ -92,7 +92,7 @@ def install(engine: Any, on_unsupported: str) -> Callable[[], None]:
     if "generate" in vars(model):
         raise ValueError("model.generate is replaced already; uninstall() that engine, or delete model.generate, first")
     decode = EngineGenerate(engine, on_unsupported)
-    model.generate = ours = types.MethodType(_generate_by(decode), model)
+    model.generate = ours = types.MethodType(generate_by(decode), model)
 
     def undo() -> None:
         if vars(model).get("generate") is ours:  # what others have put there since is theirs
@@ -101,8 +101,8 @@ def install(engine: Any, on_unsupported: str) -> Callable[[], None]:
     return undo
 
 
-def _generate_by(decode: EngineGenerate) -> Callable[..., Any]:
-    """Return a `generate` that prepares like the model's own and decodes by `decode`."""
+def generate_by(decode: EngineGenerate) -> Callable[..., Any]:
+    """Return a `generate`, a method of a model, that prepares like the model's own and decodes by `decode`."""
 
     def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         own = type(model).generate

@@ -8,6 +8,7 @@ import torch
 
 from specdec.checkpoints.replacing import check_free, write_checkpoint
 from specdec.heads.base import DraftHead
+from specdec.heads.custom_generate import write_custom_generate
 from specdec.heads.formats import formats, layouts
 
 
@@ -22,7 +23,7 @@ def save_head(
     num_layers: int | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write `head` to `folder` (config.json, model.safetensors), floats as `dtype`.
+    """Write `head` to `folder` (config.json, model.safetensors, custom_generate/generate.py), floats as `dtype`.
 
     layout: "eagle", "eagle3" (official), "speculators" or "nextn" (DeepSeek-V3's names); None: the official one, or
     speculators for an EAGLE-3 head that the official one cannot express. lm_head_from_target leaves out EAGLE-3's
@@ -47,3 +48,4 @@ def save_head(
     state, depth = kind.to_write(head, state)
     named = {layouts()[name].theirs(n, depth): t.contiguous() for n, t in state.items()}
     write_checkpoint(folder, config, named)
+    write_custom_generate(folder)

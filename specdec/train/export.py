@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from specdec.checkpoints.folders import json_text
 from specdec.checkpoints.replacing import CHECKPOINT, replacing, write_text
+from specdec.heads.custom_generate import write_custom_generate
 from specdec.targets.standalone import NOTE
 from specdec.train.rounding import EMBED_TYPES, check_blocks, stored_type
 
@@ -64,6 +65,7 @@ def write_note(folder: Path, target: str, vocab_size: int, fingerprint: str) -> 
     """Write the note that names the draft's target; fingerprint: `tokenizer_fingerprint` of the target's tokenizer."""
     note = {"algo": "standalone", "target": target, "vocab_size": vocab_size, "tokenizer_sha256": fingerprint}
     write_text(folder / NOTE, json_text(note))
+    write_custom_generate(folder)
 
 
 def _interleaved(weight: torch.Tensor, name: str, config: Any) -> torch.Tensor:

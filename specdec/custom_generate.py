@@ -1,0 +1,130 @@
+"""`model.generate(..., custom_generate=FOLDER, trust_remote_code=True)`: an engine that comes with a draft's folder.
+
+Called by the `custom_generate/generate.py` that `specdec.heads.custom_generate` writes into such folders. The engine is
+attached at the first call and belongs to the model: later calls use it again, another folder or other settings replace
+it, and it goes when the model goes.
+
+Which folder it is, transformers tells nobody: it copies generate.py to a cache whose name is made from the file's text
+and the folder's last name, and keeps `custom_generate` to itself. A path in the file would be wrong as soon as a folder
+is moved or downloaded, and a digest says what to look for but not where. So the folder is read where it certainly
+stands: the `custom_generate` of the running call of `GenerationMixin.generate`, which is found by its code, not by name
+or depth. `draft=FOLDER` says it outright, should a version of transformers have no such frame.
+"""
+
+import inspect
+import sys
+import threading
+import weakref
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import GenerationMixin, PreTrainedModel
+
+from specdec.api import Engine, attach
+from specdec.doors.generate import EngineGenerate, generate_by
+from specdec.errors import DetachedError
+
+HOLDER = "_specdec_engine"  # attribute of the model
+_ATTACHING = threading.Lock()
+
+
+def generate_with_draft(
+    model: PreTrainedModel,
+    *,
+    draft: str | Path | None = None,
+    engine_settings: dict[str, Any] | None = None,
+    on_unsupported: str = "raise",
+    **arguments: Any,
+) -> Any:
+    """Generate as `model.generate(**arguments)` would, with the draft whose folder this call names.
+
+    draft: the folder or Hub id; None: that of `custom_generate`. engine_settings: fields of `EngineConfig`, such as
+    max_seq_len (2048 at most unless given) and max_batch; None: those of the engine that is there, or the defaults.
+    on_unsupported: as for `Engine.install`. ValueError for what an engine cannot decode so, and all errors of `attach`.
+    """
+    if arguments.pop("revision", None) not in (None, "main"):
+        raise ValueError("revision with custom_generate: download that revision, and give its folder")
+    source = _local(draft if draft is not None else _named_by_caller(model))
+    engine = _engine_for(model, source, engine_settings)
+    return generate_by(EngineGenerate(engine, on_unsupported))(model, **arguments)
+
+
+def engine_of(model: PreTrainedModel) -> Engine | None:
+    """Return the engine that calls with `custom_generate=FOLDER` have attached to `model`, to ask for its report or to
+    detach it; None if there is none."""
+    held = vars(model).get(HOLDER)
+    return held.engine if held is not None and held.is_attached else None
+
+
+class _Held:
+    """What a model keeps: its engine, and what that was made of. Copies of the model get an empty one."""
+
+    def __init__(self, engine: Engine | None = None, source: str | None = None, settings: dict[str, Any] | None = None):
+        self.engine = engine
+        self.source = source
+        self.settings = settings
+
+    @property
+    def is_attached(self) -> bool:
+        """False once somebody has detached the engine."""
+        if self.engine is None:
+            return False
+        try:
+            return self.engine.target_module is not None
+        except DetachedError:
+            return False
+
+    def fits(self, source: str, settings: dict[str, Any] | None) -> bool:
+        """Whether the engine is what a call with `source` and `settings` asks for."""
+        return self.source == source and settings in (None, self.settings)
+
+    def __reduce__(self) -> tuple[type["_Held"], tuple[()]]:
+        return _Held, ()
+
+
+def _engine_for(model: PreTrainedModel, source: str, settings: dict[str, Any] | None) -> Engine:
+    """Return the model's engine, attached now unless it is there."""
+    with _ATTACHING:
+        before, held = engine_of(model), vars(model).get(HOLDER)
+        if before is not None and held.fits(source, settings):
+            return before
+        if before is not None:
+            before.detach()
+        engine = attach(model, source, **(settings or {}))
+        _leave_to_model(engine, model)
+        setattr(model, HOLDER, _Held(engine, source, settings or {}))
+        return engine
+
+
+def _leave_to_model(engine: Engine, model: PreTrainedModel) -> None:
+    """Let the engine be garbage together with its model: what would close it when it is dropped keeps the model alive.
+
+    Nothing has to be restored in a model that is gone, but its memory is freed only after what is under way.
+    """
+    engine._release.detach()
+    if model.device.type == "cuda":
+        weakref.finalize(model, torch.cuda.synchronize, model.device).atexit = False
+
+
+def _named_by_caller(model: PreTrainedModel) -> str:
+    """Return `custom_generate` of the call of `model.generate` that runs in this thread."""
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals.get("self") is model:
+            named = frame.f_locals.get("custom_generate")
+            if isinstance(named, str | Path):
+                return str(named)
+        frame = frame.f_back
+    raise ValueError(
+        "which folder is it? This call of generate names no custom_generate; add draft=FOLDER, or attach an engine "
+        "yourself: specdec.attach(model, FOLDER)"
+    )
+
+
+def _local(source: str | Path) -> str:
+    """Return the one name of a folder; Hub ids stay as they are."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.is_dir() else str(source)

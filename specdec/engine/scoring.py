@@ -1,0 +1,203 @@
+"""Likelihoods of given continuations: several prompts packed in a prefill, the target's layers only.
+
+It uses what generation uses: turns, rows and slots, prefill graphs. A group of sequences takes one turn, so requests
+that run beside it go on in between.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from specdec.batch import on_device
+from specdec.engine.core import Core
+from specdec.engine.packing import copy_to
+from specdec.errors import CapacityError
+from specdec.functional.logprobs import token_logprobs
+from specdec.text.inputs import prompts_to_ids
+
+HEAD_ROWS = 512  # positions whose logits are held at once
+
+
+class Score(NamedTuple):
+    """Likelihood of one continuation.
+
+    logprob: sum over its tokens of log p(token | all before it), nats, under the target's own logits: before
+    temperature, filters and penalties. is_greedy: whether every one of its tokens is the target's most likely.
+    """
+
+    logprob: float
+    is_greedy: bool
+
+
+class Pair(NamedTuple):
+    """Prompt and continuation `number` as ids [T] int64; the tokens from `start` on are scored."""
+
+    number: int
+    ids: np.ndarray
+    start: int
+
+
+@dataclass(frozen=True)
+class Scorable:
+    """What the target reads, ids [T - 1] int64, and the pairs that differ from one another only in the token after it:
+    choices of one token, say."""
+
+    fed: np.ndarray
+    pairs: list[Pair]
+
+    @property
+    def num_fed(self) -> int:
+        """Tokens that the target reads."""
+        return len(self.fed)
+
+
+class Piece(NamedTuple):
+    """What one prefill feeds of a sequence: its tokens begin..end-1, in `row`."""
+
+    sequence: Scorable
+    row: int
+    begin: int
+    end: int
+
+
+# Number of the pair and log-probability [n, 1] of scored tokens, and whether they are the most likely [n].
+Scored = tuple[np.ndarray, torch.Tensor, torch.Tensor]
+
+
+def score(core: Core, tokenizer: Any, prompts: Any, continuations: Any) -> list[Score]:
+    """Score a continuation for every prompt; see `Engine.score`."""
+    pairs = _checked(core, tokenizer, prompts, continuations)
+    waiting, scored = deque(_grouped(pairs)), []
+    while waiting:
+        with core.turns, on_device(core.device), torch.inference_mode():
+            core.submit(())  # nothing but its checks: attached, and no weight has moved
+            rows = _reserve(core, waiting)
+            assert rows or core.has_work, "rows are taken, and nobody runs"
+            try:
+                group = [(waiting.popleft(), row) for row in rows]
+                for pieces in _prefills(group, core.config.max_prefill_tokens):
+                    scored += _prefill(core, pieces)
+            finally:
+                for row in rows:
+                    core.slot_tables.release(row)
+        if not rows:
+            core.step()  # they are other requests' rows, and their callers may be in this very thread
+    return _sums(scored, len(pairs))
+
+
+def _checked(core: Core, tokenizer: Any, prompts: Any, continuations: Any) -> list[Pair]:
+    """Return the pairs to score; ValueError (CapacityError) names the first that cannot be."""
+    befores = prompts_to_ids(prompts, tokenizer)
+    afters = _continuation_ids(continuations, tokenizer)
+    if len(befores) != len(afters):
+        raise ValueError(f"{len(afters)} continuations for {len(befores)} prompts: expected one for each")
+    vocab, most = core.target.spec.vocab_size, core.config.max_seq_len
+    pairs = []
+    for i, (before, after) in enumerate(zip(befores, afters, strict=True)):
+        for what, part in (("prompt", before), ("continuation", after)):
+            if not part:
+                raise ValueError(f"{what} {i} is empty: expected at least one token; give a BOS token, say")
+        whole = before + after
+        if min(whole) < 0 or max(whole) >= vocab:
+            bad = next(t for t in whole if not 0 <= t < vocab)
+            raise ValueError(f"prompt {i} or its continuation holds token {bad}; the target's vocabulary has {vocab}")
+        num_fed = len(whole) - 1  # nothing follows the last token
+        if num_fed > most:
+            raise CapacityError(
+                f"prompt {i} has {len(before)} tokens and its continuation {len(after)}: {num_fed} are read, "
+                f"more than max_seq_len={most}; shorten the prompt, or attach with more"
+            )
+        core.slot_tables.check_fits(num_fed)
+        pairs.append(Pair(i, np.array(whole, dtype=np.int64), len(before)))
+    return pairs
+
+
+def _grouped(pairs: Iterable[Pair]) -> list[Scorable]:
+    """Put pairs together that the target reads the same tokens of."""
+    found: dict[bytes, Scorable] = {}
+    for pair in pairs:
+        fed = pair.ids[:-1]
+        found.setdefault(fed.tobytes(), Scorable(fed, [])).pairs.append(pair)
+    return list(found.values())
+
+
+def _continuation_ids(continuations: Any, tokenizer: Any) -> list[list[int]]:
+    """Return ids of continuations: text by itself, without the special tokens that begin a prompt."""
+    texts = [continuations] if isinstance(continuations, str) else continuations
+    if isinstance(texts, Sequence) and any(isinstance(text, str) for text in texts):
+        if tokenizer is None:
+            raise ValueError("continuations are text, but the engine has no tokenizer; attach(..., tokenizer=...)")
+        texts = [tokenizer(t, add_special_tokens=False)["input_ids"] if isinstance(t, str) else t for t in texts]
+    return prompts_to_ids(texts, tokenizer)
+
+
+def _reserve(core: Core, waiting: Iterable[Scorable]) -> list[int]:
+    """Reserve rows for the first of `waiting`: what one prefill holds, or one sequence that takes several."""
+    rows: list[int] = []
+    num_tokens = 0
+    for sequence in waiting:
+        num_tokens += sequence.num_fed
+        if rows and num_tokens > core.config.max_prefill_tokens:
+            break
+        row = core.slot_tables.reserve(sequence.num_fed)
+        if row is None:
+            break
+        rows.append(row)
+    return rows
+
+
+def _prefills(group: Sequence[tuple[Scorable, int]], most: int) -> list[list[Piece]]:
+    """Cut `group` into prefills of at most `most` tokens; only a single sequence is ever longer."""
+    if sum(sequence.num_fed for sequence, _ in group) <= most:
+        return [[Piece(sequence, row, 0, sequence.num_fed) for sequence, row in group]] if group else []
+    ((sequence, row),) = group
+    begins = range(0, sequence.num_fed, most)
+    return [[Piece(sequence, row, begin, min(begin + most, sequence.num_fed))] for begin in begins]
+
+
+def _prefill(core: Core, pieces: Sequence[Piece]) -> list[Scored]:
+    """Run the target's layers over `pieces`, and its head where a token is scored."""
+    tables, lens = core.slot_tables, [p.end - p.begin for p in pieces]
+    rows = [p.row for p in pieces]
+    there = copy_to(core.device, np.array(rows))
+    tables.write(there, copy_to(core.device, tables.pages_of(rows)))
+    metadata = core.context.backend.metadata.prefill(tables.table, there, [p.begin for p in pieces], lens)
+    ids = copy_to(core.device, np.concatenate([p.sequence.fed[p.begin : p.end] for p in pieces]))
+    hidden, _aux = core.prefill.target(metadata, ids)
+    owners, places, tokens = _scored_places(pieces, lens)
+    scored = []
+    for at in range(0, len(places), HEAD_ROWS):
+        some = slice(at, at + HEAD_ROWS)
+        logits = core.target.head(hidden.index_select(0, copy_to(core.device, places[some])))
+        wanted = copy_to(core.device, tokens[some])
+        logprobs = token_logprobs(logits.unsqueeze(1), wanted.unsqueeze(1), 0)[:, 0, 0]
+        scored.append((owners[some], logprobs, logits.argmax(-1) == wanted))
+    return scored
+
+
+def _scored_places(pieces: Sequence[Piece], lens: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return, of every scored token that follows one in `pieces`, its pair's number, the row of the packed batch that
+    predicts it, and itself, [n] int64 each."""
+    owners, places, tokens = [], [], []
+    for piece, offset in zip(pieces, accumulate(lens, initial=0), strict=False):
+        for pair in piece.sequence.pairs:
+            at = np.arange(max(pair.start - 1, piece.begin), piece.end)
+            owners.append(np.full(len(at), pair.number))
+            places.append(at - piece.begin + offset)
+            tokens.append(pair.ids[at + 1])
+    return np.concatenate(owners), np.concatenate(places), np.concatenate(tokens)
+
+
+def _sums(scored: Sequence[Scored], count: int) -> list[Score]:
+    """Add up tokens by pair, on the host: the only place that waits for the device."""
+    owners = torch.from_numpy(np.concatenate([part[0] for part in scored]))
+    logprobs = torch.cat([part[1] for part in scored]).cpu().double()
+    misses = torch.cat([~part[2] for part in scored]).cpu().double()
+    totals = torch.zeros(count, dtype=torch.float64).index_add_(0, owners, logprobs)
+    num_missed = torch.zeros(count, dtype=torch.float64).index_add_(0, owners, misses)
+    return [Score(t, m == 0) for t, m in zip(totals.tolist(), num_missed.tolist(), strict=True)]

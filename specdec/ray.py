@@ -1,0 +1,188 @@
+"""Ray: an engine in every replica, for datasets (`generate`) and for HTTP (`serve_app`). Needs Ray, imported only here.
+
+    import ray, specdec.ray
+    rows = ray.data.read_json("prompts.jsonl")                    # with a column "prompt"
+    done = specdec.ray.generate(rows, "TARGET", "HEAD", replicas=8, options={"max_new_tokens": 256})
+    done.write_parquet("answers")                                 # with columns "text" and "tokens" beside the others
+
+A replica is a process with one GPU, if the cluster has any. One that dies is started again by Ray Data, as often as
+need be, and what it had not handed over is generated again, as a whole: no row is lost, and none comes twice.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from specdec import shipped
+from specdec.api import Engine, attach
+from specdec.outputs import GenerationOutput
+from specdec.targets.pretrained import BUNDLED
+from specdec.train.target import load
+
+try:
+    import ray
+    from ray.data import ActorPoolStrategy
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("specdec.ray needs Ray: pip install 'specdec-toolkit[ray]'", name=error.name) from error
+
+
+class Replica:
+    """Loads a target and attaches an engine; made where it runs, from what can be sent there.
+
+    target: folder, .gguf file or Hub id that every node can read. draft: what `attach` takes as a name, or the name of
+    a shipped draft; None decodes plainly. settings: fields of `EngineConfig`. options: those of `Engine.generate`, for
+    every prompt.
+    """
+
+    def __init__(
+        self,
+        target: str = BUNDLED,
+        draft: str | None = None,
+        algo: str | None = "auto",
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        settings: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ):
+        model, tokenizer = load(target, dtype, device)
+        source = None if draft is None else shipped.find(draft)
+        self.engine: Engine = attach(model, source, algo, tokenizer=tokenizer, **(settings or {}))
+        self.options = dict(options or {})
+
+    def generate(self, prompts: Sequence[Any], **options: Any) -> GenerationOutput:
+        """Generate for `prompts`: text, chats or token ids; `options` go before the replica's own."""
+        return self.engine.generate(list(prompts), **{**self.options, **options})
+
+
+class BatchReplica(Replica):
+    """A replica for `Dataset.map_batches(BatchReplica, fn_constructor_kwargs=...)`.
+
+    column: what holds the prompts. A batch keeps its columns and gets "text" (str) and "tokens" (lists of ids).
+    """
+
+    def __init__(self, *args: Any, column: str = "prompt", **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.column = column
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """batch: column -> array of rows, as Ray Data hands them over."""
+        if self.column not in batch:
+            raise ValueError(f"column={self.column!r}: the rows have {sorted(batch)}; name the one with the prompts")
+        out = self.generate([_prompt_of(value) for value in batch[self.column]])
+        return {**batch, "text": _column(out.texts), "tokens": _column(out.tokens)}
+
+
+def generate(
+    dataset: Any,
+    target: str = BUNDLED,
+    draft: str | None = None,
+    *,
+    replicas: int = 1,
+    batch_size: int = 256,
+    num_cpus: float | None = None,
+    replica: type[BatchReplica] = BatchReplica,
+    **kwargs: Any,
+) -> Any:
+    """Return `dataset` (a ray.data.Dataset) with "text" and "tokens" for every "prompt"; lazy, as all of Ray Data.
+
+    batch_size: rows that a replica takes at a time, of which it decodes settings["max_batch"] together. num_cpus: of
+    each replica. replica: its class, for what is to be done to prompts and texts in the same process. kwargs: those of
+    `BatchReplica`. With a seed in options, row i of a batch uses seed + i. ValueError: replicas or batch_size below 1.
+    """
+    for name, value in (("replicas", replicas), ("batch_size", batch_size)):
+        _at_least_one(name, value)
+    resources = _resources(num_cpus)
+    return dataset.map_batches(
+        replica,
+        fn_constructor_kwargs={"target": target, "draft": draft, **kwargs},
+        batch_size=batch_size,
+        compute=ActorPoolStrategy(size=replicas),
+        **resources,
+    )
+
+
+def serve_app(
+    target: str = BUNDLED,
+    draft: str | None = None,
+    *,
+    replicas: int = 1,
+    max_ongoing_requests: int = 64,
+    num_cpus: float | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Return a Ray Serve application: `ray.serve.run(specdec.ray.serve_app("TARGET", "HEAD", replicas=8))`.
+
+    POST {"prompt": ..., and options of `Engine.generate`} returns {"text", "tokens", "finish_reason"}, and status 400
+    with {"error"} for what the engine refuses. A handle takes the same: `handle.remote(prompt, max_new_tokens=64)`.
+    Requests of one replica are decoded together; max_ongoing_requests of them at most, then they wait. kwargs: those of
+    `Replica`.
+    """
+    for name, value in (("replicas", replicas), ("max_ongoing_requests", max_ongoing_requests)):
+        _at_least_one(name, value)
+    from ray import serve
+
+    deploy = serve.deployment(
+        name="specdec",
+        num_replicas=replicas,
+        max_ongoing_requests=max_ongoing_requests,
+        ray_actor_options=_resources(num_cpus),
+    )
+    return deploy(ServeReplica).bind(target, draft, num_threads=max_ongoing_requests, **kwargs)
+
+
+class ServeReplica(Replica):
+    """A replica behind Ray Serve; requests wait in threads, of which an engine serves all."""
+
+    def __init__(self, *args: Any, num_threads: int, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._threads = ThreadPoolExecutor(num_threads)
+
+    async def __call__(self, request: Any, **options: Any) -> Any:
+        """request: an HTTP request, or from a handle a prompt."""
+        from starlette.requests import Request
+        from starlette.responses import JSONResponse
+
+        if not isinstance(request, Request):
+            return await self._answer(request, options)
+        try:
+            body = await request.json()
+            if not isinstance(body, dict) or "prompt" not in body:
+                raise ValueError('expected a JSON object with "prompt"')
+            return await self._answer(body.pop("prompt"), body)
+        except (ValueError, TypeError) as error:  # what is not JSON, and what the engine refuses
+            return JSONResponse({"error": str(error)}, status_code=400)
+
+    async def _answer(self, prompt: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        out = await loop.run_in_executor(self._threads, lambda: self.generate([prompt], **options))
+        answer = out.requests[0]
+        return {"text": answer.text, "tokens": answer.tokens, "finish_reason": answer.finish_reason}
+
+
+def _resources(num_cpus: float | None) -> dict[str, Any]:
+    """Return what a replica asks of the cluster: a GPU where there are any."""
+    if not ray.is_initialized():
+        ray.init()
+    resources: dict[str, Any] = {"num_gpus": 1} if ray.cluster_resources().get("GPU", 0) else {}
+    return resources if num_cpus is None else {**resources, "num_cpus": num_cpus}
+
+
+def _at_least_one(name: str, value: Any) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: expected an integer of at least 1")
+
+
+def _prompt_of(value: Any) -> Any:
+    """Return a prompt as the engine takes it: Arrow's lists of ids or messages come as arrays."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _column(values: Sequence[Any]) -> np.ndarray:
+    """Return one object a row; numpy would make a matrix of lists of equal lengths."""
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column

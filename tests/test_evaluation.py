@@ -1,0 +1,287 @@
+"""`Engine.score`, held against forwards of transformers; lm-eval on an engine, held against lm-eval's own HFLM."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import specdec
+from specdec import shipped
+from specdec.commands.main import main
+from tests.heads import random_draft
+from tests.tiny_models import tiny_model
+
+PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18, 19], [3, 4]]
+AFTER = [[8, 9], [10, 11, 12, 13, 14], [20], [44, 45, 46]]
+
+
+def expected_scores(model, prompts, continuations):
+    """By one forward of transformers for each pair."""
+    scores = []
+    for before, after in zip(prompts, continuations, strict=True):
+        ids = torch.tensor([before + after], device=model.device)
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(before) - 1 : -1].float()
+        wanted = ids[0, len(before) :]
+        logprob = logits.log_softmax(-1).gather(1, wanted.unsqueeze(1)).sum()
+        scores.append((float(logprob), bool((logits.argmax(-1) == wanted).all())))
+    return scores
+
+
+def assert_equal(got, expected):
+    assert [g for _, g in got] == [g for _, g in expected]
+    assert [s for s, _ in got] == pytest.approx([s for s, _ in expected], abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama").to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+SETTINGS = {
+    "one prefill": {},
+    "a prefill for each": {"max_prefill_tokens": 9},
+    "prompts in chunks": {"max_prefill_tokens": 4},
+    "one row": {"max_batch": 1},
+    "few slots": {"num_slots": 40, "page_size": 4},
+    "recorded graphs": {"prefill_graph": "breakable", "prefill_buckets": (8, 32), "cuda_graph": True},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_scores_equal_a_forward_of_transformers(model, name):
+    settings = {"max_batch": 3, "max_seq_len": 32, "num_steps": 2, **SETTINGS[name]}
+    engine = specdec.attach(model, random_draft(model, "eagle3").to(model.device), **settings)
+    greedy = engine.generate(PROMPTS[0], max_new_tokens=4, ignore_eos=True).tokens
+    prompts, after = [*PROMPTS, PROMPTS[0]], [*AFTER, greedy[0]]
+    got = engine.score(prompts, after)
+    assert_equal(got, expected_scores(model, prompts, after))
+    assert got[-1].is_greedy and got[-1].logprob < 0
+    assert engine.score(prompts, after) == got
+    engine.check_integrity()
+    if name == "recorded graphs":
+        assert engine.report().runners["target_prefill"]["replays"] > 0
+    engine.detach()
+
+
+def test_choices_of_one_token_share_a_prefill(engine, model, monkeypatch):
+    prompts, after = [[5, 6, 7]] * 3 + [[5, 6]] * 2, [[8], [9], [8], [7, 8], [8, 8]]  # all but the last read 5, 6, 7
+    sizes, run = [], engine._core.prefill.target
+    monkeypatch.setattr(engine._core.prefill, "target", lambda m, ids: sizes.append(len(ids)) or run(m, ids))
+    got = engine.score(prompts, after)
+    assert sizes == [6]
+    assert_equal(got, expected_scores(model, prompts, after))
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    engine = specdec.attach(model, algo="lookup", max_batch=2, max_seq_len=24)
+    yield engine
+    engine.detach()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "after", "message"),
+    [
+        ([[5], []], [[6], [7]], "prompt 1 is empty"),
+        ([[5], [6]], [[6], []], "continuation 1 is empty"),
+        ([[5], [6]], [[6]], "1 continuations for 2 prompts"),
+        ([[5]], [[10**6]], "holds token 1000000; the target's vocabulary"),
+        ([[5] * 20], [[6] * 6], "prompt 0 has 20 tokens and its continuation 6: 25 are read, more than max_seq_len=24"),
+        ([[5]], ["text"], "continuations are text, but the engine has no tokenizer"),
+    ],
+)
+def test_what_cannot_be_scored_is_named(engine, prompts, after, message):
+    with pytest.raises(ValueError, match=message):
+        engine.score(prompts, after)
+    assert len(engine.score([[5] * 20], [[6] * 5])) == 1, "the longest that fits"
+    engine.check_integrity()
+
+
+def test_a_prefill_that_fails_gives_its_rows_back(engine, model, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("no such luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._core.prefill, "target", fail)
+        with pytest.raises(RuntimeError, match="no such luck"):
+            engine.score(PROMPTS, AFTER)
+    engine.check_integrity()
+    assert engine._core.slot_tables.num_free_rows == 2
+    assert_equal(engine.score(PROMPTS, AFTER), expected_scores(model, PROMPTS, AFTER))
+
+
+def test_requests_that_hold_all_rows_are_let_end(engine, model):
+    requests = engine.submit([[5, 6], [7, 8]], max_new_tokens=9, ignore_eos=True)
+    engine.step()
+    assert engine._core.slot_tables.num_free_rows == 0
+    assert_equal(engine.score(PROMPTS, AFTER), expected_scores(model, PROMPTS, AFTER))
+    while engine.step():
+        pass
+    assert [len(r.tokens) for r in requests] == [9, 9]
+    engine.check_integrity()
+
+
+def test_threads_score_and_generate_beside_one_another(engine, model):
+    expected, texts = expected_scores(model, PROMPTS, AFTER), engine.generate(PROMPTS, max_new_tokens=12).tokens
+    scores, others = [], []
+    threads = [
+        threading.Thread(target=lambda: scores.extend(engine.score(PROMPTS, AFTER) for _ in range(4))),
+        threading.Thread(target=lambda: others.append(engine.generate(PROMPTS, max_new_tokens=12).tokens)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(scores) == 4 and others == [texts]
+    for got in scores:
+        assert_equal(got, expected)
+    engine.check_integrity()
+
+
+def test_a_detached_engine_scores_nothing():
+    model = tiny_model("llama")
+    engine = specdec.attach(model, max_batch=1, max_seq_len=16)
+    engine.detach()
+    with pytest.raises(specdec.DetachedError):
+        engine.score([[5]], [[6]])
+
+
+def test_lm_eval_and_ray_are_imported_by_nobody_else():
+    code = "import sys, specdec.api, specdec.commands.main; assert not {'lm_eval', 'ray'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+QUESTIONS = [
+    ("Tom has 3 apples and buys 4 more. How many apples has he?", "He has 3 + 4 = 7 apples.\n#### 7"),
+    ("A box holds 6 eggs. How many eggs are in 2 boxes?", "2 boxes hold 2 * 6 = 12 eggs.\n#### 12"),
+    ("Ann reads 5 pages a day. How many pages does she read in 3 days?", "She reads 5 * 3 = 15 pages.\n#### 15"),
+]
+COMMON = {"dataset_path": "json", "test_split": "test", "metadata": {"version": 1.0}}
+TASKS: dict[str, dict[str, Any]] = {
+    "toy_gsm8k": {
+        "output_type": "generate_until",
+        "doc_to_text": "Question: {{question}}\nAnswer:",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["Question:", "<|im_end|>", "Now<|im_end|>"], "max_gen_toks": 20},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+    "toy_sampled": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["."], "do_sample": True, "temperature": 0.7, "top_k": 1, "max_gen_toks": 8},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+    "toy_choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "Question: {{question}}\nAnswer:",
+        "doc_to_choice": ["7", "12", "15", "It cannot be said."],
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc"}],
+    },
+    "toy_rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}} {{answer}}",
+        "metric_list": [{"metric": "word_perplexity"}],
+    },
+}
+LENGTH = 48  # so short that rolling windows are needed, and contexts lose their beginnings
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of task files, with their data, in the format of GSM8K."""
+    folder = tmp_path_factory.mktemp("tasks")
+    data = folder / "test.jsonl"
+    data.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in QUESTIONS), "utf-8")
+    for name, task in TASKS.items():
+        files = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}
+        whole = {"task": name, **COMMON, "dataset_kwargs": files, **task}
+        (folder / f"{name}.yaml").write_text(json.dumps(whole), "utf-8")  # JSON is YAML
+    return folder
+
+
+def responses(lm: Any, folder: Path) -> dict[str, list[Any]]:
+    """What a model answers to the items of every task."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    out = lm_eval.simple_evaluate(lm, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0, verbosity="ERROR")
+    return {name: [sample["resps"] for sample in samples] for name, samples in out["samples"].items()}
+
+
+def test_lm_eval_answers_equal_those_of_its_own_model(smollm2, tasks):
+    pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+
+    from specdec.doors.evaluation import EngineLM
+
+    model, tokenizer = smollm2
+    for length in (1024, LENGTH):
+        expected = responses(HFLM(model, tokenizer=tokenizer, max_length=length, batch_size=3), tasks)
+        settings = {"max_batch": 2, "num_steps": 2, "max_prefill_tokens": 256}
+        engine = specdec.attach(model, shipped.path(), tokenizer=tokenizer, max_seq_len=length, **settings)
+        got = responses(EngineLM(engine), tasks)
+        engine.check_integrity()
+        assert engine.report().acceptance.num_rounds > 0
+        engine.detach()
+        assert got["toy_gsm8k"] == expected["toy_gsm8k"] and got["toy_sampled"] == expected["toy_sampled"]
+        for ours, theirs in zip(got["toy_choices"], expected["toy_choices"], strict=True):
+            assert_equal([r[0] for r in ours], [r[0] for r in theirs])
+        rolling = [[r[0][0] for r in out["toy_rolling"]] for out in (got, expected)]
+        assert rolling[0] == pytest.approx(rolling[1], abs=1e-3)
+    assert all(r[0][0] for r in got["toy_gsm8k"]), "there are texts to compare"
+
+
+def test_specdec_eval_is_lm_eval_with_the_model(smollm2, tasks, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("lm_eval")
+    import specdec.evaluation
+
+    asked = []
+    monkeypatch.setattr(specdec.evaluation, "load", lambda *args: asked.append(args) or smollm2)
+    settings = "pretrained=bundled,draft=shipped,max_length=128,max_batch=2,num_steps=2,dtype=float32"
+    arguments = ["--model_args", settings, "--tasks", "toy_choices", "--include_path", str(tasks), "--limit", "2"]
+    out = tmp_path / "results"
+    monkeypatch.setattr(sys, "argv", ["specdec", "eval", *arguments, "--device", "cpu", "--output_path", str(out)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    assert asked == [("bundled", "float32", "cpu")]
+    assert "specdec" in capsys.readouterr().out
+    (file,) = out.rglob("results_*.json")
+    results = json.loads(file.read_text("utf-8"))
+    assert results["config"]["model"] == "specdec" and 0 <= results["results"]["toy_choices"]["acc,none"] <= 1
+
+
+def test_mistakes_in_model_args_are_named(smollm2, monkeypatch):
+    pytest.importorskip("lm_eval")
+    import specdec.evaluation
+
+    monkeypatch.setattr(specdec.evaluation, "load", lambda *args: smollm2)
+    make = specdec.evaluation.SpecdecLM
+    with pytest.raises(ValueError, match=r"max_length=64 and max_seq_len"):
+        make(max_length=64, max_seq_len=64)
+    with pytest.raises(ValueError, match=r"batch_size='many': expected auto or an integer"):
+        make(batch_size="many")
+    with pytest.raises(ValueError, match="num_step=2: attach"):
+        make(num_step=2)
+    lm = make(algo="lookup", max_length=32, max_batch=1)
+    with pytest.raises(ValueError, match="max_gen_toks=40 leaves no room"):
+        lm._generate([("text", {"max_gen_toks": 40})])
+    with pytest.raises(ValueError, match="a continuation has 40 tokens, the engine reads 32"):
+        lm._loglikelihood_tokens([(None, [5], [6] * 40)])
+    lm.engine.detach()
+    engine = specdec.attach(smollm2[0], max_batch=1, max_seq_len=16)
+    with pytest.raises(ValueError, match="the engine has no tokenizer"):
+        specdec.doors.evaluation.EngineLM(engine)
+    engine.detach()
