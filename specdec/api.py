@@ -178,7 +178,7 @@ class Engine:
         """Make `model.generate` of the attached model this engine's, for pipelines, streamers and evaluation code.
 
         transformers prepares every call as before; arguments mean what they mean there, results have its form, and
-        greedy text is equal to its own. What the engine cannot decode so (beams, processors in Python, scores) raises
+        greedy text is equal to its own. What the engine cannot decode so (beams, processors in Python) raises
         ValueError, or with on_unsupported="fallback" is decoded by transformers, with a warning. `uninstall` or
         `detach` undoes it; so does leaving `with engine.install():`.
         """

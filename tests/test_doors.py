@@ -207,7 +207,7 @@ def test_streamers_get_prompt_tokens_and_end(engine, model, batch):
 
 REFUSED = {
     "num_beams": ({"num_beams": 2}, "num_beams=2"),
-    "output_scores": ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True"),
+    "output_attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "processor": ({"logits_processor": LogitsProcessorList([Unlucky()])}, "logits_processor Unlucky"),
     "another value": (
         {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.7)])},
@@ -232,11 +232,49 @@ def test_what_cannot_be_honoured_is_refused_or_left_to_transformers(engine, mode
     expected = plain(model, **copy.deepcopy(options))
     with engine.install(on_unsupported="fallback"), pytest.warns(UserWarning, match="decoded by transformers"):
         got = model.generate(**options)
-    if name == "output_scores":
-        assert torch.equal(got.sequences, expected.sequences) and len(got.scores) == len(expected.scores)
+    if name == "output_attentions":
+        assert torch.equal(got.sequences, expected.sequences)
     else:
         assert torch.equal(got, expected)
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("door", ["install", "custom_generate"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"output_scores": True},
+        {"output_logits": True, "output_scores": True, "suppress_tokens": [37], "min_new_tokens": 9},
+        {"output_logits": True, "max_new_tokens": 1},
+    ],
+    ids=["scores", "both, processed", "logits of one token"],
+)
+def test_scores_and_logits_are_those_of_transformers(engine, model, options, door):
+    """Rows that are over go on with padding there, and so they do here."""
+    options = {**padded(), "max_new_tokens": 14, "return_dict_in_generate": True, **options}
+    expected = plain(model, **options)
+    if door == "install":
+        with engine.install():
+            got = model.generate(**options)
+    else:
+        got = model.generate(**options, custom_generate=engine.as_generate())
+    assert torch.equal(got.sequences, expected.sequences)
+    for name in ("scores", "logits"):
+        ours, theirs = getattr(got, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert all(row.dtype is torch.float32 for row in ours)
+            torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), atol=2e-4, rtol=1e-4)
+    engine.check_integrity()
+
+
+def test_scores_of_sampled_calls_are_the_laws_that_were_sampled(engine, model):
+    options = {"do_sample": True, "temperature": 0.7, "top_k": 5, "max_new_tokens": 8, "output_scores": True}
+    with engine.install():
+        got = model.generate(ids_of([5, 6, 7]), **options, output_logits=True, return_dict_in_generate=True)
+    for token, law, logits in zip(got.sequences[0, 3:], got.scores, got.logits, strict=True):
+        assert law[0].isfinite().sum() == 5 and law[0, token].isfinite()
+        torch.testing.assert_close(law[0, token], logits[0, token] / 0.7)
 
 
 def test_sampled_calls_are_seeded_by_torch_and_repeat_prompts(engine, model):

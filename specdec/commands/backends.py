@@ -8,10 +8,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specdec import shipped
 from specdec.api import attach
 from specdec.backends import BACKENDS
 from specdec.backends.flashinfer import kernels
+from specdec.commands.choices import draft_of
 from specdec.commands.env import unusable
 from specdec.targets.pretrained import BUNDLED
 from specdec.train.cli import Device, Dtype, Target
@@ -47,11 +47,8 @@ def build(
     """
     model, _tokenizer = load(target, dtype, device)
     small: dict[str, Any] = {"max_batch": 1, "max_seq_len": 64, "cuda_graph": False, "prefill_graph": "off"}
-    if draft == "none":
-        source, algo = None, None
-    else:
-        source, algo = shipped.find(draft), "auto"
-        small |= {"topk": 2, "num_steps": 2} if trees else {}
+    source, algo = draft_of(draft)
+    small |= {"topk": 2, "num_steps": 2} if algo is not None and trees else {}
     began = time.monotonic()
     engine = attach(model, source, algo, backend=backend, **small)
     seconds, report = time.monotonic() - began, engine.report()

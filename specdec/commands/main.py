@@ -1,4 +1,4 @@
-"""The `specdec` command: demo, generate, chat, bench, train, convert, doctor, backends, env."""
+"""The `specdec` command: demo, generate, chat, bench, train, convert, doctor, backends, env, eval."""
 
 import json
 import sys
@@ -12,12 +12,14 @@ from specdec import shipped
 from specdec.api import attach
 from specdec.commands.backends import app as backends_app
 from specdec.commands.chat import print_stream, run_chat, statistics, typed_lines
+from specdec.commands.choices import device_of, draft_of, steps_of
 from specdec.commands.convert import convert_command
 from specdec.commands.demo import run_demo
 from specdec.commands.env import env_command
+from specdec.commands.evaluate import AS_THEY_ARE, evaluate_command
+from specdec.commands.serve import serve_command
 from specdec.commands.terminal import quiet_pipes
 from specdec.doctor.command import doctor_command
-from specdec.draft.algorithms import algorithms
 from specdec.functional.sampling import SamplingParams
 from specdec.heads.load import detect_algo
 from specdec.measure.acceptance import Shape, acceptance, print_rows
@@ -36,6 +38,8 @@ app.add_typer(backends_app, name="backends")
 app.command("convert")(convert_command)
 app.command("doctor")(doctor_command)
 app.command("env")(env_command)
+app.command("serve")(serve_command)
+app.command("eval", context_settings=AS_THEY_ARE)(evaluate_command)
 
 SHIPPED = "shipped"
 
@@ -61,13 +65,13 @@ def demo(
 
     The last line is one JSON object.
     """
-    where = _device(device)
+    where = device_of(device)
     model, tokenizer = load_pretrained(target, dtype=torch.float32, device=where)
     run_demo(
         model,
         tokenizer,
-        *_draft(draft),
-        num_steps=_steps(steps, where),
+        *draft_of(draft),
+        num_steps=steps_of(steps, where),
         topk=topk,
         num_draft_tokens=draft_tokens,
         max_new_tokens=max_new_tokens,
@@ -106,8 +110,8 @@ def generate(
     model, tokenizer = load(target, dtype, device)
     settings: dict[str, Any] = {}
     if draft != "none":
-        settings = {"num_steps": _steps(steps, _device(device)), "topk": topk, "num_draft_tokens": draft_tokens}
-    engine = attach(model, *_draft(draft), tokenizer=tokenizer, **settings)
+        settings = {"num_steps": steps_of(steps, device_of(device)), "topk": topk, "num_draft_tokens": draft_tokens}
+    engine = attach(model, *draft_of(draft), tokenizer=tokenizer, **settings)
     question: Any = prompt if raw else [{"role": "user", "content": prompt}]
     pieces = engine.stream(question, max_new_tokens=max_new_tokens, stop=stop, **given)
     print(statistics(print_stream(pieces)), file=sys.stderr)
@@ -126,8 +130,8 @@ def chat(
 ) -> None:
     """Chat in the terminal; an empty line starts again, Ctrl-C ends an answer, Ctrl-D the chat."""
     model, tokenizer = load(target, dtype, device)
-    settings: dict[str, Any] = {} if draft == "none" else {"num_steps": _steps(steps, _device(device))}
-    engine = attach(model, *_draft(draft), tokenizer=tokenizer, **settings)
+    settings: dict[str, Any] = {} if draft == "none" else {"num_steps": steps_of(steps, device_of(device))}
+    engine = attach(model, *draft_of(draft), tokenizer=tokenizer, **settings)
     law: dict[str, Any] = {}
     if temperature is not None:
         law = {"temperature": temperature or None, "do_sample": temperature > 0}
@@ -218,28 +222,10 @@ def _name_of(target: str) -> str:
     return "135m" if target == BUNDLED else Path(target).name.lower().removesuffix(".gguf")
 
 
-def _device(device: str) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-
-
-def _steps(steps: int | None, device: str) -> int:
-    """Return `steps`, by default 3, or 2 on CPU, where a product of up to three rows costs what one row costs."""
-    return steps if steps is not None else (2 if device == "cpu" else 3)
-
-
-def _draft(draft: str) -> tuple[Path | str | None, str | None]:
-    """Return draft and algo as `attach` takes them, for a draft named on the command line."""
-    if draft == "none":
-        return None, None
-    if draft in algorithms() and not algorithms()[draft].has_model:
-        return None, draft
-    return shipped.find(draft), "auto"
-
-
 def _drafts(values: list[str]) -> dict[str, tuple[Path | str | None, str | None]]:
     """Return draft and algo of each of `values`, by its name in the results."""
     each = [name for v in values for name in (shipped.available() if v == SHIPPED else [v])]
-    return {name: _draft(value) for name, value in _by_name(each, "name").items()}
+    return {name: draft_of(value) for name, value in _by_name(each, "name").items()}
 
 
 def _by_name(values: list[str], part: str) -> dict[str, str]:

@@ -26,6 +26,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDeco
 from specdec.doors.lockstep import Lockstep
 from specdec.engine.generation import Settings
 from specdec.engine.scheduler import Request
+from specdec.engine.scoring import continuation_logits
 
 WAYS = ("raise", "fallback")
 # Arguments of a model's forward that transformers adds to every call, or that change nothing here.
@@ -82,8 +83,11 @@ class EngineGenerate:
             warnings.warn(f"decoded by transformers, without speculation: {error}", stacklevel=4)
             return loop(model, input_ids, *prepared, streamer=streamer, **model_kwargs)
         sequences = _run(self.engine, call)
-        is_dict = generation_config.return_dict_in_generate
-        return GenerateDecoderOnlyOutput(sequences=sequences) if is_dict else sequences
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences, **_scores(self.engine, call, sequences, logits_processor, generation_config)
+        )
 
 
 def install(engine: Any, on_unsupported: str) -> Callable[[], None]:
@@ -201,6 +205,27 @@ def _run(engine: Any, call: Call) -> torch.Tensor:
     return rows.sequences()
 
 
+def _scores(
+    engine: Any, call: Call, sequences: torch.Tensor, processors: Any, config: Any
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Return logits and processed scores of every column, [B, V] fp32 each, if they are asked for.
+
+    Rounds keep no logits: the target reads all sequences once more, as a prefill, which gives the same up to rounding.
+    """
+    wanted = {name for name in ("scores", "logits") if getattr(config, f"output_{name}")}
+    if not wanted:
+        return {}
+    width = call.input_ids.shape[1]
+    prompts = [request.prompt_ids for request in call.requests]
+    by_row = continuation_logits(engine._attached(), prompts, sequences[:, width:].tolist())
+    logits = torch.stack(by_row, 1).unbind()
+    found = {"logits": logits} if "logits" in wanted else {}
+    if "scores" in wanted:
+        befores = (sequences[:, : width + i] for i in range(len(logits)))
+        found["scores"] = tuple(processors(ids, row.clone()) for ids, row in zip(befores, logits, strict=True))
+    return found
+
+
 def _put(streamer: Any, columns: list[list[int]]) -> None:
     """Give new tokens to a streamer: those of one row together, else one token of every row a call."""
     if streamer is None or not columns:
@@ -216,6 +241,7 @@ def _without_ends(config: Any) -> Any:
     """Copy `config` without what transformers has done already, and what its criteria do."""
     config = copy(config)
     config.num_return_sequences, config.max_time, config.stop_strings = 1, None, None
+    config.output_scores = config.output_logits = False
     return config
 
 

@@ -132,9 +132,7 @@ def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None, algo:
     return Core(parts), why
 
 
-def _load_draft(
-    draft: Source, algo: str, target: HFTarget, config: EngineConfig, tokenizer: Any
-) -> Draft:
+def _load_draft(draft: Source, algo: str, target: HFTarget, config: EngineConfig, tokenizer: Any) -> Draft:
     if algo == "standalone":
         assert not isinstance(draft, TensorFiles), "a whole model is loaded from where it lies"
         model = load_standalone(draft, target, tokenizer)

@@ -69,8 +69,8 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         "token_healing": (_OFF, "trim the prompt yourself"),
         "penalty_alpha": (_OFF, "contrastive search is not supported"),
         "dola_layers": (_unless(), "DoLa decoding is not supported"),
-        "output_scores": (_OFF, "scores are not returned"),
-        "output_logits": (_OFF, "logits are not returned"),
+        "output_scores": (_OFF, "model.generate returns them under engine.install()"),
+        "output_logits": (_OFF, "model.generate returns them under engine.install()"),
         "output_attentions": (_OFF, "attentions are not returned"),
         "output_hidden_states": (_OFF, "hidden states are not returned"),
     }

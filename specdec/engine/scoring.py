@@ -5,7 +5,7 @@ that run beside it go on in between.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -65,14 +65,43 @@ class Piece(NamedTuple):
     end: int
 
 
-# Number of the pair and log-probability [n, 1] of scored tokens, and whether they are the most likely [n].
-Scored = tuple[np.ndarray, torch.Tensor, torch.Tensor]
+class Scored(NamedTuple):
+    """What one product of the head says: of each scored token its pair's number, itself, and the logits that came
+    before it: [n] int64 on the host, [n] int64 and [n, V] on the device."""
+
+    owners: np.ndarray
+    tokens: torch.Tensor
+    logits: torch.Tensor
 
 
 def score(core: Core, tokenizer: Any, prompts: Any, continuations: Any) -> list[Score]:
     """Score a continuation for every prompt; see `Engine.score`."""
     pairs = _checked(core, tokenizer, prompts, continuations)
-    waiting, scored = deque(_grouped(pairs)), []
+    owners, logprobs, is_best = [], [], []
+    for part in _scored(core, pairs):
+        owners.append(part.owners)
+        logprobs.append(token_logprobs(part.logits.unsqueeze(1), part.tokens.unsqueeze(1), 0)[:, 0, 0])
+        is_best.append(part.logits.argmax(-1) == part.tokens)
+    return _sums(np.concatenate(owners), torch.cat(logprobs), torch.cat(is_best), len(pairs))
+
+
+def continuation_logits(
+    core: Core, prompts: Sequence[list[int]], continuations: Sequence[list[int]]
+) -> list[torch.Tensor]:
+    """Return the target's logits before each token of every continuation, [n, V] fp32 on the device.
+
+    Both are token ids. ValueError and CapacityError as for `Engine.score`.
+    """
+    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for part in _scored(core, _checked(core, None, prompts, continuations)):
+        for owner, logits in zip(part.owners.tolist(), part.logits.float().unbind(), strict=True):
+            rows[owner].append(logits)
+    return [torch.stack(own) for own in rows]
+
+
+def _scored(core: Core, pairs: Sequence[Pair]) -> Iterator[Scored]:
+    """Run the target over all `pairs`; tokens of a pair come in order."""
+    waiting = deque(_grouped(pairs))
     while waiting:
         with core.turns, on_device(core.device), torch.inference_mode():
             core.submit(())  # nothing but its checks: attached, and no weight has moved
@@ -81,13 +110,12 @@ def score(core: Core, tokenizer: Any, prompts: Any, continuations: Any) -> list[
             try:
                 group = [(waiting.popleft(), row) for row in rows]
                 for pieces in _prefills(group, core.config.max_prefill_tokens):
-                    scored += _prefill(core, pieces)
+                    yield from _prefill(core, pieces)
             finally:
                 for row in rows:
                     core.slot_tables.release(row)
         if not rows:
             core.step()  # they are other requests' rows, and their callers may be in this very thread
-    return _sums(scored, len(pairs))
 
 
 def _checked(core: Core, tokenizer: Any, prompts: Any, continuations: Any) -> list[Pair]:
@@ -160,7 +188,7 @@ def _prefills(group: Sequence[tuple[Scorable, int]], most: int) -> list[list[Pie
     return [[Piece(sequence, row, begin, min(begin + most, sequence.num_fed))] for begin in begins]
 
 
-def _prefill(core: Core, pieces: Sequence[Piece]) -> list[Scored]:
+def _prefill(core: Core, pieces: Sequence[Piece]) -> Iterator[Scored]:
     """Run the target's layers over `pieces`, and its head where a token is scored."""
     tables, lens = core.slot_tables, [p.end - p.begin for p in pieces]
     rows = [p.row for p in pieces]
@@ -170,14 +198,10 @@ def _prefill(core: Core, pieces: Sequence[Piece]) -> list[Scored]:
     ids = copy_to(core.device, np.concatenate([p.sequence.fed[p.begin : p.end] for p in pieces]))
     hidden, _aux = core.prefill.target(metadata, ids)
     owners, places, tokens = _scored_places(pieces, lens)
-    scored = []
     for at in range(0, len(places), HEAD_ROWS):
         some = slice(at, at + HEAD_ROWS)
         logits = core.target.head(hidden.index_select(0, copy_to(core.device, places[some])))
-        wanted = copy_to(core.device, tokens[some])
-        logprobs = token_logprobs(logits.unsqueeze(1), wanted.unsqueeze(1), 0)[:, 0, 0]
-        scored.append((owners[some], logprobs, logits.argmax(-1) == wanted))
-    return scored
+        yield Scored(owners[some], copy_to(core.device, tokens[some]), logits)
 
 
 def _scored_places(pieces: Sequence[Piece], lens: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -193,11 +217,9 @@ def _scored_places(pieces: Sequence[Piece], lens: Sequence[int]) -> tuple[np.nda
     return np.concatenate(owners), np.concatenate(places), np.concatenate(tokens)
 
 
-def _sums(scored: Sequence[Scored], count: int) -> list[Score]:
+def _sums(owners: np.ndarray, logprobs: torch.Tensor, is_best: torch.Tensor, count: int) -> list[Score]:
     """Add up tokens by pair, on the host: the only place that waits for the device."""
-    owners = torch.from_numpy(np.concatenate([part[0] for part in scored]))
-    logprobs = torch.cat([part[1] for part in scored]).cpu().double()
-    misses = torch.cat([~part[2] for part in scored]).cpu().double()
-    totals = torch.zeros(count, dtype=torch.float64).index_add_(0, owners, logprobs)
-    num_missed = torch.zeros(count, dtype=torch.float64).index_add_(0, owners, misses)
+    index = torch.from_numpy(owners)
+    totals = torch.zeros(count, dtype=torch.float64).index_add_(0, index, logprobs.cpu().double())
+    num_missed = torch.zeros(count, dtype=torch.float64).index_add_(0, index, (~is_best).cpu().double())
     return [Score(t, m == 0) for t, m in zip(totals.tolist(), num_missed.tolist(), strict=True)]

@@ -1,0 +1,27 @@
+"""What options of several commands stand for: devices, draft depths, drafts."""
+
+from pathlib import Path
+
+import torch
+
+from specdec import shipped
+from specdec.draft.algorithms import algorithms
+
+
+def device_of(device: str) -> str:
+    """Return `device`, for "auto" CUDA where there is any."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def steps_of(steps: int | None, device: str) -> int:
+    """Return `steps`, by default 3, or 2 on CPU, where a product of up to three rows costs what one row costs."""
+    return steps if steps is not None else (2 if device == "cpu" else 3)
+
+
+def draft_of(draft: str) -> tuple[Path | str | None, str | None]:
+    """Return draft and algo as `attach` takes them, for a draft named on the command line."""
+    if draft == "none":
+        return None, None
+    if draft in algorithms() and not algorithms()[draft].has_model:
+        return None, draft
+    return shipped.find(draft), "auto"

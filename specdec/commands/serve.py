@@ -1,0 +1,74 @@
+"""`specdec serve`: an engine behind an HTTP server in the form of OpenAI's API."""
+
+import signal
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from specdec import shipped
+from specdec.api import attach
+from specdec.commands.choices import draft_of, steps_of
+from specdec.targets.pretrained import BUNDLED
+from specdec.train.cli import Device, Dtype
+from specdec.train.target import load
+
+
+def serve_command(
+    target: Annotated[str, typer.Argument(help="Hub id, folder, .gguf file or 'bundled' (SmolLM2-135M-Instruct).")],
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Folder, .gguf file, Hub id, 'lookup' or 'none'; default: none, but 'shipped' for bundled."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Draft depth S; default 2 on CPU, 3 on CUDA.")] = None,
+    topk: Annotated[int, typer.Option(help="Branches per step K; 1 drafts a chain.")] = 1,
+    draft_tokens: Annotated[int | None, typer.Option(help="Nodes verified per round D, root included.")] = None,
+    max_batch: Annotated[int, typer.Option(help="Requests decoded together; more wait.")] = 32,
+    max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt plus text; default: up to 2048.")] = None,
+    num_slots: Annotated[
+        int | None, typer.Option(help="Tokens of the KV pool; default: all rows at their most.")
+    ] = None,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are answered with 429.")] = 256,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="Name of the model in requests; default: the target's.")] = None,
+    grace: Annotated[float, typer.Option(help="Seconds that running requests have after SIGTERM or Ctrl-C.")] = 10.0,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the target's layers.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Serve a target over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
+
+    Fields of a request that are not honoured are refused by name. SIGTERM and Ctrl-C let running requests end.
+    """
+    try:
+        import uvicorn
+
+        from specdec.serve.server import build_app
+    except ImportError as error:
+        raise ValueError(f"{error.name} is missing: pip install 'specdec-toolkit[serve]'") from error
+
+    model, tokenizer = load(target, dtype, device)
+    settings: dict[str, Any] = {"max_batch": max_batch, "num_slots": num_slots, "compile": compile}
+    if max_seq_len is not None:
+        settings["max_seq_len"] = max_seq_len
+    draft = draft or (shipped.SMOLLM2_EAGLE3 if target == BUNDLED else "none")
+    if draft != "none":
+        settings |= {"num_steps": steps_of(steps, model.device.type), "topk": topk, "num_draft_tokens": draft_tokens}
+    engine = attach(model, *draft_of(draft), tokenizer=tokenizer, **settings)
+    app = build_app(engine, name or target, max_waiting)
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            app.state.stepper.drain(grace)
+            super().handle_exit(sig, frame)
+
+    # The server sends itself the signal again when it has ended; that must not keep us from detaching.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    try:
+        # Requests that are ended after `grace` are told so; the server's own limit, which cuts connections, is later.
+        Server(uvicorn.Config(app, host, port, timeout_graceful_shutdown=int(grace) + 3)).run()
+    finally:
+        app.state.stepper.close()
+        engine.detach()

@@ -1,0 +1,1 @@
+"""An HTTP server in the form of OpenAI's API; the optional packages it needs are imported only here."""

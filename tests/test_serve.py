@@ -1,0 +1,441 @@
+"""`specdec serve`: OpenAI's client against a real server; greedy text equals `engine.generate`'s, and nothing leaks."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+import specdec
+from specdec import shipped
+from specdec.commands.serve import serve_command
+from tests.test_text import TOKENIZER
+from tests.tiny_models import tiny_model
+from tests.train_models import save_target, tiny_target
+
+httpx = pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
+uvicorn = pytest.importorskip("uvicorn")
+parser = pytest.importorskip("prometheus_client.parser")
+build_app = pytest.importorskip("specdec.serve.server").build_app
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NAME = "smollm2"
+CHAT = [{"role": "user", "content": "Name three fruits."}]
+MAX_BATCH, MAX_SEQ_LEN, MAX_WAITING = 16, 192, 64
+
+
+@dataclass
+class Served:
+    """A server that runs, its engine, and clients."""
+
+    engine: specdec.Engine
+    app: object
+    server: object
+    url: str
+
+    def __post_init__(self):
+        self.api = openai.OpenAI(base_url=f"{self.url}/v1", api_key="-", max_retries=0, timeout=60)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    def post(self, body, path="/v1/chat/completions"):
+        content = body if isinstance(body, bytes) else json.dumps(body)
+        return self.http.post(path, content=content, headers={"content-type": "application/json"})
+
+    def metrics(self):
+        families = parser.text_string_to_metric_families(self.http.get("/metrics").text)
+        return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+    def assert_free(self, seconds=10.0):
+        """All rows and pages come back soon, and nothing is left to do."""
+        end = time.monotonic() + seconds
+        while (self.app.state.stepper.jobs or self.report_free() < self.total) and time.monotonic() < end:
+            time.sleep(0.02)
+        self.engine.check_integrity()
+        assert self.report_free() == self.total and not self.app.state.stepper.jobs
+
+    def report_free(self):
+        return self.engine.report().num_free_pages
+
+    @property
+    def total(self):
+        return self.engine.report().num_pages
+
+
+@contextmanager
+def serving(engine, max_waiting=MAX_WAITING, name=NAME):
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    app = build_app(engine, name, max_waiting)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=10))
+    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    served = Served(engine, app, server, f"http://127.0.0.1:{sock.getsockname()[1]}")
+    try:
+        yield served
+    finally:
+        served.api.close()
+        served.http.close()
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def smol(smollm2):
+    model, tokenizer = smollm2
+    settings = dict(max_batch=MAX_BATCH, max_seq_len=MAX_SEQ_LEN, num_steps=2)
+    engine = specdec.attach(model, shipped.path(), tokenizer=tokenizer, **settings)
+    with serving(engine) as served:
+        yield served
+    engine.detach()
+
+
+@pytest.fixture
+def tiny():
+    """A server of a random model, of 4 rows, where 2 requests may wait."""
+    engine = specdec.attach(tiny_model("llama"), tokenizer=TOKENIZER, max_batch=4, max_seq_len=500)
+    with serving(engine, max_waiting=2, name="tiny") as served:
+        yield served
+    engine.detach()
+
+
+def streamed(chunks):
+    """Text, finish reason and usage of the chunks of one choice."""
+    text, reason, usage = "", None, None
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += (choice.delta.content if hasattr(choice, "delta") else choice.text) or ""
+            reason = choice.finish_reason or reason
+    return text, reason, usage
+
+
+def test_greedy_text_is_that_of_generate(smol):
+    expected = smol.engine.generate(CHAT, max_new_tokens=10).requests[0]
+    args = dict(model=NAME, messages=CHAT, max_tokens=10)
+    for law in ({}, {"temperature": 0, "top_p": 0.9}):
+        out = smol.api.chat.completions.create(**args, **law)
+        assert out.choices[0].message.content == expected.text and out.choices[0].finish_reason == "length"
+        assert out.object == "chat.completion" and out.choices[0].message.role == "assistant"
+        assert (out.usage.prompt_tokens, out.usage.completion_tokens) == (len(expected.prompt_ids), 10)
+    parts = [{"type": "text", "text": t} for t in ("Name three", " fruits.")]
+    args = dict(model=NAME, messages=[{"role": "user", "content": parts}], max_completion_tokens=10, stream=True)
+    chunks = list(smol.api.chat.completions.create(**args, stream_options={"include_usage": True}))
+    assert streamed(chunks)[:2] == (expected.text, "length") and chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage.completion_tokens == 10 and not chunks[-1].choices
+    assert len(chunks) > 4 and len({chunk.id for chunk in chunks}) == 1
+
+
+def test_completions_of_strings_and_ids(smol):
+    prompts = ["The capital of France is", "Two and two make"]
+    expected = smol.engine.generate(prompts, max_new_tokens=6)
+    ids = [r.prompt_ids for r in expected.requests]
+    for prompt in (prompts, ids):
+        out = smol.api.completions.create(model=NAME, prompt=prompt, max_tokens=6, n=2)
+        assert [c.text for c in out.choices] == [t for t in expected.texts for _ in range(2)]
+        assert [c.index for c in out.choices] == [0, 1, 2, 3]
+        assert out.usage.prompt_tokens == sum(map(len, ids)) and out.usage.completion_tokens == 24
+    chunks = smol.api.completions.create(model=NAME, prompt=ids[0], max_tokens=6, stream=True)
+    assert streamed(chunks)[0] == expected.texts[0]
+    assert smol.api.completions.create(model=NAME, prompt=prompts[0]).usage.completion_tokens == 16
+
+
+def test_the_bytes_of_a_stream(smol):
+    response = smol.post({"messages": CHAT, "max_tokens": 3, "stream": True})
+    lines = response.text.split("\n\n")
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert lines[-2:] == ["data: [DONE]", ""] and all(line.startswith("data: {") for line in lines[:-2])
+    first, last = (json.loads(lines[i].removeprefix("data: ")) for i in (0, -3))
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert last["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}]
+
+
+def test_what_ends_a_text(smol):
+    whole = smol.engine.generate(CHAT, max_new_tokens=10).requests[0]
+    stop = whole.text[len(whole.text) // 2 :][:4]
+    ask = dict(model=NAME, messages=CHAT, max_tokens=10)
+    for stops in (stop, ["never", stop]):
+        out = smol.api.chat.completions.create(**ask, stop=stops).choices[0]
+        assert (out.message.content, out.finish_reason) == (whole.text.partition(stop)[0], "stop")
+    text, reason, _ = streamed(smol.api.chat.completions.create(**ask, stop=stop, stream=True))
+    assert (text, reason) == (whole.text.partition(stop)[0], "stop")
+    out = smol.api.chat.completions.create(**ask, extra_body={"stop_token_ids": [whole.tokens[2]]})
+    assert out.choices[0].finish_reason == "stop" and out.usage.completion_tokens == 3
+    banned = {str(token): -100 for token in whole.tokens}
+    assert smol.api.chat.completions.create(**ask, logit_bias=banned).choices[0].message.content != whole.text
+
+
+def test_sampling_repeats_with_its_seed(smol):
+    ask = dict(model=NAME, messages=CHAT, max_tokens=5, temperature=1.5, n=2)
+
+    def texts(**options):
+        return [c.message.content for c in smol.api.chat.completions.create(**ask, **options).choices]
+
+    assert texts(seed=5) == texts(seed=5) != texts(seed=7)
+    law = dict(do_sample=True, temperature=1.5, seed=5, max_new_tokens=5)
+    assert texts(seed=5) == smol.engine.generate([CHAT, CHAT], **law).texts
+
+
+def test_64_streams_at_once(smol):
+    prompts = [f"{n} and" for n in range(16)] * 4
+    expected = smol.engine.generate(prompts[:16], max_new_tokens=4).texts * 4
+    before = smol.metrics()
+
+    def one(prompt):
+        return streamed(smol.api.completions.create(model=NAME, prompt=prompt, max_tokens=4, stream=True))[0]
+
+    with ThreadPoolExecutor(64) as pool:
+        assert list(pool.map(one, prompts)) == expected
+    smol.assert_free()
+    rounds = ("specdec_eager_total", "round")
+    assert (
+        smol.metrics()[rounds] - before[rounds] <= 64
+    )  # 3 tokens each after the first, at least two rounds: 128 one by one
+
+
+def test_clients_that_vanish(smol):
+    body = {"prompt": "Once upon a time", "max_tokens": 150, "ignore_eos": True}
+    before = smol.metrics()
+    for _ in range(2):
+        with smol.http.stream("POST", "/v1/completions", json={**body, "stream": True, "n": 2}) as response:
+            next(response.iter_lines())
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{smol.url}/v1/completions", json=body, timeout=0.3)
+    smol.assert_free()
+    after = smol.metrics()
+    assert after["specdec_requests_total", "499"] - before.get(("specdec_requests_total", "499"), 0) == 4
+    assert after["specdec_tokens_total",] - before["specdec_tokens_total",] < 6 * 150
+
+
+HALF = [{"role": "user", "content": "\ud800"}]
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+BAD_CHATS = [  # fields, the field at fault, what the message says
+    ({"foo": 1}, "foo", "not permitted"),
+    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"n": True}, "n", "integer"),
+    ({"max_tokens": "5"}, "max_tokens", "integer"),
+    ({"max_tokens": 0}, "max_tokens", "greater"),
+    ({"max_completion_tokens": 5}, "max_tokens", "one of the two"),
+    ({"stream": "yes"}, "stream", "boolean"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
+    ({"logprobs": True}, "logprobs", "not support"),
+    ({"top_logprobs": 3}, "top_logprobs", "not support"),
+    ({"tools": [{"type": "function"}]}, "tools", "not support"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not support"),
+    ({"presence_penalty": 0.5}, "presence_penalty", "not support"),
+    ({"frequency_penalty": -1}, "frequency_penalty", "not support"),
+    ({"temperature": -1}, "temperature", "greater"),
+    ({"temperature": float("nan")}, "temperature", "greater"),
+    ({"temperature": 1e-9}, "temperature", "finite number"),
+    ({"top_p": 0.9}, "top_p", "temperature"),
+    ({"top_p": 2, "temperature": 0}, "top_p", "less"),
+    ({"seed": -1}, "seed", "greater"),
+    ({"stop": ""}, "stop", "empty"),
+    ({"stop": [1]}, "stop", "string"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "pattern"),
+    ({"logit_bias": {"5": float("inf")}}, "logit_bias", "inf"),
+    ({"logit_bias": {"999999": 1}}, None, "vocabulary"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": "hi"}, "messages", "list"),
+    ({"messages": HALF}, "messages", "surrogates"),
+    ({"messages": IMAGE}, "messages", "text"),
+    ({"messages": [{"role": "bot", "content": "x"}]}, "messages", "assistant"),
+    ({"max_tokens": 1000}, None, "max_seq_len"),
+    ({"max_tokens": None, "messages": [{"role": "user", "content": "word " * 300}]}, None, "max_seq_len"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), BAD_CHATS, ids=[next(iter(f)) for f, _, _ in BAD_CHATS])
+def test_bad_fields_are_named(smol, fields, param, says):
+    for stream in ({}, {"stream": True}):
+        if "stream" not in fields and not ("stream_options" in fields and stream):
+            response = smol.post({"messages": CHAT, "max_tokens": 2, **fields, **stream})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, param) and says in error["message"]
+            assert error["type"] == "invalid_request_error"
+            assert (error["code"] == "context_length_exceeded") == (says == "max_seq_len")
+
+
+BAD_TEXTS = [b"{", b"[]", b"\xff\xfe", b"[" * 99999, b'{"prompt": "x"} x', b"", b"{}"]
+BAD_TEXTS += [
+    {"prompt": p} for p in ("", [], [[]], [True], [-1], [10**30], [1.5], [CHAT], CHAT, None, {"a": 1}, "\udc00")
+]
+BAD_TEXTS += [{"prompt": "x", name: 1} for name in ("logprobs", "echo", "suffix", "messages", "tools")]
+BAD_TEXTS += [{"prompt": "x", "logprobs": 0}, {"prompt": "x", "best_of": 2}]
+
+
+def test_bad_bodies(smol):
+    for body in BAD_TEXTS:
+        response = smol.post(body, "/v1/completions")
+        assert response.status_code == 400 and response.json()["error"]["message"], body
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logprobs": None, "best_of": 1, "echo": False, "n": 1}
+    assert smol.post({"prompt": "x", "max_tokens": 1, **neutral}, "/v1/completions").status_code == 200
+    assert smol.post({"prompt": "x" * 17_000_000}, "/v1/completions").status_code == 413
+    with pytest.raises(openai.NotFoundError, match="only 'smollm2' is served"):
+        smol.api.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="logprobs"):
+        smol.api.chat.completions.create(model=NAME, messages=CHAT, logprobs=True)
+    assert smol.http.get("/v1/nothing").json()["error"]["message"] == "Not Found"
+
+
+def test_models_health_and_metrics(smol):
+    assert [m.id for m in smol.api.models.list()] == [NAME]
+    assert smol.http.get("/health").json() == {"status": "ok"}
+    smol.post({"messages": CHAT, "max_tokens": 6})
+    found = smol.metrics()
+    assert 1 < found["specdec_tau",] <= 3 and found["specdec_requests_total", "200"] > 0
+    assert found["specdec_kv_pages_free",] == found["specdec_kv_pages",] == smol.total
+    assert found["specdec_requests_running",] == found["specdec_requests_waiting",] == 0
+    assert found["specdec_replays_total", "round"] == 0 < found["specdec_eager_total", "round"]
+
+
+def long(**more):
+    return {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, **more}
+
+
+@contextmanager
+def long_stream(served, **more):
+    """A stream that has begun; yields the lines that follow."""
+    with served.http.stream("POST", "/v1/completions", json=long(stream=True, **more)) as response:
+        lines = response.iter_lines()
+        next(lines)
+        yield lines
+
+
+def test_too_many_requests(tiny):
+    response = tiny.post(long(n=7), "/v1/completions")
+    assert response.status_code == 429 and "at most 6" in response.json()["error"]["message"]
+    with long_stream(tiny, n=5):
+        found = tiny.metrics()
+        assert (found["specdec_requests_running",], found["specdec_requests_waiting",]) == (4, 1)
+        with pytest.raises(openai.RateLimitError):
+            tiny.api.completions.create(model="tiny", prompt=[5], n=2)
+        assert tiny.report_free() < tiny.total
+    tiny.assert_free()
+    assert tiny.api.completions.create(model="tiny", prompt=[5], max_tokens=2).usage.completion_tokens == 2
+
+
+def test_a_failure_is_told_to_its_client_only(tiny, monkeypatch):
+    good, bad = (tiny.engine.generate(p, max_new_tokens=40, ignore_eos=True).tokens[0] for p in ([5, 6, 7], [9]))
+    token = next(t for t in bad if t not in good)
+    decode = type(TOKENIZER).decode
+
+    def unlucky(self, ids, **options):
+        if token in ids:
+            raise KeyError("no such token")
+        return decode(self, ids, **options)
+
+    monkeypatch.setattr(type(TOKENIZER), "decode", unlucky)
+    bodies = [{**long(max_tokens=40), "prompt": prompt} for prompt in ([5, 6, 7], [9])]
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda body: tiny.post(body, "/v1/completions"), bodies))
+    assert [a.status_code for a in answers] == [200, 500]
+    assert answers[0].json()["choices"][0]["text"] == TOKENIZER.decode(good)
+    assert answers[1].json()["error"]["type"] == "server_error"
+    tiny.assert_free()
+
+
+def test_a_step_that_fails(tiny, monkeypatch):
+    step, calls = tiny.engine.step, []
+
+    def broken():
+        calls.append(1)
+        if len(calls) == 20:
+            raise RuntimeError("a launch failed")
+        return step()
+
+    monkeypatch.setattr(tiny.engine, "step", broken)
+    with long_stream(tiny) as lines:
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["type"] == "server_error"
+    assert "a launch failed" in rest[-1] and "data: [DONE]" not in rest
+    tiny.assert_free()
+    assert tiny.api.completions.create(model="tiny", prompt=[5], max_tokens=2).usage.completion_tokens == 2
+
+
+def test_draining_lets_running_requests_end(tiny):
+    with long_stream(tiny) as lines:
+        tiny.app.state.stepper.drain(60)
+        assert tiny.http.get("/health").status_code == 503
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            tiny.api.completions.create(model="tiny", prompt=[5])
+        tiny.server.should_exit = True
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and '"finish_reason": "length"' in rest[-2]
+
+
+def test_draining_ends_what_takes_too_long(tiny):
+    with long_stream(tiny) as lines:
+        tiny.app.state.stepper.drain(0.05)
+        rest = [line for line in lines if line]
+    assert "shutting down" in rest[-1] and len(rest) < 400
+    tiny.assert_free()
+
+
+def test_an_engine_that_is_detached(tiny):
+    spare = specdec.attach(tiny_model("llama"), tokenizer=TOKENIZER, max_seq_len=400)
+    with serving(spare) as served, long_stream(served, max_tokens=300) as lines:
+        spare.detach()
+        assert "detached" in [line for line in lines if line][-1]
+        assert served.post(long(max_tokens=2), "/v1/completions").status_code == 503
+
+
+def test_the_command_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ValueError, match=r"uvicorn.*pip install 'specdec-toolkit\[serve\]'"):
+        serve_command("no such target")
+
+
+COMMAND = """
+import sys
+from specdec.commands.main import main
+assert not {"fastapi", "uvicorn", "prometheus_client"} & set(sys.modules), "imported before they are needed"
+main()
+"""
+
+
+def test_the_command_ends_well_on_sigterm(tmp_path):
+    save_target(tiny_target(), tmp_path / "target")
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    arguments = ["serve", str(tmp_path / "target"), "--port", str(port), "--device", "cpu", "--name", "tiny"]
+    command = [sys.executable, "-c", COMMAND, *arguments]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
+    try:
+        transport = httpx.HTTPTransport(retries=0)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", transport=transport, timeout=30) as client:
+            wait_for(client, process)
+            body = {"messages": [{"role": "user", "content": "w7 w9"}], "stream": True, "max_tokens": 200}
+            with client.stream("POST", "/v1/chat/completions", json={**body, "ignore_eos": True}) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"finish_reason": "length"' in rest[-2]
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(client, process):
+    for _ in range(600):
+        try:
+            return client.get("/health").raise_for_status()
+        except httpx.TransportError:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.1)
+    raise AssertionError("the server did not start")
