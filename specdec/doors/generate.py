@@ -168,7 +168,7 @@ def _read(
     mask = torch.ones_like(input_ids) if mask is None else mask
     prompts = [row[keep].tolist() for row, keep in zip(input_ids.cpu(), mask.cpu().bool(), strict=True)]
     config = _without_ends(config)
-    settings = Settings.merge(config)  # ValueError names the first that the engine does not honour
+    settings = Settings.merge(None, config)  # ValueError names the first that the engine does not honour
     if not bool(mask.all()):
         _refuse_counted_padding(settings)
     limits = [c.max_length - length for c in criteria if type(c) is MaxLengthCriteria]

@@ -1,0 +1,66 @@
+"""README's Python blocks are run as they stand, on the real model; only the loading and the port are ours."""
+
+import doctest
+import re
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import specdec
+from specdec import shipped
+from specdec.custom_generate import engine_of
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+@pytest.fixture(scope="module")
+def port(smollm2):
+    """Of a server as `specdec serve bundled` would be, on any free port."""
+    uvicorn = pytest.importorskip("uvicorn")
+    from specdec.serve.server import build_app
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = free.getsockname()[1]
+    engine = specdec.attach(smollm2[0], shipped.path(), tokenizer=smollm2[1], num_steps=2, max_batch=4)
+    server = uvicorn.Server(uvicorn.Config(build_app(engine, "bundled"), port=number, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    yield number
+    server.should_exit = True
+    thread.join()
+    engine.detach()
+
+
+def blocks():
+    return re.findall(r"^```python\n(.*?)^```", README.read_text("utf-8"), re.M | re.S)
+
+
+def run(text, names):
+    """Run examples; a failure is shown as doctest shows it."""
+    lines: list[str] = []
+    test = doctest.DocTestParser().get_doctest(text, names, "README.md", str(README), 0)
+    assert test.examples
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    failed, _ = runner.run(test, out=lines.append, clear_globs=False)
+    names.update(test.globs)
+    assert not failed, "".join(lines)
+
+
+def test_every_block_says_what_happens(smollm2, request, monkeypatch):
+    pytest.importorskip("openai")
+    monkeypatch.setattr("specdec.targets.pretrained.load_pretrained", lambda: smollm2)
+    names: dict = {}
+    found = blocks()
+    assert len(found) == 4
+    for text in found[:3]:
+        run(text, names)
+    used = engine_of(smollm2[0])
+    assert used is not None and used.report().acceptance.num_rounds > 0, "the folder's engine decoded"
+    used.detach()
+    run(found[3].replace("8000", str(request.getfixturevalue("port"))), names)
