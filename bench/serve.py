@@ -72,7 +72,7 @@ def main() -> None:
         if row["what"] == "clients":
             table.add_row(*(str(row[name]) for name in names))
     Console(width=140).print(table)
-    config = {**vars(args), "out": None, "tau": round(app.state.stepper.acceptance.tau, 3)}
+    config = {**vars(args), "out": None, "tau": round(engine.report().acceptance.tau, 3)}
     engine.detach()
     path = write_results(args.out, "serve", args.shape or ("135m" if args.target == BUNDLED else "model"), config, rows)
     print(json.dumps({"file": path.name, "rows": rows}))

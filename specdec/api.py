@@ -96,7 +96,6 @@ class Engine:
         # An engine that is dropped without detach(), as in a notebook cell run again, leaves the model free.
         self._release = weakref.finalize(self, core.close)
         self._release.atexit = False
-        self._total = AcceptanceStats()
         self._installed = ExitStack()
 
     def generate(self, prompts: Any, **options: Any) -> GenerationOutput:
@@ -223,7 +222,7 @@ class Engine:
                     m.name: {"replays": c.replays, "eager": c.eager, "attention": core.served_by(m)}
                     for m, c in core.counters.forwards.items()
                 },
-                acceptance=self._total,
+                acceptance=AcceptanceStats().merge([core.acceptance]),
             )
 
     @property
@@ -290,7 +289,6 @@ class Engine:
         finally:
             with core.turns:
                 core.abandon([r for r in requests if r.finish_reason is None])
-                self._total = self._total.merge([r.acceptance for r in requests])
 
     @staticmethod
     def _raise_failure(request: Request) -> None:

@@ -155,6 +155,20 @@ def test_requests_wait_and_report_counts_paths():
     assert "tau" in str(report) and report.backend == "torch"
 
 
+def test_the_report_counts_what_callers_step_themselves():
+    model = tiny_model("llama")
+    engine = specdec.attach(model, random_head(model), max_batch=2, num_steps=3)
+    own = engine.submit([[5, 6, 7], [9, 8]], max_new_tokens=9, ignore_eos=True)
+    while engine.step():
+        pass
+    abandoned = engine.submit([[4, 4]], max_new_tokens=30, ignore_eos=True)
+    for _ in range(4):
+        engine.step()
+    engine.abandon(abandoned)
+    rounds = [r.acceptance.num_rounds for r in (*own, *abandoned)]
+    assert all(rounds) and engine.report().acceptance.num_rounds == sum(rounds)
+
+
 @pytest.mark.parametrize("num_draft_tokens", [2, 3, 4])
 def test_a_tree_smaller_than_its_depth(num_draft_tokens):
     """D <= S is allowed: no accepted path is longer than D then."""

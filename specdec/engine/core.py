@@ -25,6 +25,7 @@ from specdec.errors import DetachedError, GraphError
 from specdec.functional.results import first_tokens, line_width, unpack
 from specdec.functional.sampling import SamplingKind
 from specdec.graphs import GraphPool, ModuleWatch
+from specdec.metrics import AcceptanceStats
 from specdec.prefill.graphs import PrefillGraphs, resolve_prefill_mode
 from specdec.round.graphs import RoundGraphs
 from specdec.round.parts import Parts
@@ -58,6 +59,7 @@ class Core:
         self.graphs = RoundGraphs(self.round, parts, graph_pool)
         self._mailbox = Mailbox(device, most=config.max_batch * line_width(config.num_steps + 1, config.logprobs))
         self._batch = Batch([], torch.empty(0), SamplingKind.GREEDY)
+        self.acceptance = AcceptanceStats()  # of all requests, also those that others step or abandon
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
         self._is_launching = False  # whether the state of running requests may be half written
         self.is_closed = False
@@ -288,7 +290,8 @@ class Core:
         num_before = len(request.tokens)
         request.take(emitted.tokens, emitted.logprobs)
         if is_round:
-            request.acceptance.add(len(request.tokens) - num_before)
+            for stats in (request.acceptance, self.acceptance):
+                stats.add(len(request.tokens) - num_before)
             request.round_lens.append(len(request.tokens) - num_before)
         # Stop strings, which only text shows, are the one end that the device does not see.
         is_over = request.finish_reason is not None

@@ -21,7 +21,7 @@ class EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric; tokens and tau are of requests that have ended."""
+        """Yield every metric; tokens are of requests that have ended."""
         report, stepper = self.engine.report(), self.stepper
         jobs = list(stepper.jobs)
         running = sum(job.request is not None and job.request.is_running for job in jobs)
@@ -29,7 +29,7 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("specdec_requests_waiting", "Requests that wait for them", len(jobs) - running)
         yield GaugeMetricFamily("specdec_kv_pages_free", "Free pages of the KV pool", report.num_free_pages)
         yield GaugeMetricFamily("specdec_kv_pages", "Pages of the KV pool", report.num_pages)
-        yield GaugeMetricFamily("specdec_tau", "Tokens emitted over verify rounds", stepper.acceptance.tau)
+        yield GaugeMetricFamily("specdec_tau", "Tokens emitted over verify rounds", report.acceptance.tau)
         yield CounterMetricFamily("specdec_tokens", "Tokens emitted", stepper.num_tokens)
         for path, what in (("replays", "Graph replays"), ("eager", "Runs without a graph")):
             family = CounterMetricFamily(f"specdec_{path}", f"{what}, by runner", labels=["runner"])

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from specdec.api import Engine
 from specdec.engine.scheduler import Request
 from specdec.errors import DetachedError
-from specdec.metrics import AcceptanceStats
 
 
 class Closing(Exception):
@@ -54,14 +53,14 @@ class Job:
 
 
 class Stepper:
-    """Steps `engine` while there are jobs. acceptance, num_tokens: of the requests that have ended.
+    """Steps `engine` while there are jobs. num_tokens: of the requests that have ended.
 
     max_waiting: jobs that may wait beside those that run.
     """
 
     def __init__(self, engine: Engine, max_waiting: int):
         self.engine = engine
-        self.acceptance, self.num_tokens = AcceptanceStats(), 0
+        self.num_tokens = 0
         self.jobs: list[Job] = []  # appended to by the event loop; the rest is done by the thread
         self._most = engine.config.max_batch + max_waiting
         self._has_work = False
@@ -171,7 +170,6 @@ class Stepper:
         if job.request is not None:
             with suppress(DetachedError):
                 self.engine.abandon([job.request])
-            self.acceptance = self.acceptance.merge([job.request.acceptance])
             self.num_tokens += len(job.request.tokens)
 
     def _deliver(self) -> None:
