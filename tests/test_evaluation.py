@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -285,3 +286,17 @@ def test_mistakes_in_model_args_are_named(smollm2, monkeypatch):
     with pytest.raises(ValueError, match="the engine has no tokenizer"):
         specdec.doors.evaluation.EngineLM(engine)
     engine.detach()
+
+
+def test_a_reader_that_breaks_off_leaves_turn_and_rows(monkeypatch):
+    """Even while its traceback, and with it every frame, is kept."""
+    engine = specdec.attach(tiny_model("llama"), max_batch=2)
+    free = engine.report().num_free_pages
+    with monkeypatch.context() as patch:
+        patch.setattr("specdec.engine.scoring.token_logprobs", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as kept:
+            engine.score([[5, 6, 7]], [[8, 9]])
+    assert not torch.is_inference_mode_enabled()
+    with ThreadPoolExecutor(1) as other:
+        assert len(other.submit(engine.generate, [[5, 6]], max_new_tokens=3).result(timeout=60).tokens[0]) == 3
+    assert kept.value is not None and engine.report().num_free_pages == free

@@ -301,6 +301,8 @@ def test_kernels_are_named_in_reports():
     mixed._from = backends._from_tokens([LLAMA])
     assert mixed.served_by(ForwardMode.DECODE) == "triton"
     assert mixed.served_by(ForwardMode.EXTEND) == "flashinfer fa3 from about 1900 tokens on, triton below"
+    mixed._from = None  # no layer of the model is one that it takes
+    assert mixed.served_by(ForwardMode.EXTEND) == "triton"
     assert TorchBackend().served_by(ForwardMode.DECODE) == "torch"
     assert str(Kernel("fa3", torch.float16, 64, True, True)) == "fa3 d64 float16 window softcap"
     assert len(check.INT_FIELDS) == 15

@@ -52,14 +52,7 @@ class FlashInferBackend(TritonBackend):
 
     @classmethod
     def unusable_on(cls, device: torch.device) -> str | None:
-        problem = version_problem()
-        if problem is not None:
-            return problem
-        if device.type != "cuda":
-            return f"it needs CUDA, the model is on {device.type}"
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            return f"it needs compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
-        return import_problem()
+        return _device_problem(device) or import_problem()
 
     def prepare_for(
         self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, has_trees: bool = True
@@ -103,7 +96,7 @@ class MixedBackend(TritonBackend):
 
     @classmethod
     def unusable_on(cls, device: torch.device) -> str | None:
-        problem = FlashInferBackend.unusable_on(device)
+        problem = _device_problem(device)  # FlashInfer, which takes seconds to import, is asked for only if it is used
         if problem is None and not has_fa3(device):
             problem = f"its prefill kernel is for compute capability 9.0, not for {torch.cuda.get_device_name(device)}"
         return problem
@@ -120,8 +113,9 @@ class MixedBackend(TritonBackend):
                 return None
         except Exception as error:  # whatever is wrong with another library is no reason not to attach
             return f"FlashInfer is installed, but: {type(error).__name__}: {error}"
+        begin = _from_tokens([s for s in layers if _fits_fa3(s, dtype)])
         return (
-            f"long prefills ({_from_tokens(layers)}) would run on FlashInfer if its kernels were compiled "
+            f"long prefills ({begin}) would run on FlashInfer if its kernels were compiled "
             f"({', '.join(map(str, missing))}): do it once with `specdec backends build MODEL`"
         )
 
@@ -129,12 +123,15 @@ class MixedBackend(TritonBackend):
         self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, has_trees: bool = True
     ) -> None:
         """Build and load the prefill kernel, and check it; AttachError if it is not what is expected."""
-        kernels = _fa3_kernels(layers, dtype)
-        build(kernels)
-        self._modules = load(kernels)
-        self._prefill = PrefillAttention(self._modules, device)
-        self._from = _from_tokens(layers)
         taken = [s for s in layers if _fits_fa3(s, dtype)]
+        kernels = _fa3_kernels(taken, dtype)
+        if kernels:
+            problem = import_problem()
+            if problem is not None:
+                raise AttachError("with FlashInfer", [problem])
+            build(kernels)
+        self._prefill = PrefillAttention(load(kernels), device)
+        self._from = _from_tokens(taken) if taken else None
         self.min_prefill_flops = 0.0  # for the check, which is short
         problems = check_answers(self, taken, dtype, device, ("prefill",))
         self.min_prefill_flops = type(self).min_prefill_flops
@@ -142,7 +139,7 @@ class MixedBackend(TritonBackend):
             raise AttachError("with the installed FlashInfer: its prefill kernel is not what is expected", problems)
 
     def served_by(self, mode: ForwardMode) -> str:
-        if mode is not ForwardMode.EXTEND:
+        if mode is not ForwardMode.EXTEND or self._from is None:
             return "triton"
         return f"flashinfer fa3 {self._from}, triton below"
 
@@ -159,6 +156,18 @@ class MixedBackend(TritonBackend):
 
     def _takes(self, m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> bool:
         return _fits_fa3(layer, dtype) and prefill_flops(m, layer) >= self.min_prefill_flops
+
+
+def _device_problem(device: torch.device) -> str | None:
+    """Why FlashInfer cannot be used on `device`, told without importing it."""
+    problem = version_problem()
+    if problem is not None:
+        return problem
+    if device.type != "cuda":
+        return f"it needs CUDA, the model is on {device.type}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"it needs compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
+    return None
 
 
 def prefill_flops(m: AttentionMetadata, layer: LayerSpec) -> float:

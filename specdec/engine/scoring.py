@@ -5,7 +5,8 @@ that run beside it go on in between.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -78,10 +79,11 @@ def score(core: Core, tokenizer: Any, prompts: Any, continuations: Any) -> list[
     """Score a continuation for every prompt; see `Engine.score`."""
     pairs = _checked(core, tokenizer, prompts, continuations)
     owners, logprobs, is_best = [], [], []
-    for part in _scored(core, pairs):
-        owners.append(part.owners)
-        logprobs.append(token_logprobs(part.logits.unsqueeze(1), part.tokens.unsqueeze(1), 0)[:, 0, 0])
-        is_best.append(part.logits.argmax(-1) == part.tokens)
+    with closing(_scored(core, pairs)) as parts:
+        for part in parts:
+            owners.append(part.owners)
+            logprobs.append(token_logprobs(part.logits.unsqueeze(1), part.tokens.unsqueeze(1), 0)[:, 0, 0])
+            is_best.append(part.logits.argmax(-1) == part.tokens)
     return _sums(np.concatenate(owners), torch.cat(logprobs), torch.cat(is_best), len(pairs))
 
 
@@ -93,14 +95,18 @@ def continuation_logits(
     Both are token ids. ValueError and CapacityError as for `Engine.score`.
     """
     rows: list[list[torch.Tensor]] = [[] for _ in prompts]
-    for part in _scored(core, _checked(core, None, prompts, continuations)):
-        for owner, logits in zip(part.owners.tolist(), part.logits.float().unbind(), strict=True):
-            rows[owner].append(logits)
+    with closing(_scored(core, _checked(core, None, prompts, continuations))) as parts:
+        for part in parts:
+            for owner, logits in zip(part.owners.tolist(), part.logits.float().unbind(), strict=True):
+                rows[owner].append(logits)
     return [torch.stack(own) for own in rows]
 
 
-def _scored(core: Core, pairs: Sequence[Pair]) -> Iterator[Scored]:
-    """Run the target over all `pairs`; tokens of a pair come in order."""
+def _scored(core: Core, pairs: Sequence[Pair]) -> Generator[Scored, None, None]:
+    """Run the target over all `pairs`; tokens of a pair come in order.
+
+    The engine's turn and rows are held while a reader works, so it must close this if it breaks off.
+    """
     waiting = deque(_grouped(pairs))
     while waiting:
         with core.turns, on_device(core.device), torch.inference_mode():
