@@ -1,0 +1,124 @@
+"""`specdec bench`: measurements of drafts, engines and machines."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specdec import shipped
+from specdec.commands.choices import draft_of
+from specdec.functional.sampling import SamplingParams
+from specdec.heads.load import detect_algo
+from specdec.measure.acceptance import Shape, acceptance, print_rows
+from specdec.measure.results import write_results
+from specdec.targets.pretrained import BUNDLED
+from specdec.text.prompts import chat_ids, read_questions
+from specdec.train.cli import Device, Dtype, Target
+from specdec.train.target import load
+
+app = typer.Typer(help="Measurements.", no_args_is_help=True)
+
+SHIPPED = "shipped"
+
+
+@app.command("acceptance")
+def bench_acceptance(
+    prompts: Annotated[
+        list[str], typer.Option(help="JSON lines with turns, question or prompt. Repeat it, or separate by commas.")
+    ],
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(help="Folders, Hub ids, names of shipped drafts, 'shipped' (all of them), 'lookup' or 'none'."),
+    ] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="S:K:D, such as 3:1:4,5:8:32; default 3:1:4.")] = None,
+    temperature: Annotated[list[str] | None, typer.Option(help="Such as 0,1; default 0.")] = None,
+    sample_drafts: Annotated[
+        bool, typer.Option("--sample-drafts/--greedy-drafts", help="How chains of sampled requests are drafted.")
+    ] = True,
+    predicted: Annotated[
+        bool, typer.Option("--predicted", help="Greedy chains: also show what the trainer simulates on the same text.")
+    ] = False,
+    target: Target = BUNDLED,
+    limit: Annotated[int | None, typer.Option(help="Prompts of each file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to emit at most.")] = 256,
+    max_batch: int = 8,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    out: Annotated[Path | None, typer.Option(help="Folder for the result file, written after every engine.")] = None,
+    target_name: Annotated[
+        str | None, typer.Option(help="Name of the target in the result file; else its own.")
+    ] = None,
+) -> None:
+    """Measure acceptance length (tau) and per-position acceptance of every draft, shape, prompt file and temperature.
+
+    One engine is attached for each draft and shape. The last line is one JSON object.
+    """
+    shapes = [Shape.parse(text) for text in _listed(shape, "3:1:4")]
+    laws = [_temperature(text) for text in _listed(temperature, "0")]
+    questions = {name: read_questions(file, limit) for name, file in _by_name(_listed(prompts), "stem").items()}
+    drafts = _drafts(_listed(draft, SHIPPED))
+    for folder, _algo in drafts.values():
+        if folder is not None:
+            detect_algo(folder)  # so that a mistyped path does not wait for the target to load
+    model, tokenizer = load(target, dtype, device)
+    ids = {name: chat_ids(texts, tokenizer) for name, texts in questions.items()}
+    rows: list[dict[str, Any]] = []
+    file: Path | None = None
+    config = {"target": target, "drafts": list(drafts), "dtype": str(model.dtype), "max_batch": max_batch}
+    for name, (folder, algo) in drafts.items():
+        for one in shapes if algo is not None else shapes[:1]:
+            measured = acceptance(
+                model,
+                folder,
+                ids,
+                name=name,
+                algo=algo,
+                shape=one,
+                temperatures=laws,
+                tokenizer=tokenizer,
+                max_new_tokens=max_new_tokens,
+                max_batch=max_batch,
+                sample_drafts=sample_drafts,
+                predicted=predicted,
+            )
+            for row in measured:
+                rows.append(row)
+                print(f"{name} {one} {row['prompts']} T={row['temperature']:g}: tau {row['tau']:.3f}", file=sys.stderr)
+            if out is not None:
+                file = write_results(out, "acceptance", target_name or _name_of(target), config, rows, file)
+    print_rows(rows)
+    print(json.dumps({"rows": rows}))
+
+
+def _name_of(target: str) -> str:
+    """Return the target's name for a file name: "135m" for the bundled one."""
+    return "135m" if target == BUNDLED else Path(target).name.lower().removesuffix(".gguf")
+
+
+def _drafts(values: list[str]) -> dict[str, tuple[Path | str | None, str | None]]:
+    """Return draft and algo of each of `values`, by its name in the results."""
+    each = [name for v in values for name in (shipped.available() if v == SHIPPED else [v])]
+    return {name: draft_of(value) for name, value in _by_name(each, "name").items()}
+
+
+def _by_name(values: list[str], part: str) -> dict[str, str]:
+    """Return paths by their `part`, "name" or "stem", or by the whole path if that is taken."""
+    found: dict[str, str] = {}
+    for value in values:
+        short = getattr(Path(value), part)
+        found[value if short in found else short] = value
+    return found
+
+
+def _listed(values: list[str] | None, default: str = "") -> list[str]:
+    """Split the values of an option that may be repeated, or separated by commas."""
+    return [part.strip() for value in values or [default] for part in value.split(",") if part.strip()]
+
+
+def _temperature(text: str) -> float:
+    try:
+        return SamplingParams(temperature=float(text)).temperature
+    except ValueError as error:
+        raise ValueError(f"--temperature {text!r}: expected 0 or a positive number ({error})") from error
