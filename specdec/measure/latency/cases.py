@@ -25,7 +25,7 @@ GRIDS: dict[str, dict[str, Any]] = {
         "ttft_tokens": (32,),
         "modes": ("graph",),
         "drafts": ("plain", "3:1:4"),
-        "new_tokens": 49,
+        "new_tokens": 33,
         "repeats": 3,
     },
     "small": {**FULL, "batches": (1, 8, 32), "tokens": (128,), "modes": ("compiled",)},

@@ -1,5 +1,6 @@
 """Ways of other libraries, where they are installed: economize and flashspec. Imported only when they run."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -66,8 +67,17 @@ def _economized(task: Task, technique: str, folder: Path) -> Any:
     own = import_module(f"economize.techniques.{technique}")
     if technique == "lookup":
         return economize.apply(task.model, own.LookupConfig())
-    task.assistant.save_pretrained(folder)
+    _plain_copy(task.assistant).save_pretrained(folder)
     return economize.apply(task.model, own.DraftModelConfig(model=str(folder)))
+
+
+def _plain_copy(model: Any) -> Any:
+    """The same model without the mark of a GGUF file, with which transformers would not save it."""
+    config = copy.deepcopy(model.config)
+    config.__dict__.pop("quantization_config", None)
+    plain = type(model)(config).to(model.dtype)
+    plain.load_state_dict(model.state_dict())
+    return plain
 
 
 @contextmanager

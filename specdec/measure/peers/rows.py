@@ -15,6 +15,8 @@ from specdec import __version__
 from specdec.measure.peers import by_engine, by_packages, by_transformers
 from specdec.measure.peers.way import Task, Texts, Way
 
+ERROR_WIDTH = 40  # characters of an error in the table; the rows have more
+
 Row = dict[str, Any]
 
 
@@ -64,13 +66,13 @@ def timed(way: Way, task: Task, prompts: list[list[int]]) -> tuple[Row, list[lis
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a line a way, with its speed in multiples of `generate`'s."""
-    table = Table("way", "version", "requests", "tokens/s", "of generate", "tau", "equal texts")
+    table = Table("way", "version", "requests", "tokens/s", "of generate", "tau", "equal texts, or why not")
     base = next((r["tokens_per_s"] for r in rows if r["what"] == "generate" and "error" not in r), None)
     for r in rows:
         requests = f"{r['requests']}, one by one" if r["one_at_a_time"] else str(r["requests"])
         start = (r["what"], r["version"] or "-", requests)
         if "error" in r:
-            table.add_row(*start, r["error"][:40])
+            table.add_row(*start, "-", "-", "-", r["error"][:ERROR_WIDTH])
             continue
         ratio = f"{r['tokens_per_s'] / base:.2f}x" if base else "-"
         equal = f"{r['equal']} of {r['requests']}" if "equal" in r else "-"
