@@ -1,6 +1,6 @@
 """Cost of prefills and their graphs, mode by mode: `python bench/prefill.py`.
 
-It steps the core, to find causes; bench/latency.py measures the latency that users see, through `generate`.
+It steps the core, to find causes; `specdec bench latency` measures the latency that users see.
 
 --shape 135m or 8b: random weights of that shape, or --target a real one; a draft head is attached, so that its features
 are computed. ms: wall clock from queueing the prompts to the host holding the first token of all of them, median over
@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from round_cases import COPY_BYTES_PER_MS, make_head, make_target, target_weights
+from round_cases import target_and_head
 
 import specdec
+from specdec.measure.floors import COPY_BYTES_PER_MS, FLOPS_PER_MS, target_weights
 from specdec.measure.results import write_results
 from specdec.prefill.graphs import estimate_prefill_bytes
 
@@ -31,14 +32,12 @@ MODES: dict[str, dict[str, Any]] = {
 }
 TOKENS = (16, 64, 128, 256, 512, 1024, 2048)
 BETWEEN = (23, 150, 700, 1100, 1900)  # tokens that no bucket has
-FLOPS_PER_MS = 0.79e12  # dense bf16 products of an H200, as measured for 2048 rows
 
 
 def main() -> None:
     """Time every mode; the table comes last."""
     args = _arguments()
-    model = make_target(args.shape, args.target)
-    head = make_head(args.shape, model, args.draft)
+    model, head = target_and_head(args.shape, args.target, args.draft)
     rows: list[dict[str, Any]] = []
     for mode in args.modes:
         for attempt in ("cold", "warm"):

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from round_cases import DEVICE, acceptance_rates, make_head, make_target
 
 import specdec
 from examples.rollouts import QUESTIONS, rollouts
 from specdec import shipped
 from specdec.measure.results import write_results
+from specdec.measure.shapes import acceptance_rates, make_head, make_target
 from specdec.targets.pretrained import load_pretrained
 from specdec.text.prompts import chat_ids
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
@@ -35,9 +37,9 @@ def main() -> None:
         head: Any = shipped.path()
         settings["tokenizer"] = tokenizer
     else:
-        model = make_target(args.shape, None).to(dtype)
+        model = make_target(args.shape, DEVICE, dtype)
         prompts = torch.randint(3, model.config.vocab_size, (2, 64)).tolist()
-        head = make_head(args.shape, model, None).to(dtype)
+        head = make_head(args.shape, model)
         settings["synthetic_acceptance"] = acceptance_rates(args.num_steps)
     engine = specdec.attach(model, head, max_batch=len(prompts) * args.samples, **settings)
     places = {name: p.data_ptr() for name, p in model.named_parameters()}

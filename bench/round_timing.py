@@ -1,21 +1,17 @@
 """Timing of bench/rounds.py: rounds by the wall clock, phases by events around graphs, gaps by a profile."""
 
-import json
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from round_cases import PROMPT, Case
-from torch.profiler import ProfilerActivity, profile
 
 from specdec.graphs import FullCapture
+from specdec.measure.latency.trace import read_trace, traced
 
 GROUPS = 5  # timings of which the median counts
 NEW_TOKENS = 1800
@@ -86,44 +82,15 @@ def phase_ms(engine: Any, case: Case, num_rounds: int = 30) -> dict[str, float]:
 def profile_rounds(engine: Any, case: Case, num_rounds: int = 20) -> dict[str, Any]:
     """From a profiler trace of `num_rounds` rounds: graph and kernel launches a round, and the GPU's idle share
     between the graphs of successive rounds, in per cent of the time from one to the next."""
-    with running(engine, case) as core, tempfile.TemporaryDirectory() as folder:
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
-            for _ in range(num_rounds):
-                core.step()
-            torch.cuda.synchronize()
-        path = Path(folder) / "trace.json"
-        prof.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
+
+    def rounds() -> None:
+        for _ in range(num_rounds):
+            core.step()
+        torch.cuda.synchronize()
+
+    with running(engine, case) as core:
+        events, _ = traced(rounds)
     return read_trace(events, num_rounds)
-
-
-def read_trace(events: list[dict[str, Any]], num_rounds: int) -> dict[str, Any]:
-    """Counts and gaps of a chrome trace in which every round is one graph launch."""
-    calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
-    launches = {e["args"]["correlation"] for e in calls if "GraphLaunch" in e["name"]}
-    kernels = [e for e in calls if "LaunchKernel" in e["name"]]
-    work: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for e in events:
-        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and e["args"].get("correlation") in launches:
-            work[e["args"]["correlation"]].append(e)
-    spans = sorted((min(e["ts"] for e in w), max(e["ts"] + e["dur"] for e in w)) for w in work.values())
-    others = sorted(
-        (e["ts"], e["ts"] + e["dur"])
-        for e in events
-        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and e["args"].get("correlation") not in launches
-    )
-    gaps, periods = [], []
-    for (start, end), (following, _) in pairwise(spans):
-        busy = sum(b - a for a, b in others if end <= a < following)
-        gaps.append(following - end - busy)
-        periods.append(following - start)
-    return {
-        "launches": round(len(launches) / num_rounds, 2),
-        "kernel_launches": round(len(kernels) / num_rounds, 2),
-        "nodes": round(median(len(w) for w in work.values())) if work else 0,
-        "idle_percent": round(100 * sum(gaps) / max(sum(periods), 1e-9), 2) if gaps else None,
-        "gap_us": round(median(gaps), 1) if gaps else None,
-    }
 
 
 def hf_step_ms(model: Any, batch: int, num_tokens: int = 32) -> float:

@@ -1,6 +1,6 @@
 """Cost of a round, by phase, compared with the same engine without graphs and with HF: `python bench/rounds.py`.
 
-It steps the core, to find causes; bench/latency.py measures the latency that users see, through `generate`.
+It steps the core, to find causes; `specdec bench latency` measures the latency that users see.
 
 --shape 135m or 8b: random weights of that shape (speed does not depend on them), or --target a real one. Acceptance is
 synthetic: position j is accepted with chance 0.8 * 0.75**(j-1). Prompts of 128 tokens; ms are wall clock over rounds
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from round_cases import CONFIGS, Case, floor_ms, make_head, make_target
+from round_cases import CONFIGS, Case, target_and_head
 from round_timing import hf_step_ms, phase_ms, profile_rounds, round_ms
 
 import specdec
@@ -35,8 +35,7 @@ SAMPLED = (3, 1, 4)  # the one shape that is also timed with sampling
 def main() -> None:
     """Time every case in every mode; the table comes last."""
     args = _arguments()
-    model = make_target(args.shape, args.target)
-    head = make_head(args.shape, model, args.draft)
+    model, head = target_and_head(args.shape, args.target, args.draft)
     rows = (
         [] if args.greedy else [capture_row(model, head, args.shape, c, a) for c in CONFIGS for a in ("cold", "warm")]
     )
@@ -80,7 +79,7 @@ def time_case(engine: Any, case: Case, mode: str, num_rounds: int) -> list[dict[
     rounds = [r for name, r in report.runners.items() if "prefill" not in name]
     assert all(r["eager"] == 0 and r["replays"] for r in rounds), "rounds must replay"
     row |= {
-        "floor_ms": floor_ms(case),
+        "floor_ms": case.floor_ms,
         "graph_mib": round(report.graph_bytes / 2**20, 1),
         **profile_rounds(engine, case),
     }

@@ -29,10 +29,11 @@ from fastapi import FastAPI
 from rich.console import Console
 from rich.table import Table
 
-from bench.round_cases import acceptance_rates, make_head, make_target
 from specdec import Engine, attach, shipped
+from specdec.commands.choices import device_of
 from specdec.doctor.command import PROMPTS
 from specdec.measure.results import write_results
+from specdec.measure.shapes import acceptance_rates, make_head, make_target
 from specdec.serve.server import build_app
 from specdec.targets.pretrained import BUNDLED
 from specdec.text.prompts import chat_ids
@@ -87,8 +88,8 @@ def make_engine(args: argparse.Namespace) -> tuple[Engine, list[list[int]]]:
         model, tokenizer = load(args.target, args.dtype, args.device)
         draft = None if args.draft == "none" else shipped.find(args.draft)
         return attach(model, draft, tokenizer=tokenizer, **settings), chat_ids(list(PROMPTS), tokenizer)
-    model = make_target(args.shape, None)
-    draft = None if args.draft == "none" else make_head(args.shape, model, None)
+    model = make_target(args.shape, device_of(args.device))
+    draft = None if args.draft == "none" else make_head(args.shape, model)
     if draft is not None:
         settings["synthetic_acceptance"] = acceptance_rates(args.steps)
     rng = random.Random(0)

@@ -1,7 +1,6 @@
 """`specdec bench acceptance`: one command for a table of drafts, shapes, prompt files and temperatures."""
 
 import copy
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -12,8 +11,12 @@ import torch
 from bench import lossless
 from specdec import SamplingParams, attach, shipped
 from specdec.commands import main as cli
+from specdec.commands.bench import _drafts
 from specdec.heads.load import save_head
 from specdec.measure.acceptance import Shape, acceptance
+from specdec.measure.latency import cases, timing, trace
+from specdec.measure.peers.rows import timed
+from specdec.measure.peers.way import Task, Way
 from specdec.measure.results import write_results
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
@@ -146,9 +149,10 @@ def test_shipped_heads_by_algorithm():
         shipped.for_algo("medusa")
     assert shipped.find("shipped") == shipped.find("smollm2-135m-instruct-eagle3") == shipped.path()
     assert shipped.find("owner/name") == "owner/name"
-    assert cli._drafts(["shipped", "none"]).keys() == {*shipped.available(), "none"}
-    assert cli._drafts(["x/head", "y/head"]) == {"head": ("x/head", "auto"), "y/head": ("y/head", "auto")}
-    assert cli._drafts(["lookup", "none"]) == {"lookup": (None, "lookup"), "none": (None, None)}
+    assert shipped.find("shipped-standalone") == shipped.for_algo("standalone")
+    assert _drafts(["shipped", "none"]).keys() == {*shipped.available(), "none"}
+    assert _drafts(["x/head", "y/head"]) == {"head": ("x/head", "auto"), "y/head": ("y/head", "auto")}
+    assert _drafts(["lookup", "none"]) == {"lookup": (None, "lookup"), "none": (None, None)}
 
 
 def test_lossless_compares_greedy_and_sampled_text():
@@ -181,26 +185,17 @@ def test_results_leave_other_runs_alone(tmp_path):
     assert json.loads(first.read_text())["rows"] == [1] and len(list(tmp_path.iterdir())) == 3
 
 
-@pytest.fixture
-def latency(monkeypatch):
-    """bench/latency.py, whose neighbours are imported as a script imports them."""
-    monkeypatch.syspath_prepend(str(Path(lossless.__file__).parent))
-    return importlib.import_module("latency")
+def last_line(capsys, monkeypatch, *arguments: object) -> dict:
+    """The JSON line of `specdec bench ARGUMENTS`, on a CPU."""
+    code, lines, _ = run(capsys, monkeypatch, "bench", *arguments, "--device", "cpu")
+    assert code == 0
+    return json.loads(lines[-1])
 
 
-def latency_main(latency, monkeypatch, capsys, *arguments: object) -> dict:
-    """The JSON line of a run."""
-    monkeypatch.setattr(sys, "argv", ["latency.py", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        latency.main()
-    assert not stop.value.code
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
-def test_latency_through_generate(latency, folders, tmp_path, capsys, monkeypatch):
-    common = ("--shape", "tiny", "--new-tokens", 4, "--repeats", 1, "--out", tmp_path)
-    drafts = ("--drafts", "plain", "2:2:4", "--tokenizer", folders / "target", "--label", "before")
-    found = latency_main(latency, monkeypatch, capsys, *common, *drafts)
+def test_latency_through_generate(folders, tmp_path, capsys, monkeypatch):
+    common = ("latency", "--shape", "tiny", "--new-tokens", 4, "--repeats", 1, "--out", tmp_path)
+    drafts = ("--drafts", "plain,2:2:4", "--tokenizer", folders / "target", "--label", "before")
+    found = last_line(capsys, monkeypatch, *common, *drafts)
     cells = [(r["steps"], r["batch"], r["tokenizer"], r["what"]) for r in found["rows"] if r["what"] != "attach"]
     assert sorted(cells) == sorted(
         (steps, batch, text, what)
@@ -211,47 +206,77 @@ def test_latency_through_generate(latency, folders, tmp_path, capsys, monkeypatc
     )
     assert not found["skipped"] and all(r["label"] == "before" and r["ms"] != 0 for r in found["rows"])
     assert all(r["tau"] == 1.0 for r in found["rows"] if r["what"] == "tpot" and not r["steps"])
-    later = latency_main(latency, monkeypatch, capsys, *common, "--drafts", "plain", "--batches", 1, "--label", "after")
+    later = last_line(capsys, monkeypatch, *common, "--drafts", "plain", "--batches", 1, "--label", "after")
     record = json.loads(Path(later["file"]).read_text())
     assert record["rows"] == later["rows"] and record["config"]["host_probe_ms"] > 0
-    monkeypatch.setattr(sys, "argv", ["latency.py", "--compare", found["file"], later["file"]])
-    latency.main()
-    pairs = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert {(p["what"], p["batch"], p["tokenizer"]) for p in pairs} == {("ttft", 1, False), ("tpot", 1, False)}
-    assert all(p["ratio"]["after"] == pytest.approx(p["ms"]["after"] / p["ms"]["before"], abs=1e-3) for p in pairs)
 
 
-def test_latency_stops_for_its_budget(latency, tmp_path, capsys, monkeypatch):
-    found = latency_main(latency, monkeypatch, capsys, "--shape", "tiny", "--budget", 1, "--out", tmp_path)
+def test_latency_says_what_graphs_hold_and_what_ran_eagerly(capsys, monkeypatch):
+    arguments = ("--new-tokens", 3, "--repeats", 1, "--batches", 1, "--drafts", "plain")
+    attached, *rows = last_line(capsys, monkeypatch, "latency", "--shape", "tiny", *arguments)["rows"]
+    assert (attached["graph_mib"], attached["num_graphs"], attached["capture"]) == (0.0, 0, "eager")
+    assert rows and all(r["eager"] == sum(r["why_eager"].values()) > 0 for r in rows)
+    assert {"target_prefill: graphs are off", "decode: graphs are off"} <= set(rows[-1]["why_eager"])
+
+
+def test_latency_of_a_real_target(folders, capsys, monkeypatch):
+    """A folder's draft accepts what it accepts; prompts of a file keep their lengths."""
+    where = ("latency", "--target", folders / "target", "--new-tokens", 4, "--repeats", 1, "--batches", 1)
+    real = ("--draft", folders / "twin", "--drafts", "2:1:3", "--prompts", folders / "a.jsonl", "--tokenizer", "own")
+    found = last_line(capsys, monkeypatch, *where, *real)
+    assert {r["shape"] for r in found["rows"]} == {"target"} and len(found["rows"]) == 1 + 2 * 2
+    assert all(r["tau"] == 3.0 for r in found["rows"] if r["what"] == "tpot")  # its own twin: all is accepted
+    assert {r["tokens"] for r in found["rows"] if r["what"] == "ttft"} < set(range(3, 30))
+    plain = last_line(capsys, monkeypatch, *where, "--tokens", 5, "--ttft-tokens", "")
+    assert {r["steps"] for r in plain["rows"]} == {0} and len(plain["rows"]) == 3
+
+
+def test_latency_stops_for_its_budget(tmp_path, capsys, monkeypatch):
+    found = last_line(capsys, monkeypatch, "latency", "--shape", "tiny", "--budget", 1, "--out", tmp_path)
     assert found["rows"] == [] and len(found["skipped"]) == 4 * 2 and Path(found["file"]).is_file()
 
 
-def test_latency_rounds_of_a_trace(latency):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("latency", "--shape", "huge"), "--shape 'huge': expected one of 135m, 8b, tiny"),
+        (("latency", "--shape", "tiny", "--draft", "none"), "--draft 'none' with --shape tiny"),
+        (("latency", "--shape", "tiny", "--batches", "1,x"), "--batches '1,x': expected whole numbers"),
+        (("latency", "--shape", "tiny", "--batches", "0"), "--batches (0,): expected at least 1"),
+        (("latency", "--shape", "tiny", "--modes", "fast"), "--modes 'fast': expected of compiled"),
+        (("latency", "--grid", "huge"), "--grid 'huge': expected one of quick"),
+        (("peers", "--shape", "tiny", "--target", "bundled"), "--target 'bundled' with --shape tiny"),
+        (("peers", "--requests", "-1"), "--requests -1: expected at least 1"),
+    ],
+)
+def test_mistakes_of_latency_and_peers_are_one_line(capsys, monkeypatch, arguments, message):
+    code, _, errors = run(capsys, monkeypatch, "bench", *arguments, "--device", "cpu")
+    last = errors.strip().splitlines()
+    assert code == 2 and len(last) == 1 and last[0].startswith("specdec: ") and message in last[0]
+
+
+def test_latency_rounds_of_a_trace():
     """Idle time is read from the last graph launches: those before are the prefill's."""
-    timing = sys.modules["latency_timing"]
     events = []
     for i, ts in enumerate((0, 10, 100, 200, 300)):  # two segments of a prefill, three rounds of 60 us
         args = {"correlation": i}
         events.append({"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": ts, "dur": 1, "args": args})
         events.append({"cat": "kernel", "name": "k", "ts": ts + 5, "dur": 60 if ts >= 100 else 4, "args": args})
-    found = timing.read_trace(*timing.last_launches(events, 3))
+    found = trace.read_trace(*trace.last_launches(events, 3))
     assert (found["launches"], found["gap_us"], found["idle_percent"]) == (1.0, 40, 40.0)
 
 
-def test_latency_host_time_leaves_waits_out(latency, monkeypatch):
-    timing = sys.modules["latency_timing"]
-    monkeypatch.setattr(timing, "DEVICE", "cuda")
+def test_latency_host_time_leaves_waits_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     before = (torch.cuda.Event.synchronize, torch.cuda.CUDAGraph.replay, torch.cuda.synchronize)
-    with timing._waits() as seconds:
+    with timing._waits("cuda") as seconds:
         torch.cuda.synchronize()
         assert len(seconds) == 1
     assert before == (torch.cuda.Event.synchronize, torch.cuda.CUDAGraph.replay, torch.cuda.synchronize)
 
 
-def test_latency_engines(latency):
+def test_latency_engines():
     """Short contexts share an engine, long ones have their own; capacity is that of the largest cell."""
-    cases = sys.modules["latency_cases"]
     cells = cases.cells_of([1, 8], [128, 8192], [512])
     assert [[str(c) for c in group] for group in cases.groups_of(cells)] == [
         ["1 x 128", "8 x 128", "1 x 512"],
@@ -261,3 +286,40 @@ def test_latency_engines(latency):
     assert room == {"max_batch": 8, "max_seq_len": 8192 + 257, "num_slots": 8 * (8192 + 257 + cases.SPARE)}
     with pytest.raises(ValueError, match=r"--drafts '3:1': expected plain or S:K:D"):
         cases.Draft.parse("3:1")
+
+
+def test_peers_say_the_same_or_why_not(folders, tmp_path, capsys, monkeypatch):
+    """Every way that is installed writes `generate`'s text; one that is not, or fails, is a row that says so."""
+    drafts = ("--draft", folders / "head", "--assistant", folders / "twin", "--prompts", folders / "a.jsonl")
+    arguments = ("--requests", 3, "--few", 2, "--new-tokens", 6, "--out", tmp_path)
+    found = last_line(capsys, monkeypatch, "peers", "--target", folders / "target", *drafts, *arguments)
+    rows = {r["what"]: r for r in found["rows"]}
+    assert json.loads(Path(found["file"]).read_text())["rows"] == found["rows"]
+    assert rows["generate_batch, graphs"]["error"] == "RuntimeError: CUDA graphs need a CUDA device"
+    ours = {"generate", "generate, static cache", "generate_batch", "prompt lookup", "assisted"}
+    done = {name for name, r in rows.items() if "error" not in r}
+    assert ours | {"specdec, no draft", "specdec, eagle3"} <= done
+    assert all(r["error"] == "not installed" for r in rows.values() if r["version"] is None)
+    for name in done:
+        row = rows[name]
+        assert row["requests"] == (2 if row["one_at_a_time"] else 3)
+        assert row["version"] and row["tokens_per_s"] > 0 and row["equal"] == row["requests"], name
+    assert rows["assisted"]["one_at_a_time"] and rows["specdec, eagle3"]["tau"] >= 1.0
+
+
+def test_peers_with_random_weights(capsys, monkeypatch):
+    """One request is enough for every way; acceptance is imposed, and nothing is compared."""
+    arguments = ("--shape", "tiny", "--requests", 1, "--tokens", 5, "--new-tokens", 5)
+    rows = {r["what"]: r for r in last_line(capsys, monkeypatch, "peers", *arguments)["rows"]}
+    assert all(r["tokens"] == 5 for r in rows.values() if "error" not in r)
+    assert rows["specdec, eagle3"]["tau"] > 1 and not any("equal" in r for r in rows.values())
+
+
+def test_a_peer_that_fails_is_a_row():
+    def broken():
+        raise MemoryError("no room")
+
+    task = Task(tiny_model("llama"), [[5, 6]], 4)
+    assert timed(Way("broken", "specdec", broken), task, task.prompts) == ({"error": "MemoryError: no room"}, None)
+    assert timed(Way("unknown", "no_such_package", broken), task, task.prompts) == ({"error": "not installed"}, None)
+    assert task.ends == [2] and task.cut([5, 6, 2, 0]) == [5, 6]

@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from specdec import shipped
-from specdec.commands.choices import draft_of
+from specdec.commands.bench_latency import latency_command
+from specdec.commands.bench_peers import peers_command
+from specdec.commands.choices import draft_of, listed
 from specdec.functional.sampling import SamplingParams
 from specdec.heads.load import detect_algo
 from specdec.measure.acceptance import Shape, acceptance, print_rows
@@ -19,6 +21,8 @@ from specdec.train.cli import Device, Dtype, Target
 from specdec.train.target import load
 
 app = typer.Typer(help="Measurements.", no_args_is_help=True)
+app.command("latency")(latency_command)
+app.command("peers")(peers_command)
 
 SHIPPED = "shipped"
 
@@ -55,10 +59,10 @@ def bench_acceptance(
 
     One engine is attached for each draft and shape. The last line is one JSON object.
     """
-    shapes = [Shape.parse(text) for text in _listed(shape, "3:1:4")]
-    laws = [_temperature(text) for text in _listed(temperature, "0")]
-    questions = {name: read_questions(file, limit) for name, file in _by_name(_listed(prompts), "stem").items()}
-    drafts = _drafts(_listed(draft, SHIPPED))
+    shapes = [Shape.parse(text) for text in listed(shape, "3:1:4")]
+    laws = [_temperature(text) for text in listed(temperature, "0")]
+    questions = {name: read_questions(file, limit) for name, file in _by_name(listed(prompts), "stem").items()}
+    drafts = _drafts(listed(draft, SHIPPED))
     for folder, _algo in drafts.values():
         if folder is not None:
             detect_algo(folder)  # so that a mistyped path does not wait for the target to load
@@ -110,11 +114,6 @@ def _by_name(values: list[str], part: str) -> dict[str, str]:
         short = getattr(Path(value), part)
         found[value if short in found else short] = value
     return found
-
-
-def _listed(values: list[str] | None, default: str = "") -> list[str]:
-    """Split the values of an option that may be repeated, or separated by commas."""
-    return [part.strip() for value in values or [default] for part in value.split(",") if part.strip()]
 
 
 def _temperature(text: str) -> float:

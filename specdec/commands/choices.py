@@ -1,4 +1,4 @@
-"""What options of several commands stand for: devices, draft depths, drafts."""
+"""What options of several commands stand for: devices, draft depths, drafts, lists."""
 
 from pathlib import Path
 
@@ -25,3 +25,25 @@ def draft_of(draft: str) -> tuple[Path | str | None, str | None]:
     if draft in algorithms() and not algorithms()[draft].has_model:
         return None, draft
     return shipped.find(draft), "auto"
+
+
+def listed(values: list[str] | None, default: str = "") -> list[str]:
+    """Split the values of an option that may be repeated, or separated by commas."""
+    return [part.strip() for value in values or [default] for part in value.split(",") if part.strip()]
+
+
+def numbers(option: str, values: list[str] | None) -> tuple[int, ...] | None:
+    """Return the whole numbers of an option that may be repeated, or separated by commas; None if it is not given."""
+    if values is None:
+        return None
+    parts = listed(values)
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--{option} {','.join(values)!r}: expected whole numbers separated by commas, such as 1,8,32")
+    return tuple(map(int, parts))
+
+
+def check_alone(shape: str, **others: object) -> None:
+    """Raise ValueError for an option of real targets that was given beside --shape."""
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"--{name} {str(value)!r} with --shape {shape}: its weights are random; drop one")

@@ -28,7 +28,12 @@ def for_algo(algo: str) -> Path:
 
 
 def find(draft: str) -> Path | str:
-    """Resolve a draft's name: "shipped" or the name of a shipped one to its folder; return anything else unchanged."""
+    """Resolve a draft's name to its folder; return anything else unchanged.
+
+    Names are "shipped" (the EAGLE-3 head), "shipped-ALGORITHM", such as "shipped-standalone", and those of `available`.
+    """
     if draft == "shipped":
         return path()
+    if draft.startswith("shipped-"):
+        return for_algo(draft.removeprefix("shipped-"))
     return path(draft) if draft in available() else draft

@@ -13,10 +13,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def load(target: str, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
     """Load target and tokenizer; "auto" is CUDA in bfloat16 if there is a CUDA device, else the CPU in float32."""
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    name = ("bfloat16" if where.startswith("cuda") else "float32") if dtype == "auto" else dtype
+    return load_pretrained(target, dtype=dtype_of(dtype, where), device=where)
+
+
+def dtype_of(dtype: str, device: str) -> torch.dtype:
+    """Return the dtype of that name; "auto" is bfloat16 on CUDA, else float32."""
+    name = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
     if name not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: expected auto or one of {sorted(DTYPES)}")
-    return load_pretrained(target, dtype=DTYPES[name], device=where)
+    return DTYPES[name]
 
 
 def special_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:

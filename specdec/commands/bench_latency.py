@@ -1,0 +1,144 @@
+"""`specdec bench latency`: reads the options, loads what is measured, prints and writes the rows."""
+
+import json
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from specdec import __version__
+from specdec.commands.choices import check_alone, device_of, draft_of, listed, numbers
+from specdec.measure.latency.cases import Plan, plan_of
+from specdec.measure.latency.run import Run
+from specdec.measure.latency.subject import (
+    GivenPrompts,
+    Prompts,
+    RandomPrompts,
+    Subject,
+    random_subject,
+    read_tokenizer,
+)
+from specdec.measure.latency.table import print_rows
+from specdec.measure.latency.timing import host_probe_ms
+from specdec.measure.results import write_results
+from specdec.measure.shapes import check_shape
+from specdec.targets.pretrained import BUNDLED
+from specdec.text.prompts import chat_ids, read_questions
+from specdec.train.cli import Device, Dtype
+from specdec.train.target import dtype_of, load
+
+Numbers = list[str] | None  # such as 1,8,32
+
+
+def latency_command(
+    target: Annotated[
+        str | None, typer.Option(help="Hub id, folder, .gguf file or 'bundled', the default: its draft accepts really.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Its draft: folder, Hub id, shipped name, 'lookup', 'none'; default: shipped.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Instead of a target, random weights of 135m, 8b or tiny; acceptance is imposed.")
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines; default: random token ids.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Prompts to read from the file.")] = None,
+    label: Annotated[str, typer.Option(help="Of these rows, such as before or after.")] = "now",
+    grid: Annotated[
+        str | None, typer.Option(help="quick, small, full, tiny; default small on CUDA or for a --shape, else quick.")
+    ] = None,
+    batches: Annotated[Numbers, typer.Option(help="Prompts at once, such as 1,8,32.")] = None,
+    tokens: Annotated[Numbers, typer.Option(help="Prompt lengths, such as 128,8192.")] = None,
+    ttft_tokens: Annotated[
+        Numbers,
+        typer.Option(help="More prompt lengths: of these only the first token, at batch 1. '' for none."),
+    ] = None,
+    modes: Annotated[
+        list[str] | None,
+        typer.Option(help="Of compiled, graph, or an attention backend: torch, triton, flashinfer, triton+flashinfer."),
+    ] = None,
+    drafts: Annotated[list[str] | None, typer.Option(help="How rounds draft: plain, or S:K:D such as 3:1:4.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="'bundled' or a folder; adds rows that end in text. 'own': a --target's.")
+    ] = None,
+    every_kind: Annotated[
+        bool, typer.Option("--every-kind", help="Capture all kinds of sampling, not only greedy.")
+    ] = False,
+    new_tokens: Annotated[int | None, typer.Option(help="Tokens of the calls that give the time of a token.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Calls that give the time of the first token.")] = None,
+    budget: Annotated[float, typer.Option(help="Seconds after which nothing new begins.")] = 1e9,
+    out: Annotated[Path | None, typer.Option(help="Folder for the result file, written after every engine.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Time the first token, a token and a round through `engine.generate`, engine by engine.
+
+    Alone it is a small grid of the bundled target with its draft, a minute or two on a CPU. Lists are separated by
+    commas or given by repeating the option. Exit status 1 if an engine failed. The last line is one JSON object.
+    """
+    where = device_of(device)
+    options: dict[str, Any] = {"label": label, "budget": budget, "every_kind": every_kind}
+    options |= {"batches": numbers("batches", batches), "tokens": numbers("tokens", tokens)}
+    options |= {"ttft_tokens": numbers("ttft-tokens", ttft_tokens), "new_tokens": new_tokens, "repeats": repeats}
+    options |= {"modes": tuple(listed(modes)) or None, "drafts": tuple(listed(drafts)) or None}
+    plan = plan_of(grid or _grid(shape, where), **options)
+    if shape is not None:
+        check_alone(shape, target=target, draft=draft, prompts=prompts)
+        subject = random_subject(shape, where, dtype_of(dtype, where), read_tokenizer(tokenizer))
+    else:
+        questions = None if prompts is None else read_questions(prompts, limit)
+        subject = _real_subject(target or BUNDLED, draft, questions, tokenizer, where, dtype)
+    plan = _fitting(plan, subject, is_draft_given=drafts is not None)
+    given = {"target": target, "draft": draft, "prompts": None if prompts is None else str(prompts)}
+    _measure(subject, plan, out, {**given, "tokenizer": tokenizer})
+
+
+def _grid(shape: str | None, device: str) -> str:
+    if shape is None:
+        return "small" if device.startswith("cuda") else "quick"
+    return "tiny" if check_shape(shape) == "tiny" else "small"
+
+
+def _real_subject(
+    target: str, draft: str | None, questions: list[str] | None, tokenizer: str | None, device: str, dtype: str
+) -> Subject:
+    """Load a target, with the draft of that name; prompts are questions in its chat template, or random ids."""
+    source, algo = draft_of(draft or ("shipped" if target == BUNDLED else "none"))
+    model, own = load(target, dtype, device)
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    prompts: Prompts = RandomPrompts(torch.arange(vocab_size))
+    if questions is not None:
+        prompts = GivenPrompts(chat_ids(questions, own))
+    text = own if tokenizer == "own" else read_tokenizer(tokenizer)
+    return Subject(Path(target).name.lower(), model, source, algo, prompts, text)
+
+
+def _fitting(plan: Plan, subject: Subject, is_draft_given: bool) -> Plan:
+    """Return `plan` as it fits: without a draft only plain decoding, with prompts of a file their length."""
+    if isinstance(subject.prompts, GivenPrompts):
+        plan = replace(plan, tokens=(subject.prompts.longest,), ttft_tokens=())
+    if subject.algo is None:
+        if is_draft_given and set(plan.drafts) != {"plain"}:
+            raise ValueError(f"--drafts {','.join(plan.drafts)}: there is no draft; expected plain, or a --draft")
+        plan = replace(plan, drafts=("plain",))
+    return plan
+
+
+def _measure(subject: Subject, plan: Plan, out: Path | None, given: dict[str, Any]) -> None:
+    """Measure, write the file after every engine, print the table and the last line."""
+    warnings.filterwarnings("ignore", message="synthetic_acceptance is on")
+    config = {"label": plan.label, "version": __version__, "host_probe_ms": host_probe_ms(), **given}
+    config |= {"new_tokens": plan.new_tokens, "every_kind": plan.every_kind, "dtype": str(subject.model.dtype)}
+    path: Path | None = None
+    run = Run(subject, plan, lambda row: print(json.dumps(row), file=sys.stderr, flush=True))
+    for _ in run.engines():
+        if out is not None:
+            now = {**config, "skipped": run.skipped, "failed": run.failed}
+            path = write_results(out, f"latency-{plan.label}", subject.shape, now, run.rows, path)
+    print_rows(run.rows)
+    print(json.dumps({"file": str(path) if path else None, "skipped": run.skipped, "rows": run.rows}))
+    if run.failed:
+        raise typer.Exit(1)
