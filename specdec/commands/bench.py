@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from specdec import shipped
+from specdec.commands.bench_pages import compare_command, page_command
 from specdec.commands.choices import draft_of
 from specdec.functional.sampling import SamplingParams
 from specdec.heads.load import detect_algo
@@ -19,6 +20,8 @@ from specdec.train.cli import Device, Dtype, Target
 from specdec.train.target import load
 
 app = typer.Typer(help="Measurements.", no_args_is_help=True)
+app.command("page")(page_command)
+app.command("compare")(compare_command)
 
 SHIPPED = "shipped"
 
