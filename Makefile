@@ -14,9 +14,10 @@ demo: $(READY)
 # A folder for each run, so that `specdec bench compare` can hold two of them against each other.
 bench: OUT := bench/out/$(shell date +%Y-%m-%d-%H%M%S)
 bench: $(READY)
-	$(BIN)/specdec bench acceptance --prompts bench/prompts.jsonl --max-new-tokens 64 --out $(OUT)
-	PYTHONPATH=. $(BIN)/python bench/lookup.py --prompts bench/prompts.jsonl --steps 2 --limit 3 --max-new-tokens 48 --out $(OUT)
-	@$(BIN)/specdec bench page $(OUT)/*.json --out $(OUT)/page.html
+	HF_HUB_OFFLINE=1 $(BIN)/specdec bench acceptance --prompts bench/prompts.jsonl --limit 6 --max-new-tokens 48 --out $(OUT)
+	HF_HUB_OFFLINE=1 PYTHONPATH=. $(BIN)/python bench/lookup.py --prompts bench/prompts.jsonl --steps 2 --limit 3 \
+	    --max-new-tokens 48 --out $(OUT)
+	@echo "page: $$($(BIN)/specdec bench page $(OUT)/*.json --out $(OUT)/page.html)"
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal

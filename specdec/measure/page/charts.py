@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 WIDTH = 10.0  # inches; 960 pixels on the page
 MOST_PANELS = 3  # side by side
 ROW_HEIGHT = 0.27  # inches of one category
+LETTER = 0.08  # inches of a letter along the y axis
 
 
 class Line(NamedTuple):
@@ -77,7 +78,8 @@ def dots(
             log_scale(axes, "x", [v for dot in everything for v in (dot.value, dot.floor) if v])
 
     def height(own: Sequence[Dot]) -> float:
-        return 0.75 + len({dot.category for dot in own}) * ROW_HEIGHT * max(1.0, 0.55 * len(_side_by_side(own)))
+        lines_of_one = max(1.0, 0.55 * len(_side_by_side(own)))
+        return _height(len({dot.category for dot in own}) * lines_of_one, y)
 
     return _figure(panels, draw, x, y, height, share="x")
 
@@ -107,7 +109,7 @@ def stacks(
         categories(axes, list(own))
         axes.set_xlim(left=0)
 
-    return _figure(panels, draw, x, y, lambda own: 0.75 + len(own) * ROW_HEIGHT, share="x")
+    return _figure(panels, draw, x, y, lambda own: _height(len(own), y), share="x")
 
 
 def _figure(
@@ -194,6 +196,11 @@ def _dot(axes: "Axes", dot: Dot, place: float, palette: Palette, floor: str) -> 
         elinewidth=1.1,
         label=dot.name,
     )
+
+
+def _height(num_rows: float, y: str) -> float:
+    """Return the inches of a panel with that many lines, in which the y axis' own name `y` fits."""
+    return 0.75 + max(num_rows * ROW_HEIGHT, len(y) * LETTER)
 
 
 def _side_by_side(own: Sequence[Dot]) -> list[str]:

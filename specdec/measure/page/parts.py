@@ -52,7 +52,7 @@ FOLDED_FROM = 16  # rows
 
 def table(title: str, rows: Sequence[Row], keys: Sequence[str] = (), *, is_folded: bool | None = None) -> Table:
     """Make a table of `rows`: of `keys` that some row has, or of every key in the order of appearance."""
-    present = list(dict.fromkeys(key for row in rows for key in row))
+    present = list(dict.fromkeys(key for row in rows for key in row if key != "file" or varying(rows, ["file"])))
     shown = [key for key in keys if key in present] or present
     cells = [[text(row.get(key)) for key in shown] for row in rows]
     is_number = [all(_is_number(row.get(key)) for row in rows) for key in shown]
