@@ -97,12 +97,15 @@ def stacks(
 
     marks: by category, a value that gets a black mark, called `mark` in the legend.
     """
+    has_parts = len(colours) > 1
 
     def draw(axes: "Axes", own: Mapping[str, Mapping[str, float]]) -> None:
         for place, (category, parts) in enumerate(own.items()):
             left = 0.0
             for part, length in parts.items():
-                axes.barh(place, length, 0.62, left, color=colours[part], label=part, linewidth=0)
+                axes.barh(
+                    place, length, 0.62, left, color=colours[part], label=part if has_parts else None, linewidth=0
+                )
                 left += length
             if marks and category in marks:
                 axes.plot([marks[category]], [place], "|", color="black", ms=13, mew=1.8, label=mark, linestyle="")

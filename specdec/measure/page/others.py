@@ -110,7 +110,7 @@ def eager_section(rows: Sequence[Row]) -> Section | None:
 
 def _eager_lines(row: Row, keys: Sequence[str]) -> list[dict[str, Any]]:
     """Return a line for each runner of `row` that ran eagerly, or one for the row. keys: what tells rows apart."""
-    case = named(row, keys, {"batch": "batch ", "tokens": "tokens "})
+    case = named(row, keys, {"batch": "batch ", "tokens": "tokens ", "speculation": "speculation: "})
     runners = row.get("runners")
     if isinstance(runners, Mapping):
         return [

@@ -100,7 +100,7 @@ def short(value: float) -> str:
 
 
 def _listed(values: Sequence[Any], most: int = 12) -> str:
-    if values and all(isinstance(v, float) for v in values):
+    if values and all(isinstance(v, float) for v in values) and max(map(abs, values)) >= 0.05:
         shown = " ".join(f"{v:.2f}" for v in values[:most])
     else:
         shown = ", ".join(text(v) for v in values[:most])

@@ -14,6 +14,7 @@ ROUNDS = frozenset({*PHASES, "round", "plain_step"})
 SERIES = ("file", "label", "mode", "rounds of")
 PANELS = ("shape", "tokenizer", "sampling")
 WORDS = {"batch": "batch ", "tokens": "prompt ", "tokenizer": "with text: "}
+SHAPE_KEYS = ("steps", "topk", "draft_tokens")  # of which "rounds of" is made
 PHASE_COLOURS = {"draft": "#E69F00", "verify": "#0072B2", "accept": "#CC79A7", "extend": "#009E73", "round": "#888888"}
 START_COLOURS = {"compiling": "#E69F00", "capturing graphs": "#0072B2", "the rest of attaching": "#BBBBBB"}
 
@@ -52,7 +53,7 @@ def latency_section(rows: Sequence[Row], palette: Palette) -> Section:
     section.cards = _cards(own)
     keys = ["file", "label", "shape", "mode", "rounds of", "batch", "tokens", "tokenizer", "what", "ms", "round_ms"]
     keys += ["tau", "floor_ms", "tokens/s", "pays from tau", "host_ms", "idle_percent", "gap_us", "eager", "replayed"]
-    shown = [*keys, *(k for k in rest_of(own, keys) if k not in ("steps", "topk", "draft_tokens"))]
+    shown = [*keys, *rest_of(own, (*keys, *SHAPE_KEYS))]
     section.tables = [table("Every latency row", own, shown)]
     return section
 
@@ -200,7 +201,8 @@ def rounds_section(rows: Sequence[Row]) -> Section:
     if whole:
         best = min(whole, key=lambda row: row["ms"])
         section.cards = [Card(f"{short(best['ms'])} ms", "shortest round", _case(best))]
-    section.tables = [table("Every phase", own, [*keys, "what", "ms", "floor_ms", "tau", *rest_of(own, keys)])]
+    shown = [*keys, "what", "ms", "floor_ms", "tau"]
+    section.tables = [table("Every phase", own, [*shown, *rest_of(own, (*shown, *SHAPE_KEYS))])]
     return section
 
 
