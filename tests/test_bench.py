@@ -81,7 +81,7 @@ def test_one_command_makes_the_table(folders, tmp_path, capsys, monkeypatch):
     assert all(r["tau"] == 1.0 for r in rows if r["draft"] == "none")
     chains = [r for r in rows if r["topk"] == 1]
     assert all(r["tau"] == pytest.approx(1 + sum(r["accept_at"]), abs=1e-3) for r in chains)
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.json")
     gpu = torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else "cpu"
     assert file.name.startswith(f"acceptance_target_{gpu}_") and json.loads(file.read_text())["rows"] == rows
 
@@ -182,7 +182,7 @@ def test_results_leave_other_runs_alone(tmp_path):
     assert [json.loads(p.read_text())["rows"] for p in (first, second, third)] == [[1], [2, 3], [4]]
     with pytest.raises(TypeError):
         write_results(tmp_path, "x", "tiny", {}, [object()], first)
-    assert json.loads(first.read_text())["rows"] == [1] and len(list(tmp_path.iterdir())) == 3
+    assert json.loads(first.read_text())["rows"] == [1] and len(list(tmp_path.glob("*.json"))) == 3
 
 
 def last_line(capsys, monkeypatch, *arguments: object) -> dict:

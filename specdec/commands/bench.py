@@ -9,6 +9,7 @@ import typer
 
 from specdec import shipped
 from specdec.commands.bench_latency import latency_command
+from specdec.commands.bench_pages import compare_command, page_command
 from specdec.commands.bench_peers import peers_command
 from specdec.commands.choices import draft_of, listed
 from specdec.functional.sampling import SamplingParams
@@ -23,6 +24,8 @@ from specdec.train.target import load
 app = typer.Typer(help="Measurements.", no_args_is_help=True)
 app.command("latency")(latency_command)
 app.command("peers")(peers_command)
+app.command("page")(page_command)
+app.command("compare")(compare_command)
 
 SHIPPED = "shipped"
 

@@ -21,7 +21,6 @@ from specdec.heads.formats import formats
 OFFICIAL_THETA = 10000.0  # what EAGLE-3's official trainer builds, whatever config.json says
 
 
-
 @dataclass(frozen=True)
 class TargetFacts:
     """Target facts for alternatives: layers, if un-normed states exist, embedding, rope (theta, scaling or None)."""

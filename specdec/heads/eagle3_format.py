@@ -56,9 +56,7 @@ class Eagle3Format(HeadFormat):
         "Official EAGLE-3 layout, for targets of the same hidden size, vocabulary and layers.",
     )
 
-    def fresh(
-        self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]
-    ) -> DraftHead:
+    def fresh(self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]) -> DraftHead:
         config = fresh.eagle3_config(model, shape.draft_vocab_size, shape.aux_layers, shape.intermediate_size)
         return fresh.new_eagle3(model, config, hot_ids(config.draft_vocab_size), seed)
 

@@ -39,9 +39,7 @@ class EagleFormat(HeadFormat):
         "Official EAGLE layout, for targets of the same hidden size and vocabulary.",
     )
 
-    def fresh(
-        self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]
-    ) -> DraftHead:
+    def fresh(self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]) -> DraftHead:
         return fresh.new_eagle(model, seed, shape.intermediate_size)
 
     def read_config(self, reading: Reading, layout: Layout, names: Sequence[str]) -> EagleConfig | None:

@@ -74,9 +74,7 @@ class HeadFormat(ABC):
         """Return config.json of `head` in `layout`; the arguments are those of `save_head`."""
 
     @abstractmethod
-    def fresh(
-        self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]
-    ) -> DraftHead:
+    def fresh(self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]) -> DraftHead:
         """Make a head to be trained, in fp32 on the device of the target `model`.
 
         shape: a `train.students.Shape`; hot_ids(n): the n target tokens that a head had best score, [n] int64.

@@ -92,9 +92,7 @@ class NextNFormat(HeadFormat):
         "DeepSeek-V3's names, for targets of the same class and shape.",
     )
 
-    def fresh(
-        self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]
-    ) -> DraftHead:
+    def fresh(self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]) -> DraftHead:
         return fresh.new_nextn(model, seed, shape.copy_layer)
 
     def read_config(self, reading: Reading, layout: Layout, names: Sequence[str]) -> NextNConfig | None:

@@ -158,9 +158,7 @@ class HFTarget:
                 hidden, aux = self.run_layers(input_ids, positions)
         return hidden, hidden if self.aux_layers == (LAST,) else aux
 
-    def run_layers(
-        self, input_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run_layers(self, input_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the live model's own layers, with the outputs of `tapped`; needs `routed`. This is what gets traced."""
         wanted: Any = list(self.tapped) or False
         out = self.spec.stack(

@@ -1,0 +1,333 @@
+"""The page of result records: every kind of row is shown, charts can be read, and it needs nothing from outside."""
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from specdec import shipped
+from specdec.commands import main as cli
+from specdec.measure import definitions, results
+from specdec.measure.page import charts, page
+from specdec.measure.page.acceptance import conditional, wilson
+from specdec.measure.page.palette import GREY, Palette
+from specdec.measure.provenance import without_paths
+from specdec.measure.records import Record, read_record
+from specdec.measure.results import write_results
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMITTED = sorted((ROOT / "bench" / "results").glob("*.json"))
+
+
+def buckets(start: float) -> list[dict[str, Any]]:
+    return [
+        {"from": 0, "to": 64, "tau": start, "ci95": 0.1, "rounds": 90},
+        {"from": 64, "to": 128, "tau": start - 0.2, "ci95": 0.2, "rounds": 60},
+        {"from": 128, "to": None, "tau": None, "ci95": None, "rounds": 0},
+    ]
+
+
+def acceptance_row(draft: str, temperature: float, tau: float, **others: Any) -> dict[str, Any]:
+    shape = {"steps": 3, "topk": 1, "draft_tokens": 4}
+    row = {"draft": draft, "algo": "eagle3", "prompts": "gsm8k", **shape, "temperature": temperature}
+    row |= {"tau": tau, "ci95": 0.05, "rounds": 400, "accept_at": [0.8, 0.5, 0.3], "num_prompts": 8, "tok_s": 20.0}
+    return {**row, **others}
+
+
+def latency_row(what: str, steps: int, batch: int, tokens: int, ms: float) -> dict[str, Any]:
+    shape = {"steps": steps, "topk": 1, "draft_tokens": steps + 1}
+    row = {"label": "now", "shape": "8b", "mode": "compiled", **shape, "batch": batch, "tokens": tokens}
+    row |= {"tokenizer": True, "what": what, "ms": ms, "floor_ms": ms / 2, "eager": 0}
+    return row | ({"round_ms": ms * (3 if steps else 1), "tau": 3.0 if steps else 1.0} if what == "tpot" else {})
+
+
+def attach_row(mode: str, mib: float) -> dict[str, Any]:
+    row = {"what": "attach", "shape": "8b", "mode": mode, "steps": 3, "topk": 1, "draft_tokens": 4, "ms": 40_000}
+    return {**row, "compile_s": 30.0, "capture_s": 1.5, "num_graphs": 154, "graph_mib": mib}
+
+
+def gsm8k_row(mode: str, speculation: bool, difference: float) -> dict[str, Any]:
+    row = {"what": "gsm8k", "dtype": "bfloat16", "mode": mode, "speculation": speculation, "nll": 1.37048}
+    row |= {"difference": difference, "interval": [difference - 1e-4, difference + 1e-4], "mcnemar_p": 0.4}
+    row |= {"answers": 200, "correct": 90, "equal": 150, "gaps": [0.1], "near_ties": 50}
+    reasons = {"target_prefill": {"replays": 3, "eager": 7, "rejects": {"graphs are off": 7}}}
+    return {**row, "runners": reasons}
+
+
+ROWS: list[dict[str, Any]] = [
+    acceptance_row("small-eagle3", 0.0, 3.0, tau_by_position=buckets(3.0), tau_by_context=buckets(3.1)),
+    acceptance_row("small-nextn", 0.0, 2.3, tau_by_position=buckets(2.3)),
+    acceptance_row("small-eagle3", 1.0, 2.4, sample_drafts=False),
+    acceptance_row("none", 0.0, 1.0, algo=None, steps=0, draft_tokens=1, accept_at=[]),
+    *(latency_row("ttft", steps, 1, tokens, tokens / 20) for steps in (0, 3) for tokens in (128, 2048)),
+    *(latency_row("ttft", steps, 8, 128, 25.0) for steps in (0, 3)),
+    *(latency_row("tpot", steps, batch, 128, 5.0 - steps + batch / 10) for steps in (0, 3) for batch in (1, 8)),
+    attach_row("compiled", 300.0),
+    attach_row("a mode with a name that is so long that no chart can hold all of it", 100.0),
+    *(
+        {"what": phase, "shape": "8b", "mode": "graph", "steps": 3, "topk": 1, "draft_tokens": 4, "batch": 1}
+        | {"tokens": 128, "sampling": "greedy", "ms": ms, "floor_ms": 4.0}
+        for phase, ms in (("draft", 0.6), ("verify", 7.3), ("accept", 0.1), ("extend", 0.3), ("round", 8.4))
+    ),
+    gsm8k_row("off", False, 0.0),
+    gsm8k_row("piecewise", True, 2e-4),
+    {
+        "check": "greedy",
+        "against": "generate",
+        "batch": 4,
+        "compared": 60,
+        "equal": 58,
+        "near_ties": 1,
+        "unexplained": 1,
+    },
+    {"way": "generate", "version": "5.17.0", "requests": 32, "new_tokens": 128, "tokens_per_s": 812.5},
+    {"way": "specdec, S=3", "version": "0.1.0", "requests": 32, "new_tokens": 128, "tokens_per_s": 7200.0},
+    {"way": "economize", "version": "not installed", "requests": 32, "error": "not installed"},
+    {"what": "hf", "prompts": "mt_bench", "steps": 0, "tok_s": 24.3, "tau": None, "equal": True},
+    {"what": "lookup", "prompts": "mt_bench", "steps": 2, "tok_s": 27.3, "tau": 1.3, "equal": True},
+    {"what": "clients", "clients": 8, "requests_s": 109.0, "tok_s": 1744.6, "ttft_ms_p50": 36.4},
+    {"what": "a kind of next year", "colour": "mauve-unheard-of", "depth_ms": 3.25},
+    {"value": "<b>not markup</b>"},
+]
+ABOUT = {
+    "command": "specdec bench all --prompts gsm8k.jsonl",
+    "versions": {"torch": "2.13.0", "specdec": "0.1.0"},
+    "gpu": "nvidia-h200",
+    "commit": "abc1234+",
+    "config": {"prompts_sha256": {"gsm8k": "d34db33f"}, "thinking": False},
+}
+
+
+@pytest.fixture(scope="module")
+def rendered() -> Iterator[tuple[str, list[Figure]]]:
+    """The page of ROWS, and its figures as matplotlib has them."""
+    figures: list[Figure] = []
+    plain = charts._svg
+
+    def keeping(figure: Figure) -> str:
+        figures.append(figure)
+        return plain(figure)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(charts, "_svg", keeping)
+        yield page.render([Record("all_tiny_cpu_2026-01-01", ROWS, ABOUT)]), figures
+
+
+def test_every_section_is_there(rendered):
+    html, figures = rendered
+    anchors = re.findall(r'<section id="([\w-]+)">', html)
+    expected = ["acceptance", "latency", "rounds", "peers", "lookup", "gsm8k", "lossless", "serving", "graphs"]
+    assert anchors == [*expected, "others", "eager", "environment", "definitions"]
+    assert re.findall(r'<a href="#([\w-]+)"', html) == anchors
+    assert html.count("<svg") == len(figures) == html.count("<figure>")
+    titles = ("tau by position in the answer, chain S=3", "tau by context length", "tau by draft and shape, T=1")
+    titles += ("Prefill: time to the first token", "A round beside its floor", "Tokens/s against batch")
+    titles += ("Milliseconds by phase", "Memory of captured graphs", "Tokens/s by way", "Correct answers by mode")
+    assert [title for title in titles if title not in html] == []
+    assert 3 <= html.count('class="card"') <= 6
+
+
+def test_nothing_is_dropped_and_nothing_is_markup(rendered):
+    html, _ = rendered
+    for part in ("mauve-unheard-of", "3.25", "not installed", "graphs are off: 7", "1.370480", "d34db33f", "abc1234+"):
+        assert part in html, part
+    assert "<b>not markup</b>" not in html and "&lt;b&gt;not markup" in html
+    assert "3.00 ± 0.10" not in html and "3.00 ± 0.1" in html, "buckets keep their intervals"
+    assert "Break-even is the dashed line" in html
+
+
+def test_the_page_needs_nothing_from_outside(rendered):
+    html, _ = rendered
+    assert not re.search(r"""(?:src|href|url|@import)\s*[=(]?\s*["']?\s*(?:https?:)?//""", html)
+    assert not re.search(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"(?!data:,)", html)
+    assert len(html) < 600_000
+
+
+def test_every_axis_has_a_label_and_no_text_lies_on_another(rendered):
+    _, figures = rendered
+    assert len(figures) >= 14
+    for figure in figures:
+        figure.canvas.draw()
+        for axes in figure.axes:
+            assert axes.get_xlabel(), axes.get_title()
+        name = figure.axes[0].yaxis.label
+        assert name.get_text() and _is_inside(name.get_window_extent(), figure), name
+        boxes = [(t.get_text(), t.get_window_extent()) for t in figure.findobj(Text) if t.get_visible()]
+        shown = [(words, box) for words, box in boxes if words.strip() and box.width and _is_inside(box, figure)]
+        overlaps = [(a, b) for (a, one), (b, other) in itertools.combinations(shown, 2) if _overlap(one, other)]
+        assert not overlaps, (figure.axes[0].get_title(), overlaps)
+        for legend in figure.legends:
+            box = legend.get_window_extent()
+            assert not any(_overlap(box, axes.get_window_extent()) for axes in figure.axes), "legend over data"
+
+
+def _is_inside(box: Any, figure: Figure) -> bool:
+    """Ticks beyond the ends of an axis have texts that are not drawn."""
+    wide = figure.bbox.x0 - 1 <= box.x0 and box.x1 <= figure.bbox.x1 + 1
+    return bool(wide and figure.bbox.y0 - 1 <= box.y0 and box.y1 <= figure.bbox.y1 + 1)
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    wide = min(one.x1, other.x1) - max(one.x0, other.x0)
+    high = min(one.y1, other.y1) - max(one.y0, other.y0)
+    return bool(wide > 1 and high > 1)
+
+
+@pytest.fixture
+def without_charts(monkeypatch):
+    for name in ("lines", "dots", "stacks"):
+        monkeypatch.setattr(charts, name, lambda *_, **__: "<svg></svg>")
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_results_render(path, without_charts):
+    """Files of any age; every row lies in a section that says so. Charts are drawn in the test below."""
+    record = read_record(path)
+    html = page.render([record])
+    found = page.sections(record.rows)
+    lines = sum(len(table.rows) for section in found for table in section.tables if section.anchor != "eager")
+    assert lines >= len(record.rows) and record.name in html
+
+
+def test_several_records_say_which_file_a_row_is_of():
+    """One with charts of intervals, one with floors."""
+    names = ("acceptance-s2k1_135m", "latency-after-moves_8b")
+    html = page.render([read_record(path) for path in COMMITTED if path.name.startswith(names)])
+    assert "2 result files" in html and "acceptance-s2k1 · latency-after-moves · 135m · 8b" in html
+    assert html.count("<svg") >= 4
+
+
+def test_rates_and_intervals():
+    assert conditional([0.8, 0.4, 0.0]) == [0.8, 0.5, 0.0] and conditional([]) == []
+    assert conditional([0.0, 0.0]) == [0.0, 0.0]
+    low, high = wilson(0.5, 100)
+    assert (round(low, 3), round(high, 3)) == (0.404, 0.596) and wilson(0.0, 10)[0] == pytest.approx(0)
+
+
+def test_one_colour_for_each_name():
+    names = ["own-head", "smollm2-135m-instruct-nextn", "eagle3", "plain", *(f"mode {i}" for i in range(9))]
+    palette = Palette(names)
+    assert palette.colour("plain") == palette.colour("never seen") == GREY
+    assert palette.colour("eagle3") == Palette(["eagle3"]).colour("eagle3")
+    looks = {(palette.colour(name), palette.marker(name)) for name in names}
+    assert len(looks) == len(names)
+    cut = page.shortener(shipped.available())
+    assert [cut(name) for name in (*shipped.available(), "lookup")] == [
+        "eagle",
+        "eagle3",
+        "nextn",
+        "standalone",
+        "lookup",
+    ]
+
+
+def test_definitions_are_those_of_the_docs():
+    written = (ROOT / "docs" / "definitions.md").read_text("utf-8")
+    assert written == definitions.markdown(), "run: python -m specdec.measure.definitions > docs/definitions.md"
+
+
+def test_results_have_a_page_beside_them(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "tool"), "--prompts", f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl"])
+    rows = [acceptance_row(str(tmp_path / "head"), 0.0, 2.0)]
+    path = write_results(tmp_path, "acceptance", "tiny", {"target": str(tmp_path / "model")}, rows)
+    record = json.loads(path.read_text())
+    assert record["command"] == "tool --prompts a.jsonl,b.jsonl" and record["config"] == {"target": "model"}
+    assert str(tmp_path) not in path.read_text() and record["rows"][0]["draft"] == "head"
+    assert "2.00 ± 0.05" in path.with_suffix(".html").read_text()
+    without = write_results(tmp_path, "acceptance", "tiny", {}, rows, page=False)
+    assert without.is_file() and not without.with_suffix(".html").exists()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no ink")
+
+    monkeypatch.setattr(results, "write_page", broken)
+    kept = write_results(tmp_path, "acceptance", "tiny", {}, rows)
+    assert json.loads(kept.read_text())["rows"] == [{**rows[0], "draft": "head"}]
+    assert f"no page beside {kept.name}: RuntimeError: no ink" in capsys.readouterr().err
+
+
+def test_missing_libraries_are_told_once(tmp_path, capsys, monkeypatch):
+    told = "jinja2 and matplotlib not installed (pip install 'specdec-toolkit[bench]')"
+    monkeypatch.setattr("specdec.measure.page.libraries.find_spec", lambda name: None)
+    results._tell.cache_clear()
+    paths = [write_results(tmp_path, "x", "tiny", {}, [{"a": 1}]) for _ in range(2)]
+    assert all(path.is_file() and not path.with_suffix(".html").exists() for path in paths)
+    assert capsys.readouterr().err.count(told) == 1
+    with pytest.raises(ValueError, match=r"cannot be rendered: jinja2 and matplotlib not installed \(pip install"):
+        page.render([Record("a", [], {})])
+
+
+def test_paths_of_this_machine_are_cut():
+    home = Path(__file__).resolve()
+    assert without_paths({"a": [f"see {home}: line 3", 1, None]}) == {"a": [f"see {home.name}: line 3", 1, None]}
+    for text in ("/v1/completions", "3/4", "a/b.json", "hub.io/x", "x:y/z", "5 / 7"):
+        assert without_paths(text) == text
+
+
+def run(monkeypatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["specdec", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+def test_page_command(tmp_path, capsys, monkeypatch):
+    file = next(path for path in COMMITTED if path.name.startswith("demo"))
+    out = tmp_path / "new" / "page.html"
+    assert run(monkeypatch, "bench", "page", file, "--out", out) == 0
+    assert capsys.readouterr().out.split() == [str(out)] and "<h1>demo · 135m</h1>" in out.read_text()
+    (tmp_path / "bad.json").write_text("[1]")
+    for bad, message in (("none.json", "no such file"), ("bad.json", "expected an object with a list of 'rows'")):
+        assert run(monkeypatch, "bench", "page", tmp_path / bad) == 2
+        assert message in capsys.readouterr().err
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+OVERLAPS = """
+<script>
+const found = [], boxes = [];
+document.querySelectorAll("details").forEach(one => { one.open = true; });
+document.querySelectorAll("svg text, h1, h2, h3, p, th, td, .card b, .card span, .card small, figcaption, nav a")
+  .forEach(one => { const box = one.getBoundingClientRect();
+    if (box.width && one.textContent.trim()) boxes.push([one, box]); });
+boxes.forEach(([one, a], i) => boxes.slice(i + 1).forEach(([other, b]) => {
+  if (one.contains(other) || other.contains(one)) return;
+  const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+  const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+  if (wide > 2 && high > 2) found.push(one.textContent + " | " + other.textContent); }));
+const sideways = document.documentElement.scrollWidth > document.documentElement.clientWidth;
+document.title = JSON.stringify({boxes: boxes.length, overlaps: found, sideways});
+</script>
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+@pytest.mark.parametrize("width", [1200, 500])
+def test_in_a_browser(rendered, tmp_path, width):
+    """A screenshot that is not empty; in no window do texts lie on each other, nor must the page be moved sideways."""
+    html, _ = rendered
+    file, picture = tmp_path / "page.html", tmp_path / "page.png"
+    file.write_text(html.replace("</body>", f"{OVERLAPS}</body>"))
+    common = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},3000"]
+    options = {"capture_output": True, "text": True, "timeout": 120, "check": True}
+    subprocess.run([*common, f"--user-data-dir={tmp_path}/a", f"--screenshot={picture}", file.as_uri()], **options)
+    assert picture.stat().st_size > 40_000
+    dom = subprocess.run([*common, f"--user-data-dir={tmp_path}/b", "--dump-dom", file.as_uri()], **options).stdout
+    title = re.search(r"<title>(.*?)</title>", dom, re.DOTALL)
+    assert title is not None
+    found = json.loads(title[1].replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
+    assert found["boxes"] > 300 and found["overlaps"] == [] and not found["sideways"]
