@@ -1,4 +1,4 @@
-"""What options of several commands stand for: devices, draft depths, drafts."""
+"""What options of several commands stand for: devices, draft depths, drafts, lists, names of targets."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import torch
 
 from specdec import shipped
 from specdec.draft.algorithms import algorithms
+from specdec.targets.pretrained import BUNDLED
 
 
 def device_of(device: str) -> str:
@@ -25,3 +26,13 @@ def draft_of(draft: str) -> tuple[Path | str | None, str | None]:
     if draft in algorithms() and not algorithms()[draft].has_model:
         return None, draft
     return shipped.find(draft), "auto"
+
+
+def listed(values: list[str] | None, default: str = "") -> list[str]:
+    """Split the values of an option that may be repeated, or separated by commas."""
+    return [part.strip() for value in values or [default] for part in value.split(",") if part.strip()]
+
+
+def name_of_target(target: str) -> str:
+    """Return the target's name for a file name: "135m" for the bundled one."""
+    return "135m" if target == BUNDLED else Path(target).name.lower().removesuffix(".gguf")
