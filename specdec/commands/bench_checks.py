@@ -21,7 +21,7 @@ app = typer.Typer()
 
 MODES = {"compiled": "piecewise, compiled rounds"}  # names without commas on the command line
 # Few and small prefill graphs: on a CPU, recording and compiling one runs the whole model on as many tokens.
-CPU_SETTINGS: dict[str, Any] = {"max_prefill_tokens": 1024, "prefill_buckets": (256, 1024)}
+CPU_SETTINGS: dict[str, Any] = {"max_prefill_tokens": 512, "prefill_buckets": (256, 512)}
 
 Data = Annotated[Path, typer.Option(help="Folder with gsm8k/test.jsonl (lossless: and prompts/mt_bench.jsonl).")]
 Out = Annotated[Path | None, typer.Option(help="Folder for the result file.")]
