@@ -23,7 +23,7 @@ SMALL = {"max_prefill_tokens": 64, "prefill_buckets": (16, 64)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """target, head, and data with 12 GSM8K items, whose answers are the target's first tokens, and two MT-bench questions."""
+    """target, head, and data: 12 GSM8K items whose answers are the target's first tokens, two MT-bench questions."""
     root = tmp_path_factory.mktemp("checks")
     model = tiny_target()
     save_target(model, root / "target")
@@ -197,9 +197,9 @@ def test_lossless_command(folder, tmp_path, capsys, monkeypatch):
     code, lines, _ = run(capsys, monkeypatch, "lossless", *common, *counts, "--temperature", 0, "--out", tmp_path)
     found = json.loads(lines[-1])
     assert code == 0 and (found["compared"], found["equal"], found["unexplained"]) == (6, 6, 0)
-    assert [(r["topk"], r["batch"], r["check"]) for r in found["configs"]] == [
-        (1, 2, "greedy"),
-        (4, 2, "greedy"),
+    assert [(r["draft"], r["topk"], r["batch"], r["check"]) for r in found["configs"]] == [
+        ("head", 1, 2, "greedy"),
+        ("head", 4, 2, "greedy"),
     ]
     (file,) = tmp_path.iterdir()
     assert file.name.startswith("lossless-auto-float32_target_")

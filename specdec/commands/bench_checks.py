@@ -62,7 +62,7 @@ def bench_gsm8k(
     for name in listed(dtype, "float32,bfloat16" if where.startswith("cuda") else "float32"):
         model, tokenizer = load(target, name, where)
         chosen = gsm8k.Items.of(records, tokenizer, items, answers)
-        drafts = [None] if draft == "none" else [None, draft_of(draft)[0]]
+        drafts = [(None, None)] if draft == "none" else [(None, None), draft_of(draft)]
         for row in gsm8k.run(model, tokenizer, chosen, drafts, modes, max_new_tokens=max_new_tokens, **settings):
             rows.append(row)
             print(json.dumps(row), flush=True)
@@ -97,7 +97,7 @@ def bench_lossless(
 
     Exits with 1 where a difference is not explained by rounding. The last line is one JSON object.
     """
-    drafts = [shipped.find(name) for name in listed(draft, ",".join(shipped.available()))]
+    drafts = {Path(name).name: draft_of(name) for name in listed(draft, ",".join(shipped.available()))}
     batches = [_size(text) for text in listed(batch, "1,4")]
     asked = {"gsm8k": num_gsm8k, "mt_bench": num_mt_bench}
     sets = [read_set(name, data, count) for name, count in asked.items() if count]

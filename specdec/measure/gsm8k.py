@@ -31,6 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "nextn": "NextN", None: "plain decoding"}  # as sentences write them
 CHAIN = {"num_steps": 3}
+PLAIN = ((None, None), "off")  # draft and mode of the base
 MOST_PACKED = 8  # items of one prefill
 TOLERANCE = 1e-3  # nats per token: what rounding of other kernels may cost
 LEAST_P = 0.01
@@ -74,23 +75,23 @@ def run(
     model: Any,
     tokenizer: Any,
     items: Items,
-    drafts: Sequence[Any],
+    drafts: Sequence[tuple[Any, str | None]],
     modes: Sequence[str] = tuple(MODES),
     *,
     max_new_tokens: int = 256,
     seed: int = 0,
     **settings: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for every draft (None: plain decoding) and mode. The first is the base: without graphs and draft,
-    whatever was asked for.
+    """Yield a row for every draft and mode. The first is the base: without graphs and draft, whatever was asked for.
 
-    seed: how many items a prefill packs. settings: of every engine, such as backend or max_seq_len.
+    drafts: draft and algo as `attach` takes them; (None, None) is plain decoding. seed: decides how many items a
+    prefill packs. settings: of every engine, such as backend or max_seq_len.
     """
     base: Outcome | None = None
     wanted = [(draft, mode) for draft in drafts for mode in modes]
-    for draft, mode in [(None, "off"), *(w for w in wanted if w != (None, "off"))]:
-        given = {**settings, **MODES[mode], "graph_sampling": "greedy", **({} if draft is None else CHAIN)}
-        engine = attach(model, draft, tokenizer=tokenizer, **given)
+    for (draft, algo), mode in [PLAIN, *(w for w in wanted if w != PLAIN)]:
+        given = {**settings, **MODES[mode], "graph_sampling": "greedy", **({} if algo is None else CHAIN)}
+        engine = attach(model, draft, algo, tokenizer=tokenizer, **given)
         try:
             outcome, row = _measure(engine, items, max_new_tokens, seed)
         finally:

@@ -9,8 +9,7 @@ if there are more differences than that makes likely. The last line is one JSON 
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ CHANCE = 1e-3  # more differing sequences than happen with this probability are 
 def run(
     model: Any,
     prompts: list[list[int]],
-    drafts: Sequence[str | Path],
+    drafts: Mapping[str, tuple[Any, str | None]],
     *,
     batches: Sequence[int] = (1, 4),
     temperature: float = 1.0,
@@ -46,19 +45,19 @@ def run(
     **settings: Any,
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of every draft and shape: greedy text at each of `batches`, then sampled text, which temperature 0
-    leaves out. settings: of every engine."""
+    leaves out. drafts: by name, draft and algo as `attach` takes them. settings: of every engine."""
     references = [reference(model, p, max_new_tokens) for p in tqdm(prompts, desc="model.generate")]
     common = {"backend": backend, "strict": model.device.type == "cuda", **settings}
     common["max_seq_len"] = max(map(len, prompts)) + max_new_tokens
-    for draft in drafts:
+    for name, (draft, algo) in drafts.items():
         for config in CONFIGS:
-            given = {**common, **config}
+            given = {**common, **config, "algo": algo}
             found = [compare(model, draft, given, batch, prompts, references, max_new_tokens) for batch in batches]
             if temperature:
                 law, kinds = SamplingParams(temperature, seed=0), AGAINST[model.device.type]
                 given |= {"max_batch": sampled_batch, "graph_sampling": "sampled"}
                 found += compare_sampled(model, draft, given, kinds, prompts, law, max_new_tokens)
-            yield [{"draft": Path(draft).name, **config, "backend": backend, **row} for row in found]
+            yield [{"draft": name, **config, "backend": backend, **row} for row in found]
 
 
 def reference(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
