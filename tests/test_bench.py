@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import lossless
-from specdec import SamplingParams, attach, shipped
+from specdec import attach, shipped
+from specdec.commands import bench as bench_command
 from specdec.commands import main as cli
-from specdec.commands.bench import _drafts
 from specdec.heads.load import save_head
 from specdec.measure.acceptance import Shape, acceptance
 from specdec.measure.latency import cases, timing, trace
@@ -73,7 +72,8 @@ def test_one_command_makes_the_table(folders, tmp_path, capsys, monkeypatch):
     assert code == 0 and len(attached) == 3 + 1 + 3 and set(attached) == {("greedy", "sampled")}
     assert len(rows) == len(attached) * 2 * 2  # an engine for each draft and shape; two files and temperatures each
     keys = {"draft", "algo", "prompts", "steps", "topk", "draft_tokens", "temperature", "tau", "ci95", "rounds"}
-    keys |= {"accept_at", "num_prompts", "max_new_tokens", "tok_s", "sample_drafts"}
+    keys |= {"accept_at", "num_prompts", "max_new_tokens", "tok_s", "sample_drafts", "prompts_sha", "conditional_at"}
+    keys |= {"tau_by_position", "tau_by_context", "template_sha", "thinking", "first_token"}
     assert all(keys <= set(r) for r in rows)
     assert {(r["draft"], r["algo"]) for r in rows} == {("head", "eagle3"), ("none", None), ("twin", "standalone")}
     assert {(r["steps"], r["topk"], r["draft_tokens"]) for r in rows if r["algo"]} == {(2, 1, 3), (3, 1, 4), (2, 3, 6)}
@@ -150,26 +150,9 @@ def test_shipped_heads_by_algorithm():
     assert shipped.find("shipped") == shipped.find("smollm2-135m-instruct-eagle3") == shipped.path()
     assert shipped.find("owner/name") == "owner/name"
     assert shipped.find("shipped-standalone") == shipped.for_algo("standalone")
-    assert _drafts(["shipped", "none"]).keys() == {*shipped.available(), "none"}
-    assert _drafts(["x/head", "y/head"]) == {"head": ("x/head", "auto"), "y/head": ("y/head", "auto")}
-    assert _drafts(["lookup", "none"]) == {"lookup": (None, "lookup"), "none": (None, None)}
-
-
-def test_lossless_compares_greedy_and_sampled_text():
-    """bench/lossless.py on a tiny target: equal to generate and to itself, and differences are counted as such."""
-    model, draft, prompts = tiny_model("llama"), random_head(tiny_model("llama")), [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
-    settings = {"num_steps": 2, "max_seq_len": 64}
-    texts = [lossless.reference(model, p, 8) for p in prompts]
-    row = lossless.compare(model, draft, settings, 2, prompts, texts, 8)
-    assert (row["algo"], row["compared"], row["equal"], row["unexplained"]) == ("eagle3", 3, 3, 0)
-    row = lossless.compare(model, draft, settings, 2, prompts, [[*texts[0][:3], 99], *texts[1:]], 8)
-    assert (row["equal"], row["unexplained"]) == (2, 1)
-    law, kinds = SamplingParams(temperature=1.0, seed=0), {"eager": {"cuda_graph": False}, "other": {"topk": 3}}
-    same, other = lossless.compare_sampled(model, draft, {**settings, "max_batch": 2}, kinds, prompts, law, 8)
-    assert (same["equal"], same["unexplained"], same["flips_per_token"]) == (3, 0, 0.0)
-    assert other["unexplained"] > 0 and 0 < other["flips_per_token"] < 1e-4 and len(other["first_difference"]) > 0
-    assert model.config._attn_implementation == "sdpa"
-    assert [lossless.most_likely(m) for m in (0.0, 1e-4, 0.05, 4.0)] == [0, 0, 2, 11]
+    assert bench_command._drafts(["shipped", "none"]).keys() == {*shipped.available(), "none"}
+    assert bench_command._drafts(["x/head", "y/head"]) == {"head": ("x/head", "auto"), "y/head": ("y/head", "auto")}
+    assert bench_command._drafts(["lookup", "none"]) == {"lookup": (None, "lookup"), "none": (None, None)}
 
 
 def test_results_leave_other_runs_alone(tmp_path):

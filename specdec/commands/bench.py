@@ -8,22 +8,25 @@ from typing import Annotated, Any
 import typer
 
 from specdec import shipped
+from specdec.commands.bench_checks import app as checks_app
 from specdec.commands.bench_latency import latency_command
 from specdec.commands.bench_pages import compare_command, page_command
 from specdec.commands.bench_peers import peers_command
-from specdec.commands.choices import draft_of, listed
+from specdec.commands.choices import draft_of, listed, name_of_target
 from specdec.functional.sampling import SamplingParams
 from specdec.heads.load import detect_algo
 from specdec.measure.acceptance import Shape, acceptance, print_rows
+from specdec.measure.conversations import Conversations
 from specdec.measure.results import write_results
 from specdec.targets.pretrained import BUNDLED
-from specdec.text.prompts import chat_ids, read_questions
+from specdec.text.prompt_sets import Question, read_file, read_set, sets
 from specdec.train.cli import Device, Dtype, Target
 from specdec.train.target import load
 
 app = typer.Typer(help="Measurements.", no_args_is_help=True)
 app.command("latency")(latency_command)
 app.command("peers")(peers_command)
+app.add_typer(checks_app)
 app.command("page")(page_command)
 app.command("compare")(compare_command)
 
@@ -33,8 +36,18 @@ SHIPPED = "shipped"
 @app.command("acceptance")
 def bench_acceptance(
     prompts: Annotated[
-        list[str], typer.Option(help="JSON lines with turns, question or prompt. Repeat it, or separate by commas.")
+        list[str],
+        typer.Option(
+            help="Names of sets (see --data) or JSON lines with turns, question or prompt; repeat, or commas."
+        ),
     ],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the sets gsm8k, mt_bench, humaneval, spec_bench, speed_bench, sharegpt."),
+    ] = None,
+    by_category: Annotated[
+        bool, typer.Option("--by-category", help="Also a row for every category of the prompts.")
+    ] = False,
     draft: Annotated[
         list[str] | None,
         typer.Option(help="Folders, Hub ids, names of shipped drafts, 'shipped' (all of them), 'lookup' or 'none'."),
@@ -64,13 +77,13 @@ def bench_acceptance(
     """
     shapes = [Shape.parse(text) for text in listed(shape, "3:1:4")]
     laws = [_temperature(text) for text in listed(temperature, "0")]
-    questions = {name: read_questions(file, limit) for name, file in _by_name(listed(prompts), "stem").items()}
+    questions = {name: _questions(text, data, limit) for name, text in _by_name(listed(prompts), "stem").items()}
     drafts = _drafts(listed(draft, SHIPPED))
     for folder, _algo in drafts.values():
         if folder is not None:
             detect_algo(folder)  # so that a mistyped path does not wait for the target to load
     model, tokenizer = load(target, dtype, device)
-    ids = {name: chat_ids(texts, tokenizer) for name, texts in questions.items()}
+    asked = {name: Conversations.render(own, tokenizer) for name, own in questions.items()}
     rows: list[dict[str, Any]] = []
     file: Path | None = None
     config = {"target": target, "drafts": list(drafts), "dtype": str(model.dtype), "max_batch": max_batch}
@@ -79,7 +92,7 @@ def bench_acceptance(
             measured = acceptance(
                 model,
                 folder,
-                ids,
+                asked,
                 name=name,
                 algo=algo,
                 shape=one,
@@ -89,25 +102,31 @@ def bench_acceptance(
                 max_batch=max_batch,
                 sample_drafts=sample_drafts,
                 predicted=predicted,
+                by_category=by_category,
             )
             for row in measured:
                 rows.append(row)
-                print(f"{name} {one} {row['prompts']} T={row['temperature']:g}: tau {row['tau']:.3f}", file=sys.stderr)
+                what = row["prompts"] if row["category"] is None else f"{row['prompts']}/{row['category']}"
+                print(f"{name} {one} {what} T={row['temperature']:g}: tau {row['tau']:.3f}", file=sys.stderr)
             if out is not None:
-                file = write_results(out, "acceptance", target_name or _name_of(target), config, rows, file)
+                file = write_results(out, "acceptance", target_name or name_of_target(target), config, rows, file)
     print_rows(rows)
     print(json.dumps({"rows": rows}))
-
-
-def _name_of(target: str) -> str:
-    """Return the target's name for a file name: "135m" for the bundled one."""
-    return "135m" if target == BUNDLED else Path(target).name.lower().removesuffix(".gguf")
 
 
 def _drafts(values: list[str]) -> dict[str, tuple[Path | str | None, str | None]]:
     """Return draft and algo of each of `values`, by its name in the results."""
     each = [name for v in values for name in (shipped.available() if v == SHIPPED else [v])]
     return {name: draft_of(value) for name, value in _by_name(each, "name").items()}
+
+
+def _questions(text: str, data: Path | None, limit: int | None) -> list[Question]:
+    """Return the questions of a set or of a file."""
+    if text not in sets():
+        return read_file(text, limit)
+    if data is None:
+        raise ValueError(f"--prompts {text}: its file is looked for in --data DIR, which was not given")
+    return read_set(text, data, limit).questions
 
 
 def _by_name(values: list[str], part: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What options of several commands stand for: devices, draft depths, drafts, lists."""
+"""What options of several commands stand for: devices, draft depths, drafts, lists, names of targets."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import torch
 
 from specdec import shipped
 from specdec.draft.algorithms import algorithms
+from specdec.targets.pretrained import BUNDLED
 
 
 def device_of(device: str) -> str:
@@ -47,3 +48,8 @@ def check_alone(shape: str, **others: object) -> None:
     for name, value in others.items():
         if value is not None:
             raise ValueError(f"--{name} {str(value)!r} with --shape {shape}: its weights are random; drop one")
+
+
+def name_of_target(target: str) -> str:
+    """Return the target's name for a file name: "135m" for the bundled one."""
+    return "135m" if target == BUNDLED else Path(target).name.lower().removesuffix(".gguf")

@@ -197,7 +197,7 @@ def doubts(found: Findings) -> list[str]:
         differing = sum(a != b for a, b in zip(found.speculative.tokens, found.plain.tokens, strict=True))
         remarks.append(
             f"{differing} of {len(found.plain.tokens)} texts differ from plain decoding: in bf16 these are near-ties "
-            "(bench/lossless.py traces them); in fp32 please report it"
+            "(specdec bench lossless traces them); in fp32 please report it"
         )
     if found.tau is not None and found.break_even is not None:
         speed = found.tau / found.break_even

@@ -1,8 +1,7 @@
 """`specdec bench acceptance`: acceptance lengths on real prompts, which do not depend on the machine."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -10,9 +9,12 @@ from rich.table import Table
 
 from specdec.api import Engine, attach
 from specdec.config import EngineConfig
-from specdec.functional.sampling import SamplingParams
+from specdec.measure.conversations import Answers, Conversations, ask
+from specdec.measure.positions import tau_by_context, tau_by_position
+from specdec.measure.statistics import ratio_half_width, rounded
 from specdec.metrics import AcceptanceStats
-from specdec.outputs import GenerationOutput, RequestOutput
+from specdec.outputs import RequestOutput
+from specdec.text.prompts import template_sha, thinking_of
 from specdec.train.predict import predict
 
 
@@ -41,12 +43,13 @@ class Shape(NamedTuple):
 
 
 CHAIN = Shape(3, 1, 4)
+FIRST_TOKEN = "from the prefill, in no round, not counted in tau"
 
 
 def acceptance(
     model: Any,
     draft: Any,
-    prompts: Mapping[str, Sequence[Sequence[int]]],
+    prompts: Mapping[str, Sequence[Sequence[int]] | Conversations],
     *,
     name: str,
     algo: str | None = "auto",
@@ -57,80 +60,108 @@ def acceptance(
     max_batch: int = 8,
     sample_drafts: bool = True,
     predicted: bool = False,
+    by_category: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yield acceptance rows of `draft`, called `name` in them: one per file of `prompts` (token ids) and temperature.
 
-    One engine serves them all, since attaching captures graphs. draft, algo: as `attach` takes them; without both it
-    measures plain decoding, and `shape` is ignored. tokenizer: the target's, compared with a standalone draft's.
-    predicted: rows of greedy chains also get what the trainer simulates on the same text.
+    One engine serves them all, since attaching captures graphs. prompts: `Conversations`, too; of these every turn is
+    asked and counted. draft, algo: as `attach` takes them; without both it measures plain decoding, and `shape` is
+    ignored. tokenizer: the target's, compared with a standalone draft's; conversations need it. predicted: rows of
+    greedy chains also get what the trainer simulates on the same text. by_category: after each row, one for every
+    category of its prompts.
     """
-    longest = max(len(p) for file in prompts.values() for p in file) + max_new_tokens
+    asked = {file: Conversations.of(some) for file, some in prompts.items()}
+    longest = max(one.longest(max_new_tokens, tokenizer) for one in asked.values())
     settings: dict[str, Any] = {"max_batch": max_batch, "max_seq_len": longest, "sample_drafts": sample_drafts}
     settings["graph_sampling"] = tuple(dict.fromkeys("sampled" if t else "greedy" for t in temperatures))
     if draft is not None or algo not in (None, "auto"):
         settings.update(shape._asdict())
     engine = attach(model, draft, algo, tokenizer=tokenizer, **settings)
     try:
-        for file, ids in prompts.items():
+        for file, some in asked.items():
             for temperature in temperatures:
-                yield {"draft": name, **_measure(engine, file, ids, temperature, max_new_tokens, predicted)}
+                answers = ask(engine, some, temperature, max_new_tokens)
+                common = {"draft": name, **_setting(engine, file, some, temperature, max_new_tokens)}
+                row = {**common, "category": None, **_measured(answers), "tok_s": _tokens_per_s(answers)}
+                yield _beside_prediction(row, engine, answers.flat) if predicted else row
+                for category, numbers in _categories(some).items() if by_category else ():
+                    yield {**common, "category": category, **_measured(answers.of(numbers))}
     finally:
         engine.detach()
 
 
-def _measure(
-    engine: Engine,
-    file: str,
-    prompts: Sequence[Sequence[int]],
-    temperature: float,
-    max_new_tokens: int,
-    predicted: bool,
+def _setting(
+    engine: Engine, file: str, asked: Conversations, temperature: float, max_new_tokens: int
 ) -> dict[str, Any]:
-    """Measure one acceptance row; request i of a file is sampled with seed i."""
-    law = SamplingParams(temperature=temperature, seed=0)
-    out = engine.generate([list(p) for p in prompts], max_new_tokens=max_new_tokens, sampling=law)
-    config, half_width = engine.config, ci95(out.requests)
-    row = {
+    """Return what was asked of whom, and the definitions that other benches differ in."""
+    config, tokenizer = engine.config, engine.tokenizer
+    return {
         "algo": engine.report().draft["algo"],
         "prompts": file,
+        "prompts_sha": asked.prompts_sha(tokenizer),
+        "turns": asked.num_turns,
         "steps": config.num_steps,
         "topk": config.topk,
         "draft_tokens": config.verify_width,
         "temperature": temperature,
         "sample_drafts": config.sample_drafts,
         "max_new_tokens": max_new_tokens,
-        "num_prompts": len(prompts),
-        "tau": round(out.stats.tau, 4),
-        "ci95": round(half_width, 4) if math.isfinite(half_width) else None,
-        "rounds": out.stats.num_rounds,
-        "accept_at": [round(a, 4) for a in out.stats.acceptance_at],
-        "tok_s": round(out.stats.tokens_per_s, 1),
+        "first_token": FIRST_TOKEN,
+        "template_sha": template_sha(tokenizer),
+        "thinking": thinking_of(tokenizer),
     }
-    if predicted and not temperature and config.topk == 1 and engine.draft_module is not None:
-        return _beside_prediction(row, engine, out)
-    return row
+
+
+def _measured(answers: Answers) -> dict[str, Any]:
+    """Return what some conversations measured; num_prompts counts every turn."""
+    stats = AcceptanceStats().merge(parts := answers.stats())
+    at = stats.acceptance_at
+    half_width = ratio_half_width([p.num_emitted for p in parts], [p.num_rounds for p in parts])
+    return {
+        "num_prompts": len(answers.flat),
+        "conversations": len(parts),
+        "tau": round(stats.tau, 4),
+        "ci95": rounded(half_width),
+        "rounds": stats.num_rounds,
+        "accept_at": [round(a, 4) for a in at],
+        "conditional_at": [round(a / before, 4) for before, a in pairwise([1.0, *at])],
+        "tau_by_position": tau_by_position(answers.requests),
+        "tau_by_context": tau_by_context(answers.requests),
+    }
+
+
+def _tokens_per_s(answers: Answers) -> float:
+    num_tokens = sum(len(r.tokens) for r in answers.flat)
+    return round(num_tokens / answers.time_s, 1) if answers.time_s else 0.0
+
+
+def _categories(asked: Conversations) -> dict[str, list[int]]:
+    """Return the numbers of each category's conversations, in the order in which categories appear."""
+    found: dict[str, list[int]] = {}
+    for number, category in enumerate(asked.categories):
+        if category is not None:
+            found.setdefault(category, []).append(number)
+    return found
 
 
 def ci95(requests: Sequence[RequestOutput]) -> float:
     """Return the half width of the 95% interval of tau over prompts: the ratio estimator, linearised."""
-    parts: list[AcceptanceStats] = [r.acceptance for r in requests]
-    total = AcceptanceStats().merge(parts)
-    if len(parts) < 2 or not total.num_rounds:
-        return math.inf
-    residual = sum((p.num_emitted - total.tau * p.num_rounds) ** 2 for p in parts)
-    n = len(parts)
-    return 1.96 * math.sqrt(residual * n / (n - 1)) / total.num_rounds
+    parts = [r.acceptance for r in requests]
+    return ratio_half_width([p.num_emitted for p in parts], [p.num_rounds for p in parts])
 
 
-def _beside_prediction(row: dict[str, Any], engine: Engine, out: GenerationOutput) -> dict[str, Any]:
-    """Add to `row` the a_j that the trainer simulates on the generated text, and how far the measured ones are off."""
+def _beside_prediction(row: dict[str, Any], engine: Engine, requests: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Add to the row of a greedy chain the a_j that the trainer simulates on the generated text, and how far the
+    measured ones are off."""
     draft = engine.draft_module
-    assert draft is not None
+    if row["temperature"] or row["topk"] > 1 or draft is None:
+        return row
     if getattr(draft, "num_modules", 1) > 1:  # the trainer knows heads of one module
         return row
-    text = [(r.prompt_ids, r.tokens) for r in out.requests]
+    text = [(r.prompt_ids, r.tokens) for r in requests]
     stats = predict(engine.target_module, draft, text, row["steps"])
-    pairs = zip_longest(out.stats.acceptance_at, stats.acceptance_at, fillvalue=0.0)
+    measured = AcceptanceStats().merge([r.acceptance for r in requests])
+    pairs = zip_longest(measured.acceptance_at, stats.acceptance_at, fillvalue=0.0)
     off = [round(m / p - 1, 4) if p else None for m, p in pairs]
     return {**row, "predicted_at": [round(p, 4) for p in stats.acceptance_at], "off_prediction": off}
 
@@ -144,7 +175,8 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         table = Table("prompts", "S:K:D", "T", "tau", "±95%", "rounds", "accepted at 1, 2, …", title=title)
         for r in own:
             half_width = "-" if r["ci95"] is None else f"{r['ci95']:.3f}"
-            cells = (r["prompts"], f"{r['steps']}:{r['topk']}:{r['draft_tokens']}", f"{r['temperature']:g}")
+            what = r["prompts"] if r["category"] is None else f"{r['prompts']}: {r['category']}"
+            cells = (what, f"{r['steps']}:{r['topk']}:{r['draft_tokens']}", f"{r['temperature']:g}")
             table.add_row(*cells, f"{r['tau']:.3f}", half_width, str(r["rounds"]), _rates(r["accept_at"]))
         console.print(table)
         for r in own:

@@ -1,27 +1,20 @@
-"""Reads prompt files (JSON lines), renders their questions with a chat template, and fingerprints tokenizers."""
+"""Renders questions with a chat template; fingerprints of tokenizers, templates and prompts."""
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specdec.text.inputs import ids_of_chat
+from specdec.text.prompt_sets import read_file
 
-QUESTION_KEYS = ("turns", "question", "prompt")
+SHA_CHARS = 16  # of a hexadecimal SHA-256: enough to tell files apart, short enough for a table
 
 
 def read_questions(path: str | Path, limit: int | None = None) -> list[str]:
     """Return each line's first user turn: `turns[0]`, `question` or `prompt`. ValueError names a line without one."""
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"prompt file {str(path)!r}: no such file; expected JSON lines with one of {QUESTION_KEYS}")
-    questions = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            questions.append(_question(line, file, number))
-    if not questions:
-        raise ValueError(f"prompt file {str(path)!r} holds no prompts")
-    return questions[:limit]
+    return [question.turns[0] for question in read_file(path, limit)]
 
 
 def chat_ids(questions: list[str], tokenizer: Any) -> list[list[int]]:
@@ -29,18 +22,31 @@ def chat_ids(questions: list[str], tokenizer: Any) -> list[list[int]]:
     return [ids_of_chat([{"role": "user", "content": q}], tokenizer) for q in questions]
 
 
-def _question(line: str, file: Path, number: int) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file.name}:{number}: not JSON ({error})") from error
-    found = next((record[k] for k in QUESTION_KEYS if k in record), None)
-    if found is None:
-        raise ValueError(f"{file.name}:{number}: none of {QUESTION_KEYS} in {sorted(record)}")
-    return found[0] if isinstance(found, list) else found
-
-
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Return the SHA-256 of the vocabulary, special tokens included: equal where every id means the same token."""
     entries = sorted((index, token) for token, index in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(entries).encode("utf-8")).hexdigest()
+
+
+def ids_sha(ids: Sequence[Sequence[int]]) -> str:
+    """Return a prefix of the SHA-256 of token ids: equal where two runs were asked the same."""
+    return _sha(json.dumps([list(map(int, row)) for row in ids]))
+
+
+def template_sha(tokenizer: Any) -> str | None:
+    """Return a prefix of the SHA-256 of the tokenizer's chat template; None if there is none."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return None
+    return _sha(template if isinstance(template, str) else json.dumps(template, sort_keys=True))
+
+
+def thinking_of(tokenizer: Any) -> str:
+    """Return whether prompts ask for thinking: only templates that know `enable_thinking` can, and it is never passed,
+    so that theirs is the template's own default."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    return "enable_thinking not passed: the template's default" if "enable_thinking" in template else "not applicable"
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:SHA_CHARS]

@@ -1,0 +1,142 @@
+"""`specdec bench gsm8k` and `specdec bench lossless`: checks that exit with 1 where a text or a likelihood is off."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specdec import shipped
+from specdec.commands.choices import device_of, draft_of, listed, name_of_target
+from specdec.measure import gsm8k, lossless
+from specdec.measure.results import write_results
+from specdec.targets.pretrained import BUNDLED
+from specdec.text.prompt_sets import read_set
+from specdec.text.prompts import chat_ids
+from specdec.train.cli import Device, Dtype, Target
+from specdec.train.target import load
+
+app = typer.Typer()
+
+MODES = {"compiled": "piecewise, compiled rounds"}  # names without commas on the command line
+# Few and small prefill graphs: on a CPU, recording and compiling one runs the whole model on as many tokens.
+CPU_SETTINGS: dict[str, Any] = {"max_prefill_tokens": 512, "prefill_buckets": (256, 512)}
+
+Data = Annotated[Path, typer.Option(help="Folder with gsm8k/test.jsonl (lossless: and prompts/mt_bench.jsonl).")]
+Out = Annotated[Path | None, typer.Option(help="Folder for the result file.")]
+Backend = Annotated[str, typer.Option(help="Attention backend, such as triton or flashinfer.")]
+
+
+@app.command("gsm8k")
+def bench_gsm8k(
+    data: Data,
+    target: Target = BUNDLED,
+    draft: Annotated[str, typer.Option(help="Draft of the modes that speculate, or 'none': plain decoding only.")] = (
+        "shipped"
+    ),
+    mode: Annotated[
+        list[str] | None, typer.Option(help="Of off, breakable, piecewise, compiled (rounds, too); default: all.")
+    ] = None,
+    items: Annotated[int, typer.Option(min=1, help="Items whose gold solutions are scored.")] = 1319,
+    answers: Annotated[int, typer.Option(min=1, help="Items that are answered greedily.")] = 200,
+    max_new_tokens: int = 256,
+    dtype: Annotated[list[str] | None, typer.Option(help="Default: float32 and, on CUDA, bfloat16 after it.")] = None,
+    backend: Backend = "auto",
+    device: Device = "auto",
+    seed: Annotated[int, typer.Option(help="Decides how many items a prefill packs.")] = 0,
+    out: Out = None,
+) -> None:
+    """Hold likelihoods and answers of every prefill mode, with and without a draft, against plain decoding without
+    prefill graphs.
+
+    Exits with 1 where a mode differs beyond chance. The last line is one JSON object.
+    """
+    where = device_of(device)
+    modes = [_mode(name) for name in listed(mode, "off,breakable,piecewise,compiled")]
+    records = [q.record for q in read_set("gsm8k", data, max(items, answers)).questions]
+    settings: dict[str, Any] = {"max_batch": 32, "max_seq_len": 1024, "backend": backend, "seed": seed}
+    settings |= {} if where.startswith("cuda") else CPU_SETTINGS
+    rows: list[dict[str, Any]] = []
+    file: Path | None = None
+    for name in listed(dtype, "float32,bfloat16" if where.startswith("cuda") else "float32"):
+        model, tokenizer = load(target, name, where)
+        chosen = gsm8k.Items.of(records, tokenizer, items, answers)
+        drafts = [(None, None)] if draft == "none" else [(None, None), draft_of(draft)]
+        for row in gsm8k.run(model, tokenizer, chosen, drafts, modes, max_new_tokens=max_new_tokens, **settings):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if out is not None:
+                file = write_results(out, "gsm8k", name_of_target(target), {"device": where}, rows, file)
+    gsm8k.print_table(rows)
+    failed = [problem for row in rows for problem in gsm8k.problems(row)]
+    for problem in failed:
+        print(f"differs: {problem}", file=sys.stderr)
+    print(json.dumps({"failed": failed, "rows": rows}))
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command("lossless")
+def bench_lossless(
+    data: Data,
+    target: Target = BUNDLED,
+    draft: Annotated[list[str] | None, typer.Option(help="Folders, Hub ids, shipped names; default: all.")] = None,
+    num_gsm8k: Annotated[int, typer.Option("--gsm8k", min=0, help="GSM8K test questions.")] = 50,
+    num_mt_bench: Annotated[int, typer.Option("--mt-bench", min=0, help="MT-bench questions, first turns.")] = 10,
+    batch: Annotated[list[str] | None, typer.Option(help="Batch sizes of the greedy check; default 1,4.")] = None,
+    temperature: Annotated[float, typer.Option(help="Of the sampled check; 0 leaves it out.")] = 1.0,
+    sampled_batch: Annotated[int, typer.Option(min=1, help="Batch size of the sampled check.")] = 4,
+    max_new_tokens: int = 128,
+    dtype: Dtype = "float32",
+    backend: Backend = "auto",
+    device: Device = "auto",
+    out: Out = None,
+) -> None:
+    """Hold greedy text against `model.generate` and sampled text against other ways of running the same round, for
+    every draft, chains and trees.
+
+    Exits with 1 where a difference is not explained by rounding. The last line is one JSON object.
+    """
+    drafts = {Path(name).name: draft_of(name) for name in listed(draft, ",".join(shipped.available()))}
+    batches = [_size(text) for text in listed(batch, "1,4")]
+    asked = {"gsm8k": num_gsm8k, "mt_bench": num_mt_bench}
+    sets = [read_set(name, data, count) for name, count in asked.items() if count]
+    model, tokenizer = load(target, dtype, device)
+    prompts = chat_ids([q.turns[0] for one in sets for q in one.questions], tokenizer)
+    rows: list[dict[str, Any]] = []
+    file: Path | None = None
+    measured = lossless.run(
+        model,
+        prompts,
+        drafts,
+        batches=batches,
+        temperature=temperature,
+        sampled_batch=sampled_batch,
+        max_new_tokens=max_new_tokens,
+        backend=backend,
+        tokenizer=tokenizer,
+    )
+    for found in measured:
+        rows += found
+        for row in found:
+            print(row, flush=True)
+        if out is not None:
+            what = f"lossless-{backend}-{str(model.dtype).removeprefix('torch.')}"
+            file = write_results(out, what, name_of_target(target), {"device": str(model.device)}, rows, file)
+    result = {key: sum(r[key] for r in rows) for key in ("compared", "equal", "unexplained")}
+    print(json.dumps({**result, "configs": rows}))
+    raise typer.Exit(1 if result["unexplained"] else 0)
+
+
+def _mode(name: str) -> str:
+    """Return a mode's name in rows; ValueError lists those of the command line."""
+    found = MODES.get(name, name)
+    if found not in gsm8k.MODES:
+        raise ValueError(f"--mode {name!r}: expected off, breakable, piecewise or compiled")
+    return found
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--batch {text!r}: expected whole numbers of at least 1, separated by commas")
+    return int(text)
