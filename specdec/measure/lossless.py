@@ -1,7 +1,7 @@
 """`specdec bench lossless`: checks that speculation does not change the text, for every algorithm, chains and trees.
 
 Greedy text is compared with `model.generate`: in fp32 every token must be equal; in bf16 each difference is traced and
-must be a near-tie of the target's own top two logits. Sampled text, of the same seeds, is compared with the same engine
+must be a near-tie of the target's own top two logits (`specdec.measure.ties`). Sampled text, of the same seeds, is compared with the same engine
 without graphs and with the torch backend. There a difference begins where rounding moved a law across a random number:
 how often that happens is estimated from the target alone, run with two attention implementations, and the check fails
 if there are more differences than that makes likely. The last line is one JSON object; rows have `algo` and `check`.
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from specdec.api import attach
 from specdec.functional.sampling import SamplingParams
-from specdec.measure.ties import NEAR_TIE, first_difference, tie_gap
+from specdec.measure.ties import first_difference, near_tie, tie_gap
 
 CONFIGS: tuple[dict[str, Any], ...] = (
     {"num_steps": 3, "topk": 1},
@@ -47,12 +47,13 @@ def run(
     """Yield the rows of every draft and shape: greedy text at each of `batches`, then sampled text, which temperature 0
     leaves out. drafts: by name, draft and algo as `attach` takes them. settings: of every engine."""
     references = [reference(model, p, max_new_tokens) for p in tqdm(prompts, desc="model.generate")]
+    tie = 0.0 if model.dtype == torch.float32 else near_tie(model, prompts, references)
     common = {"backend": backend, "strict": model.device.type == "cuda", **settings}
     common["max_seq_len"] = max(map(len, prompts)) + max_new_tokens
     for name, (draft, algo) in drafts.items():
         for config in CONFIGS:
             given = {**common, **config, "algo": algo}
-            found = [compare(model, draft, given, batch, prompts, references, max_new_tokens) for batch in batches]
+            found = [compare(model, draft, given, batch, prompts, references, max_new_tokens, tie) for batch in batches]
             if temperature:
                 law, kinds = SamplingParams(temperature, seed=0), AGAINST[model.device.type]
                 given |= {"max_batch": sampled_batch, "graph_sampling": "sampled"}
@@ -76,15 +77,16 @@ def compare(
     prompts: list[list[int]],
     references: list[list[int]],
     max_new_tokens: int,
+    tie: float = 0.0,
 ) -> dict[str, Any]:
-    """Compare greedy text at one batch size; mismatches are held against the target's own logits."""
+    """Compare greedy text at one batch size; where texts part, the target's own logits may be `tie` apart."""
     own = texts(model, draft, {**settings, "max_batch": batch, "graph_sampling": "greedy"}, prompts, max_new_tokens)
     gaps = [
         tie_gap(model, prompt, ours, theirs)
         for prompt, ours, theirs in zip(prompts, own.pop("tokens"), references, strict=True)
         if ours != theirs
     ]
-    near_ties = sum(g <= NEAR_TIE for g in gaps)
+    near_ties = sum(g <= tie for g in gaps)
     return {
         "check": "greedy",
         "against": "generate",
@@ -92,7 +94,8 @@ def compare(
         "compared": len(prompts),
         "equal": len(prompts) - len(gaps),
         "near_ties": near_ties,
-        "unexplained": len(gaps) - (near_ties if model.dtype != torch.float32 else 0),
+        "near_tie": round(tie, 4),
+        "unexplained": len(gaps) - (near_ties if tie else 0),
         "gaps": [round(g, 4) for g in gaps],
         **own,
     }

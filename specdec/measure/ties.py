@@ -1,11 +1,15 @@
-"""Where two texts part, and whether rounding explains it: a near-tie of the target's own logits."""
+"""Where two texts part, and whether rounding explains it: a near-tie of the target's own logits.
+
+How near is measured on the target alone: how far its own two attention implementations move the gap between its two
+best tokens. Two right engines can disagree wherever the gap is no larger than that.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-NEAR_TIE = 0.25  # logits; bf16 rounds logits of size 16..32 to steps of 0.125
+LEAST_NEAR_TIE = 0.25  # logits; bf16 rounds logits of size 16..32 to steps of 0.125
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
@@ -23,3 +27,23 @@ def tie_gap(model: Any, prompt: list[int], ours: list[int], theirs: list[int]) -
     ids = torch.tensor([prompt + theirs[:at]], device=model.device)
     logits = model(ids, use_cache=False).logits[0, -1].float()
     return float((logits[ours[at]] - logits[theirs[at]]).abs())
+
+
+@torch.inference_mode()
+def near_tie(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]], most: int = 32) -> float:
+    """Return the gap in logits up to which rounding explains another token, of a model in 16 bits.
+
+    The largest change, over the tokens of `most` answers, of the gap between the model's two best tokens from its
+    eager attention to its sdpa; at least two steps of bf16.
+    """
+    before, largest = model.config._attn_implementation, LEAST_NEAR_TIE
+    for prompt, answer in list(zip(prompts, answers, strict=True))[:most]:
+        ids, laws = torch.tensor([prompt + answer], device=model.device), []
+        for kind in ("eager", "sdpa"):
+            model.set_attn_implementation(kind)
+            laws.append(model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float())
+        best = laws[0].topk(2).indices
+        gaps = [law.gather(1, best).diff(dim=1) for law in laws]
+        largest = max(largest, float((gaps[0] - gaps[1]).abs().max()))
+    model.set_attn_implementation(before)
+    return largest
