@@ -16,7 +16,7 @@ from specdec.measure.acceptance import Shape, acceptance
 from specdec.measure.latency import cases, timing, trace
 from specdec.measure.peers.rows import timed
 from specdec.measure.peers.way import Task, Way
-from specdec.measure.results import write_results
+from specdec.measure.results import ResultFile, write_results
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, tiny_target
@@ -158,14 +158,20 @@ def test_shipped_heads_by_algorithm():
 def test_results_leave_other_runs_alone(tmp_path):
     """Two runs of a day have a file each; a run that writes again, to its own path, has one."""
     first = write_results(tmp_path, "x", "tiny", {}, [1])
-    second = write_results(tmp_path, "x", "tiny", {}, [2])
-    assert write_results(tmp_path, "x", "tiny", {}, [2, 3], second) == second
-    third = write_results(tmp_path, "x", "tiny", {}, [4])
+    with ResultFile(tmp_path, "x", "tiny", {}) as second:
+        for rows in ([2], [2, 3]):
+            second.write(rows)
+        assert not second.path.with_suffix(".html").exists(), "a page is rendered once, at the end"
+        third = write_results(tmp_path, "x", "tiny", {}, [4])
+        with pytest.raises(TypeError):
+            second.write([object()])
+    second = second.path
     assert [p.stem.removeprefix(first.stem) for p in (first, second, third)] == ["", "-2", "-3"]
     assert [json.loads(p.read_text())["rows"] for p in (first, second, third)] == [[1], [2, 3], [4]]
-    with pytest.raises(TypeError):
-        write_results(tmp_path, "x", "tiny", {}, [object()], first)
-    assert json.loads(first.read_text())["rows"] == [1] and len(list(tmp_path.glob("*.json"))) == 3
+    assert len(list(tmp_path.glob("*.json"))) == 3
+    with ResultFile(None, "x", "tiny", {}) as none:
+        none.write([1])
+    assert none.name is None
 
 
 def last_line(capsys, monkeypatch, *arguments: object) -> dict:

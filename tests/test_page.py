@@ -247,8 +247,6 @@ def test_results_have_a_page_beside_them(tmp_path, capsys, monkeypatch):
     assert record["command"] == "tool --prompts a.jsonl,b.jsonl" and record["config"] == {"target": "model"}
     assert str(tmp_path) not in path.read_text() and record["rows"][0]["draft"] == "head"
     assert "2.00 ± 0.05" in path.with_suffix(".html").read_text()
-    without = write_results(tmp_path, "acceptance", "tiny", {}, rows, page=False)
-    assert without.is_file() and not without.with_suffix(".html").exists()
 
     def broken(*_: object) -> None:
         raise RuntimeError("no ink")

@@ -17,7 +17,7 @@ from specdec.functional.sampling import SamplingParams
 from specdec.heads.load import detect_algo
 from specdec.measure.acceptance import Shape, acceptance, print_rows
 from specdec.measure.conversations import Conversations
-from specdec.measure.results import write_results
+from specdec.measure.results import ResultFile
 from specdec.targets.pretrained import BUNDLED
 from specdec.text.prompt_sets import Question, read_file, read_set, sets
 from specdec.train.cli import Device, Dtype, Target
@@ -85,31 +85,30 @@ def bench_acceptance(
     model, tokenizer = load(target, dtype, device)
     asked = {name: Conversations.render(own, tokenizer) for name, own in questions.items()}
     rows: list[dict[str, Any]] = []
-    file: Path | None = None
     config = {"target": target, "drafts": list(drafts), "dtype": str(model.dtype), "max_batch": max_batch}
-    for name, (folder, algo) in drafts.items():
-        for one in shapes if algo is not None else shapes[:1]:
-            measured = acceptance(
-                model,
-                folder,
-                asked,
-                name=name,
-                algo=algo,
-                shape=one,
-                temperatures=laws,
-                tokenizer=tokenizer,
-                max_new_tokens=max_new_tokens,
-                max_batch=max_batch,
-                sample_drafts=sample_drafts,
-                predicted=predicted,
-                by_category=by_category,
-            )
-            for row in measured:
-                rows.append(row)
-                what = row["prompts"] if row["category"] is None else f"{row['prompts']}/{row['category']}"
-                print(f"{name} {one} {what} T={row['temperature']:g}: tau {row['tau']:.3f}", file=sys.stderr)
-            if out is not None:
-                file = write_results(out, "acceptance", target_name or name_of_target(target), config, rows, file)
+    with ResultFile(out, "acceptance", target_name or name_of_target(target), config) as file:
+        for name, (folder, algo) in drafts.items():
+            for one in shapes if algo is not None else shapes[:1]:
+                measured = acceptance(
+                    model,
+                    folder,
+                    asked,
+                    name=name,
+                    algo=algo,
+                    shape=one,
+                    temperatures=laws,
+                    tokenizer=tokenizer,
+                    max_new_tokens=max_new_tokens,
+                    max_batch=max_batch,
+                    sample_drafts=sample_drafts,
+                    predicted=predicted,
+                    by_category=by_category,
+                )
+                for row in measured:
+                    rows.append(row)
+                    what = row["prompts"] if row["category"] is None else f"{row['prompts']}/{row['category']}"
+                    print(f"{name} {one} {what} T={row['temperature']:g}: tau {row['tau']:.3f}", file=sys.stderr)
+                file.write(rows)
     print_rows(rows)
     print(json.dumps({"rows": rows}))
 

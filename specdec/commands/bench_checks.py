@@ -10,7 +10,7 @@ import typer
 from specdec import shipped
 from specdec.commands.choices import device_of, draft_of, listed, name_of_target
 from specdec.measure import gsm8k, lossless
-from specdec.measure.results import write_results
+from specdec.measure.results import ResultFile
 from specdec.targets.pretrained import BUNDLED
 from specdec.text.prompt_sets import read_set
 from specdec.text.prompts import chat_ids
@@ -62,16 +62,15 @@ def bench_gsm8k(
     settings: dict[str, Any] = {"max_batch": 32, "max_seq_len": 1024, "backend": backend, "seed": seed}
     settings |= {} if where.startswith("cuda") else CPU_SETTINGS
     rows: list[dict[str, Any]] = []
-    file: Path | None = None
-    for name in listed(dtype, "float32,bfloat16" if where.startswith("cuda") else "float32"):
-        model, tokenizer = load(target, name, where)
-        chosen = gsm8k.Items.of(records, tokenizer, items, answers)
-        drafts = [(None, None)] if draft == "none" else [(None, None), draft_of(draft)]
-        for row in gsm8k.run(model, tokenizer, chosen, drafts, modes, max_new_tokens=max_new_tokens, **settings):
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            if out is not None:
-                file = write_results(out, "gsm8k", name_of_target(target), {"device": where}, rows, file)
+    with ResultFile(out, "gsm8k", name_of_target(target), {"device": where, "backend": backend}) as file:
+        for name in listed(dtype, "float32,bfloat16" if where.startswith("cuda") else "float32"):
+            model, tokenizer = load(target, name, where)
+            chosen = gsm8k.Items.of(records, tokenizer, items, answers)
+            drafts = [(None, None)] if draft == "none" else [(None, None), draft_of(draft)]
+            for row in gsm8k.run(model, tokenizer, chosen, drafts, modes, max_new_tokens=max_new_tokens, **settings):
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                file.write(rows)
     gsm8k.print_table(rows)
     failed = [problem for row in rows for problem in gsm8k.problems(row)]
     for problem in failed:
@@ -108,7 +107,6 @@ def bench_lossless(
     model, tokenizer = load(target, dtype, device)
     prompts = chat_ids([q.turns[0] for one in sets for q in one.questions], tokenizer)
     rows: list[dict[str, Any]] = []
-    file: Path | None = None
     measured = lossless.run(
         model,
         prompts,
@@ -120,13 +118,13 @@ def bench_lossless(
         backend=backend,
         tokenizer=tokenizer,
     )
-    for found in measured:
-        rows += found
-        for row in found:
-            print(row, flush=True)
-        if out is not None:
-            what = f"lossless-{backend}-{str(model.dtype).removeprefix('torch.')}"
-            file = write_results(out, what, name_of_target(target), {"device": str(model.device)}, rows, file)
+    what = f"lossless-{backend}-{str(model.dtype).removeprefix('torch.')}"
+    with ResultFile(out, what, name_of_target(target), {"device": str(model.device)}) as file:
+        for found in measured:
+            rows += found
+            for row in found:
+                print(row, flush=True)
+            file.write(rows)
     result = {key: sum(r[key] for r in rows) for key in ("compared", "equal", "unexplained")}
     print(json.dumps({**result, "configs": rows}))
     raise typer.Exit(1 if result["unexplained"] else 0)

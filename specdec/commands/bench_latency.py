@@ -24,7 +24,7 @@ from specdec.measure.latency.subject import (
 )
 from specdec.measure.latency.table import print_rows
 from specdec.measure.latency.timing import host_probe_ms
-from specdec.measure.results import write_results
+from specdec.measure.results import ResultFile
 from specdec.measure.shapes import check_shape
 from specdec.targets.pretrained import BUNDLED
 from specdec.text.prompts import chat_ids, read_questions
@@ -132,13 +132,12 @@ def _measure(subject: Subject, plan: Plan, out: Path | None, given: dict[str, An
     warnings.filterwarnings("ignore", message="synthetic_acceptance is on")
     config = {"label": plan.label, "version": __version__, "host_probe_ms": host_probe_ms(), **given}
     config |= {"new_tokens": plan.new_tokens, "every_kind": plan.every_kind, "dtype": str(subject.model.dtype)}
-    path: Path | None = None
     run = Run(subject, plan, lambda row: print(json.dumps(row), file=sys.stderr, flush=True))
-    for _ in run.engines():
-        if out is not None:
-            now = {**config, "skipped": run.skipped, "failed": run.failed}
-            path = write_results(out, f"latency-{plan.label}", subject.shape, now, run.rows, path)
+    config |= {"skipped": run.skipped, "failed": run.failed}  # lists that grow
+    with ResultFile(out, f"latency-{plan.label}", subject.shape, config) as file:
+        for _ in run.engines():
+            file.write(run.rows)
     print_rows(run.rows)
-    print(json.dumps({"file": str(path) if path else None, "skipped": run.skipped, "rows": run.rows}))
+    print(json.dumps({"file": file.name, "skipped": run.skipped, "rows": run.rows}))
     if run.failed:
         raise typer.Exit(1)

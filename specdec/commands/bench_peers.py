@@ -18,7 +18,7 @@ from specdec.commands.demo import PROMPTS
 from specdec.heads.load import detect_algo
 from specdec.measure.peers.rows import measure, print_rows
 from specdec.measure.peers.way import Task
-from specdec.measure.results import write_results
+from specdec.measure.results import ResultFile
 from specdec.measure.shapes import make_head, make_target
 from specdec.targets.pretrained import BUNDLED, load_draft
 from specdec.text.prompts import chat_ids, read_questions
@@ -79,14 +79,13 @@ def peers_command(
     config = {"version": __version__, "target": target, "draft": draft, "assistant": assistant}
     config |= {"prompts": None if prompts is None else str(prompts), "dtype": str(task.model.dtype)}
     rows: list[dict[str, Any]] = []
-    path: Path | None = None
-    for row in measure(task, compile=compile):
-        rows.append({"shape": name, **row})
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-        if out is not None:
-            path = write_results(out, "peers", name, config, rows, path)
+    with ResultFile(out, "peers", name, config) as file:
+        for row in measure(task, compile=compile):
+            rows.append({"shape": name, **row})
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            file.write(rows)
     print_rows(rows)
-    print(json.dumps({"file": str(path) if path else None, "rows": rows}))
+    print(json.dumps({"file": file.name, "rows": rows}))
 
 
 def _draft(draft: str | None, target: str | None) -> tuple[Path | str | None, str | None]:

@@ -15,36 +15,55 @@ from specdec.measure.page.page import write_page
 from specdec.measure.records import read_record
 
 
-def write_results(
-    folder: str | Path,
-    what: str,
-    shape: str,
-    config: dict[str, Any],
-    rows: Sequence[Any],
-    path: Path | None = None,
-    *,
-    page: bool = True,
-) -> Path:
-    """Write `<what>_<shape>_<gpu>_<date>.json` with the command, versions and rows; return its path.
+class ResultFile:
+    """`<what>_<shape>_<gpu>_<date>.json` of a run, written as often as rows come in; its page is rendered on leaving.
 
-    An existing file belongs to another run and is left alone: `-2`, `-3`, … are added to the name. A run that writes
-    several times passes as `path` what the first call returned. No reader ever sees half a file.
-    page: also render `<same stem>.html`, which takes seconds; a run that writes again soon leaves it to its last call.
-    A page that cannot be rendered is a line on stderr, and the JSON file is there before.
+    An existing file belongs to another run and is left alone: `-2`, `-3`, … are added to the name. No reader ever sees
+    half a file. A page that cannot be rendered is a line on stderr. path: None until the first `write`, and for good
+    if `folder` is None: then nothing is written.
     """
-    gpu = provenance.gpu_name()
-    about = {"command": provenance.command(), "versions": provenance.versions(), "gpu": gpu, "config": config}
-    commit = provenance.commit()
-    record = provenance.without_paths({**about, **({"commit": commit} if commit else {}), "rows": list(rows)})
-    text = json.dumps(record, indent=1) + "\n"  # before a file is created: rows that cannot be serialised leave none
-    if path is None:
-        path = _new_file(Path(folder), f"{what}_{shape}_{gpu}_{datetime.now(UTC):%Y-%m-%d}")
-    half = path.with_name(f".{path.name}.part")
-    half.write_text(text, "utf-8")
-    half.replace(path)
-    if page:
-        _write_page_beside(path)
-    return path
+
+    def __init__(self, folder: str | Path | None, what: str, shape: str, config: dict[str, Any]):
+        self.path: Path | None = None
+        self._folder = folder
+        self._what, self._shape = what, shape
+        self.config = config
+
+    def __enter__(self) -> "ResultFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.path is not None:
+            _write_page_beside(self.path)
+
+    @property
+    def name(self) -> str | None:
+        """The file's path, for a JSON line."""
+        return str(self.path) if self.path else None
+
+    def write(self, rows: Sequence[Any]) -> None:
+        """Write the command, versions, config and all `rows` so far."""
+        if self._folder is None:
+            return
+        gpu = provenance.gpu_name()
+        about = {"command": provenance.command(), "versions": provenance.versions(), "gpu": gpu, "config": self.config}
+        commit = provenance.commit()
+        record = provenance.without_paths({**about, **({"commit": commit} if commit else {}), "rows": list(rows)})
+        text = json.dumps(record, indent=1) + "\n"  # before a file is made: rows that cannot be serialised leave none
+        if self.path is None:
+            stem = f"{self._what}_{self._shape}_{gpu}_{datetime.now(UTC):%Y-%m-%d}"
+            self.path = _new_file(Path(self._folder), stem)
+        half = self.path.with_name(f".{self.path.name}.part")
+        half.write_text(text, "utf-8")
+        half.replace(self.path)
+
+
+def write_results(folder: str | Path, what: str, shape: str, config: dict[str, Any], rows: Sequence[Any]) -> Path:
+    """Write all rows of a run at once, and the page; return the path. See `ResultFile`."""
+    with ResultFile(folder, what, shape, config) as file:
+        file.write(rows)
+    assert file.path is not None
+    return file.path
 
 
 def _write_page_beside(path: Path) -> None:
