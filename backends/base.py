@@ -134,11 +134,11 @@ class AttentionBackend(ABC):
         return None
 
     def prepare_for(
-        self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, has_trees: bool = True
+        self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, mask_words: int = 1
     ) -> None:
         """Build or load what `layers` will need; called once, before anything is warmed up or captured.
 
-        has_trees: whether forwards may come with ancestor bits. AttachError if it cannot be had.
+        mask_words: of the ancestor bits that forwards may bring, 0 for chains only. AttachError if it cannot be had.
         """
         return None
 

@@ -13,6 +13,8 @@ def check_shapes(m: AttentionMetadata) -> None:
     bs, width = m.num_reqs, m.slot_table.shape[1]
     if m.ancestor_bits is not None and m.tail_len > MAX_TAIL:
         raise ValueError(f"a tree tail of {m.tail_len} nodes: at most {MAX_TAIL}, the bits of an ancestor mask")
+    if m.ancestor_bits is not None and 64 * m.ancestor_bits.shape[-1] < m.tail_len:
+        raise ValueError(f"{m.ancestor_bits.shape[-1]} words of 64 ancestor bits for a tail of {m.tail_len} nodes")
     if not 1 <= m.q_len <= m.tail_len:
         raise ValueError(f"q_len={m.q_len} with tail_len={m.tail_len}: queries are the last 1..tail_len tail nodes")
     if m.max_prefix > width:
@@ -47,8 +49,12 @@ def check_indices(m: AttentionMetadata, num_slots: int) -> None:
     require_within("positions", m.positions, 0, None, "")
     if m.tail_positions is not None:
         require_within("tail_positions", m.tail_positions, 0, None, "")
-    if m.ancestor_bits is not None and m.tail_len < MAX_TAIL:
-        require_within("ancestor_bits", m.ancestor_bits, 1, (1 << m.tail_len) - 1, "the tail's nodes")
+    if m.ancestor_bits is not None:
+        spare = m.tail_len % 64  # bits used of the last word, 0: all
+        last = m.ancestor_bits[..., (m.tail_len - 1) // 64]
+        if spare:
+            require_within("ancestor_bits", last, 0, (1 << spare) - 1, "the tail's nodes")
+        require_within("nodes seen", (m.ancestor_bits != 0).sum(-1), 1, None, "")
 
 
 def is_debug() -> bool:

@@ -47,7 +47,7 @@ class MetadataBuilder:
 
         slot_table [num_rows, width] int32; rows, prefix_lens [bs] int64; depths [bs, q_len]: distance of each query
         from the end of the prefix (None: its node number, a chain); tail_depths [bs, first_node + q_len]: the same for
-        all tail nodes; ancestor_bits [bs, q_len] int64, or None for a chain, which is causal.
+        all tail nodes; ancestor_bits [bs, q_len, W] int64, or None for a chain, which is causal.
         """
         placement = self.uniform_placement(slot_table, rows, prefix_lens, q_len, first_node, depths, tail_depths)
         return AttentionMetadata(

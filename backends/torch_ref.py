@@ -107,7 +107,7 @@ class TorchBackend(AttentionBackend):
 def _tail_visible(m: AttentionMetadata, tail_index: torch.Tensor) -> torch.Tensor:
     """[bs, q_len, tail_len] bool: which tail nodes each query sees."""
     if m.ancestor_bits is not None:
-        return (m.ancestor_bits.unsqueeze(2) >> tail_index) & 1 == 1
+        return (m.ancestor_bits[..., tail_index // 64] >> tail_index % 64) & 1 == 1
     query_index = tail_index[m.tail_len - m.q_len :]
     return (tail_index <= query_index.unsqueeze(1)).expand(m.num_reqs, -1, -1)
 

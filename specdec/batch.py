@@ -35,7 +35,8 @@ class AttentionMetadata:
     qo_indptr: [bs+1] int32, request i's tokens are [qo_indptr[i], qo_indptr[i+1]) of the packed T.
     q_len, tail_len: tokens, uniform over requests. For EXTEND both are the longest request's.
     max_prefix: host upper bound of prefix_lens; shapes may depend on it, never on prefix_lens.
-    ancestor_bits: [bs, q_len] int64, bit t set: tail node t is visible. None means causal: node t has depth t.
+    ancestor_bits: [bs, q_len, W] int64, W words of 64 bits for at least tail_len nodes; bit t % 64 of word t // 64 set:
+        tail node t is visible. None means causal: node t has depth t.
     tail_positions: [bs, tail_len] int64, positions of the tail nodes (sliding windows need them); None: prefix + t.
     q_lens: EXTEND only, tokens of each request on the host (ragged); None: every request has q_len.
     starts: prefix_lens on the host, if they are known there (prefills); None: unknown.

@@ -5,10 +5,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MAX_TOP = 128  # best tokens whose log-probabilities are returned
-MAX_TAIL = 64  # nodes a 64-bit ancestor mask can name
+MAX_TAIL = 256  # nodes that ancestor masks name: four words of 64 bits; the kernels hold a tree in one program
 GRAPH_SAMPLING = ("greedy", "sampled", "filtered", "processed_greedy", "processed")
 PREFILL_GRAPHS = ("auto", "piecewise", "breakable", "off")
 COMPILERS = ("inductor", "eager")
+
+
+def num_words(num_nodes: int) -> int:
+    """Return how many words of 64 bits name `num_nodes` nodes: the W of ancestor bits."""
+    return -(-num_nodes // 64)
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,16 @@ class EngineConfig:
                 f"num_draft_tokens={d}: expected 2..{most} for topk={self.topk}, num_steps={self.num_steps} "
                 f"({self.num_candidates} candidates and the root, {MAX_TAIL} nodes at most)"
             )
+
+    @property
+    def tree_words(self) -> int:
+        """Words of ancestor bits of the nodes verified, 0 for a chain."""
+        return num_words(self.verify_width) if self.topk > 1 else 0
+
+    @property
+    def draft_words(self) -> int:
+        """Words of ancestor bits of the K·(S-1) nodes that a draft model runs in a round, 0 for a chain."""
+        return num_words(self.topk * (self.num_steps - 1)) if self.topk > 1 else 0
 
     @property
     def num_candidates(self) -> int:

@@ -46,11 +46,11 @@ def in_16_bits(backend: Any) -> Any:
         capabilities = replace(backend.capabilities, dtypes=backend.capabilities.dtypes | {torch.float32})
         min_prefill_flops = 0.0
 
-        def prepare_for(self, layers, dtype, device, has_trees=True):
+        def prepare_for(self, layers, dtype, device, mask_words=1):
             dtype = torch.float16 if dtype is torch.float32 else dtype
-            if kernels.unbuilt(kernels.kernels_for(layers, dtype, device, has_trees)):
+            if kernels.unbuilt(kernels.kernels_for(layers, dtype, device, mask_words)):
                 pytest.skip("FlashInfer's kernels for this model are not compiled")
-            super().prepare_for(layers, dtype, device, has_trees)
+            super().prepare_for(layers, dtype, device, mask_words)
 
         def _attend(self, call: AttentionCall) -> None:
             if call.q.dtype is not torch.float32:

@@ -69,11 +69,13 @@ def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
     from specdec.kv_cache import KVPool
 
     table, rows, lens = torch.ones(3, 600, dtype=torch.int32), torch.arange(2), torch.full((2,), 500)
-    bits = torch.ones(2, 8, dtype=torch.int64)
-    trees = {"depths": bits, "tail_depths": bits, "ancestor_bits": bits}
+    depths, bits = torch.ones(2, 8, dtype=torch.int64), torch.ones(2, 8, 1, dtype=torch.int64)
+    trees = {"depths": depths, "tail_depths": depths, "ancestor_bits": bits}
+    wide = {**trees, "ancestor_bits": bits.expand(-1, -1, 2)}
     plans = [
         TRITON_METADATA.uniform(ForwardMode.DECODE, table, rows, lens, q_len=1, max_prefix=512),
         TRITON_METADATA.uniform(ForwardMode.TARGET_VERIFY, table, rows, lens, q_len=8, max_prefix=512, **trees),
+        TRITON_METADATA.uniform(ForwardMode.TARGET_VERIFY, table, rows, lens, q_len=8, max_prefix=512, **wide),
         TRITON_METADATA.uniform(ForwardMode.TARGET_VERIFY, table, rows, lens, q_len=32, max_prefix=512),
         TRITON_METADATA.prefill(table, rows, [500, 3], [40, 7]),
     ]
@@ -109,6 +111,8 @@ def round_kernels() -> None:
     ids, floats = torch.zeros(2, 40, dtype=torch.int64), torch.zeros(2, 40)
     tree.expand(torch.zeros(2, 8, 8), torch.zeros(2, 8), 8)
     tree.build(ids[:, 0].clone(), ids, floats, ids, ids[0].clone(), num_draft_tokens=32, num_steps=5)
+    many, scores = torch.zeros(2, 300, dtype=torch.int64), torch.zeros(2, 300)
+    tree.build(many[:, 0].clone(), many, scores, many, many[0].clone(), num_draft_tokens=200, num_steps=8)
     for dtype in (torch.bfloat16, torch.float32):
         top.top_tokens(torch.zeros(3, 9000, dtype=dtype), 8, torch.arange(9000))
         top.best_token(torch.zeros(3, 9000, dtype=dtype), None)

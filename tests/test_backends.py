@@ -40,6 +40,7 @@ from specdec.backends.triton.metadata import TRITON_METADATA  # noqa: E402
 from specdec.backends.triton.plan import most_keys, split_plan, tile_span  # noqa: E402
 from specdec.backends.triton.plan_reference import split_plan_reference  # noqa: E402
 from specdec.backends.triton.store import store_kv  # noqa: E402
+from tests.ancestors import words_of  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative to the reference's norm
@@ -151,8 +152,7 @@ class Setup:
         for node, parent in enumerate(parents[1:], 1):
             ancestors.append([*ancestors[parent], node])
             depths.append(depths[parent] + 1)
-        bits = [sum(1 << j for j in line) for line in ancestors]
-        bits = torch.tensor([[b - (1 << 64) if b >> 63 else b for b in bits]] * len(self.prefixes), device=DEVICE)
+        bits = words_of(ancestors).repeat(len(self.prefixes), 1, 1).to(DEVICE)
         deep = torch.tensor([depths] * len(self.prefixes), device=DEVICE)
         q, out = self.run(self.uniform(len(parents), depths=deep, tail_depths=deep, ancestor_bits=bits), **kwargs)
         wants = []
@@ -182,8 +182,16 @@ def test_trees_see_their_ancestors(name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_largest_tree_uses_all_64_bits(kind):
-    Setup(LAYERS["gqa"], kind, prefixes=(3, 20)).check_tree([max(i - 1, 0) // 2 for i in range(63)] + [62])
+@pytest.mark.parametrize("nodes", [64, 150])
+def test_large_trees_use_all_bits_of_their_words(nodes, kind):
+    setup = Setup(LAYERS["gqa"], kind, prefixes=(3, 20))
+    setup.check_tree([max(i - 1, 0) // 2 for i in range(nodes - 1)] + [nodes - 2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_over_a_tree_of_two_words(kind):
+    layer = replace(LAYERS["sinks"], window=5)
+    Setup(layer, kind, prefixes=(40,), width=320).check_tree([max(i - 2, 0) for i in range(70)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -390,7 +398,8 @@ def test_uniform_metadata_equals_the_twin(first, q_len):
     lens = torch.tensor([0, 1, 60, 129, 40], device=DEVICE)
     depths = torch.randint(0, 5, (5, q_len), generator=generator).to(DEVICE)
     tail = torch.randint(0, 5, (5, first + q_len), generator=generator).to(DEVICE)
-    for options in ({}, {"depths": depths}, {"depths": depths, "tail_depths": tail, "ancestor_bits": depths}):
+    bits = depths.unsqueeze(2)
+    for options in ({}, {"depths": depths}, {"depths": depths, "tail_depths": tail, "ancestor_bits": bits}):
         args = (ForwardMode.DRAFT, table, rows, lens)
         shape = {"q_len": q_len, "max_prefix": 130, "first_node": first}
         same_metadata(
@@ -424,9 +433,11 @@ def same_metadata(got, want):
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_that_no_backend_can_run(kind):
     setup = Setup(LAYERS["gqa"], kind)
-    bits = torch.ones(3, 65, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(ValueError, match="65 nodes: at most 64"):
-        setup.run(setup.uniform(65, depths=bits, ancestor_bits=bits))
+    depths = torch.ones(3, 65, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="257 nodes: at most 256"):
+        setup.run(setup.uniform(257, ancestor_bits=torch.ones(3, 257, 5, dtype=torch.int64, device=DEVICE)))
+    with pytest.raises(ValueError, match="1 words of 64 ancestor bits for a tail of 65 nodes"):
+        setup.run(setup.uniform(65, depths=depths, ancestor_bits=depths.unsqueeze(2)))
     with pytest.raises(ValueError, match="max_prefix=193: the slot table has 192"):
         setup.run(replace(setup.uniform(1), max_prefix=193))
     with pytest.raises(ValueError, match=r"slot_table is torch.int64 .*expected torch.int32"):

@@ -123,7 +123,7 @@ def test_the_integers_are_functions_of_shapes():
 def metadata_of(q_len, tail_len=None, is_tree=True, bs=2):
     table, rows = torch.zeros(3, 300, dtype=torch.int32), torch.arange(bs)
     tail_len = tail_len or q_len
-    bits = torch.ones(bs, q_len, dtype=torch.int64) if is_tree else None
+    bits = torch.ones(bs, q_len, 1, dtype=torch.int64) if is_tree else None
     return TorchBackend.metadata.uniform(
         ForwardMode.TARGET_VERIFY,
         table,
@@ -156,11 +156,11 @@ def test_how_a_layer_is_masked(layer, metadata, mode, window_left):
 def test_which_kernels_layers_need():
     device, dtype = torch.device("cpu"), torch.bfloat16
     windowed, sunk = replace(LLAMA, window=9), replace(LLAMA, has_sinks=True)
-    chains = kernels.kernels_for([LLAMA, windowed, LLAMA], dtype, device, has_trees=False)
+    chains = kernels.kernels_for([LLAMA, windowed, LLAMA], dtype, device, mask_words=0)
     assert list(map(str, chains)) == ["fa2 d128 bfloat16", "fa2 d128 bfloat16 window"]
     trees = kernels.kernels_for([LLAMA, replace(LLAMA, softcap=30.0)], dtype, device)
     assert [str(k) for k in trees if k.family == "tree"] == ["tree d128 bfloat16", "tree d128 bfloat16 softcap"]
-    assert {k.family for k in kernels.kernels_for([sunk], dtype, device, has_trees=False)} == {"tree"}
+    assert {k.family for k in kernels.kernels_for([sunk], dtype, device, mask_words=0)} == {"tree"}
 
 
 def test_a_variants_name_changes_with_what_it_is_compiled_from(monkeypatch):

@@ -20,6 +20,7 @@ from specdec.backends.triton.compiles import counted_compiles
 from specdec.batch import ForwardMode
 from specdec.kv_cache import KVPool
 from tests import test_backends
+from tests.ancestors import words_of
 from tests.heads import random_draft
 from tests.test_attach import ragged_prompts
 from tests.test_backends import Setup
@@ -106,7 +107,7 @@ def test_draft_steps_of_a_tree(name):
             parents += chosen
         first, mine = topk * step, lines[topk * step :]
         depths = torch.tensor([[len(line) - 1 for line in lines]] * 4, device="cuda")
-        bits = torch.tensor([[sum(1 << j for j in line) for line in mine]] * 4, device="cuda")
+        bits = words_of(mine).repeat(4, 1, 1).cuda()
         metadata = case.uniform(
             topk, first_node=first, depths=depths[:, first:], tail_depths=depths, ancestor_bits=bits
         )
@@ -165,8 +166,7 @@ def test_graphs_replay_at_any_lengths(name, path):
         for node, parent in enumerate(parents[1:q_len], 1):
             lines.append([*lines[parent], node])
             depths.append(depths[parent] + 1)
-        bits = [sum(1 << j for j in line) for line in lines]
-        bits = torch.tensor([[b - (1 << 64) if b >> 63 else b for b in bits]] * bs, device="cuda")
+        bits = words_of(lines).repeat(bs, 1, 1).cuda()
         deep = torch.tensor([depths] * bs, device="cuda")
         options = {"depths": deep, "tail_depths": deep, "ancestor_bits": bits}
     q = torch.randn(bs * q_len, layer.num_heads, layer.qk_dim, device="cuda", dtype=dtype, generator=generator)

@@ -99,7 +99,7 @@ def test_a_latent_is_stored_once_and_attends_as_k_and_v_do():
     outs, pools = [], []
     inputs = [[torch.randn(n, h, 24, generator=generator) for h in (4, 1)] for n in (9, 8)]
     table = torch.randperm(64, generator=generator)[:30].int().view(1, 30)
-    row, bits = torch.zeros(1, dtype=torch.int64), torch.tensor([[1, 3, 5, 11, 19, 37, 67, 139]])
+    row, bits = torch.zeros(1, dtype=torch.int64), torch.tensor([[1, 3, 5, 11, 19, 37, 67, 139]]).unsqueeze(2)
     for layer in (LATENT, APART):
         backend, pool, own = TorchBackend(), KVPool([layer.shape], 64, torch.float32, CPU), []
         prefill = backend.metadata.prefill(table, row, (0,), (9,), None, None)

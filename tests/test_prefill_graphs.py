@@ -175,7 +175,7 @@ def test_a_target_verify_batch_never_replays_a_prefill(mode, strict):
     with torch.inference_mode():
         core.prefill.target(prefix, ids)
         nodes = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]], device=DEVICE)
-        bits = torch.tensor([[1, 3, 5, 11], [1, 3, 7, 9]], device=DEVICE)
+        bits = torch.tensor([[1, 3, 5, 11], [1, 3, 7, 9]], device=DEVICE).unsqueeze(2)
         depths = torch.tensor([[0, 1, 1, 2], [0, 1, 2, 1]], device=DEVICE)
         metadata = core.context.backend.metadata.uniform(
             ForwardMode.TARGET_VERIFY, prefix.slot_table, prefix.rows, torch.tensor([9, 6], device=DEVICE), q_len=4,

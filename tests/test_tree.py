@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specdec.functional.tree import Tree, ancestor_mask, build, chain, expand
+from tests.ancestors import words_of
 
 VOCAB_SIZE = 12
 
@@ -46,14 +47,13 @@ def naive_build(root: int, tokens: list[int], scores: list[float], parents: list
     """One request, in Python. A node whose parent was left out raises KeyError."""
     order = sorted(range(len(tokens)), key=lambda c: (math.inf if math.isnan(scores[c]) else -scores[c], c))
     node_of = {-1: 0}
-    row = [(root, 0, 0, 1)]
+    row = [(root, 0, 0, [0])]
     for node, candidate in enumerate(sorted(order[: num_draft_tokens - 1]), start=1):
         parent = node_of[parents[candidate]]
-        row.append((tokens[candidate], parent, row[parent][2] + 1, row[parent][3] | 1 << node))
+        row.append((tokens[candidate], parent, row[parent][2] + 1, [*row[parent][3], node]))
         node_of[candidate] = node
-    columns = [list(column) for column in zip(*row, strict=True)]
-    columns[3] = [bits - (1 << 64) if bits >> 63 else bits for bits in columns[3]]
-    return Tree(*(torch.tensor(column) for column in columns))
+    *columns, lines = zip(*row, strict=True)
+    return Tree(*map(torch.tensor, columns), words_of(lines, num_draft_tokens))
 
 
 LAWS = ("random", "coarse", "certain", "nan", "all nan")
@@ -103,7 +103,7 @@ def test_build_equals_the_naive_tree(topk: int, num_steps: int, size: int, kind:
     assert torch.equal(mask.sum(-1), tree.depths + 1)
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 5, 62, 63])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 5, 62, 63, 64, 127, 130, 255])
 def test_chain_is_the_tree_of_topk_1(num_steps: int) -> None:
     root = torch.tensor([4, 5])
     drafts = torch.arange(2 * num_steps).view(2, num_steps)
@@ -132,11 +132,11 @@ def test_expand_keeps_the_earliest_of_equals_and_never_lifts_a_child_above_its_p
     assert kept.tolist() == [[1, 2, 0, 3]]
 
 
-def test_ancestor_mask_has_64_bits() -> None:
-    bits = torch.tensor([[-1, 0, -(1 << 63), 1 << 62, 5]])
-    mask = ancestor_mask(bits, 64)
-    assert mask.sum(-1).tolist() == [[64, 0, 1, 1, 2]]
-    assert mask[0, 2, 63] and mask[0, 3, 62] and mask[0, 4, 0] and mask[0, 4, 2]
+def test_ancestor_mask_has_64_bits_a_word() -> None:
+    bits = torch.tensor([[[-1, -1], [0, 2], [-(1 << 63), 0], [1 << 62, 0], [5, -(1 << 63)]]])
+    mask = ancestor_mask(bits, 128)
+    assert mask.sum(-1).tolist() == [[128, 1, 1, 1, 3]]
+    assert mask[0, 1, 65] and mask[0, 2, 63] and mask[0, 3, 62] and mask[0, 4, 0] and mask[0, 4, 2] and mask[0, 4, 127]
 
 
 def test_no_value_reaches_the_host() -> None:

@@ -55,17 +55,18 @@ class FlashInferBackend(TritonBackend):
         return _device_problem(device) or import_problem()
 
     def prepare_for(
-        self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, has_trees: bool = True
+        self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, mask_words: int = 1
     ) -> None:
         """Build and load the kernels, and check them; AttachError names what differs from this package's knowledge."""
-        kernels = kernels_for(layers, dtype, device, has_trees)
+        kernels = kernels_for(layers, dtype, device, mask_words)
         build(kernels)
         modules = load(kernels)
         self._prefill_families = sorted({prefill_family(s, device) for s in layers})
-        self._uniform_families = sorted({uniform_family(s, is_tree) for s in layers for is_tree in {False, has_trees}})
+        self._uniform_families = sorted({uniform_family(s, words) for s in layers for words in {0, mask_words}})
         self._uniform, self._prefill = UniformAttention(modules, device), PrefillAttention(modules, device)
-        modes = ("chain", "tree", "prefill") if has_trees else ("chain", "prefill")
-        problems = check_tables(modules, layers, device) or check_answers(self, layers, dtype, device, modes)
+        modes = ("chain", "tree", "prefill") if mask_words else ("chain", "prefill")
+        problems = check_tables(modules, layers, device)
+        problems = problems or check_answers(self, layers, dtype, device, modes, mask_words)
         if problems:
             raise AttachError("with the installed FlashInfer: it is not what backend='flashinfer' expects", problems)
 
@@ -120,7 +121,7 @@ class MixedBackend(TritonBackend):
         )
 
     def prepare_for(
-        self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, has_trees: bool = True
+        self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, mask_words: int = 1
     ) -> None:
         """Build and load the prefill kernel, and check it; AttachError if it is not what is expected."""
         taken = [s for s in layers if _fits_fa3(s, dtype)]

@@ -55,10 +55,12 @@ def run_variant(
     ancestor_bits: torch.Tensor | None,
     tail_positions: torch.Tensor | None,
 ) -> None:
-    """FA2 with our variant: trees, and layers with sinks."""
+    """FA2 with our variants: trees, of one word of ancestor bits or more, and layers with sinks."""
     layer, sinks = call.layer, call.sinks
     sinks = None if sinks is None else sinks.to(call.q.dtype)
-    scalars = (layer.scaling, layer.softcap or 0.0, tail_len, layer.window or 0)
+    scalars: tuple[float, ...] = (layer.scaling, layer.softcap or 0.0, tail_len, layer.window or 0)
+    if ancestor_bits is not None and ancestor_bits.shape[-1] > 1:
+        scalars = (*scalars, ancestor_bits.shape[-1])
     _run(module, paged, call, ancestor_bits, tail_positions, sinks, *scalars)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from specdec.backends.base import AttentionBackend, AttentionCall, LayerSpec
 from specdec.backends.flashinfer.kernels import Kernel
@@ -93,12 +94,16 @@ def check_answers(
     dtype: torch.dtype,
     device: torch.device,
     modes: Sequence[str],
+    mask_words: int = 1,
 ) -> list[str]:
-    """Compare `backend` with the torch backend on one forward of each of `modes` ("chain", "tree", "prefill")."""
+    """Compare `backend` with the torch backend on one forward of each of `modes` ("chain", "tree", "prefill").
+
+    mask_words: of a tree's ancestor bits.
+    """
     problems = []
     for layer in dict.fromkeys(layers):
         for mode in modes:
-            theirs, ours = (_answer(b, layer, dtype, device, mode) for b in (backend, TorchBackend()))
+            theirs, ours = (_answer(b, layer, dtype, device, mode, mask_words) for b in (backend, TorchBackend()))
             error = float((theirs - ours).norm() / ours.norm())
             if not error < TOLERANCE:  # NaN, too
                 problems.append(f"{mode} of {layer}: differs from torch by {error:.1e} of its norm")
@@ -106,7 +111,7 @@ def check_answers(
 
 
 def _answer(
-    backend: AttentionBackend, layer: LayerSpec, dtype: torch.dtype, device: torch.device, mode: str
+    backend: AttentionBackend, layer: LayerSpec, dtype: torch.dtype, device: torch.device, mode: str, mask_words: int
 ) -> torch.Tensor:
     """The attention of a small batch of two requests over random K and V, in fp32."""
     generator = torch.Generator(device).manual_seed(1)
@@ -119,7 +124,7 @@ def _answer(
     for plane in pool.planes:
         plane.copy_(random(*plane.shape))
     table = (1 + torch.arange(1600, device=device, dtype=torch.int32)).view(2, 800)
-    metadata = _metadata(backend, table, lens, num_new, mode)
+    metadata = _metadata(backend, table, lens, num_new, mode, mask_words)
     num_tokens = metadata.positions.shape[0]
     q, k = random(num_tokens, layer.num_heads, layer.qk_dim), random(num_tokens, layer.num_kv_heads, layer.qk_dim)
     v = random(num_tokens, layer.num_kv_heads, layer.v_dim)
@@ -131,7 +136,7 @@ def _answer(
 
 
 def _metadata(
-    backend: AttentionBackend, table: torch.Tensor, lens: list[int], num_new: int, mode: str
+    backend: AttentionBackend, table: torch.Tensor, lens: list[int], num_new: int, mode: str, mask_words: int
 ) -> AttentionMetadata:
     rows = torch.arange(2, device=table.device)
     if mode == "prefill":
@@ -140,7 +145,11 @@ def _metadata(
     if mode == "tree":
         depths = torch.tensor([[0, 1, 1, 2, 2, 3]] * 2, device=table.device)
         bits = torch.tensor([[1, 3, 5, 11, 21, 43]] * 2, device=table.device)  # node 3 hangs on 1, 4 on 2, 5 on 3
-        options = {"depths": depths, "tail_depths": depths, "ancestor_bits": bits}
+        options = {
+            "depths": depths,
+            "tail_depths": depths,
+            "ancestor_bits": F.pad(bits.unsqueeze(2), (0, mask_words - 1)),
+        }
     prefix_lens = torch.tensor(lens, device=table.device)
     return backend.metadata.uniform(
         ForwardMode.TARGET_VERIFY, table, rows, prefix_lens, q_len=num_new, max_prefix=704, **options

@@ -24,7 +24,7 @@ C_TYPES = {torch.bfloat16: "nv_bfloat16", torch.float16: "half"}
 
 
 class Kernel(NamedTuple):
-    """One module. family: "fa2" or "fa3", FlashInfer's own, or "tree", FA2 with the variant of `variant`."""
+    """One module. family: "fa2" or "fa3", FlashInfer's own, or FA2 with a variant of `variant`, "tree" or "wide"."""
 
     family: str
     dtype: torch.dtype
@@ -70,9 +70,11 @@ def has_fa3(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def uniform_family(layer: LayerSpec, is_tree: bool) -> str:
-    """The family that runs a layer of decode-shaped forwards."""
-    return "tree" if is_tree or layer.has_sinks else "fa2"
+def uniform_family(layer: LayerSpec, mask_words: int) -> str:
+    """The family that runs a layer of decode-shaped forwards with so many words of ancestor bits, 0 for a chain."""
+    if mask_words > 1:
+        return "wide"
+    return "tree" if mask_words or layer.has_sinks else "fa2"
 
 
 def prefill_family(layer: LayerSpec, device: torch.device) -> str:
@@ -83,14 +85,14 @@ def prefill_family(layer: LayerSpec, device: torch.device) -> str:
 
 
 def kernels_for(
-    layers: Iterable[LayerSpec], dtype: torch.dtype, device: torch.device, has_trees: bool = True
+    layers: Iterable[LayerSpec], dtype: torch.dtype, device: torch.device, mask_words: int = 1
 ) -> list[Kernel]:
     """The modules that run `layers` on every path, in the order in which layers first need them."""
     families = [
         (layer, family)
         for layer in layers
-        for is_tree in ([False, True] if has_trees else [False])
-        for family in (uniform_family(layer, is_tree), prefill_family(layer, device))
+        for words in dict.fromkeys((0, mask_words))
+        for family in (uniform_family(layer, words), prefill_family(layer, device))
     ]
     return list(dict.fromkeys(kernel_for(family, layer, dtype) for layer, family in families))
 
@@ -100,11 +102,11 @@ def spec_of(kernel: Kernel) -> Any:
     from flashinfer.jit.attention.modules import gen_batch_prefill_module, gen_customize_batch_prefill_module
 
     types, dim = (kernel.dtype, kernel.dtype, kernel.dtype, torch.int32), kernel.head_dim
-    if kernel.family != "tree":
+    if kernel.family in ("fa2", "fa3"):
         return gen_batch_prefill_module(
             kernel.family, *types, dim, dim, 0, kernel.has_window, kernel.has_softcap, False
         )
-    own = variant(C_TYPES[kernel.dtype], dim, kernel.has_softcap, kernel.has_window)
+    own = variant(C_TYPES[kernel.dtype], dim, kernel.has_softcap, kernel.has_window, kernel.family == "wide")
     return gen_customize_batch_prefill_module(
         "fa2",
         own.name,

@@ -58,10 +58,10 @@ class UniformAttention:
 
     def attend(self, m: AttentionMetadata, call: AttentionCall) -> None:
         """Attend in one layer of forward `m`, whose K and V are stored."""
-        is_tree, kind = m.ancestor_bits is not None, kind_of(call.layer, m)
+        kind, words = kind_of(call.layer, m), 0 if m.ancestor_bits is None else m.ancestor_bits.shape[-1]
         if kind not in self._planned:
             self._planned[kind] = self._plan(m, kind, call.q)
-        paged, family = self._planned[kind], uniform_family(call.layer, is_tree)
+        paged, family = self._planned[kind], uniform_family(call.layer, words)
         module = self._modules[kernel_for(family, call.layer, call.q.dtype)]
         if family == "fa2":
             run_fa2(module, paged, call)

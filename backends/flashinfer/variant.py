@@ -14,7 +14,7 @@ SCALARS = {"sm_scale": "double", "softcap": "double", "tail_len": "int64_t", "wi
 
 # Masks are asked for every query and key of a tile, so nothing in them branches but on what is known when compiling,
 # and what belongs to a query alone is loaded by an address that the compiler finds again for its other keys.
-SOURCE = r"""
+_TEXT = r"""
 template <bool CAPPED, bool WINDOWED>
 struct SpecdecAttention : AttentionVariantBase {
   static constexpr bool use_softmax = true;
@@ -51,14 +51,7 @@ struct SpecdecAttention : AttentionVariantBase {
   })
 
   REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
-    const uint32_t query = min(qo_idx, qo_len - 1);
-    uint2 bits = make_uint2(0xffffffffu, 0xffffffffu);
-    if (params.maybe_ancestor_bits != nullptr) {
-      bits = __ldg(reinterpret_cast<const uint2*>(params.maybe_ancestor_bits) + batch_idx * qo_len + query);
-    }
-    const uint32_t node = kv_idx - tail_start;  // of keys before the tail: beyond any node, by wrapping around
-    bool is_visible = node >= 64 || (((node & 32 ? bits.y : bits.x) >> (node & 31)) & 1);
-    if constexpr (WINDOWED) {
+@VISIBLE@    if constexpr (WINDOWED) {
       const int32_t own = position(params, batch_idx, kv_len - qo_len + query);
       is_visible &= position(params, batch_idx, min(kv_idx, kv_len - 1)) + static_cast<int32_t>(params.window) > own;
     }
@@ -81,6 +74,27 @@ struct SpecdecAttention : AttentionVariantBase {
 };
 """
 
+# Which nodes a query sees, with one word of ancestor bits a query, in two registers,
+_ONE_WORD = r"""    const uint32_t query = min(qo_idx, qo_len - 1);
+    uint2 bits = make_uint2(0xffffffffu, 0xffffffffu);
+    if (params.maybe_ancestor_bits != nullptr) {
+      bits = __ldg(reinterpret_cast<const uint2*>(params.maybe_ancestor_bits) + batch_idx * qo_len + query);
+    }
+    const uint32_t node = kv_idx - tail_start;  // of keys before the tail: beyond any node, by wrapping around
+    bool is_visible = node >= 64 || (((node & 32 ? bits.y : bits.x) >> (node & 31)) & 1);
+"""
+# and with several, of which a key reads the half word that names it. Tails end where their bits do, or before.
+_WORDS = r"""    const uint32_t query = min(qo_idx, qo_len - 1), node = kv_idx - tail_start;
+    bool is_visible = true;
+    if (params.maybe_ancestor_bits != nullptr && node < static_cast<uint32_t>(params.tail_len)) {
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(params.maybe_ancestor_bits);
+      const uint32_t half = (batch_idx * qo_len + query) * 2 * static_cast<uint32_t>(params.num_words) + (node >> 5);
+      is_visible = (__ldg(words + half) >> (node & 31)) & 1;
+    }
+"""
+SOURCE = _TEXT.replace("@VISIBLE@", _ONE_WORD)
+WIDE_SOURCE = _TEXT.replace("@VISIBLE@", _WORDS)
+
 
 class Variant(NamedTuple):
     """What `gen_customize_batch_prefill_module` is given: a name that changes with the source, parameters, text."""
@@ -92,10 +106,14 @@ class Variant(NamedTuple):
     source: str
 
 
-def variant(c_type: str, head_dim: int, is_capped: bool, has_window: bool) -> Variant:
-    """Return the variant for one type of sinks, a C name such as "half", one head dim, softcaps and windows or not."""
+def variant(c_type: str, head_dim: int, is_capped: bool, has_window: bool, is_wide: bool = False) -> Variant:
+    """Return the variant for one type of sinks, a C name such as "half", one head dim, softcaps and windows or not.
+
+    is_wide: for trees of more than 64 nodes.
+    """
     tensors = {name: kind.format(sink=c_type) for name, kind in TENSORS.items()}
-    version = hashlib.sha256(repr((SOURCE, tensors, SCALARS)).encode()).hexdigest()[:12]
+    source, scalars = (WIDE_SOURCE, {**SCALARS, "num_words": "int64_t"}) if is_wide else (SOURCE, SCALARS)
+    version = hashlib.sha256(repr((source, tensors, scalars)).encode()).hexdigest()[:12]
     flags = "_capped" * is_capped + "_window" * has_window
     struct = f"SpecdecAttention<{str(is_capped).lower()}, {str(has_window).lower()}>"
-    return Variant(f"specdec_attention_{version}_{c_type}_{head_dim}{flags}", tensors, SCALARS, struct, SOURCE)
+    return Variant(f"specdec_attention_{version}_{c_type}_{head_dim}{flags}", tensors, scalars, struct, source)

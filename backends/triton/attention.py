@@ -64,7 +64,7 @@ def _attention_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_BITS: tl.constexpr,
+    WORDS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_TAIL_POSITIONS: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -95,9 +95,11 @@ def _attention_kernel(
     q_tile = tl.load(q_at, mask=is_row[:, None] & (d < QK_DIM), other=0.0)
 
     node = first_node + query  # tail index of each row's own token
-    bits = token
-    if HAS_BITS:
-        bits = tl.load(ancestor_bits + token, mask=is_row, other=0)
+    bits, bits_at = token, token
+    if WORDS:
+        bits_at = ancestor_bits + token * WORDS
+    if WORDS == 1:
+        bits = tl.load(bits_at, mask=is_row, other=0)
     q_pos = node
     if HAS_WINDOW:
         q_pos = tl.load(positions + token, mask=is_row, other=0).to(tl.int32)
@@ -111,7 +113,7 @@ def _attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
     # Keys of [full_begin, masked_from), in whole blocks, are seen by all rows and need no mask.
-    if HAS_BITS:
+    if WORDS:
         full_end, last_position = prefix, prefix + tail_len - 1
     else:
         first, last = m_block * BLOCK_M // GROUP, ((m_block + 1) * BLOCK_M - 1) // GROUP
@@ -135,8 +137,8 @@ def _attention_kernel(
         for start in range(kv_begin, tl.minimum(full_begin, kv_end), BLOCK_N):
             next_slots = slots_of(table, start + BLOCK_N + n, kv_end)
             visible = visible_keys(
-                start + n, kv_end, prefix, is_row, node, bits, q_pos, window, tail_at,
-                HAS_BITS, HAS_WINDOW, HAS_TAIL_POSITIONS,
+                start + n, kv_end, prefix, is_row, node, bits, bits_at, q_pos, window, tail_at,
+                WORDS, HAS_WINDOW, HAS_TAIL_POSITIONS,
             )  # fmt: skip
             m, mass, acc = take_block(
                 q_tile, k_head, v_head, slots, d, dv, m, mass, acc, visible, scale_log2, cap_log2, cap_scale,
@@ -153,8 +155,8 @@ def _attention_kernel(
     for start in range(masked_from, kv_end, BLOCK_N):
         next_slots = slots_of(table, start + BLOCK_N + n, kv_end)
         visible = visible_keys(
-            start + n, kv_end, prefix, is_row, node, bits, q_pos, window, tail_at,
-            HAS_BITS, HAS_WINDOW, HAS_TAIL_POSITIONS,
+            start + n, kv_end, prefix, is_row, node, bits, bits_at, q_pos, window, tail_at,
+            WORDS, HAS_WINDOW, HAS_TAIL_POSITIONS,
         )  # fmt: skip
         m, mass, acc = take_block(
             q_tile, k_head, v_head, slots, d, dv, m, mass, acc, visible, scale_log2, cap_log2, cap_scale,
@@ -249,7 +251,7 @@ def attend(
         BLOCK_V=padded_dim(layer.v_dim),
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
-        HAS_BITS=m.ancestor_bits is not None,
+        WORDS=0 if m.ancestor_bits is None else m.ancestor_bits.shape[-1],
         HAS_WINDOW=layer.window is not None,
         HAS_TAIL_POSITIONS=m.tail_positions is not None,
         CAPPED=layer.softcap is not None,

@@ -101,22 +101,28 @@ def visible_keys(
     is_row,
     node,
     bits,
+    bits_at,
     q_pos,
     window,
     tail_positions,
-    HAS_BITS: tl.constexpr,
+    WORDS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_TAIL_POSITIONS: tl.constexpr,
 ):
     """Return the mask of the keys each row sees, [BLOCK_M, BLOCK_N] bool. key [BLOCK_N] int32: slot table positions.
 
-    For each row [BLOCK_M]: node int32, its own tail index; bits int64, its ancestors; q_pos int32, its position.
-    tail_positions: pointer to those of the request.
+    For each row [BLOCK_M]: node int32, its own tail index; q_pos int32, its position. WORDS of ancestor bits a row, 0
+    for a chain: of one word `bits` int64 holds it, of more `bits_at` points at the first, and words are read block by
+    block. tail_positions: pointer to those of the request.
     """
     is_key = key < kv_end
     tail = key - prefix  # tail index of each key, negative in the prefix
-    if HAS_BITS:
+    if WORDS == 1:
         visible = (tail[None, :] < 0) | (((bits[:, None] >> tl.maximum(tail, 0)[None, :]) & 1) != 0)
+    elif WORDS > 1:
+        in_tail = (tail >= 0)[None, :] & is_key[None, :] & is_row[:, None]
+        word = tl.load(bits_at[:, None] + (tail // 64)[None, :], mask=in_tail, other=0)
+        visible = (tail[None, :] < 0) | (((word >> (tl.maximum(tail, 0) % 64)[None, :]) & 1) != 0)
     else:
         visible = tail[None, :] <= node[:, None]
     visible = visible & is_key[None, :] & is_row[:, None]

@@ -20,8 +20,9 @@ def _penalised(x, penalty):
 @triton.jit
 def _path(ancestor_bits, node_at, n, D: tl.constexpr):
     """Which of the nodes n the node `node_at` follows, itself included; the root belongs to the history."""
-    bits = tl.load(ancestor_bits + node_at)
-    return (((bits >> n) & 1) != 0) & (n > 0) & (n < D)
+    words: tl.constexpr = (D + 63) // 64
+    bits = tl.load(ancestor_bits + node_at * words + n // 64, mask=n < D, other=0)
+    return (((bits >> (n % 64)) & 1) != 0) & (n > 0) & (n < D)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -197,8 +198,8 @@ def process(
     num_context: torch.Tensor,
     state: Any,
 ) -> torch.Tensor:
-    """logits [bs, D, V] (last dim dense), a tree's fields [bs, D] int64, rows and num_context [bs] int64: [bs, D, V]
-    float32. state: a `specdec.functional.processors.ProcessorState`."""
+    """logits [bs, D, V] (last dim dense), a tree's fields [bs, D] int64 (bits [bs, D, W]), rows and num_context [bs]
+    int64: [bs, D, V] float32. state: a `specdec.functional.processors.ProcessorState`."""
     (bs, num_nodes, vocab), device = logits.shape, logits.device
     flat = logits.reshape(bs * num_nodes, vocab)
     assert flat.stride(1) == 1, "logits need a dense last dim"

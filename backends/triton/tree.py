@@ -60,6 +60,7 @@ def _build_kernel(
     out_bits,
     N: tl.constexpr,
     D: tl.constexpr,
+    W: tl.constexpr,
     NUM_JUMPS: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -95,13 +96,13 @@ def _build_kernel(
     tl.store(out_tokens + request * D, tl.load(root + request))
     tl.store(out_depths + request * D, tl.zeros([], tl.int64))
     # Pointer jumping: after k turns a node knows the 2**k nodes nearest on its path; the root jumps to itself.
-    bits = tl.full([BLOCK_D], 1, tl.int64) << n.to(tl.int64)
-    jump = parent
-    for _ in tl.static_range(NUM_JUMPS):
-        is_there = jump[:, None] == n[None, :]
-        bits = bits | tl.sum(tl.where(is_there, bits[None, :], 0), 1)
-        jump = tl.sum(tl.where(is_there, jump[None, :], 0), 1)
-    tl.store(out_bits + request * D + n, bits, mask=n < D)
+    for word in tl.static_range(W):
+        bits = tl.where(n // 64 == word, tl.full([BLOCK_D], 1, tl.int64) << (n % 64).to(tl.int64), 0)
+        jump = parent
+        for _ in tl.static_range(NUM_JUMPS):
+            bits = bits | tl.gather(bits, jump, 0)
+            jump = tl.gather(jump, jump, 0)
+        tl.store(out_bits + (request * D + n) * W + word, bits, mask=n < D)
 
 
 def expand(log_probs: torch.Tensor, parent_scores: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,12 +138,16 @@ def build(
     num_draft_tokens: int,
     num_steps: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tokens, parents, depths and ancestor bits, [bs, D] int64 each, of the root and the best D-1 candidates.
+    """Return tokens, parents, depths [bs, D] and ancestor bits [bs, D, W] of the root and the best D-1 candidates.
+
+    All int64.
 
     root [bs], tokens and parents [bs, N], depths [N] int64; log_probs [bs, N] float32.
     """
     bs, num_candidates = tokens.shape
-    tree = [torch.empty(bs, num_draft_tokens, dtype=torch.int64, device=tokens.device) for _ in range(4)]
+    words = triton.cdiv(num_draft_tokens, 64)
+    shapes = [(bs, num_draft_tokens)] * 3 + [(bs, num_draft_tokens, words)]
+    tree = [torch.empty(shape, dtype=torch.int64, device=tokens.device) for shape in shapes]
     _build_kernel[(bs,)](
         root.contiguous(),
         tokens.contiguous(),
@@ -153,6 +158,7 @@ def build(
         *tree,
         N=num_candidates,
         D=num_draft_tokens,
+        W=words,
         NUM_JUMPS=num_steps.bit_length(),
         BLOCK_J=min(512, triton.next_power_of_2(num_candidates)),
         BLOCK_I=16,

@@ -37,7 +37,9 @@ def build(
     backend: Annotated[str, typer.Option(help="'triton+flashinfer', which 'auto' can pick, or 'flashinfer'.")] = (
         "triton+flashinfer"
     ),
-    trees: Annotated[bool, typer.Option(help="With 'flashinfer': kernels of draft trees, too.")] = True,
+    nodes: Annotated[
+        int, typer.Option(help="With 'flashinfer': kernels for draft trees of up to 64 nodes, or of more; 0: for none.")
+    ] = 64,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -48,7 +50,8 @@ def build(
     model, _tokenizer = load(target, dtype, device)
     small: dict[str, Any] = {"max_batch": 1, "max_seq_len": 64, "cuda_graph": False, "prefill_graph": "off"}
     source, algo = draft_of(draft)
-    small |= {"topk": 2, "num_steps": 2} if algo is not None and trees else {}
+    if algo is not None and nodes > 0:
+        small |= {"topk": 2, "num_steps": 2} if nodes <= 64 else {"topk": 16, "num_steps": 6, "num_draft_tokens": nodes}
     began = time.monotonic()
     engine = attach(model, source, algo, backend=backend, **small)
     seconds, report = time.monotonic() - began, engine.report()

@@ -16,7 +16,7 @@ from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.config import EngineConfig
 from specdec.draft.worker import STREAM_DRAFT, Draft, DraftParts, DraftWorker, RoundBatch
 from specdec.functional.sampling import process_logits
-from specdec.functional.tree import chain
+from specdec.functional.tree import chain, own_bits
 from specdec.functional.verify import VerifyOutput
 
 
@@ -50,6 +50,7 @@ class DraftModelWorker(DraftWorker):
         self.draws_chains = config.sample_drafts
         self.context: ForwardContext = parts.context
         self.candidate_depths = candidate_depths(config).to(device)
+        self.own_bits = node_bits(config).to(device)  # [S-1, K, W]
         self.logits = torch.zeros(config.num_rows, num_hot, dtype=dtype, device=device)
         self.hidden = torch.zeros(config.num_rows, state_size, dtype=dtype, device=device) if state_size else None
 
@@ -146,12 +147,12 @@ class DraftModelWorker(DraftWorker):
             self.hidden[rows] = states
         self.logits[rows] = self.score(states).to(self.logits.dtype)  # a head may give fp32 for states in bf16
 
-    def tail_depths(self, bits: torch.Tensor, num_steps: int) -> torch.Tensor | None:
-        """Depths [bs, K*num_steps] of the draft nodes of `num_steps` steps, bits [bs, K] each; windows go by them."""
+    def tail_depths(self, ids: torch.Tensor, num_steps: int) -> torch.Tensor | None:
+        """Depths [bs, K*num_steps] of the draft nodes of `num_steps` steps, ids [bs, K] each; windows go by them."""
         if all(layer.window is None for layer in self.context.layers):
             return None
-        depths = torch.arange(num_steps, device=bits.device).repeat_interleave(bits.shape[1])
-        return depths.expand(bits.shape[0], -1).contiguous()
+        depths = torch.arange(num_steps, device=ids.device).repeat_interleave(ids.shape[1])
+        return depths.expand(ids.shape[0], -1).contiguous()
 
     def steps(self, batch: RoundBatch) -> "Steps":
         """The draft steps of one round."""
@@ -179,10 +180,11 @@ class DraftModelWorker(DraftWorker):
         k, bs, steps = self.config.topk, batch.rows.shape[0], self.steps(batch)
         frontier_scores, frontier_ids = self.ops.top_tokens(self.logits[batch.rows], k, self.hot_ids)  # [bs, K]
         names = torch.arange(k, device=batch.rows.device).expand(bs, -1)  # candidate numbers of the frontier
-        bits, above = torch.zeros_like(names), None  # draft nodes above the frontier; its parents in the one before
+        bits = self.own_bits.new_zeros(bs, k, self.own_bits.shape[2])  # draft nodes above the frontier
+        above = None  # the frontier's parents in the one before
         tokens, scores, parents = [frontier_ids], [frontier_scores], [torch.full_like(names, -1)]
         for step in range(1, self.config.num_steps):
-            bits = bits | (1 << names_of_step(step, k, names))
+            bits = bits | self.own_bits[step - 1]
             states = steps.advance(frontier_ids, above, bits)
             log_probs, child_ids = self.ops.top_tokens(self.score(states, steps.module), k, self.hot_ids)  # [bs*K, K]
             child_ids = child_ids.view(bs, k * k)
@@ -193,7 +195,7 @@ class DraftModelWorker(DraftWorker):
             parents.append(names.repeat_interleave(k, 1))
             frontier_ids, frontier_scores = child_ids.gather(1, kept), cumulative.gather(1, kept)
             names, above = first_name + kept, kept // k
-            bits = bits.gather(1, above)
+            bits = self.ops.gather_rows(bits, above)
         tree = self.ops.build(
             batch.roots,
             torch.cat(tokens, 1),
@@ -233,13 +235,13 @@ class Steps:
     ) -> torch.Tensor:
         """States [bs*K, h_d] after nodes ids [bs, K]; above [bs, K]: their parents among the nodes of the last step.
 
-        bits [bs, K]: draft nodes that each one sees, itself included; None for a chain.
+        bits [bs, K, W]: draft nodes that each one sees, itself included; None for a chain.
         """
         self.step += 1
         shape: dict[str, Any] = {"q_len": ids.shape[1], "first_node": ids.shape[1] * (self.step - 1)}
         if bits is not None:
-            shape |= {"depths": torch.full_like(bits, self.step - 1), "ancestor_bits": bits}
-            shape["tail_depths"] = self.worker.tail_depths(bits, self.step)
+            shape |= {"depths": torch.full_like(ids, self.step - 1), "ancestor_bits": bits}
+            shape["tail_depths"] = self.worker.tail_depths(ids, self.step)
         inputs = self._inputs(ids.shape[1], above)
         states = self.worker.forward(self.batch, ForwardMode.DRAFT, ids.reshape(-1), inputs, self.module, **shape)
         self._states = states.unflatten(0, ids.shape)
@@ -261,6 +263,9 @@ def candidate_depths(config: EngineConfig) -> torch.Tensor:
     return torch.tensor([1] * k + [d for d in range(2, config.num_steps + 1) for _ in range(k * k)])
 
 
-def names_of_step(step: int, k: int, like: torch.Tensor) -> torch.Tensor:
-    """[bs, K] int64: numbers of the K draft nodes of `step` (from 1) in the draft's tail."""
-    return torch.arange(k * (step - 1), k * step, device=like.device).expand_as(like)
+def node_bits(config: EngineConfig) -> torch.Tensor:
+    """[S-1, K, W] int64: the bits of the draft nodes of each step: K of them, numbered through the draft's tail."""
+    num_later = max(config.num_steps - 1, 0)
+    num_nodes = config.topk * num_later
+    bits = own_bits(torch.arange(num_nodes), num_nodes)
+    return bits.view(num_later, config.topk, bits.shape[1])

@@ -70,7 +70,7 @@ class ModuleSteps(Steps):
     def __init__(self, worker: ModulesWorker, batch: RoundBatch):
         super().__init__(worker, batch)
         self._ids: list[torch.Tensor] = []  # [bs, K] a step
-        self._bits: list[torch.Tensor] = []
+        self._bits: list[torch.Tensor] = []  # [bs, K, W] a step
         self._above: list[torch.Tensor] = []  # parents of the nodes of steps 2.., numbered over all nodes
 
     def advance(
@@ -89,9 +89,9 @@ class ModuleSteps(Steps):
         shape: dict[str, object] = {"q_len": k * self.step, "first_node": 0}
         if bits is not None:
             self._bits.append(bits)
-            depths = [torch.full_like(bits, depth) for depth in range(self.step)]
+            depths = [torch.full_like(ids, depth) for depth in range(self.step)]
             shape |= {"depths": torch.cat(depths, 1), "ancestor_bits": torch.cat(self._bits, 1)}
-            shape["tail_depths"] = self.worker.tail_depths(bits, self.step)
+            shape["tail_depths"] = self.worker.tail_depths(ids, self.step)
         every_id = torch.cat(self._ids, 1).reshape(-1)
         states = self.worker.forward(self.batch, ForwardMode.DRAFT, every_id, inputs, self.module, **shape)
         self._all = states.unflatten(0, (ids.shape[0], -1))

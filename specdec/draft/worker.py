@@ -10,7 +10,7 @@ from torch import nn
 
 from specdec.backends import ForwardContext
 from specdec.batch import AttentionMetadata
-from specdec.config import EngineConfig
+from specdec.config import MAX_TAIL, EngineConfig
 from specdec.draft.algo_spec import AlgoSpec
 from specdec.functional.ops import RoundOps
 from specdec.functional.sampling import SamplingBatch
@@ -20,9 +20,9 @@ from specdec.targets.hf import HFTarget
 
 # Random streams of one round; a counter (L) is used by one round only, so (seed, L, stream) never repeats.
 STREAM_VERIFY = 0  # + node number, node 0 draws the bonus
-STREAM_DRAFT = 64  # + draft step
-STREAM_PREFILL = 128
-STREAM_SYNTHETIC = 129
+STREAM_DRAFT = MAX_TAIL  # + draft step
+STREAM_PREFILL = 2 * MAX_TAIL
+STREAM_SYNTHETIC = 2 * MAX_TAIL + 1
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None, algo:
     worker: DraftWorker = NoDraft()
     if algo is not None:
         row, own = algorithm(algo), backends[-1]
-        context = None if shape is None else _context(own, shape, tables, counters, config.topk > 1)
+        context = None if shape is None else _context(own, shape, tables, counters, config.draft_words)
         worker = row.make(DraftParts(row.spec, target, config, _ops_for(own), context), draft)
     target.aux_layers = worker.aux_layers
     parts = Parts(
@@ -115,7 +115,7 @@ def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None, algo:
         config=config,
         worker=worker,
         context=_context(
-            backend, ModelShape.of(target), tables, counters, config.topk > 1, target.row_states(config.num_rows)
+            backend, ModelShape.of(target), tables, counters, config.tree_words, target.row_states(config.num_rows)
         ),
         ops=_ops_for(backend),
         tables=tables,
@@ -230,12 +230,12 @@ def _context(
     model: ModelShape,
     tables: SlotTables,
     counters: Counters,
-    has_trees: bool,
+    mask_words: int,
     row_states: tuple[LayerState, ...] = (),
 ) -> ForwardContext:
     """Make a backend that is ready for a model's layers, and their K/V pool under the slots of `tables`."""
     backend, device = kind(), tables.table.device
-    backend.prepare_for(model.layers, model.dtype, device, has_trees)
+    backend.prepare_for(model.layers, model.dtype, device, mask_words)
     pool = KVPool([layer.shape for layer in model.layers], tables.total_slots, model.dtype, device)
     tables.check_pool(pool)
     return ForwardContext(backend, pool, model.layers, model.sinks, counters.count_forward, row_states)

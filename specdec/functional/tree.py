@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.config import MAX_TAIL
+from specdec.config import MAX_TAIL, num_words
 
 
 class Tree(NamedTuple):
@@ -22,7 +22,7 @@ class Tree(NamedTuple):
     tokens: Tensor  # [bs, D], int64; node 0 is the root, the request's last emitted token
     parents: Tensor  # [bs, D], int64, node numbers; the root's parent is the root itself, 0
     depths: Tensor  # [bs, D], int64; the root has depth 0
-    ancestor_bits: Tensor  # [bs, D], int64; bit j (63, the sign, too): node j is an ancestor or the node itself
+    ancestor_bits: Tensor  # [bs, D, W], int64; bit j % 64 (63: the sign) of word j // 64: an ancestor, or itself, is j
 
 
 def chain(root: Tensor, drafts: Tensor) -> Tree:
@@ -37,8 +37,7 @@ def chain(root: Tensor, drafts: Tensor) -> Tree:
         tokens=torch.cat([root[:, None], drafts], dim=1),
         parents=(nodes - 1).clamp(min=0).repeat(bs, 1),
         depths=nodes.repeat(bs, 1),
-        # 2 << i is 1 << (i + 1), but stays a shift below 64 bits for i = 63: it wraps to 0, and 0 - 1 sets all bits.
-        ancestor_bits=((2 << nodes) - 1).repeat(bs, 1),
+        ancestor_bits=_chain_bits(nodes).repeat(bs, 1, 1),
     )
 
 
@@ -115,20 +114,35 @@ def build(
 
 
 def ancestor_mask(bits: Tensor, num_nodes: int) -> Tensor:
-    """Return the mask [bs, q, num_nodes], bool, of ancestor bits [bs, q], int64: query q sees node j."""
-    return (bits[..., None] >> torch.arange(num_nodes, device=bits.device)) & 1 != 0
+    """Return the mask [bs, q, num_nodes], bool, of ancestor bits [bs, q, W], int64: query q sees node j."""
+    nodes = torch.arange(num_nodes, device=bits.device)
+    return (bits[..., nodes // 64] >> nodes % 64) & 1 != 0
+
+
+def own_bits(nodes: Tensor, num_nodes: int) -> Tensor:
+    """Return the words [..., W] int64 in which only the bit of each of `nodes` [...] int64 is set."""
+    words = torch.arange(num_words(num_nodes), device=nodes.device)
+    return (1 << nodes % 64).unsqueeze(-1).where(nodes.unsqueeze(-1) // 64 == words, 0)
 
 
 def ancestor_bits(parents: Tensor, num_steps: int) -> Tensor:
-    """Return `Tree.ancestor_bits` [bs, D] from parents [bs, D], int64, node numbers, none deeper than num_steps."""
-    bits = (1 << torch.arange(parents.shape[1], device=parents.device)).expand_as(parents)
+    """Return `Tree.ancestor_bits` [bs, D, W] from parents [bs, D], int64, node numbers, none deeper than num_steps."""
+    num_nodes = parents.shape[1]
+    bits = own_bits(torch.arange(num_nodes, device=parents.device), num_nodes).expand(parents.shape[0], -1, -1)
     jump = parents
     # Pointer jumping: after n turns a node knows the 2**n nearest nodes of its path; the longest has num_steps + 1.
     # The root jumps to itself, so that short paths end there.
     for _ in range(num_steps.bit_length()):
-        bits = bits | bits.gather(1, jump)
+        bits = bits | bits.gather(1, jump.unsqueeze(2).expand_as(bits))
         jump = jump.gather(1, jump)
     return bits
+
+
+def _chain_bits(nodes: Tensor) -> Tensor:
+    """Return the words [D, W] of a chain's `nodes` 0..D-1: each sees itself and all before it."""
+    num_seen = nodes.unsqueeze(1) + 1 - 64 * torch.arange(num_words(len(nodes)), device=nodes.device)
+    # 2 << (n - 1) is 1 << n, but stays a shift below 64 bits for n = 64: it wraps to 0, and 0 - 1 sets all bits.
+    return torch.where(num_seen > 0, (2 << (num_seen.clamp(1, 64) - 1)) - 1, 0)
 
 
 def _best(scores: Tensor, num: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from specdec.backends.checks import is_debug
-from specdec.config import EngineConfig
+from specdec.config import EngineConfig, num_words
 from specdec.draft.worker import Draft
 from specdec.functional.sampling import SamplingKind
 from specdec.functional.tree import Tree
@@ -130,11 +130,13 @@ class RoundGraphs:
         return [BufferSpec("states", lambda n: (n, width), dtype, pad=0.0)] if width else []
 
     def _tree_specs(self) -> Iterator[BufferSpec]:
-        """Yield the specs of what draft passes to verify. The pad is a tree of roots that see node 0 only."""
+        """Yield the specs of what draft passes to verify. The pad is a tree of roots that see node 0 (and 64, ..)."""
         num_nodes = self._config.verify_width
         for name in Tree._fields:
-            pad = 1 if name == "ancestor_bits" else 0
-            yield BufferSpec(name, lambda n: (n, num_nodes), torch.int64, pad=pad)
+            if name != "ancestor_bits":
+                yield BufferSpec(name, lambda n: (n, num_nodes), torch.int64, pad=0)
+        words = num_words(num_nodes)
+        yield BufferSpec("ancestor_bits", lambda n: (n, num_nodes, words), torch.int64, pad=1)
         if self._program.worker.draws_chains and self._config.topk == 1:
             law = (self._config.num_steps, self._program.target.spec.vocab_size)
             sampled = tuple(kind for kind in SamplingKind if not kind.is_greedy)
