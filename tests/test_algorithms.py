@@ -62,6 +62,20 @@ def test_greedy_text_is_that_of_generate(algo, shape, graphs):
 
 
 @EVERY_ALGO
+def test_trees_of_more_nodes_than_a_word_has_bits(algo):
+    """Masks of two words in the draft's steps (17 nodes, 4 times) and in verify: graphs, and any law of sampling."""
+    model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
+    shape = {"num_steps": 5, "topk": 17, "num_draft_tokens": 100}
+    engine = engine_of(model, algo, shape, **GRAPHS["graphs"])
+    assert engine.generate(prompts, max_new_tokens=NUM_TOKENS).tokens == [greedy(model, p, NUM_TOKENS) for p in prompts]
+    sampled = engine.generate(prompts, max_new_tokens=NUM_TOKENS, do_sample=True, top_k=0, seed=1).tokens
+    engine.detach()
+    eager = engine_of(model, algo, shape, **GRAPHS["eager"])
+    assert eager.generate(prompts, max_new_tokens=NUM_TOKENS, do_sample=True, top_k=0, seed=1).tokens == sampled
+    eager.detach()
+
+
+@EVERY_ALGO
 def test_compiled_layers_feed_every_draft_alike(algo):
     """Traced layers in rounds and prefills: the same text, and the very same drafts accepted."""
     model, prompts, outs = tiny_model("llama").to(DEVICE), ragged_prompts(), []

@@ -69,7 +69,16 @@ KINDS = {"torch": TorchBackend, "triton": TritonBackend, "triton, split": SmallP
 class Setup:
     """A pool full of NaN but for the prefixes of some requests, whose pages are shuffled."""
 
-    def __init__(self, layer, kind="triton, split", dtype=torch.float32, prefixes=PREFIXES, page_size=1, width=192):
+    def __init__(
+        self,
+        layer,
+        kind="triton, split",
+        dtype=torch.float32,
+        prefixes=PREFIXES,
+        page_size=1,
+        width=192,
+        mask_words=1,
+    ):
         self.generator = torch.Generator().manual_seed(0)
         self.layer, self.prefixes, self.dtype = layer, prefixes, dtype
         num_pages = -(-width // page_size)
@@ -89,7 +98,7 @@ class Setup:
         self.sinks = self.random(layer.num_heads) if layer.has_sinks else None
         self.modes = []
         self.backend = KINDS[kind]()
-        self.backend.prepare_for([layer], dtype, DEVICE)
+        self.backend.prepare_for([layer], dtype, DEVICE, mask_words)
         self.context = ForwardContext(self.backend, self.pool, [layer], [self.sinks], self.modes.append)
         self.lens = torch.tensor(prefixes, device=DEVICE)
 

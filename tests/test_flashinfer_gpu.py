@@ -96,6 +96,13 @@ def test_trees(name, prefixes):
         setup_of(name, prefixes=prefixes, width=4096).check_tree(parents)
 
 
+@pytest.mark.parametrize("nodes", [65, 128, 200, 256])
+@pytest.mark.parametrize("name", ["d64", "sinks"])
+def test_trees_of_several_words(name, nodes):
+    parents = [max(i - 1, 0) // 2 for i in range(nodes - 1)] + [nodes - 2]
+    setup_of(name, prefixes=(11, 3, 150), width=512, mask_words=4).check_tree(parents)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_draft_steps_of_a_tree(name):
     """Step 2 of topk 4: nodes 4..7, each a child of one of the nodes 0..3, and 8..11 of one of those."""
