@@ -7,22 +7,19 @@ time to the first text and time per token after it, of whole requests, and reque
 """
 
 import argparse
-import asyncio
 import json
-import multiprocessing
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-import numpy as np
 import torch
 import uvicorn
 from fastapi import FastAPI
@@ -39,9 +36,6 @@ from specdec.targets.pretrained import BUNDLED
 from specdec.text.prompts import chat_ids
 from specdec.train.target import load
 
-PATH = "/v1/completions"
-BAD = (b"{", b'{"prompt": "x", "logprobs": 3}', b'{"prompt": [999999999]}', b'{"prompt": [5], "max_tokens": 99999999}')
-
 
 class Letters:
     """A tokenizer for models without one: a letter a token."""
@@ -56,16 +50,15 @@ def main() -> None:
     args = arguments()
     engine, prompts = make_engine(args)
     rows: list[dict[str, Any]] = []
-    spawn = multiprocessing.get_context("spawn")
     app = build_app(engine, "bench")
-    with serving(app) as url, ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        pool.submit(measure, url, prompts, max(args.clients), 2.0, args.max_tokens).result()  # warm-up
+    with serving(app) as url:
+        clients_do("measure", url, prompts, max(args.clients), 2.0, args.max_tokens)  # warm-up
         for clients in args.clients:
-            rows.append(pool.submit(measure, url, prompts, clients, args.seconds, args.max_tokens).result())
+            rows.append(clients_do("measure", url, prompts, clients, args.seconds, args.max_tokens))
             print(json.dumps(rows[-1]), flush=True)
         if args.soak:
             before = memory()
-            counts = pool.submit(soak, url, prompts, max(args.clients), args.soak, args.max_tokens).result()
+            counts = clients_do("soak", url, prompts, max(args.clients), args.soak, args.max_tokens)
             rows.append({"what": "soak", "seconds": args.soak, **counts, **after_soak(engine, before)})
             print(json.dumps(rows[-1]), flush=True)
     table = Table(*(names := [k for k in rows[0] if k != "what"]))
@@ -77,6 +70,13 @@ def main() -> None:
     engine.detach()
     path = write_results(args.out, "serve", args.shape or ("135m" if args.target == BUNDLED else "model"), config, rows)
     print(json.dumps({"file": path.name, "rows": rows}))
+
+
+def clients_do(what: str, *arguments: Any) -> dict[str, Any]:
+    """What a function of bench/serve_clients.py returns, run in a process of its own."""
+    command = [sys.executable, str(Path(__file__).with_name("serve_clients.py"))]
+    done = subprocess.run(command, input=json.dumps([what, *arguments]), stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
 
 
 def make_engine(args: argparse.Namespace) -> tuple[Engine, list[list[int]]]:
@@ -110,80 +110,6 @@ def serving(app: FastAPI) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
-
-
-def measure(url: str, prompts: list[list[int]], clients: int, seconds: float, max_tokens: int) -> dict[str, Any]:
-    """The row of `clients` clients, each with one stream after the other; for a process of its own."""
-    firsts: list[float] = []
-    per_token: list[float] = []
-    start = time.perf_counter()
-
-    async def client(http: httpx.AsyncClient, number: int) -> None:
-        turn = number
-        while time.perf_counter() - start < seconds:
-            began = time.perf_counter()
-            times, tokens = await stream(http, prompts[turn % len(prompts)], max_tokens)
-            assert tokens == max_tokens, f"{tokens} tokens came, not {max_tokens}"
-            firsts.append(times[0] - began)
-            per_token.append((times[-1] - times[0]) / max(tokens - 1, 1))
-            turn += clients
-
-    asyncio.run(together(url, client, clients))
-    wall = time.perf_counter() - start
-    row = {"what": "clients", "clients": clients, "requests_s": round(len(firsts) / wall, 3)}
-    row["tok_s"] = round(len(firsts) * max_tokens / wall, 1)
-    for name, values in (("ttft_ms", firsts), ("token_ms", per_token)):
-        row |= {f"{name}_p{q}": round(1e3 * float(np.percentile(values, q)), 3) for q in (50, 99)}
-    return row
-
-
-def soak(url: str, prompts: list[list[int]], clients: int, seconds: float, max_tokens: int) -> dict[str, int]:
-    """Requests of all kinds until `seconds` are over, and how many of each; for a process of its own."""
-    counts = {"finished": 0, "vanished": 0, "refused": 0}
-    end = time.perf_counter() + seconds
-
-    async def client(http: httpx.AsyncClient, number: int) -> None:
-        rng = random.Random(number)
-        while time.perf_counter() < end:
-            kind = rng.choice(("finished", "finished", "vanished", "refused"))
-            prompt = rng.choice(prompts)
-            if kind == "finished":
-                assert (await stream(http, prompt, max_tokens))[1] == max_tokens
-            elif kind == "vanished":
-                await stream(http, prompt, max_tokens, leave_after=rng.randrange(1, 4))
-            else:
-                answer = await http.post(PATH, content=rng.choice(BAD), headers={"content-type": "application/json"})
-                assert answer.status_code == 400, answer.text
-            counts[kind] += 1
-
-    asyncio.run(together(url, client, clients))
-    return counts
-
-
-async def together(url: str, client: Any, clients: int) -> None:
-    """Run `clients` of `client`."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-        await asyncio.gather(*(client(http, number) for number in range(clients)))
-
-
-async def stream(
-    http: httpx.AsyncClient, prompt: list[int], max_tokens: int, leave_after: int | None = None
-) -> tuple[list[float], int]:
-    """When text came, and the number of tokens; leave_after: chunks after which the client vanishes."""
-    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    times, tokens = [], 0
-    async with http.stream("POST", PATH, json=body) as response:
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                chunk = json.loads(line[6:])
-                assert "error" not in chunk, chunk
-                times.append(time.perf_counter())
-                tokens = (chunk.get("usage") or {}).get("completion_tokens", 0)
-            if leave_after is not None and len(times) >= leave_after:
-                break
-    return times[:-2] or times, tokens  # the last two say why it ended, and the usage
 
 
 def memory() -> dict[str, float]:

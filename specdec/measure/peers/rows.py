@@ -1,4 +1,7 @@
-"""Rows of `specdec bench peers`: every way twice, the second time counts; what fails is a row with its error."""
+"""Rows of `specdec bench peers`: every way twice, the second time counts; what fails is a row with its error.
+
+Engines come right after `generate`, which their texts are compared with: a run that is cut short has both.
+"""
 
 import gc
 import time
@@ -21,14 +24,15 @@ Row = dict[str, Any]
 
 
 def measure(task: Task, *, compile: bool = False) -> Iterator[Row]:
-    """Yield a row for every way: transformers' own first, then other libraries, then engines.
+    """Yield a row for every way: `generate`, engines, transformers' other ways, other libraries.
 
     `tokens` are those before EOS, of all requests; `tokens_per_s` is their number by the wall clock, prefill included.
     `first_s`: seconds that setting up and the first run took, compiling and capturing included. `equal`: how many of
     the row's texts are those of `generate`, on a real target.
     """
     reference: list[list[int]] | None = None
-    for way in (*by_transformers.ways(task), *by_packages.ways(task), *by_engine.ways(task, compile=compile)):
+    plain, *others = by_transformers.ways(task)
+    for way in (plain, *by_engine.ways(task, compile=compile), *others, *by_packages.ways(task)):
         num = min(task.few, len(task.prompts)) if way.one_at_a_time else len(task.prompts)
         row: Row = {"what": way.what, "package": way.package, "version": _version(way.package)}
         row |= {"requests": num, "new_tokens": task.new_tokens, "one_at_a_time": way.one_at_a_time, **way.facts}
