@@ -208,6 +208,21 @@ def test_several_records_say_which_file_a_row_is_of():
     html = page.render([read_record(path) for path in COMMITTED if path.name.startswith(names)])
     assert "2 result files" in html and "acceptance-s2k1 · latency-after-moves · 135m · 8b" in html
     assert html.count("<svg") >= 4
+    drafts = ("x-eagle", "x-eagle3")
+    both = [Record(f"accept_cpu_2026-11-2{i}", [acceptance_row(d, 0.0, 2.0)], {}) for i, d in enumerate(drafts)]
+    html, names = page.render(both), ["2026-11-20, eagle", "2026-11-21, eagle3"]
+    assert all(f">{name}<" in html for name in names), "by what differs in the files' names"
+    assert GREY not in {Palette(names).colour(name) for name in names}
+    assert page.differing(["a_b_1", "a_c_1"]) == ["b", "c"] and page.differing(["a", "a"]) == ["a", "a"]
+    assert page.render([Record(f"kind{i}_x", [{"a": 1}], {}) for i in range(5)]).count("5 measurements · x") == 2
+
+
+def test_panels_share_limits_that_hold_all_points():
+    lines = [charts.Line("a", [1, 2], [3.0, 3.6], [2.9, 3.4], [3.1, 3.8]), charts.Line("b", [1, 2], [1.6, 2.0])]
+    low, high = charts._limits(lines)
+    assert low == 0.0 and high > 3.8, "from zero: the least is below half of the largest"
+    low, high = charts._limits(lines[:1])
+    assert 2.8 < low < 2.9 and high > 3.8
 
 
 def test_rates_and_intervals():

@@ -60,6 +60,13 @@ def acceptance_section(rows: Sequence[Row], names: Callable[[str], str], palette
     return section
 
 
+def series_names(rows: Sequence[Row], names: Callable[[str], str]) -> list[str]:
+    """Return the names of all series of the section's charts; names: what a draft is called."""
+    own = [_completed(row, names) for row in rows]
+    series = varying(own, SERIES) or ["draft"]
+    return [_name(row, series) for row in own]
+
+
 def _completed(row: Row, names: Callable[[str], str]) -> dict[str, Any]:
     """Add the shape's name, which says how sampled chains are drafted, and conditional rates."""
     draft = names(str(row.get("draft") or row.get("algo") or "plain"))

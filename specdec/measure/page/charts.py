@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specdec.measure.page.axes import STYLE, categories, log_scale, log_ticks, whole_ticks
@@ -46,6 +46,8 @@ class Dot(NamedTuple):
 def lines(panels: Mapping[str, Sequence[Line]], x: str, y: str, palette: Palette, log: str = "") -> str:
     """Draw lines of `panels` (title -> series). log: axes with logarithmic scales, "x", "y" or "xy"."""
 
+    limits = _limits([line for own in panels.values() for line in own])
+
     def draw(axes: "Axes", own: Sequence[Line]) -> None:
         for line in own:
             _line(axes, line, palette)
@@ -56,7 +58,7 @@ def lines(panels: Mapping[str, Sequence[Line]], x: str, y: str, palette: Palette
         if "y" in log:
             log_scale(axes, "y", [value for line in own for value in line.y])
         else:
-            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if _starts_low(own) else None)
+            axes.set_ylim(*limits)
 
     return _figure(panels, draw, x, y, lambda own: 2.6, share="y")
 
@@ -221,7 +223,11 @@ def _ticks(axes: "Axes") -> list[str]:
     return [label.get_text() for label in axes.get_yticklabels()]
 
 
-def _starts_low(own: Iterable[Line]) -> bool:
-    """Whether the axis should begin at zero: where the least value is below half of the largest."""
-    values = [value for line in own for value in line.y]
-    return bool(values) and min(values) < 0.5 * max(values)
+def _limits(everything: Sequence[Line]) -> tuple[float, float]:
+    """Return the ends of the y axis of all panels: from zero where the least value is below half the largest."""
+    values = [value for line in everything for value in (*line.y, *line.low, *line.high)]
+    if not values:
+        return 0.0, 1.0
+    low, high = min(values), max(values)
+    margin = 0.05 * (high - low or abs(high) or 1.0)
+    return (min(0.0, low) if low < 0.5 * high else low - margin), high + margin

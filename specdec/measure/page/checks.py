@@ -41,9 +41,11 @@ def gsm8k_section(rows: Sequence[Row], palette: Palette) -> Section:
     keys = varying(own, MODES) or ["mode"]
     section.figures = [*_differences(own, keys, palette), *_answers(own, keys, palette)]
     known = (*MODES, "items", "tokens", "nll", *DIFFERENCES, *INTERVALS, "answers", "correct", *P_VALUES)
-    section.tables = [
-        table("Every mode", own, [*known, *(key for key in rest_of(own, known) if key not in ("gaps", "runners"))])
-    ]
+    hidden = ("gaps", "runners", "says")
+    section.tables = [table("Every mode", own, [*known, *(key for key in rest_of(own, known) if key not in hidden)])]
+    words = [{"file": row.get("file"), "against the first mode": row["says"]} for row in own if "says" in row]
+    if words:
+        section.tables.append(table("In words", words))
     smallest = min((p for row in own if (p := first_of(row, P_VALUES)) is not None), default=None)
     scored = [row for row in own if row.get("answers")]
     if smallest is not None:

@@ -1,7 +1,7 @@
 """Renders result records as one HTML page that needs nothing else: sections where there are rows, then definitions."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from specdec.measure.page.parts import Card, Row, Section, Table, text
 from specdec.measure.records import Record
 
 MOST_CARDS = 6
+MOST_NAMED = 3  # measurements in the title
 KINDS: dict[str, Callable[[Row], bool]] = {  # the first that says yes has the row
     "acceptance": acceptance.is_acceptance,
     "gsm8k": checks.is_gsm8k,
@@ -107,23 +108,35 @@ def shortener(names: Iterable[str]) -> Callable[[str], str]:
 
 def _names(kinds: dict[str, list[Row]], names: Callable[[str], str]) -> list[str]:
     """Return all that gets a colour, drafts first."""
-    drafts = [row.get("draft") or row.get("algo") or "plain" for row in kinds["acceptance"]]
+    drafts = acceptance.series_names(kinds["acceptance"], names)
     modes = [row.get("mode", "mode") for row in kinds["gsm8k"]]
     ways = [row["what"] for row in kinds["lookup"]]
-    return [*(names(str(d)) for d in drafts), *speed.series_names(kinds["latency"]), *map(str, [*modes, *ways])]
+    return [*drafts, *speed.series_names(kinds["latency"]), *map(str, [*modes, *ways])]
 
 
 def _rows(records: Sequence[Record]) -> list[Row]:
-    """Return the rows of all records; those of several say their file."""
+    """Return the rows of all records; those of several say their file, by the parts of its name that differ."""
     if len(records) == 1:
         return list(records[0].rows)
-    return [{"file": record.name, **row} for record in records for row in record.rows]
+    short = differing([record.name for record in records])
+    return [{"file": name, **row} for name, record in zip(short, records, strict=True) for row in record.rows]
+
+
+def differing(names: Sequence[str]) -> list[str]:
+    """Return of each name the parts between underscores that the others do not all have; whole names if those clash."""
+    parts = list(zip(*zip_longest(*(name.split("_") for name in names), fillvalue=""), strict=True))
+    kept = [i for i, column in enumerate(zip(*parts, strict=True)) if len(set(column)) > 1]
+    short = ["_".join(filter(None, (own[i] for i in kept))) for own in parts]
+    return short if all(short) and len(set(short)) == len(names) else list(names)
 
 
 def _title(records: Sequence[Record]) -> str:
-    """Name what was measured, and of what: the first two parts of the files' names."""
+    """Name what was measured, and of what: the first two parts of the files' names, unless there are many."""
     parts = [record.name.split("_") for record in records]
-    return " · ".join([*dict.fromkeys(p[0] for p in parts), *dict.fromkeys(p[1] for p in parts if len(p) > 1)])
+    measured, targets = (list(dict.fromkeys(p[i] for p in parts if len(p) > i)) for i in range(2))
+    if len(measured) > MOST_NAMED:
+        measured = [f"{len(measured)} measurements"]
+    return " · ".join([*measured, *targets])
 
 
 def _subtitle(records: Sequence[Record]) -> str:

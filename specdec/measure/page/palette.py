@@ -15,7 +15,8 @@ class Palette:
 
     def __init__(self, names: Iterable[str]):
         own = list(dict.fromkeys(names))
-        self._index = {name: KNOWN.index(_kind(name)) for name in own if _kind(name) in KNOWN}
+        first = {_kind(name): name for name in reversed(own) if _kind(name) in KNOWN}  # of several files, the first one
+        self._index = {name: KNOWN.index(kind) for kind, name in first.items()}
         free = [i for i in range(len(COLOURS)) if i not in self._index.values()]
         others = [name for name in own if name not in self._index and name not in PLAIN]
         for i, name in enumerate(others):
@@ -33,4 +34,4 @@ class Palette:
 
 def _kind(name: str) -> str:
     """Return the last part of a draft's name, which is its algorithm in the shipped ones."""
-    return name.rpartition("-")[2]
+    return name.rpartition(", ")[2].rpartition("-")[2]
