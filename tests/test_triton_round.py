@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from specdec.functional import sampling, tree, verify
 from specdec.functional.ops import TORCH_OPS, pick_ops
+from specdec.functional.sampling import SamplingBatch, SamplingParams
 from specdec.functional.tree import Tree
 from specdec.kv_cache import KVPool, LayerShape
 from specdec.round.state import EngineState
@@ -355,3 +356,60 @@ def test_admission(seed, num, page_size, num_pages):
     same(*outcomes)
     untouched = sorted(set(range(num_rows)) - set(rows[:, 0].tolist()))
     assert outcomes[1][-1][untouched].eq(-7).all()
+
+
+LAWS = [
+    SamplingParams(*values)
+    for values in (
+        (0.0, 0, 1.0, 0.0),
+        (0.0, 3, 0.5, 0.1),
+        (1.0, 0, 1.0, 0.0),
+        (0.3, 1, 0.9, 0.0),
+        (1.7, 5, 1.0, 0.0),
+        (1.0, 40, 0.9, 0.05),
+        (1.0, 0, 0.9, 0.0),
+        (0.7, 0, 0.5, 1.0),
+        (1.0, 1000, 0.0, 0.0),
+        (2.0, 0, 0.99, 0.0),
+    )
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_laws_equal_the_twin(dtype):
+    """Ties at every edge, forbidden tokens, more of a vocabulary than a block."""
+    batch = SamplingBatch.stack(LAWS, DEVICE)
+    logits = torch.randn(len(LAWS), 3, 70, generator=generator(0)) * 4
+    logits[:, 1], logits[:, 2, ::2] = logits[:, 1].round(), -math.inf
+    same_laws(logits.to(DEVICE, dtype), batch)
+    large = SamplingBatch.stack([LAWS[5], LAWS[9]], DEVICE)
+    same_laws((torch.randn(2, 1, 5000, generator=generator(1)) * 3).to(DEVICE, dtype), large)
+
+
+def same_laws(logits, batch):
+    got, want = OPS.law(logits, batch), sampling.process_logits(logits, batch)
+    assert got.dtype == torch.float32
+    assert torch.equal(got > 0, want > 0), "the tokens that are kept"
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+@FEW
+@given(SEEDS, st.floats(0.1, 2.0), st.integers(0, 30), st.floats(0.05, 1.0), st.floats(0.0, 0.3))
+def test_any_law_equals_the_twin_but_for_rounding_at_the_edge(seed, temperature, top_k, top_p, min_p):
+    batch = SamplingBatch.stack([SamplingParams(temperature, top_k, top_p, min_p)], DEVICE)
+    logits = torch.randn(1, 2, 50, generator=generator(seed)).to(DEVICE) * 3
+    got, want = OPS.law(logits, batch), sampling.process_logits(logits, batch)
+    parted = (got > 0) != (want > 0)
+    assert parted.sum(-1).max() <= 1
+    if not parted.any():
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("params", [LAWS[0], LAWS[2], LAWS[5]])
+def test_rows_without_a_law_are_nan_and_alone(params):
+    logits = torch.randn(2, 5, 20, generator=generator(2)).to(DEVICE)
+    batch = SamplingBatch.stack([params] * 2, DEVICE)
+    clean = OPS.law(logits, batch)
+    logits[0, 0, 3], logits[0, 1, 4], logits[0, 2] = math.nan, math.inf, -math.inf
+    got = OPS.law(logits, batch)
+    assert got[0, :3].isnan().all() and torch.equal(got[0, 3:], clean[0, 3:]) and torch.equal(got[1], clean[1])

@@ -15,7 +15,6 @@ from specdec.backends import ForwardContext, forward_context
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.config import EngineConfig
 from specdec.draft.worker import STREAM_DRAFT, Draft, DraftParts, DraftWorker, RoundBatch
-from specdec.functional.sampling import process_logits
 from specdec.functional.tree import chain, own_bits
 from specdec.functional.verify import VerifyOutput
 
@@ -169,7 +168,7 @@ class DraftModelWorker(DraftWorker):
             if batch.sampling is None or not self.draws_chains:
                 tokens.append(self.ops.best_token(logits, self.hot_ids))
             else:
-                law = process_logits(logits.unsqueeze(1), batch.sampling).squeeze(1)
+                law = self.ops.law(logits.unsqueeze(1), batch.sampling).squeeze(1)
                 draws = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, STREAM_DRAFT + step, 1)
                 tokens.append(self.hot_ids[self.ops.sample(law, draws.squeeze(1))])
                 laws.append(law)

@@ -14,6 +14,7 @@ from specdec.backends.metadata import slots_at
 from specdec.functional import lookup, processors, sampling, tree, verify
 from specdec.functional.processors import ProcessorState
 from specdec.functional.results import pack
+from specdec.functional.sampling import SamplingBatch
 from specdec.functional.tree import Tree
 from specdec.functional.verify import VerifyOutput
 from specdec.kv_cache import KVPool, write_pages
@@ -25,7 +26,7 @@ class RoundOps:
     """The fields do what the torch functions do that they are twins of.
 
     best_token, top_tokens, expand, build: `specdec.functional.tree`; verify_*: `specdec.functional.verify`; process:
-    `specdec.functional.processors`; sample: `specdec.functional.sampling`;
+    `specdec.functional.processors`; sample, law (`process_logits`): `specdec.functional.sampling`;
     uniforms(seeds [bs], counters [bs], first_stream, num) -> [bs, num]: `sampling.uniform` on consecutive streams;
     gather_rows(values [bs, n, h], index [bs, m]) -> [bs, m, h]: rows by index, -1 reads row 0;
     trim(verified, rows [bs], stop_ids [num_rows, num_stops], remaining [num_rows]) -> the output cut at stops and
@@ -50,6 +51,7 @@ class RoundOps:
     verify_tree: Callable[[torch.Tensor, Tree, int, torch.Tensor], VerifyOutput]
     verify_chain: Callable[[torch.Tensor, torch.Tensor, Tree, torch.Tensor], VerifyOutput]
     process: Callable[[torch.Tensor, Tree, torch.Tensor, torch.Tensor, ProcessorState], torch.Tensor]
+    law: Callable[[torch.Tensor, SamplingBatch], torch.Tensor]
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     uniforms: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -136,6 +138,7 @@ TORCH_OPS = RoundOps(
     verify_tree=verify.verify_tree,
     verify_chain=verify.verify_chain,
     process=processors.process,
+    law=sampling.process_logits,
     sample=sampling.sample,
     uniforms=_uniforms,
     gather_rows=_gather_rows,
@@ -149,7 +152,7 @@ TORCH_OPS = RoundOps(
 
 def _triton_ops() -> RoundOps:
     """The kernels, in the types of this layer; imported here, since triton is optional."""
-    from specdec.backends.triton import admit, lookup, processors, rows, sampling, top, tree, trim, walk
+    from specdec.backends.triton import admit, law, lookup, processors, rows, sampling, top, tree, trim, walk
 
     def build(*candidates: torch.Tensor, num_draft_tokens: int, num_steps: int) -> Tree:
         return Tree(*tree.build(*candidates, num_draft_tokens=num_draft_tokens, num_steps=num_steps))
@@ -181,6 +184,7 @@ def _triton_ops() -> RoundOps:
         verify_tree=verify_tree,
         verify_chain=verify_chain,
         process=process,
+        law=law.law,
         sample=sampling.sample,
         uniforms=sampling.uniform,
         gather_rows=rows.gather_rows,

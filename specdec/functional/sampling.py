@@ -30,7 +30,7 @@ class SamplingBatch:
     top_p: Tensor  # [bs], float64: 1 - top_p rounds to float32 once, as in HF; else a tie at the edge may differ
     min_p: Tensor  # [bs], float32
     seeds: Tensor  # [bs], int64
-    has_filters: bool = True  # known on the host; False avoids the sort over the vocabulary
+    has_filters: bool = True  # known on the host; False avoids the search over the vocabulary
 
     @classmethod
     def stack(cls, params: Sequence[SamplingParams], device: torch.device | str) -> "SamplingBatch":

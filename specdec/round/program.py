@@ -18,7 +18,7 @@ from specdec.draft.worker import (
 from specdec.functional.logprobs import token_logprobs
 from specdec.functional.processors import mark_seen
 from specdec.functional.results import append_logprobs
-from specdec.functional.sampling import SamplingKind, process_logits
+from specdec.functional.sampling import SamplingKind
 from specdec.functional.synthetic import impose_acceptance
 from specdec.functional.tree import Tree, chain
 from specdec.functional.verify import VerifyOutput
@@ -170,7 +170,7 @@ class Round:
             scores = self.ops.process(scores, tree, batch.rows[part], context, self.state.processors)
         if batch.sampling is None or uniforms is None:
             return self.ops.verify_greedy(scores, tree, num_steps)
-        probs = process_logits(scores, batch.sampling.select(part))
+        probs = self.ops.law(scores, batch.sampling.select(part))
         if draft.probs is not None:
             return self.ops.verify_chain(probs, draft.probs[part], tree, uniforms[part])
         return self.ops.verify_tree(probs, tree, num_steps, uniforms[part])
