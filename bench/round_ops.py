@@ -1,9 +1,9 @@
 """Times the round's operations besides attention, torch and Triton on one GPU: `python bench/round_ops.py --out DIR`.
 
 Both sets of `specdec.functional.ops`, each call replayed from a graph, for a tree of K=8, S=5, D=32 (chains for
-`verify_chain`) and the vocabularies of SmolLM2 and Llama-3.1. `--filters` times top-k and top-p alone, ours (a sort of
-the vocabulary) beside FlashInfer's renormalising kernels, and counts the laws that keep other tokens. The last line is
-one JSON object.
+`verify_chain`) and the vocabularies of SmolLM2 and Llama-3.1. `--filters` times top-k and top-p alone: torch (a sort of
+the vocabulary), ours (a radix selection) and FlashInfer's renormalising kernels, and counts the laws of both that keep
+other tokens than torch's. The last line is one JSON object.
 """
 
 import argparse
@@ -67,6 +67,7 @@ def compare_filters(out: Path | None) -> None:
     from flashinfer.sampling import top_k_renorm_probs, top_p_renorm_probs
 
     rows: list[dict[str, Any]] = []
+    ours = pick_ops(TritonBackend.capabilities).law
     for shape, (vocab, _layers, _hidden) in VOCABS.items():
         for batch in (1, 8, 32):
             generator = torch.Generator(DEVICE).manual_seed(0)
@@ -78,17 +79,22 @@ def compare_filters(out: Path | None) -> None:
                 law = process_logits(logits, plain).flatten(0, 1)
                 return top_p_renorm_probs(top_k_renorm_probs(law, 50), 0.9)
 
-            def ours(sampling: SamplingBatch, logits: torch.Tensor = logits) -> torch.Tensor:
-                return process_logits(logits, sampling)
-
-            differ = (theirs() > 0) != (ours(filtered).flatten(0, 1) > 0)
+            kept = process_logits(logits, filtered).flatten(0, 1) > 0
             row = {"what": "top_k, top_p", "shape": shape, "batch": batch, "laws": 4 * batch}
-            row |= {"other_tokens": int(differ.any(-1).sum()), "law_ms": round(replay_ms(partial(ours, plain)), 4)}
-            row |= {"ms": round(replay_ms(partial(ours, filtered)), 4), "flashinfer_ms": round(replay_ms(theirs), 4)}
+            row["other_tokens"] = _num_other(theirs(), kept)
+            row["ours_other_tokens"] = _num_other(ours(logits, filtered).flatten(0, 1), kept)
+            timed = {"torch_ms": partial(process_logits, logits, filtered), "flashinfer_ms": theirs}
+            timed |= {"ms": partial(ours, logits, filtered), "law_ms": partial(ours, logits, plain)}
+            row |= {name: round(replay_ms(call), 4) for name, call in timed.items()}
             rows.append(row)
             print(json.dumps(row), flush=True)
     if out:
         write_results(out, "filters", "-".join(VOCABS), {"top_k": 50, "top_p": 0.9, "temperature": 0.9}, rows)
+
+
+def _num_other(laws: torch.Tensor, kept: torch.Tensor) -> int:
+    """How many of `laws` [n, V] have other tokens than `kept` [n, V] bool."""
+    return int(((laws > 0) != kept).any(-1).sum())
 
 
 def calls(ops: RoundOps, shape: str, batch: int) -> dict[str, Callable[[], Any]]:
@@ -121,6 +127,9 @@ def calls(ops: RoundOps, shape: str, batch: int) -> dict[str, Callable[[], Any]]
     remaining, roots = torch.full((batch,), 1 << 40, device=DEVICE), ids(vocab, batch)
     verified, grown = ops.verify_greedy(probs, tree, num_steps), lens.clone()
     history = torch.zeros(batch + 1, 200, dtype=torch.int32, device=DEVICE)
+    logits, warm = random(batch, width, vocab).bfloat16(), SamplingParams(temperature=1.0)
+    plain = SamplingBatch.stack([warm] * batch, DEVICE)
+    filtered = SamplingBatch.stack([SamplingParams(1.0, top_k=50, top_p=0.9)] * batch, DEVICE)
     num_hot = HOT[shape]
     names = torch.randperm(vocab, device=DEVICE, generator=generator)[:num_hot]
     hot, hot_rows = random(batch, num_hot).bfloat16(), random(batch * k, num_hot).bfloat16()
@@ -135,6 +144,8 @@ def calls(ops: RoundOps, shape: str, batch: int) -> dict[str, Callable[[], Any]]
         "verify_chain": lambda: ops.verify_chain(
             probs[:, : num_steps + 1], laws, line, uniforms[:, : num_steps + 1].contiguous()
         ),
+        "law": lambda: ops.law(logits, plain),
+        "law, filtered": lambda: ops.law(logits, filtered),
         "uniforms": lambda: ops.uniforms(seeds, lens, 0, width),
         "sample": lambda: ops.sample(probs[:, 0], uniforms[:, 0].contiguous()),
         "gather_rows": lambda: ops.gather_rows(features, path),
