@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MAX_TOP = 128  # best tokens whose log-probabilities are returned
+MAX_TOPK = 64  # branches a step: its K*K children are ranked by one program
 MAX_TAIL = 256  # nodes that ancestor masks name: four words of 64 bits; the kernels hold a tree in one program
 GRAPH_SAMPLING = ("greedy", "sampled", "filtered", "processed_greedy", "processed")
 PREFILL_GRAPHS = ("auto", "piecewise", "breakable", "off")
@@ -82,6 +83,8 @@ class EngineConfig:
             raise ValueError(f"num_steps={self.num_steps}: at most {MAX_TAIL - 1} (a tail holds {MAX_TAIL} nodes)")
         if self.num_steps == 0 and self.topk > 1:
             raise ValueError(f"topk={self.topk} with num_steps=0: a tree needs at least one draft step")
+        if self.topk > MAX_TOPK:
+            raise ValueError(f"topk={self.topk}: at most {MAX_TOPK} branches a step")
         if self.topk * max(self.num_steps - 1, 1) > MAX_TAIL:
             raise ValueError(
                 f"topk={self.topk}, num_steps={self.num_steps}: topk*(num_steps-1) draft nodes exceed {MAX_TAIL}; "

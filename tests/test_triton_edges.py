@@ -47,7 +47,7 @@ def line(num_nodes: int, bs: int) -> Tree:
 # --- growth and re-rank
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "nan"] if DEVICE == "cuda" else ["ties", "nan"])
+@pytest.mark.parametrize("kind", ["random", "ties", "nan"] if DEVICE == "cuda" else ["nan"])
 def test_the_widest_tree_has_4160_candidates(kind):
     k, g = 64, generator(5)
     first, second = -torch.rand(1, k, generator=g), -torch.rand(1, k, k, generator=g)

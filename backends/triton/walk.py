@@ -1,7 +1,7 @@
 """Verification on the device: finds the drafts that the target accepts, one program per request.
 
 Twins: `specdec.functional.verify.verify_greedy`, `_tree`, `_chain`.
-A walk ends after num_steps or D-1 iterations, whatever the logits are. A law that is not finite marks its request
+A walk ends after num_steps iterations, whatever the logits are. A law that is not finite marks its request
 `invalid`; no program reads another request's row.
 """
 
@@ -121,20 +121,16 @@ def _tree_kernel(
 
     path = tl.where(c == 0, 0, -1)
     current = 0
-    depth = 0
-    residual = tl.sum(tl.where(n == 0, total, 0.0))  # mass at `current` left after rejections
-    # Parents precede children, so one pass tries, in order, every node whose parent is `current` when it is reached.
-    for node in range(1, D):
-        is_this = n == node
-        prob = tl.sum(tl.where(is_this, at_parent, 0.0))
-        is_child = tl.sum(tl.where(is_this, parent, 0)) == current
-        # Rejection means u * residual >= prob, so the residual stays >= 0, and probability 0 is never accepted.
-        is_accepted = is_child & (tl.sum(tl.where(is_this, u, 0.0)) * residual < prob)
-        depth += is_accepted.to(tl.int32)
-        path = tl.where(is_accepted & (c == depth), node, path)
-        own_mass = tl.sum(tl.where(is_this, total, 0.0))
-        residual = tl.where(is_accepted, own_mass, tl.where(is_child, residual - prob, residual))
-        current = tl.where(is_accepted, node, current)
+    # Once no child is accepted, `current` stays, and its children are rejected again.
+    for step in range(1, W):
+        is_child = is_draft & (parent == current)
+        prob = tl.where(is_child, at_parent, 0.0)
+        before = tl.cumsum(prob) - prob  # of the siblings tried before each child
+        own_mass = tl.sum(tl.where(n == current, total, 0.0))
+        residual = tl.maximum(own_mass - before, 0.0)  # rounding: probability 0 is never accepted
+        child = tl.min(tl.where(is_child & (u * residual < prob), n, BLOCK_D))
+        path = tl.where((c == step) & (child < BLOCK_D), child, path)
+        current = tl.where(child < BLOCK_D, child, current)
 
     is_rejected = is_draft & (parent == current)
     num_rejected = tl.sum(is_rejected.to(tl.int32))

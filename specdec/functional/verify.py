@@ -51,33 +51,30 @@ def verify_tree(probs: Tensor, tree: Tree, num_steps: int, uniforms: Tensor) -> 
     probs: [bs, D, V], float, the target's law after each node (`sampling.process_logits`); one-hot rows give the
     greedy walk exactly. uniforms: [bs, D], float64, in [0, 1): column i tests node i, column 0 draws the bonus.
     """
-    bs, num_nodes, vocab_size = probs.shape
+    num_nodes, vocab_size = probs.shape[1:]
     mass = probs.sum(-1, dtype=torch.float64)  # [bs, D]; takes the place of 1 in the formulas
     prob_at_parent = probs.flatten(1).gather(1, tree.parents * vocab_size + tree.tokens).double()  # [bs, D]
 
-    columns = torch.arange(num_steps + 1, device=probs.device)
+    nodes = torch.arange(num_nodes, device=probs.device)
     current = torch.zeros_like(tree.tokens[:, 0])
-    residual = mass[:, 0]  # [bs]; mass at `current` left after rejections
-    accept_lens = torch.ones_like(current)
-    accept_index = torch.where(columns == 0, 0, -1).expand(bs, -1)
-    # Parents precede children, so one pass tries, in order, every node whose parent is `current` when it is reached.
-    for node in range(1, num_nodes):
-        prob = prob_at_parent[:, node]
-        is_child = tree.parents[:, node] == current
-        # Rejection means u * residual >= prob, so the residual stays >= 0, and probability 0 is never accepted.
-        is_accepted = is_child & (uniforms[:, node] * residual < prob)
-        is_next = is_accepted[:, None] & (columns == accept_lens[:, None])
-        accept_index = torch.where(is_next, node, accept_index)
-        accept_lens = accept_lens + is_accepted
-        residual = torch.where(is_accepted, mass[:, node], torch.where(is_child, residual - prob, residual))
-        current = torch.where(is_accepted, node, current)
+    path = [current]
+    # Once no child is accepted, `current` stays, and its children are rejected again.
+    for _ in range(num_steps):
+        is_child = (tree.parents == current[:, None]) & (nodes > 0)  # the root is its own parent
+        prob = torch.where(is_child, prob_at_parent, 0)
+        before = prob.cumsum(1) - prob  # of the siblings tried before each child
+        residual = (_row(mass, current)[:, None] - before).clamp(min=0)  # rounding: probability 0 is never accepted
+        is_accepted = is_child & (uniforms * residual < prob)
+        child = torch.where(is_accepted, nodes, num_nodes).amin(1)
+        is_found = child < num_nodes
+        path.append(torch.where(is_found, child, -1))
+        current = torch.where(is_found, child, current)
 
     law = _row(probs, current)
-    nodes = torch.arange(num_nodes, device=probs.device)
     is_rejected = (tree.parents == current[:, None]) & (nodes > 0)
     num_rejections = torch.zeros_like(law, dtype=torch.int64).scatter_add(1, tree.tokens, is_rejected.long())
     bonus = _sample_residual(law.masked_fill(num_rejections > 0, 0), law, uniforms[:, 0])
-    return _verified(accept_index, bonus, tree, _is_law(mass))
+    return _verified(torch.stack(path, dim=1), bonus, tree, _is_law(mass))
 
 
 def verify_chain(probs: Tensor, draft_probs: Tensor, tree: Tree, uniforms: Tensor) -> VerifyOutput:
