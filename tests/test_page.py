@@ -24,6 +24,7 @@ from specdec.measure import definitions, results
 from specdec.measure.page import charts, page
 from specdec.measure.page.acceptance import conditional, wilson
 from specdec.measure.page.palette import GREY, Palette
+from specdec.measure.page.parts import table
 from specdec.measure.provenance import without_paths
 from specdec.measure.records import Record, read_record
 from specdec.measure.results import write_results
@@ -215,6 +216,13 @@ def test_several_records_say_which_file_a_row_is_of():
     assert GREY not in {Palette(names).colour(name) for name in names}
     assert page.differing(["a_b_1", "a_c_1"]) == ["b", "c"] and page.differing(["a", "a"]) == ["a", "a"]
     assert page.render([Record(f"kind{i}_x", [{"a": 1}], {}) for i in range(5)]).count("5 measurements · x") == 2
+
+
+def test_what_all_rows_say_at_length_stands_below_the_table():
+    rows = [{"a": number, "b": "a text of more than two dozen letters", "c": "short"} for number in range(2)]
+    found = table("t", rows)
+    assert found.columns == ["a", "c"] and "a text of more than" in found.note
+    assert "b" in table("t", [rows[0], {**rows[1], "b": "another text of as many letters"}]).columns
 
 
 def test_panels_share_limits_that_hold_all_points():

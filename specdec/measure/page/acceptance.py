@@ -146,6 +146,8 @@ def _buckets(rows: Sequence[Row], key: str, axis: str, series: Sequence[str], pa
     for row in rows:
         if row["temperature"] == temperature and row["shape"] == shape:
             panels.setdefault(row["prompts"], []).append(_bucket_line(row, key, series))
+    if not any(len(line.x) > 1 for own in panels.values() for line in own):
+        return  # one range: the table says it
     svg = charts.lines(panels, axis, "tau (tokens per round)", palette)
     caption = "Each point is a range of tokens, drawn at its middle; its 95% interval is over prompts."
     yield Figure(f"tau by {axis.partition(' (')[0]}, {shape}, T={temperature:g}", svg, caption)

@@ -26,13 +26,14 @@ class Figure(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Cells as text, a list a row; is_number: of each column; is_folded: shown when the reader asks."""
+    """Cells as text, a list a row; is_number: of each column; is_folded: shown when the reader asks; note: below it."""
 
     title: str
     columns: list[str]
     rows: list[list[str]]
     is_number: list[bool]
     is_folded: bool = False
+    note: str = ""
 
 
 @dataclass
@@ -48,16 +49,21 @@ class Section:
 
 
 FOLDED_FROM = 16  # rows
+LONG = 24  # letters of a text that is said once below a table if all rows have it
 
 
 def table(title: str, rows: Sequence[Row], keys: Sequence[str] = (), *, is_folded: bool | None = None) -> Table:
-    """Make a table of `rows`: of `keys` that some row has, or of every key in the order of appearance."""
+    """Make a table of `rows`: of `keys` that some row has, or of every key in the order of appearance. A long text that
+    all rows have is said below it."""
     present = list(dict.fromkeys(key for row in rows for key in row if key != "file" or varying(rows, ["file"])))
-    shown = [key for key in keys if key in present] or present
+    wanted = [key for key in keys if key in present] or present
+    said = [key for key in wanted if len(rows) > 1 and _is_long(rows[0].get(key)) and not varying(rows, [key])]
+    shown = [key for key in wanted if key not in said]
+    note = "; ".join(f"{label_of(key)}: {rows[0][key]}" for key in said)
     cells = [[text(row.get(key)) for key in shown] for row in rows]
     is_number = [all(_is_number(row.get(key)) for row in rows) for key in shown]
     folded = len(rows) >= FOLDED_FROM if is_folded is None else is_folded
-    return Table(title, [label_of(key) for key in shown], cells, is_number, folded)
+    return Table(title, [label_of(key) for key in shown], cells, is_number, folded, note and f"In all rows: {note}.")
 
 
 def rest_of(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
@@ -106,6 +112,10 @@ def _listed(values: Sequence[Any], most: int = 12) -> str:
         shown = ", ".join(text(v) for v in values[:most])
     left = len(values) - most
     return (shown or "–") + (f" … ({len(values)} in all)" if left > 0 else "")
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, str) and len(value) > LONG
 
 
 def _is_number(value: Any) -> bool:
