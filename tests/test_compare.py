@@ -127,3 +127,11 @@ def test_command(tmp_path, monkeypatch, capsys):
 def test_committed_results_equal_themselves(path, monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, path, path)
     assert code == 0 and ": 0 worse, 0 better," in out and "only:" not in out
+
+
+def test_what_a_run_counted_or_said_does_not_identify_its_rows():
+    gsm8k = {"what": "gsm8k", "mode": "off", "nll": 1.4, "only_here": 0, "only_base": 1, "near_tie": 0.5, "says": "x"}
+    peer = {"what": "generate", "requests": 4, "tokens": 501, "tokens_per_s": 9.5}
+    later = {**gsm8k, "only_here": 2, "says": "y"}, {**peer, "tokens": 512}
+    assert identity(gsm8k) == identity(later[0]) and identity(peer) == identity(later[1])
+    assert identity({"what": "ttft", "tokens": 128, "ms": 3.0})["tokens"] == 128

@@ -124,8 +124,10 @@ DEFINITIONS = (
     ),
     Definition(
         "near tie",
-        "Texts first part where the target's own two logits lie within 0.25: two steps of bfloat16 at that size, which "
-        "another order of summation may swap.",
+        "In 16 bits: texts first part where the target's own two logits are no further apart than rounding moves them: "
+        "the most that the target's eager and sdpa attentions change the gap between its two best tokens on these "
+        "texts (`near_tie` in rows, at least 0.25, two steps of bfloat16 at that size). Older files: 0.25. In fp32 "
+        "nothing is explained by rounding.",
         "“fp32 rule”, divergence by batch invariance.",
     ),
 )

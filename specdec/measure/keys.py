@@ -71,6 +71,10 @@ MEASURES = {
     "correct": Measure("correct", "", "higher", of="answers"),
     "equal": Measure("equal", "", "higher", threshold=0.0),
     "near_ties": Measure("near ties"),
+    "near_tie": Measure("near tie", "logits"),
+    "only_here": Measure("right only here"),
+    "only_base": Measure("right only in the first mode"),
+    "says": Measure("in words"),
     "unexplained": Measure("unexplained", "", "lower", threshold=0.0),
     "gaps": Measure("logit gaps"),
     "flips_per_token": Measure("flips per token"),
@@ -140,8 +144,9 @@ def label_of(key: str) -> str:
 
 def identity(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of `row` that say which case it is; not the name of its run."""
+    counted = {"tokens"} if "tokens_per_s" in row else set()  # what a way emitted; elsewhere the length of prompts
     return {
         key: value
         for key, value in row.items()
-        if key not in RUN_NAMES and value is not None and measure_of(key, value) is None
+        if key not in RUN_NAMES | counted and value is not None and measure_of(key, value) is None
     }
