@@ -188,7 +188,7 @@ def test_lossless_compares_greedy_and_sampled_text():
     assert (same["equal"], same["unexplained"], same["flips_per_token"]) == (3, 0, 0.0)
     assert other["unexplained"] > 0 and 0 < other["flips_per_token"] < 1e-4 and len(other["first_difference"]) > 0
     assert model.config._attn_implementation == "sdpa"
-    assert [lossless.most_likely(m) for m in (0.0, 1e-4, 0.05, 4.0)] == [0, 0, 2, 11]
+    assert [statistics.most_likely(m, lossless.CHANCE) for m in (0.0, 1e-4, 0.05, 4.0)] == [0, 0, 2, 11]
 
 
 def test_lossless_command(folder, tmp_path, capsys, monkeypatch):

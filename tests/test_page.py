@@ -22,12 +22,12 @@ from specdec import shipped
 from specdec.commands import main as cli
 from specdec.measure import definitions, results
 from specdec.measure.page import charts, page
-from specdec.measure.page.acceptance import conditional, wilson
 from specdec.measure.page.palette import GREY, Palette
 from specdec.measure.page.parts import table
 from specdec.measure.provenance import without_paths
 from specdec.measure.records import Record, read_record
 from specdec.measure.results import write_results
+from specdec.measure.statistics import conditional, wilson
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = sorted((ROOT / "bench" / "results").glob("*.json"))

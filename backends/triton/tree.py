@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.keys import order_key
+from specdec.config import num_words
 
 
 @triton.jit
@@ -145,7 +146,7 @@ def build(
     root [bs], tokens and parents [bs, N], depths [N] int64; log_probs [bs, N] float32.
     """
     bs, num_candidates = tokens.shape
-    words = triton.cdiv(num_draft_tokens, 64)
+    words = num_words(num_draft_tokens)
     shapes = [(bs, num_draft_tokens)] * 3 + [(bs, num_draft_tokens, words)]
     tree = [torch.empty(shape, dtype=torch.int64, device=tokens.device) for shape in shapes]
     _build_kernel[(bs,)](

@@ -106,11 +106,16 @@ def bench_acceptance(
                 )
                 for row in measured:
                     rows.append(row)
-                    what = row["prompts"] if row["category"] is None else f"{row['prompts']}/{row['category']}"
-                    print(f"{name} {one} {what} T={row['temperature']:g}: tau {row['tau']:.3f}", file=sys.stderr)
+                    _tell(row, one)
                 file.write(rows)
     print_rows(rows)
     print(json.dumps({"rows": rows}))
+
+
+def _tell(row: dict[str, Any], shape: Shape) -> None:
+    """Say a row on stderr as it comes."""
+    what = row["prompts"] if row["category"] is None else f"{row['prompts']}/{row['category']}"
+    print(f"{row['draft']} {shape} {what} T={row['temperature']:g}: tau {row['tau']:.3f}", file=sys.stderr)
 
 
 def _drafts(values: list[str]) -> dict[str, tuple[Path | str | None, str | None]]:

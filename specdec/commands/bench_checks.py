@@ -11,6 +11,7 @@ from specdec import shipped
 from specdec.commands.choices import device_of, draft_of, listed, name_of_target
 from specdec.measure import gsm8k, lossless
 from specdec.measure.results import ResultFile
+from specdec.measure.statistics import scipy_stats
 from specdec.targets.pretrained import BUNDLED
 from specdec.text.prompt_sets import read_set
 from specdec.text.prompts import chat_ids
@@ -56,6 +57,7 @@ def bench_gsm8k(
 
     Exits with 1 where a mode differs beyond chance. The last line is one JSON object.
     """
+    scipy_stats()  # so that it is not missed after the measurement
     where = device_of(device)
     modes = [_mode(name) for name in listed(mode, ALL_MODES if device_of(device).startswith("cuda") else CPU_MODES)]
     records = [q.record for q in read_set("gsm8k", data, max(items, answers)).questions]
@@ -100,6 +102,7 @@ def bench_lossless(
 
     Exits with 1 where a difference is not explained by rounding. The last line is one JSON object.
     """
+    scipy_stats()
     drafts = {Path(name).name: draft_of(name) for name in listed(draft, ",".join(shipped.available()))}
     batches = [_size(text) for text in listed(batch, "1,4")]
     asked = {"gsm8k": num_gsm8k, "mt_bench": num_mt_bench}

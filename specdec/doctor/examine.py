@@ -65,7 +65,7 @@ class Findings:
             "chance": round(self.chance, 4),
         }
         if self.speculative is not None and self.tau is not None and self.break_even is not None:
-            half_width = ci95(self.speculative.outputs)
+            half_width = ci95([output.acceptance for output in self.speculative.outputs])
             found |= {
                 "tau": round(self.tau, 4),
                 "ci95": round(half_width, 4) if half_width < float("inf") else None,

@@ -1,7 +1,7 @@
 """`specdec bench acceptance`: acceptance lengths on real prompts, which do not depend on the machine."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from specdec.api import Engine, attach
 from specdec.config import EngineConfig
 from specdec.measure.conversations import Answers, Conversations, ask
 from specdec.measure.positions import tau_by_context, tau_by_position
-from specdec.measure.statistics import ratio_half_width, rounded
+from specdec.measure.statistics import conditional, ratio_half_width, rounded
 from specdec.metrics import AcceptanceStats
 from specdec.outputs import RequestOutput
 from specdec.text.prompts import template_sha, thinking_of
@@ -116,15 +116,14 @@ def _measured(answers: Answers) -> dict[str, Any]:
     """Return what some conversations measured; num_prompts counts every turn."""
     stats = AcceptanceStats().merge(parts := answers.stats())
     at = stats.acceptance_at
-    half_width = ratio_half_width([p.num_emitted for p in parts], [p.num_rounds for p in parts])
     return {
         "num_prompts": len(answers.flat),
         "conversations": len(parts),
         "tau": round(stats.tau, 4),
-        "ci95": rounded(half_width),
+        "ci95": rounded(ci95(parts)),
         "rounds": stats.num_rounds,
         "accept_at": [round(a, 4) for a in at],
-        "conditional_at": [round(a / before, 4) for before, a in pairwise([1.0, *at])],
+        "conditional_at": conditional(at),
         "tau_by_position": tau_by_position(answers.requests),
         "tau_by_context": tau_by_context(answers.requests),
     }
@@ -144,9 +143,8 @@ def _categories(asked: Conversations) -> dict[str, list[int]]:
     return found
 
 
-def ci95(requests: Sequence[RequestOutput]) -> float:
-    """Return the half width of the 95% interval of tau over prompts: the ratio estimator, linearised."""
-    parts = [r.acceptance for r in requests]
+def ci95(parts: Sequence[AcceptanceStats]) -> float:
+    """Return the half width of the 95% interval of tau, pooled over independent `parts`: the ratio estimator."""
     return ratio_half_width([p.num_emitted for p in parts], [p.num_rounds for p in parts])
 
 

@@ -11,14 +11,12 @@ from rich.table import Table
 from specdec.measure.keys import Measure, identity, label_of, measure_of
 from specdec.measure.page.parts import number, text
 from specdec.measure.records import Record
+from specdec.measure.statistics import Z95, student_t
 
 THRESHOLD = 0.03
 MOST_UNMATCHED = 12  # lines of what could not be matched
 Row = Mapping[str, Any]
 Case = tuple[tuple[str, Any], ...]  # what identifies a row, sorted
-
-# Student's t, two-sided 95%, for 1, 2, … degrees of freedom; 2.0 from 20 on is near enough.
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10)
 
 
 class Change(NamedTuple):
@@ -149,13 +147,12 @@ def _noise(
     if all(halves) and halves:
         return math.hypot(*(median(own) for own in halves)), "95% intervals"
     if len(before) > 1 and len(after) > 1:
-        freedom = len(before) + len(after) - 2
-        t = STUDENT[freedom - 1] if freedom <= len(STUDENT) else 2.0
-        return t * math.hypot(*(stdev(own) / math.sqrt(len(own)) for own in values)), "repeats"
+        spread = math.hypot(*(stdev(own) / math.sqrt(len(own)) for own in values))
+        return student_t(len(before) + len(after) - 2) * spread, "repeats"
     trials = [_values(measure.of, own) for own in rows] if measure.of else []
     if all(trials) and trials:
         share = (mean(before) + mean(after)) / (mean(trials[0]) + mean(trials[1]))
-        return 1.96 * math.sqrt(2 * max(share * (1 - share), 0.0) * mean(trials[0])), "chance"
+        return Z95 * math.sqrt(2 * max(share * (1 - share), 0.0) * mean(trials[0])), "chance"
     limit = threshold if measure.threshold is None else measure.threshold
     return limit * abs(median(before)), f"{limit:.1%} threshold"
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -100,7 +99,7 @@ def run(
             engine.detach()
         if base is None:
             base = outcome
-            tie = 0.0 if model.dtype == torch.float32 else near_tie(model, items.prompts, base.answers)
+            tie = near_tie(model, items.prompts, base.answers)
         dtype = str(model.dtype).removeprefix("torch.")
         row = {"what": "gsm8k", "dtype": dtype, "mode": mode, **row, **_against(model, items, outcome, base, tie)}
         yield {**row, "says": in_words(row)}

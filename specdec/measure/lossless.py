@@ -8,7 +8,6 @@ implementations, and the check fails if there are more differences than that mak
 object; rows have `algo` and `check`.
 """
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,8 @@ from tqdm import tqdm
 
 from specdec.api import attach
 from specdec.functional.sampling import SamplingParams
-from specdec.measure.ties import first_difference, near_tie, tie_gap
+from specdec.measure.statistics import most_likely
+from specdec.measure.ties import by_both_attentions, first_difference, near_tie, tie_gap
 
 CONFIGS: tuple[dict[str, Any], ...] = (
     {"num_steps": 3, "topk": 1},
@@ -48,7 +48,7 @@ def run(
     """Yield the rows of every draft and shape: greedy text at each of `batches`, then sampled text, which temperature 0
     leaves out. drafts: by name, draft and algo as `attach` takes them. settings: of every engine."""
     references = [reference(model, p, max_new_tokens) for p in tqdm(prompts, desc="model.generate")]
-    tie = 0.0 if model.dtype == torch.float32 else near_tie(model, prompts, references)
+    tie = near_tie(model, prompts, references)
     common = {"backend": backend, "strict": model.device.type == "cuda", **settings}
     common["max_seq_len"] = max(map(len, prompts)) + max_new_tokens
     for name, (draft, algo) in drafts.items():
@@ -130,7 +130,7 @@ def compare_sampled(
             "first_difference": sorted(first_difference(a, b) for a, b in pairs if a != b),  # tokens
             "flips_per_token": flips,
             "expected_differing": round(expected, 4),
-            "unexplained": max(0, differing - most_likely(expected)),
+            "unexplained": max(0, differing - most_likely(expected, CHANCE)),
             **other,
         }
         rows.append(row)
@@ -158,30 +158,13 @@ def texts(
     return {"algo": algo, "tokens": out.tokens, "tau": round(out.stats.tau, 3), "seconds": round(seconds, 1)}
 
 
-def most_likely(mean: float) -> int:
-    """Return the count that a Poisson variable of this mean exceeds with a probability below `CHANCE`."""
-    count, term = 0, math.exp(-mean)
-    below = term
-    while 1 - below >= CHANCE and count < 10 * mean + 10:
-        count += 1
-        term *= mean / count
-        below += term
-    return count
-
-
-@torch.inference_mode()
 def flip_rate(
     model: Any, prompts: list[list[int]], answers: list[list[int]], temperature: float, most: int = 8
 ) -> float:
     """Return the share of sampled tokens that rounding changes: the distance (total variation) between the target's
     laws under two attention implementations of its own, mean over the tokens of `most` answers."""
-    before, distances = model.config._attn_implementation, []
-    for prompt, answer in list(zip(prompts, answers, strict=True))[:most]:
-        ids, laws = torch.tensor([prompt + answer], device=model.device), []
-        for kind in ("eager", "sdpa"):
-            model.set_attn_implementation(kind)
-            logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-            laws.append((logits.double() / temperature).softmax(-1))
-        distances.append((laws[0] - laws[1]).abs().sum(-1) / 2)
-    model.set_attn_implementation(before)
+    distances = []
+    for pair in by_both_attentions(model, prompts, answers, most):
+        one, other = ((logits.double() / temperature).softmax(-1) for logits in pair)
+        distances.append((one - other).abs().sum(-1) / 2)
     return float(torch.cat(distances).mean())

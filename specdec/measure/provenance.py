@@ -17,6 +17,12 @@ from specdec import __version__
 ABSOLUTE = re.compile(r"(?<![\w.:/-])/(?P<top>[\w.+-]+)(?:/[\w.+-]+)*/?")
 
 
+def about() -> dict[str, Any]:
+    """Return what a record says of its run, whatever it measures: command, versions, gpu, and the commit if known."""
+    found = {"command": command(), "versions": versions(), "gpu": gpu_name()}
+    return {**found, "commit": hash_} if (hash_ := commit()) else found
+
+
 def gpu_name() -> str:
     """Return the device as file names have it: "nvidia-h200", or "cpu"."""
     return torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else "cpu"

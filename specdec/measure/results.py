@@ -27,7 +27,8 @@ class ResultFile:
         self.path: Path | None = None
         self._folder = folder
         self._what, self._shape = what, shape
-        self.config = config
+        self._config = config  # written as it is then: its lists may grow
+        self._about: dict[str, Any] | None = None
 
     def __enter__(self) -> "ResultFile":
         return self
@@ -45,13 +46,11 @@ class ResultFile:
         """Write the command, versions, config and all `rows` so far."""
         if self._folder is None:
             return
-        gpu = provenance.gpu_name()
-        about = {"command": provenance.command(), "versions": provenance.versions(), "gpu": gpu, "config": self.config}
-        commit = provenance.commit()
-        record = provenance.without_paths({**about, **({"commit": commit} if commit else {}), "rows": list(rows)})
+        self._about = self._about or provenance.about()
+        record = provenance.without_paths({**self._about, "config": self._config, "rows": list(rows)})
         text = json.dumps(record, indent=1) + "\n"  # before a file is made: rows that cannot be serialised leave none
         if self.path is None:
-            stem = f"{self._what}_{self._shape}_{gpu}_{datetime.now(UTC):%Y-%m-%d}"
+            stem = f"{self._what}_{self._shape}_{self._about['gpu']}_{datetime.now(UTC):%Y-%m-%d}"
             self.path = _new_file(Path(self._folder), stem)
         half = self.path.with_name(f".{self.path.name}.part")
         half.write_text(text, "utf-8")

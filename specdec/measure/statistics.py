@@ -1,7 +1,8 @@
-"""Tests and intervals that measurements state: McNemar's exact test, a paired bootstrap, the ratio estimator."""
+"""Tests, intervals and rates that measurements state. What needs scipy, of the extra `bench`, says so."""
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 RESAMPLES = 10_000
 AT_ONCE = 500  # resamples drawn together: what bounds the memory
 SEED = 0
+Z95 = 1.96  # of the normal law, two-sided
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
@@ -19,7 +21,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
     discordant = only_first + only_second
     if not discordant:
         return 1.0
-    return float(_scipy_stats().binomtest(only_first, discordant).pvalue)
+    return float(scipy_stats().binomtest(only_first, discordant).pvalue)
 
 
 def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
@@ -45,7 +47,31 @@ def ratio_half_width(tops: Sequence[float], bottoms: Sequence[float]) -> float:
         return math.inf
     ratio = sum(tops) / total
     residual = sum((t - ratio * b) ** 2 for t, b in zip(tops, bottoms, strict=True))
-    return 1.96 * math.sqrt(residual * n / (n - 1)) / total
+    return Z95 * math.sqrt(residual * n / (n - 1)) / total
+
+
+def wilson(share: float, trials: int) -> tuple[float, float]:
+    """Return the ends of Wilson's 95% interval of a share of `trials`."""
+    if not trials:
+        return 0.0, 1.0
+    middle = (share + Z95**2 / (2 * trials)) / (1 + Z95**2 / trials)
+    half = Z95 / (1 + Z95**2 / trials) * math.sqrt(share * (1 - share) / trials + Z95**2 / (4 * trials**2))
+    return middle - half, middle + half
+
+
+def student_t(freedom: int) -> float:
+    """Return Student's t, two-sided 95%, for so many degrees of freedom."""
+    return float(scipy_stats().t.ppf(0.975, freedom))
+
+
+def most_likely(mean: float, chance: float) -> int:
+    """Return the count that a Poisson variable of this mean exceeds with a probability below `chance`."""
+    return int(scipy_stats().poisson.isf(chance, mean))
+
+
+def conditional(rates: Sequence[float]) -> list[float]:
+    """Return the chance that position j is accepted where j - 1 was, from unconditional a_j; 0 where none ever was."""
+    return [round(a / before, 4) if before else 0.0 for before, a in pairwise([1.0, *rates])]
 
 
 def rounded(value: float, digits: int = 4) -> float | None:
@@ -53,11 +79,12 @@ def rounded(value: float, digits: int = 4) -> float | None:
     return round(value, digits) if math.isfinite(value) else None
 
 
-def _scipy_stats() -> Any:
+def scipy_stats() -> Any:
+    """Return scipy.stats; ValueError says how to get it. Long measurements ask for it before they begin."""
     try:
         from scipy import stats
     except ImportError as error:
         raise ValueError(
-            f"McNemar's test needs scipy ({error}): pip install scipy, or pip install 'specdec-toolkit[bench]'"
+            f"tests of significance need scipy ({error}): pip install scipy, or pip install 'specdec-toolkit[bench]'"
         ) from error
     return stats

@@ -4,7 +4,8 @@ How near is measured on the target alone: how far its own two attention implemen
 best tokens. Two right engines can disagree wherever the gap is no larger than that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,20 +31,33 @@ def tie_gap(model: Any, prompt: list[int], ours: list[int], theirs: list[int]) -
 
 
 @torch.inference_mode()
-def near_tie(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]], most: int = 32) -> float:
-    """Return the gap in logits up to which rounding explains another token, of a model in 16 bits.
+def by_both_attentions(
+    model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]], most: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the target's logits [n, V] before each token of `most` answers, under its eager and its sdpa attention."""
+    before = model.config._attn_implementation
+    try:
+        for prompt, answer in islice(zip(prompts, answers, strict=True), most):
+            ids, laws = torch.tensor([prompt + answer], device=model.device), []
+            for kind in ("eager", "sdpa"):
+                model.set_attn_implementation(kind)
+                laws.append(model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1])
+            yield laws[0], laws[1]
+    finally:
+        model.set_attn_implementation(before)
 
-    The largest change, over the tokens of `most` answers, of the gap between the model's two best tokens from its
-    eager attention to its sdpa; at least two steps of bf16.
+
+def near_tie(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]], most: int = 32) -> float:
+    """Return the gap in logits up to which rounding explains another token: 0 in fp32.
+
+    In 16 bits, the largest change, over the tokens of `most` answers, of the gap between the model's two best tokens
+    from its eager attention to its sdpa; at least two steps of bf16.
     """
-    before, largest = model.config._attn_implementation, LEAST_NEAR_TIE
-    for prompt, answer in list(zip(prompts, answers, strict=True))[:most]:
-        ids, laws = torch.tensor([prompt + answer], device=model.device), []
-        for kind in ("eager", "sdpa"):
-            model.set_attn_implementation(kind)
-            laws.append(model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float())
-        best = laws[0].topk(2).indices
-        gaps = [law.gather(1, best).diff(dim=1) for law in laws]
-        largest = max(largest, float((gaps[0] - gaps[1]).abs().max()))
-    model.set_attn_implementation(before)
+    if model.dtype == torch.float32:
+        return 0.0
+    largest = LEAST_NEAR_TIE
+    for pair in by_both_attentions(model, prompts, answers, most):
+        best = pair[0].float().topk(2).indices
+        one, other = (law.float().gather(1, best).diff(dim=1) for law in pair)
+        largest = max(largest, float((one - other).abs().max()))
     return largest

@@ -1,17 +1,16 @@
 """The page's section on acceptance: tau by draft and shape, acceptance by position, tau along answers and contexts."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from specdec.measure.page import charts
 from specdec.measure.page.palette import Palette
 from specdec.measure.page.parts import Card, Figure, Row, Section, number, rest_of, shape_of, table, varying
+from specdec.measure.statistics import conditional, wilson
 
-Z95 = 1.96
 TABLE = (
     *("file", "draft", "algo", "prompts", "shape", "temperature", "num_prompts", "tau", "ci95", "rounds"),
-    *("accept_at", "conditional", "tok_s", "predicted_at", "off_prediction"),
+    *("accept_at", "conditional_at", "tok_s", "predicted_at", "off_prediction"),
 )
 SERIES = ("file", "draft")
 GREEDY = ", greedy drafts"
@@ -21,21 +20,6 @@ BUCKETS = (("tau_by_position", "position in the answer (tokens)"), ("tau_by_cont
 def is_acceptance(row: Row) -> bool:
     """Whether `row` is one of `specdec bench acceptance`."""
     return {"accept_at", "tau", "rounds", "draft_tokens"} <= row.keys()
-
-
-def conditional(rates: Sequence[float]) -> list[float]:
-    """Return the chance that position j is accepted where j - 1 was, from unconditional a_j."""
-    before = [1.0, *rates]
-    return [round(a / b, 4) if b else 0.0 for a, b in zip(rates, before, strict=False)]
-
-
-def wilson(share: float, trials: int) -> tuple[float, float]:
-    """Return the ends of Wilson's 95% interval of a share of `trials`."""
-    if not trials:
-        return 0.0, 1.0
-    middle = (share + Z95**2 / (2 * trials)) / (1 + Z95**2 / trials)
-    half = Z95 / (1 + Z95**2 / trials) * math.sqrt(share * (1 - share) / trials + Z95**2 / (4 * trials**2))
-    return middle - half, middle + half
 
 
 def acceptance_section(rows: Sequence[Row], names: Callable[[str], str], palette: Palette) -> Section:
@@ -72,7 +56,7 @@ def _completed(row: Row, names: Callable[[str], str]) -> dict[str, Any]:
     draft = names(str(row.get("draft") or row.get("algo") or "plain"))
     is_greedy = row.get("sample_drafts") is False and bool(row.get("temperature")) and row.get("topk") == 1
     shape = shape_of(row) + GREEDY * is_greedy
-    found = {**row, "draft": draft, "shape": shape, "conditional": conditional(row["accept_at"])}
+    found = {"conditional_at": conditional(row["accept_at"]), **row, "draft": draft, "shape": shape}  # old rows lack it
     found.setdefault("temperature", 0.0)
     found.setdefault("prompts", "prompts")
     return found

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.measure.page import charts
-from specdec.measure.page.acceptance import wilson
 from specdec.measure.page.palette import Palette
 from specdec.measure.page.parts import Card, Figure, Row, Section, named, rest_of, table, varying
+from specdec.measure.statistics import wilson
 
 MODES = ("file", "dtype", "mode", "speculation", "draft", "compile")
 DIFFERENCES = ("difference", "nll_difference", "nll_diff")

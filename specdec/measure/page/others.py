@@ -13,7 +13,7 @@ CASE = ("file", "label", "shape", "dtype", "mode", "speculation", "what", "batch
 
 
 def is_peer(row: Row) -> bool:
-    """Whether `row` is one of the ways that `bench/peers.py` times; one that failed has an error instead."""
+    """Whether `row` is one of the ways that `specdec bench peers` times; one that failed has an error instead."""
     return ("way" in row or "what" in row) and "requests" in row and bool({*RATES, "error", "missing"} & row.keys())
 
 
