@@ -103,7 +103,7 @@ def test_a_broken_mode_is_found(folder, capsys, monkeypatch):
     for name in ("breakable, plain decoding", "breakable, EAGLE-3"):
         assert f"float32 {name}: answers differ beyond chance: 0 right only here" in text
         assert f"float32 {name}: likelihoods differ beyond chance" in text
-        assert any(line.startswith(f"{name}: 0 answers right only here") for line in lines)
+        assert any(line.startswith(f"float32 {name}: 0 answers right only here") for line in lines)
     assert "off" not in {r["mode"] for r in found["rows"] if any(f"float32 {r['mode']}," in f for f in found["failed"])}
     assert errors.count("differs: float32 breakable") == len(found["failed"])
 

@@ -187,6 +187,14 @@ def _overlap(one: Any, other: Any) -> bool:
     return bool(wide > 1 and high > 1)
 
 
+def test_a_shared_axis_holds_the_longest_bar_of_all_panels(monkeypatch):
+    kept = []
+    monkeypatch.setattr(charts, "_svg", lambda figure: kept.append(figure) or "")
+    charts.stacks({"short": {"a": {"ms": 1.0}}, "long": {"a": {"ms": 9.0}}}, "ms", {"ms": "#0072B2"})
+    assert [axes.get_xlim()[0] for axes in kept[0].axes] == [0, 0]
+    assert all(axes.get_xlim()[1] >= 9 for axes in kept[0].axes)
+
+
 @pytest.fixture
 def without_charts(monkeypatch):
     for name in ("lines", "dots", "stacks"):

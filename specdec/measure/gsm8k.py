@@ -175,7 +175,7 @@ def in_words(row: Mapping[str, Any]) -> str:
     low, high = row["nll_ci95"]
     only = f"{row['only_here']} answers right only here, {row['only_base']} only in the base"
     return (
-        f"{name_of(row)}: {only}: McNemar p = {row['mcnemar_p']:.2g}; "
+        f"{row['dtype']} {name_of(row)}: {only}: McNemar p = {row['mcnemar_p']:.2g}; "
         f"{row['equal']} of {row['answers']} answers equal, {row['near_ties']} part at near-ties; "
         f"likelihood {row['nll_difference']:+.2g} nats per token (95%: {low:+.2g} to {high:+.2g})"
     )

@@ -112,7 +112,7 @@ def stacks(
             if marks and category in marks:
                 axes.plot([marks[category]], [place], "|", color="black", ms=13, mew=1.8, label=mark, linestyle="")
         categories(axes, list(own))
-        axes.set_xlim(left=0)
+        axes.set_xlim(left=0, auto=True)  # the axis is shared: it must go on growing with the other panels' bars
 
     return _figure(panels, draw, x, y, lambda own: _height(len(own), y), share="x")
 

@@ -33,18 +33,25 @@ def peers_section(rows: Sequence[Row]) -> Section:
     section.intro = (
         "The same requests by transformers' own ways, by other libraries, and by engines; second run of two."
     )
-    keys = ["file", *varying(rows, ("shape",)), *varying(rows, ("requests",))]
-    rates: dict[str, float] = {}
+    of, names = (varying(rows, key) for key in (("file", "shape"), ("requests",)))
+    panels: dict[str, dict[str, float]] = {}
     for row in rows:
         rate = next((row[key] for key in RATES if row.get(key)), None)
         if rate:
-            rates[named({"way": _way(row), **row}, ["way", *keys], {"requests": "requests: "})] = rate
-    if rates:
-        bars = {name: {"tokens/s": rate} for name, rate in sorted(rates.items(), key=lambda pair: -pair[1])}
-        svg = charts.stacks({"": bars}, "tokens/s of all requests", {"tokens/s": "#0072B2"}, y="way")
+            way = named({"way": _way(row), **row}, ["way", *names], {"requests": "requests: "})
+            panels.setdefault(named(row, of[:1]), {})[way] = rate
+    if panels:
+        bars = {
+            title: {way: {"tokens/s": rate} for way, rate in sorted(rates.items(), key=lambda pair: -pair[1])}
+            for title, rates in panels.items()
+        }
+        svg = charts.stacks(bars, "tokens/s of all requests", {"tokens/s": "#0072B2"}, y="way")
         section.figures = [Figure("Tokens/s by way", svg)]
-        name = max(rates, key=lambda way: rates[way])
-        section.cards = [Card(f"{rates[name]:,.0f}", "tokens/s, fastest way", name)]
+        for title, rates in panels.items():
+            way = max(rates, key=lambda name: rates[name])
+            section.cards.append(
+                Card(f"{rates[way]:,.0f}", "tokens/s, fastest way", ", ".join(filter(None, (way, title))))
+            )
     own = [{"way": _way(row), **{k: v for k, v in row.items() if k not in ("what", "way")}} for row in rows]
     first = ("file", "way", "version", "shape", "requests", "new_tokens", *RATES, "seconds", "error")
     section.tables = [table("Every way", own, [*first, *rest_of(own, first)])]
