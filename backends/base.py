@@ -45,6 +45,7 @@ class Capabilities:
     """What a backend can do; `unmet_needs` holds a model against it at attach.
 
     fused_ops: whether rounds beside it use the fused operations (Triton kernels) or the torch ones.
+    packed_prefill: whether it attends in prefills whose lengths only the device knows (`AttentionMetadata.is_packed`).
     page_sizes: KV slots a page may have; head_dims: of q, k and v; None: any, the latter up to max_head_dim.
     """
 
@@ -58,6 +59,7 @@ class Capabilities:
     dtypes: frozenset[torch.dtype]
     max_head_dim: int
     fused_ops: bool = False
+    packed_prefill: bool = False
     page_sizes: frozenset[int] | None = None
     head_dims: frozenset[int] | None = None
 

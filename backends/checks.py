@@ -20,7 +20,7 @@ def check_shapes(m: AttentionMetadata) -> None:
     if m.max_prefix > width:
         raise ValueError(f"max_prefix={m.max_prefix}: the slot table has {width} positions a row")
     num_tokens = m.positions.shape[0]
-    expected = sum(m.q_lens) if m.q_lens is not None else bs * m.q_len
+    expected = sum(m.q_lens) if m.q_lens is not None else m.q_len if m.is_packed else bs * m.q_len
     if num_tokens != expected or m.out_cache_loc.shape[0] != expected:
         raise ValueError(
             f"{num_tokens} positions and {m.out_cache_loc.shape[0]} cache slots for {expected} tokens of {bs} requests"
@@ -41,7 +41,7 @@ def check_indices(m: AttentionMetadata, num_slots: int) -> None:
     lens = m.prefix_lens + m.tail_len - m.q_len + q_lens
     require_within("qo_indptr", q_lens, 0, m.q_len, "tokens a request")
     require_within("prefix_lens", m.prefix_lens, 0, m.max_prefix, "max_prefix")
-    require_within("prefix + tail", lens, 1, width, "positions of the slot table")
+    require_within("prefix + tail", lens, 0 if m.is_packed else 1, width, "positions of the slot table")
     is_used = torch.arange(width, device=lens.device) < lens.unsqueeze(1)
     slots = m.slot_table[m.rows].masked_fill(~is_used, 0)
     require_within("slots of the requests", slots, 0, num_slots - 1, "the last slot of the pool")

@@ -95,6 +95,27 @@ class MetadataBuilder:
             **placement._asdict(),
         )
 
+    def packed(
+        self, slot_table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, q_lens: torch.Tensor, num_tokens: int
+    ) -> AttentionMetadata:
+        """Build the metadata of a packed prefill of at most `num_tokens` tokens, whose lengths the host need not know.
+
+        slot_table [num_rows, width] int32; rows, starts, q_lens [bs] int64 on the device. Request i has the q_lens[i]
+        tokens from position starts[i] on; tokens past the last request's are padding, at position 0 and in slot 0.
+        """
+        into = torch.zeros(2, num_tokens, dtype=torch.int64, device=rows.device).unbind()
+        placement = self.prefill_placement(slot_table, rows, starts, q_lens, num_tokens, num_tokens, into)
+        return AttentionMetadata(
+            mode=ForwardMode.EXTEND,
+            slot_table=slot_table,
+            rows=rows,
+            prefix_lens=starts,
+            q_len=num_tokens,
+            tail_len=num_tokens,
+            max_prefix=slot_table.shape[1],
+            **placement._asdict(),
+        )
+
 
 def slots_at(slot_table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return the KV slots [bs, n] int64 of `positions` [bs, n] in `rows` [bs], both int64; clamped to a row's ends."""
@@ -134,13 +155,16 @@ def prefill_placement(
 ) -> Placement:
     """Compute the placement of a packed prefill from starts and q_lens [bs] int64.
 
-    num_tokens, longest: sum and maximum of q_lens, on the host. into: see `MetadataBuilder.prefill`.
+    num_tokens, longest: sum and maximum of q_lens, on the host, or upper bounds of them: tokens past the sum get
+    position and slot 0. into: see `MetadataBuilder.prefill`.
     """
-    requests = torch.arange(q_lens.numel(), device=q_lens.device)
-    owners = torch.repeat_interleave(requests, q_lens, output_size=num_tokens)
     qo_indptr = indptr(q_lens)
-    positions = starts[owners] + torch.arange(num_tokens, device=q_lens.device) - qo_indptr[owners]
-    slots = slot_table[rows[owners], positions].long()
+    places = torch.arange(num_tokens, dtype=torch.int32, device=q_lens.device)
+    owners = torch.searchsorted(qo_indptr[1:], places, right=True)
+    is_live = owners < q_lens.numel()
+    owners = owners.clamp(max=q_lens.numel() - 1)
+    positions = torch.where(is_live, starts[owners] + places - qo_indptr[owners], 0)
+    slots = torch.where(is_live, slot_table[rows[owners], positions], 0).long()
     if into is not None:
         positions, slots = (t[:num_tokens].copy_(own) for t, own in zip(into, (positions, slots), strict=True))
     return Placement(positions, slots, qo_indptr)

@@ -63,6 +63,27 @@ class ForwardContext:
         return out
 
 
+@dataclass(frozen=True)
+class _PaddedScope:
+    """Answers attention calls with one output for all layers of a shape, zeroed once: backends write live rows only.
+
+    A layer's answer has been read when the next layer attends.
+    """
+
+    context: ForwardContext
+    outputs: dict[tuple[int, ...], torch.Tensor]
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
+    ) -> torch.Tensor:
+        c, shape = self.context, (q.shape[0], q.shape[1], v.shape[2])
+        if shape not in self.outputs:
+            self.outputs[shape] = q.new_zeros(shape)
+        out = self.outputs[shape]
+        c.backend.run(AttentionCall(q, k, v, out, c.pool, layer_id, c.layers[layer_id], c.sinks[layer_id], rope))
+        return out
+
+
 _CURRENT: ContextVar[AttentionScope] = ContextVar("specdec_forward")
 
 
@@ -72,6 +93,15 @@ def forward_context(context: ForwardContext, metadata: AttentionMetadata) -> Ite
     context.on_forward(metadata.mode)
     context.backend.plan(metadata)
     with attention_scope(context):
+        yield
+
+
+@contextmanager
+def padded_forward(context: ForwardContext, metadata: AttentionMetadata) -> Iterator[None]:
+    """A forward as in `forward_context`, of packed `metadata`: rows of padding find zeros where nothing attends."""
+    context.on_forward(metadata.mode)
+    context.backend.plan(metadata)
+    with attention_scope(_PaddedScope(context, {})):
         yield
 
 

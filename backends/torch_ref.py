@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec
 from specdec.backends.metadata import TORCH_METADATA, slots_at
 from specdec.backends.rope import rotate
-from specdec.batch import AttentionMetadata
+from specdec.batch import AttentionMetadata, ForwardMode
 
 
 @dataclass
@@ -45,6 +45,7 @@ class TorchBackend(AttentionBackend):
     name = "torch"
     capabilities = Capabilities(
         device_planned=True,
+        packed_prefill=True,
         tree_mask=True,
         sliding_window=True,
         sinks=True,
@@ -66,8 +67,8 @@ class TorchBackend(AttentionBackend):
         tail_index = torch.arange(m.tail_len, device=device)
         prefix_index = torch.arange(m.max_prefix, device=device)
         tail_slots = slots_at(m.slot_table, m.rows, prefix + tail_index)
-        if m.q_lens is not None:  # a shorter request owns no slots out there
-            owned = tail_index < torch.tensor(m.q_lens, device=device).unsqueeze(1)
+        if m.mode is ForwardMode.EXTEND:  # a shorter request owns no slots out there
+            owned = tail_index < m.qo_indptr.diff().unsqueeze(1)
             tail_slots = torch.where(owned, tail_slots, tail_slots[:, :1])
         in_prefix = prefix_index < prefix  # [bs, max_prefix]
         prefix_slots = m.slot_table[:, : m.max_prefix].index_select(0, m.rows).long()
@@ -113,15 +114,16 @@ def _tail_visible(m: AttentionMetadata, tail_index: torch.Tensor) -> torch.Tenso
 
 
 def _ragged_rows(m: AttentionMetadata, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Index maps between the packed batch and [bs, q_len]; padding repeats a request's last row and is dropped."""
-    if m.q_lens is None:
+    """Index maps between the packed batch and [bs, q_len]; padding repeats a request's last row and is dropped, and
+    padding of the packed batch takes some request's."""
+    if m.mode is not ForwardMode.EXTEND:
         return None, None
-    lens = torch.tensor(m.q_lens, device=device)
-    starts = lens.cumsum(0) - lens
+    lens, starts = m.qo_indptr.diff().long(), m.qo_indptr[:-1].long()
     columns = torch.arange(m.q_len, device=device)
-    pad = starts.unsqueeze(1) + torch.minimum(columns, lens.unsqueeze(1) - 1)
-    unpad = torch.cat([i * m.q_len + columns[:n] for i, n in enumerate(m.q_lens)])
-    return pad, unpad
+    pad = (starts.unsqueeze(1) + torch.minimum(columns, lens.unsqueeze(1) - 1)).clamp(0, m.positions.shape[0] - 1)
+    owners = m.owners().clamp(max=m.num_reqs - 1)
+    places = torch.arange(m.positions.shape[0], device=device)
+    return pad, owners * m.q_len + (places - starts[owners]).clamp(max=m.q_len - 1)
 
 
 def _attend(

@@ -11,8 +11,9 @@ import torch
 class BufferSpec:
     """One input of a runner.
 
-    shape(size): its shape for `size` requests or tokens; axis: the dimension that counts them; pad: the value written
-    to the rows past the live ones before every replay; it must be safe to compute with.
+    shape(size): its shape for `size` requests or tokens; axis: the dimension that counts them, None for an input
+    that is as large in every batch; pad: the value written to the rows past the live ones before every replay; it must
+    be safe to compute with.
     variants: the variants that take this input; empty: all. In other variants the body gets None for it.
     """
 
@@ -20,7 +21,7 @@ class BufferSpec:
     shape: Callable[[int], tuple[int, ...]]
     dtype: torch.dtype
     pad: int | float | bool
-    axis: int = 0
+    axis: int | None = 0
     variants: tuple[str, ...] = ()
 
     def is_used_by(self, variant: str) -> bool:
@@ -51,12 +52,15 @@ class StaticBuffers:
     def views(self, size: int, variant: str) -> dict[str, torch.Tensor | None]:
         """Return the inputs of a graph of `size`: views of the same memory at every call."""
         return {
-            name: self.tensors[name].narrow(spec.axis, 0, size) if spec.is_used_by(variant) else None
+            name: self._rows(name, 0, size) if spec.is_used_by(variant) else None
             for name, spec in self.specs.items()
         }
 
     def load(self, inputs: Mapping[str, torch.Tensor | None], num: int, size: int, variant: str) -> None:
-        """Copy `num` rows of each input to its buffer and pad up to `size`; ValueError for wrong names or shapes."""
+        """Copy `num` rows of each input to its buffer and pad up to `size`; ValueError for wrong names or shapes.
+
+        Inputs may lie in pinned host memory.
+        """
         used = {name for name, spec in self.specs.items() if spec.is_used_by(variant)}
         given = {name for name, value in inputs.items() if value is not None}
         if given != used:
@@ -70,6 +74,10 @@ class StaticBuffers:
                     f"{spec.shape(num)} for a size of {num}"
                 )
             if value.data_ptr() != buffer.data_ptr():
-                buffer.narrow(spec.axis, 0, num).copy_(value, non_blocking=True)
-            if num < size:
-                buffer.narrow(spec.axis, num, size - num).fill_(spec.pad)
+                self._rows(name, 0, num).copy_(value, non_blocking=True)
+            if num < size and spec.axis is not None:
+                self._rows(name, num, size).fill_(spec.pad)
+
+    def _rows(self, name: str, begin: int, end: int) -> torch.Tensor:
+        axis = self.specs[name].axis
+        return self.tensors[name] if axis is None else self.tensors[name].narrow(axis, begin, end - begin)

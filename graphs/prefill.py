@@ -60,14 +60,14 @@ class PrefillRunner:
         self.device_bound_from: int | None = None
         self._prepare = prepare
 
-    def can_run(self, mode: ForwardMode, num_tokens: int) -> Decision:
+    def can_run(self, mode: ForwardMode, num_tokens: int, variant: str = "") -> Decision:
         """Decide whether a batch replays; if not, the reason is the first rule that it breaks."""
         decision = check_mode(mode)
         if decision.ok:
-            decision = self.runner.can_run(num_tokens)
+            decision = self.runner.can_run(num_tokens, variant)
         if not decision.ok:
             return decision
-        return check_padding(num_tokens, self.runner.replayed_size(num_tokens), self.device_bound_from)
+        return check_padding(num_tokens, self.runner.replayed_size(num_tokens, variant), self.device_bound_from)
 
     def __call__(
         self, mode: ForwardMode, num_tokens: int, inputs: Mapping[str, torch.Tensor | None], **live: Any

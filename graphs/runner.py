@@ -135,6 +135,11 @@ class GraphRunner:
         return Decision(False, self.failures.get(self._key(bucket, variant), f"variant '{variant}' was not captured"))
 
     @property
+    def made_by(self) -> Capture:
+        """The capture that makes its graphs."""
+        return self._setup.capture
+
+    @property
     def costs(self) -> list[GraphCost]:
         """Time and memory that each graph took to capture, in the order of capture."""
         unit = self._setup.unit
@@ -206,7 +211,7 @@ class GraphRunner:
     def _size_of(self, inputs: Mapping[str, torch.Tensor | None]) -> int:
         for name, spec in self._buffers.specs.items():
             value = inputs.get(name)
-            if value is not None:
+            if value is not None and spec.axis is not None:
                 return value.shape[spec.axis]
         raise ValueError(f"{self.name} got none of its inputs {sorted(self._buffers.specs)}")
 

@@ -211,7 +211,7 @@ class Engine:
                 num_free_pages=core.slot_tables.num_free_pages,
                 num_pages=core.slot_tables.num_pages,
                 capture=core.graphs.capture.name,
-                prefill_graph=core.prefill.mode,
+                prefill_graph=core.prefill.name,
                 compile_seconds=core.compile_seconds,
                 graphs=core.prefill.costs + core.graphs.costs,
                 runners={

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -38,7 +39,8 @@ class AttentionMetadata:
     ancestor_bits: [bs, q_len, W] int64, W words of 64 bits for at least tail_len nodes; bit t % 64 of word t // 64 set:
         tail node t is visible. None means causal: node t has depth t.
     tail_positions: [bs, tail_len] int64, positions of the tail nodes (sliding windows need them); None: prefix + t.
-    q_lens: EXTEND only, tokens of each request on the host (ragged); None: every request has q_len.
+    q_lens: EXTEND only, tokens of each request on the host (ragged). None: every request has q_len, or, for EXTEND,
+        only the device knows (`is_packed`).
     starts: prefix_lens on the host, if they are known there (prefills); None: unknown.
     """
 
@@ -62,6 +64,19 @@ class AttentionMetadata:
         """Number of requests in this forward."""
         return self.rows.shape[0]
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether only the device knows how many tokens each request has, as in a prefill that is captured whole.
+
+        Requests without tokens and tokens past the last request's are padding; q_len and tail_len are the bound T.
+        """
+        return self.mode is ForwardMode.EXTEND and self.q_lens is None
+
+    def owners(self) -> torch.Tensor:
+        """Return the request of each token of a packed or ragged batch, [T] int64; num_reqs for padding."""
+        places = torch.arange(self.positions.shape[0], dtype=torch.int32, device=self.positions.device)
+        return torch.searchsorted(self.qo_indptr[1:], places, right=True)
+
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which kernels and streams are those of `device`, whichever GPU is current."""
@@ -71,6 +86,12 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy `host` to `device` without waiting for the device."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def to_pinned(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return host `values` as a tensor that copies to `device` without waiting for it."""
+    host = torch.from_numpy(values)
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 def ints_to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:

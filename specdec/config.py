@@ -8,7 +8,7 @@ MAX_TOP = 128  # best tokens whose log-probabilities are returned
 MAX_TOPK = 64  # branches a step: its K*K children are ranked by one program
 MAX_TAIL = 256  # nodes that ancestor masks name: four words of 64 bits; the kernels hold a tree in one program
 GRAPH_SAMPLING = ("greedy", "sampled", "filtered", "processed_greedy", "processed")
-PREFILL_GRAPHS = ("auto", "piecewise", "breakable", "off")
+PREFILL_GRAPHS = ("auto", "whole", "piecewise", "breakable", "off")
 COMPILERS = ("inductor", "eager")
 
 
@@ -38,8 +38,9 @@ class EngineConfig:
     graph_sampling: kinds of sampling to capture, of "greedy", "sampled" (no filters), "filtered", and, for requests
         with penalties, bans or biases, "processed_greedy" and "processed".
     prefill_graph: graphs of prefills: "breakable" (captured in segments around attention), "piecewise" (the same, of
-        traced and compiled pieces), "off", or "auto": on CUDA "piecewise" with compile, else "breakable"; "off"
-        elsewhere, and for models whose experts wait for the host.
+        traced and compiled pieces), "whole" (attention, first tokens and the draft's prefill included: one launch;
+        batches it does not serve take "piecewise" with compile, else "breakable"), "off", or "auto": on CUDA whole ones
+        up to 2048 tokens and those others; "off" elsewhere, and for models whose experts wait for the host.
     prefill_buckets: token counts to capture for prefills, None for the usual ones up to max_prefill_tokens.
     compile: trace the target and compile its pieces, for rounds and prefills; attaching takes longer then.
     compiler: compiler of traced pieces, "inductor" or "eager" (none; for tests).

@@ -213,6 +213,38 @@ def test_ragged_prefill(name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_packed_prefill_equals_a_ragged_one(name, kind):
+    """Lengths that only the device knows, requests without tokens between and after the others, and padding."""
+    answers = []
+    for is_packed in (False, True):
+        setup = Setup(LAYERS[name], kind)
+        setup.slot_table[0] = 0  # the dummy row's
+        if is_packed:
+            live = torch.tensor([0, 2, 3], device=DEVICE)
+            rows, starts, lens = (torch.zeros(5, dtype=torch.int64, device=DEVICE) for _ in range(3))
+            rows[live], starts[live], lens[live] = setup.rows, setup.lens, torch.tensor([2, 7, 15], device=DEVICE)
+            metadata = setup.backend.metadata.packed(setup.slot_table, rows, starts, lens, 31)
+        else:
+            metadata = setup.backend.metadata.prefill(setup.slot_table, setup.rows, PREFIXES, (2, 7, 15))
+        setup.generator.manual_seed(1)
+        t, s = 31, setup.layer
+        q, k, v = (setup.random(t, n, d) for n, d in zip(*_heads(s), strict=True))
+        num = metadata.positions.shape[0]
+        out = torch.zeros(num, s.num_heads, s.v_dim, dtype=setup.dtype, device=DEVICE)
+        with forward_context(setup.context, metadata):
+            setup.backend.run(AttentionCall(q[:num], k[:num], v[:num], out, setup.pool, 0, s, setup.sinks))
+        answers.append(out[:24])
+        assert out.isfinite().all() and metadata.owners()[-1] == (5 if is_packed else 2)
+        assert not is_packed or ((metadata.positions[24:] == 0).all() and (metadata.out_cache_loc[24:] == 0).all())
+    torch.testing.assert_close(*answers, rtol=1e-5, atol=1e-5)
+
+
+def _heads(layer):
+    return (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads), (layer.qk_dim, layer.qk_dim, layer.v_dim)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [1, 5, 33, 100, 1000])
 def test_windows_of_any_size_on_every_path(window, kind):
     """Prompts of several tiles, prefixes of several blocks; windows of less than a block and of more than all."""
@@ -424,6 +456,8 @@ def test_prefill_metadata_equals_its_twin(lens):
     rows = torch.randperm(7, generator=torch.Generator().manual_seed(len(lens)))[: len(lens)].to(DEVICE)
     ours = TRITON_METADATA.prefill(table, rows, starts, q_lens)
     same_metadata(ours, TORCH_METADATA.prefill(table, rows, starts, q_lens))
+    on_device = rows, torch.tensor(starts, device=DEVICE), torch.tensor(q_lens, device=DEVICE) % 7
+    same_metadata(*(m.packed(table, *on_device, 37) for m in (TRITON_METADATA, TORCH_METADATA)))
 
 
 def same_metadata(got, want):

@@ -44,6 +44,7 @@ class FlashInferBackend(TritonBackend):
     name = "flashinfer"
     capabilities = replace(
         TritonBackend.capabilities,
+        packed_prefill=False,
         v_dim_differs=False,
         dtypes=_DTYPES,
         head_dims=HEAD_DIMS,
@@ -156,7 +157,9 @@ class MixedBackend(TritonBackend):
             super()._attend(call)
 
     def _takes(self, m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> bool:
-        return _fits_fa3(layer, dtype) and prefill_flops(m, layer) >= self.min_prefill_flops
+        if m.is_packed or not _fits_fa3(layer, dtype):
+            return False
+        return prefill_flops(m, layer) >= self.min_prefill_flops
 
 
 def _device_problem(device: torch.device) -> str | None:

@@ -31,6 +31,7 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     capabilities = Capabilities(
         device_planned=True,
+        packed_prefill=True,
         tree_mask=True,
         sliding_window=True,
         sinks=True,

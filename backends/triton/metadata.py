@@ -128,7 +128,7 @@ def prefill_placement(
     longest: int,
     into: Sequence[torch.Tensor] | None = None,
 ) -> Placement:
-    """Twin: `backends.metadata.prefill_placement`."""
+    """Twin: `backends.metadata.prefill_placement`. Where `num_tokens` is a bound, `into` must be given, as zeros."""
     bs, block = rows.shape[0], 256
     if into is None:
         placement = _empty_placement(bs, num_tokens, rows.device)

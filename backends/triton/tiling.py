@@ -49,6 +49,8 @@ def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) ->
 
 def num_tiles(m: AttentionMetadata, group: int, block_m: int) -> int:
     """Return an upper bound of the tiles of a forward, `group` rows per query."""
+    if m.is_packed:
+        return triton.cdiv(m.positions.shape[0] * group, block_m) + m.num_reqs
     if m.q_lens is None:
         return m.num_reqs * triton.cdiv(m.q_len * group, block_m)
     return sum(triton.cdiv(n * group, block_m) for n in m.q_lens)

@@ -33,11 +33,13 @@ class ModulesWorker(HeadWorker):
         """Module 0's states [T, h_d] are there; the other modules run over the chunk now."""
         assert hidden is not None
         metadata, states = chunk.metadata, [hidden[chunk.last_rows]]
-        first_rows = torch.cat([chunk.last_rows.new_zeros(1), chunk.last_rows[:-1] + 1])
+        owners = metadata.owners().clamp(max=metadata.num_reqs - 1)
+        places = torch.arange(owners.shape[0], device=owners.device)
+        is_first = (places == metadata.qo_indptr[owners]).unsqueeze(1)
         begins = (metadata.prefix_lens > 0).unsqueeze(1)  # position 0 has no state before it
         for module in range(1, self.head.num_modules):
-            before = hidden.roll(1, 0)
-            before[first_rows] = torch.where(begins, self.last[chunk.rows, module - 1], 0.0)
+            at_start = torch.where(begins, self.last[chunk.rows, module - 1], 0.0)
+            before = torch.where(is_first, at_start[owners], hidden.roll(1, 0))
             hidden = run(metadata, chunk.next_ids, before, module)
             states.append(hidden[chunk.last_rows])
         self.last[chunk.rows] = torch.stack(states, 1)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from specdec.batch import ForwardMode, on_device
 from specdec.engine.mailbox import Mailbox, Results
-from specdec.engine.packing import copy_to, pack_chunk, pack_requests, rewrite_row, write_requests
+from specdec.engine.packing import copy_to, pack_chunk, pack_piece, pack_requests, rewrite_row, write_requests
 from specdec.engine.scheduler import Request, Scheduler
 from specdec.engine.turns import Turns
 from specdec.errors import DetachedError, GraphError
@@ -55,7 +55,7 @@ class Core:
         start = time.perf_counter()
         mode = compile_layers(target, config, resolve_prefill_mode(config, target, worker.prefill_syncs))
         self.compile_seconds = time.perf_counter() - start if target.compiled else 0.0
-        self.prefill = PrefillGraphs(parts, graph_pool, mode)
+        self.prefill = PrefillGraphs(parts, self.round, graph_pool, mode)
         self.graphs = RoundGraphs(self.round, parts, graph_pool)
         self._mailbox = Mailbox(device, most=config.max_batch * line_width(config.num_steps + 1, config.logprobs))
         self._batch = Batch([], torch.empty(0), SamplingKind.GREEDY)
@@ -203,17 +203,38 @@ class Core:
                 self.scheduler.fail([request], error)
 
     def _prefill(self, pieces: list[tuple[Request, int]]) -> bool:
-        """One packed prefill forward over prompt pieces, then the first token of every prompt that is complete.
+        """Prefill prompt pieces, target and draft, and draw the first token of every prompt that is complete.
 
         Returns whether there are such tokens.
         """
-        builder = self.context.backend.metadata
-        chunk = pack_chunk(pieces, self.slot_tables.table, builder, self.prefill.placement)
         done = [i for i, (r, n) in enumerate(pieces) if r.num_prefilled + n == len(r.prompt_ids)]
         finished = [pieces[i][0] for i in done]
+        kind = SamplingKind.of(r.sampling for r in finished) if finished else SamplingKind.GREEDY
+        whole, num_tokens = self.prefill.whole, sum(n for _, n in pieces)
+        if whole is not None and whole.can_run(kind, len(pieces), num_tokens).ok:
+            packed = [pack_piece(r, n) for r, n in pieces]
+            self._begin_launch(pieces)
+            lines = whole(kind, packed)
+            assert done == list(range(len(done))), "only the last piece can be a part of its prompt"
+            if done:
+                self._post(finished, lines[: len(done)], is_round=False)
+        else:
+            self._prefill_in_parts(pieces, done, kind)
+        self._is_launching = False
+        return bool(done)
+
+    def _begin_launch(self, pieces: list[tuple[Request, int]]) -> None:
+        """From here on the state of running requests may be half written."""
         self._is_launching = True
         for request, n in pieces:
             request.num_prefilled += n
+
+    def _prefill_in_parts(self, pieces: list[tuple[Request, int]], done: list[int], kind: SamplingKind) -> None:
+        """Target, first tokens of the pieces `done`, draft: a runner each."""
+        builder = self.context.backend.metadata
+        chunk = pack_chunk(pieces, self.slot_tables.table, builder, self.prefill.placement)
+        finished = [pieces[i][0] for i in done]
+        self._begin_launch(pieces)
         worker = self.round.worker
         if worker.reads_history:
             self.round.take_prompts(chunk)
@@ -221,7 +242,6 @@ class Core:
         if done:
             places = slice(None) if len(done) == len(pieces) else copy_to(self.device, np.array(done))
             rows, last_rows = chunk.rows[places], chunk.last_rows[places]
-            kind = SamplingKind.of(r.sampling for r in finished)
             packed = self.graphs.first_tokens(kind, rows, hidden.index_select(0, last_rows))
             self._post(finished, packed, is_round=False)
             chunk.next_ids.index_copy_(0, last_rows, first_tokens(packed))
@@ -231,8 +251,6 @@ class Core:
         states = worker.finish_prefill(chunk, states, self.prefill.draft)
         if done and worker.has_begin:
             self.graphs.begin(rows, None if states is None else states[places], self._len_bound(finished))
-        self._is_launching = False
-        return bool(done)
 
     def _round(self, requests: list[Request]) -> None:
         """One round of all `requests`; the host learns a launch later what it emitted."""

@@ -13,6 +13,7 @@ from specdec.draft.worker import PrefillChunk
 from specdec.engine.scheduler import Request
 from specdec.functional.ops import RoundOps
 from specdec.kv_cache import SlotTables
+from specdec.prefill.whole import Piece
 from specdec.round.state import ADMITTED, MAX_STOP_IDS, EngineState
 
 # Of ADMITTED, a request's value: a number, or as many as a row has.
@@ -73,6 +74,18 @@ def rewrite_row(state: EngineState, slot_tables: SlotTables, ops: RoundOps, row:
     ops.admit(packed, state.columns, slot_tables.table, slot_tables.page_size)
 
 
+def pack_piece(request: Request, num_tokens: int) -> Piece:
+    """The next `num_tokens` of a running request's prompt."""
+    start, end = request.num_prefilled, request.num_prefilled + num_tokens
+    assert request.row is not None
+    # Ids one to the left: the token after each prefilled one, the next chunk's first included; an unknown one is 0.
+    next_ids = request.prompt[start + 1 : end + 1]
+    is_done = end == len(request.prompt)
+    if is_done:
+        next_ids = np.append(next_ids, 0)
+    return Piece(request.row, start, request.prompt[start:end], next_ids, is_done)
+
+
 def pack_chunk(
     pieces: Sequence[tuple[Request, int]],
     table: torch.Tensor,
@@ -83,16 +96,11 @@ def pack_chunk(
 
     table [num_rows, width] int32: the slot tables; builder: of the target's backend; into: see its `prefill`.
     """
-    starts, lens = [r.num_prefilled for r, _ in pieces], [n for _, n in pieces]
-    ids = np.concatenate([r.prompt[r.num_prefilled : r.num_prefilled + n] for r, n in pieces])
+    packed_pieces = [pack_piece(r, n) for r, n in pieces]
+    starts, lens = [p.start for p in packed_pieces], [len(p.ids) for p in packed_pieces]
+    ids, next_ids = (np.concatenate(own) for own in zip(*((p.ids, p.next_ids) for p in packed_pieces), strict=True))
     last_rows = np.cumsum(lens) - 1
-    # Ids one to the left: the token after each prefilled one, the next chunk's first included; unknown ones are 0.
-    next_ids = np.append(ids[1:], 0)
-    ends = [r.num_prefilled + n for r, n in pieces]
-    next_ids[last_rows] = [
-        r.prompt_ids[end] if end < len(r.prompt_ids) else 0 for (r, _), end in zip(pieces, ends, strict=True)
-    ]
-    parts = [np.array([r.row for r, _ in pieces]), last_rows, np.array(starts), np.array(lens), ids, next_ids]
+    parts = [np.array([p.row for p in packed_pieces]), last_rows, np.array(starts), np.array(lens), ids, next_ids]
     packed = copy_to(table.device, np.concatenate(parts))
     rows, last, starts_there, lens_there, ids_there, next_there = packed.split([len(p) for p in parts])
     metadata = builder.prefill(table, rows, starts, lens, (starts_there, lens_there), into)

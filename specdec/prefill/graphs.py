@@ -1,6 +1,6 @@
-"""Prefill graphs: layers captured in segments around attention, in buckets of tokens, behind the guard.
+"""Prefill graphs, in buckets of tokens, behind the guard: layers captured in segments around attention, and whole ones.
 
-Head, sampling and attention itself run on the live batch, so a graph serves any number of requests.
+Of the former, head, sampling and attention itself run on the live batch, so a graph serves any number of requests.
 """
 
 import time
@@ -22,15 +22,20 @@ from specdec.graphs import (
     Setup,
     build,
     pick_breakable,
+    pick_capture,
     token_buckets,
 )
 from specdec.graphs.build import is_out_of_memory
 from specdec.outputs import GraphCost
 from specdec.prefill.program import PrefillProgram, Programs
+from specdec.prefill.whole import KINDS, WholePrefill, WholeProgram
 from specdec.round.parts import Parts
+from specdec.round.program import Round
 from specdec.targets.hf import HFTarget
 from specdec.targets.probe import ModelSpec
 
+# Token counts of whole graphs under "auto": few, since each holds all layers; larger prefills are the device's anyway.
+WHOLE_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 LOWER = "max_prefill_tokens, shorten prefill_buckets, or pass prefill_graph='off'"
 # For `estimate_prefill_bytes`; set so that the estimate is close to what bench/prefill.py measures on an H200.
 NODE_BYTES, NODES_A_LAYER = 5 << 10, 40
@@ -42,11 +47,13 @@ class PrefillGraphs:
     """Owns the prefill runners of one engine and their graphs.
 
     placement: positions and slots [largest] int64 that graphs read; metadata that is built there is not copied.
+    whole: serves small batches from one graph each; None if there are none.
     """
 
-    def __init__(self, parts: Parts, pool: GraphPool | None, mode: str):
+    def __init__(self, parts: Parts, program: Round, pool: GraphPool | None, mode: str):
         target, worker, config, slot_table = parts.target, parts.worker, parts.config, parts.tables.table
         self.mode = mode
+        self.whole = None if mode == "off" else _whole(parts, program, pool)
         self._slot_table = slot_table
         self._dummy_row = config.dummy_row
         self._is_debug = is_debug()
@@ -78,10 +85,16 @@ class PrefillGraphs:
         ]
         with torch.inference_mode():
             self._plan_warm_ups()
-            build(self.runners, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=config.strict)
+            in_parts = [r.runner for r in (self.target_runner, *self.draft_runners)]
+            build(in_parts, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=config.strict)
+            if self.whole is not None:
+                runner = self.whole.runner.runner
+                build([runner], runner.made_by, lower=LOWER, avoid="prefill_graph='breakable'", strict=config.strict)
             if slot_table.is_cuda and not config.strict:  # strict pads rather than run eagerly
                 with parts.counters.recording():
                     self.target_runner.device_bound_from = self._find_device_bound()
+            if self.whole is not None:
+                self.whole.runner.device_bound_from = self.target_runner.device_bound_from
 
     def target(self, metadata: AttentionMetadata, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the target's layers over a packed batch, ids [T] int64; return last hidden states [T, h], aux or None.
@@ -107,9 +120,15 @@ class PrefillGraphs:
         return states
 
     @property
+    def name(self) -> str:
+        """The kinds of graphs, for reports."""
+        return self.mode if self.whole is None else f"whole, {self.mode}"
+
+    @property
     def runners(self) -> list[GraphRunner]:
-        """Graph runners of the target and of the draft."""
-        return [r.runner for r in (self.target_runner, *self.draft_runners)]
+        """Graph runners of the target and of the draft, and of both in one."""
+        whole = [] if self.whole is None else [self.whole.runner]
+        return [r.runner for r in (self.target_runner, *self.draft_runners, *whole)]
 
     def check_addresses(self) -> None:
         """Raise GraphError if a tensor that the graphs read has been replaced or moved."""
@@ -178,6 +197,51 @@ def _runner(name: str, program: PrefillProgram, features: torch.Tensor | None, s
     return PrefillRunner(GraphRunner(name, program.capture, specs, setup, live=program.run), program.plan)
 
 
+def _whole(parts: Parts, program: Round, pool: GraphPool | None) -> WholePrefill | None:
+    """Return the whole graphs of `parts`, not built yet, if they are wanted; ValueError if they are but cannot be."""
+    config = parts.config
+    sizes = whole_sizes(config)
+    if not sizes:
+        return None
+    reason = _why_not_whole(parts)
+    if reason and config.prefill_graph == "whole":
+        raise ValueError(f"prefill_graph='whole': {reason}; leave prefill_graph out")
+    kinds = tuple(kind for kind in KINDS if kind in config.graph_sampling)
+    if reason or not kinds:
+        return None
+    setup = Setup(
+        capture=pick_capture(True, parts.tables.table.device, pool),
+        counters=parts.counters,
+        device=parts.tables.table.device,
+        buckets=sizes,
+        variants=kinds,
+        watched=program.tensors,
+        unit="tokens",
+    )
+    return WholePrefill(WholeProgram(parts, program), setup, config.dummy_row)
+
+
+def _why_not_whole(parts: Parts) -> str:
+    """Return why a prefill cannot be one graph; empty if it can."""
+    contexts = [c for c in (parts.context, parts.worker.context) if c is not None]
+    on_host = [c.backend.name for c in contexts if not c.backend.capabilities.packed_prefill]
+    if on_host:
+        return f"{on_host[0]} plans prefills on the host"
+    if parts.worker.prefill_syncs or not parts.target.same_experts_in_all_modes:
+        return "experts wait for the host"
+    return ""
+
+
+def whole_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Return the token counts of whole graphs: all buckets if they are asked for, under "auto" those that gain."""
+    if config.prefill_graph == "whole":
+        return token_buckets(config.prefill_tokens, config.prefill_buckets)
+    if config.prefill_graph != "auto":
+        return ()
+    sizes = config.prefill_buckets or WHOLE_SIZES
+    return tuple(n for n in sizes if n <= min(config.prefill_tokens, WHOLE_SIZES[-1]))
+
+
 def _inputs(metadata: AttentionMetadata, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"ids": ids, "positions": metadata.positions, "slots": metadata.out_cache_loc}
 
@@ -192,14 +256,15 @@ def estimate_prefill_bytes(
     static_row = num_rows * spec.hidden_size + attention
     row_bytes = (static_row + LIVE_ROWS * spec.hidden_size) * itemsize
     num_layers = len(spec.layers) + draft_layers - 1
-    return buckets[-1] * row_bytes + len(buckets) * num_layers * NODES_A_LAYER * NODE_BYTES
+    num_graphs = len(buckets) + len(KINDS) * len(whole_sizes(config))
+    return buckets[-1] * row_bytes + num_graphs * num_layers * NODES_A_LAYER * NODE_BYTES
 
 
 def resolve_prefill_mode(config: EngineConfig, target: HFTarget, draft_syncs: bool = False) -> str:
-    """Resolve `prefill_graph` to "piecewise", "breakable" or "off". draft_syncs: see `why_off`."""
-    if config.prefill_graph != "auto":
+    """Resolve `prefill_graph` to "piecewise", "breakable" or "off", the way in parts. draft_syncs: see `why_off`."""
+    if config.prefill_graph not in ("auto", "whole"):
         return config.prefill_graph
-    if why_off(config, target, draft_syncs):
+    if config.prefill_graph == "auto" and why_off(config, target, draft_syncs):
         return "off"
     return "piecewise" if config.compile else "breakable"
 

@@ -95,9 +95,8 @@ class Round:
 
     def take_prompts(self, chunk: PrefillChunk) -> None:
         """Write the tokens of `chunk` to the history of its rows."""
-        q_lens, num_tokens = chunk.metadata.qo_indptr.diff(), chunk.ids.shape[0]
-        owners = torch.repeat_interleave(chunk.rows, q_lens, output_size=num_tokens)
-        self.state.history[owners, chunk.metadata.positions] = chunk.ids.int()
+        rows = torch.cat([chunk.rows, chunk.rows.new_full((1,), self.config.dummy_row)])  # the last one takes padding
+        self.state.history[rows[chunk.metadata.owners()], chunk.metadata.positions] = chunk.ids.int()
 
     def first_tokens(self, kind: str, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The token after each prompt, from logits [n, V]; it becomes the row's first root. Results as `play` gives."""

@@ -1,0 +1,139 @@
+"""A prefill as one graph: the target's layers with attention inside, first tokens, the draft's prefill and its begin.
+
+The host tells only who brings how many tokens; placement and the plans of attention are made from that on the device,
+within fixed bounds: a graph serves up to T tokens of up to MOST_REQUESTS requests. So a prompt costs one launch, on a
+slow host too. Requests whose prompt goes on in a next chunk take part as the dummy row where first tokens are drawn.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from specdec.backends import padded_forward
+from specdec.batch import AttentionMetadata, ForwardMode, to_pinned
+from specdec.draft.worker import PrefillChunk
+from specdec.functional.results import first_tokens
+from specdec.functional.sampling import SamplingKind
+from specdec.graphs import BufferSpec, Decision, GraphRunner, PrefillRunner, Setup
+from specdec.round.parts import Parts
+from specdec.round.program import Round
+
+MOST_REQUESTS = 8
+KINDS = (SamplingKind.GREEDY, SamplingKind.FILTERED)  # of sampling; penalties and bans take the way in parts
+
+
+class Piece(NamedTuple):
+    """What one request brings: its row, how many of its tokens are cached, ids [n] and next_ids [n] int64 on the host.
+
+    next_ids: see `PrefillChunk`. is_done: its prompt is complete then, so that its first token is drawn.
+    """
+
+    row: int
+    start: int
+    ids: np.ndarray
+    next_ids: np.ndarray
+    is_done: bool
+
+
+class WholeProgram:
+    """The device work of a whole prefill, captured or not."""
+
+    def __init__(self, parts: Parts, program: Round):
+        self._parts = parts
+        self._round = program
+
+    def run(self, kind: str, tokens: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
+        """Prefill and begin: results [n, W+3] as `Round.first_tokens` gives them, of which the done requests' count.
+
+        kind: how the done requests sample. tokens [2, T] int64: ids, and the ids after them. requests [4, n] int64:
+        rows, the same with the dummy row for those that are not done, both counted from the dummy row; starts and
+        numbers of tokens. So padding is 0 everywhere.
+        """
+        worker, target, context = self._parts.worker, self._parts.target, self._parts.context
+        rows, done_rows = requests[:2] + self._parts.config.dummy_row
+        starts, q_lens = requests[2:]
+        table, num_tokens = self._parts.tables.table, tokens.shape[1]
+        metadata = context.backend.metadata.packed(table, rows, starts, q_lens, num_tokens)
+        last_rows = (metadata.qo_indptr[1:].long() - 1).clamp(min=0)
+        chunk = PrefillChunk(metadata, rows, tokens[0], tokens[1], last_rows)
+        if worker.reads_history:
+            self._round.take_prompts(chunk)
+        with padded_forward(context, metadata):
+            hidden, aux = target.layers(ForwardMode.EXTEND, chunk.ids, metadata.positions)
+        packed = self._round.first_tokens(kind, done_rows, target.head(hidden.index_select(0, last_rows)))
+        is_done = done_rows != self._parts.config.dummy_row
+        chunk = PrefillChunk(metadata, rows, chunk.ids, _with_first(chunk, is_done, first_tokens(packed)), last_rows)
+        states = None
+        if worker.context is not None:
+            states = self._draft(metadata, chunk.next_ids if worker.id_shift else chunk.ids, aux)
+        states = worker.finish_prefill(chunk, states, self._draft)
+        if worker.has_begin:
+            self._round.begin(done_rows, states)
+        return packed
+
+    def _draft(
+        self, metadata: AttentionMetadata, ids: torch.Tensor, features: torch.Tensor | None, module: int = 0
+    ) -> torch.Tensor:
+        """Run the draft's layers, or those of one of its modules; see `DraftWorker.prefill_layers`."""
+        worker = self._parts.worker
+        assert worker.context is not None
+        with padded_forward(worker.context, metadata):
+            return worker.prefill_layers(ids, metadata.positions, features, module)
+
+
+class WholePrefill:
+    """Runs prefills from whole graphs. `runner` is the guard; what it refuses is prefilled in parts."""
+
+    def __init__(self, program: WholeProgram, setup: Setup, dummy_row: int):
+        """setup: its variants are the kinds to capture, its buckets the token counts."""
+        self._dummy_row = dummy_row
+        self._device = setup.device
+        self._kinds = [SamplingKind(kind) for kind in setup.variants]
+        specs = [
+            BufferSpec("tokens", lambda n: (2, n), torch.int64, pad=0, axis=1),
+            BufferSpec("requests", lambda n: (4, MOST_REQUESTS), torch.int64, pad=0, axis=None),
+        ]
+        runner = GraphRunner("whole_prefill", program.run, specs, setup)
+        self.runner = PrefillRunner(runner, lambda size: None)
+
+    def can_run(self, kind: SamplingKind, num_requests: int, num_tokens: int) -> Decision:
+        """Decide whether a batch of `num_requests` pieces, the done ones of which sample by `kind`, replays."""
+        if num_requests > MOST_REQUESTS:
+            return Decision(False, f"more than {MOST_REQUESTS} requests")
+        served_as = self._served_as(kind)
+        if served_as is None:
+            return Decision(False, f"sampling of kind '{kind}' is prefilled in parts")
+        return self.runner.can_run(ForwardMode.EXTEND, num_tokens, served_as)
+
+    def __call__(self, kind: SamplingKind, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Prefill `pieces`, which `can_run` has accepted: a line of results each, valid until the next call.
+
+        Lines of pieces that are not done say nothing.
+        """
+        served_as = self._served_as(kind)
+        assert served_as is not None
+        runner = self.runner.runner
+        size = runner.replayed_size(sum(len(p.ids) for p in pieces), served_as)
+        tokens = np.zeros((2, size), dtype=np.int64)
+        requests = np.zeros((4, MOST_REQUESTS), dtype=np.int64)
+        begin = 0
+        for i, piece in enumerate(pieces):
+            end, row = begin + len(piece.ids), piece.row - self._dummy_row
+            tokens[:, begin:end] = piece.ids, piece.next_ids
+            requests[:, i] = row, row if piece.is_done else 0, piece.start, end - begin
+            begin = end
+        inputs = {"tokens": to_pinned(tokens, self._device), "requests": to_pinned(requests, self._device)}
+        return runner(served_as, inputs)[: len(pieces)]
+
+    def _served_as(self, kind: SamplingKind) -> SamplingKind | None:
+        return next((k for k in self._kinds if k.serves(kind)), None)
+
+
+def _with_first(chunk: PrefillChunk, is_done: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Return the chunk's next ids, after each prompt that is done (is_done [n]) its first token (first [n])."""
+    owners = chunk.metadata.owners().clamp(max=first.shape[0] - 1)
+    places = torch.arange(owners.shape[0], device=owners.device)
+    is_last = places == chunk.last_rows[owners]
+    return torch.where(is_last & is_done[owners], first[owners], chunk.next_ids)

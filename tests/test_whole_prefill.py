@@ -1,0 +1,225 @@
+"""Prefills as one graph: the state they leave equals that of prefills in parts, for every draft, model and batch."""
+
+import pytest
+import torch
+
+import specdec
+from specdec.batch import ForwardMode
+from specdec.prefill.whole import MOST_REQUESTS
+from specdec.sampling_params import SamplingKind
+from tests.heads import MODULES, poison, random_draft
+from tests.test_attach import greedy, ragged_prompts
+from tests.tiny_models import ADMITTED, VOCAB, tiny_model
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = 1e-4 if DEVICE.type == "cuda" else 1e-5
+BUCKETS = (4, 8, 16, 24, 32, 64)
+DRAFTS = (None, "eagle", "eagle3", "nextn", MODULES, "standalone", "lookup")
+WAITING = ("gpt_oss", "qwen3_moe", "deepseek_v3") if DEVICE.type == "cuda" else ()  # experts, in fp32
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def engine_of(model, draft=None, prefill_graph="whole", **settings):
+    """An engine whose draft is of the algorithm `draft`."""
+    algo = draft if draft in (None, "lookup") else "auto"
+    given = None if algo != "auto" else random_draft(model, draft).to(DEVICE)
+    defaults = {"max_batch": 10, "max_seq_len": 128, "prefill_buckets": BUCKETS, "compiler": "eager"}
+    return specdec.attach(model, given, algo=algo, prefill_graph=prefill_graph, **{**defaults, **settings})
+
+
+def model_of(name="llama"):
+    return tiny_model(name).to(DEVICE)
+
+
+def prompts_of(*lens, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lens]
+
+
+@torch.inference_mode()
+def state_after(engine, prompts, **options):
+    """All that prefills of `prompts` leave by row, and the K/V of their tokens; then they go on to their end."""
+    core = engine._core
+    tickets = engine.submit(prompts, max_new_tokens=6, ignore_eos=True, **options)
+    while core.scheduler.waiting or any(not r.is_prefilled for r in core.scheduler.running):
+        core.step()
+    rows = [r.row for r in core.scheduler.running]
+    worker, state = core.round.worker, core.state
+    kept = [state.roots, state.seq_lens, state.remaining]
+    kept += [t for name, t in worker.tensors.items() if t.shape[:1] == (core.config.num_rows,) and "rope" not in name]
+    found = [t[rows].clone() for t in kept]
+    if worker.reads_history:
+        found += [state.history[row, : len(p) + 1].clone() for row, p in zip(rows, prompts, strict=True)]
+    for row, prompt in zip(rows, prompts, strict=True):
+        slots = core.slot_tables.table[row, : len(prompt)].long()
+        pools = [core.context.pool, *([worker.context.pool] if worker.context else [])]
+        found += [plane[slots].clone() for pool in pools for plane in pool.planes]
+    while engine.step():
+        pass
+    return found, [t.tokens for t in tickets]
+
+
+def replays(engine, name="whole_prefill"):
+    return engine.report().runners[name]["replays"]
+
+
+def assert_same(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+def test_a_whole_prefill_leaves_what_one_in_parts_leaves(draft):
+    """Ragged batches, buckets met and padded, prompts in chunks (prefixes), one request and as many as there can be."""
+    batches = [(5, 1, 9), (16,), (33,), (70, 3), (3,) * MOST_REQUESTS]
+    settings = {"num_steps": 3} if draft else {}
+    engines = [engine_of(model_of(), draft, mode, max_prefill_tokens=64, **settings) for mode in ("whole", "breakable")]
+    for num, lens in enumerate(batches):
+        prompts = prompts_of(*lens, seed=num)
+        (ours, tokens), (theirs, expected) = (state_after(engine, prompts) for engine in engines)
+        assert_same(ours, theirs)
+        assert tokens == expected
+    assert replays(engines[0]) == len(batches) + 1 and engines[0].report().runners["target_prefill"]["replays"] == 0
+
+
+@pytest.mark.parametrize("name", ADMITTED)
+def test_every_architecture_keeps_its_text(name):
+    model, prompts = model_of(name), ragged_prompts()
+    expected = [greedy(model, p) for p in prompts]
+    if name in WAITING:
+        with pytest.raises(ValueError, match="prefill_graph='whole': experts wait for the host; leave prefill_graph"):
+            engine_of(model)
+        return
+    engine = engine_of(model, "eagle3", num_steps=3, max_prefill_tokens=48, prefill_buckets=(16, 48))
+    assert engine.generate(prompts, max_new_tokens=24).tokens == expected
+    assert replays(engine) and not engine.report().runners["target_prefill"]["eager"]
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"] if DEVICE.type == "cuda" else ["eager"])
+def test_compiled_layers_run_whole(compiler):
+    model, prompts = model_of("gemma3"), prompts_of(11, 3)
+    expected = [greedy(model, p, 12) for p in prompts]
+    settings = {"compile": True, "compiler": compiler, "num_steps": 3, "prefill_buckets": (16, 64)}
+    engine = engine_of(model, "eagle3", **settings)
+    assert engine.generate(prompts, max_new_tokens=12).tokens == expected and replays(engine) == 1
+    assert engine.report().prefill_graph == "whole, piecewise"
+
+
+def test_a_whole_prefill_on_triton():
+    settings = {"backend": "triton", "num_steps": 1, "prefill_buckets": (8,), "max_batch": 2, "max_prefill_tokens": 8}
+    model, prompts = model_of("qwen2_windowed"), prompts_of(9, 4)
+    engine = engine_of(model, "eagle3", **settings)
+    answer = engine.generate(prompts, max_new_tokens=2, ignore_eos=True)
+    assert answer.tokens == [greedy(model, p, 2) for p in prompts] and replays(engine) == 2
+
+
+@pytest.mark.parametrize(
+    ("law", "is_whole"),
+    [
+        ({"temperature": 0.8}, True),
+        ({"temperature": 0.8, "top_k": 7, "top_p": 0.9}, True),
+        ({"repetition_penalty": 1.5}, False),
+        ({"temperature": 0.8, "repetition_penalty": 1.5}, False),
+    ],
+    ids=str,
+)
+def test_first_tokens_of_any_law(law, is_whole):
+    sampling = [specdec.SamplingParams(seed=i, **law) for i in range(3)]
+    engines = [engine_of(model_of(), "eagle3", mode, num_steps=3) for mode in ("whole", "breakable")]
+    answers = [state_after(engine, prompts_of(5, 9, 2), sampling=sampling)[1] for engine in engines]
+    assert answers[0] == answers[1] and replays(engines[0]) == is_whole
+    assert engines[0].report().runners["target_prefill"]["replays"] == (not is_whole)
+
+
+def test_log_probabilities_of_first_tokens():
+    engines = [engine_of(model_of(), None, mode, logprobs=2) for mode in ("whole", "breakable")]
+    ours, theirs = (e.generate(prompts_of(5, 9), max_new_tokens=2, ignore_eos=True) for e in engines)
+    assert replays(engines[0]) == 1 and ours.tokens == theirs.tokens
+    for a, b in zip(ours.requests[0].logprobs, theirs.requests[0].logprobs, strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def test_what_a_whole_graph_does_not_hold_is_prefilled_in_parts():
+    engine = engine_of(model_of(), "eagle3", num_steps=3, prefill_buckets=(8, 32), max_prefill_tokens=128)
+    many, long = prompts_of(*(2,) * (MOST_REQUESTS + 1)), prompts_of(40)
+    for prompts in (many, long):
+        assert [t for p, t in zip(prompts, state_after(engine, prompts)[1], strict=True)] == [
+            greedy(engine.target_module, p, 6) for p in prompts
+        ]
+    assert replays(engine) == 0
+    whole = engine._core.prefill.whole
+    reasons = [
+        whole.can_run(SamplingKind.GREEDY, 9, 18).reason,
+        whole.can_run(SamplingKind.PROCESSED, 1, 8).reason,
+        whole.can_run(SamplingKind.GREEDY, 1, 40).reason,
+        whole.can_run(SamplingKind.GREEDY, 1, 9).reason,
+    ]
+    assert reasons[0] == "more than 8 requests" and reasons[1].startswith("sampling of kind 'processed'")
+    assert reasons[2:] == ["the batch is larger than the largest bucket", "the smallest graph pads more than 2x"]
+
+
+def test_the_guard_looks_at_the_mode_first():
+    guard = engine_of(model_of())._core.prefill.whole.runner
+    for mode in ForwardMode:
+        decision = guard.can_run(mode, 8, SamplingKind.GREEDY)
+        assert decision.ok == (mode is ForwardMode.EXTEND)
+    assert "TARGET_VERIFY batch is not a prefill" in guard.can_run(ForwardMode.TARGET_VERIFY, 10**6, "greedy").reason
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"] if DEVICE.type == "cuda" else ["torch"])
+def test_poison_in_slots_and_the_dummy_row_reaches_nobody(backend):
+    settings = {"backend": backend, "num_steps": 3, "prefill_buckets": (24,)}
+    model = model_of("gpt_oss" if DEVICE.type == "cpu" else "llama")  # windows and sinks
+    engine = engine_of(model, "eagle3", **settings)
+    prompts = prompts_of(11, 2, 5)
+    state_after(engine, prompts)
+    poison(engine)
+    core = engine._core
+    for tensor in core.round.worker.tensors.values():
+        if tensor.shape[:1] == (core.config.num_rows,):
+            tensor.fill_(float("nan"))
+    found, tokens = state_after(engine, prompts)
+    assert all(t.isfinite().all() for t in found) and tokens == [greedy(model, p, 6) for p in prompts]
+    for pool in (core.context.pool, core.round.worker.context.pool):
+        assert all(plane[0].isfinite().all() for plane in pool.planes), "padding wrote what is not a number"
+
+
+def test_a_backend_that_plans_on_the_host_is_told(monkeypatch):
+    from dataclasses import replace
+
+    from specdec.backends import TorchBackend
+
+    monkeypatch.setattr(TorchBackend, "capabilities", replace(TorchBackend.capabilities, packed_prefill=False))
+    settings = {"backend": "torch", "max_batch": 2, "max_seq_len": 64}
+    with pytest.raises(ValueError, match="prefill_graph='whole': torch plans prefills on the host"):
+        specdec.attach(model_of(), **settings, prefill_graph="whole")
+    assert not hasattr(model_of(), "_specdec_attached")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+def test_a_prefill_waits_for_nothing_and_is_one_launch(draft):
+    from torch.profiler import ProfilerActivity, profile
+
+    model = model_of()
+    engine = engine_of(model, draft, "auto", prefill_buckets=None, strict=True, **({"num_steps": 3} if draft else {}))
+    assert engine.report().prefill_graph == "whole, breakable"
+    prompts = prompts_of(20, 7)
+    assert engine.generate(prompts, max_new_tokens=8).tokens == [greedy(model, p, 8) for p in prompts]
+    core = engine._core
+    requests = engine.submit(prompts, max_new_tokens=8)
+    core.scheduler.admit()
+    core._fill()
+    torch.cuda.synchronize()
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            core._prefill(core.scheduler.next_prefill(8192))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    calls = [e.name for e in trace.events()]
+    assert calls.count("cudaGraphLaunch") == 1 and not [c for c in calls if "LaunchKernel" in c]
+    engine.abandon(requests)
+    assert replays(engine) == 2
