@@ -29,6 +29,8 @@ class EngineConfig:
     num_slots: KV slots (tokens) of the pool; None holds `max_batch` requests of `max_seq_len`.
     page_size: KV slots allocated together.
     max_prefill_tokens: prompt tokens of one prefill forward; longer prompts are prefilled in chunks.
+    mixed_prefill_tokens: the same while requests that came earlier decode: a round of theirs follows each forward, so
+        that a long prompt slows them down but does not stop them. Prompts submitted together are prefilled first, all.
     sample_drafts: whether chains of sampled requests are drawn from the draft's own law, which accepts more; False
         drafts the most likely tokens. Both are lossless.
     backend: attention backend, "auto" or a name in `specdec.backends`.
@@ -59,6 +61,7 @@ class EngineConfig:
     num_slots: int | None = None
     page_size: int = 1
     max_prefill_tokens: int = 8192
+    mixed_prefill_tokens: int = 1024
     sample_drafts: bool = True
     backend: str = "auto"
     cuda_graph: bool | None = None
@@ -78,6 +81,7 @@ class EngineConfig:
         _at_least("max_seq_len", self.max_seq_len, 2)
         _at_least("page_size", self.page_size, 1)
         _at_least("max_prefill_tokens", self.max_prefill_tokens, 1)
+        _at_least("mixed_prefill_tokens", self.mixed_prefill_tokens, 1)
         _at_least("num_steps", self.num_steps, 0)
         _at_least("topk", self.topk, 1)
         if self.num_steps + 1 > MAX_TAIL:

@@ -122,7 +122,8 @@ class Report:
     """Setup and counters of an engine; str() gives it as text.
 
     capture: kind of the rounds' graphs ("full", "recorded" or "eager"); prefill_graph: kind of the prefills' graphs
-    ("piecewise", "breakable" or "off", "whole, " before it where small ones are one graph); compile_seconds: spent on tracing and compiling, 0 without;
+    ("piecewise", "breakable" or "off", with "whole, " before it where small ones are one graph); compile_seconds: spent
+    on tracing and compiling, 0 without;
     generation: settings that the model ships, which `generate` honours;
     graphs: each with its cost; runners: name -> {replays, eager, rejects by reason};
     paths: forward mode -> {replays, eager, attention}, a graph's forwards counting as replays; attention: the kernels

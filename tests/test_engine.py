@@ -239,3 +239,29 @@ def test_eos_ends_a_request_as_in_generate():
     out = oracle_engine(model, [prompt], [full], num_steps=4).generate([prompt], max_new_tokens=NUM_TOKENS)
     assert out.tokens == [expected] and len(expected) < NUM_TOKENS
     assert out.finish_reasons == ["eos"]
+
+
+@pytest.mark.parametrize("algo", [None, "eagle3"])
+def test_a_long_prompt_does_not_stop_requests_that_came_earlier(algo):
+    """Pieces of at most `mixed_prefill_tokens` and rounds alternate; prompts that arrive together are prefilled first."""
+    model = tiny_model("llama")
+    head = random_head(model) if algo else None
+    early, late = [3, 4, 5], [7 + i % 60 for i in range(50)]
+    engine = specdec.attach(model, head, max_batch=4, max_seq_len=128, mixed_prefill_tokens=8, max_prefill_tokens=32)
+    core, steps = engine._core, []
+    prefill, play = core._prefill, core._round
+    core._prefill = lambda pieces: steps.append(sum(n for _, n in pieces)) or prefill(pieces)
+    core._round = lambda requests: steps.append("round") or play(requests)
+    (first,) = engine.submit([early], max_new_tokens=40, ignore_eos=True)
+    while len(first.tokens) < 3:
+        engine.step()
+    del steps[:]
+    second = engine.submit([late, early], max_new_tokens=6, ignore_eos=True)
+    while engine.step():
+        pass
+    assert steps[:14] == [8, "round"] * 6 + [5, "round"]  # 50 tokens and 3, the last piece of both
+    expected = [greedy(model, p, n) for p, n in ((early, 40), (late, 6), (early, 6))]
+    assert [first.tokens, *(r.tokens for r in second)] == expected
+    del steps[:]
+    engine.generate([late, early], max_new_tokens=2, ignore_eos=True)
+    assert steps[:2] == [32, 21]

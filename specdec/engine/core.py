@@ -2,6 +2,8 @@
 
     step():  admit → prefill or round (draft → verify → accept → commit → extend) → hand out what has arrived
 
+While earlier requests decode, prompts are prefilled in small pieces, a round after each.
+
 The scheduler owns requests, `Round` the device program, `RoundGraphs` its graphs; the engine knows token ids only. On
 CUDA the host runs one launch ahead: it launches round r+1 before it reads what round r emitted. Threads take turns.
 """
@@ -61,6 +63,7 @@ class Core:
         self._batch = Batch([], torch.empty(0), SamplingKind.GREEDY)
         self.acceptance = AcceptanceStats()  # of all requests, also those that others step or abandon
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
+        self._owes_round = False  # whether the last step was a prefill
         self._is_launching = False  # whether the state of running requests may be half written
         self.is_closed = False
         core = weakref.ref(self)  # no cycle: pools are freed with the last reference, not by some later collection
@@ -159,15 +162,23 @@ class Core:
         self.scheduler.admit()
         if self.scheduler.admitted:
             self._fill()
-        pieces = self.scheduler.next_prefill(self.config.max_prefill_tokens)
+        pieces = self._next_prefill()
         has_posted = False
         if pieces:
             has_posted = self._prefill(pieces)
         elif decoding := self.scheduler.decoding():
             self._round(decoding)
             has_posted = True
+        self._owes_round = bool(pieces)
         for results, rows in self._mailbox.take(self._lag if has_posted else 0):
             self._hand_out(results, rows)
+
+    def _next_prefill(self) -> list[tuple[Request, int]]:
+        """Prompt pieces to prefill now; fewer at a time, a round after each, while earlier requests decode."""
+        most = self.config.max_prefill_tokens
+        if self.scheduler.is_mixed:
+            most = 0 if self._owes_round else min(most, self.config.mixed_prefill_tokens)
+        return self.scheduler.next_prefill(most)
 
     def _give_up(self, error: BaseException) -> None:
         """End all running requests with `error`, and forget what is on its way to them."""

@@ -166,6 +166,12 @@ class Scheduler:
             self.running.append(request)  # from here on it owns the row, whatever happens; see `repair`
             self.waiting.popleft()
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether requests decode that came before one whose prompt is still to be prefilled."""
+        arrivals = [r.arrived for r in self.running if not r.is_prefilled and r.finish_reason is None]
+        return bool(arrivals) and any(r.arrived < max(arrivals) for r in self.decoding())
+
     def next_prefill(self, max_tokens: int) -> list[tuple[Request, int]]:
         """Return the prompt pieces of one prefill forward: (request, number of tokens), at most `max_tokens` in all."""
         pieces: list[tuple[Request, int]] = []
