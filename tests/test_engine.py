@@ -243,7 +243,7 @@ def test_eos_ends_a_request_as_in_generate():
 
 @pytest.mark.parametrize("algo", [None, "eagle3"])
 def test_a_long_prompt_does_not_stop_requests_that_came_earlier(algo):
-    """Pieces of at most `mixed_prefill_tokens` and rounds alternate; prompts that arrive together are prefilled first."""
+    """Pieces of at most `mixed_prefill_tokens` and rounds alternate; prompts that arrive together come first, all."""
     model = tiny_model("llama")
     head = random_head(model) if algo else None
     early, late = [3, 4, 5], [7 + i % 60 for i in range(50)]

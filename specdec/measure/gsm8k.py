@@ -27,6 +27,7 @@ MODES: dict[str, dict[str, Any]] = {
     "off": {"prefill_graph": "off"},
     "breakable": {"prefill_graph": "breakable"},
     "piecewise": {"prefill_graph": "piecewise"},
+    "whole": {"prefill_graph": "whole"},
     "piecewise, compiled rounds": {"prefill_graph": "piecewise", "compile": True},
 }
 NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "nextn": "NextN", None: "plain decoding"}  # as sentences write them
