@@ -62,7 +62,7 @@ def load_best(maxima, row, num_splits, SPLITS: tl.constexpr):
 
 @triton.jit
 def pick(state, bins, row, num_splits, highest, rest, shift, SPLITS: tl.constexpr, IS_MASS: tl.constexpr):
-    """Fix the digit at bit `shift`: the largest from which on the tokens' sum reaches `need`, at most that of `highest`.
+    """Fix the digit at bit `shift`: the largest from which on tokens sum up to `need`, at most that of `highest`.
 
     rest: 1 - top_p; the first pass over masses learns from it what is needed. Returns the key found so far, the sum
     above its digit, need, what the sum from it on exceeds need by, and the sum of its digit; all int64.
@@ -149,14 +149,16 @@ def _digit_kernel(
         tl.store(new + 3, is_done)
         tl.store(new + 4, least)
     if is_done == 0:
-        sums = _sums(
-            logits + row * stride, split * span, span, best, scale, found, least, shift, V, BLOCK, LANES, SHIFT, IS_MASS
-        )
-        tl.store(new_bins + (row * num_splits + split) * BINS + tl.arange(0, BINS), sums)
+        own = new_bins + (row * num_splits + split) * BINS
+        _store_sums(
+            own, logits + row * stride, split * span, span, best, scale, found, least, shift,
+            V, BLOCK, LANES, SHIFT, IS_MASS,
+        )  # fmt: skip
 
 
 @triton.jit
-def _sums(
+def _store_sums(
+    out,
     row,
     start,
     span,
@@ -171,10 +173,11 @@ def _sums(
     SHIFT: tl.constexpr,
     IS_MASS: tl.constexpr,
 ):
-    """Sums by digit at bit `shift`, [BINS] int64, of the split's tokens with the digits of `found` above it."""
+    """Store sums by digit at bit `shift`, [BINS] int64, of the split's tokens with the digits of `found` above it."""
     digits = tl.arange(0, BINS)
     tokens = tl.arange(0, BLOCK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     sums = tl.zeros([BINS, LANES], tl.int64 if IS_MASS else tl.int32)
+    has_any = False
     for base in range(start, tl.minimum(start + span, V), BLOCK):
         v = base + tokens
         x = load_logits(row, v, V)
@@ -182,12 +185,16 @@ def _sums(
         digit = (key - found) >> shift
         is_in = (key >= found) & (key >= least) & (digit < BINS)
         digit = tl.where(is_in, digit, BINS).to(tl.int32)
-        if IS_MASS:
-            weight = (share_of(x, best, scale) * ONE).to(tl.int64)
-        else:
+        if tl.min(digit) < BINS:  # after a few digits, most blocks have no such token
+            has_any = True
             weight = tl.full([BLOCK // LANES, LANES], 1, tl.int32)
-        sums += tl.sum(tl.where(digit[None, :, :] == digits[:, None, None], weight[None, :, :], 0), 1)
-    return tl.sum(sums, 1).to(tl.int64)
+            if IS_MASS:
+                weight = (share_of(x, best, scale) * ONE).to(tl.int64)
+            sums += tl.sum(tl.where(digit[None, :, :] == digits[:, None, None], weight[None, :, :], 0), 1)
+    if has_any:
+        tl.store(out + digits, tl.sum(sums, 1).to(tl.int64))
+    else:
+        tl.store(out + digits, tl.zeros([BINS], tl.int64))
 
 
 def select(
