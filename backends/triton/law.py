@@ -15,8 +15,10 @@ import triton.language as tl
 from specdec.backends.triton.keys import index_of, order_key, value_of
 from specdec.backends.triton.selection import (
     FIELDS,
+    INPUTS,
     ONE,
     SHIFTS,
+    SIZES,
     key_of,
     load_best,
     load_logits,
@@ -31,7 +33,7 @@ _MAX_SPLITS = 64  # of a row
 _PROGRAMS = 512  # about as many as an H100 or H200 runs at once
 
 
-@triton.jit(do_not_specialize=["num_splits", "span", "stride"])
+@triton.jit(do_not_specialize=["num_splits", "span", "stride"], do_not_specialize_on_alignment=["logits"])
 def _best_kernel(logits, maxima, num_splits, span, stride, V: tl.constexpr, BLOCK: tl.constexpr):
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     highest = tl.full([BLOCK], -(1 << 63), tl.int64)
@@ -42,7 +44,7 @@ def _best_kernel(logits, maxima, num_splits, span, stride, V: tl.constexpr, BLOC
     tl.store(maxima + row * num_splits + split, tl.max(highest))
 
 
-@triton.jit(do_not_specialize=["num_positions", "num_splits", "span", "stride"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=INPUTS)
 def _mass_kernel(
     logits,
     maxima,
@@ -110,7 +112,7 @@ def _mass_kernel(
         tl.store(at + 1, tl.sum(num_edge).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["num_positions", "num_splits", "span", "stride"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=INPUTS)
 def _law_kernel(
     logits,
     maxima,
@@ -155,7 +157,7 @@ def _law_kernel(
             if edge >= 0:
                 num_out = tl.load(edges + row * 4 + 2)
                 mass -= tl.load(edges + row * 4 + 3)
-                num_out -= tl.sum(tl.load(parts + 1, mask=s < tl.minimum(split, num_splits), other=0))
+                num_out -= tl.sum(tl.load(parts + 1, mask=s < split, other=0))
         factor = (1.0 / (mass.to(tl.float64) / ONE)).to(tl.float32)
         for base in range(start, end, BLOCK):
             v = base + lanes
@@ -208,6 +210,6 @@ def law(logits: torch.Tensor, sampling: Any) -> torch.Tensor:
 
 def _splits(num_rows: int, vocab: int, block: int) -> tuple[int, int]:
     """Return how many programs a row gets and the tokens of each, so that all rows make about _PROGRAMS programs."""
-    num = min(_MAX_SPLITS, triton.cdiv(vocab, block), max(1, _PROGRAMS // num_rows))
+    num = min(_MAX_SPLITS, triton.cdiv(vocab, block), max(1, _PROGRAMS // max(1, num_rows)))
     span = block * triton.cdiv(vocab, block * num)
     return triton.cdiv(vocab, span), span

@@ -20,6 +20,8 @@ BITS = tl.constexpr(4)  # of a digit
 BINS = tl.constexpr(16)
 ONE = tl.constexpr(float(1 << 40))  # the mass of the best token; 2**22 of them fit into int64
 FIELDS = tl.constexpr(8)  # int64 of a row's state: found, above, need, is_done, least
+SIZES = ["num_positions", "num_splits", "span", "stride"]  # arguments that have no variants
+INPUTS = ["logits", "temperatures", "top_ks", "top_ps", "min_ps"]  # views that may lie at any address
 # Low bits that an order key need not have, by the type of a logit: bf16 and fp16 keep theirs as fp32.
 SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 12}
 
@@ -82,7 +84,7 @@ def pick(state, bins, row, num_splits, highest, rest, shift, SPLITS: tl.constexp
     return found + (digit << shift), reached - inside, need, reached - need, inside
 
 
-@triton.jit(do_not_specialize=["num_positions", "num_splits", "span", "stride", "shift"])
+@triton.jit(do_not_specialize=[*SIZES, "shift"], do_not_specialize_on_alignment=INPUTS)
 def _digit_kernel(
     logits,
     maxima,
