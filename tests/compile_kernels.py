@@ -104,7 +104,7 @@ def flashinfer_tables() -> None:
 
 def round_kernels() -> None:
     """Growth, tree, walks, draws, rows, commit and what ends a round."""
-    from specdec.backends.triton import admit, law, lookup, processors, rows, sampling, top, tree, trim, walk
+    from specdec.backends.triton import admit, draws, law, lookup, processors, rows, sampling, top, tree, trim, walk
     from specdec.functional.sampling import SamplingBatch, SamplingParams
     from specdec.kv_cache import KVPool, LayerShape
     from specdec.round.state import EngineState
@@ -119,7 +119,7 @@ def round_kernels() -> None:
         top.best_token(torch.zeros(3, 9000, dtype=dtype), None)
     nodes, laws = ids[:, :8].contiguous(), torch.zeros(2, 8, 5000)
     uniforms = sampling.uniform(ids[:, 0].clone(), ids[:, 0].clone(), 64, 8)
-    sampling.sample(laws[:, 0], uniforms[:, 0].clone())
+    draws.sample(laws[:, 0], uniforms[:, 0].clone())
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for params in (SamplingParams(1.0), SamplingParams(1.0, top_k=5)):
             law.law(laws.to(dtype), SamplingBatch.stack([params] * 2, "cpu"))

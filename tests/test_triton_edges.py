@@ -287,6 +287,23 @@ def test_random_numbers_wrap_as_the_twin_does():
         assert torch.equal(OPS.uniforms(seeds, counters, first, num), TORCH_OPS.uniforms(seeds, counters, first, num))
 
 
+@pytest.mark.parametrize("u", [0.0, 0.2, 0.5, 0.9, BELOW_ONE])
+def test_rejected_tokens_of_any_block_are_not_drawn(u):
+    """Three blocks of a vocabulary; the second one's mass lies on a rejected token, in half of the rows the third's."""
+    probs, rejected = torch.rand(4, 1, 20000, generator=generator(3)), torch.tensor([7, 9000, 19999])
+    probs[:, :, 8192:16384] = 0
+    probs[1::2, :, 16384:] = 0
+    probs[:, :, rejected] = 1.0
+    zeros = torch.zeros(4, 4, dtype=torch.int64)
+    tokens = torch.cat([torch.zeros(1, dtype=torch.int64), rejected]).repeat(4, 1)
+    draft, uniforms = on_device(Tree(tokens, zeros, zeros, zeros)), constant(BELOW_ONE, 4, 4)
+    uniforms[:, 0] = u
+    laws = probs.expand(4, 4, -1).contiguous().to(DEVICE)
+    got = OPS.verify_tree(laws, draft, 1, uniforms)
+    same(got, verify.verify_tree(laws, draft, 1, uniforms))
+    assert got.accept_lens.eq(1).all() and not torch.isin(got.tokens[:, 0].cpu(), rejected).any()
+
+
 @pytest.mark.parametrize("vocab", [1, 2, 4097, 16383, 16384, 16385, 40000])
 def test_all_mass_on_one_token_draws_it_wherever_it_stands(vocab):
     borders = (4095, 4096, 16383, 16384, 32768)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.backends.triton.sampling import draw, vocab_blocks
+from specdec.backends.triton.draws import draw_bonus, masses, note_draw
 from specdec.backends.triton.top import row_max
 
 # accept_index, accept_lens, tokens, invalid
@@ -97,6 +97,8 @@ def _tree_kernel(
     parents,
     uniforms,
     excluded,
+    rows,
+    scales,
     accept_index,
     accept_lens,
     out_tokens,
@@ -106,8 +108,6 @@ def _tree_kernel(
     V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     n, c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
@@ -136,14 +136,9 @@ def _tree_kernel(
     num_rejected = tl.sum(is_rejected.to(tl.int32))
     place = tl.cumsum(is_rejected.to(tl.int32)) - 1
     tl.store(excluded + request * D + place, token, mask=is_rejected)
-    accept_len, invalid = _store_output(
-        path, token, _is_law(total), n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W
-    )
-    tl.debug_barrier()  # `excluded` is read by all threads; the bonus takes the place of a stored -1
-    law = probs + (request * D + current) * V
+    _store_output(path, token, _is_law(total), n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W)
     u_bonus = tl.sum(tl.where(n == 0, u, 0.0))
-    bonus = draw(law, 1.0, law, 0.0, excluded + request * D, num_rejected, u_bonus, V, BLOCK, SLOTS, False)
-    tl.store(out_tokens + request * W + accept_len - 1, tl.where(invalid, 0, bonus))
+    note_draw(rows, scales, request, request * D + current, 0, num_rejected, 1.0, 0.0, u_bonus)
 
 
 @triton.jit
@@ -154,6 +149,8 @@ def _chain_kernel(
     draft_mass,
     tokens,
     uniforms,
+    rows,
+    scales,
     accept_index,
     accept_lens,
     out_tokens,
@@ -161,8 +158,6 @@ def _chain_kernel(
     W: tl.constexpr,
     V: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_W)
@@ -178,20 +173,14 @@ def _chain_kernel(
     is_accepted = is_draft & _is_law(q_total) & (u * (q / tl.where(is_draft, q_total, 1.0)) < p)
     last = tl.min(tl.where(is_accepted | (c == 0), W, tl.where(is_draft, c, W))) - 1  # the deepest accepted node
     path = tl.where(c <= last, c, -1)
-    accept_len, invalid = _store_output(
-        path, token, _is_law(total), c, c, request, accept_index, accept_lens, out_tokens, out_invalid, W
-    )
-    tl.debug_barrier()  # the bonus takes the place of a -1 that another thread has stored
+    _store_output(path, token, _is_law(total), c, c, request, accept_index, accept_lens, out_tokens, out_invalid, W)
     law_mass = tl.sum(tl.where(c == last, total, 0.0))
     next_mass = tl.sum(tl.where(c == last + 1, q_total, 0.0))  # 0 behind the last draft: there nothing was proposed
     next_scale = tl.where(_is_law(next_mass), 1.0 / tl.where(_is_law(next_mass), next_mass, 1.0), 0.0)
-    draft = draft_probs + (request * (W - 1) + tl.minimum(last, W - 2)) * V
     law_scale = 1.0 / tl.where(_is_law(law_mass), law_mass, 1.0)
     u_bonus = tl.sum(tl.where(c == 0, u, 0.0))
-    bonus = draw(
-        probs + (request * W + last) * V, law_scale, draft, next_scale, out_tokens, 0, u_bonus, V, BLOCK, SLOTS, W > 1
-    )
-    tl.store(out_tokens + request * W + accept_len - 1, tl.where(invalid, 0, bonus))
+    draft_row = request * (W - 1) + tl.minimum(last, W - 2)
+    note_draw(rows, scales, request, request * W + last, draft_row, 0, law_scale, next_scale, u_bonus)
 
 
 def verify_greedy(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_steps: int) -> VerifyOutput:
@@ -215,19 +204,12 @@ def verify_tree(
     Returns as verify_greedy.
     """
     verified, shape = _empty_output(tokens, num_steps)
-    vocab_size = probs.shape[-1]
+    probs, excluded, noted = probs.contiguous(), torch.empty_like(tokens), _empty_notes(tokens)
+    inputs = (tokens.contiguous(), parents.contiguous(), uniforms.contiguous())
     _tree_kernel[(tokens.shape[0],)](
-        probs.contiguous(),
-        probs.sum(-1, dtype=torch.float64),
-        tokens.contiguous(),
-        parents.contiguous(),
-        uniforms.contiguous(),
-        torch.empty_like(tokens),
-        *verified,
-        **shape,
-        V=vocab_size,
-        **vocab_blocks(vocab_size),
+        probs, masses(probs), *inputs, excluded, *noted, *verified, **shape, V=probs.shape[-1]
     )
+    draw_bonus(probs, None, excluded, noted, verified)
     return verified
 
 
@@ -241,22 +223,30 @@ def verify_chain(
 
     probs [bs, S+1, V] and draft_probs [bs, S, V] float, tokens [bs, S+1] int64, uniforms [bs, S+1] float64.
     """
-    width, vocab_size = tokens.shape[1], probs.shape[-1]
+    width = tokens.shape[1]
     verified, shape = _empty_output(tokens, width - 1)
+    probs, draft_probs, tokens, noted = (*(x.contiguous() for x in (probs, draft_probs, tokens)), _empty_notes(tokens))
     _chain_kernel[(tokens.shape[0],)](
-        probs.contiguous(),
-        probs.sum(-1, dtype=torch.float64),
-        draft_probs.contiguous(),
-        draft_probs.sum(-1, dtype=torch.float64),
-        tokens.contiguous(),
+        probs,
+        masses(probs),
+        draft_probs,
+        masses(draft_probs),
+        tokens,
         uniforms.contiguous(),
+        *noted,
         *verified,
         W=width,
-        V=vocab_size,
+        V=probs.shape[-1],
         BLOCK_W=shape["BLOCK_W"],
-        **vocab_blocks(vocab_size),
     )
+    draw_bonus(probs, draft_probs if width > 1 else None, tokens, noted, verified)
     return verified
+
+
+def _empty_notes(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and scales for `note_draw`."""
+    bs, device = tokens.shape[0], tokens.device
+    return torch.empty(bs, 3, dtype=torch.int64, device=device), torch.empty(bs, 3, dtype=torch.float64, device=device)
 
 
 def _empty_output(tokens: torch.Tensor, num_steps: int) -> tuple[VerifyOutput, dict[str, int]]:

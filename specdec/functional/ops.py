@@ -152,7 +152,7 @@ TORCH_OPS = RoundOps(
 
 def _triton_ops() -> RoundOps:
     """The kernels, in the types of this layer; imported here, since triton is optional."""
-    from specdec.backends.triton import admit, law, lookup, processors, rows, sampling, top, tree, trim, walk
+    from specdec.backends.triton import admit, draws, law, lookup, processors, rows, sampling, top, tree, trim, walk
 
     def build(*candidates: torch.Tensor, num_draft_tokens: int, num_steps: int) -> Tree:
         return Tree(*tree.build(*candidates, num_draft_tokens=num_draft_tokens, num_steps=num_steps))
@@ -185,7 +185,7 @@ def _triton_ops() -> RoundOps:
         verify_chain=verify_chain,
         process=process,
         law=law.law,
-        sample=sampling.sample,
+        sample=draws.sample,
         uniforms=sampling.uniform,
         gather_rows=rows.gather_rows,
         trim=cut,
