@@ -7,6 +7,7 @@ at sizes 0 and 1, no limit on how many models one process traces. Compiling runs
 
 import secrets
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -21,13 +22,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.split_module import split_module
 
 from specdec.errors import GraphError
+from specdec.graphs.kept import keeping, num_found, renewing
 from specdec.graphs.merge import MergedWeights, merge_linears
 
 
 class Traced:
     """A traced callable of tensors [T, ...] with any T, on the weights it was traced with.
 
-    num_pieces: parts between the ops it was split at; num_compiled: distinct parts.
+    num_pieces: parts between the ops it was split at; num_compiled: distinct parts; num_found: those of them that an
+    earlier compilation had left in Inductor's caches.
     """
 
     def __init__(self, split: fx.GraphModule, args: Sequence[Any], inputs: Sequence[torch.Tensor]):
@@ -37,6 +40,7 @@ class Traced:
         self._places = [next((i for i, a in enumerate(args) if a is t), None) for t in inputs]
         self.num_pieces = 0
         self.num_compiled = 0
+        self.num_found = 0
         self._merged = MergedWeights([], self._args)
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
@@ -76,6 +80,7 @@ def trace(
     smallest: int = 1,
     largest: int = 1 << 13,
     joins: bool = True,
+    keep: Path | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Traced:
     """Trace fn(*inputs), which returns `num_outputs` tensors, possibly in tuples and beside None.
@@ -84,10 +89,11 @@ def trace(
     called with. A caller that compares T=1 with `fn` itself passes smallest=2: torch's own ops guard against one row
     where a copy might broadcast, which seldom changes their result. split_at: the op overload to split at.
     compiler: "inductor", or "eager" to leave the pieces as they are. joins: whether products of one input become one.
+    keep: folder that `keeping` is in force for; renewed if a piece does not compile with what is in it.
     progress: called after every piece.
     Raises GraphError for what cannot be traced as one graph for every T, or not be compiled; it names the op.
     """
-    backend = _Backend(split_at, compiler, (smallest, largest), joins, progress)
+    backend = _Backend(split_at, compiler, (smallest, largest), joins, keep, progress)
     for tensor in inputs:
         torch._dynamo.mark_dynamic(tensor, 0)
     compiled = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
@@ -108,6 +114,7 @@ def trace(
     traced = Traced(backend.split, args, inputs)
     traced.join(backend.groups)
     traced.num_pieces, traced.num_compiled = backend.num_pieces, len(backend.compiled)
+    traced.num_found = backend.num_found
     return traced
 
 
@@ -124,8 +131,17 @@ def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
 class _Backend:
     """Backend to which `torch.compile` passes the graph."""
 
-    def __init__(self, split_at: Any, compiler: str, sizes: tuple[int, int], joins: bool, progress: Callable[[], None]):
+    def __init__(
+        self,
+        split_at: Any,
+        compiler: str,
+        sizes: tuple[int, int],
+        joins: bool,
+        keep: Path | None,
+        progress: Callable[[], None],
+    ):
         self.num_pieces = 0
+        self.num_found = 0
         self.num_outputs = 0
         self.compiled: dict[Any, Callable[..., Any]] = {}
         self.groups: list[list[int]] = []
@@ -133,6 +149,7 @@ class _Backend:
         self._compiler = compiler
         self._smallest, self._largest = sizes
         self._joins = joins
+        self._keep = keep
         self._progress = progress
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -159,7 +176,9 @@ class _Backend:
         self.num_pieces += 1
         key = fingerprint(module)
         if key not in self.compiled:
-            self.compiled[key] = _compile(module, args, self._compiler)
+            before = num_found()
+            self.compiled[key] = _compile(module, args, self._compiler, self._keep)
+            self.num_found += num_found() > before
         self._progress()
         return self.compiled[key]
 
@@ -201,10 +220,17 @@ class _Compiling(fx.Interpreter):
         return outputs
 
 
-def _compile(module: fx.GraphModule, args: Sequence[Any], compiler: str) -> Callable[..., Any]:
+def _compile(module: fx.GraphModule, args: Sequence[Any], compiler: str, keep: Path | None) -> Callable[..., Any]:
+    """Compile one piece; once more with nothing kept if that fails, for what is kept may be damaged."""
     if compiler == "eager":
         return module.forward
-    return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")
+    try:
+        return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")
+    except Exception:
+        if keep is None:
+            raise
+    with renewing(keep) as fresh, keeping(fresh):
+        return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")
 
 
 def _cut(graph: fx.GraphModule, split_at: Any) -> fx.GraphModule:

@@ -28,6 +28,7 @@ from specdec.graphs.build import is_out_of_memory
 from specdec.outputs import GraphCost
 from specdec.prefill.program import PrefillProgram, Programs
 from specdec.round.parts import Parts
+from specdec.targets.compiled import why_uncompiled
 from specdec.targets.hf import HFTarget
 from specdec.targets.probe import ModelSpec
 
@@ -201,7 +202,7 @@ def resolve_prefill_mode(config: EngineConfig, target: HFTarget, draft_syncs: bo
         return config.prefill_graph
     if why_off(config, target, draft_syncs):
         return "off"
-    return "piecewise" if config.compile else "breakable"
+    return "breakable" if why_uncompiled(config, target.device) else "piecewise"
 
 
 def why_off(config: EngineConfig, target: HFTarget, draft_syncs: bool = False) -> str:
