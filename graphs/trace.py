@@ -12,7 +12,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import standalone_compile
@@ -24,6 +24,7 @@ from torch.fx.passes.split_module import split_module
 from specdec.errors import GraphError
 from specdec.graphs.kept import keeping, num_found, renewing
 from specdec.graphs.merge import MergedWeights, merge_linears
+from specdec.graphs.regions import number, regions, write_out
 
 
 class Traced:
@@ -80,6 +81,8 @@ def trace(
     smallest: int = 1,
     largest: int = 1 << 13,
     joins: bool = True,
+    alike: Sequence[nn.Module] = (),
+    numbers: Sequence[int] | None = None,
     keep: Path | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Traced:
@@ -89,23 +92,29 @@ def trace(
     called with. A caller that compares T=1 with `fn` itself passes smallest=2: torch's own ops guard against one row
     where a copy might broadcast, which seldom changes their result. split_at: the op overload to split at.
     compiler: "inductor", or "eager" to leave the pieces as they are. joins: whether products of one input become one.
+    alike: modules in `fn` many of which are equal but for their weights: those are walked once, where torch can show
+    that they are; nothing else depends on it. numbers: the argument 3 of the calls of `split_at`, in their order.
     keep: folder that `keeping` is in force for; renewed if a piece does not compile with what is in it.
     progress: called after every piece.
     Raises GraphError for what cannot be traced as one graph for every T, or not be compiled; it names the op.
     """
-    backend = _Backend(split_at, compiler, (smallest, largest), joins, keep, progress)
     for tensor in inputs:
         torch._dynamo.mark_dynamic(tensor, 0)
-    compiled = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
-    try:
-        # Without it Dynamo assumes T > 1 and leaves no guard that shows it.
-        with torch.no_grad(), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            compiled(*inputs)
-        raise AssertionError("the backend was not asked")
-    except _Arguments as called:
-        args = called.args_given
-    except Exception as error:
-        raise GraphError(f"it cannot be traced and compiled as one graph: {_why(error)}") from error
+    while True:
+        backend = _Backend(split_at, compiler, (smallest, largest), joins, numbers, keep, progress)
+        compiled = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
+        try:
+            # Without it Dynamo assumes T > 1 and leaves no guard that shows it.
+            with torch.no_grad(), shape_config.patch(backed_size_oblivious=True), regions(alike):  # type: ignore[attr-defined]
+                compiled(*inputs)
+            raise AssertionError("the backend was not asked")
+        except _Arguments as called:
+            args = called.args_given
+            break
+        except Exception as error:
+            if not alike:
+                raise GraphError(f"it cannot be traced and compiled as one graph: {_why(error)}") from error
+        alike = ()
     if backend.num_outputs != num_outputs:
         raise GraphError(
             f"its trace returns {backend.num_outputs} tensors, {num_outputs} were expected: it keeps tensors "
@@ -137,6 +146,7 @@ class _Backend:
         compiler: str,
         sizes: tuple[int, int],
         joins: bool,
+        numbers: Sequence[int] | None,
         keep: Path | None,
         progress: Callable[[], None],
     ):
@@ -149,6 +159,7 @@ class _Backend:
         self._compiler = compiler
         self._smallest, self._largest = sizes
         self._joins = joins
+        self._numbers = numbers
         self._keep = keep
         self._progress = progress
 
@@ -156,6 +167,9 @@ class _Backend:
         mode = detect_fake_mode(example_inputs)
         assert mode is not None, "Dynamo traces with fake tensors"
         _check_guards(mode.shape_env, self._smallest, self._largest)
+        write_out(graph)
+        if self._numbers is not None:
+            number(graph, self._split_at, 3, self._numbers)
         fakes = [_fake(mode, x) if isinstance(x, torch.Tensor) else x for x in example_inputs]
         self.num_outputs = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])
         if self._joins:
@@ -196,11 +210,22 @@ def _check_guards(shape_env: ShapeEnv | None, smallest: int, largest: int) -> No
     for guard in shape_env.guards if shape_env is not None else ():
         size = sympy.Symbol("T", integer=True, positive=True)
         told = guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, size))  # every dynamic size is T
-        if told == True or all(told.subs(size, n) == True for n in range(smallest, largest + 1)):  # noqa: E712 (sympy)
+        if told == True or _holds(told, size, smallest, largest):  # noqa: E712 (sympy)
             continue
         raise GraphError(
             f"what it computes depends on the number of tokens T: {told} was taken for granted, {guard.sloc}"
         )
+
+
+def _holds(told: Any, size: sympy.Symbol, smallest: int, largest: int) -> bool:
+    """Whether the relation `told` holds for every `size` from `smallest` to `largest`."""
+    sizes: Sequence[int] = range(smallest, largest + 1)
+    is_inequality = isinstance(told, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt)
+    if (
+        is_inequality and sympy.diff(told.lhs - told.rhs, size).is_number
+    ):  # linear: the ends decide
+        sizes = (smallest, largest)
+    return all(told.subs(size, n) == True for n in sizes)  # noqa: E712 (sympy)
 
 
 class _Compiling(fx.Interpreter):

@@ -55,6 +55,7 @@ def check(result):
         torch.testing.assert_close(result(x)[0], model(x))
 
 
+@pytest.mark.slow
 def test_a_second_process_compiles_nothing():
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from specdec.backends.op import attention_scope
@@ -17,6 +18,7 @@ from specdec.batch import ForwardMode
 from specdec.config import EngineConfig
 from specdec.errors import GraphError
 from specdec.graphs.kept import folder, keeping, num_found, renewing
+from specdec.graphs.regions import can_repeat
 from specdec.graphs.trace import Traced, trace
 from specdec.targets.hf import HFTarget
 
@@ -119,7 +121,7 @@ def _trace(target: HFTarget, mode: ForwardMode, config: EngineConfig, keep: Path
         expected = [_outputs(target.run_layers, batches) for batches in examples]
     # The pieces of equal layers are compiled once, so most steps of the bar are short.
     bar = tqdm(total=len(target.spec.layers) + 1, desc="compile", unit="piece", leave=False, disable=None)
-    with bar, target.routed(mode):
+    with bar, target.routed(mode), target.unnumbered():
         traced = trace(
             target.run_layers,
             examples[0][0],
@@ -129,6 +131,8 @@ def _trace(target: HFTarget, mode: ForwardMode, config: EngineConfig, keep: Path
             smallest=2,  # one token is compared
             largest=max(config.prefill_tokens, config.max_batch * config.verify_width),
             joins=not target.compiled,
+            alike=_layers(target) if can_repeat() else (),
+            numbers=range(len(target.spec.modules)),
             keep=keep,
             progress=lambda: bar.update() and None,
         )
@@ -142,6 +146,14 @@ def _trace(target: HFTarget, mode: ForwardMode, config: EngineConfig, keep: Path
             raise GraphError(f"compiled, they fail: {error}") from error
         raise
     return traced
+
+
+def _layers(target: HFTarget) -> list[nn.Module]:
+    """Return the modules that may be equal: elements of a list that attend once, whose forward is their class's own."""
+    attending = set(target.spec.modules)
+    lists = [module for module in target.spec.stack.modules() if isinstance(module, nn.ModuleList)]
+    layers = [child for children in lists for child in children if len(attending.intersection(child.modules())) == 1]
+    return [layer for layer in layers if "forward" not in layer.__dict__]
 
 
 def _examples(target: HFTarget) -> list[list[Batch]]:
@@ -188,4 +200,5 @@ class _Echo:
         group = q.shape[1] // v.shape[1]
         ramp = torch.arange(q.shape[2], device=q.device).cos() / q.shape[2] ** 0.5
         weight = 1 + 0.5 * torch.tanh(q.float() @ ramp) - 0.5 * torch.tanh(k.float() @ ramp).repeat_interleave(group, 1)
+        weight = weight * (1 + layer_id / (layer_id + 8))  # every layer's own, so that one in another's place is seen
         return v.repeat_interleave(group, 1) * weight.unsqueeze(2).to(v.dtype)
