@@ -221,9 +221,7 @@ def _holds(told: Any, size: sympy.Symbol, smallest: int, largest: int) -> bool:
     """Whether the relation `told` holds for every `size` from `smallest` to `largest`."""
     sizes: Sequence[int] = range(smallest, largest + 1)
     is_inequality = isinstance(told, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt)
-    if (
-        is_inequality and sympy.diff(told.lhs - told.rhs, size).is_number
-    ):  # linear: the ends decide
+    if is_inequality and sympy.diff(told.lhs - told.rhs, size).is_number:  # linear: the ends decide
         sizes = (smallest, largest)
     return all(told.subs(size, n) == True for n in sizes)  # noqa: E712 (sympy)
 

@@ -481,6 +481,7 @@ def test_layers_that_do_not_trace_are_named_and_run_as_they_are():
 
 
 def test_auto_compiles_where_rounds_have_graphs_and_says_why_not(monkeypatch):
+    from specdec.config import EngineConfig
     from specdec.targets.compiled import why_uncompiled
 
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
@@ -495,7 +496,8 @@ def test_auto_compiles_where_rounds_have_graphs_and_says_why_not(monkeypatch):
 
 def test_auto_runs_a_model_that_does_not_trace_without_a_word(monkeypatch):
     model, prompts = untraceable(), ragged_prompts()
-    monkeypatch.setattr("specdec.targets.compiled.why_uncompiled", lambda config, device: "")
+    for where in ("prefill.graphs", "targets.compiled"):  # the first imports the second's
+        monkeypatch.setattr(f"specdec.{where}.why_uncompiled", lambda config, device: "")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine = engine_of(model, "auto", strict=True, cuda_graph=True)
