@@ -24,9 +24,9 @@ from specdec.measure.results import write_results
 from specdec.round.graphs import estimate_bytes
 
 MODES: dict[str, dict[str, Any]] = {
-    "graph": {},
+    "graph": {"compile": False},
     "compiled": {"compile": True},
-    "three graphs": {"round_graph": False},
+    "three graphs": {"round_graph": False, "compile": False},
     "eager": {"cuda_graph": False},
 }
 SAMPLED = (3, 1, 4)  # the one shape that is also timed with sampling

@@ -52,8 +52,7 @@ class StaticBuffers:
     def views(self, size: int, variant: str) -> dict[str, torch.Tensor | None]:
         """Return the inputs of a graph of `size`: views of the same memory at every call."""
         return {
-            name: self._rows(name, 0, size) if spec.is_used_by(variant) else None
-            for name, spec in self.specs.items()
+            name: self._rows(name, 0, size) if spec.is_used_by(variant) else None for name, spec in self.specs.items()
         }
 
     def load(self, inputs: Mapping[str, torch.Tensor | None], num: int, size: int, variant: str) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def merge_linears(
@@ -122,10 +123,12 @@ class MergedWeights:
     def part(self) -> None:
         """Give every weight its own storage again, one group at a time, and drop the joined tensors.
 
-        If it raises, the remaining groups are unchanged, and another call continues with them.
+        If it raises, the remaining groups are unchanged, and another call continues with them. It may be called while
+        another callable is traced: an engine that nobody holds any more is collected at any time.
         """
         while self._members:
-            own = [member.data.clone() for member in self._members[-1]]
-            for member, data in zip(self._members.pop(), own, strict=True):
-                member.data = data
+            with _disable_current_modes():  # a trace's fake tensors
+                own = [member.data.clone() for member in self._members[-1]]
+                for member, data in zip(self._members.pop(), own, strict=True):
+                    member.data = data
             self._args[self._groups[len(self._members)][0]] = None

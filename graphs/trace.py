@@ -7,11 +7,12 @@ at sizes 0 and 1, no limit on how many models one process traces. Compiling runs
 
 import secrets
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import standalone_compile
@@ -21,13 +22,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.split_module import split_module
 
 from specdec.errors import GraphError
+from specdec.graphs.kept import keeping, num_found, renewing
 from specdec.graphs.merge import MergedWeights, merge_linears
+from specdec.graphs.regions import number, regions, write_out
 
 
 class Traced:
     """A traced callable of tensors [T, ...] with any T, on the weights it was traced with.
 
-    num_pieces: parts between the ops it was split at; num_compiled: distinct parts.
+    num_pieces: parts between the ops it was split at; num_compiled: distinct parts; num_found: those of them that an
+    earlier compilation had left in Inductor's caches.
     """
 
     def __init__(self, split: fx.GraphModule, args: Sequence[Any], inputs: Sequence[torch.Tensor]):
@@ -37,6 +41,7 @@ class Traced:
         self._places = [next((i for i, a in enumerate(args) if a is t), None) for t in inputs]
         self.num_pieces = 0
         self.num_compiled = 0
+        self.num_found = 0
         self._merged = MergedWeights([], self._args)
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
@@ -76,6 +81,9 @@ def trace(
     smallest: int = 1,
     largest: int = 1 << 13,
     joins: bool = True,
+    alike: Sequence[nn.Module] = (),
+    numbers: Sequence[int] | None = None,
+    keep: Path | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Traced:
     """Trace fn(*inputs), which returns `num_outputs` tensors, possibly in tuples and beside None.
@@ -84,22 +92,29 @@ def trace(
     called with. A caller that compares T=1 with `fn` itself passes smallest=2: torch's own ops guard against one row
     where a copy might broadcast, which seldom changes their result. split_at: the op overload to split at.
     compiler: "inductor", or "eager" to leave the pieces as they are. joins: whether products of one input become one.
+    alike: modules in `fn` many of which are equal but for their weights: those are walked once, where torch can show
+    that they are; nothing else depends on it. numbers: the argument 3 of the calls of `split_at`, in their order.
+    keep: folder that `keeping` is in force for; renewed if a piece does not compile with what is in it.
     progress: called after every piece.
     Raises GraphError for what cannot be traced as one graph for every T, or not be compiled; it names the op.
     """
-    backend = _Backend(split_at, compiler, (smallest, largest), joins, progress)
     for tensor in inputs:
         torch._dynamo.mark_dynamic(tensor, 0)
-    compiled = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
-    try:
-        # Without it Dynamo assumes T > 1 and leaves no guard that shows it.
-        with torch.no_grad(), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            compiled(*inputs)
-        raise AssertionError("the backend was not asked")
-    except _Arguments as called:
-        args = called.args_given
-    except Exception as error:
-        raise GraphError(f"it cannot be traced and compiled as one graph: {_why(error)}") from error
+    while True:
+        backend = _Backend(split_at, compiler, (smallest, largest), joins, numbers, keep, progress)
+        compiled = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
+        try:
+            # Without it Dynamo assumes T > 1 and leaves no guard that shows it.
+            with torch.no_grad(), shape_config.patch(backed_size_oblivious=True), regions(alike):  # type: ignore[attr-defined]
+                compiled(*inputs)
+            raise AssertionError("the backend was not asked")
+        except _Arguments as called:
+            args = called.args_given
+            break
+        except Exception as error:
+            if not alike:
+                raise GraphError(f"it cannot be traced and compiled as one graph: {_why(error)}") from error
+        alike = ()
     if backend.num_outputs != num_outputs:
         raise GraphError(
             f"its trace returns {backend.num_outputs} tensors, {num_outputs} were expected: it keeps tensors "
@@ -108,6 +123,7 @@ def trace(
     traced = Traced(backend.split, args, inputs)
     traced.join(backend.groups)
     traced.num_pieces, traced.num_compiled = backend.num_pieces, len(backend.compiled)
+    traced.num_found = backend.num_found
     return traced
 
 
@@ -124,8 +140,18 @@ def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
 class _Backend:
     """Backend to which `torch.compile` passes the graph."""
 
-    def __init__(self, split_at: Any, compiler: str, sizes: tuple[int, int], joins: bool, progress: Callable[[], None]):
+    def __init__(
+        self,
+        split_at: Any,
+        compiler: str,
+        sizes: tuple[int, int],
+        joins: bool,
+        numbers: Sequence[int] | None,
+        keep: Path | None,
+        progress: Callable[[], None],
+    ):
         self.num_pieces = 0
+        self.num_found = 0
         self.num_outputs = 0
         self.compiled: dict[Any, Callable[..., Any]] = {}
         self.groups: list[list[int]] = []
@@ -133,12 +159,17 @@ class _Backend:
         self._compiler = compiler
         self._smallest, self._largest = sizes
         self._joins = joins
+        self._numbers = numbers
+        self._keep = keep
         self._progress = progress
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         mode = detect_fake_mode(example_inputs)
         assert mode is not None, "Dynamo traces with fake tensors"
         _check_guards(mode.shape_env, self._smallest, self._largest)
+        write_out(graph)
+        if self._numbers is not None:
+            number(graph, self._split_at, 3, self._numbers)
         fakes = [_fake(mode, x) if isinstance(x, torch.Tensor) else x for x in example_inputs]
         self.num_outputs = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])
         if self._joins:
@@ -159,7 +190,9 @@ class _Backend:
         self.num_pieces += 1
         key = fingerprint(module)
         if key not in self.compiled:
-            self.compiled[key] = _compile(module, args, self._compiler)
+            before = num_found()
+            self.compiled[key] = _compile(module, args, self._compiler, self._keep)
+            self.num_found += num_found() > before
         self._progress()
         return self.compiled[key]
 
@@ -177,11 +210,20 @@ def _check_guards(shape_env: ShapeEnv | None, smallest: int, largest: int) -> No
     for guard in shape_env.guards if shape_env is not None else ():
         size = sympy.Symbol("T", integer=True, positive=True)
         told = guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, size))  # every dynamic size is T
-        if told == True or all(told.subs(size, n) == True for n in range(smallest, largest + 1)):  # noqa: E712 (sympy)
+        if told == True or _holds(told, size, smallest, largest):  # noqa: E712 (sympy)
             continue
         raise GraphError(
             f"what it computes depends on the number of tokens T: {told} was taken for granted, {guard.sloc}"
         )
+
+
+def _holds(told: Any, size: sympy.Symbol, smallest: int, largest: int) -> bool:
+    """Whether the relation `told` holds for every `size` from `smallest` to `largest`."""
+    sizes: Sequence[int] = range(smallest, largest + 1)
+    is_inequality = isinstance(told, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt)
+    if is_inequality and sympy.diff(told.lhs - told.rhs, size).is_number:  # linear: the ends decide
+        sizes = (smallest, largest)
+    return all(told.subs(size, n) == True for n in sizes)  # noqa: E712 (sympy)
 
 
 class _Compiling(fx.Interpreter):
@@ -201,10 +243,17 @@ class _Compiling(fx.Interpreter):
         return outputs
 
 
-def _compile(module: fx.GraphModule, args: Sequence[Any], compiler: str) -> Callable[..., Any]:
+def _compile(module: fx.GraphModule, args: Sequence[Any], compiler: str, keep: Path | None) -> Callable[..., Any]:
+    """Compile one piece; once more with nothing kept if that fails, for what is kept may be damaged."""
     if compiler == "eager":
         return module.forward
-    return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")
+    try:
+        return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")
+    except Exception:
+        if keep is None:
+            raise
+    with renewing(keep) as fresh, keeping(fresh):
+        return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")
 
 
 def _cut(graph: fx.GraphModule, split_at: Any) -> fx.GraphModule:

@@ -213,6 +213,7 @@ class Engine:
                 capture=core.graphs.capture.name,
                 prefill_graph=core.prefill.name,
                 compile_seconds=core.compile_seconds,
+                compiled=core.how_compiled,
                 graphs=core.prefill.costs + core.graphs.costs,
                 runners={
                     name: {"replays": c.replays, "eager": c.eager, "rejects": dict(c.rejects)}

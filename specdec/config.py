@@ -9,6 +9,7 @@ MAX_TOPK = 64  # branches a step: its K*K children are ranked by one program
 MAX_TAIL = 256  # nodes that ancestor masks name: four words of 64 bits; the kernels hold a tree in one program
 GRAPH_SAMPLING = ("greedy", "sampled", "filtered", "processed_greedy", "processed")
 PREFILL_GRAPHS = ("auto", "whole", "piecewise", "breakable", "off")
+COMPILES = ("auto", True, False)
 COMPILERS = ("inductor", "eager")
 
 
@@ -41,10 +42,14 @@ class EngineConfig:
         with penalties, bans or biases, "processed_greedy" and "processed".
     prefill_graph: graphs of prefills: "breakable" (captured in segments around attention), "piecewise" (the same, of
         traced and compiled pieces), "whole" (attention, first tokens and the draft's prefill included: one launch;
-        batches it does not serve take "piecewise" with compile, else "breakable"), "off", or "auto": on CUDA whole ones
-        up to 2048 tokens and those others; "off" elsewhere, and for models whose experts wait for the host.
+        batches it does not serve take "piecewise" where layers are compiled, else "breakable"), "off", or "auto": on
+        CUDA whole ones up to 2048 tokens and those others; "off" elsewhere, and for models whose experts wait for the
+        host.
     prefill_buckets: token counts to capture for prefills, None for the usual ones up to max_prefill_tokens.
-    compile: trace the target and compile its pieces, for rounds and prefills; attaching takes longer then.
+    compile: whether the target's layers are traced and compiled, for rounds and prefills; attaching takes longer then,
+        most of all the first time on a machine. "auto": on CUDA, where rounds have graphs; a model that does not trace
+        runs as it is, and `Engine.report()` says why. True warns of such a model, or raises GraphError under strict.
+        SPECDEC_COMPILE=0 in the environment turns "auto" off.
     compiler: compiler of traced pieces, "inductor" or "eager" (none; for tests).
     strict: raise GraphError where a round, or a prefill that has graphs, cannot replay, instead of running it eagerly.
     logprobs: with every emitted token, its log-probability and those of so many best tokens (0: its own alone); None:
@@ -70,7 +75,7 @@ class EngineConfig:
     graph_sampling: tuple[str, ...] = GRAPH_SAMPLING
     prefill_graph: str = "auto"
     prefill_buckets: tuple[int, ...] | None = None
-    compile: bool = False
+    compile: bool | str = "auto"
     compiler: str = "inductor"
     strict: bool = False
     logprobs: int | None = None
@@ -110,9 +115,9 @@ class EngineConfig:
             self._check_rates()
 
     def _check_graphs(self) -> None:
-        flags = {"cuda_graph": _MAYBE, "round_graph": _MAYBE, "strict": _MAYBE[1:], "compile": _MAYBE[1:]}
+        flags = {"cuda_graph": _MAYBE, "round_graph": _MAYBE, "strict": _MAYBE[1:]}
         flags["sample_drafts"] = _MAYBE[1:]
-        for name, choices in {**flags, "prefill_graph": PREFILL_GRAPHS, "compiler": COMPILERS}.items():
+        for name, choices in {**flags, "prefill_graph": PREFILL_GRAPHS, **_COMPILING}.items():
             value = getattr(self, name)
             if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
                 raise ValueError(f"{name}={value!r}: expected one of {choices}")
@@ -226,6 +231,7 @@ def _is_falling(values: Sequence[float]) -> bool:
 
 
 _MAYBE = (None, True, False)
+_COMPILING = {"compile": COMPILES, "compiler": COMPILERS}
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -123,7 +123,7 @@ class Report:
 
     capture: kind of the rounds' graphs ("full", "recorded" or "eager"); prefill_graph: kind of the prefills' graphs
     ("piecewise", "breakable" or "off", with "whole, " before it where small ones are one graph); compile_seconds: spent
-    on tracing and compiling, 0 without;
+    on tracing and compiling, 0 without; compiled: whether the target's layers are, and if not, why;
     generation: settings that the model ships, which `generate` honours;
     graphs: each with its cost; runners: name -> {replays, eager, rejects by reason};
     paths: forward mode -> {replays, eager, attention}, a graph's forwards counting as replays; attention: the kernels
@@ -142,6 +142,7 @@ class Report:
     capture: str
     prefill_graph: str
     compile_seconds: float
+    compiled: str
     graphs: list[GraphCost]
     runners: dict[str, dict[str, Any]]
     paths: dict[str, dict[str, Any]]
@@ -170,7 +171,8 @@ class Report:
             f"tau        {self.acceptance.tau:.3f} over {self.acceptance.num_rounds} rounds, a_j = "
             + (" ".join(f"{a:.2f}" for a in self.acceptance.acceptance_at) or "-"),
             f"graphs     {self.capture}, prefill {self.prefill_graph}: {len(self.graphs)} captured in "
-            f"{self.graph_seconds:.1f} s, {self.graph_bytes / 2**20:.0f} MiB; compiled in {self.compile_seconds:.1f} s",
+            f"{self.graph_seconds:.1f} s, {self.graph_bytes / 2**20:.0f} MiB",
+            f"layers     {self.compiled}",
         ]
         for runner in self.runners:
             own = [g for g in self.graphs if g.runner == runner]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is first imported
+os.environ.setdefault("SPECDEC_COMPILE", "0")  # hundreds of tests attach: on a GPU, those compile that ask for it
 
 import torch
 

@@ -481,6 +481,33 @@ def test_layers_that_do_not_trace_are_named_and_run_as_they_are():
     assert engine.generate(prompts, max_new_tokens=12).tokens == [greedy(model, p, 12) for p in prompts]
 
 
+def test_auto_compiles_where_rounds_have_graphs_and_says_why_not(monkeypatch):
+    from specdec.config import EngineConfig
+    from specdec.targets.compiled import why_uncompiled
+
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert why_uncompiled(EngineConfig(), cuda) == "SPECDEC_COMPILE=0"  # tests/conftest.py
+    monkeypatch.setenv("SPECDEC_COMPILE", "1")
+    assert why_uncompiled(EngineConfig(), cuda) == ""
+    assert why_uncompiled(EngineConfig(), cpu) == "compile='auto' on cpu"
+    assert why_uncompiled(EngineConfig(cuda_graph=False), cuda) == "compile='auto' without graphs"
+    assert why_uncompiled(EngineConfig(compile=False), cuda) == "compile=False"
+    assert why_uncompiled(EngineConfig(compile=True), cpu) == ""
+
+
+def test_auto_runs_a_model_that_does_not_trace_without_a_word(monkeypatch):
+    model, prompts = untraceable(), ragged_prompts()
+    for where in ("prefill.graphs", "targets.compiled"):  # the first imports the second's
+        monkeypatch.setattr(f"specdec.{where}.why_uncompiled", lambda config, device: "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = engine_of(model, "auto", strict=True, cuda_graph=True)
+    report = engine.report()
+    assert report.compiled.startswith("not compiled: it cannot be traced") and "float(x.abs().max())" in report.compiled
+    assert report.prefill_graph == ("breakable" if DEVICE.type == "cuda" else "off") and report.compiled in str(report)
+    assert engine.generate(prompts, max_new_tokens=8).tokens == [greedy(model, p, 8) for p in prompts]
+
+
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_compiled_layers_serve_rounds(shape, compiler):

@@ -61,7 +61,7 @@ def run_demo(
     console = Console()
     ids = chat_ids(list(prompts), tokenizer)
     hf = _run_hf(model, ids, max_new_tokens)
-    plain = _run_engine("plain", lambda: attach(model, tokenizer=tokenizer), ids, max_new_tokens)
+    plain = _run_engine("plain", lambda: attach(model, tokenizer=tokenizer, compile=False), ids, max_new_tokens)
     mark = Marking.of(console)
     console.print(mark.legend)
 
@@ -70,9 +70,13 @@ def run_demo(
         console.print(exchange(prompts[index], output, tokenizer, mark, console.width))
 
     def speculative() -> Engine:
-        return attach(
-            model, draft, algo, tokenizer=tokenizer, num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens
-        )
+        settings: dict[str, Any] = {
+            "num_steps": num_steps,
+            "topk": topk,
+            "num_draft_tokens": num_draft_tokens,
+            "compile": False,
+        }
+        return attach(model, draft, algo, tokenizer=tokenizer, **settings)
 
     spec = _run_engine("speculative", speculative, ids, max_new_tokens, show)
     equal = hf.tokens == plain.tokens == spec.tokens

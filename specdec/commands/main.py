@@ -1,4 +1,4 @@
-"""The `specdec` command: demo, generate, chat, bench, train, convert, doctor, backends, env, eval."""
+"""The `specdec` command: demo, generate, chat, bench, train, convert, doctor, backends, cache, env, eval."""
 
 import sys
 from typing import Annotated, Any
@@ -9,6 +9,7 @@ import typer
 from specdec.api import attach
 from specdec.commands.backends import app as backends_app
 from specdec.commands.bench import app as bench_app
+from specdec.commands.cache import cache_command
 from specdec.commands.chat import print_stream, run_chat, statistics, typed_lines
 from specdec.commands.choices import device_of, draft_of, steps_of
 from specdec.commands.convert import convert_command
@@ -27,6 +28,7 @@ app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 app.add_typer(backends_app, name="backends")
+app.command("cache")(cache_command)
 app.command("convert")(convert_command)
 app.command("doctor")(doctor_command)
 app.command("env")(env_command)
@@ -100,9 +102,9 @@ def generate(
     if temperature is not None:
         given["do_sample"] = temperature > 0
     model, tokenizer = load(target, dtype, device)
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"compile": False}  # one text would not earn it back
     if draft != "none":
-        settings = {"num_steps": steps_of(steps, device_of(device)), "topk": topk, "num_draft_tokens": draft_tokens}
+        settings |= {"num_steps": steps_of(steps, device_of(device)), "topk": topk, "num_draft_tokens": draft_tokens}
     engine = attach(model, *draft_of(draft), tokenizer=tokenizer, **settings)
     question: Any = prompt if raw else [{"role": "user", "content": prompt}]
     pieces = engine.stream(question, max_new_tokens=max_new_tokens, stop=stop, **given)

@@ -33,7 +33,9 @@ def serve_command(
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     name: Annotated[str | None, typer.Option(help="Name of the model in requests; default: the target's.")] = None,
     grace: Annotated[float, typer.Option(help="Seconds that running requests have after SIGTERM or Ctrl-C.")] = 10.0,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the target's layers.")] = False,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="Compile the target's layers; default: on CUDA.")
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -49,7 +51,9 @@ def serve_command(
         raise ValueError(f"{error.name} is missing: pip install 'specdec-toolkit[serve]'") from error
 
     model, tokenizer = load(target, dtype, device)
-    settings: dict[str, Any] = {"max_batch": max_batch, "num_slots": num_slots, "compile": compile}
+    settings: dict[str, Any] = {"max_batch": max_batch, "num_slots": num_slots}
+    if compile is not None:
+        settings["compile"] = compile
     if max_seq_len is not None:
         settings["max_seq_len"] = max_seq_len
     draft = draft or (shipped.SMOLLM2_EAGLE3 if target == BUNDLED else "none")

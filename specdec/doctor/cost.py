@@ -68,6 +68,7 @@ def run(
     """Decode greedily at batch 1, after a warm-up; draft None is plain decoding."""
     longest = max(map(len, prompts)) + max_new_tokens
     settings: dict[str, Any] = {"max_batch": 1, "max_seq_len": longest, "graph_sampling": "greedy"}
+    settings["compile"] = False  # several engines, a few texts each
     if draft is not None:
         settings["num_steps"] = num_steps
     engine: Engine = attach(model, draft, **settings)

@@ -55,7 +55,8 @@ class Core:
         rewrite_row(parts.state, parts.tables, parts.ops, config.dummy_row)
         graph_pool = GraphPool(device) if device.type == "cuda" else None
         start = time.perf_counter()
-        mode = compile_layers(target, config, resolve_prefill_mode(config, target, worker.prefill_syncs))
+        mode = resolve_prefill_mode(config, target, worker.prefill_syncs)
+        mode, self.how_compiled = compile_layers(target, config, mode)
         self.compile_seconds = time.perf_counter() - start if target.compiled else 0.0
         self.prefill = PrefillGraphs(parts, self.round, graph_pool, mode)
         self.graphs = RoundGraphs(self.round, parts, graph_pool)

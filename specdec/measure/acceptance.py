@@ -73,6 +73,7 @@ def acceptance(
     asked = {file: Conversations.of(some) for file, some in prompts.items()}
     longest = max(one.longest(max_new_tokens, tokenizer) for one in asked.values())
     settings: dict[str, Any] = {"max_batch": max_batch, "max_seq_len": longest, "sample_drafts": sample_drafts}
+    settings["compile"] = False  # an engine a draft and shape: acceptance is the same
     settings["graph_sampling"] = tuple(dict.fromkeys("sampled" if t else "greedy" for t in temperatures))
     if draft is not None or algo not in (None, "auto"):
         settings.update(shape._asdict())

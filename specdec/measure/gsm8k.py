@@ -24,10 +24,10 @@ from specdec.measure.ties import near_tie, tie_gap
 from specdec.text.prompts import chat_ids
 
 MODES: dict[str, dict[str, Any]] = {
-    "off": {"prefill_graph": "off"},
-    "breakable": {"prefill_graph": "breakable"},
-    "piecewise": {"prefill_graph": "piecewise"},
-    "whole": {"prefill_graph": "whole"},
+    "off": {"prefill_graph": "off", "compile": False},
+    "breakable": {"prefill_graph": "breakable", "compile": False},
+    "piecewise": {"prefill_graph": "piecewise", "compile": False},
+    "whole": {"prefill_graph": "whole", "compile": False},
     "piecewise, compiled rounds": {"prefill_graph": "piecewise", "compile": True},
 }
 NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "nextn": "NextN", None: "plain decoding"}  # as sentences write them

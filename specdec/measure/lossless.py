@@ -146,7 +146,7 @@ def texts(
     law: SamplingParams | None = None,
 ) -> dict[str, Any]:
     """Return `tokens` of every prompt from one engine, with algo, tau and seconds."""
-    engine = attach(model, draft, **settings)
+    engine = attach(model, draft, **{"compile": False, **settings})
     try:
         start = time.perf_counter()
         out = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=law)

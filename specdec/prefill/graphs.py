@@ -31,6 +31,7 @@ from specdec.prefill.program import PrefillProgram, Programs
 from specdec.prefill.whole import KINDS, WholePrefill, WholeProgram
 from specdec.round.parts import Parts
 from specdec.round.program import Round
+from specdec.targets.compiled import why_uncompiled
 from specdec.targets.hf import HFTarget
 from specdec.targets.probe import ModelSpec
 
@@ -266,7 +267,7 @@ def resolve_prefill_mode(config: EngineConfig, target: HFTarget, draft_syncs: bo
         return config.prefill_graph
     if config.prefill_graph == "auto" and why_off(config, target, draft_syncs):
         return "off"
-    return "piecewise" if config.compile else "breakable"
+    return "breakable" if why_uncompiled(config, target.device) else "piecewise"
 
 
 def why_off(config: EngineConfig, target: HFTarget, draft_syncs: bool = False) -> str:

@@ -183,6 +183,17 @@ class HFTarget:
         with attention_implementation(self._configs, "specdec"), batched_experts(waiting):
             yield
 
+    @contextmanager
+    def unnumbered(self) -> Iterator[None]:
+        """Give all attention modules the layer id 0 within the context: a trace can see that layers are equal."""
+        try:
+            for module in self.spec.modules:
+                setattr(module, LAYER_ID, 0)
+            yield
+        finally:
+            for i, module in enumerate(self.spec.modules):
+                setattr(module, LAYER_ID, i)
+
     @property
     def same_experts_in_all_modes(self) -> bool:
         """True if prefills and rounds multiply experts the same way, and nothing waits for the host; see `routed`."""

@@ -13,8 +13,8 @@ from specdec.measure.shapes import SHAPES, acceptance_rates
 
 MODES: dict[str, dict[str, Any]] = {
     "compiled": {"compile": True},
-    "graph": {},
-    **{name: {"backend": name} for name in ("torch", "triton", "flashinfer", "triton+flashinfer")},
+    "graph": {"compile": False},
+    **{name: {"backend": name, "compile": False} for name in ("torch", "triton", "flashinfer", "triton+flashinfer")},
 }
 DRAFTS = ("plain", "3:1:4", "5:1:6", "5:8:32")
 FULL = {"drafts": DRAFTS, "ttft_tokens": (128, 512, 2048), "new_tokens": 257, "repeats": 7}

@@ -1,4 +1,4 @@
-"""Ways of specdec: plain decoding and a draft, default settings, and the same with compiled layers."""
+"""Ways of specdec: plain decoding and a draft, and the same with compiled layers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,9 @@ from specdec.measure.shapes import acceptance_rates
 
 def ways(task: Task, *, compile: bool = False) -> Iterator[Way]:
     """Yield an engine without a draft, one with it if there is one, and with `compile` both of them compiled, too."""
-    kinds: dict[str, dict[str, Any]] = {"": {}, **({", compiled": {"compile": True}} if compile else {})}
+    kinds: dict[str, dict[str, Any]] = {"": {"compile": False}}
+    if compile:
+        kinds[", compiled"] = {"compile": True}
     for suffix, more in kinds.items():
         yield Way(f"specdec, no draft{suffix}", "specdec", partial(_engine, task, None, None, **more))
         if task.algo is not None:
