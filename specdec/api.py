@@ -202,7 +202,8 @@ class Engine:
         with core.turns:
             return Report(
                 model=type(core.target.model).__name__,
-                draft=core.round.worker.facts,
+                draft=core.round.worker.facts
+                | ({"layers": core.how_draft_compiled} if core.how_draft_compiled else {}),
                 backend=core.context.backend.name,
                 backend_reason=self._backend_reason,
                 config=asdict(self.config),

@@ -16,7 +16,7 @@ import specdec
 from specdec.commands.main import app
 from specdec.graphs import kept
 from specdec.graphs.trace import trace
-from specdec.targets import compiled
+from specdec.targets import checked
 from tests.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_what_is_damaged_is_compiled_again(files):
 def test_pieces_that_fail_although_kept_are_compiled_again(monkeypatch):
     """Their code runs but is wrong: nothing but the comparison with the live model notices."""
     specdec.attach(tiny_model("llama"), **SETTINGS).detach()
-    compare, calls = compiled._compare, []
+    compare, calls = checked._compare, []
 
     def suspicious(*args):
         calls.append(args)
@@ -103,7 +103,7 @@ def test_pieces_that_fail_although_kept_are_compiled_again(monkeypatch):
             raise specdec.GraphError("compiled, they differ")
         compare(*args)
 
-    monkeypatch.setattr(compiled, "_compare", suspicious)
+    monkeypatch.setattr(checked, "_compare", suspicious)
     engine = specdec.attach(tiny_model("llama"), **SETTINGS)
     (second,) = set(engine._core.target.compiled.values())
     assert second.num_found == 0 and len(calls) == 4

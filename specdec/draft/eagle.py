@@ -5,7 +5,7 @@ Position p of the draft sees (embedding of token p+1, feature of position p): ar
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,6 +16,18 @@ from specdec.draft.drafting import DraftModelWorker
 from specdec.draft.worker import DraftParts, PrefillChunk, RoundBatch, RunPrefill
 from specdec.heads.base import DraftHead
 from specdec.targets.probe import batched_experts, waiting_configs
+
+
+class Compiled(Protocol):
+    """A traced module of a head: states of (ids, positions, states)."""
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """See `HeadWorker.run_live`."""
+        ...
+
+    def release(self) -> None:
+        """Give joined weights their own storage again."""
+        ...
 
 
 class HeadWorker(DraftModelWorker):
@@ -42,6 +54,7 @@ class HeadWorker(DraftModelWorker):
         self._waiting = waiting_configs(head, weight.dtype) if is_cuda else []
         self.prefill_syncs = bool(self._waiting)
         every_position = torch.arange(config.table_width, device=weight.device)
+        self.compiled: dict[int, Compiled] = {}  # by module
         self.rope_tables = torch.stack(head.rope(every_position), 1)  # [table_width, 2, R]: cos, sin
 
     def run(
@@ -53,9 +66,30 @@ class HeadWorker(DraftModelWorker):
         module: int = 0,
     ) -> torch.Tensor:
         assert hidden is not None, "a head reads states"
-        rope = Rope(*self.rope_tables[positions].unbind(1))
+        if module in self.compiled:
+            (states,) = self.compiled[module](ids.contiguous(), positions, hidden.contiguous())
+            return states
         with batched_experts(() if mode is ForwardMode.EXTEND else self._waiting):
-            return self.head(self.embed_tokens(ids), hidden, rope, _attend, module)
+            return self.run_live(ids, positions, hidden, module)
+
+    def run_live(self, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, module: int) -> torch.Tensor:
+        """`run` by the head's own modules. This is what gets traced."""
+        rope = Rope(*self.rope_tables[positions].unbind(1))
+        return self.head(self.embed_tokens(ids), hidden, rope, _attend, module)
+
+    @property
+    def why_live(self) -> str:
+        """Why the head cannot be compiled, whatever it computes; empty if it can."""
+        return "its experts run in rounds as they do not in prefills" if self._waiting else ""
+
+    def drop_compiled(self) -> None:
+        """Switch back to the live modules; every weight has a storage of its own again."""
+        for traced in self.compiled.values():
+            traced.release()
+        self.compiled.clear()
+
+    def close(self) -> None:
+        self.drop_compiled()
 
     def prefill_layers(
         self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.batch import ForwardMode, on_device
+from specdec.draft.compiled import compile_draft
 from specdec.engine.mailbox import Mailbox, Results
 from specdec.engine.packing import copy_to, pack_chunk, pack_piece, pack_requests, rewrite_row, write_requests
 from specdec.engine.scheduler import Request, Scheduler
@@ -57,6 +58,7 @@ class Core:
         start = time.perf_counter()
         mode = resolve_prefill_mode(config, target, worker.prefill_syncs)
         mode, self.how_compiled = compile_layers(target, config, mode)
+        self.how_draft_compiled = compile_draft(worker, config, mode) if target.compiled else ""
         self.compile_seconds = time.perf_counter() - start if target.compiled else 0.0
         self.prefill = PrefillGraphs(parts, self.round, graph_pool, mode)
         self.graphs = RoundGraphs(self.round, parts, graph_pool)

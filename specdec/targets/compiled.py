@@ -3,30 +3,20 @@
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
-from specdec.backends.op import attention_scope
-from specdec.backends.rope import Rope
 from specdec.batch import ForwardMode
 from specdec.config import EngineConfig
 from specdec.errors import GraphError
-from specdec.graphs.kept import folder, keeping, num_found, renewing
 from specdec.graphs.regions import can_repeat
-from specdec.graphs.trace import Traced, trace
+from specdec.graphs.trace import Traced
+from specdec.targets.checked import EXAMPLES, Batch, Subject, trace_checked
 from specdec.targets.hf import HFTarget
-
-# Tokens of the forwards that are compared; the first is traced. At one token, the plain decode, a trace that took
-# T > 1 for granted would be wrong.
-EXAMPLES = ((32,), (7,), (1,) * 7)
-Batch = tuple[torch.Tensor, torch.Tensor]  # ids, positions [T] int64
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the norm
 
 
 class Outcome(NamedTuple):
@@ -62,7 +52,7 @@ def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) ->
     done: list[Traced] = []
     for mode, served in traces.items():
         try:
-            traced = _trace_keeping(target, mode, config)
+            traced = trace_checked(_subject(target, mode, config), config, target.device)
         except GraphError as error:
             if _must_raise(config, served):
                 target.drop_compiled()
@@ -95,57 +85,25 @@ def _told(traces: Sequence[Traced], start: float) -> str:
     return f"compiled in {time.perf_counter() - start:.1f} s ({pieces})"
 
 
-def _trace_keeping(target: HFTarget, mode: ForwardMode, config: EngineConfig) -> Traced:
-    """`_trace`, with what Inductor compiles kept for the next process.
+def _subject(target: HFTarget, mode: ForwardMode, config: EngineConfig) -> Subject:
+    """The layers as they run in `mode`."""
 
-    What fails with pieces that were kept is compiled anew: they may be damaged.
-    """
-    if config.compiler == "eager":
-        return _trace(target, mode, config, None)
-    where, before = folder(target.device), num_found()
-    try:
-        with keeping(where):
-            return _trace(target, mode, config, where)
-    except GraphError:
-        if num_found() == before:
-            raise
-    with renewing(where) as fresh, keeping(fresh):
-        return _trace(target, mode, config, None)
+    @contextmanager
+    def ready(is_traced: bool) -> Iterator[None]:
+        with target.routed(mode), target.unnumbered() if is_traced else nullcontext():
+            yield
 
-
-def _trace(target: HFTarget, mode: ForwardMode, config: EngineConfig, keep: Path | None) -> Traced:
-    """Trace and compile the layers as they run in `mode`, and compare them with the live model's."""
-    examples = _examples(target)
-    # The live model runs first: transformers installs hooks on first use, which cannot be traced.
-    with torch.inference_mode(), attention_scope(_Echo()), target.routed(mode):
-        expected = [_outputs(target.run_layers, batches) for batches in examples]
-    # The pieces of equal layers are compiled once, so most steps of the bar are short.
-    bar = tqdm(total=len(target.spec.layers) + 1, desc="compile", unit="piece", leave=False, disable=None)
-    with bar, target.routed(mode), target.unnumbered():
-        traced = trace(
-            target.run_layers,
-            examples[0][0],
-            torch.ops.specdec.attn.default,
-            config.compiler,
-            num_outputs=1 + bool(target.tapped),
-            smallest=2,  # one token is compared
-            largest=max(config.prefill_tokens, config.max_batch * config.verify_width),
-            joins=not target.compiled,
-            alike=_layers(target) if can_repeat() else (),
-            numbers=range(len(target.spec.modules)),
-            keep=keep,
-            progress=lambda: bar.update() and None,
-        )
-    try:
-        with torch.inference_mode(), attention_scope(_Echo()):
-            for batches, outputs in zip(examples, expected, strict=True):
-                _compare(_outputs(traced, batches), outputs, batches[0][0].shape[0])
-    except BaseException as error:
-        traced.release()
-        if isinstance(error, RuntimeError) and not isinstance(error, GraphError):
-            raise GraphError(f"compiled, they fail: {error}") from error
-        raise
-    return traced
+    return Subject(
+        run=target.run_layers,
+        examples=_examples(target),
+        ready=ready,
+        num_outputs=1 + bool(target.tapped),
+        num_layers=len(target.spec.layers),
+        largest=max(config.prefill_tokens, config.max_batch * config.verify_width),
+        joins=not target.compiled,
+        alike=_layers(target) if can_repeat() else (),
+        numbers=range(len(target.spec.layers)),
+    )
 
 
 def _layers(target: HFTarget) -> list[nn.Module]:
@@ -167,38 +125,3 @@ def _examples(target: HFTarget) -> list[list[Batch]]:
         positions = torch.arange(num_tokens, device=target.device)
         groups.append(list(zip(ids.split(size), positions.split(size), strict=True)))
     return groups
-
-
-def _outputs(layers: Callable[..., Sequence[Any]], batches: Sequence[Batch]) -> list[torch.Tensor]:
-    """Run `layers` on every batch and concatenate the rows of each output."""
-    outputs = zip(*(layers(*batch) for batch in batches), strict=True)
-    return [torch.cat(parts) for parts in outputs if parts[0] is not None]
-
-
-def _compare(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], num_tokens: int) -> None:
-    """Raise GraphError if tensors [rows, ...] of forwards of `num_tokens` differ in more than rounding.
-
-    Medians over the rows are compared: rounding can flip an expert in single rows.
-    """
-    for a, b in zip(ours, theirs, strict=True):
-        errors = (a.double() - b.double()).norm(dim=-1) / b.double().norm(dim=-1)
-        error = float(errors.median())
-        if not error <= TOLERANCE.get(b.dtype, 5e-2):
-            raise GraphError(
-                f"compiled, they differ from the live model's by {error:.1e} of the norm, in forwards of {num_tokens} "
-                f"token{'s' * (num_tokens > 1)}"
-            )
-
-
-@dataclass(frozen=True)
-class _Echo:
-    """Attention without a cache, to compare everything else: the values, weighted by functions of q and k."""
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
-    ) -> torch.Tensor:
-        group = q.shape[1] // v.shape[1]
-        ramp = torch.arange(q.shape[2], device=q.device).cos() / q.shape[2] ** 0.5
-        weight = 1 + 0.5 * torch.tanh(q.float() @ ramp) - 0.5 * torch.tanh(k.float() @ ramp).repeat_interleave(group, 1)
-        weight = weight * (1 + layer_id / (layer_id + 8))  # every layer's own, so that one in another's place is seen
-        return v.repeat_interleave(group, 1) * weight.unsqueeze(2).to(v.dtype)

@@ -1,0 +1,131 @@
+"""Traces of a model's layers that are held against the layers themselves before they are used."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from specdec.backends.op import attention_scope
+from specdec.backends.rope import Rope
+from specdec.config import EngineConfig
+from specdec.errors import GraphError
+from specdec.graphs.kept import folder, keeping, num_found, renewing
+from specdec.graphs.trace import Traced, trace
+
+# Tokens of the forwards that are compared; the first is traced. At one token, the plain decode, a trace that took
+# T > 1 for granted would be wrong.
+EXAMPLES = ((32,), (7,), (1,) * 7)
+Batch = tuple[torch.Tensor, ...]  # what a forward takes, [T, ...] each
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the norm
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is traced: `run`, which takes a batch and returns `num_outputs` tensors, possibly beside None.
+
+    examples: batches of the sizes of EXAMPLES, a group each. ready: the context that it runs in, and is traced in.
+    num_layers: attention calls; largest: tokens it will be called with; joins, alike, numbers: see `trace`.
+    """
+
+    run: Callable[..., Sequence[Any]]
+    examples: Sequence[Sequence[Batch]]
+    ready: Callable[[bool], AbstractContextManager[Any]]
+    num_outputs: int
+    num_layers: int
+    largest: int
+    joins: bool = True
+    alike: Sequence[nn.Module] = ()
+    numbers: Sequence[int] | None = None
+
+
+def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) -> Traced:
+    """Trace and compile `subject`, with what Inductor compiles kept for the next process.
+
+    What fails with pieces that were kept is compiled anew: they may be damaged. GraphError for what does not trace, or
+    computes something else.
+    """
+    if config.compiler == "eager":
+        return _trace(subject, config, None)
+    where, before = folder(device), num_found()
+    try:
+        with keeping(where):
+            return _trace(subject, config, where)
+    except GraphError:
+        if num_found() == before:
+            raise
+    with renewing(where) as fresh, keeping(fresh):
+        return _trace(subject, config, None)
+
+
+def _trace(subject: Subject, config: EngineConfig, keep: Path | None) -> Traced:
+    """Trace and compile, and compare with what runs live."""
+    # What is live runs first: transformers installs hooks on first use, which cannot be traced.
+    with torch.inference_mode(), attention_scope(_Echo()), subject.ready(False):
+        expected = [_outputs(subject.run, batches) for batches in subject.examples]
+    # The pieces of equal layers are compiled once, so most steps of the bar are short.
+    bar = tqdm(total=subject.num_layers + 1, desc="compile", unit="piece", leave=False, disable=None)
+    with bar, subject.ready(True):
+        traced = trace(
+            subject.run,
+            subject.examples[0][0],
+            torch.ops.specdec.attn.default,
+            config.compiler,
+            num_outputs=subject.num_outputs,
+            smallest=2,  # one token is compared
+            largest=subject.largest,
+            joins=subject.joins,
+            alike=subject.alike,
+            numbers=subject.numbers,
+            keep=keep,
+            progress=lambda: bar.update() and None,
+        )
+    try:
+        with torch.inference_mode(), attention_scope(_Echo()):
+            for batches, outputs in zip(subject.examples, expected, strict=True):
+                _compare(_outputs(traced, batches), outputs, batches[0][0].shape[0])
+    except BaseException as error:
+        traced.release()
+        if isinstance(error, RuntimeError) and not isinstance(error, GraphError):
+            raise GraphError(f"compiled, they fail: {error}") from error
+        raise
+    return traced
+
+
+def _outputs(layers: Callable[..., Sequence[Any]], batches: Sequence[Batch]) -> list[torch.Tensor]:
+    """Run `layers` on every batch and concatenate the rows of each output."""
+    outputs = zip(*(layers(*batch) for batch in batches), strict=True)
+    return [torch.cat(parts) for parts in outputs if parts[0] is not None]
+
+
+def _compare(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], num_tokens: int) -> None:
+    """Raise GraphError if tensors [rows, ...] of forwards of `num_tokens` differ in more than rounding.
+
+    Medians over the rows are compared: rounding can flip an expert in single rows.
+    """
+    for a, b in zip(ours, theirs, strict=True):
+        errors = (a.double() - b.double()).norm(dim=-1) / b.double().norm(dim=-1)
+        error = float(errors.median())
+        if not error <= TOLERANCE.get(b.dtype, 5e-2):
+            raise GraphError(
+                f"compiled, they differ from the live model's by {error:.1e} of the norm, in forwards of {num_tokens} "
+                f"token{'s' * (num_tokens > 1)}"
+            )
+
+
+@dataclass(frozen=True)
+class _Echo:
+    """Attention without a cache, to compare everything else: the values, weighted by functions of q and k."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
+    ) -> torch.Tensor:
+        group = q.shape[1] // v.shape[1]
+        ramp = torch.arange(q.shape[2], device=q.device).cos() / q.shape[2] ** 0.5
+        weight = 1 + 0.5 * torch.tanh(q.float() @ ramp) - 0.5 * torch.tanh(k.float() @ ramp).repeat_interleave(group, 1)
+        weight = weight * (1 + layer_id / (layer_id + 8))  # every layer's own, so that one in another's place is seen
+        return v.repeat_interleave(group, 1) * weight.unsqueeze(2).to(v.dtype)
