@@ -96,12 +96,19 @@ class MetadataBuilder:
         )
 
     def packed(
-        self, slot_table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, q_lens: torch.Tensor, num_tokens: int
+        self,
+        slot_table: torch.Tensor,
+        rows: torch.Tensor,
+        starts: torch.Tensor,
+        q_lens: torch.Tensor,
+        num_tokens: int,
+        max_prefix: int,
     ) -> AttentionMetadata:
         """Build the metadata of a packed prefill of at most `num_tokens` tokens, whose lengths the host need not know.
 
         slot_table [num_rows, width] int32; rows, starts, q_lens [bs] int64 on the device. Request i has the q_lens[i]
-        tokens from position starts[i] on; tokens past the last request's are padding, at position 0 and in slot 0.
+        tokens from position starts[i] <= max_prefix on; tokens past the last request's are padding, at position 0 and
+        in slot 0.
         """
         into = torch.zeros(2, num_tokens, dtype=torch.int64, device=rows.device).unbind()
         placement = self.prefill_placement(slot_table, rows, starts, q_lens, num_tokens, num_tokens, into)
@@ -112,7 +119,7 @@ class MetadataBuilder:
             prefix_lens=starts,
             q_len=num_tokens,
             tail_len=num_tokens,
-            max_prefix=slot_table.shape[1],
+            max_prefix=max_prefix,
             **placement._asdict(),
         )
 

@@ -96,6 +96,7 @@ class Victim:
         self.rng = random.Random(seed)
         self.tally = tally
         self.model = tiny_model("llama")
+        self.spoilt: list[Any] = []  # requests whose logits were made NaN
         self.head = random_head(self.model)
         self.tokenizer = Letters()
         self.prompts = [[self.rng.randrange(3, VOCAB) for _ in range(self.rng.randrange(1, 12))] for _ in range(8)]
@@ -149,7 +150,9 @@ class Victim:
                 is_told = "broken off" in str(error) or "at a random line" in str(error) or name == "detach"
                 (self._tell if is_told else self._accuse)(f"{name}: {error!r}")
                 continue
-            if request.tokens != self.expected[i]:
+            if request in self.spoilt and request.finish_reason == "error":
+                self._tell(f"{name}: its logits were not finite")
+            elif request.tokens != self.expected[i]:
                 self._accuse(f"{name}: {request.tokens} is not {self.expected[i]}")
         if engine is self.engine:
             self.check(name)
@@ -221,13 +224,12 @@ class Victim:
         """The first row of one verify forward is NaN; that one request ends, whoever it belongs to."""
         core = self.engine._core
         forward, left = core.target.forward, [self.rng.randrange(3)]
-        spoilt: list[Any] = []
 
         def spoil(context: Any, metadata: Any, ids: torch.Tensor) -> Any:
             out = forward(context, metadata, ids)
             left[0] -= 1
             if left[0] == -1:
-                spoilt.append(core._batch.requests[-1])
+                self.spoilt.append(core._batch.requests[-1])
                 out.logits.view(metadata.num_reqs, -1, VOCAB)[-1] = float("nan")
             return out
 

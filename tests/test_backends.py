@@ -224,7 +224,7 @@ def test_packed_prefill_equals_a_ragged_one(name, kind):
             live = torch.tensor([0, 2, 3], device=DEVICE)
             rows, starts, lens = (torch.zeros(5, dtype=torch.int64, device=DEVICE) for _ in range(3))
             rows[live], starts[live], lens[live] = setup.rows, setup.lens, torch.tensor([2, 7, 15], device=DEVICE)
-            metadata = setup.backend.metadata.packed(setup.slot_table, rows, starts, lens, 31)
+            metadata = setup.backend.metadata.packed(setup.slot_table, rows, starts, lens, 31, max(PREFIXES))
         else:
             metadata = setup.backend.metadata.prefill(setup.slot_table, setup.rows, PREFIXES, (2, 7, 15))
         setup.generator.manual_seed(1)
@@ -457,7 +457,7 @@ def test_prefill_metadata_equals_its_twin(lens):
     ours = TRITON_METADATA.prefill(table, rows, starts, q_lens)
     same_metadata(ours, TORCH_METADATA.prefill(table, rows, starts, q_lens))
     on_device = rows, torch.tensor(starts, device=DEVICE), torch.tensor(q_lens, device=DEVICE) % 7
-    same_metadata(*(m.packed(table, *on_device, 37) for m in (TRITON_METADATA, TORCH_METADATA)))
+    same_metadata(*(m.packed(table, *on_device, 37, 640) for m in (TRITON_METADATA, TORCH_METADATA)))
 
 
 def same_metadata(got, want):

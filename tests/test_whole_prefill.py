@@ -25,7 +25,10 @@ def engine_of(model, draft=None, prefill_graph="whole", **settings):
     algo = draft if draft in (None, "lookup") else "auto"
     given = None if algo != "auto" else random_draft(model, draft).to(DEVICE)
     defaults = {"max_batch": 10, "max_seq_len": 128, "prefill_buckets": BUCKETS, "compiler": "eager"}
-    return specdec.attach(model, given, algo=algo, prefill_graph=prefill_graph, **{**defaults, **settings})
+    engine = specdec.attach(model, given, algo=algo, prefill_graph=prefill_graph, **{**defaults, **settings})
+    if engine._core.prefill.whole is not None:
+        engine._core.prefill.whole.runner.device_bound_from = None  # a measurement: not beside other tests
+    return engine
 
 
 def model_of(name="llama"):
@@ -150,13 +153,28 @@ def test_what_a_whole_graph_does_not_hold_is_prefilled_in_parts():
     assert replays(engine) == 0
     whole = engine._core.prefill.whole
     reasons = [
-        whole.can_run(SamplingKind.GREEDY, 9, 18).reason,
-        whole.can_run(SamplingKind.PROCESSED, 1, 8).reason,
-        whole.can_run(SamplingKind.GREEDY, 1, 40).reason,
-        whole.can_run(SamplingKind.GREEDY, 1, 9).reason,
+        whole.can_run(SamplingKind.GREEDY, [0] * 9, 18).reason,
+        whole.can_run(SamplingKind.PROCESSED, [0], 8).reason,
+        whole.can_run(SamplingKind.GREEDY, [0], 40).reason,
+        whole.can_run(SamplingKind.GREEDY, [7], 9).reason,
     ]
-    assert reasons[0] == "more than 8 requests" and reasons[1].startswith("sampling of kind 'processed'")
+    assert reasons[:2] == ["more than 8 requests", "sampling of kind 'processed': prefilled in parts"]
     assert reasons[2:] == ["the batch is larger than the largest bucket", "the smallest graph pads more than 2x"]
+
+
+def test_auto_takes_prompts_that_have_nothing_cached(monkeypatch):
+    """Their graphs need no split of keys; the later chunks of a long prompt go in parts. (On a CPU auto is "off".)"""
+    from specdec.prefill import graphs
+
+    monkeypatch.setattr(graphs, "why_off", lambda *_: "")
+    engine = engine_of(model_of(), "eagle3", "auto", num_steps=3, max_prefill_tokens=16, prefill_buckets=(8, 16))
+    whole = engine._core.prefill.whole
+    assert whole.runner.runner.variants == ("greedy, fresh", "filtered, fresh")
+    prompts = prompts_of(22, 7)
+    assert state_after(engine, prompts)[1] == [greedy(engine.target_module, p, 6) for p in prompts]
+    assert replays(engine) == 1 and engine.report().runners["target_prefill"]["replays"] == 1
+    reason = whole.can_run(SamplingKind.GREEDY, [16], 6).reason
+    assert reason == "tokens are cached already: prefilled in parts"
 
 
 def test_the_guard_looks_at_the_mode_first():

@@ -225,7 +225,7 @@ class Core:
         finished = [pieces[i][0] for i in done]
         kind = SamplingKind.of(r.sampling for r in finished) if finished else SamplingKind.GREEDY
         whole, num_tokens = self.prefill.whole, sum(n for _, n in pieces)
-        if whole is not None and whole.can_run(kind, len(pieces), num_tokens).ok:
+        if whole is not None and whole.can_run(kind, [r.num_prefilled for r, _ in pieces], num_tokens).ok:
             packed = [pack_piece(r, n) for r, n in pieces]
             self._begin_launch(pieces)
             lines = whole(kind, packed)

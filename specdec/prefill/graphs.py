@@ -28,7 +28,7 @@ from specdec.graphs import (
 from specdec.graphs.build import is_out_of_memory
 from specdec.outputs import GraphCost
 from specdec.prefill.program import PrefillProgram, Programs
-from specdec.prefill.whole import KINDS, WholePrefill, WholeProgram
+from specdec.prefill.whole import FRESH, KINDS, WholePrefill, WholeProgram
 from specdec.round.parts import Parts
 from specdec.round.program import Round
 from specdec.targets.compiled import why_uncompiled
@@ -207,15 +207,17 @@ def _whole(parts: Parts, program: Round, pool: GraphPool | None) -> WholePrefill
     reason = _why_not_whole(parts)
     if reason and config.prefill_graph == "whole":
         raise ValueError(f"prefill_graph='whole': {reason}; leave prefill_graph out")
-    kinds = tuple(kind for kind in KINDS if kind in config.graph_sampling)
-    if reason or not kinds:
+    variants = tuple(f"{kind}{FRESH}" for kind in KINDS if kind in config.graph_sampling)
+    if reason or not variants:
         return None
+    if config.prefill_graph == "whole":
+        variants += tuple(variant.removesuffix(FRESH) for variant in variants)
     setup = Setup(
         capture=pick_capture(True, parts.tables.table.device, pool),
         counters=parts.counters,
         device=parts.tables.table.device,
         buckets=sizes,
-        variants=kinds,
+        variants=variants,
         watched=program.tensors,
         unit="tokens",
     )

@@ -22,6 +22,7 @@ from specdec.round.program import Round
 
 MOST_REQUESTS = 8
 KINDS = (SamplingKind.GREEDY, SamplingKind.FILTERED)  # of sampling; penalties and bans take the way in parts
+FRESH = ", fresh"  # after a kind: no prompt has tokens in the cache, so short ones need no split of their keys
 
 
 class Piece(NamedTuple):
@@ -44,20 +45,22 @@ class WholeProgram:
         self._parts = parts
         self._round = program
 
-    def run(self, kind: str, tokens: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
+    def run(self, variant: str, tokens: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
         """Prefill and begin: results [n, W+3] as `Round.first_tokens` gives them, of which the done requests' count.
 
-        kind: how the done requests sample. tokens [2, T] int64: ids, and the ids after them. requests [4, n] int64:
-        rows, the same with the dummy row for those that are not done, both counted from the dummy row; starts and
-        numbers of tokens. So padding is 0 everywhere.
+        variant: a kind of KINDS, with FRESH or without. tokens [T, 2] int64: ids, and the ids after them. requests
+        [4, n] int64: rows, the same with the dummy row for those that are not done, both counted from the dummy row;
+        starts and numbers of tokens. So padding is 0 everywhere.
         """
         worker, target, context = self._parts.worker, self._parts.target, self._parts.context
         rows, done_rows = requests[:2] + self._parts.config.dummy_row
         starts, q_lens = requests[2:]
-        table, num_tokens = self._parts.tables.table, tokens.shape[1]
-        metadata = context.backend.metadata.packed(table, rows, starts, q_lens, num_tokens)
+        kind, is_fresh = variant.removesuffix(FRESH), variant.endswith(FRESH)
+        ids, next_ids = tokens.t().contiguous()
+        table, most_cached = self._parts.tables.table, 0 if is_fresh else self._parts.tables.table.shape[1]
+        metadata = context.backend.metadata.packed(table, rows, starts, q_lens, ids.shape[0], most_cached)
         last_rows = (metadata.qo_indptr[1:].long() - 1).clamp(min=0)
-        chunk = PrefillChunk(metadata, rows, tokens[0], tokens[1], last_rows)
+        chunk = PrefillChunk(metadata, rows, ids, next_ids, last_rows)
         if worker.reads_history:
             self._round.take_prompts(chunk)
         with padded_forward(context, metadata):
@@ -87,48 +90,52 @@ class WholePrefill:
     """Runs prefills from whole graphs. `runner` is the guard; what it refuses is prefilled in parts."""
 
     def __init__(self, program: WholeProgram, setup: Setup, dummy_row: int):
-        """setup: its variants are the kinds to capture, its buckets the token counts."""
+        """setup: its buckets are the token counts, its variants what is captured: kinds, alone or with FRESH."""
         self._dummy_row = dummy_row
         self._device = setup.device
-        self._kinds = [SamplingKind(kind) for kind in setup.variants]
+        self._variants = setup.variants
         specs = [
-            BufferSpec("tokens", lambda n: (2, n), torch.int64, pad=0, axis=1),
+            BufferSpec("tokens", lambda n: (n, 2), torch.int64, pad=0),
             BufferSpec("requests", lambda n: (4, MOST_REQUESTS), torch.int64, pad=0, axis=None),
         ]
         runner = GraphRunner("whole_prefill", program.run, specs, setup)
         self.runner = PrefillRunner(runner, lambda size: None)
 
-    def can_run(self, kind: SamplingKind, num_requests: int, num_tokens: int) -> Decision:
-        """Decide whether a batch of `num_requests` pieces, the done ones of which sample by `kind`, replays."""
-        if num_requests > MOST_REQUESTS:
+    def can_run(self, kind: SamplingKind, starts: Sequence[int], num_tokens: int) -> Decision:
+        """Decide whether a batch of pieces from `starts` on, the done ones of which sample by `kind`, replays."""
+        if len(starts) > MOST_REQUESTS:
             return Decision(False, f"more than {MOST_REQUESTS} requests")
-        served_as = self._served_as(kind)
-        if served_as is None:
-            return Decision(False, f"sampling of kind '{kind}' is prefilled in parts")
-        return self.runner.can_run(ForwardMode.EXTEND, num_tokens, served_as)
+        variant = self._variant(kind, any(starts))
+        if variant is None:
+            why = "tokens are cached already" if self._variant(kind, False) else f"sampling of kind '{kind}'"
+            return Decision(False, f"{why}: prefilled in parts")
+        return self.runner.can_run(ForwardMode.EXTEND, num_tokens, variant)
 
     def __call__(self, kind: SamplingKind, pieces: Sequence[Piece]) -> torch.Tensor:
         """Prefill `pieces`, which `can_run` has accepted: a line of results each, valid until the next call.
 
         Lines of pieces that are not done say nothing.
         """
-        served_as = self._served_as(kind)
-        assert served_as is not None
+        variant = self._variant(kind, any(piece.start for piece in pieces))
+        assert variant is not None
         runner = self.runner.runner
-        size = runner.replayed_size(sum(len(p.ids) for p in pieces), served_as)
-        tokens = np.zeros((2, size), dtype=np.int64)
+        size = runner.replayed_size(sum(len(p.ids) for p in pieces), variant)
+        tokens = np.zeros((size, 2), dtype=np.int64)
         requests = np.zeros((4, MOST_REQUESTS), dtype=np.int64)
         begin = 0
         for i, piece in enumerate(pieces):
             end, row = begin + len(piece.ids), piece.row - self._dummy_row
-            tokens[:, begin:end] = piece.ids, piece.next_ids
+            tokens[begin:end, 0], tokens[begin:end, 1] = piece.ids, piece.next_ids
             requests[:, i] = row, row if piece.is_done else 0, piece.start, end - begin
             begin = end
         inputs = {"tokens": to_pinned(tokens, self._device), "requests": to_pinned(requests, self._device)}
-        return runner(served_as, inputs)[: len(pieces)]
+        return runner(variant, inputs)[: len(pieces)]
 
-    def _served_as(self, kind: SamplingKind) -> SamplingKind | None:
-        return next((k for k in self._kinds if k.serves(kind)), None)
+    def _variant(self, kind: SamplingKind, has_cached: bool) -> str | None:
+        """Return the first captured variant that serves, None if there is none."""
+        kinds = [k for k in KINDS if k.serves(kind)]
+        wanted = [f"{k}{FRESH}" for k in kinds] * (not has_cached) + [str(k) for k in kinds]
+        return next((variant for variant in wanted if variant in self._variants), None)
 
 
 def _with_first(chunk: PrefillChunk, is_done: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
