@@ -110,9 +110,9 @@ def test_compiled_layers_run_whole(compiler):
 
 
 def test_a_whole_prefill_on_triton():
-    settings = {"backend": "triton", "num_steps": 1, "prefill_buckets": (8,), "max_batch": 2, "max_prefill_tokens": 8}
-    model, prompts = model_of("qwen2_windowed"), prompts_of(9, 4)
-    engine = engine_of(model, "eagle3", **settings)
+    settings = {"backend": "triton", "prefill_buckets": (8,), "max_batch": 2, "max_prefill_tokens": 8}
+    model, prompts = model_of("qwen2_windowed"), prompts_of(14)
+    engine = engine_of(model, "eagle3" if DEVICE.type == "cuda" else None, **settings)  # the interpreter is slow
     answer = engine.generate(prompts, max_new_tokens=2, ignore_eos=True)
     assert answer.tokens == [greedy(model, p, 2) for p in prompts] and replays(engine) == 2
 
