@@ -112,6 +112,8 @@ def test_replay_equals_eager_for_every_runner_and_batch(algo, shape, kind, round
         pytest.skip("plain decoding is one graph anyway")
     if kind not in ("greedy", "sampled") and algo != "eagle3":
         pytest.skip("filters and processors are the target's matter")
+    if DEVICE.type == "cpu" and kind not in ("greedy", "sampled" if algo == "eagle3" else "greedy") and not round_graph:
+        pytest.skip("what is sampled does not depend on where the graphs are cut; a GPU runs all")
     engine = engine_of(model_of(), shape, algo, graph_batches=(1, 2, 4), round_graph=round_graph, graph_sampling=kind)
     core, every = past_prefill(engine, LAWS[kind])
     program, runners, counters = core.round, core.graphs.runners, core.counters.runners
