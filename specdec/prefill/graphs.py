@@ -22,21 +22,18 @@ from specdec.graphs import (
     Setup,
     build,
     pick_breakable,
-    pick_capture,
     token_buckets,
 )
 from specdec.graphs.build import is_out_of_memory
 from specdec.outputs import GraphCost
 from specdec.prefill.program import PrefillProgram, Programs
-from specdec.prefill.whole import FRESH, KINDS, WholePrefill, WholeProgram
+from specdec.prefill.whole import KINDS, whole_graphs, whole_sizes
 from specdec.round.parts import Parts
 from specdec.round.program import Round
 from specdec.targets.compiled import why_uncompiled
 from specdec.targets.hf import HFTarget
 from specdec.targets.probe import ModelSpec
 
-# Token counts of whole graphs under "auto": few, since each holds all layers; larger prefills are the device's anyway.
-WHOLE_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 LOWER = "max_prefill_tokens, shorten prefill_buckets, or pass prefill_graph='off'"
 # For `estimate_prefill_bytes`; set so that the estimate is close to what bench/prefill.py measures on an H200.
 NODE_BYTES, NODES_A_LAYER = 5 << 10, 40
@@ -54,7 +51,7 @@ class PrefillGraphs:
     def __init__(self, parts: Parts, program: Round, pool: GraphPool | None, mode: str):
         target, worker, config, slot_table = parts.target, parts.worker, parts.config, parts.tables.table
         self.mode = mode
-        self.whole = None if mode == "off" else _whole(parts, program, pool)
+        self.whole = None if mode == "off" else whole_graphs(parts, program, pool)
         self._slot_table = slot_table
         self._dummy_row = config.dummy_row
         self._is_debug = is_debug()
@@ -196,53 +193,6 @@ def _runner(name: str, program: PrefillProgram, features: torch.Tensor | None, s
         specs.append(BufferSpec("features", lambda n: (n, width), dtype, pad=0.0))
         setup = replace(setup, shared={**setup.shared, "features": features} if setup.shared else {})
     return PrefillRunner(GraphRunner(name, program.capture, specs, setup, live=program.run), program.plan)
-
-
-def _whole(parts: Parts, program: Round, pool: GraphPool | None) -> WholePrefill | None:
-    """Return the whole graphs of `parts`, not built yet, if they are wanted; ValueError if they are but cannot be."""
-    config = parts.config
-    sizes = whole_sizes(config)
-    if not sizes:
-        return None
-    reason = _why_not_whole(parts)
-    if reason and config.prefill_graph == "whole":
-        raise ValueError(f"prefill_graph='whole': {reason}; leave prefill_graph out")
-    variants = tuple(f"{kind}{FRESH}" for kind in KINDS if kind in config.graph_sampling)
-    if reason or not variants:
-        return None
-    if config.prefill_graph == "whole":
-        variants += tuple(variant.removesuffix(FRESH) for variant in variants)
-    setup = Setup(
-        capture=pick_capture(True, parts.tables.table.device, pool),
-        counters=parts.counters,
-        device=parts.tables.table.device,
-        buckets=sizes,
-        variants=variants,
-        watched=program.tensors,
-        unit="tokens",
-    )
-    return WholePrefill(WholeProgram(parts, program), setup, config.dummy_row)
-
-
-def _why_not_whole(parts: Parts) -> str:
-    """Return why a prefill cannot be one graph; empty if it can."""
-    contexts = [c for c in (parts.context, parts.worker.context) if c is not None]
-    on_host = [c.backend.name for c in contexts if not c.backend.capabilities.packed_prefill]
-    if on_host:
-        return f"{on_host[0]} plans prefills on the host"
-    if parts.worker.prefill_syncs or not parts.target.same_experts_in_all_modes:
-        return "experts wait for the host"
-    return ""
-
-
-def whole_sizes(config: EngineConfig) -> tuple[int, ...]:
-    """Return the token counts of whole graphs: all buckets if they are asked for, under "auto" those that gain."""
-    if config.prefill_graph == "whole":
-        return token_buckets(config.prefill_tokens, config.prefill_buckets)
-    if config.prefill_graph != "auto":
-        return ()
-    sizes = config.prefill_buckets or WHOLE_SIZES
-    return tuple(n for n in sizes if n <= min(config.prefill_tokens, WHOLE_SIZES[-1]))
 
 
 def _inputs(metadata: AttentionMetadata, ids: torch.Tensor) -> dict[str, torch.Tensor]:

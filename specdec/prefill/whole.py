@@ -13,16 +13,28 @@ import torch
 
 from specdec.backends import padded_forward
 from specdec.batch import AttentionMetadata, ForwardMode, to_pinned
+from specdec.config import EngineConfig
 from specdec.draft.worker import PrefillChunk
 from specdec.functional.results import first_tokens
 from specdec.functional.sampling import SamplingKind
-from specdec.graphs import BufferSpec, Decision, GraphRunner, PrefillRunner, Setup
+from specdec.graphs import (
+    BufferSpec,
+    Decision,
+    GraphPool,
+    GraphRunner,
+    PrefillRunner,
+    Setup,
+    pick_capture,
+    token_buckets,
+)
 from specdec.round.parts import Parts
 from specdec.round.program import Round
 
 MOST_REQUESTS = 8
 KINDS = (SamplingKind.GREEDY, SamplingKind.FILTERED)  # of sampling; penalties and bans take the way in parts
 FRESH = ", fresh"  # after a kind: no prompt has tokens in the cache, so short ones need no split of their keys
+# Token counts of whole graphs under "auto": few, since each holds all layers; larger prefills are the device's anyway.
+WHOLE_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
 
 class Piece(NamedTuple):
@@ -136,6 +148,53 @@ class WholePrefill:
         kinds = [k for k in KINDS if k.serves(kind)]
         wanted = [f"{k}{FRESH}" for k in kinds] * (not has_cached) + [str(k) for k in kinds]
         return next((variant for variant in wanted if variant in self._variants), None)
+
+
+def whole_graphs(parts: Parts, program: Round, pool: GraphPool | None) -> WholePrefill | None:
+    """Return the whole graphs of `parts`, not built yet, if they are wanted; ValueError if they are but cannot be."""
+    config = parts.config
+    sizes = whole_sizes(config)
+    if not sizes:
+        return None
+    reason = _why_not_whole(parts)
+    if reason and config.prefill_graph == "whole":
+        raise ValueError(f"prefill_graph='whole': {reason}; leave prefill_graph out")
+    variants = tuple(f"{kind}{FRESH}" for kind in KINDS if kind in config.graph_sampling)
+    if reason or not variants:
+        return None
+    if config.prefill_graph == "whole":
+        variants += tuple(variant.removesuffix(FRESH) for variant in variants)
+    setup = Setup(
+        capture=pick_capture(True, parts.tables.table.device, pool),
+        counters=parts.counters,
+        device=parts.tables.table.device,
+        buckets=sizes,
+        variants=variants,
+        watched=program.tensors,
+        unit="tokens",
+    )
+    return WholePrefill(WholeProgram(parts, program), setup, config.dummy_row)
+
+
+def _why_not_whole(parts: Parts) -> str:
+    """Return why a prefill cannot be one graph; empty if it can."""
+    contexts = [c for c in (parts.context, parts.worker.context) if c is not None]
+    on_host = [c.backend.name for c in contexts if not c.backend.capabilities.packed_prefill]
+    if on_host:
+        return f"{on_host[0]} plans prefills on the host"
+    if parts.worker.prefill_syncs or not parts.target.same_experts_in_all_modes:
+        return "experts wait for the host"
+    return ""
+
+
+def whole_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Return the token counts of whole graphs: all buckets if they are asked for, under "auto" those that gain."""
+    if config.prefill_graph == "whole":
+        return token_buckets(config.prefill_tokens, config.prefill_buckets)
+    if config.prefill_graph != "auto":
+        return ()
+    sizes = config.prefill_buckets or WHOLE_SIZES
+    return tuple(n for n in sizes if n <= min(config.prefill_tokens, WHOLE_SIZES[-1]))
 
 
 def _with_first(chunk: PrefillChunk, is_done: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
