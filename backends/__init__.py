@@ -2,7 +2,7 @@
 
 from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec, unmet_needs
 from specdec.backends.bridge import AttentionBridge
-from specdec.backends.op import ForwardContext, attention, forward_context, padded_forward
+from specdec.backends.op import ForwardContext, attention, forward_context
 from specdec.backends.registry import BACKENDS, pick_backend
 from specdec.backends.rope import Rope
 from specdec.backends.torch_ref import TorchBackend
@@ -19,7 +19,6 @@ __all__ = [
     "TorchBackend",
     "attention",
     "forward_context",
-    "padded_forward",
     "pick_backend",
     "unmet_needs",
 ]

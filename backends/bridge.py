@@ -93,7 +93,5 @@ class _CapturedScope:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
     ) -> torch.Tensor:
-        c = self.bridge.context
         out = q  # unused: a store fills no output
-        call = AttentionCall(q, k, v, out, c.pool, layer_id, c.layers[layer_id], c.sinks[layer_id], rope)
-        return self.bridge.attend(call, self.slots)
+        return self.bridge.attend(self.bridge.context.call(q, k, v, out, layer_id, rope), self.slots)

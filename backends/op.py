@@ -58,9 +58,20 @@ class ForwardContext:
     ) -> torch.Tensor:
         """Store k and v, and attend, in the forward that the backend has planned."""
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-        layer, sinks = self.layers[layer_id], self.sinks[layer_id]
-        self.backend.run(AttentionCall(q, k, v, out, self.pool, layer_id, layer, sinks, rope))
+        self.backend.run(self.call(q, k, v, out, layer_id, rope))
         return out
+
+    def call(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        layer_id: int,
+        rope: Rope | None,
+    ) -> AttentionCall:
+        """The call of one layer, for the backend."""
+        return AttentionCall(q, k, v, out, self.pool, layer_id, self.layers[layer_id], self.sinks[layer_id], rope)
 
 
 @dataclass(frozen=True)
@@ -76,12 +87,11 @@ class _PaddedScope:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
     ) -> torch.Tensor:
-        c, shape = self.context, (q.shape[0], q.shape[1], v.shape[2])
+        shape = q.shape[0], q.shape[1], v.shape[2]
         if shape not in self.outputs:
             self.outputs[shape] = q.new_zeros(shape)
-        out = self.outputs[shape]
-        c.backend.run(AttentionCall(q, k, v, out, c.pool, layer_id, c.layers[layer_id], c.sinks[layer_id], rope))
-        return out
+        self.context.backend.run(self.context.call(q, k, v, self.outputs[shape], layer_id, rope))
+        return self.outputs[shape]
 
 
 _CURRENT: ContextVar[AttentionScope] = ContextVar("specdec_forward")
@@ -89,19 +99,13 @@ _CURRENT: ContextVar[AttentionScope] = ContextVar("specdec_forward")
 
 @contextmanager
 def forward_context(context: ForwardContext, metadata: AttentionMetadata) -> Iterator[None]:
-    """A forward of `metadata`: it is counted and planned, and attention calls find `context`."""
+    """A forward of `metadata`: it is counted and planned, and attention calls find `context`.
+
+    Of a packed one, rows of padding find zeros where nothing attends.
+    """
     context.on_forward(metadata.mode)
     context.backend.plan(metadata)
-    with attention_scope(context):
-        yield
-
-
-@contextmanager
-def padded_forward(context: ForwardContext, metadata: AttentionMetadata) -> Iterator[None]:
-    """A forward as in `forward_context`, of packed `metadata`: rows of padding find zeros where nothing attends."""
-    context.on_forward(metadata.mode)
-    context.backend.plan(metadata)
-    with attention_scope(_PaddedScope(context, {})):
+    with attention_scope(_PaddedScope(context, {}) if metadata.is_packed else context):
         yield
 
 

@@ -160,7 +160,15 @@ def test_a_path_may_have_64_nodes(num_accepted):
 
 
 @pytest.mark.parametrize("kind", ["greedy", "tree", "chain"])
-@pytest.mark.parametrize(("node", "bad"), [(0, math.nan), (1, math.inf), (40, math.nan), (63, math.inf)])
+@pytest.mark.parametrize(
+    ("node", "bad"),
+    [
+        (node, bad)
+        for i, node in enumerate((0, 1, 40, 63))
+        for j, bad in enumerate((math.nan, math.inf))
+        if DEVICE == "cuda" or i % 2 == j  # the interpreter is slow
+    ],
+)
 def test_one_bad_number_on_the_longest_path_ends_its_request_alone(kind, node, bad):
     draft = line(64, 3)
     laws = torch.nn.functional.one_hot((draft.tokens + 1) % 64, 64).float()

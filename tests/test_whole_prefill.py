@@ -125,6 +125,7 @@ def test_a_whole_prefill_on_triton():
         ({"temperature": 0.8}, True),
         ({"temperature": 0.8, "top_k": 7, "top_p": 0.9}, True),
         ({"repetition_penalty": 1.5}, False),
+        ({"temperature": 0.8, "repetition_penalty": 1.5}, False),
     ],
     ids=str,
 )

@@ -20,11 +20,12 @@ def compile_draft(worker: DraftWorker, config: EngineConfig, prefill_mode: str) 
     A head that does not trace runs as it is, as a target does; compile=True warns of it, and raises GraphError under
     strict. prefill_mode: the target's.
     """
-    if isinstance(worker, StandaloneWorker):
-        return compile_layers(worker.model, config, prefill_mode).told
-    if not isinstance(worker, HeadWorker):
+    if not isinstance(worker, StandaloneWorker | HeadWorker):
         return ""
-    why = why_uncompiled(config, worker.head.weight.device) or worker.why_live
+    why = why_uncompiled(config, worker.hot_ids.device)
+    if isinstance(worker, StandaloneWorker):
+        return f"not compiled: {why}" if why else compile_layers(worker.model, config, prefill_mode).told
+    why = why or worker.why_live
     try:
         if not why:
             _compile_head(worker, config)

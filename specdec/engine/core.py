@@ -179,9 +179,10 @@ class Core:
     def _next_prefill(self) -> list[tuple[Request, int]]:
         """Prompt pieces to prefill now; fewer at a time, a round after each, while earlier requests decode."""
         most = self.config.max_prefill_tokens
-        if self.scheduler.is_mixed:
-            most = 0 if self._owes_round else min(most, self.config.mixed_prefill_tokens)
-        return self.scheduler.next_prefill(most)
+        pieces = self.scheduler.next_prefill(most)
+        if not pieces or not self.scheduler.is_mixed:
+            return pieces
+        return [] if self._owes_round else self.scheduler.next_prefill(min(most, self.config.mixed_prefill_tokens))
 
     def _give_up(self, error: BaseException) -> None:
         """End all running requests with `error`, and forget what is on its way to them."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.backends import padded_forward
+from specdec.backends import forward_context
 from specdec.batch import AttentionMetadata, ForwardMode, to_pinned
 from specdec.config import EngineConfig
 from specdec.draft.worker import PrefillChunk
@@ -75,7 +75,7 @@ class WholeProgram:
         chunk = PrefillChunk(metadata, rows, ids, next_ids, last_rows)
         if worker.reads_history:
             self._round.take_prompts(chunk)
-        with padded_forward(context, metadata):
+        with forward_context(context, metadata):
             hidden, aux = target.layers(ForwardMode.EXTEND, chunk.ids, metadata.positions)
         packed = self._round.first_tokens(kind, done_rows, target.head(hidden.index_select(0, last_rows)))
         is_done = done_rows != self._parts.config.dummy_row
@@ -94,7 +94,7 @@ class WholeProgram:
         """Run the draft's layers, or those of one of its modules; see `DraftWorker.prefill_layers`."""
         worker = self._parts.worker
         assert worker.context is not None
-        with padded_forward(worker.context, metadata):
+        with forward_context(worker.context, metadata):
             return worker.prefill_layers(ids, metadata.positions, features, module)
 
 
