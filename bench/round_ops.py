@@ -24,7 +24,7 @@ from specdec.config import EngineConfig
 from specdec.draft.drafting import candidate_depths
 from specdec.functional.ops import TORCH_OPS, RoundOps, pick_ops
 from specdec.functional.sampling import SamplingBatch, SamplingParams, process_logits
-from specdec.functional.tree import chain
+from specdec.functional.tree import Frontier, chain
 from specdec.kv_cache import KVPool
 from specdec.measure.results import write_results
 
@@ -145,11 +145,14 @@ def calls(ops: RoundOps, shape: str, batch: int) -> dict[str, Callable[[], Any]]
     num_hot = HOT[shape]
     names = torch.randperm(vocab, device=DEVICE, generator=generator)[:num_hot]
     hot, hot_rows = random(batch, num_hot).bfloat16(), random(batch * k, num_hot).bfloat16()
-    log_probs, above = -random(batch, k, k), -random(batch, k)
+    log_probs, children = -random(batch, k, k), ids(vocab, batch, k * k)
+    bits = ids(1 << 40, batch, k, 1)
+    frontier = Frontier(ids(vocab, batch, k), -random(batch, k), ids(k, batch, k), bits)
     return {
         "best_token": lambda: ops.best_token(hot, names),
         "top_tokens": lambda: ops.top_tokens(hot_rows, k, names),
-        "expand": lambda: ops.expand(log_probs, above, k),
+        "chain": lambda: ops.chain(line.tokens[:, 0], line.tokens[:, 1:]),
+        "grow": lambda: ops.grow(log_probs, children, frontier, bits[0], k),
         "build": lambda: ops.build(*candidates, num_draft_tokens=width, num_steps=num_steps),
         "verify_greedy": lambda: ops.verify_greedy(probs, tree, num_steps),
         "verify_tree": lambda: ops.verify_tree(probs, tree, num_steps, uniforms),

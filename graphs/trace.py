@@ -83,6 +83,7 @@ def trace(
     joins: bool = True,
     alike: Sequence[nn.Module] = (),
     numbers: Sequence[int] | None = None,
+    rewrite: Callable[[fx.GraphModule], object] | None = None,
     keep: Path | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Traced:
@@ -94,6 +95,7 @@ def trace(
     compiler: "inductor", or "eager" to leave the pieces as they are. joins: whether products of one input become one.
     alike: modules in `fn` many of which are equal but for their weights: those are walked once, where torch can show
     that they are; nothing else depends on it. numbers: the argument 3 of the calls of `split_at`, in their order.
+    rewrite: changes the flat graph in place, before it is split.
     keep: folder that `keeping` is in force for; renewed if a piece does not compile with what is in it.
     progress: called after every piece.
     Raises GraphError for what cannot be traced as one graph for every T, or not be compiled; it names the op.
@@ -101,7 +103,7 @@ def trace(
     for tensor in inputs:
         torch._dynamo.mark_dynamic(tensor, 0)
     while True:
-        backend = _Backend(split_at, compiler, (smallest, largest), joins, numbers, keep, progress)
+        backend = _Backend(split_at, compiler, (smallest, largest), joins, numbers, rewrite, keep, progress)
         compiled = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
         try:
             # Without it Dynamo assumes T > 1 and leaves no guard that shows it.
@@ -147,6 +149,7 @@ class _Backend:
         sizes: tuple[int, int],
         joins: bool,
         numbers: Sequence[int] | None,
+        rewrite: Callable[[fx.GraphModule], object] | None,
         keep: Path | None,
         progress: Callable[[], None],
     ):
@@ -160,6 +163,7 @@ class _Backend:
         self._smallest, self._largest = sizes
         self._joins = joins
         self._numbers = numbers
+        self._rewrite = rewrite
         self._keep = keep
         self._progress = progress
 
@@ -170,6 +174,8 @@ class _Backend:
         write_out(graph)
         if self._numbers is not None:
             number(graph, self._split_at, 3, self._numbers)
+        if self._rewrite is not None:
+            self._rewrite(graph)
         fakes = [_fake(mode, x) if isinstance(x, torch.Tensor) else x for x in example_inputs]
         self.num_outputs = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])
         if self._joins:

@@ -104,15 +104,32 @@ def flashinfer_tables() -> None:
 
 def round_kernels() -> None:
     """Growth, tree, walks, draws, rows, commit and what ends a round."""
-    from specdec.backends.triton import admit, draws, law, lookup, processors, rows, sampling, top, tree, trim, walk
+    from specdec.backends.triton import (
+        admit,
+        chain,
+        draws,
+        law,
+        lookup,
+        processors,
+        rows,
+        sampling,
+        top,
+        tree,
+        trim,
+        walk,
+    )
     from specdec.functional.sampling import SamplingBatch, SamplingParams
     from specdec.kv_cache import KVPool, LayerShape
     from specdec.round.state import EngineState
 
     ids, floats = torch.zeros(2, 40, dtype=torch.int64), torch.zeros(2, 40)
-    tree.expand(torch.zeros(2, 8, 8), torch.zeros(2, 8), 8)
     tree.build(ids[:, 0].clone(), ids, floats, ids, ids[0].clone(), num_draft_tokens=32, num_steps=5)
     many, scores = torch.zeros(2, 300, dtype=torch.int64), torch.zeros(2, 300)
+    chain.chain(ids[:, 0], ids[:, 1:])
+    for k, words in ((8, 1), (16, 4)):
+        names, bits = many[:, :k].clone(), torch.zeros(2, k, words, dtype=torch.int64)
+        log_probs, children = torch.zeros(2, k, k), many[:, : k * k].clone()
+        tree.grow(log_probs, children, scores[:, :k].clone(), names, bits, bits[0].clone(), 8)
     tree.build(many[:, 0].clone(), many, scores, many, many[0].clone(), num_draft_tokens=200, num_steps=8)
     for dtype in (torch.bfloat16, torch.float32):
         top.top_tokens(torch.zeros(3, 9000, dtype=dtype), 8, torch.arange(9000))

@@ -21,7 +21,7 @@ from specdec.functional import sampling, tree, verify
 from specdec.functional.ops import TORCH_OPS, pick_ops
 from specdec.functional.tree import Tree
 from specdec.kv_cache import KVPool, LayerShape
-from tests.test_triton_round import generator, same
+from tests.test_triton_round import generator, same, same_growth
 from tests.test_verify import BELOW_ONE, VOCAB_SIZE, agreeable_logits, one_hot_law, random_tree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,9 +57,7 @@ def test_the_widest_tree_has_4160_candidates(kind):
         second[torch.rand(second.shape, generator=g) < 0.5] = math.nan
         second[torch.rand(second.shape, generator=g) < 0.5] = -math.inf
     first, second = first.to(DEVICE), second.to(DEVICE)
-    grown = OPS.expand(second, first, k)
-    for got, want in zip(grown, tree.expand(second, first, k), strict=True):
-        assert torch.equal(got, want)
+    grown = same_growth(second, first, k, g)
 
     names = torch.arange(k, device=DEVICE).repeat(1, 1)
     tokens = torch.cat([names, names.repeat(1, k)], 1)
@@ -77,8 +75,7 @@ def test_growth_takes_parents_and_children_of_any_number(seed, bs, num_parents, 
     log_probs = torch.randn(bs, num_parents, num_children, generator=g).round().to(DEVICE)  # some above 0: clamped
     scores = -torch.rand(bs, num_parents, generator=g).round().to(DEVICE)
     topk = 1 + seed % (num_parents * num_children)
-    for got, want in zip(OPS.expand(log_probs, scores, topk), tree.expand(log_probs, scores, topk), strict=True):
-        assert got.dtype == want.dtype and torch.equal(got, want)
+    same_growth(log_probs, scores, topk, g)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])

@@ -92,13 +92,33 @@ def test_scores_of_nan_and_infinity_build_the_trees_of_the_twin():
 @given(SEEDS, st.integers(1, 4), st.integers(1, 9), st.booleans())
 def test_growth_equals_the_twin(seed, bs, k, ties):
     g = generator(seed)
-    log_probs, parents = torch.randn(bs, k, k, generator=g), -torch.rand(bs, k, generator=g)
+    log_probs, scores = torch.randn(bs, k, k, generator=g), -torch.rand(bs, k, generator=g)
     if ties:
-        log_probs, parents = log_probs.round(), parents.round()
+        log_probs, scores = log_probs.round(), scores.round()
     log_probs[0, 0, 0] = math.nan
-    parents[-1, -1] = -math.inf
-    arguments = (log_probs.to(DEVICE), parents.to(DEVICE), k)
-    same(OPS.expand(*arguments), tree.expand(*arguments))
+    scores[-1, -1] = -math.inf
+    same_growth(log_probs, scores, k, g, words=1 + bs // 2)
+
+
+def same_growth(log_probs, scores, topk, g, words=1):
+    """The next frontier, candidates and their parents equal the twin's, for random tokens, names and bits."""
+    bs, k, num_children = log_probs.shape
+
+    def integers(*shape):
+        return torch.randint(-(1 << 40), 1 << 40, shape, generator=g).to(DEVICE)
+
+    frontier = tree.Frontier(integers(bs, k), scores.to(DEVICE), integers(bs, k), integers(bs, k, words))
+    arguments = (log_probs.to(DEVICE), integers(bs, k * num_children), frontier, integers(topk, words), 7)
+    got, want = OPS.grow(*arguments), tree.grow(*arguments)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    same(got[2], want[2])
+    return got
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 7, 62, 63, 64, 200])
+def test_chains_equal_the_twin(num_steps):
+    ids = torch.randint(0, 1 << 40, (3, num_steps + 1), generator=generator(num_steps)).to(DEVICE)
+    same(OPS.chain(ids[:, 0], ids[:, 1:]), tree.chain(ids[:, 0], ids[:, 1:]))
 
 
 def random_case(seed, bs, k, num_steps, width, vocab=50):

@@ -12,7 +12,7 @@ from specdec.backends.triton.plan import MERGE_WIDTH, SplitPlan, most_keys, spli
 from specdec.backends.triton.relaunch import INTERPRETED, is_aligned
 from specdec.backends.triton.store import store_kv
 from specdec.backends.triton.tiling import Tiling, choose_tiling, num_tiles
-from specdec.batch import AttentionMetadata
+from specdec.batch import AttentionMetadata, ForwardMode
 
 
 class _Cut(NamedTuple):
@@ -44,6 +44,7 @@ class TritonBackend(AttentionBackend):
     )
     metadata = TRITON_METADATA
     min_chunk = 256  # keys; shorter pieces cost more in merging than they gain
+    fresh_chunk = 2048  # keys of a prompt with nothing cached: it has a tile for every few of them, which fill the GPU
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,6 +101,7 @@ class TritonBackend(AttentionBackend):
         if cut not in self._plans:
             is_causal = m.ancestor_bits is None
             most = most_keys(m.max_prefix + m.tail_len, m.tail_len, cut.window, group, tiling.block_m, is_causal)
+            is_fresh = m.mode is ForwardMode.EXTEND and m.max_prefix == 0
             plan = split_plan(
                 m.prefix_lens,
                 m.qo_indptr,
@@ -112,7 +114,7 @@ class TritonBackend(AttentionBackend):
                 block_n=tiling.block_n,
                 min_chunk=self.min_chunk,
                 is_causal=is_causal,
-                may_split=most > self.min_chunk,
+                may_split=most > (self.fresh_chunk if is_fresh else self.min_chunk),
             )
             rows = (plan.num_partials, layer.num_kv_heads, tiling.block_m)
             partials = (

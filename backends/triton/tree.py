@@ -1,6 +1,6 @@
 """The draft tree on the device: growth and re-rank, one program per request.
 
-Twins: `specdec.functional.tree.expand` and `build`.
+Twins: `specdec.functional.tree.grow` and `build`.
 Candidates are ranked by counting the better ones, which is stable, bounded and needs no sort: keys are unique.
 """
 
@@ -22,20 +22,32 @@ def _child_scores(log_probs, parent_scores, request, j, K: tl.constexpr, C: tl.c
     return tl.where(score != score, float("-inf"), score)
 
 
-@triton.jit
-def _expand_kernel(
+@triton.jit(do_not_specialize=["first_name"])
+def _grow_kernel(
     log_probs,
+    tokens,
     parent_scores,
-    cumulative,
-    kept,
+    names,
+    bits,
+    own_bits,
+    scores,
+    parents,
+    next_tokens,
+    next_scores,
+    next_names,
+    next_bits,
+    above,
+    first_name,
     K: tl.constexpr,
     C: tl.constexpr,
     TOPK: tl.constexpr,
+    W: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK_J)
+    is_child = j < K * C
     score = _child_scores(log_probs, parent_scores, request, j, K, C)
     key = order_key(score, j)
     rank = tl.zeros([BLOCK_J], tl.int32)
@@ -43,8 +55,21 @@ def _expand_kernel(
         i = base + tl.arange(0, BLOCK_I)
         other = order_key(_child_scores(log_probs, parent_scores, request, i, K, C), i)
         rank += tl.sum(((other[None, :] > key[:, None]) & (i[None, :] < K * C)).to(tl.int32), 1)
-    tl.store(cumulative + request * K * C + j, score, mask=j < K * C)
-    tl.store(kept + request * TOPK + rank, j.to(tl.int64), mask=(j < K * C) & (rank < TOPK))
+    parent = j // C
+    tl.store(scores + request * K * C + j, score, mask=is_child)
+    tl.store(
+        parents + request * K * C + j, tl.load(names + request * K + parent, mask=is_child, other=0), mask=is_child
+    )
+    is_kept = is_child & (rank < TOPK)
+    at = request * TOPK + rank
+    tl.store(next_tokens + at, tl.load(tokens + request * K * C + j, mask=is_kept, other=0), mask=is_kept)
+    tl.store(next_scores + at, score, mask=is_kept)
+    tl.store(next_names + at, (first_name + j).to(tl.int64), mask=is_kept)
+    tl.store(above + at, parent.to(tl.int64), mask=is_kept)
+    for word in tl.static_range(W):
+        seen = tl.load(bits + (request * K + parent) * W + word, mask=is_kept, other=0)
+        own = tl.load(own_bits + rank * W + word, mask=is_kept, other=0)
+        tl.store(next_bits + at * W + word, seen | own, mask=is_kept)
 
 
 @triton.jit
@@ -106,27 +131,51 @@ def _build_kernel(
         tl.store(out_bits + (request * D + n) * W + word, bits, mask=n < D)
 
 
-def expand(log_probs: torch.Tensor, parent_scores: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cumulative scores [bs, K*C] and indices of the best [bs, topk] int64.
+def grow(
+    log_probs: torch.Tensor,
+    tokens: torch.Tensor,
+    parent_scores: torch.Tensor,
+    names: torch.Tensor,
+    bits: torch.Tensor,
+    own_bits: torch.Tensor,
+    first_name: int,
+) -> tuple[torch.Tensor, ...]:
+    """Return scores and parents [bs, K*C] of the children, and tokens, scores, names [bs, topk], bits [bs, topk, W] and
+    parents [bs, topk] of the best.
 
-    log_probs [bs, K, C] and parent_scores [bs, K], float32.
+    log_probs [bs, K, C] and parent_scores [bs, K], float32; tokens [bs, K*C], names [bs, K], bits [bs, K, W] and
+    own_bits [topk, W], int64.
     """
-    bs, k, c = log_probs.shape
-    cumulative = torch.empty(bs, k * c, dtype=torch.float32, device=log_probs.device)
-    kept = torch.empty(bs, topk, dtype=torch.int64, device=log_probs.device)
-    _expand_kernel[(bs,)](
+    (bs, k, c), (topk, words), device = log_probs.shape, own_bits.shape, log_probs.device
+    scores = torch.empty(bs, k * c, dtype=torch.float32, device=device)
+    parents = torch.empty(bs, k * c, dtype=torch.int64, device=device)
+    next_tokens, next_names, above = torch.empty(3, bs, topk, dtype=torch.int64, device=device)
+    next_scores = torch.empty(bs, topk, dtype=torch.float32, device=device)
+    next_bits = torch.empty(bs, topk, words, dtype=torch.int64, device=device)
+    _grow_kernel[(bs,)](
         log_probs.contiguous(),
+        tokens.contiguous(),
         parent_scores.contiguous(),
-        cumulative,
-        kept,
+        names.contiguous(),
+        bits.contiguous(),
+        own_bits.contiguous(),
+        scores,
+        parents,
+        next_tokens,
+        next_scores,
+        next_names,
+        next_bits,
+        above,
+        first_name,
         K=k,
         C=c,
         TOPK=topk,
+        W=words,
         BLOCK_J=triton.next_power_of_2(k * c),
         BLOCK_I=max(1, min(16, 16384 // triton.next_power_of_2(k * c))),  # as many pairs as registers hold
         num_warps=8 if k * c > 512 else 4,
     )
-    return cumulative, kept
+    return scores, parents, next_tokens, next_scores, next_names, next_bits, above
 
 
 def build(

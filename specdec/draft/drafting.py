@@ -15,7 +15,7 @@ from specdec.backends import ForwardContext, forward_context
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.config import EngineConfig
 from specdec.draft.worker import STREAM_DRAFT, Draft, DraftParts, DraftWorker, RoundBatch
-from specdec.functional.tree import chain, own_bits
+from specdec.functional.tree import Frontier, own_bits
 from specdec.functional.verify import VerifyOutput
 
 
@@ -140,6 +140,10 @@ class DraftModelWorker(DraftWorker):
         with forward_context(self.context, metadata):
             return self.run(mode, ids, metadata.positions, hidden, module)
 
+    def of_rows(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the lines of values [num_rows, n] that belong to `rows`."""
+        return self.ops.gather_rows(values.unsqueeze(0), rows.unsqueeze(0)).squeeze(0)
+
     def keep(self, rows: torch.Tensor, states: torch.Tensor) -> None:
         """Store the states [n, h_d] that predict the next tokens of `rows`, and their logits."""
         if self.hidden is not None:
@@ -159,7 +163,7 @@ class DraftModelWorker(DraftWorker):
 
     def _draft_chain(self, batch: RoundBatch) -> Draft:
         """K=1: the best (or a sampled) token a step."""
-        logits, steps = self.logits[batch.rows], self.steps(batch)
+        logits, steps = self.of_rows(self.logits, batch.rows), self.steps(batch)
         tokens: list[torch.Tensor] = []
         laws: list[torch.Tensor] = []
         for step in range(self.config.num_steps):
@@ -172,29 +176,24 @@ class DraftModelWorker(DraftWorker):
                 draws = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, STREAM_DRAFT + step, 1)
                 tokens.append(self.hot_ids[self.ops.sample(law, draws.squeeze(1))])
                 laws.append(law)
-        return Draft(chain(batch.roots, torch.stack(tokens, 1)), self._over_target_vocab(laws))
+        return Draft(self.ops.chain(batch.roots, torch.stack(tokens, 1)), self._over_target_vocab(laws))
 
     def _draft_tree(self, batch: RoundBatch) -> Draft:
         """K>1: grow K branches a step by cumulative log-probability, then re-rank everything proposed (EAGLE-2)."""
         k, bs, steps = self.config.topk, batch.rows.shape[0], self.steps(batch)
-        frontier_scores, frontier_ids = self.ops.top_tokens(self.logits[batch.rows], k, self.hot_ids)  # [bs, K]
-        names = torch.arange(k, device=batch.rows.device).expand(bs, -1)  # candidate numbers of the frontier
-        bits = self.own_bits.new_zeros(bs, k, self.own_bits.shape[2])  # draft nodes above the frontier
-        above = None  # the frontier's parents in the one before
-        tokens, scores, parents = [frontier_ids], [frontier_scores], [torch.full_like(names, -1)]
+        best, ids = self.ops.top_tokens(self.of_rows(self.logits, batch.rows), k, self.hot_ids)  # [bs, K]
+        names = torch.arange(k, device=ids.device).repeat(bs, 1)
+        frontier = Frontier(ids, best, names, self.own_bits[:1].repeat(bs, 1, 1))
+        tokens, scores, parents = [ids], [best], [torch.full_like(ids, -1)]
         for step in range(1, self.config.num_steps):
-            bits = bits | self.own_bits[step - 1]
-            states = steps.advance(frontier_ids, above, bits)
-            log_probs, child_ids = self.ops.top_tokens(self.score(states, steps.module), k, self.hot_ids)  # [bs*K, K]
-            child_ids = child_ids.view(bs, k * k)
-            cumulative, kept = self.ops.expand(log_probs.view(bs, k, k), frontier_scores, k)
-            first_name = sum(t.shape[1] for t in tokens)
-            tokens.append(child_ids)
-            scores.append(cumulative)
-            parents.append(names.repeat_interleave(k, 1))
-            frontier_ids, frontier_scores = child_ids.gather(1, kept), cumulative.gather(1, kept)
-            names, above = first_name + kept, kept // k
-            bits = self.ops.gather_rows(bits, above)
+            states = steps.advance(frontier.tokens, frontier.above, frontier.bits)
+            log_probs, ids = self.ops.top_tokens(self.score(states, steps.module), k, self.hot_ids)  # [bs*K, K]
+            log_probs, ids = log_probs.view(bs, k, k), ids.view(bs, k * k)
+            own_bits = self.own_bits[min(step, len(self.own_bits) - 1)]  # the last step's children stay leaves
+            best, owners, frontier = self.ops.grow(log_probs, ids, frontier, own_bits, k + (step - 1) * k * k)
+            tokens.append(ids)
+            scores.append(best)
+            parents.append(owners)
         tree = self.ops.build(
             batch.roots,
             torch.cat(tokens, 1),
@@ -251,7 +250,7 @@ class Steps:
         if self.worker.hidden is None:
             return None
         if self._states is None:
-            return self.worker.hidden[self.batch.rows].repeat_interleave(k, 0)
+            return self.worker.of_rows(self.worker.hidden, self.batch.rows).repeat_interleave(k, 0)
         states = self._states if above is None else self.worker.ops.gather_rows(self._states, above)
         return states.flatten(0, 1)
 

@@ -7,7 +7,6 @@ Saxena 2023, "Prompt Lookup Decoding" (`prompt_lookup_num_tokens` in transformer
 from typing import Any
 
 from specdec.draft.worker import Draft, DraftParts, DraftWorker, RoundBatch
-from specdec.functional.tree import chain
 
 MAX_NGRAM = 4  # tokens
 
@@ -27,7 +26,7 @@ class LookupWorker(DraftWorker):
 
     def draft(self, batch: RoundBatch) -> Draft:
         tokens = self.ops.look_up(batch.history, batch.rows, batch.seq_lens, self.config.num_steps, MAX_NGRAM)
-        return Draft(chain(batch.roots, tokens), None)
+        return Draft(self.ops.chain(batch.roots, tokens), None)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from specdec.config import MAX_TAIL, EngineConfig
 from specdec.draft.algo_spec import AlgoSpec
 from specdec.functional.ops import RoundOps
 from specdec.functional.sampling import SamplingBatch
-from specdec.functional.tree import Tree, chain
+from specdec.functional.tree import Tree
 from specdec.functional.verify import VerifyOutput
 from specdec.targets.hf import HFTarget
 
@@ -150,9 +150,12 @@ class DraftWorker(ABC):
 class NoDraft(DraftWorker):
     """algo=None: verifies the root alone, which is plain decoding."""
 
+    def __init__(self, ops: RoundOps):
+        self.ops = ops
+
     def draft(self, batch: RoundBatch) -> Draft:
         no_drafts = batch.roots.new_empty(batch.roots.shape[0], 0)
-        return Draft(chain(batch.roots, no_drafts), None)
+        return Draft(self.ops.chain(batch.roots, no_drafts), None)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None, algo:
         own, draft_why = pick_backend(config.backend, shape.layers, shape.dtype, target.device, config.page_size)
         why = why if own is backend else f"{why}; the draft: {own.name}, {draft_why}"
         backends.append(own)
-    worker: DraftWorker = NoDraft()
+    worker: DraftWorker = NoDraft(_ops_for(backend))
     if algo is not None:
         row, own = algorithm(algo), backends[-1]
         context = None if shape is None else _context(own, shape, tables, counters, config.draft_words)

@@ -15,7 +15,7 @@ from specdec.functional import lookup, processors, sampling, tree, verify
 from specdec.functional.processors import ProcessorState
 from specdec.functional.results import pack
 from specdec.functional.sampling import SamplingBatch
-from specdec.functional.tree import Tree
+from specdec.functional.tree import Frontier, Tree
 from specdec.functional.verify import VerifyOutput
 from specdec.kv_cache import KVPool, write_pages
 from specdec.layer_state import Commit
@@ -25,7 +25,7 @@ from specdec.layer_state import Commit
 class RoundOps:
     """The fields do what the torch functions do that they are twins of.
 
-    best_token, top_tokens, expand, build: `specdec.functional.tree`; verify_*: `specdec.functional.verify`; process:
+    chain, best_token, top_tokens, grow, build: `specdec.functional.tree`; verify_*: `.verify`; process:
     `specdec.functional.processors`; sample, law (`process_logits`): `specdec.functional.sampling`;
     uniforms(seeds [bs], counters [bs], first_stream, num) -> [bs, num]: `sampling.uniform` on consecutive streams;
     gather_rows(values [bs, n, h], index [bs, m]) -> [bs, m, h]: rows by index, -1 reads row 0;
@@ -43,9 +43,12 @@ class RoundOps:
     """
 
     name: str
+    chain: Callable[[torch.Tensor, torch.Tensor], Tree]
     best_token: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     top_tokens: Callable[[torch.Tensor, int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
-    expand: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+    grow: Callable[
+        [torch.Tensor, torch.Tensor, Frontier, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, Frontier]
+    ]
     build: Callable[..., Tree]
     verify_greedy: Callable[[torch.Tensor, Tree, int], VerifyOutput]
     verify_tree: Callable[[torch.Tensor, Tree, int, torch.Tensor], VerifyOutput]
@@ -130,9 +133,10 @@ def _committer(pool: KVPool) -> Commit:
 
 TORCH_OPS = RoundOps(
     name="torch",
+    chain=tree.chain,
     best_token=tree.best_token,
     top_tokens=tree.top_tokens,
-    expand=tree.expand,
+    grow=tree.grow,
     build=tree.build,
     verify_greedy=verify.verify_greedy,
     verify_tree=verify.verify_tree,
@@ -152,7 +156,29 @@ TORCH_OPS = RoundOps(
 
 def _triton_ops() -> RoundOps:
     """The kernels, in the types of this layer; imported here, since triton is optional."""
-    from specdec.backends.triton import admit, draws, law, lookup, processors, rows, sampling, top, tree, trim, walk
+    from specdec.backends.triton import (
+        admit,
+        chain,
+        draws,
+        law,
+        lookup,
+        processors,
+        rows,
+        sampling,
+        top,
+        tree,
+        trim,
+        walk,
+    )
+
+    def line(root: torch.Tensor, drafts: torch.Tensor) -> Tree:
+        return Tree(*chain.chain(root, drafts))
+
+    def grow(
+        log_probs: torch.Tensor, tokens: torch.Tensor, before: Frontier, own_bits: torch.Tensor, first_name: int
+    ) -> tuple[torch.Tensor, torch.Tensor, Frontier]:
+        found = tree.grow(log_probs, tokens, before.scores, before.names, before.bits, own_bits, first_name)
+        return found[0], found[1], Frontier(*found[2:])
 
     def build(*candidates: torch.Tensor, num_draft_tokens: int, num_steps: int) -> Tree:
         return Tree(*tree.build(*candidates, num_draft_tokens=num_draft_tokens, num_steps=num_steps))
@@ -176,9 +202,10 @@ def _triton_ops() -> RoundOps:
 
     return RoundOps(
         name="triton",
+        chain=line,
         best_token=top.best_token,
         top_tokens=top.top_tokens,
-        expand=tree.expand,
+        grow=grow,
         build=build,
         verify_greedy=verify_greedy,
         verify_tree=verify_tree,

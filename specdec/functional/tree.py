@@ -25,6 +25,16 @@ class Tree(NamedTuple):
     ancestor_bits: Tensor  # [bs, D, W], int64; bit j % 64 (63: the sign) of word j // 64: an ancestor, or itself, is j
 
 
+class Frontier(NamedTuple):
+    """The K branches that the next draft step extends; `above` numbers their parents in the frontier before."""
+
+    tokens: Tensor  # [bs, K], int64
+    scores: Tensor  # [bs, K], float32, cumulative log-probabilities
+    names: Tensor  # [bs, K], int64, their numbers as candidates
+    bits: Tensor  # [bs, K, W], int64: of the draft's nodes, those that each one sees, itself included
+    above: Tensor | None = None  # [bs, K], int64
+
+
 def chain(root: Tensor, drafts: Tensor) -> Tree:
     """Return the tree of topk = 1: every node is the child of the one before.
 
@@ -72,6 +82,22 @@ def expand(log_probs: Tensor, parent_scores: Tensor, topk: int) -> tuple[Tensor,
     """
     cumulative = _nan_to_minus_inf(parent_scores[:, :, None] + log_probs.clamp(max=0)).flatten(1)
     return cumulative, _best(cumulative, topk)
+
+
+def grow(
+    log_probs: Tensor, tokens: Tensor, frontier: Frontier, own_bits: Tensor, first_name: int
+) -> tuple[Tensor, Tensor, Frontier]:
+    """Make candidates of the children of `frontier`: their scores and parents [bs, K*C], and the next frontier.
+
+    log_probs [bs, K, C], float: see `expand`. tokens [bs, K*C], int64: the children's. own_bits [topk, W], int64: of
+    the nodes that the next frontier becomes; there are `topk` of them. first_name: the number of the first child.
+    """
+    num_children = log_probs.shape[2]
+    scores, kept = expand(log_probs, frontier.scores, own_bits.shape[0])
+    above = kept // num_children
+    bits = frontier.bits.gather(1, above.unsqueeze(2).expand(-1, -1, own_bits.shape[1])) | own_bits
+    parents = frontier.names.repeat_interleave(num_children, 1)
+    return scores, parents, Frontier(tokens.gather(1, kept), scores.gather(1, kept), first_name + kept, bits, above)
 
 
 def build(

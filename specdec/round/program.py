@@ -20,7 +20,7 @@ from specdec.functional.processors import mark_seen
 from specdec.functional.results import append_logprobs
 from specdec.functional.sampling import SamplingKind
 from specdec.functional.synthetic import impose_acceptance
-from specdec.functional.tree import Tree, chain
+from specdec.functional.tree import Tree
 from specdec.functional.verify import VerifyOutput
 from specdec.round.parts import Parts
 
@@ -101,7 +101,7 @@ class Round:
     def first_tokens(self, kind: str, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The token after each prompt, from logits [n, V]; it becomes the row's first root. Results as `play` gives."""
         batch = self.batch(kind, rows)
-        root_only = chain(batch.roots, batch.roots.new_empty(rows.shape[0], 0))
+        root_only = self.ops.chain(batch.roots, batch.roots.new_empty(rows.shape[0], 0))
         verified = self._decide(batch, Draft(root_only, None), logits.unsqueeze(1), STREAM_PREFILL)
         verified = self.ops.trim(verified, rows, self.state.stop_ids, self.state.remaining)
         self._keep_logprobs(rows, logits.unsqueeze(1), verified)

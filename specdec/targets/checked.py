@@ -11,11 +11,12 @@ from torch import nn
 from tqdm import tqdm
 
 from specdec.backends.op import attention_scope
-from specdec.backends.rope import Rope
+from specdec.backends.rope import Rope, rotate
 from specdec.config import EngineConfig
 from specdec.errors import GraphError
 from specdec.graphs.kept import folder, keeping, num_found, renewing
 from specdec.graphs.trace import Traced, trace
+from specdec.targets.rotation import hand_over_rotations
 
 # Tokens of the forwards that are compared; the first is traced. At one token, the plain decode, a trace that took
 # T > 1 for granted would be wrong.
@@ -81,6 +82,7 @@ def _trace(subject: Subject, config: EngineConfig, keep: Path | None) -> Traced:
             joins=subject.joins,
             alike=subject.alike,
             numbers=subject.numbers,
+            rewrite=lambda graph: hand_over_rotations(graph, torch.ops.specdec.attn.default),
             keep=keep,
             progress=lambda: bar.update() and None,
         )
@@ -124,6 +126,8 @@ class _Echo:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
     ) -> torch.Tensor:
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
         group = q.shape[1] // v.shape[1]
         ramp = torch.arange(q.shape[2], device=q.device).cos() / q.shape[2] ** 0.5
         weight = 1 + 0.5 * torch.tanh(q.float() @ ramp) - 0.5 * torch.tanh(k.float() @ ramp).repeat_interleave(group, 1)
