@@ -216,8 +216,9 @@ def test_latency_of_a_real_target(folders, capsys, monkeypatch):
     assert {r["shape"] for r in found["rows"]} == {"target"} and len(found["rows"]) == 1 + 2 * 2
     assert all(r["tau"] == 3.0 for r in found["rows"] if r["what"] == "tpot")  # its own twin: all is accepted
     assert {r["tokens"] for r in found["rows"] if r["what"] == "ttft"} < set(range(3, 30))
-    plain = last_line(capsys, monkeypatch, *where, "--tokens", 5, "--ttft-tokens", "")
-    assert {r["steps"] for r in plain["rows"]} == {0} and len(plain["rows"]) == 3
+    plain = last_line(capsys, monkeypatch, *where, "--tokens", 5, "--ttft-tokens", "", "--samplings", "greedy,filtered")
+    assert {r["steps"] for r in plain["rows"]} == {0}
+    assert [r.get("sampling") for r in plain["rows"]] == [None, None, None, "filtered", "filtered"]
 
 
 def test_latency_stops_for_its_budget(tmp_path, capsys, monkeypatch):
@@ -233,6 +234,7 @@ def test_latency_stops_for_its_budget(tmp_path, capsys, monkeypatch):
         (("latency", "--shape", "tiny", "--batches", "1,x"), "--batches '1,x': expected whole numbers"),
         (("latency", "--shape", "tiny", "--batches", "0"), "--batches (0,): expected at least 1"),
         (("latency", "--shape", "tiny", "--modes", "fast"), "--modes 'fast': expected of compiled"),
+        (("latency", "--shape", "tiny", "--samplings", "warm"), "--samplings 'warm': expected of greedy"),
         (("latency", "--grid", "huge"), "--grid 'huge': expected one of quick"),
         (("peers", "--shape", "tiny", "--target", "bundled"), "--target 'bundled' with --shape tiny"),
         (("peers", "--requests", "-1"), "--requests -1: expected at least 1"),

@@ -1,4 +1,4 @@
-"""Rotations of q and k that traced graphs hand over to attention: which are recognised, and that nothing else changes."""
+"""Rotations of q and k that traced graphs hand over to attention: which are recognised, and that texts stay."""
 
 from dataclasses import dataclass
 

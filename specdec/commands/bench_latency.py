@@ -64,8 +64,11 @@ def latency_command(
     tokenizer: Annotated[
         str | None, typer.Option(help="'bundled' or a folder; adds rows that end in text. 'own': a --target's.")
     ] = None,
+    samplings: Annotated[
+        list[str] | None, typer.Option(help="How tokens are drawn, of greedy, sampled, filtered. [default: greedy]")
+    ] = None,
     every_kind: Annotated[
-        bool, typer.Option("--every-kind", help="Capture all kinds of sampling, not only greedy.")
+        bool, typer.Option("--every-kind", help="Capture all kinds of sampling, not only those measured.")
     ] = False,
     new_tokens: Annotated[int | None, typer.Option(help="Tokens of the calls that give the time of a token.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Calls that give the time of the first token.")] = None,
@@ -84,6 +87,7 @@ def latency_command(
     options |= {"batches": numbers("batches", batches), "tokens": numbers("tokens", tokens)}
     options |= {"ttft_tokens": numbers("ttft-tokens", ttft_tokens), "new_tokens": new_tokens, "repeats": repeats}
     options |= {"modes": tuple(listed(modes)) or None, "drafts": tuple(listed(drafts)) or None}
+    options |= {"samplings": tuple(listed(samplings)) or None}
     plan = plan_of(grid or _grid(shape, where), **options)
     if shape is not None:
         check_alone(shape, target=target, draft=draft, prompts=prompts)

@@ -9,6 +9,7 @@ import torch
 
 from specdec.config import EngineConfig
 from specdec.measure.floors import kv_bytes
+from specdec.measure.latency.timing import SAMPLINGS
 from specdec.measure.shapes import SHAPES, acceptance_rates
 
 MODES: dict[str, dict[str, Any]] = {
@@ -87,7 +88,7 @@ class Plan:
     label: of the rows, such as before or after. tokens, ttft_tokens: prompt lengths; of the latter only the time to
     the first token is measured, at batch 1. new_tokens: emitted by the calls that give the time of a token. repeats:
     of the first token. budget: seconds after which nothing new begins. every_kind: capture graphs of every kind of
-    sampling, instead of greedy ones.
+    sampling, instead of those measured. samplings: how tokens are drawn, of SAMPLINGS.
     """
 
     batches: tuple[int, ...]
@@ -100,6 +101,7 @@ class Plan:
     label: str = "now"
     budget: float = 1e9
     every_kind: bool = False
+    samplings: tuple[str, ...] = ("greedy",)
 
     def __post_init__(self) -> None:
         for text in self.drafts:
@@ -107,6 +109,9 @@ class Plan:
         for mode in self.modes:
             if mode not in MODES:
                 raise ValueError(f"--modes {mode!r}: expected of {', '.join(MODES)}")
+        for name in self.samplings:
+            if name not in SAMPLINGS:
+                raise ValueError(f"--samplings {name!r}: expected of {', '.join(SAMPLINGS)}")
         for name, least in (("batches", 1), ("tokens", 1), ("ttft_tokens", 1), ("repeats", 1), ("new_tokens", 2)):
             value = getattr(self, name)
             if min(value if isinstance(value, tuple) else (value,), default=least) < least:

@@ -15,6 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -101,7 +102,7 @@ class Run:
         subject = self.subject
         settings = {**capacity(cells, self.plan.new_tokens), **draft.settings(subject.is_random), **MODES[mode]}
         if not self.plan.every_kind:
-            settings["graph_sampling"] = "greedy"
+            settings["graph_sampling"] = self.plan.samplings
         start = time.perf_counter()
         source, algo = (subject.draft, subject.algo) if draft.steps else (None, None)
         engine = attach(subject.model, source, algo, tokenizer=subject.tokenizer, **settings)
@@ -129,39 +130,42 @@ class Run:
         }
 
     def _measure(self, engine: Engine, mode: str, draft: Draft, cell: Cell) -> None:
-        """Add the rows of one cell, without and with the tokenizer."""
+        """Add the rows of one cell, by how tokens are drawn, without and with the tokenizer."""
         own = self.subject.tokenizer
-        for tokenizer in (None,) if own is None else (None, own):
+        for sampling, tokenizer in product(self.plan.samplings, (None,) if own is None else (None, own)):
             engine.tokenizer = tokenizer
             key = {**self._key(mode, draft, cell), "tokenizer": tokenizer is not None}
+            key |= {} if sampling == "greedy" else {"sampling": sampling}
             before = _eager_runs(engine)
-            for row in self._times(engine, draft, cell, f"{mode} {draft}, {cell}"):
+            for row in self._times(engine, draft, cell, sampling, f"{mode} {draft}, {cell}"):
                 why = dict(_eager_runs(engine) - before)
                 self._add({**key, **row, "eager": sum(why.values()), "why_eager": why})
 
-    def _times(self, engine: Engine, draft: Draft, cell: Cell, name: str) -> Iterator[Row]:
+    def _times(self, engine: Engine, draft: Draft, cell: Cell, sampling: str, name: str) -> Iterator[Row]:
         """Yield the ttft row and the tpot row, as far as the budget lets them."""
         prompts, most = self.subject.prompts, self.plan.repeats
         if self.left < ALLOWANCE_S:
             self.skipped.append(f"{name}: budget")
             return
-        one = generate(engine, prompts(cell), 1).seconds  # not counted: kernels may still have to be loaded
+        one = generate(engine, prompts(cell), 1, sampling).seconds  # not counted: kernels may still have to be loaded
         repeats = most if one < QUICK_S else min(most, 3 if one < SLOW_S else 1)
         if self.left < (repeats + 2) * one:
             self.skipped.append(f"{name}: budget")
             return
-        first = [generate(engine, prompts(cell), 1) for _ in range(repeats)]
+        first = [generate(engine, prompts(cell), 1, sampling) for _ in range(repeats)]
         ms, host_ms = _medians(first)
         floor = first_floor_ms(self.subject.shape, cell.batch, cell.tokens) if self._has_floor else None
         yield {"what": "ttft", "ms": round(ms, 3), "host_ms": self._host(host_ms), "floor_ms": floor}
         num = self.plan.new_tokens
         if not cell.has_tpot:
             return
-        if self.left < ALLOWANCE_S + one or self.left < 4 * generate(engine, prompts(cell), num).seconds:
+        if self.left < ALLOWANCE_S + one or self.left < 4 * generate(engine, prompts(cell), num, sampling).seconds:
             self.skipped.append(f"{name}, tpot: budget")
             return
-        calls = [generate(engine, prompts(cell), num) for _ in range(3 if one < SLOW_S else 1)]
-        yield self._token_row(calls, draft, cell, ms, host_ms) | self._idle(engine, cell)
+        calls = [generate(engine, prompts(cell), num, sampling) for _ in range(3 if one < SLOW_S else 1)]
+        yield self._token_row(calls, draft, cell, ms, host_ms) | (
+            self._idle(engine, cell) if sampling == "greedy" else {}
+        )
 
     def _token_row(self, calls: list[Call], draft: Draft, cell: Cell, first_ms: float, first_host_ms: float) -> Row:
         """Return the tpot row of long calls, given the medians of the short ones."""

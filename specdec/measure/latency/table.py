@@ -27,7 +27,8 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 def _cells(row: Mapping[str, Any]) -> list[str]:
     draft = f"{row['steps']}:{row['topk']}:{row['draft_tokens']}" if row["steps"] else "plain"
     text = {True: "yes", False: "no", None: "-"}[row.get("tokenizer")]
-    return [row["what"], row["mode"], draft, str(row["batch"]), str(row["tokens"]), text]
+    what = row["what"] if "sampling" not in row else f"{row['what']}, {row['sampling']}"
+    return [what, row["mode"], draft, str(row["batch"]), str(row["tokens"]), text]
 
 
 def _shown(value: float | None) -> str:

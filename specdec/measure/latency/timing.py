@@ -6,6 +6,7 @@ It calls only what users call.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -17,6 +18,11 @@ from specdec.graphs import breakable
 from specdec.measure.latency.trace import last_launches, read_trace, traced
 
 PROFILED_TOKENS = 64
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=1.0),
+    "filtered": SamplingParams(temperature=1.0, top_k=50, top_p=0.9),
+}
 QUICK_S = 0.5  # first tokens that come sooner are timed `repeats` times, slower ones three times
 
 
@@ -28,9 +34,10 @@ class Call(NamedTuple):
     tau: float
 
 
-def generate(engine: Engine, prompts: list[list[int]], new_tokens: int) -> Call:
-    """Time one call; what it returns is checked after the clock has stopped."""
-    laws = [SamplingParams(seed=i) for i in range(len(prompts))]  # greedy; the seeds draw imposed acceptance
+def generate(engine: Engine, prompts: list[list[int]], new_tokens: int, sampling: str = "greedy") -> Call:
+    """Time one call, by a law of SAMPLINGS; what it returns is checked after the clock has stopped."""
+    law = SAMPLINGS[sampling]
+    laws = [replace(law, seed=i) for i in range(len(prompts))]  # the seeds draw imposed acceptance, too
     device = engine.target_module.device.type
     wait(device)
     with _waits(device) as waited:
