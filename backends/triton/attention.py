@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.base import LayerSpec
 from specdec.backends.triton.blocks import slots_of, take_block, visible_keys
 from specdec.backends.triton.merge import merge, padded_dim
 from specdec.backends.triton.plan import ITEM_WIDTH, SplitPlan
-from specdec.backends.triton.relaunch import INTERPRETED, Relaunch
+from specdec.backends.triton.relaunch import INTERPRETED, Relaunch, follows_early
 from specdec.backends.triton.tiling import Tiling
 from specdec.batch import AttentionMetadata
 
@@ -71,11 +72,16 @@ def _attention_kernel(
     HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
     ITEM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * ITEM
     request = tl.load(item)
+    if PDL:  # q, K and V come from the kernel before; all else is older
+        gdc_launch_dependents()
     if request < 0:
+        if PDL:
+            gdc_wait()
         return
     m_block, kv_begin, kv_end = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     partial, is_first = tl.load(item + 4), tl.load(item + 5)
@@ -91,6 +97,8 @@ def _attention_kernel(
     token = (q_start + query).to(tl.int64)
     d = tl.arange(0, BLOCK_QK)
     dv = tl.arange(0, BLOCK_V)
+    if PDL:
+        gdc_wait()
     q_at = q + token[:, None] * q_stride_t + head[:, None] * q_stride_h + d
     q_tile = tl.load(q_at, mask=is_row[:, None] & (d < QK_DIM), other=0.0)
 
@@ -258,9 +266,10 @@ def attend(
         HAS_SINKS=sinks is not None,
         UPCAST=INTERPRETED and q.dtype == torch.bfloat16,
         ITEM=ITEM_WIDTH,
+        PDL=follows_early(),
     )
-    launch = _attention_kernel[grid]
-    compiled = launch(*args, **constants, num_warps=tiling.num_warps, num_stages=tiling.num_stages)
+    shape = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, "launch_pdl": constants["PDL"]}
+    compiled = _attention_kernel[grid](*args, **constants, **shape)
     merged = None
     if plan.merges.shape[0]:
         merged = merge(out, partials, plan.merges, m.qo_indptr, layer, tiling.block_m)

@@ -3,10 +3,11 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.base import LayerSpec
 from specdec.backends.triton.plan import MERGE_WIDTH
-from specdec.backends.triton.relaunch import INTERPRETED, Relaunch
+from specdec.backends.triton.relaunch import INTERPRETED, Relaunch, follows_early
 
 
 @triton.jit
@@ -26,8 +27,11 @@ def _merge_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
     MERGE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write BLOCK_R rows of one split tile: the partials weighted by their share of the mass."""
+    if PDL:
+        gdc_wait()
     kv_head = tl.program_id(1)
     entry = merges + tl.program_id(2) * MERGE
     request = tl.load(entry)
@@ -86,8 +90,9 @@ def merge(
         BLOCK_R=block_r,
         BLOCK_S=32,
         MERGE=MERGE_WIDTH,
+        PDL=follows_early(),
     )
-    compiled = _merge_kernel[grid](*args, **constants)
+    compiled = _merge_kernel[grid](*args, **constants, launch_pdl=constants["PDL"])
     return None if INTERPRETED else Relaunch(_merge_kernel, compiled, grid, args, constants)
 
 

@@ -199,6 +199,8 @@ def _plan_kernel(
 
 
 _launch = CachedLaunch(_plan_kernel)
+_launch_few = CachedLaunch(_plan_kernel, num_warps=1)  # for up to FEW requests: one warp needs no barriers
+FEW = 8
 
 
 @dataclass(frozen=True)
@@ -251,8 +253,9 @@ def split_plan(
     num_items = max(resident, num_tiles + resident // 2) if may_split else num_tiles
     items = torch.empty(num_items, ITEM_WIDTH, dtype=torch.int32, device=device)
     merges = torch.empty(num_merges, MERGE_WIDTH, dtype=torch.int32, device=device)
-    block_w = 32
-    _launch(
+    block_w, is_few = 32, prefix_lens.shape[0] <= FEW
+    launch = _launch_few if is_few else _launch
+    launch(
         (triton.cdiv(num_items, block_w),),
         prefix_lens,
         qo_indptr,
@@ -270,7 +273,7 @@ def split_plan(
         SPAN=tile_span(group, block_m),
         CAUSAL=is_causal,
         MIN_CHUNK=min_chunk,
-        BLOCK_BS=64,
+        BLOCK_BS=FEW if is_few else 64,
         BLOCK_W=block_w,
         ITEM=ITEM_WIDTH,
         MERGE=MERGE_WIDTH,

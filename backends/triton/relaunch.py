@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import triton
 
+PDL = os.environ.get("SPECDEC_PDL", "1") == "1"
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # triton.jit reads it too, on import
 
 
@@ -37,8 +39,9 @@ class CachedLaunch:
     cache does.
     """
 
-    def __init__(self, kernel: Any):
+    def __init__(self, kernel: Any, num_warps: int = 4):
         self._kernel = kernel
+        self._num_warps = num_warps
         self._compiled: dict[tuple[object, ...], Any] = {}
 
     def __call__(self, grid: Sequence[int], *args: Any, **constants: Any) -> None:
@@ -49,7 +52,7 @@ class CachedLaunch:
         if key in self._compiled:
             _launch(self._compiled[key], (*grid, 1, 1)[:3], device, (*args, *constants.values()))
             return
-        compiled = self._kernel[tuple(grid)](*args, **constants)
+        compiled = self._kernel[tuple(grid)](*args, **constants, num_warps=self._num_warps)
         if compiled is not None:  # the interpreter compiles nothing
             self._compiled[key] = compiled
 
@@ -58,6 +61,14 @@ def _launch(compiled: Any, grid: Sequence[int], device: torch.device, args: Sequ
     """Launch as compiled[grid](*args) does, but without the hooks of Triton's own profiler and the data for them."""
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+
+
+def follows_early() -> bool:
+    """Whether kernels that wait for the one before by themselves are launched before it ends (PDL, from Hopper on)."""
+    if INTERPRETED or not PDL:
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
 
 
 def is_aligned(*tensors: torch.Tensor | None) -> bool:

@@ -6,8 +6,10 @@ Twin: `KVPool.write` after `backends.rope.rotate`.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.rope import Rope
+from specdec.backends.triton.relaunch import follows_early
 
 
 @triton.jit
@@ -92,7 +94,11 @@ def _store_kernel(
     BLOCK_QK: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     k_row, v_row = k + token * k_stride_t, v + token * v_stride_t
@@ -140,6 +146,7 @@ def store_kv(
     assert q_out is q or (q_out.is_contiguous() and q_out.shape == q.shape), "q_out must be dense and like q"
     cos, sin = (q, q) if rope is None else rope
     assert cos.stride() == sin.stride() and cos.stride(-1) == 1, "cos and sin need one layout and a dense last dim"
+    is_early = follows_early()
     _store_kernel[(num_tokens,)](
         q,
         q_out,
@@ -168,5 +175,7 @@ def store_kv(
         BLOCK_QK=triton.next_power_of_2(qk_dim),
         BLOCK_V=triton.next_power_of_2(v_dim),
         BLOCK_HALF=triton.next_power_of_2(max(rotary // 2, 1)),
+        PDL=is_early,
+        launch_pdl=is_early,
     )
     return q_out
