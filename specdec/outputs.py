@@ -154,6 +154,11 @@ class Report:
         return sum(g.num_bytes for g in self.graphs)
 
     @property
+    def graph_bytes_of(self) -> dict[str, int]:
+        """Device bytes of graphs by runner."""
+        return {name: sum(g.num_bytes for g in self.graphs if g.runner == name) for name in self.runners}
+
+    @property
     def graph_seconds(self) -> float:
         """Seconds that capturing took, warm-ups not counted."""
         return sum(g.seconds for g in self.graphs)

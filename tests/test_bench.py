@@ -204,6 +204,7 @@ def test_latency_says_what_graphs_hold_and_what_ran_eagerly(capsys, monkeypatch)
     arguments = ("--new-tokens", 3, "--repeats", 1, "--batches", 1, "--drafts", "plain")
     attached, *rows = last_line(capsys, monkeypatch, "latency", "--shape", "tiny", *arguments)["rows"]
     assert (attached["graph_mib"], attached["num_graphs"], attached["capture"]) == (0.0, 0, "eager")
+    assert set(attached["graph_mib_of"].values()) == {0.0}
     assert rows and all(r["eager"] == sum(r["why_eager"].values()) > 0 for r in rows)
     assert {"target_prefill: graphs are off", "decode: graphs are off"} <= set(rows[-1]["why_eager"])
 

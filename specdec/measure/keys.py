@@ -54,6 +54,7 @@ MEASURES = {
     "capture_s": Measure("capture", "s", "lower"),
     "attach_s": Measure("attach", "s", "lower"),
     "graph_mib": Measure("graph memory", "MiB", "lower"),
+    "graph_mib_of": Measure("graph memory by runner", "MiB"),
     "attach_mib": Measure("attach memory", "MiB", "lower"),
     "estimated_mib": Measure("estimated", "MiB"),
     "num_graphs": Measure("graphs"),

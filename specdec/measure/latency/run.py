@@ -113,6 +113,7 @@ class Run:
         row |= {"ms": round(1e3 * seconds), "compile_s": round(report.compile_seconds, 2)}
         row |= {"capture_s": round(report.graph_seconds, 2), "num_graphs": len(report.graphs)}
         row |= {"graph_mib": round(report.graph_bytes / 2**20, 1), "capture": report.capture}
+        row["graph_mib_of"] = {name: round(n / 2**20, 1) for name, n in report.graph_bytes_of.items()}
         self._add(row | {"prefill_graph": report.prefill_graph, "backend": report.backend})
         return engine
 
