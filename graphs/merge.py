@@ -23,7 +23,7 @@ def merge_linears(graph: fx.GraphModule, reals: Sequence[Any]) -> list[list[int]
     with no other tensor.
     """
     places = {node: i for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
-    own = _places_with_own_storage(reals)
+    own = places_with_own_storage(reals)
     alike: dict[tuple[fx.Node, bool], list[_Product]] = defaultdict(list)
     for number, node in enumerate(graph.graph.nodes):
         if node.op == "call_function" and node.target is F.linear and not node.kwargs:
@@ -50,7 +50,7 @@ class _Product(NamedTuple):
     operands: list[int]
 
 
-def _places_with_own_storage(reals: Sequence[Any]) -> set[int]:
+def places_with_own_storage(reals: Sequence[Any]) -> set[int]:
     """Return the positions of contiguous tensors that share their storage with no other argument or process."""
     tensors = {i: t for i, t in enumerate(reals) if isinstance(t, torch.Tensor)}
     owners = Counter(t.untyped_storage().data_ptr() for t in tensors.values())
@@ -79,7 +79,7 @@ def _join_products(graph: fx.GraphModule, products: Sequence[_Product], reals: S
     for operands in zip(*(p.node.args[1 : 1 + len(groups)] for p in products), strict=True):
         values = [o.meta["example_value"] for o in operands if isinstance(o, fx.Node)]
         with values[0].fake_mode:
-            operands[0].meta["example_value"] = torch.cat(values)  # type: ignore[union-attr]
+            operands[0].meta["example_value"] = torch.cat(values)
     with graph.graph.inserting_before(first):
         product = graph.graph.call_function(F.linear, first.args)
         parts = graph.graph.call_function(torch.split, (product, sizes, -1))

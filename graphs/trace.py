@@ -16,17 +16,23 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental import _config as shape_config
 
 from specdec.errors import GraphError
+from specdec.graphs.kept import Record
 from specdec.graphs.merge import MergedWeights, merge_linears
 from specdec.graphs.pieces import Chain, Compiled, check_guards, compile_pieces, cut
 from specdec.graphs.regions import number, regions, write_out
+from specdec.graphs.written import Unwritable, read, write
 
 
 class Traced:
     """A traced callable of tensors [T, ...] with any T, on the weights it was traced with.
 
     num_pieces: parts between the ops it was split at; num_compiled: distinct parts; num_found: those of them that an
-    earlier compilation had left in Inductor's caches.
+    earlier compilation had left in Inductor's caches. was_kept: whether the trace is an earlier one; text: the
+    trace for its record, or empty if it was kept or cannot be.
     """
+
+    was_kept = False
+    text = ""
 
     def __init__(self, chain: Chain, compiled: Compiled, inputs: Sequence[torch.Tensor]):
         self._split = chain.graph
@@ -73,6 +79,7 @@ def trace(
     alike: Sequence[nn.Module] = (),
     numbers: Sequence[int] | None = None,
     keep: Path | None = None,
+    record: Record | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Traced:
     """Trace fn(*inputs), which returns `num_outputs` tensors, possibly in tuples and beside None.
@@ -84,15 +91,45 @@ def trace(
     alike: modules in `fn` many of which are equal but for their weights: those are walked once, where torch can show
     that they are; nothing else depends on it. numbers: the argument 3 of the calls of `split_at`, in their order.
     keep: folder that `keeping` is in force for; renewed if a piece does not compile with what is in it.
+    record: what it has kept is taken for the trace of `fn`, if it can be read; nothing is written to it.
     progress: called after every piece.
     Raises GraphError for what cannot be traced as one graph for every T, or not be compiled; it names the op.
     """
-    chain = _walk(fn, inputs, split_at, num_outputs, (smallest, largest), joins, alike, numbers)
+    chain, text = _recall(record, inputs), ""
+    was_kept = chain is not None
+    if chain is None:
+        chain = _walk(fn, inputs, split_at, num_outputs, (smallest, largest), joins, alike, numbers)
+        chain, text = _through_text(chain, inputs, record)
     try:
         compiled = compile_pieces(chain, inputs, split_at, compiler, largest, keep, progress)
     except Exception as error:
         raise GraphError(f"it cannot be traced and compiled as one graph: {_why(error)}") from error
-    return Traced(chain, compiled, inputs)
+    traced = Traced(chain, compiled, inputs)
+    traced.was_kept, traced.text = was_kept, text
+    return traced
+
+
+def _recall(record: Record | None, inputs: Sequence[torch.Tensor]) -> Chain | None:
+    """Return what `record` has kept, on these inputs, or None."""
+    text = record.text() if record is not None else ""
+    try:
+        return read(text, inputs, record.tensors) if record is not None and text else None
+    except GraphError:
+        return None
+
+
+def _through_text(chain: Chain, inputs: Sequence[torch.Tensor], record: Record | None) -> tuple[Chain, str]:
+    """Return `chain` as the next process will read it, so that both compile the very same, and its text.
+
+    What cannot be written is returned as it is.
+    """
+    if record is None:
+        return chain, ""
+    try:
+        text = write(chain, inputs, record.tensors)
+        return read(text, inputs, record.tensors), text
+    except (Unwritable, GraphError):
+        return chain, ""
 
 
 def _walk(
