@@ -176,7 +176,7 @@ class _Compiling(fx.Interpreter):
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module, compiled = self.fetch_attr(target), self._compiled
         if module not in self._outputs:
-            self._outputs[module] = fx.Interpreter(module).run(*args)
+            self._outputs[module] = _Noting(module).run(*args)
         if any(is_call(node, self._split_at) for node in module.graph.nodes):
             return self._outputs[module]
         compiled.num_pieces += 1
@@ -188,6 +188,14 @@ class _Compiling(fx.Interpreter):
         self.module.__dict__[target] = compiled.done[module]
         self._progress()
         return self._outputs[module]
+
+
+class _Noting(fx.Interpreter):
+    """Runs a piece and notes every node's value, without which torch does not look it up in its cache."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        n.meta["example_value"] = value = super().run_node(n)
+        return value
 
 
 def _compile(module: fx.GraphModule, args: Sequence[Any], compiler: str, keep: Path | None) -> Callable[..., Any]:
