@@ -144,9 +144,14 @@ def test_the_folder_is_where_caches_belong(monkeypatch, tmp_path):
 def test_the_command_shows_and_clears(cache):
     where = kept.folder(CPU)
     traced(torch.randn(16, 8), where)
+    kept.Record(where / kept.TRACES / "it.json", {}).keep("{}")
     shown = CliRunner().invoke(app, ["cache"])
     facts = json.loads(shown.stdout.splitlines()[-1])
-    assert facts["folder"] == str(cache) and facts["pieces"] == 2 and facts["environments"] == [where.name]
+    assert (
+        facts["folder"] == str(cache)
+        and (facts["pieces"], facts["traces"]) == (2, 1)
+        and facts["environments"] == [where.name]
+    )
     assert facts["bytes"] == sum(f.stat().st_size for f in where.rglob("*") if f.is_file()) > 0
     cleared = CliRunner().invoke(app, ["cache", "--clear"])
     assert "MiB deleted" in cleared.stdout and json.loads(cleared.stdout.splitlines()[-1])["pieces"] == 0
