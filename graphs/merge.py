@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 
 def merge_linears(graph: fx.GraphModule, reals: Sequence[Any]) -> list[list[int]]:
@@ -52,7 +52,9 @@ class _Product(NamedTuple):
 
 def places_with_own_storage(reals: Sequence[Any]) -> set[int]:
     """Return the positions of contiguous tensors that share their storage with no other argument or process."""
-    tensors = {i: t for i, t in enumerate(reals) if isinstance(t, torch.Tensor)}
+    tensors = {
+        i: t for i, t in enumerate(reals) if isinstance(t, torch.Tensor) and not is_traceable_wrapper_subclass(t)
+    }
     owners = Counter(t.untyped_storage().data_ptr() for t in tensors.values())
     return {
         i

@@ -78,9 +78,12 @@ class _Teller:
         """Describe a module without its children and tensors; its forward is followed."""
         own = vars(module)
         usual = vars(nn.Module())
-        lines: list[Any] = [self._class(type(module)), [self.of(h) for name in HOOKS for h in own[name].values()]]
+        lines: list[Any] = [
+            self._class(type(module)),
+            [self.of(h) for name in HOOKS for h in own.get(name, {}).values()],
+        ]
         lines += [(name, self.of(value)) for name, value in own.items() if name not in usual]
-        lines += [module.training, [name for name, value in own["_buffers"].items() if value is None]]
+        lines += [module.training, [name for name, value in module._buffers.items() if value is None]]
         if not _is_foreign(type(module).__module__):
             self._method(type(module), "forward")
         return lines

@@ -78,23 +78,17 @@ def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) 
 def _trace_or_recall(
     subject: Subject, config: EngineConfig, keep: Path | None, record: Record, expected: Sequence[list[torch.Tensor]]
 ) -> Traced:
-    """Trace `subject`, or take what `record` has kept, and keep it there."""
-    if record.text():
-        try:
-            traced = _trace(subject, config, keep, record, expected)
-        except Exception:  # whatever a trace that does not fit may raise
-            record.forget()
-        else:
-            _keep(record, traced)
-            return traced
-    traced = _trace(subject, config, keep, record, expected)
-    _keep(record, traced)
-    return traced
-
-
-def _keep(record: Record, traced: Traced) -> None:
+    """Trace `subject`, or take what `record` has kept; keep what is new."""
+    try:
+        traced = _trace(subject, config, keep, record, expected)
+    except Exception:  # whatever a trace that does not fit may raise
+        if not record.text():
+            raise
+        record.forget()
+        traced = _trace(subject, config, keep, None if record.text() else record, expected)
     if traced.text:
         record.keep(traced.text)
+    return traced
 
 
 def _record(subject: Subject, where: Path) -> Record:
