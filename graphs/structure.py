@@ -42,8 +42,7 @@ def structure(
     told = _Teller()
     lines: list[Any] = [facts, [_tensor(t) for t in inputs], _flags(), told.of(fn)]
     lines += [(name, _tensor(t)) for name, t in tensors.items()]
-    own = places_with_own_storage(list(tensors.values()))
-    lines += [sorted(own), [t.device.type == "cuda" and t.device.index for t in inputs]]
+    lines.append(sorted(places_with_own_storage(list(tensors.values()))))  # which decides what is joined
     for prefix, root in modules.items():
         lines += [(prefix, name, told.module(module)) for name, module in root.named_modules()]
     lines += [sorted(told.code), sorted((name, _of_file(name)) for name in told.sources)]
