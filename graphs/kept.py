@@ -1,4 +1,4 @@
-"""Where Inductor keeps what it compiled for us between processes: a folder of ours, by versions and device.
+"""Where traces, and what Inductor compiled of them, are kept between processes: a folder, by versions and device.
 
 Inductor's own caches do the keeping: they find a piece by its graph, its constants, sizes and settings, check what its
 code took for granted of the number of tokens, write atomically, and compile again what they cannot read. The folder
@@ -11,26 +11,57 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import NamedTemporaryFile, mkdtemp
 from typing import NamedTuple
 
 import torch
 
 FOLDER = "inductor"
+TRACES = "traces"  # within the folder of an environment
 
 
 class Kept(NamedTuple):
-    """What is kept for one environment: pieces, bytes, and seconds since the epoch when it was last written to."""
+    """What is kept for one environment: pieces, traces, bytes, and seconds since the epoch of the last write."""
 
     name: str
     num_pieces: int
+    num_traces: int
     num_bytes: int
     written: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """A trace's place: its file, named by all that the trace depends on (`structure`), and the tensors it may read."""
+
+    file: Path
+    tensors: Mapping[str, torch.Tensor]
+
+    def text(self) -> str:
+        """Return what is kept; empty if that is nothing, or cannot be read."""
+        try:
+            return self.file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+    def keep(self, text: str) -> None:
+        """Keep `text`, at once or not at all; where it cannot be written, the next process traces again."""
+        with suppress(OSError):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile("w", encoding="utf-8", dir=self.file.parent, prefix=".", delete=False) as out:
+                out.write(text)
+            os.replace(out.name, self.file)
+
+    def forget(self) -> None:
+        """Delete what is kept."""
+        with suppress(OSError):
+            self.file.unlink(missing_ok=True)
 
 
 def root() -> Path:
@@ -103,7 +134,8 @@ def kept() -> list[Kept]:
         num_pieces = len(list(path.glob("fxgraph/*/*")))
         stats = [file.stat() for file in files]
         written = max([s.st_mtime for s in stats], default=path.stat().st_mtime)
-        found.append(Kept(path.name, num_pieces, sum(s.st_size for s in stats), written))
+        num_traces = len(list(path.glob(f"{TRACES}/*.json")))
+        found.append(Kept(path.name, num_pieces, num_traces, sum(s.st_size for s in stats), written))
     return found
 
 

@@ -12,34 +12,31 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 
-def merge_linears(
-    graph: fx.GraphModule, fakes: list[Any], reals: Sequence[Any], fake_mode: FakeTensorMode
-) -> list[list[int]]:
+def merge_linears(graph: fx.GraphModule, reals: Sequence[Any]) -> list[list[int]]:
     """Rewrite `graph` in place; return groups of argument positions: the weights, or the biases, of one joined product.
 
-    fakes: its fake arguments; the joined tensor replaces the one at the first position of a group. reals: its real
-    ones. Joined are linear products of one input whose weights and biases are arguments of the graph, each used once
-    and sharing its storage with no other tensor.
+    reals: its arguments; the joined tensor is to replace the one at the first position of a group. Joined are linear
+    products of one input whose weights and biases are arguments of the graph, each used once and sharing its storage
+    with no other tensor.
     """
     places = {node: i for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
-    own = _places_with_own_storage(reals)
+    own = places_with_own_storage(reals)
     alike: dict[tuple[fx.Node, bool], list[_Product]] = defaultdict(list)
     for number, node in enumerate(graph.graph.nodes):
         if node.op == "call_function" and node.target is F.linear and not node.kwargs:
             source, weight, bias = (*node.args, None)[:3]
             operands = [places.get(o, -1) for o in (weight, bias) if o is not None and len(o.users) == 1]
-            if len(operands) == 1 + (bias is not None) and own.issuperset(operands) and fakes[operands[0]].dim() == 2:
+            if len(operands) == 1 + (bias is not None) and own.issuperset(operands) and reals[operands[0]].dim() == 2:
                 alike[source, bias is not None].append(_Product(number, node, operands))
     mutations = [number for number, node in enumerate(graph.graph.nodes) if _mutates(node)]
     groups: list[list[int]] = []
     for products in alike.values():
         first, last = products[0].number, products[-1].number
         if len(products) > 1 and not any(first < number < last for number in mutations):
-            groups += _join_products(graph, products, fakes, fake_mode)
+            groups += _join_products(graph, products, reals)
     graph.graph.lint()
     graph.recompile()
     return groups
@@ -53,9 +50,11 @@ class _Product(NamedTuple):
     operands: list[int]
 
 
-def _places_with_own_storage(reals: Sequence[Any]) -> set[int]:
+def places_with_own_storage(reals: Sequence[Any]) -> set[int]:
     """Return the positions of contiguous tensors that share their storage with no other argument or process."""
-    tensors = {i: t for i, t in enumerate(reals) if isinstance(t, torch.Tensor)}
+    tensors = {
+        i: t for i, t in enumerate(reals) if isinstance(t, torch.Tensor) and not is_traceable_wrapper_subclass(t)
+    }
     owners = Counter(t.untyped_storage().data_ptr() for t in tensors.values())
     return {
         i
@@ -74,17 +73,15 @@ def _mutates(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and (is_in_place or name == "setitem" or "out" in node.kwargs)
 
 
-def _join_products(
-    graph: fx.GraphModule, products: Sequence[_Product], fakes: list[Any], fake_mode: FakeTensorMode
-) -> list[list[int]]:
+def _join_products(graph: fx.GraphModule, products: Sequence[_Product], reals: Sequence[Any]) -> list[list[int]]:
     """Replace `products` of one input by one product and a split of its output; return the groups of operands."""
     groups = [list(group) for group in zip(*(p.operands for p in products), strict=True)]
-    sizes = [fakes[i].shape[0] for i in groups[0]]
+    sizes = [reals[i].shape[0] for i in groups[0]]
     first = products[0].node
-    for operand, group in zip(first.args[1:], groups, strict=False):
-        assert isinstance(operand, fx.Node)
-        with fake_mode:
-            fakes[group[0]] = operand.meta["example_value"] = torch.cat([fakes[i] for i in group])
+    for operands in zip(*(p.node.args[1 : 1 + len(groups)] for p in products), strict=True):
+        values = [o.meta["example_value"] for o in operands if isinstance(o, fx.Node)]
+        with values[0].fake_mode:
+            operands[0].meta["example_value"] = torch.cat(values)
     with graph.graph.inserting_before(first):
         product = graph.graph.call_function(F.linear, first.args)
         parts = graph.graph.call_function(torch.split, (product, sizes, -1))

@@ -59,12 +59,12 @@ def attached():
 
 
 def suspected():
-    """As `attached`, where the comparison of what was found with the live model fails: its code runs, but is wrong."""
+    """As `attached`, where what was found is not what the live model computes: its code runs, but is wrong."""
     compare, calls = checked._compare, []
 
     def suspicious(*args):
         calls.append(args)
-        if len(calls) == 1:
+        if len(calls) <= 2:  # of what was kept, and of a new trace with what was compiled of the old one
             raise specdec.GraphError("compiled, they differ")
         compare(*args)
 
@@ -83,8 +83,8 @@ def test_a_second_process_compiles_nothing_but_what_fails_although_kept():
 
     ((expected, num, before, _), _), (again, suspect) = run(0), run("suspected()")
     assert before == 0 and again[:3] == [expected, num, num] and num > 0
-    assert f"{num} of them kept from before" in again[3]
-    assert suspect[:3] == [expected, num, 0] and suspect[4] == 4
+    assert f"{num} of them kept from before; the trace, too" in again[3]
+    assert suspect[:3] == [expected, num, 0] and suspect[4] == 5 and "the trace" not in suspect[3]
 
 
 def test_what_is_kept_serves_every_size_and_is_found_by_its_graph():
@@ -144,9 +144,14 @@ def test_the_folder_is_where_caches_belong(monkeypatch, tmp_path):
 def test_the_command_shows_and_clears(cache):
     where = kept.folder(CPU)
     traced(torch.randn(16, 8), where)
+    kept.Record(where / kept.TRACES / "it.json", {}).keep("{}")
     shown = CliRunner().invoke(app, ["cache"])
     facts = json.loads(shown.stdout.splitlines()[-1])
-    assert facts["folder"] == str(cache) and facts["pieces"] == 2 and facts["environments"] == [where.name]
+    assert (
+        facts["folder"] == str(cache)
+        and (facts["pieces"], facts["traces"]) == (2, 1)
+        and facts["environments"] == [where.name]
+    )
     assert facts["bytes"] == sum(f.stat().st_size for f in where.rglob("*") if f.is_file()) > 0
     cleared = CliRunner().invoke(app, ["cache", "--clear"])
     assert "MiB deleted" in cleared.stdout and json.loads(cleared.stdout.splitlines()[-1])["pieces"] == 0

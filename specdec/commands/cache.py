@@ -1,4 +1,4 @@
-"""`specdec cache`: what Inductor compiled and attach keeps for the next process, and deleting it."""
+"""`specdec cache`: what attach traced and Inductor compiled, kept for the next process, and deleting it."""
 
 import json
 from datetime import datetime
@@ -25,11 +25,12 @@ def cache_command(
             raise ValueError(f"{error.filename} cannot be deleted: {error.strerror}; delete it yourself") from error
         print(f"{freed / 2**20:.1f} MiB deleted")
     found = kept.kept()
-    table = Table("environment", "pieces", "MiB", "last written")
+    table = Table("environment", "pieces", "traces", "MiB", "last written")
     for k in found:
         written = datetime.fromtimestamp(k.written).strftime("%Y-%m-%d %H:%M")
-        table.add_row(k.name, str(k.num_pieces), f"{k.num_bytes / 2**20:.1f}", written)
+        table.add_row(k.name, str(k.num_pieces), str(k.num_traces), f"{k.num_bytes / 2**20:.1f}", written)
     if found:
         Console().print(table)
-    facts = {"folder": str(kept.root()), "pieces": sum(k.num_pieces for k in found)}
-    print(json.dumps({**facts, "bytes": sum(k.num_bytes for k in found), "environments": [k.name for k in found]}))
+    sums = {"pieces": sum(k.num_pieces for k in found), "traces": sum(k.num_traces for k in found)}
+    sums["bytes"] = sum(k.num_bytes for k in found)
+    print(json.dumps({"folder": str(kept.root()), **sums, "environments": [k.name for k in found]}))

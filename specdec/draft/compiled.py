@@ -55,6 +55,9 @@ def _compile_head(worker: HeadWorker, config: EngineConfig) -> None:
             num_outputs=1,
             num_layers=max(1, len(worker.head.attention_layers) // worker.num_modules),
             largest=max(config.prefill_tokens, config.max_batch * config.tail_reserve),
+            modules={"head": worker.head, "embed_tokens": worker.embed_tokens},
+            tensors={"rope_tables": worker.rope_tables},
+            facts=(module,),
         )
         worker.compiled[module] = trace_checked(subject, config, worker.head.weight.device)
 

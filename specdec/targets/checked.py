@@ -1,8 +1,8 @@
 """Traces of a model's layers that are held against the layers themselves before they are used."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ from specdec.backends.op import attention_scope
 from specdec.backends.rope import Rope, rotate
 from specdec.config import EngineConfig
 from specdec.errors import GraphError
-from specdec.graphs.kept import folder, keeping, num_found, renewing
+from specdec.graphs.kept import TRACES, Record, folder, keeping, num_found, renewing
+from specdec.graphs.structure import structure
 from specdec.graphs.trace import Traced, trace
 from specdec.targets.rotation import hand_over_rotations
 
 # Tokens of the forwards that are compared; the first is traced. At one token, the plain decode, a trace that took
 # T > 1 for granted would be wrong.
 EXAMPLES = ((32,), (7,), (1,) * 7)
+OP = torch.ops.specdec.attn.default
 Batch = tuple[torch.Tensor, ...]  # what a forward takes, [T, ...] each
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the norm
 
@@ -30,7 +32,8 @@ class Subject:
     """What is traced: `run`, which takes a batch and returns `num_outputs` tensors, possibly beside None.
 
     examples: batches of the sizes of EXAMPLES, a group each. ready: the context that it runs in, and is traced in.
-    num_layers: attention calls; largest: tokens it will be called with; joins, alike, numbers: see `trace`.
+    num_layers: attention calls; largest: tokens it will be called with; joins, alike, numbers: see `trace`. modules,
+    tensors: what it reads, modules by a name and tensors beside theirs; facts: what else a trace of it depends on.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -39,42 +42,85 @@ class Subject:
     num_outputs: int
     num_layers: int
     largest: int
+    modules: Mapping[str, nn.Module]
+    tensors: Mapping[str, torch.Tensor]
+    facts: Sequence[Any] = ()
     joins: bool = True
     alike: Sequence[nn.Module] = ()
     numbers: Sequence[int] | None = None
 
 
 def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) -> Traced:
-    """Trace and compile `subject`, with what Inductor compiles kept for the next process.
+    """Trace and compile `subject`; the trace, and what Inductor compiles, are kept for the next process.
 
-    What fails with pieces that were kept is compiled anew: they may be damaged. GraphError for what does not trace, or
-    computes something else.
+    What fails with a trace that was kept is traced anew, and with pieces that were kept compiled anew: they may be
+    damaged, or a model's code has changed where nobody looks. GraphError for what does not trace, or computes something
+    else.
     """
+    # What is live runs first: transformers installs hooks on first use, which cannot be traced.
+    with torch.inference_mode(), attention_scope(_Echo()), subject.ready(False):
+        expected = [_outputs(subject.run, batches) for batches in subject.examples]
     if config.compiler == "eager":
-        return _trace(subject, config, None)
+        return _trace(subject, config, None, None, expected)
     where, before = folder(device), num_found()
+    record = _record(subject, where)
     try:
         with keeping(where):
-            return _trace(subject, config, where)
+            return _trace_or_recall(subject, config, where, record, expected)
     except GraphError:
         if num_found() == before:
             raise
     with renewing(where) as fresh, keeping(fresh):
-        return _trace(subject, config, None)
+        return _trace_or_recall(
+            subject, config, None, replace(record, file=fresh / TRACES / record.file.name), expected
+        )
 
 
-def _trace(subject: Subject, config: EngineConfig, keep: Path | None) -> Traced:
-    """Trace and compile, and compare with what runs live."""
-    # What is live runs first: transformers installs hooks on first use, which cannot be traced.
-    with torch.inference_mode(), attention_scope(_Echo()), subject.ready(False):
-        expected = [_outputs(subject.run, batches) for batches in subject.examples]
+def _trace_or_recall(
+    subject: Subject, config: EngineConfig, keep: Path | None, record: Record, expected: Sequence[list[torch.Tensor]]
+) -> Traced:
+    """Trace `subject`, or take what `record` has kept; keep what is new."""
+    try:
+        traced = _trace(subject, config, keep, record, expected)
+    except Exception:  # whatever a trace that does not fit may raise
+        if not record.text():
+            raise
+        record.forget()
+        traced = _trace(subject, config, keep, None if record.text() else record, expected)
+    if traced.text:
+        record.keep(traced.text)
+    return traced
+
+
+def _record(subject: Subject, where: Path) -> Record:
+    """Return where the trace of `subject` is kept."""
+    tensors = {f"{name}.{n}": t for name, m in subject.modules.items() for n, t in _tensors(m)} | dict(subject.tensors)
+    facts = [subject.num_outputs, subject.num_layers, subject.largest, subject.joins, subject.numbers, *subject.facts]
+    with subject.ready(True):
+        told = structure(subject.run, subject.modules, tensors, subject.examples[0][0], repr((facts, str(OP._schema))))
+    return Record(where / TRACES / f"{told}.json", tensors)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _trace(
+    subject: Subject,
+    config: EngineConfig,
+    keep: Path | None,
+    record: Record | None,
+    expected: Sequence[list[torch.Tensor]],
+) -> Traced:
+    """Trace and compile, and compare with what the live layers gave."""
     # The pieces of equal layers are compiled once, so most steps of the bar are short.
     bar = tqdm(total=subject.num_layers + 1, desc="compile", unit="piece", leave=False, disable=None)
     with bar, subject.ready(True):
         traced = trace(
             subject.run,
             subject.examples[0][0],
-            torch.ops.specdec.attn.default,
+            OP,
             config.compiler,
             num_outputs=subject.num_outputs,
             smallest=2,  # one token is compared
@@ -84,6 +130,7 @@ def _trace(subject: Subject, config: EngineConfig, keep: Path | None) -> Traced:
             numbers=subject.numbers,
             rewrite=lambda graph: hand_over_rotations(graph, torch.ops.specdec.attn.default),
             keep=keep,
+            record=record,
             progress=lambda: bar.update() and None,
         )
     try:

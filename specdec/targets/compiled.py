@@ -82,6 +82,7 @@ def _must_raise(config: EngineConfig, served: Sequence[ForwardMode]) -> bool:
 def _told(traces: Sequence[Traced], start: float) -> str:
     num_compiled, num_found = sum(t.num_compiled for t in traces), sum(t.num_found for t in traces)
     pieces = f"{num_compiled} piece{'s' * (num_compiled > 1)}, {num_found} of them kept from before"
+    pieces += "; the trace, too" if all(t.was_kept for t in traces) else ""
     return f"compiled in {time.perf_counter() - start:.1f} s ({pieces})"
 
 
@@ -100,6 +101,9 @@ def _subject(target: HFTarget, mode: ForwardMode, config: EngineConfig) -> Subje
         num_outputs=1 + bool(target.tapped),
         num_layers=len(target.spec.layers),
         largest=max(config.prefill_tokens, config.max_batch * config.verify_width),
+        modules={"stack": target.spec.stack},
+        tensors={},
+        facts=(target.tapped,),
         joins=not target.compiled,
         alike=_layers(target) if can_repeat() else (),
         numbers=range(len(target.spec.layers)),

@@ -1,0 +1,235 @@
+"""A traced graph as a chain of pieces, equal ones once, and what compiles them.
+
+Compiling is apart from tracing: the arguments' sizes get a symbol of their own, one for the number of tokens T, so that
+a piece is the same to Inductor whether its graph was just traced or read from a file.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._inductor import standalone_compile
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import _config as shape_config
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.passes.split_module import split_module
+
+from specdec.errors import GraphError
+from specdec.graphs.kept import keeping, num_found, renewing
+
+
+@dataclass
+class Chain:
+    """A graph cut at the calls of an op: submodules are pieces, or one call of the op; equal pieces are one module.
+
+    args: what the graph is called with: the inputs, other tensors, and T where it takes an int. groups: positions of
+    the weights, or biases, that one joined product multiplies by (`merge_linears`).
+    """
+
+    graph: fx.GraphModule
+    args: list[Any]
+    groups: list[list[int]]
+
+
+@dataclass
+class Compiled:
+    """num_pieces: parts between the ops; num_found: of the `done`, those that Inductor's caches held already."""
+
+    num_pieces: int = 0
+    num_found: int = 0
+    done: dict[fx.GraphModule, Callable[..., Any]] = field(default_factory=dict)
+
+
+def cut(graph: fx.GraphModule, split_at: Any) -> fx.GraphModule:
+    """Split `graph` into a chain of submodules; every call of `split_at` is a submodule of its own.
+
+    Needs the nodes' example values; modules that are equal become one.
+    """
+    part = 0
+    parts: dict[fx.Node, int] = {}
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if is_call(node, split_at):
+            parts[node] = part + 1
+            part += 2
+        else:
+            parts[node] = part
+    split = split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
+    first: dict[tuple[Any, ...], fx.GraphModule] = {}
+    for name, module in list(split.named_children()):
+        assert isinstance(module, fx.GraphModule)
+        setattr(split, name, first.setdefault(fingerprint(module), module))
+    return split
+
+
+def is_call(node: fx.Node, op: Any) -> bool:
+    """Whether `node` calls the op overload `op`."""
+    return node.op == "call_function" and node.target in (op, op.overloadpacket)
+
+
+def fingerprint(module: fx.GraphModule) -> tuple[Any, ...]:
+    """Return the key of a compiled graph: equal for graphs that differ only in names and in the values of inputs."""
+    numbers: dict[fx.Node, int] = {}
+    lines: list[Any] = []
+
+    def name(node: fx.Node) -> str:
+        return f"%{numbers[node]}"
+
+    for i, node in enumerate(module.graph.nodes):
+        numbers[node] = i
+        args = fx.map_arg((node.args, node.kwargs), name) if node.op != "placeholder" else ()
+        target: Any = "" if node.op in ("placeholder", "output") else str(node.target)
+        if node.op == "get_attr":
+            target = id(getattr(module, str(node.target)))  # a constant: equal only to itself
+        lines.append((node.op, target, repr(args), _signature(node.meta.get("example_value"))))
+    return tuple(lines)
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), str(tuple(value.shape)), str(value.stride()), str(value.device), value.requires_grad)
+    return str(type(value))
+
+
+def compile_pieces(
+    chain: Chain,
+    inputs: Sequence[torch.Tensor],
+    split_at: Any,
+    compiler: str,
+    largest: int,
+    keep: Path | None,
+    progress: Callable[[], None],
+) -> Compiled:
+    """Put the compiled form of every piece in its place in `chain`. See `trace`; GraphError if it is not correct for
+    every T from 2 to `largest`. Whatever else a compiler raises comes through."""
+    compiled = Compiled()
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        shape_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
+        compile_lock,
+    ):
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        with tracing(TracingContext(mode)):
+            running = _Compiling(chain, split_at, compiler, keep, progress, compiled)
+            with mode, enable_python_dispatcher():  # which keeps sizes symbolic in composite ops
+                running.run(*_fakes(mode, chain, inputs))
+    # The compiler guards against one row wherever an op could broadcast it, but its code is correct for one row.
+    check_guards(mode.shape_env, 2, largest)
+    return compiled
+
+
+def _fakes(mode: FakeTensorMode, chain: Chain, inputs: Sequence[torch.Tensor]) -> list[Any]:
+    """Return what stands for the arguments: every first dimension of an input is the same symbol."""
+    env, source = mode.shape_env, ConstantSource("T")
+    assert env is not None
+    num_tokens = inputs[0].shape[0]
+    symbol = env.create_symbol(num_tokens, source, DimDynamic.DYNAMIC, constraint_dim=None)
+    size = env.create_symintnode(symbol, hint=num_tokens, source=source)
+    places = {id(t) for t in inputs}
+
+    def fake(arg: Any) -> Any:
+        if isinstance(arg, int):
+            return size
+        if id(arg) in places:
+            with mode:
+                return torch.empty_strided((size, *arg.shape[1:]), arg.stride(), dtype=arg.dtype, device=arg.device)
+        return mode.from_tensor(arg, static_shapes=True)
+
+    fakes = [fake(arg) for arg in chain.args]
+    for group in chain.groups:
+        with mode:
+            fakes[group[0]] = torch.cat([fakes[i] for i in group])
+    return fakes
+
+
+class _Compiling(fx.Interpreter):
+    """Runs a chain on fake tensors, equal pieces once, and replaces every piece by its compiled form."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        split_at: Any,
+        compiler: str,
+        keep: Path | None,
+        progress: Callable[[], None],
+        compiled: Compiled,
+    ):
+        super().__init__(chain.graph)
+        self.extra_traceback = False
+        self._split_at = split_at
+        self._compiler = compiler
+        self._keep = keep
+        self._progress = progress
+        self._compiled = compiled
+        self._outputs: dict[Any, Any] = {}
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module, compiled = self.fetch_attr(target), self._compiled
+        if module not in self._outputs:
+            self._outputs[module] = _Noting(module).run(*args)
+        if any(is_call(node, self._split_at) for node in module.graph.nodes):
+            return self._outputs[module]
+        compiled.num_pieces += 1
+        if module not in compiled.done:
+            before = num_found()
+            compiled.done[module] = _compile(module, args, self._compiler, self._keep)
+            compiled.num_found += num_found() > before
+        # An attribute of the instance takes precedence over the submodule of that name.
+        self.module.__dict__[target] = compiled.done[module]
+        self._progress()
+        return self._outputs[module]
+
+
+class _Noting(fx.Interpreter):
+    """Runs a piece and notes every node's value, without which torch does not look it up in its cache."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        n.meta["example_value"] = value = super().run_node(n)
+        return value
+
+
+def _compile(module: fx.GraphModule, args: Sequence[Any], compiler: str, keep: Path | None) -> Callable[..., Any]:
+    """Compile one piece; once more with nothing kept if that fails, for what is kept may be damaged."""
+    if compiler == "eager":
+        return module.forward
+    try:
+        return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")
+    except Exception:
+        if keep is None:
+            raise
+    with renewing(keep) as fresh, keeping(fresh):
+        return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")
+
+
+def check_guards(shape_env: ShapeEnv | None, smallest: int, largest: int) -> None:
+    """Raise GraphError if the trace is correct only for some of the sizes. Dynamo would retrace for others; we bypass
+    it."""
+    size = sympy.Symbol("T", integer=True, positive=True)
+    seen: set[Any] = {sympy.true}
+    for guard in shape_env.guards if shape_env is not None else ():
+        told = guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, size))  # every dynamic size is T
+        if told in seen or _holds(told, size, smallest, largest):
+            seen.add(told)
+            continue
+        raise GraphError(
+            f"what it computes depends on the number of tokens T: {told} was taken for granted, {guard.sloc}"
+        )
+
+
+def _holds(told: Any, size: sympy.Symbol, smallest: int, largest: int) -> bool:
+    """Whether the relation `told` holds for every `size` from `smallest` to `largest`."""
+    sizes: Sequence[int] = range(smallest, largest + 1)
+    is_inequality = isinstance(told, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt)
+    if is_inequality and sympy.diff(told.lhs - told.rhs, size).is_number:  # linear: the ends decide
+        sizes = (smallest, largest)
+    return all(told.subs(size, n) == True for n in sizes)  # noqa: E712 (sympy)
