@@ -147,7 +147,8 @@ class WholePrefill:
         runner = self.runner.runner
         size = runner.replayed_size(sum(len(p.ids) for p in pieces), variant)
         host = host_zeros(HEAD + 2 * size, self._inputs.device)
-        requests, tokens = host[:HEAD].view(4, -1).numpy(), host[HEAD:].view(-1, 2).numpy()
+        numbers = host.numpy()
+        requests, tokens = numbers[:HEAD].reshape(4, -1), numbers[HEAD:].reshape(-1, 2)  # views
         begin = 0
         for i, piece in enumerate(pieces):
             end, row = begin + len(piece.ids), piece.row - self._dummy_row
