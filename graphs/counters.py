@@ -10,7 +10,7 @@ from specdec.batch import ForwardMode
 
 @dataclass
 class PathCounters:
-    """Counts of one path: `replays` and `eager` runs; `rejects`: reason -> eager runs that it caused."""
+    """Counts of one path: `replays` and `eager` runs; `rejects`: reason -> batches that it kept from replaying."""
 
     replays: int = 0
     eager: int = 0
@@ -50,4 +50,8 @@ class Counters:
     def count_eager(self, runner: str, reason: str) -> None:
         """Count an eager run of `runner`, caused by `reason`."""
         self.runners[runner].eager += 1
+        self.count_reject(runner, reason)
+
+    def count_reject(self, runner: str, reason: str) -> None:
+        """Count a batch that `runner` did not replay for `reason`; other runners take it."""
         self.runners[runner].rejects[reason] += 1

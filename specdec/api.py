@@ -289,8 +289,9 @@ class Engine:
                     self._raise_failure(request)
                 yield finished
         finally:
-            with core.turns:
-                core.abandon([r for r in requests if r.finish_reason is None])
+            if unfinished:
+                with core.turns:
+                    core.abandon([r for r in unfinished if r.finish_reason is None])
 
     @staticmethod
     def _raise_failure(request: Request) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-import numpy as np
 import torch
 
 
@@ -88,10 +87,9 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def to_pinned(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return host `values` as a tensor that copies to `device` without waiting for it."""
-    host = torch.from_numpy(values)
-    return host.pin_memory() if device.type == "cuda" else host
+def host_zeros(num: int, device: torch.device) -> torch.Tensor:
+    """Return zeros [num] int64 on the host, to be filled and copied to `device` without waiting for it."""
+    return torch.zeros(num, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def ints_to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:

@@ -187,7 +187,7 @@ class Report:
                 cost = f"{sum(g.seconds for g in alike):.2f} s, {sum(g.num_bytes for g in alike) / 2**20:.0f} MiB"
                 what = f"{runner} ({variant})" if variant else runner
                 lines.append(f"           {what} of {sizes} {alike[0].unit}: {cost}")
-        lines.append("runner           replays    eager  why eager")
+        lines.append("runner           replays    eager  why not replayed")
         for name, c in self.runners.items():
             rejects = ", ".join(f"{reason}: {n}" for reason, n in c["rejects"].items()) or "-"
             lines.append(f"{name:15s} {c['replays']:8d} {c['eager']:8d}  {rejects}")

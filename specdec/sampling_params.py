@@ -14,6 +14,7 @@ MIN_TEMPERATURE = 1e-5
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 2  # that can be counted
 MAX_NGRAM = 32  # tokens of the longest n-gram or bad word that is looked for
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 class SamplingKind(StrEnum):
@@ -82,12 +83,14 @@ class SamplingParams:
     suppress_tokens: Sequence[int] = ()
     begin_suppress_tokens: Sequence[int] = ()
     bad_words_ids: Sequence[Sequence[int]] = ()
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS, hash=False)
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {name: check(name, getattr(self, name)) for name, check in _CHECKS.items()}
-        for name, value in checked.items():  # numpy's numbers, lists and dicts become Python's own, which cannot change
-            object.__setattr__(self, name, value)
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not getattr(SamplingParams, name, _NO_BIAS):  # defaults need no check
+                # numpy's numbers, lists and dicts become Python's own, which cannot change
+                object.__setattr__(self, name, check(name, value))
 
     def with_seed(self, seed: int) -> "SamplingParams":
         """Return the same parameters with another seed, without checking the others again."""

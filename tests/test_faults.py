@@ -27,6 +27,15 @@ def test_random_faults_lose_nothing():
     assert tally.faults["interrupt"] > 40 and tally.neighbours > 100 and tally.told < tally.neighbours / 2
 
 
+@pytest.fixture
+def python_sigint():
+    """Python's own handler of SIGINT: shells start what runs in the background with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_sigint")
 def test_ctrl_c_at_random_moments_loses_nothing():
     """Real signals, sent by another thread while `generate` runs."""
     model, prompts, rng = tiny_model("llama"), ragged_prompts(), random.Random(0)

@@ -134,7 +134,11 @@ def test_first_tokens_of_any_law(law, is_whole):
     engines = [engine_of(model_of(), "eagle3", mode, num_steps=3) for mode in ("whole", "breakable")]
     answers = [state_after(engine, prompts_of(5, 9, 2), sampling=sampling)[1] for engine in engines]
     assert answers[0] == answers[1] and replays(engines[0]) == is_whole
-    assert engines[0].report().runners["target_prefill"]["replays"] == (not is_whole)
+    runners = engines[0].report().runners
+    assert runners["target_prefill"]["replays"] == (not is_whole)
+    assert [why.startswith("sampling of kind 'processed") for why in runners["whole_prefill"]["rejects"]] == (
+        [] if is_whole else [True]
+    )
 
 
 def test_log_probabilities_of_first_tokens():
@@ -152,7 +156,9 @@ def test_what_a_whole_graph_does_not_hold_is_prefilled_in_parts():
         assert [t for p, t in zip(prompts, state_after(engine, prompts)[1], strict=True)] == [
             greedy(engine.target_module, p, 6) for p in prompts
         ]
-    assert replays(engine) == 0
+    told = {"more than 8 requests": 1, "the batch is larger than the largest bucket": 1}
+    assert engine.report().runners["whole_prefill"] == {"replays": 0, "eager": 0, "rejects": told}
+    assert "more than 8 requests: 1, the batch is larger" in str(engine.report())
     whole = engine._core.prefill.whole
     reasons = [
         whole.can_run(SamplingKind.GREEDY, [0] * 9, 18).reason,
@@ -175,8 +181,8 @@ def test_auto_takes_prompts_that_have_nothing_cached(monkeypatch):
     prompts = prompts_of(22, 7)
     assert state_after(engine, prompts)[1] == [greedy(engine.target_module, p, 6) for p in prompts]
     assert replays(engine) == 1 and engine.report().runners["target_prefill"]["replays"] == 1
-    reason = whole.can_run(SamplingKind.GREEDY, [16], 6).reason
-    assert reason == "tokens are cached already: prefilled in parts"
+    told = {"tokens are cached already: prefilled in parts": 1}
+    assert engine.report().runners["whole_prefill"]["rejects"] == told
 
 
 def test_the_guard_looks_at_the_mode_first():

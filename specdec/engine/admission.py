@@ -126,14 +126,15 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def _checked_prompts(core: Core, batch: list[list[int]], limits: list[Any]) -> list[np.ndarray]:
-    """Return the prompts as [T] int64; ValueError (CapacityError) names the first that cannot be served."""
-    ends = list(accumulate(map(len, batch), initial=0))
+    """Return the prompts as `Request.prompt`; ValueError (CapacityError) names the first that cannot be served."""
+    ends = list(accumulate((len(prompt) + 1 for prompt in batch), initial=0))
     try:
-        flat = np.fromiter(chain.from_iterable(batch), dtype=np.int64, count=ends[-1])
+        ids = chain.from_iterable(part for prompt in batch for part in (prompt, (0,)))
+        flat = np.fromiter(ids, dtype=np.int64, count=ends[-1])
     except OverflowError:
         flat = np.array([-1])  # not a token
     # All at once, since calls may have hundreds; if something is wrong, one by one, to name the prompt and the error.
-    are_ids = all(batch) and flat.min() >= 0 and flat.max() < core.target.spec.vocab_size
+    are_ids = all(batch) and flat.view(np.uint64).max() < core.target.spec.vocab_size  # negative ones are large so
     are_limits = all(type(limit) is int and limit >= 1 for limit in limits)
     if not (are_ids and are_limits and max(map(add, map(len, batch), limits)) <= core.config.max_seq_len):
         for i, (prompt, limit) in enumerate(zip(batch, limits, strict=True)):
@@ -176,8 +177,9 @@ def _laws(
     if isinstance(sampling, SamplingParams):
         laws = [sampling] * len(batch)
     elif sampling is None:
-        by_length = {n: settings.params(n) for n in {len(prompt) for prompt in batch}}
-        laws = [by_length[len(prompt)] for prompt in batch]
+        lens = [len(prompt) if settings.counts_prompts else 0 for prompt in batch]
+        by_length = {n: settings.params(n) for n in set(lens)}
+        laws = [by_length[n] for n in lens]
     else:
         laws = _per_prompt("sampling", sampling, len(batch))
         wrong = next((s for s in laws if not isinstance(s, SamplingParams)), None)

@@ -199,12 +199,12 @@ class Core:
     def _fill(self) -> None:
         """Tell the device of newly admitted requests."""
         try:
-            constants = pack_requests(self.state, self.scheduler.admitted)
+            constants = pack_requests(self.scheduler.admitted)
         except Exception:
             self._end_unpackable()
             if not self.scheduler.admitted:
                 return
-            constants = pack_requests(self.state, self.scheduler.admitted)
+            constants = pack_requests(self.scheduler.admitted)
         write_requests(self.state, self.slot_tables, self.scheduler.admitted, constants, self.round.ops)
         self.scheduler.admitted = []
 
@@ -213,7 +213,7 @@ class Core:
         arguments, so there should be none."""
         for request in list(self.scheduler.admitted):
             try:
-                pack_requests(self.state, [request])
+                pack_requests([request])
             except Exception as error:
                 self.scheduler.fail([request], error)
 
@@ -226,7 +226,7 @@ class Core:
         finished = [pieces[i][0] for i in done]
         kind = SamplingKind.of(r.sampling for r in finished) if finished else SamplingKind.GREEDY
         whole, num_tokens = self.prefill.whole, sum(n for _, n in pieces)
-        if whole is not None and whole.can_run(kind, [r.num_prefilled for r, _ in pieces], num_tokens).ok:
+        if whole is not None and whole.takes(kind, [r.num_prefilled for r, _ in pieces], num_tokens):
             packed = [pack_piece(r, n) for r, n in pieces]
             self._begin_launch(pieces)
             lines = whole(kind, packed)

@@ -99,6 +99,8 @@ REFUSED_ARGUMENTS = MappingProxyType(
 )
 
 _ACCEPTED = HONOURED | HARMLESS
+# Settings that SamplingParams has under the same name, besides LAW.
+_TAKEN_OVER = (*(name for name in (*RULES, *OURS) if name not in ("min_length", "sequence_bias")),)
 _EVERY_REFUSED = MappingProxyType({**REFUSED, **REFUSED_SAMPLED})
 
 
@@ -142,17 +144,22 @@ class Settings:
 
     def params(self, prompt_len: int) -> SamplingParams:
         """Return the SamplingParams of a request whose prompt has `prompt_len` tokens."""
-        chosen = {name: self.get(name) for name in (*LAW, "seed") if self.samples or name == "seed"}
-        if self.samples and chosen["temperature"] is None:
-            chosen["temperature"] = 1.0
-        names = [n for n in (*RULES, "logit_bias") if n not in ("min_length", "sequence_bias")]
-        chosen |= {name: self.get(name) for name in names}
-        if chosen["min_new_tokens"] is None and self.get("min_length") is not None:
+        samples = self.samples
+        names = (*LAW, *_TAKEN_OVER) if samples else _TAKEN_OVER
+        chosen = {name: value for name in names if (value := self.get(name)) is not None}
+        if samples:
+            chosen.setdefault("temperature", 1.0)
+        if self.counts_prompts:
             chosen["min_new_tokens"] = max(_length("min_length", self.get("min_length")) - prompt_len, 0)
         bias = self.get("sequence_bias")
         if bias is not None:
-            chosen["logit_bias"] = {**_single_tokens(bias), **(chosen["logit_bias"] or {})}
-        return SamplingParams(**{name: value for name, value in chosen.items() if value is not None})
+            chosen["logit_bias"] = {**_single_tokens(bias), **chosen.get("logit_bias", {})}
+        return SamplingParams(**chosen)
+
+    @property
+    def counts_prompts(self) -> bool:
+        """True if `params` depends on the prompt's length."""
+        return self.get("min_new_tokens") is None and self.get("min_length") is not None
 
     def max_new_tokens(self, prompt_len: int) -> int | None:
         """Return the number of tokens a request may emit; None if no setting limits it."""

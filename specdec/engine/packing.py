@@ -1,8 +1,7 @@
 """What the host tells the device, in as few copies as can be: newly admitted requests, and the tokens of a prefill."""
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Sequence
+from struct import Struct
 
 import numpy as np
 import torch
@@ -14,21 +13,9 @@ from specdec.engine.scheduler import Request
 from specdec.functional.ops import RoundOps
 from specdec.kv_cache import SlotTables
 from specdec.prefill.whole import Piece
-from specdec.round.state import ADMITTED, MAX_STOP_IDS, EngineState
+from specdec.round.state import MAX_STOP_IDS, EngineState
 
-# Of ADMITTED, a request's value: a number, or as many as a row has.
-VALUES: Mapping[str, Callable[[Request], Any]] = MappingProxyType(
-    {
-        "seq_lens": lambda r: len(r.prompt_ids),
-        "remaining": lambda r: r.max_new_tokens,
-        "stop_ids": lambda r: (*r.stop_ids, *[-1] * (MAX_STOP_IDS - len(r.stop_ids))),
-        "temperature": lambda r: r.sampling.temperature,
-        "top_k": lambda r: r.sampling.top_k,
-        "top_p": lambda r: r.sampling.top_p,
-        "min_p": lambda r: r.sampling.min_p,
-        "seeds": lambda r: r.sampling.seed or 0,
-    }
-)
+FLOATS, BITS = Struct("3d"), Struct("3q")  # float64 numbers, and the int64 of the same bits
 
 
 def copy_to(device: torch.device, values: np.ndarray) -> torch.Tensor:
@@ -36,15 +23,17 @@ def copy_to(device: torch.device, values: np.ndarray) -> torch.Tensor:
     return to_device(torch.from_numpy(values), device)
 
 
-def pack_requests(state: EngineState, requests: Sequence[Request]) -> np.ndarray:
+def pack_requests(requests: Sequence[Request]) -> np.ndarray:
     """What `requests` bring along, as [n, F] int64, floats by their float64 bits: one copy takes them over."""
-    columns = []
-    for name, tensor in zip(ADMITTED, state.columns, strict=True):
-        dtype = np.float64 if tensor.is_floating_point() else np.int64
-        column = np.array([VALUES[name](r) for r in requests], dtype=dtype)
-        assert column.shape[1:] == tensor.shape[1:], f"{name} is {column.shape[1:]} a row"
-        columns.append(column.reshape(len(requests), -1).view(np.int64))
-    return np.concatenate(columns, 1)
+    return np.array([_numbers_of(r) for r in requests], dtype=np.int64)
+
+
+def _numbers_of(request: Request) -> tuple[int, ...]:
+    """The numbers of a request in the order of ADMITTED."""
+    law, stop_ids = request.sampling, request.stop_ids
+    temperature, top_p, min_p = BITS.unpack(FLOATS.pack(law.temperature, law.top_p, law.min_p))
+    lens, no_ids = (len(request.prompt_ids), request.max_new_tokens), (-1,) * (MAX_STOP_IDS - len(stop_ids))
+    return (*lens, *stop_ids, *no_ids, temperature, law.top_k, top_p, min_p, law.seed or 0)
 
 
 def write_requests(
@@ -53,6 +42,7 @@ def write_requests(
     """Write `constants` (see `pack_requests`) and the slot tables of admitted requests into their rows, in one copy;
     those with penalties, bans or biases take two more each."""
     rows = [r.row for r in requests if r.row is not None]
+    assert constants.shape[1] == state.num_admitted, "packed by other names than ADMITTED"
     packed = np.concatenate([np.array(rows)[:, None], constants, slot_tables.pages_of(rows)], 1)
     table = slot_tables.table
     ops.admit(copy_to(table.device, packed), state.columns, table, slot_tables.page_size)
@@ -79,11 +69,8 @@ def pack_piece(request: Request, num_tokens: int) -> Piece:
     start, end = request.num_prefilled, request.num_prefilled + num_tokens
     assert request.row is not None
     # Ids one to the left: the token after each prefilled one, the next chunk's first included; an unknown one is 0.
-    next_ids = request.prompt[start + 1 : end + 1]
-    is_done = end == len(request.prompt)
-    if is_done:
-        next_ids = np.append(next_ids, 0)
-    return Piece(request.row, start, request.prompt[start:end], next_ids, is_done)
+    ids, next_ids = request.prompt[start:end], request.prompt[start + 1 : end + 1]
+    return Piece(request.row, start, ids, next_ids, end == len(request.prompt_ids))
 
 
 def pack_chunk(

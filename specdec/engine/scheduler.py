@@ -20,7 +20,7 @@ from specdec.text.detokenizer import Detokenizer
 
 @dataclass(eq=False)
 class Request:
-    """One prompt being served; `prompt` [T] int64 is a copy of its ids, for prefills.
+    """One prompt being served; `prompt` [T+1] int64 is a copy of its ids with a 0 behind them, for prefills.
 
     row: set while it runs; num_prefilled: prompt tokens already in the cache.
     num_certain: least number of tokens it will have emitted once everything launched for it has come back.

@@ -6,13 +6,15 @@ slow host too. Requests whose prompt goes on in a next chunk take part as the du
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from specdec.backends import forward_context
-from specdec.batch import AttentionMetadata, ForwardMode, to_pinned
+from specdec.batch import AttentionMetadata, ForwardMode, host_zeros
 from specdec.config import EngineConfig
 from specdec.draft.worker import PrefillChunk
 from specdec.functional.results import first_tokens
@@ -32,6 +34,7 @@ from specdec.round.program import Round
 
 MOST_REQUESTS = 8
 KINDS = (SamplingKind.GREEDY, SamplingKind.FILTERED)  # of sampling; penalties and bans take the way in parts
+HEAD = 4 * MOST_REQUESTS  # numbers that say of the requests what they bring
 FRESH = ", fresh"  # after a kind: no prompt has tokens in the cache, so short ones need no split of their keys
 # Token counts of whole graphs under "auto": few, since each holds all layers; larger prefills are the device's anyway.
 WHOLE_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
@@ -104,8 +107,12 @@ class WholePrefill:
     def __init__(self, program: WholeProgram, setup: Setup, dummy_row: int):
         """setup: its buckets are the token counts, its variants what is captured: kinds, alone or with FRESH."""
         self._dummy_row = dummy_row
-        self._device = setup.device
-        self._variants = setup.variants
+        self._counters = setup.counters
+        self._variants = {key: _variant_for(*key, setup.variants) for key in product(SamplingKind, (False, True))}
+        # Both inputs lie in one tensor, so that one copy brings them over.
+        self._inputs = torch.zeros(HEAD + 2 * max(setup.buckets), dtype=torch.int64, device=setup.device)
+        self._requests, self._tokens = self._inputs[:HEAD].view(4, -1), self._inputs[HEAD:].view(-1, 2)
+        setup = replace(setup, shared={"tokens": self._tokens, "requests": self._requests})
         specs = [
             BufferSpec("tokens", lambda n: (n, 2), torch.int64, pad=0),
             BufferSpec("requests", lambda n: (4, MOST_REQUESTS), torch.int64, pad=0, axis=None),
@@ -117,37 +124,46 @@ class WholePrefill:
         """Decide whether a batch of pieces from `starts` on, the done ones of which sample by `kind`, replays."""
         if len(starts) > MOST_REQUESTS:
             return Decision(False, f"more than {MOST_REQUESTS} requests")
-        variant = self._variant(kind, any(starts))
+        variant = self._variants[kind, any(starts)]
         if variant is None:
-            why = "tokens are cached already" if self._variant(kind, False) else f"sampling of kind '{kind}'"
+            why = "tokens are cached already" if self._variants[kind, False] else f"sampling of kind '{kind}'"
             return Decision(False, f"{why}: prefilled in parts")
         return self.runner.can_run(ForwardMode.EXTEND, num_tokens, variant)
+
+    def takes(self, kind: SamplingKind, starts: Sequence[int], num_tokens: int) -> bool:
+        """Return whether a batch replays (see `can_run`); where it does not, count the reason."""
+        decision = self.can_run(kind, starts, num_tokens)
+        if not decision.ok:
+            self._counters.count_reject(self.runner.runner.name, decision.reason)
+        return decision.ok
 
     def __call__(self, kind: SamplingKind, pieces: Sequence[Piece]) -> torch.Tensor:
         """Prefill `pieces`, which `can_run` has accepted: a line of results each, valid until the next call.
 
         Lines of pieces that are not done say nothing.
         """
-        variant = self._variant(kind, any(piece.start for piece in pieces))
+        variant = self._variants[kind, any(piece.start for piece in pieces)]
         assert variant is not None
         runner = self.runner.runner
         size = runner.replayed_size(sum(len(p.ids) for p in pieces), variant)
-        tokens = np.zeros((size, 2), dtype=np.int64)
-        requests = np.zeros((4, MOST_REQUESTS), dtype=np.int64)
+        host = host_zeros(HEAD + 2 * size, self._inputs.device)
+        numbers = host.numpy()
+        requests, tokens = numbers[:HEAD].reshape(4, -1), numbers[HEAD:].reshape(-1, 2)  # views
         begin = 0
         for i, piece in enumerate(pieces):
             end, row = begin + len(piece.ids), piece.row - self._dummy_row
             tokens[begin:end, 0], tokens[begin:end, 1] = piece.ids, piece.next_ids
             requests[:, i] = row, row if piece.is_done else 0, piece.start, end - begin
             begin = end
-        inputs = {"tokens": to_pinned(tokens, self._device), "requests": to_pinned(requests, self._device)}
-        return runner(variant, inputs)[: len(pieces)]
+        self._inputs[: len(host)].copy_(host, non_blocking=True)
+        return runner(variant, {"tokens": self._tokens[:size], "requests": self._requests})[: len(pieces)]
 
-    def _variant(self, kind: SamplingKind, has_cached: bool) -> str | None:
-        """Return the first captured variant that serves, None if there is none."""
-        kinds = [k for k in KINDS if k.serves(kind)]
-        wanted = [f"{k}{FRESH}" for k in kinds] * (not has_cached) + [str(k) for k in kinds]
-        return next((variant for variant in wanted if variant in self._variants), None)
+
+def _variant_for(kind: SamplingKind, has_cached: bool, variants: Sequence[str]) -> str | None:
+    """Return the first of `variants` that serves, None if there is none."""
+    kinds = [k for k in KINDS if k.serves(kind)]
+    wanted = [f"{k}{FRESH}" for k in kinds] * (not has_cached) + [str(k) for k in kinds]
+    return next((variant for variant in wanted if variant in variants), None)
 
 
 def whole_graphs(parts: Parts, program: Round, pool: GraphPool | None) -> WholePrefill | None:

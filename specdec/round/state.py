@@ -71,6 +71,11 @@ class EngineState:
         tensors = self.tensors
         return [tensors[name] for name in ADMITTED]
 
+    @cached_property
+    def num_admitted(self) -> int:
+        """Numbers that a row has in the tensors of ADMITTED."""
+        return sum(column[0].numel() for column in self.columns)
+
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of it by name."""

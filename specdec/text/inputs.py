@@ -24,7 +24,9 @@ def prompts_to_ids(prompts: Any, tokenizer: Any, attention_mask: Any = None) -> 
         return _masked_rows(prompts, attention_mask)
     if attention_mask is not None:
         raise ValueError("attention_mask goes with input_ids (a tensor or lists of ints), not with text")
-    if isinstance(prompts, str) or _is_ints(prompts) or _is_chat(prompts):
+    if _is_ints(prompts):
+        return [list(prompts)]
+    if isinstance(prompts, str) or _is_chat(prompts):
         prompts = [prompts]
     if not isinstance(prompts, Sequence) or not prompts:
         raise ValueError(

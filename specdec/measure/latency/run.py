@@ -211,4 +211,6 @@ def _medians(calls: list[Call]) -> tuple[float, float]:
 def _eager_runs(engine: Engine) -> Counter[str]:
     """How often each path has run without its graph, by "path: reason"."""
     runners = engine.report().runners
-    return Counter({f"{name}: {why}": n for name, c in runners.items() for why, n in c["rejects"].items()})
+    return Counter(
+        {f"{name}: {why}": n for name, c in runners.items() if c["eager"] for why, n in c["rejects"].items()}
+    )
