@@ -60,7 +60,7 @@ PREFIXES = (11, 3, 150)
 class SmallPieces(TritonBackend):
     """Cuts short prefixes into many splits."""
 
-    min_chunk = 16
+    min_chunk = fresh_chunk = 16
 
 
 KINDS = {"torch": TorchBackend, "triton": TritonBackend, "triton, split": SmallPieces}

@@ -60,7 +60,7 @@ def attached():
 
 def suspected():
     """As `attached`, where what was found is not what the live model computes: its code runs, but is wrong."""
-    compare, calls = checked._compare, []
+    compare, calls = checked.compare, []
 
     def suspicious(*args):
         calls.append(args)
@@ -68,7 +68,7 @@ def suspected():
             raise specdec.GraphError("compiled, they differ")
         compare(*args)
 
-    with mock.patch.object(checked, "_compare", suspicious):
+    with mock.patch.object(checked, "compare", suspicious):
         return [*attached(), len(calls)]
 
 

@@ -16,8 +16,8 @@ from specdec.graphs import trace as tracing
 from specdec.graphs.kept import Record
 from specdec.graphs.structure import structure
 from specdec.graphs.trace import trace
-from specdec.targets import checked
 from specdec.targets.compiled import compile_layers
+from specdec.targets.echo import Echo
 from specdec.targets.hf import HFTarget
 from tests.heads import random_draft
 from tests.tiny_models import tiny_model
@@ -214,7 +214,7 @@ def compiled():
     words = compile_layers(target, EngineConfig(compile=True), "off").told
     (traced,) = target.compiled.values()
     ids = torch.arange(9)
-    with torch.inference_mode(), attention_scope(checked._Echo()):
+    with torch.inference_mode(), attention_scope(Echo()):
         return traced(ids, ids)[0], traced.was_kept, words
 
 

@@ -74,14 +74,13 @@ def _attention_kernel(
     ITEM: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * ITEM
     request = tl.load(item)
-    if PDL:  # q, K and V come from the kernel before; all else is older
-        gdc_launch_dependents()
     if request < 0:
-        if PDL:
-            gdc_wait()
         return
     m_block, kv_begin, kv_end = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     partial, is_first = tl.load(item + 4), tl.load(item + 5)
@@ -97,8 +96,6 @@ def _attention_kernel(
     token = (q_start + query).to(tl.int64)
     d = tl.arange(0, BLOCK_QK)
     dv = tl.arange(0, BLOCK_V)
-    if PDL:
-        gdc_wait()
     q_at = q + token[:, None] * q_stride_t + head[:, None] * q_stride_h + d
     q_tile = tl.load(q_at, mask=is_row[:, None] & (d < QK_DIM), other=0.0)
 

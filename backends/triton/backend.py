@@ -43,7 +43,7 @@ class TritonBackend(AttentionBackend):
         fused_ops=True,
     )
     metadata = TRITON_METADATA
-    min_chunk = 256  # keys; shorter pieces cost more in merging than they gain
+    min_chunk: int | None = None  # keys of the shortest piece of a tile, None for what is best with its tiling
     fresh_chunk = 2048  # keys of a prompt with nothing cached: it has a tile for every few of them, which fill the GPU
 
     def __init__(self) -> None:
@@ -102,6 +102,7 @@ class TritonBackend(AttentionBackend):
             is_causal = m.ancestor_bits is None
             most = most_keys(m.max_prefix + m.tail_len, m.tail_len, cut.window, group, tiling.block_m, is_causal)
             is_fresh = m.mode is ForwardMode.EXTEND and m.max_prefix == 0
+            min_chunk = self.min_chunk or tiling.min_chunk
             plan = split_plan(
                 m.prefix_lens,
                 m.qo_indptr,
@@ -112,9 +113,9 @@ class TritonBackend(AttentionBackend):
                 group=group,
                 block_m=tiling.block_m,
                 block_n=tiling.block_n,
-                min_chunk=self.min_chunk,
+                min_chunk=min_chunk,
                 is_causal=is_causal,
-                may_split=most > (self.fresh_chunk if is_fresh else self.min_chunk),
+                may_split=most > (self.fresh_chunk if is_fresh else min_chunk),
             )
             rows = (plan.num_partials, layer.num_kv_heads, tiling.block_m)
             partials = (

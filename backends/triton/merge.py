@@ -9,6 +9,8 @@ from specdec.backends.base import LayerSpec
 from specdec.backends.triton.plan import MERGE_WIDTH
 from specdec.backends.triton.relaunch import INTERPRETED, Relaunch, follows_early
 
+BLOCK_R, BLOCK_S, NUM_WARPS = 1, 32, 4  # rows of a program, splits taken in at once
+
 
 @triton.jit
 def _merge_kernel(
@@ -78,7 +80,7 @@ def merge(
 
     Returns the launch, to repeat with another `out`; None in the interpreter.
     """
-    block_r = 1
+    block_r = BLOCK_R
     grid = (block_m // block_r, layer.num_kv_heads, merges.shape[0])
     args = (out, *partials, merges, qo_indptr, out.stride(0), out.stride(1))
     constants = dict(
@@ -88,11 +90,11 @@ def merge(
         BLOCK_V=padded_dim(layer.v_dim),
         BLOCK_M=block_m,
         BLOCK_R=block_r,
-        BLOCK_S=32,
+        BLOCK_S=BLOCK_S,
         MERGE=MERGE_WIDTH,
         PDL=follows_early(),
     )
-    compiled = _merge_kernel[grid](*args, **constants, launch_pdl=constants["PDL"])
+    compiled = _merge_kernel[grid](*args, **constants, launch_pdl=constants["PDL"], num_warps=NUM_WARPS)
     return None if INTERPRETED else Relaunch(_merge_kernel, compiled, grid, args, constants)
 
 

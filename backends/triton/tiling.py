@@ -16,6 +16,7 @@ class Tiling:
     """Launch shape of the attention kernel: rows and keys of a tile, warps, software-pipelining depth.
 
     resident: tiles that a multiprocessor holds at once; keys are split until there are that many.
+    min_chunk: keys of the shortest piece; shorter ones cost more in merging than they gain.
     """
 
     block_m: int
@@ -23,14 +24,15 @@ class Tiling:
     num_warps: int
     num_stages: int
     resident: int
+    min_chunk: int = 256
 
 
 # By rows of a tile: block_m, block_n, warps, stages, resident. Wide: head dims over 64 in 16 bits.
 _WIDE_TILINGS = MappingProxyType(
-    {16: Tiling(16, 64, 2, 3, 2), 32: Tiling(32, 128, 4, 2, 2), 64: Tiling(64, 64, 4, 3, 2)}
+    {16: Tiling(16, 64, 2, 3, 2, min_chunk=128), 32: Tiling(32, 128, 4, 2, 2), 64: Tiling(64, 64, 4, 3, 2)}
 )
 _NARROW_TILINGS = MappingProxyType(
-    {16: Tiling(16, 64, 2, 3, 4), 32: Tiling(32, 64, 2, 3, 4), 64: Tiling(64, 64, 4, 3, 3)}
+    {16: Tiling(16, 64, 2, 3, 4, min_chunk=64), 32: Tiling(32, 64, 2, 3, 4), 64: Tiling(64, 64, 4, 3, 3)}
 )
 
 

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from specdec.backends.op import attention_scope
-from specdec.backends.rope import Rope, rotate
 from specdec.config import EngineConfig
 from specdec.errors import GraphError
 from specdec.graphs.kept import TRACES, Record, folder, keeping, num_found, renewing
 from specdec.graphs.structure import structure
 from specdec.graphs.trace import Traced, trace
+from specdec.targets.echo import Expected, compare, expect
 from specdec.targets.rotation import hand_over_rotations
 
 # Tokens of the forwards that are compared; the first is traced. At one token, the plain decode, a trace that took
@@ -24,7 +23,6 @@ from specdec.targets.rotation import hand_over_rotations
 EXAMPLES = ((32,), (7,), (1,) * 7)
 OP = torch.ops.specdec.attn.default
 Batch = tuple[torch.Tensor, ...]  # what a forward takes, [T, ...] each
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the norm
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,8 @@ def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) 
     else.
     """
     # What is live runs first: transformers installs hooks on first use, which cannot be traced.
-    with torch.inference_mode(), attention_scope(_Echo()), subject.ready(False):
-        expected = [_outputs(subject.run, batches) for batches in subject.examples]
+    with torch.inference_mode(), subject.ready(False):
+        expected = [expect(subject.run, batches) for batches in subject.examples]
     if config.compiler == "eager":
         return _trace(subject, config, None, None, expected)
     where, before = folder(device), num_found()
@@ -77,7 +75,7 @@ def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) 
 
 
 def _trace_or_recall(
-    subject: Subject, config: EngineConfig, keep: Path | None, record: Record, expected: Sequence[list[torch.Tensor]]
+    subject: Subject, config: EngineConfig, keep: Path | None, record: Record, expected: Sequence[Expected]
 ) -> Traced:
     """Trace `subject`, or take what `record` has kept; keep what is new."""
     try:
@@ -111,7 +109,7 @@ def _trace(
     config: EngineConfig,
     keep: Path | None,
     record: Record | None,
-    expected: Sequence[list[torch.Tensor]],
+    expected: Sequence[Expected],
 ) -> Traced:
     """Trace and compile, and compare with what the live layers gave."""
     # The pieces of equal layers are compiled once, so most steps of the bar are short.
@@ -134,49 +132,12 @@ def _trace(
             progress=lambda: bar.update() and None,
         )
     try:
-        with torch.inference_mode(), attention_scope(_Echo()):
+        with torch.inference_mode():
             for batches, outputs in zip(subject.examples, expected, strict=True):
-                _compare(_outputs(traced, batches), outputs, batches[0][0].shape[0])
+                compare(traced, batches, outputs)
     except BaseException as error:
         traced.release()
         if isinstance(error, RuntimeError) and not isinstance(error, GraphError):
             raise GraphError(f"compiled, they fail: {error}") from error
         raise
     return traced
-
-
-def _outputs(layers: Callable[..., Sequence[Any]], batches: Sequence[Batch]) -> list[torch.Tensor]:
-    """Run `layers` on every batch and concatenate the rows of each output."""
-    outputs = zip(*(layers(*batch) for batch in batches), strict=True)
-    return [torch.cat(parts) for parts in outputs if parts[0] is not None]
-
-
-def _compare(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], num_tokens: int) -> None:
-    """Raise GraphError if tensors [rows, ...] of forwards of `num_tokens` differ in more than rounding.
-
-    Medians over the rows are compared: rounding can flip an expert in single rows.
-    """
-    for a, b in zip(ours, theirs, strict=True):
-        errors = (a.double() - b.double()).norm(dim=-1) / b.double().norm(dim=-1)
-        error = float(errors.median())
-        if not error <= TOLERANCE.get(b.dtype, 5e-2):
-            raise GraphError(
-                f"compiled, they differ from the live model's by {error:.1e} of the norm, in forwards of {num_tokens} "
-                f"token{'s' * (num_tokens > 1)}"
-            )
-
-
-@dataclass(frozen=True)
-class _Echo:
-    """Attention without a cache, to compare everything else: the values, weighted by functions of q and k."""
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
-    ) -> torch.Tensor:
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
-        group = q.shape[1] // v.shape[1]
-        ramp = torch.arange(q.shape[2], device=q.device).cos() / q.shape[2] ** 0.5
-        weight = 1 + 0.5 * torch.tanh(q.float() @ ramp) - 0.5 * torch.tanh(k.float() @ ramp).repeat_interleave(group, 1)
-        weight = weight * (1 + layer_id / (layer_id + 8))  # every layer's own, so that one in another's place is seen
-        return v.repeat_interleave(group, 1) * weight.unsqueeze(2).to(v.dtype)

@@ -1,0 +1,32 @@
+"""How far traced layers may be from the live ones: as far as rounding moves the live ones themselves."""
+
+import pytest
+import torch
+
+from specdec.backends.op import attention
+from specdec.errors import GraphError
+from specdec.targets.echo import MOST, compare, expect
+
+ROWS = torch.arange(32)
+
+
+def layers(frequency, scale=1.0, shift=0):
+    """One attention call, and a function of what it returns that makes small differences larger."""
+
+    def run(rows):
+        x = torch.randn(64, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()[(rows + shift) % 64]
+        out = attention(x, x, x, 0).flatten(1) * scale
+        return ((out.float() * frequency).sin().bfloat16() if frequency else out,)
+
+    return run
+
+
+@pytest.mark.parametrize(("frequency", "least", "most"), [(0, 0.05, 0.05), (12, 0.06, 0.4), (2000, MOST, MOST)])
+def test_what_rounding_does_to_a_model_is_allowed_and_no_more(frequency, least, most):
+    expected = expect(layers(frequency), [(ROWS,)])
+    assert least <= expected.bounds[0] <= most
+    compare(layers(frequency), [(ROWS,)], expected)
+    if frequency < 100:  # beyond, rounding leaves nothing to compare
+        compare(layers(frequency, scale=1 - 2**-8), [(ROWS,)], expected)
+    with pytest.raises(GraphError, match=r"differ from the live model's by .* in forwards of 32 tokens; rounding"):
+        compare(layers(frequency, shift=1), [(ROWS,)], expected)
