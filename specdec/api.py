@@ -16,7 +16,7 @@ from specdec.batch import on_device
 from specdec.config import EngineConfig
 from specdec.doors.generate import EngineGenerate, install
 from specdec.engine.admission import make_requests
-from specdec.engine.arguments import check_settings, check_target, engine_config
+from specdec.engine.arguments import advised, check_settings, check_target, engine_config
 from specdec.engine.assembly import Source, assemble, resolve_draft
 from specdec.engine.core import Core
 from specdec.engine.finished import output_of
@@ -48,7 +48,8 @@ def attach(
         `specdec.draft.algorithms.algorithms`; "lookup" takes no draft: it proposes what followed the last tokens
         earlier.
     tokenizer: for text prompts, output text and stop strings; not needed for token ids.
-    settings: fields of `EngineConfig` (num_steps, topk, num_draft_tokens, max_batch, max_seq_len, cuda_graph, ...).
+    settings: fields of `EngineConfig` (num_steps, topk, num_draft_tokens, max_batch, max_seq_len, cuda_graph, ...). On
+        CUDA a draft's folder may say which of the first three are best (speculation.json); what is given here counts.
 
     On CUDA all graphs are captured here, which takes seconds; nothing is captured later.
 
@@ -59,7 +60,7 @@ def attach(
     check_target(target)
     check_settings(settings)
     name, source = resolve_draft(draft, algo)
-    config = engine_config(target, name, settings)
+    config = engine_config(target, name, advised(target, draft, source, settings))
     hf = HFTarget(target)
     try:
         with on_device(hf.device):

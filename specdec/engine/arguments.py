@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from specdec.checkpoints.advice import follow_advice
+from specdec.checkpoints.tensors import TensorFiles
 from specdec.config import EngineConfig
 from specdec.errors import AttachError
 
@@ -29,6 +31,18 @@ def engine_config(target: PreTrainedModel, algo: str | None, settings: dict[str,
             "num_steps=0 with a draft: expected at least 1 draft step a round; leave the draft out for plain decoding"
         )
     return config
+
+
+def advised(target: PreTrainedModel, draft: Any, opened: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return `settings` with what the draft's folder advises about drafting, where the target is on a GPU.
+
+    opened: the files of `draft`, if it is a head's checkpoint. CheckpointError for advice that cannot be read.
+    """
+    if target.device.type != "cuda":
+        return settings
+    folder = opened.folder if isinstance(opened, TensorFiles) else draft
+    is_folder = isinstance(folder, str | Path) and Path(folder).is_dir()
+    return follow_advice(Path(folder), settings, EngineConfig.max_batch) if is_folder else settings
 
 
 def check_target(target: Any) -> None:

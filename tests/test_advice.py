@@ -1,0 +1,59 @@
+"""The drafting that a draft's folder advises: followed on a GPU where the user names none."""
+
+import json
+
+import pytest
+
+from specdec import shipped
+from specdec.checkpoints.advice import ADVICE, follow_advice, read_advice
+from specdec.engine.arguments import advised, engine_config
+from specdec.engine.assembly import resolve_draft
+from specdec.errors import CheckpointError
+
+TREE = {"num_steps": 4, "topk": 2, "num_draft_tokens": 6}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / ADVICE).write_text(json.dumps({"max_batch": 4, **TREE}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_followed"),
+    [
+        ({}, False),  # the default batch is larger
+        ({"max_batch": 4}, True),
+        ({"max_batch": 1, "max_seq_len": 64}, True),
+        ({"max_batch": 4, "topk": 1}, False),
+        ({"max_batch": 4, "num_steps": 3}, False),
+        ({"max_batch": 4, "synthetic_acceptance": (0.5, 0.2, 0.1)}, False),
+    ],
+)
+def test_advice_is_followed_where_the_user_names_none(folder, settings, is_followed):
+    assert follow_advice(folder, settings, default_batch=8) == {**settings, **(TREE if is_followed else {})}
+    assert follow_advice(folder.parent, settings, default_batch=8) == settings
+
+
+@pytest.mark.parametrize(
+    "text", ['{"num_steps": 3}', '{"max_batch": 1, "num_steps": 0, "topk": 1, "num_draft_tokens": 1}']
+)
+def test_wrong_advice_names_the_file(folder, text):
+    (folder / ADVICE).write_text(text)
+    with pytest.raises(
+        CheckpointError, match=r"speculation.json holds .* expected whole numbers above 0 for max_batch"
+    ):
+        follow_advice(folder, {"max_batch": 1}, default_batch=8)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_shipped_draft_advises_on_a_gpu_only(device):
+    class Target:
+        config = None
+
+    Target.device = type("Device", (), {"type": device})
+    draft = shipped.path()
+    settings = advised(Target, draft, resolve_draft(draft, "auto")[1], {"max_seq_len": 64})
+    config = engine_config(Target, "eagle3", settings)
+    assert (config.verify_width > 4) == (device == "cuda")
+    assert read_advice(draft)["num_steps"] == (config.num_steps if device == "cuda" else 6)
