@@ -1,12 +1,15 @@
 """The draft's model traced and compiled, as the target's layers are, for the graphs of rounds and prefills."""
 
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
+from torch import nn
 
 from specdec.config import EngineConfig
-from specdec.draft.eagle import HeadWorker
+from specdec.draft.eagle import Compiled, HeadWorker
 from specdec.draft.standalone import StandaloneWorker
 from specdec.draft.worker import DraftWorker
 from specdec.errors import GraphError
@@ -40,7 +43,26 @@ def compile_draft(worker: DraftWorker, config: EngineConfig, prefill_mode: str) 
 
 
 def _compile_head(worker: HeadWorker, config: EngineConfig) -> None:
-    """Trace every module of a head: states of (ids, positions, states) [T, ...]."""
+    """Trace every module of a head, states of (ids, positions, states) [T, ...], and the norm before its output head,
+    where that is not part of it."""
+    head, examples = worker.head, _examples(worker)
+    states_alone = [[(states,) for _ids, _positions, states in batches] for batches in examples]
+
+    def traced(run: Callable[..., Any], examples: Sequence[Sequence[Batch]], num_layers: int, *facts: Any) -> Compiled:
+        subject = Subject(
+            run=run,
+            examples=examples,
+            ready=lambda is_traced: nullcontext(),
+            num_outputs=1,
+            num_layers=num_layers,
+            largest=max(config.prefill_tokens, config.max_batch * config.tail_reserve),
+            modules={"head": head, "embed_tokens": worker.embed_tokens},
+            tensors={"rope_tables": worker.rope_tables},
+            facts=facts,
+        )
+        return trace_checked(subject, config, head.weight.device)
+
+    num_layers = max(1, len(head.attention_layers) // worker.num_modules)
     for module in range(worker.num_modules):
 
         def run(
@@ -48,18 +70,12 @@ def _compile_head(worker: HeadWorker, config: EngineConfig) -> None:
         ) -> tuple[torch.Tensor]:
             return (worker.run_live(ids, positions, hidden, module),)
 
-        subject = Subject(
-            run=run,
-            examples=_examples(worker),
-            ready=lambda is_traced: nullcontext(),
-            num_outputs=1,
-            num_layers=max(1, len(worker.head.attention_layers) // worker.num_modules),
-            largest=max(config.prefill_tokens, config.max_batch * config.tail_reserve),
-            modules={"head": worker.head, "embed_tokens": worker.embed_tokens},
-            tensors={"rope_tables": worker.rope_tables},
-            facts=(module,),
-        )
-        worker.compiled[module] = trace_checked(subject, config, worker.head.weight.device)
+        def norm(states: torch.Tensor, module: int = module) -> tuple[torch.Tensor]:
+            return (head.normed(states, module),)
+
+        worker.compiled[module] = traced(run, examples, num_layers, module)
+        if not (head.recycles_normed or isinstance(head.out_norm(module), nn.Identity)):
+            worker.compiled_norms[module] = traced(norm, states_alone, 0, module)
 
 
 def _examples(worker: HeadWorker) -> list[list[Batch]]:

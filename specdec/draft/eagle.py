@@ -19,10 +19,10 @@ from specdec.targets.probe import batched_experts, waiting_configs
 
 
 class Compiled(Protocol):
-    """A traced module of a head: states of (ids, positions, states)."""
+    """A traced part of a head: of a module, states of (ids, positions, states), or its norm of states."""
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """See `HeadWorker.run_live`."""
+        """See `HeadWorker.run_live` and `DraftHead.normed`."""
         ...
 
     def release(self) -> None:
@@ -55,6 +55,7 @@ class HeadWorker(DraftModelWorker):
         self.prefill_syncs = bool(self._waiting)
         every_position = torch.arange(config.table_width, device=weight.device)
         self.compiled: dict[int, Compiled] = {}  # by module
+        self.compiled_norms: dict[int, Compiled] = {}  # of those whose norm before the output head stands apart
         self.rope_tables = torch.stack(head.rope(every_position), 1)  # [table_width, 2, R]: cos, sin
 
     def run(
@@ -84,9 +85,10 @@ class HeadWorker(DraftModelWorker):
 
     def drop_compiled(self) -> None:
         """Switch back to the live modules; every weight has a storage of its own again."""
-        for traced in self.compiled.values():
+        for traced in (*self.compiled.values(), *self.compiled_norms.values()):
             traced.release()
         self.compiled.clear()
+        self.compiled_norms.clear()
 
     def close(self) -> None:
         self.drop_compiled()
@@ -98,6 +100,9 @@ class HeadWorker(DraftModelWorker):
         return super().prefill_layers(ids.clamp(min=0), positions, features, module)
 
     def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
+        if module in self.compiled_norms:
+            (normed,) = self.compiled_norms[module](states.contiguous())
+            return self.head.project(normed, self.target.head)
         return self.head.logits(states, self.target.head, module)
 
     def inputs(self, features: torch.Tensor | None) -> torch.Tensor:

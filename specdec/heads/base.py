@@ -127,9 +127,15 @@ class DraftHead(nn.Module, ABC):
         module: int = 0,
     ) -> torch.Tensor:
         """Map a recycled state [N, h_d] to logits [N, dv], with its own output head or else `target_head`."""
+        return self.project(self.normed(state, module), target_head)
+
+    def project(
+        self, normed: torch.Tensor, target_head: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Map the output head's input [N, h_d] to logits [N, dv]; see `logits`."""
         score: Callable[[torch.Tensor], torch.Tensor] | None = self.lm_head or target_head
         assert score is not None, f"a head of {self.algo!r} without an output head needs the target's"
-        return score(self.normed(state, module))
+        return score(normed)
 
 
 class LlamaLikeHead(DraftHead):
