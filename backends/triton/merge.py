@@ -9,8 +9,6 @@ from specdec.backends.base import LayerSpec
 from specdec.backends.triton.plan import MERGE_WIDTH
 from specdec.backends.triton.relaunch import INTERPRETED, Relaunch, follows_early
 
-BLOCK_R, BLOCK_S, NUM_WARPS = 1, 32, 4  # rows of a program, splits taken in at once
-
 
 @triton.jit
 def _merge_kernel(
@@ -26,12 +24,11 @@ def _merge_kernel(
     V_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
     MERGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write BLOCK_R rows of one split tile: the partials weighted by their share of the mass."""
+    """Write a row of one split tile: the partials weighted by their share of the mass."""
     if PDL:
         gdc_wait()
     kv_head = tl.program_id(1)
@@ -42,30 +39,31 @@ def _merge_kernel(
     m_block, first, num_splits = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     q_start = tl.load(qo_indptr + request)
     q_len = tl.load(qo_indptr + request + 1) - q_start
-    in_tile = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    in_tile = tl.program_id(0)
     row = m_block * BLOCK_M + in_tile
-    is_row = row // GROUP < q_len
+    if row // GROUP >= q_len:
+        return
     dv = tl.arange(0, BLOCK_V)
-    m = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
+    m = tl.full([], float("-inf"), tl.float32)
+    mass = tl.zeros([], tl.float32)
+    acc = tl.zeros([BLOCK_V], tl.float32)
     for base in range(0, num_splits, BLOCK_S):
         split = base + tl.arange(0, BLOCK_S)
-        at = ((first + split[:, None]).to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + in_tile  # [BLOCK_S, BLOCK_R]
-        is_here = (split < num_splits)[:, None] & is_row
+        at = ((first + split).to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + in_tile
+        is_here = split < num_splits
         lse = tl.load(partial_lse + at, mask=is_here, other=float("-inf"))
         m_new = tl.maximum(m, tl.max(lse, 0))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         weight = tl.exp2(lse - m_safe)
-        values = tl.load(partial_out + at[:, :, None] * V_DIM + dv, mask=is_here[:, :, None] & (dv < V_DIM), other=0.0)
+        values = tl.load(partial_out + at[:, None] * V_DIM + dv, mask=is_here[:, None] & (dv < V_DIM), other=0.0)
         shrink = tl.exp2(m - m_safe)
-        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * values, 0)
+        acc = acc * shrink + tl.sum(weight[:, None] * values, 0)
         mass = mass * shrink + tl.sum(weight, 0)
         m = m_new
-    result = acc / tl.where(mass == 0, 1.0, mass)[:, None]
+    result = acc / tl.where(mass == 0, 1.0, mass)
     token, head = (q_start + row // GROUP).to(tl.int64), kv_head * GROUP + row % GROUP
-    out_at = out + token[:, None] * out_stride_t + head[:, None] * out_stride_h + dv
-    tl.store(out_at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dv < V_DIM))
+    out_at = out + token * out_stride_t + head * out_stride_h + dv
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=dv < V_DIM)
 
 
 def merge(
@@ -80,8 +78,7 @@ def merge(
 
     Returns the launch, to repeat with another `out`; None in the interpreter.
     """
-    block_r = BLOCK_R
-    grid = (block_m // block_r, layer.num_kv_heads, merges.shape[0])
+    grid = (block_m, layer.num_kv_heads, merges.shape[0])
     args = (out, *partials, merges, qo_indptr, out.stride(0), out.stride(1))
     constants = dict(
         NUM_KV_HEADS=layer.num_kv_heads,
@@ -89,12 +86,11 @@ def merge(
         V_DIM=layer.v_dim,
         BLOCK_V=padded_dim(layer.v_dim),
         BLOCK_M=block_m,
-        BLOCK_R=block_r,
-        BLOCK_S=BLOCK_S,
+        BLOCK_S=8,
         MERGE=MERGE_WIDTH,
         PDL=follows_early(),
     )
-    compiled = _merge_kernel[grid](*args, **constants, launch_pdl=constants["PDL"], num_warps=NUM_WARPS)
+    compiled = _merge_kernel[grid](*args, **constants, launch_pdl=constants["PDL"], num_warps=1)
     return None if INTERPRETED else Relaunch(_merge_kernel, compiled, grid, args, constants)
 
 
