@@ -34,6 +34,7 @@ from specdec.kv_cache import KVPool
 from specdec.targets.masks import classify_mask
 
 triton = pytest.importorskip("triton")
+from specdec.backends.triton import backend  # noqa: E402
 from specdec.backends.triton.backend import TritonBackend  # noqa: E402
 from specdec.backends.triton.merge import merge, merge_reference  # noqa: E402
 from specdec.backends.triton.metadata import TRITON_METADATA  # noqa: E402
@@ -60,7 +61,7 @@ PREFIXES = (11, 3, 150)
 class SmallPieces(TritonBackend):
     """Cuts short prefixes into many splits."""
 
-    min_chunk = fresh_chunk = 16
+    min_chunk = 16
 
 
 KINDS = {"torch": TorchBackend, "triton": TritonBackend, "triton, split": SmallPieces}
@@ -399,6 +400,17 @@ def check_cut(items, merges, prefixes, q_lens, shape):
         assert all(b == e or b >= end for (_, e), (b, _) in pairwise(pieces))
         bound = most_keys(prefix + q_len, q_len, window, group, block_m, shape["is_causal"])
         assert end - begin <= bound
+
+
+@pytest.mark.parametrize("num_tokens", [300, 2100] if DEVICE.type == "cuda" else [300])
+def test_fresh_prompts_longer_than_a_rounds_chunk(num_tokens, monkeypatch):
+    """Few tiles on a large GPU, which splits as many keys where tokens are cached; here there is no room for it."""
+    monkeypatch.setattr(backend, "_num_processors", lambda device: 64)
+    setup = Setup(LayerSpec(2, 1, 16, 16, 0.25), "triton", prefixes=(0,), width=num_tokens)
+    metadata = setup.backend.metadata.prefill(setup.slot_table, setup.rows, [0], [num_tokens])
+    q, out = setup.run(metadata)
+    setup.check_causal(metadata, q, out)
+    assert setup.backend.scratch_bytes < 1 << 20
 
 
 @pytest.mark.parametrize("window", [512, 1024, 4096])

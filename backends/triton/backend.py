@@ -14,6 +14,8 @@ from specdec.backends.triton.store import store_kv
 from specdec.backends.triton.tiling import Tiling, choose_tiling, num_tiles
 from specdec.batch import AttentionMetadata, ForwardMode
 
+FRESH_CHUNK = 2048  # keys: prompts with nothing cached have a tile for every few of them, which fill the GPU
+
 
 class _Cut(NamedTuple):
     """What the cutting of a forward's work depends on; layers alike share plan and scratch."""
@@ -44,7 +46,6 @@ class TritonBackend(AttentionBackend):
     )
     metadata = TRITON_METADATA
     min_chunk: int | None = None  # keys of the shortest piece of a tile, None for what is best with its tiling
-    fresh_chunk = 2048  # keys of a prompt with nothing cached: it has a tile for every few of them, which fill the GPU
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class TritonBackend(AttentionBackend):
             is_causal = m.ancestor_bits is None
             most = most_keys(m.max_prefix + m.tail_len, m.tail_len, cut.window, group, tiling.block_m, is_causal)
             is_fresh = m.mode is ForwardMode.EXTEND and m.max_prefix == 0
-            min_chunk = self.min_chunk or tiling.min_chunk
+            min_chunk = self.min_chunk or (FRESH_CHUNK if is_fresh else tiling.min_chunk)
             plan = split_plan(
                 m.prefix_lens,
                 m.qo_indptr,
@@ -115,7 +116,7 @@ class TritonBackend(AttentionBackend):
                 block_n=tiling.block_n,
                 min_chunk=min_chunk,
                 is_causal=is_causal,
-                may_split=most > (self.fresh_chunk if is_fresh else min_chunk),
+                most=most,
             )
             rows = (plan.num_partials, layer.num_kv_heads, tiling.block_m)
             partials = (

@@ -237,18 +237,19 @@ def split_plan(
     block_n: int,
     min_chunk: int,
     is_causal: bool,
-    may_split: bool = True,
+    most: int | None = None,
 ) -> SplitPlan:
     """Plan one forward. prefix_lens [bs] int64, qo_indptr [bs+1] int32.
 
     is_causal: query i of a request is at position prefix + first_node + i and sees everything before it; otherwise
     queries are tree nodes, at the end of the prefix or later.
     num_tiles: host upper bound of the tiles; resident: items that run at once per KV head; window: 0 for none;
-    min_chunk: the shortest chunk, rounded up to whole blocks; may_split: False if the host knows that no request has
-    more keys than that. Twin: `split_plan_reference`.
+    min_chunk: the shortest chunk, rounded up to whole blocks; most: host upper bound of a tile's keys, if there is one:
+    where a chunk holds as many, nothing is split, and there is no room for it. Twin: `split_plan_reference`.
     """
     device = prefix_lens.device
     min_chunk = triton.cdiv(min_chunk, block_n) * block_n
+    may_split = most is None or most > min_chunk
     num_merges = min(num_tiles, resident) if may_split else 0
     num_items = max(resident, num_tiles + resident // 2) if may_split else num_tiles
     items = torch.empty(num_items, ITEM_WIDTH, dtype=torch.int32, device=device)
