@@ -1,8 +1,8 @@
 """Times rounds with one thing of the Triton backend changed at a time: `python bench/variants.py --shape 8b --out DIR`.
 
 A row a draft and a variant, in one process: "base" as it is; "nopdl" launches every kernel after the one before has
-ended; "chunk128" and the like split keys in pieces of at least so many. Through `generate`, acceptance imposed; medians.
-For finding causes. The last line is one JSON object.
+ended; "chunk128" and the like split keys in pieces of at least as many. Through `generate`, acceptance imposed. For
+finding causes. The last line is one JSON object.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """Traces of a model's layers that are held against the layers themselves before they are used."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -15,8 +16,8 @@ from specdec.errors import GraphError
 from specdec.graphs.kept import TRACES, Record, folder, keeping, num_found, renewing
 from specdec.graphs.structure import structure
 from specdec.graphs.trace import Traced, trace
+from specdec.targets import rotation
 from specdec.targets.echo import Expected, compare, expect
-from specdec.targets.rotation import hand_over_rotations
 
 # Tokens of the forwards that are compared; the first is traced. At one token, the plain decode, a trace that took
 # T > 1 for granted would be wrong.
@@ -94,6 +95,7 @@ def _record(subject: Subject, where: Path) -> Record:
     """Return where the trace of `subject` is kept."""
     tensors = {f"{name}.{n}": t for name, m in subject.modules.items() for n, t in _tensors(m)} | dict(subject.tensors)
     facts = [subject.num_outputs, subject.num_layers, subject.largest, subject.joins, subject.numbers, *subject.facts]
+    facts.append(inspect.getsource(rotation))
     with subject.ready(True):
         told = structure(subject.run, subject.modules, tensors, subject.examples[0][0], repr((facts, str(OP._schema))))
     return Record(where / TRACES / f"{told}.json", tensors)
@@ -126,7 +128,7 @@ def _trace(
             joins=subject.joins,
             alike=subject.alike,
             numbers=subject.numbers,
-            rewrite=lambda graph: hand_over_rotations(graph, torch.ops.specdec.attn.default),
+            rewrite=lambda graph: rotation.hand_over_rotations(graph, OP),
             keep=keep,
             record=record,
             progress=lambda: bar.update() and None,
