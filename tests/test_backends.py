@@ -355,7 +355,7 @@ def test_any_tree(prefixes, choices, name):
     Setup(LAYERS[name], "triton, split", prefixes=tuple(prefixes)).check_tree(parents)
 
 
-@settings(max_examples=40 if DEVICE.type == "cuda" else 20, deadline=None, derandomize=True)
+@settings(max_examples=40 if DEVICE.type == "cuda" else 12, deadline=None, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 200)), min_size=1, max_size=90),
     st.integers(1, 60),
@@ -369,8 +369,11 @@ def test_work_is_cut_as_the_twin_says(lens, resident, group, block_m, window, is
     num_tiles = sum(triton.cdiv(q * group, block_m) for q in q_lens)
     shape = {"resident": resident, "group": group, "block_m": block_m, "block_n": 32, "min_chunk": 64, "window": window}
     shape["is_causal"] = is_causal
+    is_small = resident % 2 == 0  # any batch comes out right
     indptr = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
-    plan = split_plan(torch.tensor(prefixes, device=DEVICE), indptr, first_node=0, num_tiles=num_tiles, **shape)
+    plan = split_plan(
+        torch.tensor(prefixes, device=DEVICE), indptr, first_node=0, num_tiles=num_tiles, is_small=is_small, **shape
+    )
     items, merges = split_plan_reference(prefixes, q_lens, first_node=0, **shape)
     assert plan.items[: len(items), :6].tolist() == items
     assert plan.merges[: len(merges)].tolist() == merges

@@ -47,7 +47,8 @@ def line(num_nodes: int, bs: int) -> Tree:
 # --- growth and re-rank
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "nan"] if DEVICE == "cuda" else ["nan"])
+@pytest.mark.skipif(DEVICE != "cuda", reason="9 s in the interpreter, which grows and builds smaller ones above")
+@pytest.mark.parametrize("kind", ["random", "ties", "nan"])
 def test_the_widest_tree_has_4160_candidates(kind):
     k, g = 64, generator(5)
     first, second = -torch.rand(1, k, generator=g), -torch.rand(1, k, k, generator=g)

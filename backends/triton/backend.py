@@ -8,7 +8,7 @@ from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities,
 from specdec.backends.triton.attention import AttendAgain, attend
 from specdec.backends.triton.merge import merge
 from specdec.backends.triton.metadata import TRITON_METADATA
-from specdec.backends.triton.plan import MERGE_WIDTH, SplitPlan, most_keys, split_plan
+from specdec.backends.triton.plan import FEW, MERGE_WIDTH, SplitPlan, most_keys, split_plan
 from specdec.backends.triton.relaunch import INTERPRETED, is_aligned
 from specdec.backends.triton.store import store_kv
 from specdec.backends.triton.tiling import Tiling, choose_tiling, num_tiles
@@ -117,6 +117,7 @@ class TritonBackend(AttentionBackend):
                 min_chunk=min_chunk,
                 is_causal=is_causal,
                 most=most,
+                is_small=m.slot_table.shape[0] <= FEW + 1,  # by the engine's rows: traffic needs no other kernel
             )
             rows = (plan.num_partials, layer.num_kv_heads, tiling.block_m)
             partials = (

@@ -92,7 +92,7 @@ def _num_items(
 
 
 @triton.jit(
-    do_not_specialize=["bs", "num_items", "num_merges", "first_node", "window", "resident"],
+    do_not_specialize=["bs", "num_items", "num_merges", "first_node", "window", "resident", "min_chunk"],
     do_not_specialize_on_alignment=["prefix_lens", "qo_indptr"],
 )
 def _plan_kernel(
@@ -106,12 +106,12 @@ def _plan_kernel(
     first_node,
     window,
     resident,
+    min_chunk,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPAN: tl.constexpr,
     CAUSAL: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
     BLOCK_BS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     ITEM: tl.constexpr,
@@ -127,7 +127,7 @@ def _plan_kernel(
         num_tiles += tl.sum(tiles)
         longest = tl.maximum(longest, tl.max(num_keys))
     most = tl.maximum(resident, num_tiles + resident // 2)
-    low = tl.full([], MIN_CHUNK // BLOCK_N, tl.int32)  # the answer lies in [low, high], in blocks
+    low = (min_chunk // BLOCK_N).to(tl.int32)  # the answer lies in [low, high], in blocks
     high = tl.maximum((longest + BLOCK_N - 1) // BLOCK_N, low)
     while low < high:  # halves the range each time; short contexts need no iteration
         middle = (low + high) // 2
@@ -238,6 +238,7 @@ def split_plan(
     min_chunk: int,
     is_causal: bool,
     most: int | None = None,
+    is_small: bool = False,
 ) -> SplitPlan:
     """Plan one forward. prefix_lens [bs] int64, qo_indptr [bs+1] int32.
 
@@ -245,7 +246,8 @@ def split_plan(
     queries are tree nodes, at the end of the prefix or later.
     num_tiles: host upper bound of the tiles; resident: items that run at once per KV head; window: 0 for none;
     min_chunk: the shortest chunk, rounded up to whole blocks; most: host upper bound of a tile's keys, if there is one:
-    where a chunk holds as many, nothing is split, and there is no room for it. Twin: `split_plan_reference`.
+    where a chunk holds as many, nothing is split, and there is no room for it. is_small: the kernel that is quicker
+    for up to FEW requests, and right for more. Twin: `split_plan_reference`.
     """
     device = prefix_lens.device
     min_chunk = triton.cdiv(min_chunk, block_n) * block_n
@@ -254,8 +256,7 @@ def split_plan(
     num_items = max(resident, num_tiles + resident // 2) if may_split else num_tiles
     items = torch.empty(num_items, ITEM_WIDTH, dtype=torch.int32, device=device)
     merges = torch.empty(num_merges, MERGE_WIDTH, dtype=torch.int32, device=device)
-    block_w, is_few = 32, prefix_lens.shape[0] <= FEW
-    launch = _launch_few if is_few else _launch
+    block_w, launch = 32, _launch_few if is_small else _launch
     launch(
         (triton.cdiv(num_items, block_w),),
         prefix_lens,
@@ -268,13 +269,13 @@ def split_plan(
         first_node,
         window,
         resident,
+        min_chunk,
         GROUP=group,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         SPAN=tile_span(group, block_m),
         CAUSAL=is_causal,
-        MIN_CHUNK=min_chunk,
-        BLOCK_BS=FEW if is_few else 64,
+        BLOCK_BS=FEW if is_small else 64,
         BLOCK_W=block_w,
         ITEM=ITEM_WIDTH,
         MERGE=MERGE_WIDTH,
