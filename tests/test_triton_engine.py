@@ -21,6 +21,8 @@ NUM_TOKENS = 5 if DEVICE.type == "cuda" else 3
 SLOW = () if torch.cuda.is_available() else ("qwen3", "gemma2", "deepseek_v3")
 CHAIN = {"num_steps": 3}
 TREE = {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}
+if DEVICE.type != "cuda":
+    TREE = {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}
 
 
 def model_of(name):
