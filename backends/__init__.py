@@ -2,7 +2,7 @@
 
 from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec, unmet_needs
 from specdec.backends.bridge import AttentionBridge
-from specdec.backends.op import ForwardContext, attention, forward_context
+from specdec.backends.op import ForwardContext, attention, before_attention, forward_context
 from specdec.backends.registry import BACKENDS, pick_backend
 from specdec.backends.rope import Rope
 from specdec.backends.torch_ref import TorchBackend
@@ -18,6 +18,7 @@ __all__ = [
     "Rope",
     "TorchBackend",
     "attention",
+    "before_attention",
     "forward_context",
     "pick_backend",
     "unmet_needs",

@@ -94,6 +94,20 @@ class _PaddedScope:
         return self.outputs[shape]
 
 
+@dataclass(frozen=True)
+class _AnnouncingScope:
+    """Answers attention calls as `scope` does, after a call of `before` with the layer's number."""
+
+    scope: AttentionScope
+    before: Callable[[int], None]
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
+    ) -> torch.Tensor:
+        self.before(layer_id)
+        return self.scope.attend(q, k, v, layer_id, rope)
+
+
 _CURRENT: ContextVar[AttentionScope] = ContextVar("specdec_forward")
 
 
@@ -117,6 +131,13 @@ def attention_scope(scope: AttentionScope) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+@contextmanager
+def before_attention(call: Callable[[int], None]) -> Iterator[None]:
+    """Within a forward's context: call(layer_id) comes before each of its attention calls."""
+    with attention_scope(_AnnouncingScope(_CURRENT.get(), call)):
+        yield
 
 
 def _attn(

@@ -1,7 +1,7 @@
 """Captures turn a callable into a graph: not at all (eager), as one CUDA graph (full), or recorded and re-run (CPU)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,10 @@ class Capture(ABC):
     @abstractmethod
     def capture(self, body: Body) -> Graph:
         """Capture `body`; its exceptions propagate, and this object can capture again afterwards."""
+
+    def divide(self) -> None:
+        """Called by a body: what follows may be launched apart, so that the device has work while the host launches."""
+        return None
 
     def release_cache(self) -> None:
         """Free memory that only warm-ups needed."""
@@ -100,18 +104,20 @@ class RecordedCapture(Capture):
 
 
 class _Full(Graph):
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any):
-        self._graph = graph
+    def __init__(self, parts: Sequence[torch.cuda.CUDAGraph], outputs: Any):
+        self._parts = tuple(parts)
         self.outputs = outputs
 
     def replay(self) -> None:
-        self._graph.replay()
+        for part in self._parts:
+            part.replay()
 
 
 class FullCapture(Capture):
-    """One CUDA graph per callable, in a pool that other captures of the engine may share.
+    """One CUDA graph per callable, or a few that are launched back to back, in a pool that captures may share.
 
-    A graph's temporary memory is reused by the graphs captured after it, so the largest is captured first. Its outputs
+    The device begins a graph when the host has launched all of it, 1 µs or more a kernel; hence `divide`. A graph's
+    temporary memory is reused by the graphs captured after it, so the largest is captured first. Its outputs
     live as long as the Graph does.
     """
 
@@ -119,6 +125,7 @@ class FullCapture(Capture):
 
     def __init__(self, device: torch.device, pool: GraphPool | None = None):
         self.pool = pool or GraphPool(device)
+        self._parts: list[torch.cuda.CUDAGraph] = []  # of the capture in progress
 
     def warm_up(self, body: Body) -> None:
         with self.pool.on_stream():
@@ -127,14 +134,21 @@ class FullCapture(Capture):
     def capture(self, body: Body) -> Graph:
         torch.cuda.synchronize(self.pool.device)
         with self.pool.on_stream():
-            graph = self.pool.begin()
+            parts = self._parts = [self.pool.begin()]
             try:
                 outputs = body()
-                graph.capture_end()
+                parts[-1].capture_end()
             except BaseException:
-                self.pool.give_up(graph)
+                self.pool.give_up(parts[-1])
                 raise
-        return _Full(graph, outputs)
+            finally:
+                self._parts = []
+        return _Full(parts, outputs)
+
+    def divide(self) -> None:
+        if self._parts:
+            self._parts[-1].capture_end()
+            self._parts.append(self.pool.begin())
 
     def release_cache(self) -> None:
         self.pool.release_cache()

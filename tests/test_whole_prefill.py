@@ -5,6 +5,8 @@ import torch
 
 import specdec
 from specdec.batch import ForwardMode
+from specdec.graphs import pick_capture
+from specdec.prefill import whole
 from specdec.prefill.whole import MOST_REQUESTS
 from specdec.sampling_params import SamplingKind
 from tests.heads import MODULES, poison, random_draft
@@ -107,6 +109,22 @@ def test_compiled_layers_run_whole(compiler):
     engine = engine_of(model, "eagle3", **settings)
     assert engine.generate(prompts, max_new_tokens=12).tokens == expected and replays(engine) == 1
     assert engine.report().prefill_graph == "whole, piecewise"
+
+
+def test_a_graph_of_many_layers_is_divided(monkeypatch):
+    divided, capture = [], pick_capture(True, DEVICE)
+    divide = type(capture).divide
+    monkeypatch.setattr(type(capture), "divide", lambda self: (divided.append(self), divide(self)))
+    monkeypatch.setattr(whole, "PARTS", (1 << 10, 2))  # of two layers: after the first
+    modes = ("whole", "breakable")
+    engine, parts = (engine_of(model_of(), "eagle", mode, prefill_buckets=(16,)) for mode in modes)
+    (ours, text), (theirs, expected) = (state_after(e, prompts_of(9, 5)) for e in (engine, parts))
+    assert_same(ours, theirs)
+    assert text == expected and replays(engine) == 1
+    graphs = engine._core.prefill.whole.runner.runner.captured
+    if DEVICE.type == "cuda":  # the recorded ones run their body once more
+        assert len(divided) == 2 * len(graphs) and all(len(c.graph._parts) == 2 for c in graphs.values())
+    assert divided
 
 
 def test_a_whole_prefill_on_triton():

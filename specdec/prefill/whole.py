@@ -1,11 +1,12 @@
 """A prefill as one graph: the target's layers with attention inside, first tokens, the draft's prefill and its begin.
 
 The host tells only who brings how many tokens; placement and the plans of attention are made from that on the device,
-within fixed bounds: a graph serves up to T tokens of up to MOST_REQUESTS requests. So a prompt costs one launch, on a
-slow host too. Requests whose prompt goes on in a next chunk take part as the dummy row where first tokens are drawn.
+within fixed bounds: a graph serves up to T tokens of up to MOST_REQUESTS requests. So a prompt costs a launch or three,
+on a slow host too: a graph of many layers is divided where the device works on a part while the host launches the next.
+Requests whose prompt goes on in a next chunk take part as the dummy row where first tokens are drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.backends import forward_context
+from specdec.backends import before_attention, forward_context
 from specdec.batch import AttentionMetadata, ForwardMode, host_zeros
 from specdec.config import EngineConfig
 from specdec.draft.worker import PrefillChunk
@@ -35,6 +36,7 @@ from specdec.round.program import Round
 MOST_REQUESTS = 8
 KINDS = (SamplingKind.GREEDY, SamplingKind.FILTERED)  # of sampling; penalties and bans take the way in parts
 HEAD = 4 * MOST_REQUESTS  # numbers that say of the requests what they bring
+PARTS = (16, 4)  # a graph is divided after this share of its layers: launching one takes 1 µs or more a kernel
 FRESH = ", fresh"  # after a kind: no prompt has tokens in the cache, so short ones need no split of their keys
 # Token counts of whole graphs under "auto": few, since each holds all layers; larger prefills are the device's anyway.
 WHOLE_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
@@ -54,11 +56,13 @@ class Piece(NamedTuple):
 
 
 class WholeProgram:
-    """The device work of a whole prefill, captured or not."""
+    """The device work of a whole prefill, captured or not. divide: see `Capture`."""
 
-    def __init__(self, parts: Parts, program: Round):
+    def __init__(self, parts: Parts, program: Round, divide: Callable[[], None]):
         self._parts = parts
         self._round = program
+        self._divide = divide
+        self._divided_at = {len(parts.context.layers) // part for part in PARTS} - {0}
 
     def run(self, variant: str, tokens: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
         """Prefill and begin: results [n, W+3] as `Round.first_tokens` gives them, of which the done requests' count.
@@ -78,7 +82,7 @@ class WholeProgram:
         chunk = PrefillChunk(metadata, rows, ids, next_ids, last_rows)
         if worker.reads_history:
             self._round.take_prompts(chunk)
-        with forward_context(context, metadata):
+        with forward_context(context, metadata), before_attention(self._before_layer):
             hidden, aux = target.layers(ForwardMode.EXTEND, chunk.ids, metadata.positions)
         packed = self._round.first_tokens(kind, done_rows, target.head(hidden.index_select(0, last_rows)))
         is_done = done_rows != self._parts.config.dummy_row
@@ -90,6 +94,10 @@ class WholeProgram:
         if worker.has_begin:
             self._round.begin(done_rows, states)
         return packed
+
+    def _before_layer(self, layer_id: int) -> None:
+        if layer_id in self._divided_at:
+            self._divide()
 
     def _draft(
         self, metadata: AttentionMetadata, ids: torch.Tensor, features: torch.Tensor | None, module: int = 0
@@ -180,8 +188,9 @@ def whole_graphs(parts: Parts, program: Round, pool: GraphPool | None) -> WholeP
         return None
     if config.prefill_graph == "whole":
         variants += tuple(variant.removesuffix(FRESH) for variant in variants)
+    capture = pick_capture(True, parts.tables.table.device, pool)
     setup = Setup(
-        capture=pick_capture(True, parts.tables.table.device, pool),
+        capture=capture,
         counters=parts.counters,
         device=parts.tables.table.device,
         buckets=sizes,
@@ -189,7 +198,7 @@ def whole_graphs(parts: Parts, program: Round, pool: GraphPool | None) -> WholeP
         watched=program.tensors,
         unit="tokens",
     )
-    return WholePrefill(WholeProgram(parts, program), setup, config.dummy_row)
+    return WholePrefill(WholeProgram(parts, program, capture.divide), setup, config.dummy_row)
 
 
 def _why_not_whole(parts: Parts) -> str:
