@@ -3,7 +3,7 @@
 from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec, unmet_needs
 from specdec.backends.bridge import AttentionBridge
 from specdec.backends.op import ForwardContext, attention, before_attention, forward_context
-from specdec.backends.registry import BACKENDS, pick_backend
+from specdec.backends.registry import BACKENDS, compiling_kernels, pick_backend
 from specdec.backends.rope import Rope
 from specdec.backends.torch_ref import TorchBackend
 
@@ -19,6 +19,7 @@ __all__ = [
     "TorchBackend",
     "attention",
     "before_attention",
+    "compiling_kernels",
     "forward_context",
     "pick_backend",
     "unmet_needs",

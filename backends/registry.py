@@ -1,7 +1,9 @@
 """Registry of backends by name, and the choice among them."""
 
 import importlib.util
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 
 import torch
@@ -38,6 +40,18 @@ BACKENDS: Mapping[str, Callable[[], type[AttentionBackend]]] = MappingProxyType(
     {"triton": _triton, "torch": lambda: TorchBackend, "flashinfer": _flashinfer, "triton+flashinfer": _mixed}
 )
 _AUTO = ("triton+flashinfer", "triton", "torch")  # in the order of preference
+
+
+def compiling_kernels(device: torch.device) -> AbstractContextManager[None] | None:
+    """Return a context in which kernels are compiled on threads, and not launched: see `backends.triton.ahead`.
+
+    None where there is nothing to compile, or SPECDEC_AHEAD=0 says that kernels are compiled when they are launched.
+    """
+    if device.type != "cuda" or os.environ.get("SPECDEC_AHEAD") == "0" or importlib.util.find_spec("triton") is None:
+        return None
+    from specdec.backends.triton.ahead import compiling_ahead
+
+    return compiling_ahead(device)
 
 
 def pick_backend(

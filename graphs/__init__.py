@@ -7,7 +7,7 @@ is counted.
 
 from specdec.graphs.breakable import BreakableCapture, RecordedBreakable, pick_breakable
 from specdec.graphs.buffers import BufferSpec, StaticBuffers
-from specdec.graphs.build import build
+from specdec.graphs.build import build, rehearse
 from specdec.graphs.captures import Capture, EagerCapture, FullCapture, RecordedCapture, pick_capture
 from specdec.graphs.counters import Counters, PathCounters
 from specdec.graphs.pool import GraphPool
@@ -38,5 +38,6 @@ __all__ = [
     "build",
     "pick_breakable",
     "pick_capture",
+    "rehearse",
     "token_buckets",
 ]

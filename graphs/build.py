@@ -3,7 +3,7 @@
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 from tqdm import tqdm
@@ -15,6 +15,7 @@ from specdec.graphs.shapes import ShapeKey
 
 OUT_OF_MEMORY = "out of memory when it was captured"
 NOT_CAPTURABLE = "it does what cannot be captured"
+REHEARSED = 4  # sizes, or so
 
 
 def build(
@@ -36,6 +37,28 @@ def build(
         _make_all(jobs, capture, lower, avoid, strict)
     for runner in runners:
         runner.seal()
+
+
+def rehearse(
+    runners: Sequence[GraphRunner],
+    within: AbstractContextManager[None] | None,
+    prepare: Callable[[], None] = lambda: None,
+) -> None:
+    """Run `prepare`, and warm-ups of a few sizes of every variant of `runners`, the largest and the smallest included.
+
+    within: a context in which kernels are compiled and not launched, so that results are void; what fails there is told
+    by `build`, which meets it again. None: nothing is run.
+    """
+    if within is None:
+        return
+    with within:
+        prepare()
+        for runner in runners:
+            sizes = runner.buckets[:: max(1, len(runner.buckets) // REHEARSED)] + runner.buckets[-1:]
+            for key in runner.keys:
+                if key.size in sizes:
+                    with suppress(Exception):
+                        runner.rehearse(key)
 
 
 def _make_all(jobs: list[tuple[GraphRunner, ShapeKey]], capture: Capture, lower: str, avoid: str, strict: bool) -> None:

@@ -16,6 +16,7 @@ from specdec.errors import GraphError
 from specdec.graphs.buffers import BufferSpec, StaticBuffers
 from specdec.graphs.captures import Capture, Graph
 from specdec.graphs.counters import Counters, PathCounters
+from specdec.graphs.once import equal_parts_once
 from specdec.graphs.shapes import Decision, ShapeKey, bucket_for
 from specdec.outputs import GraphCost
 
@@ -151,11 +152,15 @@ class GraphRunner:
         return [self._key(bucket, variant) for bucket in self.buckets for variant in self.variants]
 
     def warm_up(self, key: ShapeKey) -> None:
-        """Run the body once on padding, as `capture` will."""
-        self._require(Phase.WARM_UP)
-        with self._setup.counters.recording():
-            self._setup.capture.warm_up(self._bound_body(key))
+        """Run the body on padding, as `capture` will, but equal parts of it once."""
+        self.rehearse(key)
         self._warm.add(key)
+
+    def rehearse(self, key: ShapeKey) -> None:
+        """Run what a warm-up of `key` runs; it still needs that."""
+        self._require(Phase.WARM_UP)
+        with self._setup.counters.recording(), equal_parts_once():
+            self._setup.capture.warm_up(self._bound_body(key))
 
     def capture(self, key: ShapeKey) -> None:
         """Capture the graph of `key`, on padding."""

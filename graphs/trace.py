@@ -18,6 +18,7 @@ from torch.fx.experimental import _config as shape_config
 from specdec.errors import GraphError
 from specdec.graphs.kept import Record
 from specdec.graphs.merge import MergedWeights, merge_linears
+from specdec.graphs.once import is_once
 from specdec.graphs.pieces import Chain, Compiled, check_guards, compile_pieces, cut
 from specdec.graphs.regions import number, regions, write_out
 from specdec.graphs.written import Unwritable, read, write
@@ -36,6 +37,7 @@ class Traced:
 
     def __init__(self, chain: Chain, compiled: Compiled, inputs: Sequence[torch.Tensor]):
         self._split = chain.graph
+        self._once = _equal_parts_once(chain.graph)
         self._args = list(chain.args)
         self._sizes = [i for i, a in enumerate(self._args) if isinstance(a, int)]
         self._places = [next((i for i, a in enumerate(self._args) if a is t), None) for t in inputs]
@@ -51,12 +53,25 @@ class Traced:
         for place, value in zip(self._places, inputs, strict=True):
             if place is not None:  # an input that the callable does not use is not an argument of its graph
                 args[place] = value
-        return self._split(*args)
+        return self._once(*args) if is_once() else self._split(*args)
 
     def release(self) -> None:
         """Give joined weights their own storage again; the callable cannot be called afterwards."""
         self._merged.part()
         self._args = []
+
+
+def _equal_parts_once(graph: fx.GraphModule) -> fx.GraphModule:
+    """Return `graph` with one call of each of its submodules, the first, whose results stand for those of all."""
+    nodes = fx.Graph()
+    kept: dict[fx.Node, Any] = {}
+    first: dict[int, Any] = {}
+    for node in graph.graph.nodes:
+        called = id(getattr(graph, node.target)) if node.op == "call_module" else id(node)
+        if called not in first:
+            first[called] = nodes.node_copy(node, lambda n: kept[n])
+        kept[node] = first[called]
+    return fx.GraphModule(graph, nodes)
 
 
 class _Arguments(BaseException):

@@ -270,6 +270,6 @@ def attend(
     merged = None
     if plan.merges.shape[0]:
         merged = merge(out, partials, plan.merges, m.qo_indptr, layer, tiling.block_m)
-    if INTERPRETED:
+    if compiled is None:  # interpreted, or rehearsed
         return None
     return AttendAgain(Relaunch(_attention_kernel, compiled, grid, args, constants), merged)

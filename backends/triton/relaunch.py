@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import triton
 
+from specdec.backends.triton.ahead import is_rehearsing
+
 PDL = os.environ.get("SPECDEC_PDL", "1") == "1"
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # triton.jit reads it too, on import
 
@@ -53,12 +55,14 @@ class CachedLaunch:
             _launch(self._compiled[key], (*grid, 1, 1)[:3], device, (*args, *constants.values()))
             return
         compiled = self._kernel[tuple(grid)](*args, **constants, num_warps=self._num_warps)
-        if compiled is not None:  # the interpreter compiles nothing
+        if compiled is not None:  # the interpreter compiles nothing; a rehearsal gets it later
             self._compiled[key] = compiled
 
 
 def _launch(compiled: Any, grid: Sequence[int], device: torch.device, args: Sequence[Any]) -> None:
     """Launch as compiled[grid](*args) does, but without the hooks of Triton's own profiler and the data for them."""
+    if is_rehearsing():
+        return
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from specdec.backends import ForwardContext
+from specdec.backends import ForwardContext, compiling_kernels
 from specdec.backends.checks import is_debug
 from specdec.batch import AttentionMetadata
 from specdec.config import EngineConfig
@@ -22,6 +22,7 @@ from specdec.graphs import (
     Setup,
     build,
     pick_breakable,
+    rehearse,
     token_buckets,
 )
 from specdec.graphs.build import is_out_of_memory
@@ -82,6 +83,7 @@ class PrefillGraphs:
             for module, program in enumerate(self.programs.draft)
         ]
         with torch.inference_mode():
+            rehearse(self.runners, compiling_kernels(device), self._plan_warm_ups)
             self._plan_warm_ups()
             in_parts = [r.runner for r in (self.target_runner, *self.draft_runners)]
             build(in_parts, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=config.strict)

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from specdec.backends import compiling_kernels
 from specdec.backends.checks import is_debug
 from specdec.config import EngineConfig, num_words
 from specdec.draft.worker import Draft
 from specdec.functional.sampling import SamplingKind
 from specdec.functional.tree import Tree
 from specdec.functional.verify import VerifyOutput
-from specdec.graphs import BufferSpec, GraphPool, GraphRunner, Setup, batch_buckets, build, pick_capture
+from specdec.graphs import BufferSpec, GraphPool, GraphRunner, Setup, batch_buckets, build, pick_capture, rehearse
 from specdec.outputs import GraphCost
 from specdec.round.parts import Parts
 from specdec.round.program import LAW_BYTES, Round
@@ -72,7 +73,9 @@ class RoundGraphs:
             once = replace(setup, variants=config.graph_sampling[:1])
             self.runners["draft_begin"] = GraphRunner("draft_begin", partial(begin_part, program), begin_specs, once)
         with torch.inference_mode():
-            build(list(self.runners.values()), self.capture, lower=LOWER, strict=config.strict)
+            made = list(self.runners.values())
+            rehearse(made, compiling_kernels(device))
+            build(made, self.capture, lower=LOWER, strict=config.strict)
 
     def _whole(self, rows: BufferSpec) -> Runners:
         return [(self._name, self._program.play, [rows])]

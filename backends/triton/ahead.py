@@ -1,0 +1,101 @@
+"""Kernels compiled on threads, before what launches them runs for the first time.
+
+Compiling a kernel takes 0.2-0.5 s, most of it in processes of their own (ptxas, and the C compiler for its launcher),
+and the kernels of a body are met one after another. So bodies run once beforehand without their launches: those only
+tell which kernels there are, and tensors that a kernel would have filled are zeros: valid ids, rows and slots.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+MOST_THREADS = 16
+PACKAGE = __name__.partition(".")[0]
+_aten = torch.ops.aten
+EMPTY = (
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)
+
+
+class _Thread(threading.local):
+    is_rehearsing = False
+
+
+_thread = _Thread()
+
+
+def is_rehearsing() -> bool:
+    """Whether this thread leaves launches out."""
+    return _thread.is_rehearsing
+
+
+@contextmanager
+def compiling_ahead(device: torch.device, package: str = PACKAGE) -> Iterator[None]:
+    """Within it, this thread's launches of the kernels of `package` launch nothing, and return None.
+
+    They are compiled, and loaded on `device`, by the time it ends. What does not compile is left to its next launch,
+    which says why.
+    """
+    workers = min(MOST_THREADS, os.cpu_count() or 1)
+    with (
+        _Workers(device, workers) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+        _without_launches(package),
+        _Zeros(),
+    ):
+        yield
+
+
+@contextmanager
+def _without_launches(package: str) -> Iterator[None]:
+    """Compile where a kernel of `package` would be launched, in this thread only."""
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if not (_thread.is_rehearsing and self.module.partition(".")[0] == package):
+            return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+        run(self, *args, grid=grid, warmup=True, **kwargs)
+        return None
+
+    JITFunction.run = compile_only
+    _thread.is_rehearsing = True
+    try:
+        yield
+    finally:
+        _thread.is_rehearsing = False
+        JITFunction.run = run
+
+
+class _Zeros(TorchDispatchMode):
+    """What is allocated is zero."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func in EMPTY else result
+
+
+class _Workers(ThreadPoolExecutor):
+    """Threads whose current device is `device`; a compiled kernel is loaded, too, with its launcher."""
+
+    def __init__(self, device: torch.device, num: int):
+        super().__init__(num, "specdec-compile", torch.cuda.set_device, (device,))
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def loaded() -> Any:
+            kernel = fn(*args, **kwargs)
+            kernel.run  # noqa: B018 (loads it)
+            return kernel
+
+        return super().submit(loaded)

@@ -1,0 +1,27 @@
+"""Warm-ups run equal parts of a body once: a second run would compile, load and tune nothing more."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class _Thread(threading.local):
+    is_once = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def equal_parts_once() -> Iterator[None]:
+    """Within it, in this thread, traced callables run each of their distinct pieces once; what they return is void."""
+    _thread.is_once, before = True, _thread.is_once
+    try:
+        yield
+    finally:
+        _thread.is_once = before
+
+
+def is_once() -> bool:
+    """Whether this thread is to run equal parts once."""
+    return _thread.is_once

@@ -1,0 +1,96 @@
+"""Kernels compiled ahead: bodies are rehearsed at a few sizes, launch nothing, and find zeros."""
+
+import threading
+
+import pytest
+import torch
+
+from specdec.graphs import BufferSpec, Counters, GraphRunner, RecordedCapture, Setup, build, rehearse
+from specdec.graphs.once import is_once
+
+triton = pytest.importorskip("triton")
+from specdec.backends.triton import ahead  # noqa: E402
+from specdec.backends.triton.relaunch import CachedLaunch  # noqa: E402
+
+tl = pytest.importorskip("triton.language")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@triton.jit
+def _add_kernel(x, amount, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(x + i, tl.load(x + i) + amount)
+
+
+class Within:
+    """A context that notes what happens in it."""
+
+    def __init__(self):
+        self.told = []
+
+    def __enter__(self):
+        self.told.append("enter")
+
+    def __exit__(self, *error):
+        self.told.append("exit")
+
+
+def test_a_few_sizes_of_every_variant_are_rehearsed_and_warmed_up_again():
+    within, buckets, phase = Within(), (1, 2, 3, 4, 5, 6, 7, 8, 9), ["rehearsed"]
+
+    def body(variant, rows):
+        within.told.append((phase[0], variant, rows.shape[0], is_once()))
+        if phase[0] == "rehearsed" and rows.shape[0] == 9:
+            raise RuntimeError("found zeros where it wants ones")
+        return rows
+
+    specs = [BufferSpec("rows", lambda n: (n,), torch.int64, pad=0)]
+    capture = RecordedCapture()
+    setup = Setup(capture, Counters(), torch.device("cpu"), buckets, variants=("a", "b"))
+    runner = GraphRunner("echo", body, specs, setup)
+    rehearse([runner], None)
+    assert within.told == []
+    rehearse([runner], within, lambda: within.told.append("prepared"))
+    assert within.told[:2] == ["enter", "prepared"] and within.told[-1] == "exit"
+    assert within.told[2:-1] == [("rehearsed", v, n, True) for n in (1, 3, 5, 7, 9) for v in "ab"]
+    within.told, phase[0] = [], "built"
+    build([runner], capture, lower="nothing")
+    for is_warm_up in (True, False):
+        assert [t for t in within.told if t[3] == is_warm_up] == [
+            ("built", v, n, is_warm_up) for n in reversed(buckets) for v in "ab"
+        ]
+
+
+def test_what_a_kernel_would_have_filled_is_zero():
+    given = torch.ones(3, 4, dtype=torch.int64)
+    with torch.inference_mode(), ahead._Zeros():
+        found = [torch.empty(5), torch.empty_like(given), given.new_empty(2), torch.empty_strided((2, 3), (1, 2))]
+        found.append(torch.empty_like(given.t()))
+        kept = given + 1
+    assert all(not t.any() for t in found) and (kept == 2).all()
+
+
+@pytest.mark.gpu
+def test_a_rehearsal_compiles_and_launches_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    compiled, x = [], torch.zeros(64, device=DEVICE)
+    listener = lambda src, **_told: compiled.append(src.name)  # noqa: E731
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
+    launch, other = CachedLaunch(_add_kernel), torch.zeros(32, device=DEVICE)
+
+    def in_another_thread():
+        _add_kernel[(1,)](other, 1.0, N=32)
+        torch.cuda.synchronize()
+
+    with ahead.compiling_ahead(DEVICE, package=__name__.partition(".")[0]):
+        assert ahead.is_rehearsing() and _add_kernel[(1,)](x, 1.0, N=64) is None
+        launch((1,), x, 1.0, N=16)
+        thread = threading.Thread(target=in_another_thread)
+        thread.start()
+        thread.join()
+    assert compiled == ["_add_kernel"] * 3 and not ahead.is_rehearsing()
+    assert not x.any() and (other == 1).all()
+    _add_kernel[(1,)](x, 1.0, N=64)
+    launch((1,), x, 1.0, N=16)
+    assert len(compiled) == 3
+    assert (x[:16] == 2).all() and (x[16:] == 1).all()
