@@ -4,9 +4,11 @@ import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.graphs import BufferSpec, Counters, GraphRunner, RecordedCapture, Setup, build, rehearse
-from specdec.graphs.once import is_once
+from specdec.graphs.once import equal_parts_once, is_once
+from specdec.graphs.trace import trace
 
 triton = pytest.importorskip("triton")
 from specdec.backends.triton import ahead  # noqa: E402
@@ -68,6 +70,37 @@ def test_what_a_kernel_would_have_filled_is_zero():
         found.append(torch.empty_like(given.t()))
         kept = given + 1
     assert all(not t.any() for t in found) and (kept == 2).all()
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.num_products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_equal_pieces_of_a_trace_run_once():
+    layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6))
+
+    def run(x):
+        for layer in layers:
+            x = torch.ops.aten.sin(layer(x)) + x
+        return x
+
+    traced = trace(run, (torch.randn(16, 8),), torch.ops.aten.sin.default, "eager")
+    x = torch.randn(5, 8)
+    for is_short, num in ((False, 6), (True, 2), (False, 6)):  # the first piece and five equal ones
+        with torch.no_grad(), Counting() as counted:
+            if not is_short:
+                torch.testing.assert_close(traced(x)[0], run(x))
+                num *= 2
+            else:
+                with equal_parts_once():
+                    assert traced(x)[0].shape == x.shape
+        assert counted.num_products == num
 
 
 @pytest.mark.gpu
