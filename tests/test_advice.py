@@ -1,11 +1,13 @@
 """The drafting that a draft's folder advises: followed on a GPU where the user names none."""
 
 import json
+import re
 
 import pytest
 
 from specdec import shipped
 from specdec.checkpoints.advice import ADVICE, follow_advice, read_advice
+from specdec.config import EngineConfig
 from specdec.engine.arguments import advised, engine_config
 from specdec.engine.assembly import resolve_draft
 from specdec.errors import CheckpointError
@@ -33,6 +35,12 @@ def folder(tmp_path):
 def test_advice_is_followed_where_the_user_names_none(folder, settings, is_followed):
     assert follow_advice(folder, settings, default_batch=8) == {**settings, **(TREE if is_followed else {})}
     assert follow_advice(folder.parent, settings, default_batch=8) == settings
+
+
+@pytest.mark.parametrize("max_batch", ["4", None, 2.5, [4], True])
+def test_a_max_batch_that_is_no_number_is_named(folder, max_batch):
+    with pytest.raises(ValueError, match=f"max_batch={re.escape(repr(max_batch))}: expected an integer of at least 1"):
+        EngineConfig(**follow_advice(folder, {"max_batch": max_batch}, default_batch=8))
 
 
 @pytest.mark.parametrize(
