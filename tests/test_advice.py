@@ -1,11 +1,19 @@
 """The drafting that a draft's folder advises: followed on a GPU where the user names none."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import LlamaConfig
+from typer.testing import CliRunner
 
 from specdec import shipped
 from specdec.checkpoints.advice import ADVICE, follow_advice, read_advice
+from specdec.commands import main as cli
+from specdec.commands import serve
+from specdec.config import EngineConfig
 from specdec.engine.arguments import advised, engine_config
 from specdec.engine.assembly import resolve_draft
 from specdec.errors import CheckpointError
@@ -35,6 +43,12 @@ def test_advice_is_followed_where_the_user_names_none(folder, settings, is_follo
     assert follow_advice(folder.parent, settings, default_batch=8) == settings
 
 
+@pytest.mark.parametrize("max_batch", ["4", None, 2.5, [4], True])
+def test_a_max_batch_that_is_no_number_is_named(folder, max_batch):
+    with pytest.raises(ValueError, match=f"max_batch={re.escape(repr(max_batch))}: expected an integer of at least 1"):
+        EngineConfig(**follow_advice(folder, {"max_batch": max_batch}, default_batch=8))
+
+
 @pytest.mark.parametrize(
     "text", ['{"num_steps": 3}', '{"max_batch": 1, "num_steps": 0, "topk": 1, "num_draft_tokens": 1}']
 )
@@ -57,3 +71,60 @@ def test_the_shipped_draft_advises_on_a_gpu_only(device):
     config = engine_config(Target, "eagle3", settings)
     assert (config.verify_width > 4) == (device == "cuda")
     assert read_advice(draft)["num_steps"] == (config.num_steps if device == "cuda" else 5)
+
+
+class Attached(Exception):
+    """Raised in the place of an engine, with the config that it would have."""
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run a command with a target on a device that need not be there, and return what ended it."""
+
+    def attach(model, draft, algo, tokenizer=None, max_new_tokens=None, **settings):
+        name, source = resolve_draft(draft, algo)
+        config = engine_config(model, name, advised(model, draft, source, settings))
+        raise Attached((config.num_steps, config.topk, config.num_draft_tokens))
+
+    def ended(device, command):
+        target = SimpleNamespace(device=torch.device(device), config=LlamaConfig())
+        for module, name in ((cli, "load"), (cli, "load_pretrained"), (serve, "load")):
+            monkeypatch.setattr(module, name, lambda *args, **settings: (target, None))
+        return CliRunner().invoke(cli.app, command.split()).exception
+
+    monkeypatch.setattr(cli, "attach", attach)
+    monkeypatch.setattr(serve, "attach", attach)
+    monkeypatch.setattr(cli, "run_demo", lambda model, _, *draft, **settings: attach(model, *draft, **settings))
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("command", "on_cpu", "on_cuda"),
+    [
+        ("demo", (2, 1, 3), (5, 4, 24)),
+        ("generate w5", (2, 1, 3), (5, 4, 24)),
+        ("chat", (2, 1, 3), (5, 4, 24)),
+        ("serve bundled --max-batch 8", (2, 1, 3), (5, 4, 24)),
+        ("serve bundled", (2, 1, 3), (3, 1, 4)),  # its batch is larger than the advice is for
+        ("demo --draft lookup", (2, 1, 3), (3, 1, 4)),
+        ("chat --steps 4", (4, 1, 5), (4, 1, 5)),
+        ("generate w5 --topk 2", (2, 2, 7), (3, 2, 11)),
+        ("demo --topk 1", (2, 1, 3), (3, 1, 4)),
+        ("serve bundled --max-batch 8 --steps 3 --topk 4 --draft-tokens 16", (3, 4, 16), (3, 4, 16)),
+        ("generate w5 --draft none", (0, 1, 1), (0, 1, 1)),
+        ("chat --draft none", (0, 1, 1), (0, 1, 1)),
+        ("serve bundled --draft none", (0, 1, 1), (0, 1, 1)),
+    ],
+)
+def test_commands_leave_to_the_draft_what_is_not_given(run, command, on_cpu, on_cuda):
+    if command.startswith("serve"):
+        pytest.importorskip("specdec.serve.server")
+    for device, expected in (("cpu", on_cpu), ("cuda", on_cuda)):
+        ended = run(device, command)
+        assert isinstance(ended, Attached) and ended.args == (expected,), (device, ended)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_demo_without_a_draft_is_refused(run, device):
+    ended = run(device, "demo --draft none")
+    assert isinstance(ended, ValueError) and "name a draft" in str(ended)

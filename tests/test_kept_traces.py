@@ -3,19 +3,26 @@
 Pieces are left as they are: that Inductor finds them by a kept trace is in test_kept.
 """
 
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.utils._pytree import tree_map
 from transformers.models.llama import modeling_llama
 
 import specdec
-from specdec.backends.op import attention_scope
+from specdec.backends.op import attention, attention_scope
 from specdec.config import EngineConfig
 from specdec.graphs import kept, pieces
 from specdec.graphs import trace as tracing
 from specdec.graphs.kept import Record
 from specdec.graphs.structure import structure
 from specdec.graphs.trace import trace
+from specdec.targets import checked
+from specdec.targets.checked import Subject, trace_checked
 from specdec.targets.compiled import compile_layers
 from specdec.targets.echo import Echo
 from specdec.targets.hf import HFTarget
@@ -228,3 +235,43 @@ def test_a_trace_that_computes_something_else_is_thrown_away(uncompiled, walks):
         assert torch.equal(again, expected) and not was_kept and "the trace" not in words
         assert file.read_text() == whole
     assert len(walks) == 3 and compiled()[1]
+
+
+class Attending(nn.Module):
+    """Two pieces around one attention call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        q = self.linear(x).unflatten(-1, (2, 4))
+        return (attention(q, q, q, 0).flatten(1) * 2,)
+
+
+def test_pieces_that_fail_although_kept_are_compiled_anew(monkeypatch, walks):
+    """In a folder that holds `damage`, Inductor would find pieces that run but compute something else."""
+    device, found, model = torch.device("cpu"), [], Attending()
+    where = kept.folder(device)
+    examples = [[(torch.rand(num, 8),)] for num in (32, 7, 1)]
+    subject = Subject(model.forward, examples, lambda _: nullcontext(), 1, 1, 64, {"": model}, {})
+
+    def find_or_compile(module, *rest):
+        if not (Path(cache_dir()) / "damage").exists():
+            return module.forward
+        found.append(module)
+        return lambda *args: tree_map(torch.zeros_like, module.forward(*args))
+
+    def were_kept():
+        traced = trace_checked(subject, EngineConfig(), device)
+        with torch.inference_mode(), attention_scope(Echo()):
+            torch.testing.assert_close(traced(*examples[0][0]), model(*examples[0][0]))
+        return traced.was_kept
+
+    monkeypatch.setattr(pieces, "_compile", find_or_compile)
+    monkeypatch.setattr(checked, "num_found", lambda: len(found))
+    assert not were_kept()
+    (where / "damage").touch()
+    assert not were_kept() and len(found) == 4  # of what was kept, and of a new trace; then none of them
+    assert not (where / "damage").exists() and list(where.parent.iterdir()) == [where]
+    assert were_kept() and len(walks) == 3 and len(found) == 4

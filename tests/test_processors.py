@@ -218,12 +218,12 @@ def test_sampled_text_has_the_law_of_transformers(shape):
     assert stats.chisquare(observed.numpy(), expected.numpy()).pvalue > 1e-3
 
 
+NUM_SMOLLM2 = 28 if torch.cuda.is_available() else 14
 SMOLLM2_CASES = [
     {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3},
     {"suppress_tokens": [28, 30], "begin_suppress_tokens": [504, 1780], "bad_words_ids": [[260, 2265]]},
-    {"min_new_tokens": 14},
+    {"min_new_tokens": NUM_SMOLLM2},
 ][: None if torch.cuda.is_available() else 2]
-NUM_SMOLLM2 = 28 if torch.cuda.is_available() else 14
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 Compiling a kernel takes 0.2-0.5 s, most of it in processes of their own (ptxas, and the C compiler for its launcher),
 and the kernels of a body are met one after another. So bodies run once beforehand without their launches: those only
-tell which kernels there are, and tensors that a kernel would have filled are zeros: valid ids, rows and slots.
+tell which kernels there are. What a kernel would have filled is zero, and whatever torch indexes by is taken as zero.
 """
 
 import os
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from triton.runtime.jit import JITFunction
 
 MOST_THREADS = 16
@@ -27,6 +28,7 @@ EMPTY = (
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 )
+INDICES = ("index", "indices")  # names of arguments
 
 
 class _Thread(threading.local):
@@ -79,11 +81,25 @@ def _without_launches(package: str) -> Iterator[None]:
 
 
 class _Zeros(TorchDispatchMode):
-    """What is allocated is zero."""
+    """What is allocated is zero, and so is every index; what writes by an index writes nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result.zero_() if func in EMPTY else result
+        kwargs = kwargs or {}
+        if func in EMPTY:
+            return func(*args, **kwargs).zero_()
+        if not any(argument.name in INDICES for argument in func._schema.arguments):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            return args[0]
+        names = [argument.name for argument in func._schema.arguments]
+        args = [_zeros(arg) if name in INDICES else arg for name, arg in zip(names, args, strict=False)]
+        return func(*args, **{name: _zeros(arg) if name in INDICES else arg for name, arg in kwargs.items()})
+
+
+def _zeros(index: Any) -> Any:
+    """Return zeros like `index`, a tensor or some in a list; masks are left."""
+    is_index = lambda t: not t.is_floating_point() and t.dtype != torch.bool  # noqa: E731
+    return tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t) if is_index(t) else t, index)
 
 
 class _Workers(ThreadPoolExecutor):

@@ -5,7 +5,7 @@ the heads of one KV group are rows of one tile, so K/V are read once for all of 
 partials for `merge`. Twin: `backends.torch_ref.TorchBackend`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -247,7 +247,22 @@ def attend(
         out.stride(0),
         out.stride(1),
     )
-    constants = dict(
+    constants = _constants(m, layer, sinks is not None, tiling, q.dtype)
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, "launch_pdl": constants["PDL"]}
+    compiled = _attention_kernel[grid](*args, **constants, **options)
+    merged = None
+    if plan.merges.shape[0]:
+        merged = merge(out, partials, plan.merges, m.qo_indptr, layer, tiling.block_m)
+    if compiled is None:  # interpreted, or rehearsed
+        return None
+    return AttendAgain(Relaunch(_attention_kernel, compiled, grid, args, constants), merged)
+
+
+def _constants(
+    m: AttentionMetadata, layer: LayerSpec, has_sinks: bool, tiling: Tiling, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return what the kernel is compiled for, by its names: the layer, what the forward holds, and the tiling."""
+    return dict(
         NUM_KV_HEADS=layer.num_kv_heads,
         GROUP=layer.num_heads // layer.num_kv_heads,
         QK_DIM=layer.qk_dim,
@@ -260,16 +275,8 @@ def attend(
         HAS_WINDOW=layer.window is not None,
         HAS_TAIL_POSITIONS=m.tail_positions is not None,
         CAPPED=layer.softcap is not None,
-        HAS_SINKS=sinks is not None,
-        UPCAST=INTERPRETED and q.dtype == torch.bfloat16,
+        HAS_SINKS=has_sinks,
+        UPCAST=INTERPRETED and dtype == torch.bfloat16,
         ITEM=ITEM_WIDTH,
         PDL=follows_early(),
     )
-    shape = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, "launch_pdl": constants["PDL"]}
-    compiled = _attention_kernel[grid](*args, **constants, **shape)
-    merged = None
-    if plan.merges.shape[0]:
-        merged = merge(out, partials, plan.merges, m.qo_indptr, layer, tiling.block_m)
-    if compiled is None:  # interpreted, or rehearsed
-        return None
-    return AttendAgain(Relaunch(_attention_kernel, compiled, grid, args, constants), merged)

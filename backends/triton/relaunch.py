@@ -13,6 +13,7 @@ import triton
 
 from specdec.backends.triton.ahead import is_rehearsing
 
+# Programmatic dependent launch: a kernel is launched before the one in front has ended. SPECDEC_PDL=0 turns it off.
 PDL = os.environ.get("SPECDEC_PDL", "1") == "1"
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # triton.jit reads it too, on import
 

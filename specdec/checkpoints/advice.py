@@ -32,6 +32,7 @@ def follow_advice(folder: Path, settings: Mapping[str, Any], default_batch: int)
     if {*DRAFTING, "synthetic_acceptance"} & set(settings):
         return dict(settings)
     advice = read_advice(folder)
-    if settings.get("max_batch", default_batch) > advice.get("max_batch", 0):
+    max_batch = settings.get("max_batch", default_batch)
+    if not isinstance(max_batch, int) or max_batch > advice.get("max_batch", 0):  # EngineConfig refuses what is no int
         return dict(settings)
     return {**settings, **{name: advice[name] for name in DRAFTING}}

@@ -1,12 +1,21 @@
-"""What options of several commands stand for: devices, draft depths, drafts, lists, names of targets."""
+"""What options of several commands stand for: devices, drafting, drafts, lists, names of targets."""
 
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from specdec import shipped
 from specdec.draft.algorithms import algorithms
 from specdec.targets.pretrained import BUNDLED
+
+Steps = Annotated[
+    int | None,
+    typer.Option(help="Draft depth S; default 2 on CPU, else 3, or S, K and D as the draft advises if none is given."),
+]
+TopK = Annotated[int | None, typer.Option(help="Branches per step K; 1, the default, drafts a chain.")]
+DraftTokens = Annotated[int | None, typer.Option(help="Nodes verified per round D, root included.")]
 
 
 def device_of(device: str) -> str:
@@ -14,9 +23,18 @@ def device_of(device: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
-def steps_of(steps: int | None, device: str) -> int:
-    """Return `steps`, by default 3, or 2 on CPU, where a product of up to three rows costs what one row costs."""
-    return steps if steps is not None else (2 if device == "cpu" else 3)
+def drafting_of(
+    device: str, steps: int | None, topk: int | None = None, draft_tokens: int | None = None
+) -> dict[str, Any]:
+    """Return the settings of `attach` for the options of drafting that were given, None for those that were not.
+
+    On a CPU the depth is 2 by default: a product of up to three rows costs what one row costs. Elsewhere nothing is
+    added, so that `attach` follows what the draft advises on CUDA.
+    """
+    if steps is None and device == "cpu":
+        steps = 2
+    drafting = {"num_steps": steps, "topk": topk, "num_draft_tokens": draft_tokens}
+    return {name: value for name, value in drafting.items() if value is not None}
 
 
 def draft_of(draft: str) -> tuple[Path | str | None, str | None]:

@@ -51,13 +51,14 @@ def run_demo(
     draft: Any,
     algo: str | None = "auto",
     *,
-    num_steps: int,
-    topk: int = 1,
-    num_draft_tokens: int | None = None,
     max_new_tokens: int = 96,
     prompts: tuple[str, ...] = PROMPTS,
+    **drafting: int,
 ) -> dict[str, Any]:
-    """Run the three ways, print the table and one JSON line, and return what the line holds."""
+    """Run the three ways, print the table and one JSON line, and return what the line holds.
+
+    drafting: num_steps, topk and num_draft_tokens as `attach` takes them.
+    """
     console = Console()
     ids = chat_ids(list(prompts), tokenizer)
     hf = _run_hf(model, ids, max_new_tokens)
@@ -70,12 +71,7 @@ def run_demo(
         console.print(exchange(prompts[index], output, tokenizer, mark, console.width))
 
     def speculative() -> Engine:
-        settings: dict[str, Any] = {
-            "num_steps": num_steps,
-            "topk": topk,
-            "num_draft_tokens": num_draft_tokens,
-            "compile": False,
-        }
+        settings: dict[str, Any] = {**drafting, "compile": False}
         return attach(model, draft, algo, tokenizer=tokenizer, **settings)
 
     spec = _run_engine("speculative", speculative, ids, max_new_tokens, show)

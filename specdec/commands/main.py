@@ -11,7 +11,7 @@ from specdec.commands.backends import app as backends_app
 from specdec.commands.bench import app as bench_app
 from specdec.commands.cache import cache_command
 from specdec.commands.chat import print_stream, run_chat, statistics, typed_lines
-from specdec.commands.choices import device_of, draft_of, steps_of
+from specdec.commands.choices import DraftTokens, Steps, TopK, device_of, draft_of, drafting_of
 from specdec.commands.convert import convert_command
 from specdec.commands.demo import run_demo
 from specdec.commands.env import env_command
@@ -39,9 +39,6 @@ SHIPPED = "shipped"
 
 DemoDraft = Annotated[str, typer.Option(help="Folder, .gguf file, Hub id, 'lookup', 'shipped' or a shipped name.")]
 Draft = Annotated[str, typer.Option(help="As for `demo`, or 'none'. 'shipped' is the EAGLE-3 head.")]
-Steps = Annotated[int | None, typer.Option(help="Draft depth S; default 2 on CPU, 3 on CUDA.")]
-TopK = Annotated[int, typer.Option(help="Branches per step K; 1 drafts a chain.")]
-DraftTokens = Annotated[int | None, typer.Option(help="Nodes verified per round D, root included.")]
 MaxNew = Annotated[int, typer.Option(help="Tokens to emit at most.")]
 
 
@@ -50,7 +47,7 @@ def demo(
     target: Target = BUNDLED,
     draft: DemoDraft = SHIPPED,
     steps: Steps = None,
-    topk: TopK = 1,
+    topk: TopK = None,
     draft_tokens: DraftTokens = None,
     max_new_tokens: MaxNew = 96,
     device: Device = "auto",
@@ -59,16 +56,15 @@ def demo(
 
     The last line is one JSON object.
     """
-    where = device_of(device)
-    model, tokenizer = load_pretrained(target, dtype=torch.float32, device=where)
+    if draft == "none":
+        raise ValueError("--draft 'none': the demo compares drafting with plain decoding; name a draft or leave it out")
+    model, tokenizer = load_pretrained(target, dtype=torch.float32, device=device_of(device))
     run_demo(
         model,
         tokenizer,
         *draft_of(draft),
-        num_steps=steps_of(steps, where),
-        topk=topk,
-        num_draft_tokens=draft_tokens,
         max_new_tokens=max_new_tokens,
+        **drafting_of(model.device.type, steps, topk, draft_tokens),
     )
 
 
@@ -78,7 +74,7 @@ def generate(
     target: Target = BUNDLED,
     draft: Draft = SHIPPED,
     steps: Steps = None,
-    topk: TopK = 1,
+    topk: TopK = None,
     draft_tokens: DraftTokens = None,
     max_new_tokens: MaxNew = 256,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; left out, the model's own default.")] = None,
@@ -104,7 +100,7 @@ def generate(
     model, tokenizer = load(target, dtype, device)
     settings: dict[str, Any] = {"compile": False}  # one text would not earn it back
     if draft != "none":
-        settings |= {"num_steps": steps_of(steps, device_of(device)), "topk": topk, "num_draft_tokens": draft_tokens}
+        settings |= drafting_of(model.device.type, steps, topk, draft_tokens)
     engine = attach(model, *draft_of(draft), tokenizer=tokenizer, **settings)
     question: Any = prompt if raw else [{"role": "user", "content": prompt}]
     pieces = engine.stream(question, max_new_tokens=max_new_tokens, stop=stop, **given)
@@ -124,7 +120,7 @@ def chat(
 ) -> None:
     """Chat in the terminal; an empty line starts again, Ctrl-C ends an answer, Ctrl-D the chat."""
     model, tokenizer = load(target, dtype, device)
-    settings: dict[str, Any] = {} if draft == "none" else {"num_steps": steps_of(steps, device_of(device))}
+    settings: dict[str, Any] = {} if draft == "none" else drafting_of(model.device.type, steps)
     engine = attach(model, *draft_of(draft), tokenizer=tokenizer, **settings)
     law: dict[str, Any] = {}
     if temperature is not None:

@@ -8,7 +8,7 @@ import typer
 
 from specdec import shipped
 from specdec.api import attach
-from specdec.commands.choices import draft_of, steps_of
+from specdec.commands.choices import DraftTokens, Steps, TopK, draft_of, drafting_of
 from specdec.targets.pretrained import BUNDLED
 from specdec.train.cli import Device, Dtype
 from specdec.train.target import load
@@ -20,9 +20,9 @@ def serve_command(
         str | None,
         typer.Option(help="Folder, .gguf file, Hub id, 'lookup' or 'none'; default: none, but 'shipped' for bundled."),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Draft depth S; default 2 on CPU, 3 on CUDA.")] = None,
-    topk: Annotated[int, typer.Option(help="Branches per step K; 1 drafts a chain.")] = 1,
-    draft_tokens: Annotated[int | None, typer.Option(help="Nodes verified per round D, root included.")] = None,
+    steps: Steps = None,
+    topk: TopK = None,
+    draft_tokens: DraftTokens = None,
     max_batch: Annotated[int, typer.Option(help="Requests decoded together; more wait.")] = 32,
     max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt plus text; default: up to 2048.")] = None,
     num_slots: Annotated[
@@ -58,7 +58,7 @@ def serve_command(
         settings["max_seq_len"] = max_seq_len
     draft = draft or (shipped.SMOLLM2_EAGLE3 if target == BUNDLED else "none")
     if draft != "none":
-        settings |= {"num_steps": steps_of(steps, model.device.type), "topk": topk, "num_draft_tokens": draft_tokens}
+        settings |= drafting_of(model.device.type, steps, topk, draft_tokens)
     engine = attach(model, *draft_of(draft), tokenizer=tokenizer, **settings)
     app = build_app(engine, name or target, max_waiting)
 
