@@ -1,14 +1,20 @@
 """Kernels compiled ahead: bodies are rehearsed at a few sizes, launch nothing, and find zeros."""
 
+import itertools
 import threading
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import specdec
 from specdec.graphs import BufferSpec, Counters, GraphRunner, RecordedCapture, Setup, build, rehearse
 from specdec.graphs.once import equal_parts_once, is_once
 from specdec.graphs.trace import trace
+from specdec.prefill.whole import WholeProgram
+from specdec.round.graphs import first_token_part
+from tests.heads import ALGOS, random_draft
+from tests.tiny_models import tiny_model
 
 triton = pytest.importorskip("triton")
 from specdec.backends.triton import ahead  # noqa: E402
@@ -101,6 +107,42 @@ def test_equal_pieces_of_a_trace_run_once():
                 with equal_parts_once():
                     assert traced(x)[0].shape == x.shape
         assert counted.num_products == num
+
+
+def test_indices_are_zero_and_write_nothing():
+    rows, far = torch.arange(12.0).view(3, 4), torch.tensor([7, -9])
+    with torch.inference_mode(), ahead._Zeros():
+        found = [rows[far], rows.index_select(0, far), rows.gather(0, far.view(1, 2)), rows[:, far].t()[:1]]
+        rows[far] = -1.0
+        rows.index_copy_(0, far, torch.ones(2, 4))
+        masked = rows[torch.tensor([True, False, True])]
+        embedded = torch.nn.functional.embedding(far, rows)
+    assert all(torch.equal(t, t.new_tensor([0.0, 1.0, 2.0, 3.0])[: t.shape[-1]].expand_as(t)) for t in (*found[:2], embedded))
+    assert (found[2] == torch.tensor([0.0, 1.0])).all() and torch.equal(rows, torch.arange(12.0).view(3, 4))
+    assert torch.equal(masked, rows[::2])
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a wrong index would end CUDA for this process")
+@pytest.mark.parametrize(
+    ("algo", "shape"), [("lookup", (3, 1, 4)), *itertools.product(ALGOS, [(3, 1, 4), (3, 4, 12)])], ids=str
+)
+def test_every_body_can_do_without_its_launches(monkeypatch, algo, shape):
+    model = tiny_model("llama")
+    draft = None if algo == "lookup" else random_draft(model, algo)
+    names = ("num_steps", "topk", "num_draft_tokens")
+    settings = {"max_batch": 2, "max_seq_len": 64, "synthetic_acceptance": (0.9, 0.5, 0.2)}
+    drafted = dict(zip(names, shape, strict=True))
+    engine = specdec.attach(model, draft, algo=algo, backend="triton", **drafted, **settings)
+    core = engine._core
+    monkeypatch.setattr("triton.runtime.interpreter.GridExecutor.__call__", lambda *args, **kwargs: None)
+    rows = torch.tensor([0, 1])
+    with torch.inference_mode(), ahead._Zeros():
+        hidden = torch.full((2, core.target.spec.hidden_size), torch.nan)
+        for kind in ("greedy", "sampled", "filtered", "processed_greedy", "processed"):
+            core.round.play(kind, rows)
+            first_token_part(core.round, kind, rows, hidden)
+        whole = WholeProgram(core.prefill.programs._parts, core.round, lambda: None)
+        whole.run("greedy, fresh", torch.zeros(16, 2, dtype=torch.int64), torch.zeros(4, 8, dtype=torch.int64))
 
 
 @pytest.mark.gpu
