@@ -15,7 +15,7 @@ from specdec.graphs.shapes import ShapeKey
 
 OUT_OF_MEMORY = "out of memory when it was captured"
 NOT_CAPTURABLE = "it does what cannot be captured"
-REHEARSED = 4  # sizes, or so
+REHEARSED = 2  # sizes, or so
 
 
 def build(

@@ -60,7 +60,7 @@ def test_a_few_sizes_of_every_variant_are_rehearsed_and_warmed_up_again():
     assert within.told == []
     rehearse([runner], within, lambda: within.told.append("prepared"))
     assert within.told[:2] == ["enter", "prepared"] and within.told[-1] == "exit"
-    assert within.told[2:-1] == [("rehearsed", v, n, True) for n in (1, 3, 5, 7, 9) for v in "ab"]
+    assert within.told[2:-1] == [("rehearsed", v, n, True) for n in (1, 5, 9) for v in "ab"]
     within.told, phase[0] = [], "built"
     build([runner], capture, lower="nothing")
     for is_warm_up in (True, False):
@@ -117,7 +117,9 @@ def test_indices_are_zero_and_write_nothing():
         rows.index_copy_(0, far, torch.ones(2, 4))
         masked = rows[torch.tensor([True, False, True])]
         embedded = torch.nn.functional.embedding(far, rows)
-    assert all(torch.equal(t, t.new_tensor([0.0, 1.0, 2.0, 3.0])[: t.shape[-1]].expand_as(t)) for t in (*found[:2], embedded))
+    assert all(
+        torch.equal(t, t.new_tensor([0.0, 1.0, 2.0, 3.0])[: t.shape[-1]].expand_as(t)) for t in (*found[:2], embedded)
+    )
     assert (found[2] == torch.tensor([0.0, 1.0])).all() and torch.equal(rows, torch.arange(12.0).view(3, 4))
     assert torch.equal(masked, rows[::2])
 

@@ -115,7 +115,7 @@ def test_a_graph_of_many_layers_is_divided(monkeypatch):
     divided, capture = [], pick_capture(True, DEVICE)
     divide = type(capture).divide
     monkeypatch.setattr(type(capture), "divide", lambda self: (divided.append(self), divide(self)))
-    monkeypatch.setattr(whole, "PARTS", (1 << 10, 2))  # of two layers: after the first
+    monkeypatch.setattr(whole, "PARTS", (1 << 10, 2))  # after half of the layers
     modes = ("whole", "breakable")
     engine, parts = (engine_of(model_of(), "eagle", mode, prefill_buckets=(16,)) for mode in modes)
     (ours, text), (theirs, expected) = (state_after(e, prompts_of(9, 5)) for e in (engine, parts))
@@ -243,7 +243,7 @@ def test_a_backend_that_plans_on_the_host_is_told(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
-def test_a_prefill_waits_for_nothing_and_is_one_launch(draft):
+def test_a_prefill_waits_for_nothing_and_is_a_launch_a_part(draft):
     from torch.profiler import ProfilerActivity, profile
 
     model = model_of()
@@ -264,6 +264,8 @@ def test_a_prefill_waits_for_nothing_and_is_one_launch(draft):
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
     calls = [e.name for e in trace.events()]
-    assert calls.count("cudaGraphLaunch") == 1 and not [c for c in calls if "LaunchKernel" in c]
+    num_parts = {len(c.graph._parts) for c in core.prefill.whole.runner.runner.captured.values()}
+    assert num_parts == {1 + len({len(core.context.layers) // part for part in whole.PARTS} - {0})}
+    assert {calls.count("cudaGraphLaunch")} == num_parts and not [c for c in calls if "LaunchKernel" in c]
     engine.abandon(requests)
     assert replays(engine) == 2

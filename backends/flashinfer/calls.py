@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.backends.base import AttentionCall
+from specdec.backends.triton.ahead import is_rehearsing
 
 CAUSAL, CUSTOM = 1, 2  # MaskMode
 _NHD = 0  # layout of pages
@@ -66,6 +67,8 @@ def run_variant(
 
 def _run(module: Any, paged: Paged, call: AttentionCall, *extra: Any) -> None:
     assert call.out.is_contiguous(), "FlashInfer writes a dense output"
+    if is_rehearsing():  # the tables have not been written
+        return
     module.paged_run(
         paged.float_workspace,
         paged.int_workspace,

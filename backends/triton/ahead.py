@@ -106,7 +106,8 @@ class _Workers(ThreadPoolExecutor):
     """Threads whose current device is `device`; a compiled kernel is loaded, too, with its launcher."""
 
     def __init__(self, device: torch.device, num: int):
-        super().__init__(num, "specdec-compile", torch.cuda.set_device, (device,))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        super().__init__(num, "specdec-compile", torch.cuda.set_device, (index,))
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         def loaded() -> Any:
