@@ -114,9 +114,11 @@ class AttentionBackend(ABC):
     `run` is `store`, then `attend`; a graph that breaks at attention captures the one and leaves the other outside.
     metadata: builds what it is given. With SPECDEC_DEBUG=1 in the environment every index of a plan
     is checked against its bounds, on the device, before it is used; each forward waits for the host then.
+    rehearses: whether a forward may run with its launches left out (`backends.triton.ahead`).
     """
 
     name: str
+    rehearses = False
     capabilities: Capabilities
     metadata: MetadataBuilder
 

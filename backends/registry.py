@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 
@@ -42,12 +42,14 @@ BACKENDS: Mapping[str, Callable[[], type[AttentionBackend]]] = MappingProxyType(
 _AUTO = ("triton+flashinfer", "triton", "torch")  # in the order of preference
 
 
-def compiling_kernels(device: torch.device) -> AbstractContextManager[None] | None:
+def compiling_kernels(
+    backends: Iterable[AttentionBackend], device: torch.device
+) -> AbstractContextManager[None] | None:
     """Return a context in which kernels are compiled on threads, and not launched: see `backends.triton.ahead`.
 
-    None where there is nothing to compile, or SPECDEC_AHEAD=0 says that kernels are compiled when they are launched.
+    None where that cannot be: not all `backends` rehearse, or SPECDEC_AHEAD=0 says that launches compile.
     """
-    if device.type != "cuda" or os.environ.get("SPECDEC_AHEAD") == "0" or importlib.util.find_spec("triton") is None:
+    if device.type != "cuda" or os.environ.get("SPECDEC_AHEAD") == "0" or not all(b.rehearses for b in backends):
         return None
     from specdec.backends.triton.ahead import compiling_ahead
 

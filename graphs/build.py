@@ -51,7 +51,7 @@ def rehearse(
     """
     if within is None:
         return
-    with within:
+    with within, suppress(Exception):
         prepare()
         for runner in runners:
             sizes = runner.buckets[:: max(1, len(runner.buckets) // REHEARSED)] + runner.buckets[-1:]

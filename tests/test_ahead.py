@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import specdec
+from specdec.backends import BACKENDS, TorchBackend, compiling_kernels
 from specdec.graphs import BufferSpec, Counters, GraphRunner, RecordedCapture, Setup, build, rehearse
 from specdec.graphs.once import equal_parts_once, is_once
 from specdec.graphs.trace import trace
@@ -117,11 +118,19 @@ def test_indices_are_zero_and_write_nothing():
         rows.index_copy_(0, far, torch.ones(2, 4))
         masked = rows[torch.tensor([True, False, True])]
         embedded = torch.nn.functional.embedding(far, rows)
-    assert all(
-        torch.equal(t, t.new_tensor([0.0, 1.0, 2.0, 3.0])[: t.shape[-1]].expand_as(t)) for t in (*found[:2], embedded)
-    )
+    assert all(torch.equal(t, rows[:1].expand_as(t)) for t in (*found[:2], embedded))
     assert (found[2] == torch.tensor([0.0, 1.0])).all() and torch.equal(rows, torch.arange(12.0).view(3, 4))
     assert torch.equal(masked, rows[::2])
+
+
+def test_only_what_may_run_without_its_launches_is_rehearsed(monkeypatch):
+    ours, cuda = BACKENDS["triton"]().__new__(BACKENDS["triton"]()), torch.device("cuda", 0)
+    theirs = TorchBackend.__new__(TorchBackend)
+    assert compiling_kernels([ours, ours], cuda) is not None
+    assert compiling_kernels([ours, theirs], cuda) is None and compiling_kernels([ours], torch.device("cpu")) is None
+    assert [BACKENDS[name]().rehearses for name in ("flashinfer", "triton+flashinfer")] == [False, True]
+    monkeypatch.setenv("SPECDEC_AHEAD", "0")
+    assert compiling_kernels([ours], cuda) is None
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a wrong index would end CUDA for this process")

@@ -42,6 +42,7 @@ class FlashInferBackend(TritonBackend):
     """Every path on FlashInfer's kernels; its tables are written inside our graphs, see `tables`."""
 
     name = "flashinfer"
+    rehearses = False  # it attends by tables that kernels write
     capabilities = replace(
         TritonBackend.capabilities,
         packed_prefill=False,

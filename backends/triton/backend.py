@@ -31,6 +31,7 @@ class TritonBackend(AttentionBackend):
     """Kernels for every path; see `backends.triton.attention`."""
 
     name = "triton"
+    rehearses = True
     capabilities = Capabilities(
         device_planned=True,
         packed_prefill=True,

@@ -83,7 +83,7 @@ class PrefillGraphs:
             for module, program in enumerate(self.programs.draft)
         ]
         with torch.inference_mode():
-            rehearse(self.runners, compiling_kernels(device), self._plan_warm_ups)
+            rehearse(self.runners, compiling_kernels(parts.backends, device), self._plan_warm_ups)
             self._plan_warm_ups()
             in_parts = [r.runner for r in (self.target_runner, *self.draft_runners)]
             build(in_parts, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=config.strict)

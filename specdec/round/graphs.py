@@ -74,7 +74,7 @@ class RoundGraphs:
             self.runners["draft_begin"] = GraphRunner("draft_begin", partial(begin_part, program), begin_specs, once)
         with torch.inference_mode():
             made = list(self.runners.values())
-            rehearse(made, compiling_kernels(device))
+            rehearse(made, compiling_kernels(parts.backends, device))
             build(made, self.capture, lower=LOWER, strict=config.strict)
 
     def _whole(self, rows: BufferSpec) -> Runners:

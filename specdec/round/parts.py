@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from specdec.backends import ForwardContext
+from specdec.backends import AttentionBackend, ForwardContext
 from specdec.config import EngineConfig
 from specdec.draft.worker import DraftWorker
 from specdec.functional.ops import RoundOps
@@ -30,3 +30,8 @@ class Parts:
     state: EngineState
     counters: Counters
     may_merge: bool
+
+    @property
+    def backends(self) -> list[AttentionBackend]:
+        """The backends of the target and of the draft, if that has layers."""
+        return [c.backend for c in (self.context, self.worker.context) if c is not None]
