@@ -1,0 +1,129 @@
+"""Times attach in fresh processes, the first with nothing kept: `python bench/attach.py --shape 8b --out DIR`.
+
+A row a process: seconds of attach, of compiling and capturing in it, the first token of prompts of 128, 512 and 2048
+ids through `generate`, and the functions of ours that attach's time went to, by samples of its stack. The last line is
+one JSON object. On a machine that does nothing else: compiling takes processes of its own.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+FOLDERS = ("SPECDEC_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = (128, 512, 2048)
+INTERVAL = 0.01  # seconds between two samples
+
+
+def main() -> None:
+    """Run the processes one after another, on one set of folders."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="135m", help="random weights of 135m, 8b or tiny")
+    parser.add_argument("--draft", default="3:1:4", help="S:K:D")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(measure(args.shape, args.draft)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [{"process": i + 1, **run(args.shape, args.draft, folder)} for i in range(args.processes)]
+    if args.out:
+        from specdec.measure.results import write_results
+
+        write_results(args.out, "attach", args.shape, vars(args), rows)
+    print(json.dumps({"rows": rows}))
+
+
+def run(shape: str, draft: str, folder: str) -> dict[str, Any]:
+    """Return the row of a fresh process that keeps what it compiles in `folder`."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path, **{name: f"{folder}/{name}" for name in FOLDERS}}
+    command = [sys.executable, __file__, "--child", "--shape", shape, "--draft", draft]
+    out = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+    print(out.splitlines()[-1], flush=True)
+    return json.loads(out.splitlines()[-1])
+
+
+def measure(shape: str, text: str) -> dict[str, Any]:
+    """Attach once, and time first tokens."""
+    import torch
+
+    from specdec import attach
+    from specdec.measure.latency.cases import Draft
+    from specdec.measure.shapes import make_head, make_target
+
+    draft = Draft.parse(text)
+    target = make_target(shape, "cuda" if torch.cuda.is_available() else "cpu")
+    head = make_head(shape, target)
+    settings = {**draft.settings(imposed=True), "graph_sampling": ("greedy",), "max_batch": 1, "max_seq_len": 4096}
+    samples = Samples()
+    start = time.perf_counter()
+    with samples:
+        engine = attach(target, head, **settings)
+    seconds, report = time.perf_counter() - start, engine.report()
+    row = {"shape": shape, "steps": draft.steps, "topk": draft.topk, "draft_tokens": draft.width}
+    row |= {"attach_s": round(seconds, 2), "compile_s": round(report.compile_seconds, 2)}
+    row |= {"capture_s": round(report.graph_seconds, 2), "num_graphs": len(report.graphs), "notes": report.compiled}
+    row["where_s"] = {name: round(share * seconds, 2) for name, share in samples.shares(24)}
+    return row | {f"ttft_{size}_ms": round(first_token(engine, size), 3) for size in SIZES}
+
+
+def first_token(engine: Any, num_tokens: int) -> float:
+    """Return the median ms of calls for one token."""
+    import torch
+
+    found = []
+    for _ in range(25):
+        prompt = torch.randint(5, 90, (num_tokens,)).tolist()
+        start = time.perf_counter()
+        engine.generate([prompt], max_new_tokens=1, ignore_eos=True)
+        found.append(1000 * (time.perf_counter() - start))
+    return median(found)
+
+
+class Samples:
+    """Within it, the main thread's stack is looked at every INTERVAL."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+        self._num = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def shares(self, most: int) -> list[tuple[str, float]]:
+        """Return functions of this package, the most frequent first, and the share of samples that they are in."""
+        return [(name, count / self._num) for name, count in self._seen.most_common(most)]
+
+    def _watch(self) -> None:
+        main = threading.main_thread().ident
+        while not self._is_over.wait(INTERVAL):
+            frame, names = sys._current_frames().get(main), set()
+            while frame is not None:
+                path, _, tail = frame.f_code.co_filename.partition("/specdec/")
+                if tail and path and "site-packages" not in tail:
+                    names.add(f"{tail}:{frame.f_code.co_qualname}")
+                frame = frame.f_back
+            self._num += 1
+            self._seen.update(names)
+
+
+if __name__ == "__main__":
+    main()
