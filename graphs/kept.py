@@ -80,6 +80,11 @@ def folder(device: torch.device) -> Path:
     return root() / FOLDER / re.sub(r"[^\w.+-]+", "-", words)
 
 
+def has_traces(device: torch.device) -> bool:
+    """Return whether any trace is kept for `device`."""
+    return any((folder(device) / TRACES).glob("*.json"))
+
+
 @contextmanager
 def keeping(where: Path) -> Iterator[None]:
     """Within it, what Inductor compiles is looked up in `where` and kept there.

@@ -211,6 +211,20 @@ def _compile(module: fx.GraphModule, args: Sequence[Any], compiler: str, keep: P
         return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")
 
 
+def start_workers(device: torch.device) -> None:
+    """Start the processes in which Inductor compiles kernels for a GPU; until they are up it compiles one by one.
+
+    torch.compile starts them when it is told to use Inductor; we call that later, and by another door.
+    """
+    if device.type != "cuda":
+        return
+    from torch._inductor import async_compile  # slow to import
+
+    start = getattr(async_compile, "maybe_warm_pool", None)  # torch's own, for torch's own use
+    if start is not None:
+        start()
+
+
 def check_guards(shape_env: ShapeEnv | None, smallest: int, largest: int) -> None:
     """Raise GraphError if the trace is correct only for some of the sizes. Dynamo would retrace for others; we bypass
     it."""

@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 
 import specdec
 from specdec.commands.main import app
+from specdec.config import EngineConfig
 from specdec.graphs import kept
 from specdec.graphs.trace import trace
 from specdec.targets import checked
+from specdec.targets.compiled import start_compilers
 from tests.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
@@ -131,6 +133,22 @@ def test_a_folder_that_cannot_be_written_to_is_named(cache):
     with pytest.warns(UserWarning, match="not kept for the next process: .* Set SPECDEC_CACHE to a folder that can"):
         result = traced(torch.randn(16, 8), kept.folder(CPU))
     check(result)
+
+
+def test_workers_start_before_a_first_attach_compiles(cache, monkeypatch):
+    """For a GPU, and where no trace is kept: a later attach compiles nothing, or only another model."""
+    started, gpu = [], torch.device("cuda", 0)
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: started.append(1))
+    monkeypatch.setattr(kept, "_hardware", lambda device: "a-gpu")
+    config = EngineConfig(compile=True)
+    start_compilers(config, torch.device("cpu"))
+    start_compilers(EngineConfig(compile=False), gpu)
+    start_compilers(EngineConfig(compile=True, compiler="eager"), gpu)
+    assert not started
+    start_compilers(config, gpu)
+    kept.Record(kept.folder(gpu) / kept.TRACES / "of-a-model.json", {}).keep("{}")
+    start_compilers(config, gpu)
+    assert len(started) == 1 and kept.has_traces(gpu)
 
 
 def test_eager_pieces_leave_no_folder(cache):

@@ -33,7 +33,7 @@ from specdec.prefill.graphs import PrefillGraphs, resolve_prefill_mode
 from specdec.round.graphs import RoundGraphs
 from specdec.round.parts import Parts
 from specdec.round.program import Round
-from specdec.targets.compiled import compile_layers
+from specdec.targets.compiled import compile_layers, start_compilers
 from specdec.targets.exclusive import make_exclusive
 
 PREFIX_STEP = 32  # host bounds of L are rounded up to this, so that shapes of eager rounds seldom change
@@ -53,6 +53,7 @@ class Core:
         self.device = device
         self.context = parts.context
         self.round = Round(parts)
+        start_compilers(config, device)
         rewrite_row(parts.state, parts.tables, parts.ops, config.dummy_row)
         graph_pool = GraphPool(device) if device.type == "cuda" else None
         start = time.perf_counter()

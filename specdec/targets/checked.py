@@ -14,6 +14,7 @@ from tqdm import tqdm
 from specdec.config import EngineConfig
 from specdec.errors import GraphError
 from specdec.graphs.kept import TRACES, Record, folder, keeping, num_found, renewing
+from specdec.graphs.pieces import start_workers
 from specdec.graphs.structure import structure
 from specdec.graphs.trace import Traced, trace
 from specdec.targets import rotation
@@ -63,6 +64,8 @@ def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) 
         return _trace(subject, config, None, None, expected)
     where, before = folder(device), num_found()
     record = _record(subject, where)
+    if not record.text():
+        start_workers(device)
     try:
         with keeping(where):
             return _trace_or_recall(subject, config, where, record, expected)

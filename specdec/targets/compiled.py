@@ -13,6 +13,8 @@ from torch import nn
 from specdec.batch import ForwardMode
 from specdec.config import EngineConfig
 from specdec.errors import GraphError
+from specdec.graphs.kept import has_traces
+from specdec.graphs.pieces import start_workers
 from specdec.graphs.regions import can_repeat
 from specdec.graphs.trace import Traced
 from specdec.targets.checked import EXAMPLES, Batch, Subject, trace_checked
@@ -35,6 +37,12 @@ def why_uncompiled(config: EngineConfig, device: torch.device) -> str:
     if config.cuda_graph is False:
         return "compile='auto' without graphs"
     return "SPECDEC_COMPILE=0" if os.environ.get("SPECDEC_COMPILE") == "0" else ""
+
+
+def start_compilers(config: EngineConfig, device: torch.device) -> None:
+    """Start what compiles, where a first attach is going to compile: it takes seconds to come up."""
+    if config.compiler == "inductor" and not why_uncompiled(config, device) and not has_traces(device):
+        start_workers(device)
 
 
 def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) -> Outcome:
