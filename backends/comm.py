@@ -1,0 +1,139 @@
+"""Collectives of tensor parallelism as functional ops: `specdec::all_reduce`, `all_gather` and `broadcast`.
+
+Dynamo sees one opaque node each, with no mutation; CUDA graphs capture them, since their buffers are registered once,
+when an engine is attached, and never afterwards. Every rank sums in the order of ranks, so results are bitwise equal
+on all of them. Small sums are one kernel over symmetric memory; NCCL, or gloo on CPUs, does what that does not take.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ONE_SHOT_BYTES = 512 << 10  # from here on NCCL is the faster one (reach.md 1.3: published figures, not ours yet)
+ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
+ALIGNMENT = 16  # bytes, of what one kernel sums
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
+_COMMUNICATORS: dict[str, "Communicator"] = {}  # by name of process group, as ops find them
+
+
+class Communicator:
+    """The collectives of one process group, on one device; used by one stream at a time.
+
+    rank, size: of this process, and of the group. name: the group's, equal on all ranks: ops take it. why_no_symm: why
+    sums are not one kernel; empty if small ones are. Every rank makes one at the same point.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self.group = group
+        self.rank, self.size, self.name = dist.get_rank(group), dist.get_world_size(group), group.group_name
+        self.device = device
+        self._buffer, self.why_no_symm = _symmetric_bytes(group, device)
+        _COMMUNICATORS[self.name] = self
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' x, a new tensor."""
+        num_bytes = x.numel() * x.element_size()
+        is_small = num_bytes <= ONE_SHOT_BYTES and num_bytes % ALIGNMENT == 0 and x.dtype in ONE_SHOT_DTYPES
+        if self._buffer is not None and is_small and num_bytes:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+            shared = self._buffer[:num_bytes].view(x.dtype).view(x.shape)
+            op = torch.ops.symm_mem.one_shot_all_reduce_copy_out
+            op(shared, x.contiguous(), "sum", self.name, out)
+            return out
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, group=self.group)
+        return out
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' x [..., n] side by side: [..., size*n]."""
+        parts = x.new_empty(self.size * x.numel())
+        _gather(parts, x.contiguous().view(-1), group=self.group)
+        return parts.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's x, a new tensor."""
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(out, group=self.group, group_src=0)
+        return out
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What graphs read besides their inputs, by name."""
+        return {} if self._buffer is None else {"symmetric buffer": self._buffer}
+
+    def close(self) -> None:
+        """Forget the buffers; the group stays whoever's it was."""
+        if _COMMUNICATORS.get(self.name) is self:
+            del _COMMUNICATORS[self.name]
+        self._buffer = None
+
+
+def _symmetric_bytes(group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor | None, str]:
+    """Return a buffer that all ranks of `group` can read, and why there is none."""
+    if device.type != "cuda":
+        return None, f"the ranks are on {device.type}"
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not every machine has it in order
+    try:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        buffer = symmetric.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
+        symmetric.rendezvous(buffer, group.group_name)
+        return buffer, ""
+    except (ImportError, RuntimeError) as error:  # no peer access, another version of torch
+        return None, f"no symmetric memory: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+
+
+def _of(name: str) -> Communicator:
+    if name not in _COMMUNICATORS:
+        raise RuntimeError(
+            f"a tensor-parallel layer ran outside its engine: no communicator for the process group {name!r}. Call "
+            "engine.generate(), or detach() first"
+        )
+    return _COMMUNICATORS[name]
+
+
+def _same(x: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _gathered(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], size * x.shape[-1])
+
+
+_OPS: dict[str, tuple[str, Callable[..., Any], Callable[..., torch.Tensor]]] = {
+    "all_reduce": ("(Tensor x, str group) -> Tensor", lambda x, group: _of(group).all_reduce(x), _same),
+    "all_gather": (
+        "(Tensor x, int size, str group) -> Tensor",
+        lambda x, size, group: _of(group).all_gather(x),
+        _gathered,
+    ),
+    "broadcast": ("(Tensor x, str group) -> Tensor", lambda x, group: _of(group).broadcast(x), _same),
+}
+_OPS: dict[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {  # schemas: what runs, and its fake
+    "all_reduce(Tensor x, str group) -> Tensor": (lambda x, group: _of(group).all_reduce(x), _same),
+    "all_gather(Tensor x, int size, str group) -> Tensor": (lambda x, size, group: _of(group).all_gather(x), _gathered),
+    "broadcast(Tensor x, str group) -> Tensor": (lambda x, group: _of(group).broadcast(x), _same),
+}
+_LIBRARY = torch.library.Library("specdec", "FRAGMENT")
+for _schema, (_run, _fake) in _OPS.items():
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_schema.partition("(")[0], _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"specdec::{_schema.partition('(')[0]}", _fake, lib=_LIBRARY)
+
+
+def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Return the sum of all ranks' x: a new tensor, bitwise equal on all ranks of `group`."""
+    return torch.ops.specdec.all_reduce(x, group)
+
+
+def all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Return x [..., n] of all `size` ranks of `group`, by rank: [..., size*n]."""
+    return torch.ops.specdec.all_gather(x, size, group)
+
+
+def broadcast(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Return the x of the first rank of `group`."""
+    return torch.ops.specdec.broadcast(x, group)
