@@ -103,15 +103,6 @@ def _gathered(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], size * x.shape[-1])
 
 
-_OPS: dict[str, tuple[str, Callable[..., Any], Callable[..., torch.Tensor]]] = {
-    "all_reduce": ("(Tensor x, str group) -> Tensor", lambda x, group: _of(group).all_reduce(x), _same),
-    "all_gather": (
-        "(Tensor x, int size, str group) -> Tensor",
-        lambda x, size, group: _of(group).all_gather(x),
-        _gathered,
-    ),
-    "broadcast": ("(Tensor x, str group) -> Tensor", lambda x, group: _of(group).broadcast(x), _same),
-}
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {  # schemas: what runs, and its fake
     "all_reduce(Tensor x, str group) -> Tensor": (lambda x, group: _of(group).all_reduce(x), _same),
     "all_gather(Tensor x, int size, str group) -> Tensor": (lambda x, size, group: _of(group).all_gather(x), _gathered),
