@@ -30,3 +30,7 @@ class DetachedError(ValueError):
 
 class GraphError(RuntimeError):
     """A batch or a phase that a strict engine must not run eagerly, a graph that fails, or one whose tensors moved."""
+
+
+class RankError(RuntimeError):
+    """Another rank of a tensor-parallel engine failed or is gone; the message names it."""

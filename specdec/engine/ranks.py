@@ -1,0 +1,178 @@
+"""What the ranks of a tensor-parallel engine tell each other on the host, so that they neither drift nor hang.
+
+Ranks run the same program: the same calls in the same order. They meet at attach and at every call, in a key-value
+store that needs no collective: whoever does not come is named when a deadline ends, or as soon as it reports an error.
+"""
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
+from typing import Any
+
+import torch.distributed as dist
+
+from specdec.errors import RankError
+
+TIMEOUT_S = 60.0  # until a rank that does not come counts as gone
+BEAT_S = 2.0  # between two signs of life
+LATE_S = 10 * BEAT_S  # without one, a rank counts as gone; a compiler may hold a process up for seconds
+POLL_S = 0.25
+KEPT = 4  # meetings whose values are kept: a rank that is slow still reads the one before
+
+
+class Ranks:
+    """One engine's rank among `size`; see the module. `store` is what all of them can reach.
+
+    Every method that says so raises RankError, which names the rank, if another has failed or does not come within
+    `timeout_s` seconds.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float = TIMEOUT_S):
+        self.rank, self.size = rank, size
+        self._store = store
+        self._timeout_s = timeout_s
+        self._num_meetings = 0
+        self._seen: dict[int, tuple[bytes, float]] = {}  # the last beat of a rank, and when it was new here
+        self._is_over = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="specdec-beat", daemon=True)
+        self._beats.start()
+
+    def meet(self, what: str, value: Any = None, timeout_s: float | None = None) -> list[Any]:
+        """Return what every rank gave, by rank: plain values that JSON holds. RankError, also where ranks came to
+        different places: `what` says for what they meet. timeout_s: in place of the engine's."""
+        timeout_s = timeout_s or self._timeout_s
+        number, self._num_meetings = self._num_meetings, self._num_meetings + 1
+        self._set(f"{number}/{self.rank}", {"what": what, "value": value})
+        met = [self._of(number, other, what, timeout_s) for other in range(self.size)]
+        others = {m["what"] for m in met} - {what}
+        if others:
+            came = ", ".join(f"rank {i} to {m['what']!r}" for i, m in enumerate(met))
+            raise RankError(f"the ranks came to different places: {came}. Make the same calls in the same order on all")
+        if number >= KEPT:
+            with contextlib.suppress(RuntimeError):
+                self._store.delete_key(f"{number - KEPT}/{self.rank}")
+        return [m["value"] for m in met]
+
+    def same(self, what: str, value: Any) -> None:
+        """Raise ValueError, on all ranks, unless all gave an equal `value`; RankError as `meet`."""
+        digest = sha256(repr(value).encode()).hexdigest()[:16]
+        given = self.meet(what, digest)
+        differing = [rank for rank, other in enumerate(given) if other != given[0]]
+        if differing:
+            raise ValueError(
+                f"{what}: rank {', '.join(map(str, differing))} got other arguments than rank 0; give all ranks the same"
+            )
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Within it, an error is told to the other ranks, which raise RankError at their next meeting or wait."""
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank has failed."""
+        with contextlib.suppress(RuntimeError):
+            self._set(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
+
+    def wait(self, is_done: Callable[[], bool], what: str) -> None:
+        """Return when is_done(); RankError if another rank fails or is gone before."""
+        end, pause = time.monotonic() + self._timeout_s, 1e-5
+        looked = time.monotonic()
+        while not is_done():
+            now = time.monotonic()
+            if now - looked > POLL_S:
+                looked = now
+                self._raise_failed(what)
+            if now > end:
+                raise RankError(f"{what}: nothing came back for {self._timeout_s:g} s; {self._told_of_absent()}")
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+
+    def explain(self, error: BaseException, what: str) -> RankError:
+        """Return the RankError for a collective that failed with `error`, once it is known whose fault it is."""
+        end = time.monotonic() + LATE_S + BEAT_S
+        while time.monotonic() < end:
+            try:
+                self._raise_failed(what)
+            except RankError as told:
+                return told
+            time.sleep(POLL_S)
+        return RankError(f"{what}: {type(error).__name__}: {error}; {self._told_of_absent()}")
+
+    def close(self) -> None:
+        """End the signs of life."""
+        self._is_over.set()
+
+    def _of(self, number: int, rank: int, what: str, timeout_s: float) -> Any:
+        key, end = f"{number}/{rank}", time.monotonic() + timeout_s
+        while True:
+            with self._reachable(what):
+                if self._store.check([key]):
+                    return json.loads(self._store.get(key))
+            self._raise_failed(what)
+            if time.monotonic() > end:
+                raise RankError(f"{what}: rank {rank} did not come within {timeout_s:g} s")
+            time.sleep(min(POLL_S, 1e-3))
+
+    def _raise_failed(self, what: str) -> None:
+        """Raise RankError if another rank has said that it failed, or shows no sign of life."""
+        with self._reachable(what):
+            failed = [r for r in self._others() if self._store.check([f"failed/{r}"])]
+            if failed:
+                told = json.loads(self._store.get(f"failed/{failed[0]}"))
+                raise RankError(f"{what}: rank {failed[0]} failed: {told}")
+        late = self._late()
+        if late:
+            raise RankError(
+                f"{what}: rank {', '.join(map(str, late))} gives no sign of life for {LATE_S:g} s: it is gone"
+            )
+
+    def _late(self) -> list[int]:
+        """Ranks that beat once, and not lately; clocks of ranks are not compared, only how often they beat."""
+        now, late = time.monotonic(), []
+        for rank in self._others():
+            with self._reachable("signs of life"):
+                beat = self._store.get(f"beat/{rank}") if self._store.check([f"beat/{rank}"]) else b""
+            seen, since = self._seen.get(rank, (b"", now))
+            self._seen[rank] = (beat, since if beat == seen else now)
+            if beat and now - self._seen[rank][1] > LATE_S:
+                late.append(rank)
+        return late
+
+    def _beat(self) -> None:
+        """Give signs of life, in a thread; `_is_over` ends it."""
+        for number in itertools.count():
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"beat/{self.rank}", str(number))
+            if self._is_over.wait(BEAT_S):
+                return
+
+    def _told_of_absent(self) -> str:
+        late = self._late()
+        return f"rank {', '.join(map(str, late))} gives no sign of life" if late else "all ranks give signs of life"
+
+    def _others(self) -> Sequence[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _set(self, key: str, value: Any) -> None:
+        with self._reachable(key):
+            self._store.set(key, json.dumps(value))
+
+    @contextlib.contextmanager
+    def _reachable(self, what: str) -> Iterator[None]:
+        """RankError for a store that cannot be reached: it lives in rank 0's process, or in torchrun's."""
+        try:
+            yield
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise RankError(f"{what}: the ranks' store is gone, and rank 0 probably with it: {error}") from error

@@ -1,0 +1,115 @@
+"""Ranks meet, or are named: threads over one store stand for processes."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from specdec.engine import ranks as module
+from specdec.engine.ranks import Ranks
+from specdec.errors import RankError
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "BEAT_S", 0.05)
+    monkeypatch.setattr(module, "LATE_S", 0.5)
+    monkeypatch.setattr(module, "POLL_S", 0.02)
+
+
+@pytest.fixture
+def make():
+    store, made = dist.HashStore(), []
+
+    def ranks(size=2, timeout_s=5.0):
+        made.extend(Ranks(store, rank, size, timeout_s) for rank in range(size))
+        return made[-size:]
+
+    yield ranks
+    for rank in made:
+        rank.close()
+
+
+def on_all(ranks, fn):
+    """What fn(rank) returns, or raises, on every rank at once."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        futures = [pool.submit(fn, rank) for rank in ranks]
+        return [f.exception() or f.result() for f in futures]
+
+
+def test_ranks_get_what_all_gave_in_order(make):
+    ranks = make(3)
+    for number in range(2 * module.KEPT):
+        got = on_all(ranks, lambda r, n=number: r.meet("count", [r.rank, n]))
+        assert got == [[[0, number], [1, number], [2, number]]] * 3
+    on_all(ranks, lambda r: r.same("prompts", [1, 2, 3]))
+
+
+def test_other_arguments_and_other_places_are_errors_on_all(make):
+    ranks = make(3)
+    errors = on_all(ranks, lambda r: r.same("generate()", [1, r.rank == 1]))
+    assert {type(e) for e in errors} == {ValueError}
+    assert str(errors[0]) == "generate(): rank 1 got other arguments than rank 0; give all ranks the same"
+    errors = on_all(ranks, lambda r: r.meet("detach()" if r.rank == 2 else "generate()"))
+    assert {type(e) for e in errors} == {RankError} and "rank 2 to 'detach()'" in str(errors[0])
+
+
+def test_a_rank_that_does_not_come_is_named(make):
+    ours, theirs = make(timeout_s=0.3)
+    with pytest.raises(RankError, match=r"generate\(\): rank 1 did not come within 0.3 s"):
+        ours.meet("generate()")
+    assert theirs.rank == 1
+
+
+def test_a_rank_that_fails_is_named_with_its_error(make):
+    ours, theirs = make()
+    failed = threading.Event()
+
+    def fails():
+        with theirs.reporting():
+            failed.wait()
+            raise OSError("the disk is full")
+
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(fails)
+    failed.set()
+    with pytest.raises(RankError, match="attach: rank 1 failed: OSError: the disk is full"):
+        ours.meet("attach")
+    with pytest.raises(RankError, match="a round: rank 1 failed"):
+        ours.wait(lambda: False, "a round")
+    assert "rank 1 failed" in str(ours.explain(RuntimeError("connection closed"), "a round"))
+    assert isinstance(future.exception(), OSError)
+    pool.shutdown()
+
+
+def test_a_rank_without_signs_of_life_is_named(make):
+    ours, theirs = make()
+    ours.wait(lambda: True, "a round")
+    time.sleep(0.1)
+    ours._late()  # has seen it alive
+    theirs.close()  # as a killed process would
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"a round: rank 1 gives no sign of life for 0.5 s: it is gone"):
+        ours.wait(lambda: False, "a round")
+    assert time.monotonic() - start < 2
+
+
+def test_a_wait_ends_when_it_is_done_or_too_long(make):
+    ours, _ = make(timeout_s=0.3)
+    end = time.monotonic() + 0.05
+    ours.wait(lambda: time.monotonic() > end, "a round")
+    with pytest.raises(RankError, match=r"nothing came back for 0.3 s; all ranks give signs of life"):
+        ours.wait(lambda: False, "a round")
+
+
+def test_a_store_that_is_gone_is_told(make, monkeypatch):
+    ours, _ = make()
+
+    def gone(*args):
+        raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(dist.HashStore, "set", gone)
+    with pytest.raises(RankError, match="the ranks' store is gone, and rank 0 probably with it"):
+        ours.meet("generate()")
