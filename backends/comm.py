@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ONE_SHOT_BYTES = 512 << 10  # from here on NCCL is the faster one (reach.md 1.3: published figures, not ours yet)
+ONE_SHOT_BYTES = 512 << 10  # up to here one kernel is the faster one, by what others have published
 ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
 ALIGNMENT = 16  # bytes, of what one kernel sums
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
@@ -22,53 +22,64 @@ _COMMUNICATORS: dict[str, "Communicator"] = {}  # by name of process group, as o
 class Communicator:
     """The collectives of one process group, on one device; used by one stream at a time.
 
-    rank, size: of this process, and of the group. name: the group's, equal on all ranks: ops take it. why_no_symm: why
-    sums are not one kernel; empty if small ones are. Every rank makes one at the same point.
+    rank, size: of this process, and of the group. name: the group's, equal on all ranks: ops take it. symmetric: bytes
+    that all ranks can reach, None if there are none; why_no_symm: why. wait: waits, on a CPU, until what it is given
+    returns True; set by who can tell that a rank is gone. Every rank makes one at the same point.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = group
         self.rank, self.size, self.name = dist.get_rank(group), dist.get_world_size(group), group.group_name
         self.device = device
-        self._buffer, self.why_no_symm = _symmetric_bytes(group, device)
+        self.symmetric, self.why_no_symm = _symmetric_bytes(group, device)
+        self.wait: Callable[[Callable[[], bool]], None] | None = None
         _COMMUNICATORS[self.name] = self
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' x, a new tensor."""
         num_bytes = x.numel() * x.element_size()
         is_small = num_bytes <= ONE_SHOT_BYTES and num_bytes % ALIGNMENT == 0 and x.dtype in ONE_SHOT_DTYPES
-        if self._buffer is not None and is_small and num_bytes:
+        if self.symmetric is not None and is_small and num_bytes:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
-            shared = self._buffer[:num_bytes].view(x.dtype).view(x.shape)
+            shared = self.symmetric[:num_bytes].view(x.dtype).view(x.shape)
             op = torch.ops.symm_mem.one_shot_all_reduce_copy_out
             op(shared, x.contiguous(), "sum", self.name, out)
             return out
         out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=self.group)
+        self._run(dist.all_reduce, out)
         return out
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return all ranks' x [..., n] side by side: [..., size*n]."""
         parts = x.new_empty(self.size * x.numel())
-        _gather(parts, x.contiguous().view(-1), group=self.group)
+        self._run(_gather, parts, x.contiguous().view(-1))
         return parts.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Return rank 0's x, a new tensor."""
         out = x.clone(memory_format=torch.contiguous_format)
-        dist.broadcast(out, group=self.group, group_src=0)
+        self._run(dist.broadcast, out, group_src=0)
         return out
+
+    def _run(self, collective: Callable[..., Any], *args: torch.Tensor, **options: Any) -> None:
+        """Run a collective; a device queues it, a CPU waits for it."""
+        if self.device.type == "cuda" or self.wait is None:
+            collective(*args, group=self.group, **options)
+            return
+        work = collective(*args, group=self.group, async_op=True, **options)
+        self.wait(work.is_completed)
+        work.wait()  # raises what went wrong
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """What graphs read besides their inputs, by name."""
-        return {} if self._buffer is None else {"symmetric buffer": self._buffer}
+        return {} if self.symmetric is None else {"symmetric buffer": self.symmetric}
 
     def close(self) -> None:
         """Forget the buffers; the group stays whoever's it was."""
         if _COMMUNICATORS.get(self.name) is self:
             del _COMMUNICATORS[self.name]
-        self._buffer = None
+        self.symmetric = None
 
 
 def _symmetric_bytes(group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor | None, str]:

@@ -9,7 +9,7 @@ import typing
 if typing.TYPE_CHECKING:
     from specdec.api import Engine, attach
     from specdec.config import EngineConfig
-    from specdec.errors import AttachError, CapacityError, CheckpointError, DetachedError, GraphError
+    from specdec.errors import AttachError, CapacityError, CheckpointError, DetachedError, GraphError, RankError
     from specdec.metrics import AcceptanceStats, acceptance_length
     from specdec.outputs import GenerationOutput, GenerationStats, GraphCost, Report, RequestOutput
     from specdec.sampling_params import SamplingParams
@@ -28,6 +28,7 @@ __all__ = [
     "GenerationStats",
     "GraphCost",
     "GraphError",
+    "RankError",
     "Report",
     "RequestOutput",
     "SamplingParams",
@@ -38,7 +39,7 @@ __all__ = [
 _NAMES_OF = {
     "api": ("Engine", "attach"),
     "config": ("EngineConfig",),
-    "errors": ("AttachError", "CapacityError", "CheckpointError", "DetachedError", "GraphError"),
+    "errors": ("AttachError", "CapacityError", "CheckpointError", "DetachedError", "GraphError", "RankError"),
     "metrics": ("AcceptanceStats", "acceptance_length"),
     "outputs": ("GenerationOutput", "GenerationStats", "GraphCost", "Report", "RequestOutput"),
     "sampling_params": ("SamplingParams",),

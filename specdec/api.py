@@ -4,7 +4,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from specdec.engine.assembly import Source, assemble, resolve_draft
 from specdec.engine.core import Core
 from specdec.engine.finished import output_of
 from specdec.engine.generation import shipped_settings
+from specdec.engine.ranks import Ranks
 from specdec.engine.scheduler import Request
 from specdec.engine.scoring import Score, score
 from specdec.errors import DetachedError
 from specdec.metrics import AcceptanceStats
 from specdec.outputs import GenerationOutput, Report, RequestOutput
 from specdec.targets.hf import HFTarget
+from specdec.targets.sharded import find_group
 
 
 def attach(
@@ -61,13 +63,18 @@ def attach(
     check_settings(settings)
     name, source = resolve_draft(draft, algo)
     config = engine_config(target, name, advised(target, draft, source, settings))
-    hf = HFTarget(target)
-    try:
-        with on_device(hf.device):
-            return Engine(hf, config, source, name, tokenizer)
-    except BaseException:
-        hf.detach()
-        raise
+    group = find_group(target)
+    ranks = None if group is None else Ranks.of(group)
+    if ranks is not None:
+        ranks.same("attach()", (name, config))
+    with nullcontext() if ranks is None else ranks.reporting():
+        hf = HFTarget(target, None if ranks is None else ranks.wait_for_collective)
+        try:
+            with on_device(hf.device):
+                return Engine(hf, config, source, name, tokenizer, ranks)
+        except BaseException:
+            hf.detach()
+            raise
 
 
 class Engine:
@@ -85,6 +92,7 @@ class Engine:
         draft: Source | None,
         algo: str | None,
         tokenizer: Any,
+        ranks: Ranks | None = None,
     ):
         if config.synthetic_acceptance is not None:
             warnings.warn(
@@ -92,7 +100,7 @@ class Engine:
             )
         self.config = config
         self.tokenizer = tokenizer
-        core, self._backend_reason = assemble(target, config, draft, algo, tokenizer)
+        core, self._backend_reason = assemble(target, config, draft, algo, tokenizer, ranks)
         self._core: Core | None = core
         # An engine that is dropped without detach(), as in a notebook cell run again, leaves the model free.
         self._release = weakref.finalize(self, core.close)

@@ -16,6 +16,8 @@ from specdec.draft.algorithms import algorithm
 from specdec.draft.worker import DraftParts, DraftWorker, NoDraft
 from specdec.engine.core import Core
 from specdec.engine.memory import MemoryNeed, check_fits, free_bytes
+from specdec.engine.ranked import RankedCore
+from specdec.engine.ranks import Ranks
 from specdec.functional.checks import checked
 from specdec.functional.ops import RoundOps, pick_ops
 from specdec.graphs import Counters
@@ -72,9 +74,14 @@ def _open(draft: str | Path | nn.Module, wanted: str | None) -> tuple[str, Tenso
 
 
 def assemble(
-    target: HFTarget, config: EngineConfig, draft: Source | None, algo: str | None, tokenizer: Any
+    target: HFTarget,
+    config: EngineConfig,
+    draft: Source | None,
+    algo: str | None,
+    tokenizer: Any,
+    ranks: Ranks | None = None,
 ) -> tuple[Core, str]:
-    """The core of an engine, its graphs captured, and why it runs on the backend it does.
+    """The core of an engine, its graphs captured, and why it runs on the backend it does. ranks: of a sharded target.
 
     ValueError, CheckpointError, CapacityError or GraphError for what cannot be put together.
     """
@@ -83,14 +90,16 @@ def assemble(
         raise ValueError(f"logprobs={config.logprobs}: the model's vocabulary has {target.spec.vocab_size} tokens")
     loaded = None if draft is None or algo is None else _load_draft(draft, algo, target, config, tokenizer)
     try:
-        return _assemble(target, config, loaded, algo)
+        return _assemble(target, config, loaded, algo, ranks)
     except BaseException:
         if isinstance(loaded, HFTarget):
             loaded.detach()
         raise
 
 
-def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None, algo: str | None) -> tuple[Core, str]:
+def _assemble(
+    target: HFTarget, config: EngineConfig, draft: Draft | None, algo: str | None, ranks: Ranks | None
+) -> tuple[Core, str]:
     backend, why = pick_backend(config.backend, target.spec.layers, target.dtype, target.device, config.page_size)
     backends = [backend]
     counters = Counters()
@@ -129,7 +138,7 @@ def _assemble(target: HFTarget, config: EngineConfig, draft: Draft | None, algo:
         counters=counters,
         may_merge=_may_merge(config, backends),
     )
-    return Core(parts), why
+    return Core(parts) if ranks is None else RankedCore(parts, ranks), why
 
 
 def _load_draft(draft: Source, algo: str, target: HFTarget, config: EngineConfig, tokenizer: Any) -> Draft:

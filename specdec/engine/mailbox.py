@@ -1,7 +1,7 @@
 """Mailbox for the results of rounds: copies to pinned host memory, queued behind the launches that made them."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +26,10 @@ class Results:
 class Mailbox:
     """Copies results to the host behind the launches that made them; they are read in order of arrival.
 
-    most: elements of the largest results. Pinned buffers are reused once they are read.
+    most: elements of the largest results. Pinned buffers are reused once they are read. wait: waits for an event.
     """
+
+    wait: Callable[[torch.cuda.Event], None] = staticmethod(torch.cuda.Event.synchronize)
 
     def __init__(self, device: torch.device, most: int):
         self._device = device
@@ -55,7 +57,7 @@ class Mailbox:
         while len(self._pending) > num_left:
             results, buffer = self._pending[0]
             if results.ready is not None:
-                results.ready.synchronize()  # the copy of an earlier launch; a later one is already running
+                self.wait(results.ready)  # the copy of an earlier launch; a later one is already running
             yield results, results.host.tolist()
             self._pending.popleft()
             if results.ready is not None:

@@ -21,7 +21,10 @@ TIMEOUT_S = 60.0  # until a rank that does not come counts as gone
 BEAT_S = 2.0  # between two signs of life
 LATE_S = 10 * BEAT_S  # without one, a rank counts as gone; a compiler may hold a process up for seconds
 POLL_S = 0.25
+SPIN_S = 2e-5  # between two looks at the device
 KEPT = 4  # meetings whose values are kept: a rank that is slow still reads the one before
+
+_engines = itertools.count()
 
 
 class Ranks:
@@ -40,6 +43,14 @@ class Ranks:
         self._is_over = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="specdec-beat", daemon=True)
         self._beats.start()
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, timeout_s: float = TIMEOUT_S) -> "Ranks":
+        """Return the ranks of a process group, which all make at the same point, an engine each."""
+        store = dist.PrefixStore(
+            f"specdec/{group.group_name}/{next(_engines)}", dist.distributed_c10d._get_default_store()
+        )
+        return cls(store, dist.get_rank(group), dist.get_world_size(group), timeout_s)
 
     def meet(self, what: str, value: Any = None, timeout_s: float | None = None) -> list[Any]:
         """Return what every rank gave, by rank: plain values that JSON holds. RankError, also where ranks came to
@@ -63,18 +74,20 @@ class Ranks:
         given = self.meet(what, digest)
         differing = [rank for rank, other in enumerate(given) if other != given[0]]
         if differing:
-            raise ValueError(
-                f"{what}: rank {', '.join(map(str, differing))} got other arguments than rank 0; give all ranks the same"
-            )
+            others = ", ".join(map(str, differing))
+            raise ValueError(f"{what}: rank {others} got other arguments than rank 0; give all ranks the same")
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Within it, an error is told to the other ranks, which raise RankError at their next meeting or wait."""
+        """Within it, an error is told to the other ranks, which raise RankError at their next meeting or wait; one of a
+        collective becomes a RankError here."""
         try:
             yield
         except RankError:
             raise
         except BaseException as error:
+            if isinstance(error, RuntimeError) and is_of_a_collective(error):
+                raise self.explain(error, "a collective") from error
             self.fail(error)
             raise
 
@@ -85,8 +98,8 @@ class Ranks:
 
     def wait(self, is_done: Callable[[], bool], what: str) -> None:
         """Return when is_done(); RankError if another rank fails or is gone before."""
-        end, pause = time.monotonic() + self._timeout_s, 1e-5
         looked = time.monotonic()
+        end = looked + self._timeout_s
         while not is_done():
             now = time.monotonic()
             if now - looked > POLL_S:
@@ -94,8 +107,11 @@ class Ranks:
                 self._raise_failed(what)
             if now > end:
                 raise RankError(f"{what}: nothing came back for {self._timeout_s:g} s; {self._told_of_absent()}")
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
+            time.sleep(SPIN_S)
+
+    def wait_for_collective(self, is_done: Callable[[], bool]) -> None:
+        """As `wait`, for `Communicator.wait`."""
+        self.wait(is_done, "a collective")
 
     def explain(self, error: BaseException, what: str) -> RankError:
         """Return the RankError for a collective that failed with `error`, once it is known whose fault it is."""
@@ -176,3 +192,8 @@ class Ranks:
             raise
         except RuntimeError as error:
             raise RankError(f"{what}: the ranks' store is gone, and rank 0 probably with it: {error}") from error
+
+
+def is_of_a_collective(error: RuntimeError) -> bool:
+    """Whether `error` came from NCCL or gloo, and so most likely from another rank."""
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL"))

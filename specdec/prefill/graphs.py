@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from specdec.backends import ForwardContext, compiling_kernels
+from specdec.backends import ForwardContext
 from specdec.backends.checks import is_debug
 from specdec.batch import AttentionMetadata
 from specdec.config import EngineConfig
@@ -83,14 +83,14 @@ class PrefillGraphs:
             for module, program in enumerate(self.programs.draft)
         ]
         with torch.inference_mode():
-            rehearse(self.runners, compiling_kernels(parts.backends, device), self._plan_warm_ups)
+            rehearse(self.runners, parts.compiling_kernels(), self._plan_warm_ups)
             self._plan_warm_ups()
             in_parts = [r.runner for r in (self.target_runner, *self.draft_runners)]
             build(in_parts, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=config.strict)
             if self.whole is not None:
                 runner = self.whole.runner.runner
                 build([runner], runner.made_by, lower=LOWER, avoid="prefill_graph='breakable'", strict=config.strict)
-            if slot_table.is_cuda and not config.strict:  # strict pads rather than run eagerly
+            if slot_table.is_cuda and not (config.strict or target.group):  # strict pads rather than run eagerly
                 with parts.counters.recording():
                     self.target_runner.device_bound_from = self._find_device_bound()
             if self.whole is not None:

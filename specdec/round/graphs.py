@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from specdec.backends import compiling_kernels
 from specdec.backends.checks import is_debug
 from specdec.config import EngineConfig, num_words
 from specdec.draft.worker import Draft
@@ -74,7 +73,7 @@ class RoundGraphs:
             self.runners["draft_begin"] = GraphRunner("draft_begin", partial(begin_part, program), begin_specs, once)
         with torch.inference_mode():
             made = list(self.runners.values())
-            rehearse(made, compiling_kernels(parts.backends, device))
+            rehearse(made, parts.compiling_kernels())
             build(made, self.capture, lower=LOWER, strict=config.strict)
 
     def _whole(self, rows: BufferSpec) -> Runners:
@@ -160,7 +159,7 @@ class RoundGraphs:
 
 def draft_part(program: Round, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> Draft:
     """Run the draft part of Round.play."""
-    return program.worker.draft(program.batch(kind, rows, max_prefix))
+    return program.draft(program.batch(kind, rows, max_prefix))
 
 
 def verify_part(

@@ -1,8 +1,9 @@
 """The parts of an engine, made once by `engine.assembly` and handed to whatever runs on them."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from specdec.backends import AttentionBackend, ForwardContext
+from specdec.backends import ForwardContext, compiling_kernels
 from specdec.config import EngineConfig
 from specdec.draft.worker import DraftWorker
 from specdec.functional.ops import RoundOps
@@ -31,7 +32,10 @@ class Parts:
     counters: Counters
     may_merge: bool
 
-    @property
-    def backends(self) -> list[AttentionBackend]:
-        """The backends of the target and of the draft, if that has layers."""
-        return [c.backend for c in (self.context, self.worker.context) if c is not None]
+    def compiling_kernels(self) -> AbstractContextManager[None] | None:
+        """Return a context for rehearsals, None where there are none: see `backends.compiling_kernels`.
+
+        Ranks do not rehearse: a rehearsal that broke off on one of them would leave the others in a collective.
+        """
+        backends = [c.backend for c in (self.context, self.worker.context) if c is not None]
+        return None if self.target.group else compiling_kernels(backends, self.target.device)

@@ -22,6 +22,7 @@ from specdec.functional.sampling import SamplingKind
 from specdec.functional.synthetic import impose_acceptance
 from specdec.functional.tree import Tree
 from specdec.functional.verify import VerifyOutput
+from specdec.round.agreement import agreed
 from specdec.round.parts import Parts
 
 LAW_BYTES = 64 << 20  # probabilities that sampled acceptance holds at once; larger batches go in parts
@@ -50,7 +51,7 @@ class Round:
         kind: how the requests sample (a SamplingKind); max_prefix: host upper bound of L, None if nothing is known.
         """
         batch = self.batch(kind, rows, max_prefix)
-        draft = self.worker.draft(batch)
+        draft = self.draft(batch)
         logits, aux = self.verify(batch, draft.tree)
         verified = self.accept(batch, draft, logits)
         return self.extend(batch, verified, aux)
@@ -69,6 +70,11 @@ class Round:
             is_processed=kind.has_processors,
         )
 
+    def draft(self, batch: RoundBatch) -> Draft:
+        """What the draft proposes, the same tree on all ranks."""
+        draft = self.worker.draft(batch)
+        return draft._replace(tree=agreed(self.target.group, draft.tree))
+
     def verify(self, batch: RoundBatch, tree: Tree) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One target forward over all nodes: logits [bs, D, V] and the draft's features [bs, D, num_aux*h]."""
         output = self.target.forward(self.context, self._verify_metadata(batch, tree), tree.tokens.view(-1))
@@ -82,6 +88,7 @@ class Round:
         if self._rates is not None:
             draws = self.ops.uniforms(self.state.sampling.seeds[batch.rows], batch.seq_lens, STREAM_SYNTHETIC, 1)
             verified = impose_acceptance(verified, draft.tree, self._rates, draws[:, 0])
+        verified = agreed(self.target.group, verified)
         verified = self.ops.trim(verified, batch.rows, self.state.stop_ids, self.state.remaining)
         for commit in self._commits:
             commit(batch.slot_table, batch.rows, batch.seq_lens, verified.accept_index)
@@ -103,6 +110,7 @@ class Round:
         batch = self.batch(kind, rows)
         root_only = self.ops.chain(batch.roots, batch.roots.new_empty(rows.shape[0], 0))
         verified = self._decide(batch, Draft(root_only, None), logits.unsqueeze(1), STREAM_PREFILL)
+        verified = agreed(self.target.group, verified)
         verified = self.ops.trim(verified, rows, self.state.stop_ids, self.state.remaining)
         self._keep_logprobs(rows, logits.unsqueeze(1), verified)
         return self._emit(batch, verified, moves=False)  # the token is not in the cache yet: L stays

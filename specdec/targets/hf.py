@@ -7,7 +7,7 @@ and only while we run it (the implementation name is set on its configs inside `
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.backends import ForwardContext, attention, forward_context
+from specdec.backends.comm import Communicator
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError, GraphError
 from specdec.graphs.trace import Traced
@@ -31,6 +32,7 @@ from specdec.targets.probe import (
     waiting_configs,
 )
 from specdec.targets.shape import LAST, TargetShape
+from specdec.targets.sharded import Sharded, find_group, plain
 
 ATTACHED = "_specdec_attached"
 LAYER_ID = "_specdec_layer_id"
@@ -83,12 +85,28 @@ class HFTarget:
     compiled: what replaces the live model's layers, if anything, in prefills and in rounds.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, wait: Callable[[Callable[[], bool]], None] | None = None):
+        """wait: how a sharded model's ranks wait for each other, see `Communicator`."""
         self.model = model
         if is_attached(model):
             gc.collect()  # an engine that nobody holds any more may be waiting for it
         if is_attached(model):
             raise AttachError(type(model).__name__, ["it is attached already; call detach() on that engine first"])
+        self.comm: Communicator | None = None
+        self._sharded: Sharded | None = None
+        group = find_group(model)
+        try:
+            if group is not None:
+                self.comm = Communicator(group, model.device)
+                self.comm.wait = wait
+                self._sharded = plain(model, self.comm.name)
+            self._admit(model)
+        except BaseException:
+            self._release_ranks()
+            raise
+
+    def _admit(self, model: PreTrainedModel) -> None:
+        """Probe the model and mark it; AttachError for one that cannot be attached."""
         self.spec: ModelSpec = probe(model)
         if any(is_attached(module) for module in self.spec.modules):
             raise AttachError(type(model).__name__, ["some of its layers belong to a model that is attached already"])
@@ -103,6 +121,11 @@ class HFTarget:
             setattr(module, LAYER_ID, i)
             setattr(module, ATTACHED, Mark(self))
         setattr(model, ATTACHED, Mark(self))
+
+    @property
+    def group(self) -> str:
+        """The name of the process group that the model is sharded over; empty if it is whole."""
+        return "" if self.comm is None else self.comm.name
 
     @property
     def device(self) -> torch.device:
@@ -244,6 +267,14 @@ class HFTarget:
             if mark is not None and mark.owner() is self:
                 delattr(module, ATTACHED)
                 module.__dict__.pop(LAYER_ID, None)
+        self._release_ranks()
+
+    def _release_ranks(self) -> None:
+        """Give a sharded model its own forwards and parameters again."""
+        if self._sharded is not None:
+            self._sharded.restore()
+        if self.comm is not None:
+            self.comm.close()
 
 
 def _warn_about_rotary(model: nn.Module) -> None:

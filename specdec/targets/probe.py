@@ -20,6 +20,7 @@ from specdec.checkpoints.fitting import weight_doubts
 from specdec.errors import AttachError
 from specdec.targets.masks import classify_mask
 from specdec.targets.placement import placement_reasons
+from specdec.targets.shape import vocab_size_of
 
 PROBE_LENGTH = 12
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -219,7 +220,7 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         layers=tuple(_with_mask_window(c, recording) for c in recording.calls),
         sinks=tuple(c.sinks for c in recording.calls),
         hidden_size=config.hidden_size,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocab_size=vocab_size_of(model),
         max_positions=getattr(config, "max_position_embeddings", 1 << 30),
         stack=stack,
         stack_output=outputs[stack],

@@ -26,9 +26,15 @@ class TargetShape:
         config = model.config.get_text_config()
         return cls(
             hidden_size=config.hidden_size,
-            vocab_size=model.get_output_embeddings().weight.shape[0],
+            vocab_size=vocab_size_of(model),
             num_layers=config.num_hidden_layers,
             embed_tokens=model.get_input_embeddings(),
             lm_head=model.get_output_embeddings(),
             model=model,
         )
+
+
+def vocab_size_of(model: PreTrainedModel) -> int:
+    """Return how many tokens a model scores, also where a rank holds a part of its head's rows."""
+    head = model.get_output_embeddings()
+    return int(getattr(head, "out_features", None) or head.weight.shape[0])

@@ -1,0 +1,58 @@
+"""The core of one rank of a tensor-parallel engine: ranks make the same calls, and one that fails is named."""
+
+from collections.abc import Sequence
+
+from specdec.engine.core import Core
+from specdec.engine.ranks import Ranks
+from specdec.engine.scheduler import Request
+from specdec.graphs import GraphRunner
+from specdec.round.parts import Parts
+
+ATTACH_TIMEOUT_S = 1800.0  # one rank may compile what another has kept
+
+
+class RankedCore(Core):
+    """A `Core` whose ranks take the same steps: see `Ranks` for how they know of each other."""
+
+    def __init__(self, parts: Parts, ranks: Ranks):
+        self._ranks = ranks
+        super().__init__(parts)
+        self._mailbox.wait = lambda event: ranks.wait(event.query, "a round")
+        agree_on_graphs(ranks, [*self.prefill.runners, *self.graphs.runners.values()])
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """As `Core.submit`, if all ranks submit the same; seeds that nobody gave are rank 0's. ValueError if not."""
+        seeds = self._ranks.meet("seeds", [r.sampling.seed for r in requests])[0]
+        for request, seed in zip(requests, seeds, strict=False):
+            request.sampling = request.sampling.with_seed(seed)
+        self._ranks.same("generate()", [told_of(request) for request in requests])
+        with self._ranks.reporting():
+            super().submit(requests)
+
+    def step(self, waiting_for: Sequence[Request] = ()) -> None:
+        """As `Core.step`; RankError if another rank fails in it, or is gone."""
+        with self._ranks.reporting():
+            super().step(waiting_for)
+
+    def close(self) -> None:
+        """As `Core.close`; the others are not waited for."""
+        self._ranks.close()
+        super().close()
+
+
+def told_of(request: Request) -> tuple[object, ...]:
+    """Return all of a request that decides what is launched for it."""
+    r = request
+    return r.prompt_ids, r.max_new_tokens, r.sampling, r.stop_ids, sorted(r.eos_ids), r.string_ids
+
+
+def agree_on_graphs(ranks: Ranks, runners: Sequence[GraphRunner]) -> None:
+    """Keep the graphs that all ranks have captured: a batch must replay on all of them, or on none."""
+    captured = {runner.name: sorted(map(str, runner.captured)) for runner in runners}
+    everywhere = ranks.meet("attach(): graphs", captured, ATTACH_TIMEOUT_S)
+    for runner in runners:
+        for key in list(runner.captured):
+            missing = [rank for rank, theirs in enumerate(everywhere) if str(key) not in theirs[runner.name]]
+            if missing:
+                del runner.captured[key]
+                runner.fail(key, f"rank {', '.join(map(str, missing))} could not capture it")
