@@ -2,32 +2,28 @@
 
 Transformers makes every sharded parameter a DTensor and puts a closure over its style before a module's forward.
 Neither can be traced, captured or merged. `plain` puts a local tensor in the place of each DTensor, and a forward that
-does the same with `specdec.backends.comm` in the place of each closure; `Sharded.restore` puts both back. So nothing
+does the same with our collectives in the place of each closure; `Sharded.restore` puts both back. So nothing
 else learns about DTensors. It knows no engine: the communicator that the forwards need is its caller's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from specdec.backends.comm import all_gather, all_reduce
 from specdec.errors import AttachError
+from specdec.targets.styles import HF_STYLES, Forward, Layer, is_sharded, plain_forward
 
-HF_STYLES = "transformers.distributed.tensor_parallel"  # the module of HF's styles and of their hooks
 CELLS = frozenset({"self", "original_forward", "mesh", "module"})  # what the closures hold there, by name
 OTHER_WAYS = frozenset({"pp", "fsdp"})  # names of HF's meshes that are not of tensor parallelism
 _ONLY = "only from_pretrained(..., distributed_config=DistributedConfig(tp_size=n)) is supported"
-
-Forward = Callable[..., Any]
 
 
 class _Closure(NamedTuple):
@@ -47,30 +43,6 @@ class _Closure(NamedTuple):
             return None
         cells = {name: cell.cell_contents for name, cell in zip(names, forward.__closure__, strict=True)}
         return cls(cells["self"], cells["original_forward"], cells["mesh"], cells["module"])
-
-
-@dataclass
-class _Layer:
-    """A module with a closure, as a style's function sees it; group, rank, size: of the ranks that share it."""
-
-    module: nn.Module
-    style: Any
-    original: Forward
-    group: str
-    rank: int
-    size: int
-
-    def first(self, total: int) -> int:
-        """Return where this rank's part of `total` rows or columns begins, as DTensors are cut."""
-        return self.rank * -(-total // self.size)
-
-    def gathered(self) -> Forward:
-        """Return the forward whose local results are put side by side."""
-        return partial(_gathered, self.original, self.size, self.group)
-
-    def summed(self) -> Forward:
-        """Return the forward whose local results are added up."""
-        return partial(_summed, self.original, self.group)
 
 
 def find_group(model: nn.Module) -> dist.ProcessGroup | None:
@@ -95,10 +67,15 @@ def find_group(model: nn.Module) -> dist.ProcessGroup | None:
 
 def _meshes(model: nn.Module) -> Iterator[DeviceMesh]:
     for module in model.modules():
-        yield from (p.device_mesh for p in module._parameters.values() if isinstance(p, DTensor))
+        yield from (dtensor.device_mesh for dtensor in _dtensors(module).values())
         closure = _Closure.of(module)
         if closure is not None:
             yield closure.mesh
+
+
+def _dtensors(module: nn.Module) -> dict[str, DTensor]:
+    parameters: dict[str, Any] = module._parameters
+    return {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
 
 
 @dataclass
@@ -147,7 +124,7 @@ class Sharded:
 
     def _replace_parameters(self, module: nn.Module, done: dict[int, nn.Parameter]) -> None:
         """Put a local parameter in the place of each DTensor; done: those of other modules, by the DTensor's id."""
-        sharded = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
+        sharded = _dtensors(module)
         for name, dtensor in sharded.items():
             if id(dtensor) not in done:
                 done[id(dtensor)] = nn.Parameter(_own(dtensor._local_tensor), requires_grad=dtensor.requires_grad)
@@ -158,7 +135,7 @@ class Sharded:
 
     def _remove_hooks(self, module: nn.Module) -> None:
         """Take away HF's backward hooks, through which Dynamo does not trace."""
-        hooks = {k: hook for k, hook in module._backward_hooks.items() if hook.__module__ == HF_STYLES}
+        hooks = {k: hook for k, hook in module._backward_hooks.items() if getattr(hook, "__module__", "") == HF_STYLES}
         self._hooks.append((module, hooks))
         for key in hooks:
             del module._backward_hooks[key]
@@ -197,11 +174,8 @@ def _forwards(model: nn.Module, group: str, rank: int, size: int) -> dict[nn.Mod
         if closure is None:
             reasons += _unexplained(name, module)
             continue
-        kind = type(closure.style)
-        forward = None
-        if kind.__module__ == HF_STYLES and kind.__name__ in _PLAIN and closure.module is module:
-            layer = _Layer(module, closure.style, closure.original, group, rank, size)
-            forward = _PLAIN[kind.__name__](layer)
+        layer = Layer(module, closure.style, closure.original, group, rank, size)
+        forward = plain_forward(layer) if closure.module is module else None
         if forward is None:
             reasons.append(_unknown(name, module, closure))
         else:
@@ -216,13 +190,9 @@ def _unexplained(name: str, module: nn.Module) -> list[str]:
     return [
         f"{name}.{key} is sharded ({p.placements[0]}), but its forward is not one of HF's tensor parallelism: a "
         f"wrapper hides that, or another library sharded it; {_ONLY}"
-        for key, p in module._parameters.items()
-        if _is_sharded(p)
+        for key, p in _dtensors(module).items()
+        if is_sharded(p)
     ]
-
-
-def _is_sharded(parameter: object) -> bool:
-    return isinstance(parameter, DTensor) and not parameter.placements[0].is_replicate()
 
 
 def _unknown(name: str, module: nn.Module, closure: _Closure) -> str:
@@ -244,127 +214,21 @@ def _own(local: torch.Tensor) -> torch.Tensor:
 
 def _put_back(module: nn.Module, name: str, dtensor: DTensor) -> None:
     """Put `dtensor` back as a parameter, with what stands in its place now as its local tensor."""
-    current = module._parameters.get(name)
+    current: Any = module._parameters.get(name)
+    if current is dtensor:
+        return
     if current is None or current.shape != dtensor._local_tensor.shape:  # not a weight of the same layer any more
         current = dtensor._local_tensor
-    if (current.dtype, current.device) == (dtensor.dtype, dtensor.device):
-        dtensor._local_tensor = current.detach()
-    else:  # it was moved or converted
-        spec = {"run_check": False, "shape": dtensor.shape, "stride": dtensor.stride()}
-        moved = DTensor.from_local(current.detach(), dtensor.device_mesh, dtensor.placements, **spec)
-        torch.utils.swap_tensors(dtensor, nn.Parameter(moved, requires_grad=current.requires_grad))
-    module._parameters[name] = dtensor.requires_grad_(current.requires_grad)
+    local = current.detach()
+    if (local.dtype, local.device) == (dtensor.dtype, dtensor.device):
+        dtensor._local_tensor = local
+    else:  # it was converted or moved
+        mesh, places = dtensor.device_mesh, dtensor.placements
+        new = DTensor.from_local(local, mesh, places, run_check=False, shape=dtensor.shape, stride=dtensor.stride())
+        torch.utils.swap_tensors(dtensor, nn.Parameter(new))
+    module._parameters[name] = dtensor.requires_grad_(current.requires_grad)  # type: ignore[assignment]
 
 
 def _show_sharded(sharded: dict[str, DTensor], module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Put DTensors into a state dict: a hook of modules."""
     state.update({prefix + name: dtensor.detach() for name, dtensor in sharded.items()})
-
-
-# ---- forwards of modules, with the arguments of the module's own last; x is [..., features], the same on all ranks
-# unless it says otherwise
-
-
-def _gathered(original: Forward, size: int, group: str, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return all_gather(original(*args, **kwargs), size, group)
-
-
-def _summed(original: Forward, group: str, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return all_reduce(original(*args, **kwargs), group)
-
-
-def _row_linear(module: nn.Linear, group: str, x: torch.Tensor) -> torch.Tensor:
-    """Return the linear product of an x that is cut along its features as the weight is; the bias is added once."""
-    out = all_reduce(F.linear(x, module.weight), group)
-    return out if module.bias is None else out + module.bias
-
-
-def _whole_row_linear(module: nn.Linear, first: int, group: str, x: torch.Tensor) -> torch.Tensor:
-    """Return the same for a whole x; first: where this rank's features begin."""
-    return _row_linear(module, group, x[..., first : first + module.weight.shape[1]])
-
-
-def _vocabulary(
-    module: nn.Embedding, original: Forward, first: int, group: str, input_ids: torch.Tensor
-) -> torch.Tensor:
-    """Return the embeddings of input_ids [...]; first: the first id whose row is this rank's."""
-    local = input_ids - first
-    is_foreign = (local < 0) | (local >= module.weight.shape[0])
-    out = original(local.masked_fill(is_foreign, 0))
-    return all_reduce(out.masked_fill(is_foreign.unsqueeze(-1), 0), group)
-
-
-def _divided(original: Forward, size: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return original(x / size, *args, **kwargs)
-
-
-def _local_experts(original: Forward, first: int, count: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Return a router's logits, scores [T, top_k] and indices [T, top_k] with experts numbered as on this rank.
-
-    Its experts are [first, first + count). Choices of other ranks' experts get the score 0 and the index `count`.
-    """
-    logits, scores, indices, *rest = original(*args, **kwargs)
-    local = indices - first
-    is_foreign = (local < 0) | (local >= count)
-    return logits, scores.masked_fill(is_foreign, 0), local.masked_fill(is_foreign, count), *rest
-
-
-# ---- what HF's styles become; None: these options of the style are not known
-
-
-def _own_forward(layer: _Layer) -> Forward | None:
-    return layer.original
-
-
-def _column(layer: _Layer) -> Forward | None:
-    style = layer.style
-    if style.input_layouts != Replicate() or not style.use_local_output:
-        return None
-    return {Shard(-1): layer.original, Replicate(): layer.gathered()}.get(style.output_layouts)
-
-
-def _packed_column(layer: _Layer) -> Forward | None:
-    return layer.original if layer.style.use_local_output else None
-
-
-def _row(layer: _Layer) -> Forward | None:
-    style, module = layer.style, layer.module
-    if style.output_layouts != Replicate() or not style.use_local_output:
-        return None
-    is_whole = style.input_layouts == Replicate()
-    if isinstance(module, nn.Embedding) and is_whole:
-        return partial(_vocabulary, module, layer.original, layer.first(module.num_embeddings), layer.group)
-    if type(module).forward is not nn.Linear.forward or not (is_whole or style.input_layouts == Shard(-1)):
-        return None
-    if is_whole:
-        return partial(_whole_row_linear, module, layer.first(module.weight.shape[1]), layer.group)
-    return partial(_row_linear, module, layer.group)
-
-
-def _experts(layer: _Layer) -> Forward | None:
-    is_sharded = any(_is_sharded(p) for p in layer.module.parameters())
-    return layer.summed() if is_sharded else layer.original
-
-
-def _identity_expert(layer: _Layer) -> Forward | None:
-    return partial(_divided, layer.original, layer.size)
-
-
-def _router(layer: _Layer) -> Forward | None:
-    config = getattr(layer.module, "config", None)
-    total = getattr(layer.module, "num_experts", None) or getattr(config, "num_experts", None)
-    if not total or total % layer.size:
-        return None
-    return partial(_local_experts, layer.original, layer.first(total), total // layer.size)
-
-
-_PLAIN: dict[str, Callable[[_Layer], Forward | None]] = {  # by the name of HF's class
-    "ColwiseParallel": _column,
-    "PackedColwiseParallel": _packed_column,
-    "RowwiseParallel": _row,
-    "AllReduceParallel": _Layer.summed,
-    "MlaKvAProjParallel": _own_forward,
-    "MoeExpertsParallel": _experts,
-    "MoeIdentityParallel": _identity_expert,
-    "EpRouterParallel": _router,
-}
