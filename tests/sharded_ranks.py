@@ -149,9 +149,12 @@ class Cases:
             modules["tied"].weight.mul_(2)
             modules["in_place"].weight.requires_grad_(False)
             tied_while_plain = modules["tied"].weight is model.model.embed_tokens.weight
+            moved = (modules["moved"].weight, dtensors["moved"].to_local())
+            stored_once = moved[0].data_ptr() == moved[1].data_ptr()
         locals_ = {key: module.weight.to_local() for key, module in modules.items()}
         return {
             "wrong": [k for k, local in locals_.items() if not torch.equal(local, expected[k].to(local.dtype))],
+            "stored_once": stored_once,
             "others": [key for key, module in modules.items() if module.weight is not dtensors[key]],
             "dtypes": [modules["converted"].weight.dtype, locals_["converted"].dtype, locals_["moved"].dtype],
             "frozen": [key for key, module in modules.items() if not module.weight.requires_grad],
@@ -192,7 +195,7 @@ class Cases:
 
     def traced(self) -> dict[str, Any]:
         """The layers as one graph, for any number of tokens."""
-        model, _ = self.load("llama")
+        model, _ = self.load("qwen3")
         del model.model.layers[2:]
         graphs = []
 

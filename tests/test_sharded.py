@@ -100,6 +100,7 @@ def test_weights_written_while_plain_are_kept(ranks: list[dict[str, Any]]) -> No
         assert facts["wrong"] == facts["others"] == []
         assert facts["dtypes"] == [torch.float64, torch.float64, torch.float32]
         assert facts["frozen"] == ["in_place"]
+        assert facts["stored_once"]
         assert facts["tied"] == [True, True]
 
 
