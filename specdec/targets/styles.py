@@ -1,0 +1,167 @@
+"""What HF's styles of tensor parallelism become: for each of them the forward that does the same on local tensors.
+
+Forwards are functions of the modules they stand in, with collectives of ours and nothing else that is distributed: they
+can be traced and captured. A style, or an option of it, that has none here is not known, and `sharded` refuses it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from specdec.backends.comm import all_gather, all_reduce
+
+HF_STYLES = "transformers.distributed.tensor_parallel"  # the module of HF's styles and of their hooks
+
+Forward = Callable[..., Any]
+
+
+@dataclass
+class Layer:
+    """A module with a closure, as a style's function sees it; group, rank, size: of the ranks that share it."""
+
+    module: nn.Module
+    style: Any
+    original: Forward
+    group: str
+    rank: int
+    size: int
+
+    def first(self, total: int) -> int:
+        """Return where this rank's part of `total` rows or columns begins, as DTensors are cut."""
+        return self.rank * -(-total // self.size)
+
+    def gathered(self) -> Forward:
+        """Return the forward whose local results are put side by side."""
+        return partial(_gathered, self.original, self.size, self.group)
+
+    def summed(self) -> Forward:
+        """Return the forward whose local results are added up."""
+        return partial(_summed, self.original, self.group)
+
+
+def is_sharded(parameter: object) -> bool:
+    """Return whether ranks have different parts of `parameter`."""
+    return isinstance(parameter, DTensor) and not parameter.placements[0].is_replicate()
+
+
+def plain_forward(layer: Layer) -> Forward | None:
+    """Return what does on local tensors what HF's forward of `layer` does; None if its style is not known."""
+    kind = type(layer.style)
+    make = _PLAIN.get(kind.__name__) if kind.__module__ == HF_STYLES else None
+    return None if make is None else make(layer)
+
+
+# ---- forwards of modules, with the arguments of the module's own last; x is [..., features], the same on all ranks
+# unless it says otherwise
+
+
+def _gathered(original: Forward, size: int, group: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return all_gather(original(*args, **kwargs), size, group)
+
+
+def _summed(original: Forward, group: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return all_reduce(original(*args, **kwargs), group)
+
+
+def _row_linear(module: nn.Linear, group: str, x: torch.Tensor) -> torch.Tensor:
+    """Return the linear product of an x that is cut along its features as the weight is; the bias is added once."""
+    out = all_reduce(F.linear(x, module.weight), group)
+    return out if module.bias is None else out + module.bias
+
+
+def _whole_row_linear(module: nn.Linear, first: int, group: str, x: torch.Tensor) -> torch.Tensor:
+    """Return the same for a whole x; first: where this rank's features begin."""
+    return _row_linear(module, group, x[..., first : first + module.weight.shape[1]])
+
+
+def _vocabulary(
+    module: nn.Embedding, original: Forward, first: int, group: str, input_ids: torch.Tensor
+) -> torch.Tensor:
+    """Return the embeddings of input_ids [...]; first: the first id whose row is this rank's."""
+    local = input_ids - first
+    is_foreign = (local < 0) | (local >= module.weight.shape[0])
+    out = original(local.masked_fill(is_foreign, 0))
+    return all_reduce(out.masked_fill(is_foreign.unsqueeze(-1), 0), group)
+
+
+def _divided(original: Forward, size: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return original(x / size, *args, **kwargs)
+
+
+def _local_experts(original: Forward, first: int, count: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Return a router's logits, scores [T, top_k] and indices [T, top_k] with experts numbered as on this rank.
+
+    Its experts are [first, first + count). Choices of other ranks' experts get the score 0 and the index `count`.
+    """
+    logits, scores, indices, *rest = original(*args, **kwargs)
+    local = indices - first
+    is_foreign = (local < 0) | (local >= count)
+    return logits, scores.masked_fill(is_foreign, 0), local.masked_fill(is_foreign, count), *rest
+
+
+# ---- what HF's styles become; None: these options of the style are not known
+
+
+def _own_forward(layer: Layer) -> Forward | None:
+    return layer.original
+
+
+def _column(layer: Layer) -> Forward | None:
+    style = layer.style
+    if style.input_layouts != Replicate() or not style.use_local_output:
+        return None
+    return {Shard(-1): layer.original, Replicate(): layer.gathered()}.get(style.output_layouts)
+
+
+def _packed_column(layer: Layer) -> Forward | None:
+    return layer.original if layer.style.use_local_output else None
+
+
+def _row(layer: Layer) -> Forward | None:
+    style, module = layer.style, layer.module
+    if style.output_layouts != Replicate() or not style.use_local_output:
+        return None
+    is_whole = style.input_layouts == Replicate()
+    if isinstance(module, nn.Embedding) and is_whole:
+        return partial(_vocabulary, module, layer.original, layer.first(module.num_embeddings), layer.group)
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return None  # where a bias is added is not known
+    if not is_whole and style.input_layouts != Shard(-1):
+        return None
+    if is_whole:
+        return partial(_whole_row_linear, module, layer.first(module.weight.shape[1]), layer.group)
+    return partial(_row_linear, module, layer.group)
+
+
+def _experts(layer: Layer) -> Forward | None:
+    return layer.summed() if any(map(is_sharded, layer.module.parameters())) else layer.original
+
+
+def _identity_expert(layer: Layer) -> Forward | None:
+    return partial(_divided, layer.original, layer.size)
+
+
+def _router(layer: Layer) -> Forward | None:
+    config = getattr(layer.module, "config", None)
+    total = getattr(layer.module, "num_experts", None) or getattr(config, "num_experts", None)
+    if not total or total % layer.size:
+        return None
+    return partial(_local_experts, layer.original, layer.first(total), total // layer.size)
+
+
+_PLAIN: dict[str, Callable[[Layer], Forward | None]] = {  # by the name of HF's class
+    "ColwiseParallel": _column,
+    "PackedColwiseParallel": _packed_column,
+    "RowwiseParallel": _row,
+    "AllReduceParallel": Layer.summed,
+    "MlaKvAProjParallel": _own_forward,
+    "MoeExpertsParallel": _experts,
+    "MoeIdentityParallel": _identity_expert,
+    "EpRouterParallel": _router,
+}
