@@ -18,7 +18,7 @@ from specdec.engine import ranks
 from specdec.graphs import RecordedCapture
 from specdec.round.state import EngineState
 from tests.heads import ALGOS, random_draft
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, renew, save
 from tests.tiny_models import tiny_model
 
 PROMPTS = [[5, 9, 17, 3, 44, 8, 8, 101, 12, 13], [7, 30, 2, 90], [64, 3, 3, 21]]
@@ -40,12 +40,12 @@ def engine_of(model, algo, shape="chain", **settings):
 
 
 def texts(model):
-    """The tokens of every case, with graphs for some."""
+    """The tokens of every case; of greedy trees from graphs."""
     found = {}
-    for algo, shape, law in CASES:
-        engine = engine_of(model, algo, shape, cuda_graph=True if (shape, law) == ("tree", "greedy") else None)
-        out = engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS, **LAWS[law])
-        found[algo, shape, law] = out.tokens
+    for algo, shape in dict.fromkeys((algo, shape) for algo, shape, _ in CASES):
+        engine = engine_of(model, algo, shape, cuda_graph=True if shape == "tree" else None)
+        for law in [law for *case, law in CASES if case == [algo, shape]]:
+            found[algo, shape, law] = engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS, **LAWS[law]).tokens
         engine.detach()
     return found
 
@@ -57,39 +57,53 @@ def sharded(path):
     ).eval()
 
 
-def play(rank, path):
-    """Everything that two ranks do together without losing one."""
+def play(rank, folder, path):
+    """All that two ranks do together; whatever leaves the group useless comes last, each on a new one."""
     model = sharded(path)
-    before = {
-        name: p.to_local().clone() if hasattr(p, "to_local") else p.clone() for name, p in model.named_parameters()
-    }
-    kinds = {name: type(p).__name__ for name, p in model.named_parameters()}
-    found = {"texts": texts(model)}
-    after = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in model.named_parameters()}
-    found["restored"] = all(torch.equal(before[n], after[n]) for n in before)
-    found["restored"] &= kinds == {name: type(p).__name__ for name, p in model.named_parameters()}
-    engine = engine_of(model, "eagle3")
-    unseeded = engine.generate(PROMPTS, max_new_tokens=8, temperature=0.8, do_sample=True)
-    found["unseeded"] = unseeded.tokens
-    found["kv_heads"] = engine._core.context.layers[0].num_kv_heads
-    with pytest.raises(ValueError) as error:
-        engine.generate(PROMPTS[rank], max_new_tokens=4)
-    found["mismatch"] = str(error.value)
-    found["goes on"] = engine.generate(PROMPTS, max_new_tokens=4).tokens
-    engine.detach()
-    with pytest.raises(Exception) as error:
-        specdec.attach(model, None, max_seq_len=64 + rank)
-    found["attach"] = f"{type(error.value).__name__}: {error.value}"
+    shards = shards_of(model)
+    found = {"texts": texts(model), "kv_heads": heads_of(model)}
+    found["restored"] = all(
+        kind is now and torch.equal(t, u) for (kind, t), (now, u) in zip(shards, shards_of(model), strict=True)
+    )
+    found |= disagree(model, rank)
     found["replayed"] = {graph: replayed(model, graph) for graph in ("piecewise", "whole")}
     found["capture"] = fails_to_capture(model, rank)
-    engine = engine_of(model, "eagle3")
-    if rank:
-        engine._core.round.worker.draft = lambda batch: 1 / 0
+    found["step"] = error_of(lambda: fails_in_a_step(model, rank))
+    renew(rank, folder)
+    found["attach"] = error_of(lambda: fails_to_attach(sharded(path), rank))
+    renew(rank, folder)
+    save(rank, folder, (True, found))
     start = time.monotonic()
+    found["killed"] = error_of(lambda: is_killed(sharded(path), rank))
+    found["killed_s"] = time.monotonic() - start
+    return found
+
+
+def error_of(call):
     with pytest.raises(Exception) as error:
-        engine.generate(PROMPTS, max_new_tokens=8)
-    found["step"] = f"{type(error.value).__name__}: {error.value}"
-    found["step_s"] = time.monotonic() - start
+        call()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def shards_of(model):
+    return [(type(p), getattr(p, "_local_tensor", p).detach().clone()) for p in model.parameters()]
+
+
+def heads_of(model):
+    engine = engine_of(model, "none")
+    num = engine._core.context.layers[0].num_kv_heads
+    engine.detach()
+    return num
+
+
+def disagree(model, rank):
+    """Seeds that nobody gave; other prompts on one rank, after which both go on; other settings."""
+    engine = engine_of(model, "eagle3")
+    found = {"unseeded": engine.generate(PROMPTS, max_new_tokens=8, temperature=0.8, do_sample=True).tokens}
+    found["prompts"] = error_of(lambda: engine.generate(PROMPTS[rank], max_new_tokens=4))
+    found["goes on"] = engine.generate(PROMPTS, max_new_tokens=4).tokens
+    engine.detach()
+    found["settings"] = error_of(lambda: specdec.attach(model, None, max_seq_len=64 + rank))
     return found
 
 
@@ -129,45 +143,46 @@ def fails_to_capture(model, rank):
     return tokens, captured
 
 
-def fail_to_attach(rank, path):
-    """Rank 1 has no memory for its tables; rank 0 goes on to the first sum of the round's warm-up."""
-    model, empty = sharded(path), EngineState.empty
-    broken = MemoryError("none left") if rank else empty
-    with mock.patch.object(EngineState, "empty", side_effect=broken), pytest.raises(Exception) as error:
-        engine_of(model, "eagle3", cuda_graph=True)
-    return f"{type(error.value).__name__}: {error.value}"
-
-
-def die(rank, path):
-    """Rank 1 is killed in the middle of a call."""
-    ranks.BEAT_S, ranks.LATE_S = 0.2, 2.0
-    engine = engine_of(sharded(path), "eagle3")
+def fails_in_a_step(model, rank):
+    engine = engine_of(model, "eagle3")
     if rank:
-        rounds, draft = [], engine._core.round.worker.draft
+        engine._core.round.worker.draft = lambda batch: 1 / 0
+    engine.generate(PROMPTS, max_new_tokens=8)
 
-        def killed(batch):
-            rounds.append(1)
-            if len(rounds) == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return draft(batch)
 
-        engine._core.round.worker.draft = killed
-    start = time.monotonic()
-    with pytest.raises(specdec.RankError) as error:
-        engine.generate(PROMPTS, max_new_tokens=40, ignore_eos=True)
-    return str(error.value), time.monotonic() - start
+def fails_to_attach(model, rank):
+    """Rank 1 has no memory for its tables; rank 0 goes on to the first sum of the round's warm-up."""
+    broken = MemoryError("none left") if rank else EngineState.empty
+    with mock.patch.object(EngineState, "empty", side_effect=broken):
+        engine_of(model, "eagle3", cuda_graph=True)
+
+
+def is_killed(model, rank):
+    """Rank 1, in the middle of a call."""
+    ranks.BEAT_S, ranks.LATE_S = 0.2, 2.0
+    engine = engine_of(model, "eagle3")
+    rounds, draft = [], engine._core.round.worker.draft
+
+    def killed(batch):
+        rounds.append(1)
+        if rank and len(rounds) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return draft(batch)
+
+    engine._core.round.worker.draft = killed
+    engine.generate(PROMPTS, max_new_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def outcome(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     tiny_model("llama").save_pretrained(path)
-    return path
+    return on_ranks(play, tmp_path_factory.mktemp("ranks"), str(path))
 
 
 @pytest.fixture(scope="module")
-def played(saved, tmp_path_factory):
-    return on_ranks(play, tmp_path_factory.mktemp("ranks"), str(saved))
+def played(outcome):
+    return outcome[0]
 
 
 @pytest.fixture(scope="module")
@@ -192,22 +207,18 @@ def test_seeds_that_nobody_gave_are_shared(played):
     assert played[0]["unseeded"] == played[1]["unseeded"]
 
 
-def test_other_arguments_are_refused_on_all_ranks(played):
-    assert {p["mismatch"] for p in played} == {
-        "generate(): rank 1 got other arguments than rank 0; give all ranks the same"
-    }
+@pytest.mark.parametrize(("what", "call"), [("prompts", "generate()"), ("settings", "attach()")])
+def test_other_arguments_are_refused_on_all_ranks(played, what, call):
+    told = f"ValueError: {call}: rank 1 got other arguments than rank 0; give all ranks the same"
+    assert [p[what] for p in played] == [told, told]
     assert played[0]["goes on"] == played[1]["goes on"]
-    assert {p["attach"] for p in played} == {
-        "ValueError: attach(): rank 1 got other arguments than rank 0; give all ranks the same"
-    }
 
 
-def test_a_rank_that_fails_in_a_step_ends_the_others(played):
-    assert played[1]["step"].startswith("ZeroDivisionError")
-    assert (
-        "RankError" in played[0]["step"] and "rank 1 failed: ZeroDivisionError: division by zero" in played[0]["step"]
-    )
-    assert max(p["step_s"] for p in played) < 10
+@pytest.mark.parametrize(
+    ("where", "told"), [("step", "ZeroDivisionError: division by zero"), ("attach", "MemoryError: none left")]
+)
+def test_a_rank_that_fails_ends_the_others_with_its_words(played, where, told):
+    assert [p[where] for p in played] == [f"RankError: a collective: rank 1 failed: {told}", told]
 
 
 @pytest.mark.parametrize("graph", ["piecewise", "whole"])
@@ -225,14 +236,8 @@ def test_a_graph_that_one_rank_cannot_make_is_used_by_none(played, expected):
     assert captured == theirs[1] == ["round of 2 (greedy)", "round of 3 (greedy)"]
 
 
-def test_a_rank_that_fails_in_attach_ends_the_others(saved, tmp_path):
-    ours, theirs = on_ranks(fail_to_attach, tmp_path, str(saved))
-    assert theirs == "MemoryError: none left"
-    assert ours == "RankError: a collective: rank 1 failed: MemoryError: none left"
-
-
-def test_a_rank_that_is_killed_is_named(saved, tmp_path):
-    told, code = on_ranks(die, tmp_path, str(saved))
-    assert code == -signal.SIGKILL
-    message, seconds = told
-    assert "rank 1" in message and "no sign of life" in message and seconds < 20
+def test_a_rank_that_is_killed_is_named(outcome):
+    (ours, _), codes = outcome
+    assert codes == [0, -signal.SIGKILL]
+    assert ours["killed"].startswith("RankError") and "rank 1 gives no sign of life" in ours["killed"]
+    assert ours["killed_s"] < 20
