@@ -114,6 +114,10 @@ def _gathered(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], size * x.shape[-1])
 
 
+def _no_gradient(*_: Any) -> None:
+    raise RuntimeError("no gradient passes a tensor-parallel layer while an engine is attached; detach() first")
+
+
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {  # schemas: what runs, and its fake
     "all_reduce(Tensor x, str group) -> Tensor": (lambda x, group: _of(group).all_reduce(x), _same),
     "all_gather(Tensor x, int size, str group) -> Tensor": (lambda x, size, group: _of(group).all_gather(x), _gathered),
@@ -124,6 +128,7 @@ for _schema, (_run, _fake) in _OPS.items():
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_schema.partition("(")[0], _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"specdec::{_schema.partition('(')[0]}", _fake, lib=_LIBRARY)
+    torch.library.register_autograd(f"specdec::{_schema.partition('(')[0]}", _no_gradient, lib=_LIBRARY)
 
 
 def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:

@@ -4,6 +4,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def load_pretrained(
     not run: ValueError.
     """
     source, extra = _source(name)
-    with no_foreign_code(source):
+    with no_foreign_code(source), _gguf_read_once():
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False, **extra)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **extra)
     return model.to(device).eval(), tokenizer
@@ -71,7 +72,7 @@ def load_draft(
     if not extra and Path(source).is_dir():
         _check_folder(Path(source))
     what = f"{extra.get('gguf_file', 'it')} cannot be read as a causal LM; download it anew"
-    with no_foreign_code(source), as_checkpoint_error(source, what):
+    with no_foreign_code(source), as_checkpoint_error(source, what), _gguf_read_once():
         model, found = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
@@ -110,6 +111,25 @@ def read_tokenizer(source: str | Path, gguf_file: str | None = None) -> PreTrain
         "files away: its ids are then taken to be the target's"
     )
     raise CheckpointError(source, [problem]) from why
+
+
+@contextmanager
+def _gguf_read_once() -> Iterator[None]:
+    """Within it, a .gguf file is parsed once: for one model transformers does so four times, seconds each, since every
+    token of the vocabulary is a field, and makes the table of tensor names anew for every module."""
+    if find_spec("gguf") is None:
+        yield
+        return
+    import gguf
+
+    live = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    try:
+        for name, made in live.items():
+            setattr(gguf, name, cache(made))
+        yield
+    finally:
+        for name, made in live.items():
+            setattr(gguf, name, made)
 
 
 @contextmanager
