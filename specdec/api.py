@@ -42,7 +42,8 @@ def attach(
     """Attach to a live `transformers` causal LM and return an engine that generates its text.
 
     target: the model, in eval mode, on one device, not quantised. It stays usable; `Engine.detach()` restores it, and
-        so does dropping the engine.
+        so does dropping the engine. Or one that transformers has sharded over ranks (tensor parallelism): then every
+        rank attaches, and makes the same calls.
     draft: a checkpoint folder, a .gguf file, a Hub id, a loaded head, a live causal LM of the same vocabulary
         ("standalone"), or None for plain decoding. For "nextn" the target's own checkpoint, if it holds MTP layers, or
         a folder that holds only them.
@@ -57,7 +58,8 @@ def attach(
 
     Raises AttachError (a ValueError) with every reason why the model cannot be attached, CheckpointError with every
     problem of the draft, CapacityError if it will not fit the device, ValueError for settings out of range and, under
-    strict, GraphError for a graph that cannot be made. The model is left unchanged then.
+    strict, GraphError for a graph that cannot be made; RankError if another rank fails. The model is left unchanged
+    then.
     """
     check_target(target)
     check_settings(settings)
@@ -65,9 +67,7 @@ def attach(
     config = engine_config(target, name, advised(target, draft, source, settings))
     group = find_group(target)
     ranks = None if group is None else Ranks.of(group)
-    if ranks is not None:
-        ranks.same("attach()", (name, config))
-    with nullcontext() if ranks is None else ranks.reporting():
+    with nullcontext() if ranks is None else ranks.attaching((name, config)):
         hf = HFTarget(target, None if ranks is None else ranks.wait_for_collective)
         try:
             with on_device(hf.device):

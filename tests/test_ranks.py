@@ -84,6 +84,22 @@ def test_a_rank_that_fails_is_named_with_its_error(make):
     pool.shutdown()
 
 
+def test_an_attach_that_fails_is_told_and_ends_the_signs_of_life(make):
+    ours, theirs = make()
+
+    def attach(rank):
+        with rank.attaching(("eagle3", 3)):
+            if rank is theirs:
+                raise MemoryError("none left")
+            rank.meet("attach(): graphs")
+
+    told, own = on_all([ours, theirs], attach)
+    assert str(told) == "attach(): graphs: rank 1 failed: MemoryError: none left" and isinstance(own, MemoryError)
+    for rank in (ours, theirs):
+        rank._beats.join(1)
+        assert not rank._beats.is_alive()
+
+
 def test_a_rank_without_signs_of_life_is_named(make):
     ours, theirs = make()
     ours.wait(lambda: True, "a round")

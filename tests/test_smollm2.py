@@ -29,7 +29,7 @@ def references(smollm2):
     return prompts, out
 
 
-CASES = [("eagle3", config, batch) for config in CONFIGS for batch in (1, 4)]
+CASES = [("eagle3", config, batch) for config, batch in zip(CONFIGS, (4, 1), strict=True)]
 CASES += [(algo, CONFIGS[i % 2], 4) for i, algo in enumerate(("eagle", "nextn", "standalone"))]
 
 

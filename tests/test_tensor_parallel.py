@@ -61,7 +61,7 @@ def play(rank, folder, path):
     """All that two ranks do together; whatever leaves the group useless comes last, each on a new one."""
     model = sharded(path)
     shards = shards_of(model)
-    found = {"texts": texts(model), "kv_heads": heads_of(model)}
+    found = {"texts": texts(model), "parts": parts_of(model)}
     found["restored"] = all(
         kind is now and torch.equal(t, u) for (kind, t), (now, u) in zip(shards, shards_of(model), strict=True)
     )
@@ -89,11 +89,15 @@ def shards_of(model):
     return [(type(p), getattr(p, "_local_tensor", p).detach().clone()) for p in model.parameters()]
 
 
-def heads_of(model):
+def parts_of(model):
+    """K/V heads of this rank, and whether drafts that copy rows of the output head get all of them."""
     engine = engine_of(model, "none")
+    whole = tiny_model("llama").lm_head.weight
+    shape = engine._core.target.shape
+    is_part, rows = shape.lm_head.weight.shape[0] < len(whole), shape.lm_head_rows()
     num = engine._core.context.layers[0].num_kv_heads
     engine.detach()
-    return num
+    return num, is_part and torch.equal(rows, whole)
 
 
 def disagree(model, rank):
@@ -199,8 +203,8 @@ def test_detach_gives_the_shards_back(played):
     assert [p["restored"] for p in played] == [True, True]
 
 
-def test_each_rank_holds_its_own_heads(played):
-    assert {p["kv_heads"] for p in played} == {tiny_model("llama").config.num_key_value_heads // 2}
+def test_each_rank_holds_its_own_heads_and_drafts_see_whole_rows(played):
+    assert {p["parts"] for p in played} == {(tiny_model("llama").config.num_key_value_heads // 2, True)}
 
 
 def test_seeds_that_nobody_gave_are_shared(played):

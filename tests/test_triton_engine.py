@@ -18,7 +18,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = [[5, 9, 17, 3, 44, 8, 8, 101, 12, 13], [7, 30, 2, 90], [64, 3, 3, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30]]
 NUM_TOKENS = 5 if DEVICE.type == "cuda" else 3
 # The interpreter is slow, and test_backends has their shapes.
-SLOW = () if torch.cuda.is_available() else ("qwen3", "gemma2", "deepseek_v3")
+SLOW = () if torch.cuda.is_available() else ("qwen3", "gemma2", "gpt_oss", "deepseek_v3")
 CHAIN = {"num_steps": 3}
 TREE = {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}
 if DEVICE.type != "cuda":
@@ -93,10 +93,10 @@ def test_greedy_and_sampled_text_is_that_of_the_torch_backend(algo, shape):
 
 def test_poisoned_pools_change_nothing_and_debug_mode_finds_nothing(monkeypatch):
     monkeypatch.setenv("SPECDEC_DEBUG", "1")
-    engine = engine_of(model_of("gemma2"), TREE)
-    expected = engine.generate(PROMPTS[:2], max_new_tokens=NUM_TOKENS).tokens
+    engine, prompts = engine_of(model_of("gemma2"), TREE), PROMPTS[:2] if DEVICE.type == "cuda" else PROMPTS[1:2]
+    expected = engine.generate(prompts, max_new_tokens=NUM_TOKENS).tokens
     poison(engine)
-    assert engine.generate(PROMPTS[:2], max_new_tokens=NUM_TOKENS).tokens == expected
+    assert engine.generate(prompts, max_new_tokens=NUM_TOKENS).tokens == expected
 
 
 def test_a_nan_row_ends_its_request_alone():

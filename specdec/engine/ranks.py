@@ -91,6 +91,18 @@ class Ranks:
             self.fail(error)
             raise
 
+    @contextlib.contextmanager
+    def attaching(self, settings: Any) -> Iterator[None]:
+        """Within it an engine is made, with `settings` that are the same on all ranks: ValueError if not. An error is
+        told to the others, and ends the signs of life."""
+        try:
+            self.same("attach()", settings)
+            with self.reporting():
+                yield
+        except BaseException:
+            self.close()
+            raise
+
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank has failed."""
         with contextlib.suppress(RuntimeError):

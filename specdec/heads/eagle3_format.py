@@ -120,7 +120,7 @@ class Eagle3Format(HeadFormat):
             state["d2t"] = torch.zeros(head.config.draft_vocab_size, dtype=torch.int64, device=device)
             state["t2d"] = torch.ones(head.config.vocab_size, dtype=torch.bool, device=device)
         if "lm_head.weight" not in state:
-            rows = target.lm_head.get_parameter("weight").detach()
+            rows = target.lm_head_rows()
             hot = state["d2t"] + torch.arange(state["d2t"].numel(), device=device)
             state["lm_head.weight"] = rows[hot.to(rows.device)].to(device=device, dtype=dtype)
 

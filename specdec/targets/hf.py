@@ -156,6 +156,7 @@ class HFTarget:
             embed_tokens=self.embed_tokens,
             lm_head=self.model.get_output_embeddings(),
             model=self.model,
+            comm=self.comm,
         )
 
     def forward(self, context: ForwardContext, metadata: AttentionMetadata, input_ids: torch.Tensor) -> TargetOutput:

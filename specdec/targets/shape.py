@@ -3,15 +3,21 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from specdec.backends.comm import Communicator
 
 LAST = -1  # as an aux layer: the target's last hidden state, after its final norm
 
 
 @dataclass(frozen=True)
 class TargetShape:
-    """Hidden size, vocabulary, layers, modules a head shares, and the live HF model, whose layer class MTP uses."""
+    """Hidden size, vocabulary, layers, modules a head shares, and the live HF model, whose layer class MTP uses.
+
+    comm: of a target whose ranks hold parts of these modules; their weights are parts then, their forwards whole.
+    """
 
     hidden_size: int
     vocab_size: int
@@ -19,6 +25,14 @@ class TargetShape:
     embed_tokens: nn.Module
     lm_head: nn.Module
     model: Any = None
+    comm: Communicator | None = None
+
+    def lm_head_rows(self) -> torch.Tensor:
+        """Return the rows of the output head [V, h]; where every rank holds some of them, all must call it."""
+        weight = self.lm_head.get_parameter("weight").detach()
+        if self.comm is None or weight.shape[0] == self.vocab_size:
+            return weight
+        return self.comm.all_gather(weight.t()).t()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "TargetShape":
