@@ -70,16 +70,10 @@ class Communicator:
         self.wait(work.is_completed)
         work.wait()  # raises what went wrong
 
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """What graphs read besides their inputs, by name."""
-        return {} if self.symmetric is None else {"symmetric buffer": self.symmetric}
-
     def close(self) -> None:
-        """Forget the buffers; the group stays whoever's it was."""
+        """Take it from the ops' sight. Its bytes live as long as it does: a last round may be running."""
         if _COMMUNICATORS.get(self.name) is self:
             del _COMMUNICATORS[self.name]
-        self.symmetric = None
 
 
 def _symmetric_bytes(group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor | None, str]:

@@ -110,6 +110,26 @@ def test_equal_pieces_of_a_trace_run_once():
         assert counted.num_products == num
 
 
+def test_rehearsals_of_two_threads_come_one_after_the_other():
+    """Else the first to end would let the other's launches through, on void data."""
+    run, inside, second = ahead.JITFunction.run, threading.Event(), []
+
+    def rehearse_too():
+        inside.set()
+        with ahead._without_launches("specdec"):
+            second.append(ahead.JITFunction.run)
+
+    with ahead._without_launches("specdec"):
+        first = ahead.JITFunction.run
+        thread = threading.Thread(target=rehearse_too)
+        thread.start()
+        inside.wait()
+        thread.join(0.1)
+        assert ahead.JITFunction.run is first and not second
+    thread.join()
+    assert len(second) == 1 and ahead.JITFunction.run is run and not ahead.is_rehearsing()
+
+
 def test_indices_are_zero_and_write_nothing():
     rows, far = torch.arange(12.0).view(3, 4), torch.tensor([7, -9])
     with torch.inference_mode(), ahead._Zeros():

@@ -36,6 +36,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_rehearsal = threading.Lock()  # one at a time: each puts back what it found in the place of Triton's launches
 
 
 def is_rehearsing() -> bool:
@@ -63,21 +64,22 @@ def compiling_ahead(device: torch.device, package: str = PACKAGE) -> Iterator[No
 @contextmanager
 def _without_launches(package: str) -> Iterator[None]:
     """Compile where a kernel of `package` would be launched, in this thread only."""
-    run = JITFunction.run
+    with _rehearsal:
+        run = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        if not (_thread.is_rehearsing and self.module.partition(".")[0] == package):
-            return run(self, *args, grid=grid, warmup=warmup, **kwargs)
-        run(self, *args, grid=grid, warmup=True, **kwargs)
-        return None
+        def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            if not (_thread.is_rehearsing and self.module.partition(".")[0] == package):
+                return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+            run(self, *args, grid=grid, warmup=True, **kwargs)
+            return None
 
-    JITFunction.run = compile_only
-    _thread.is_rehearsing = True
-    try:
-        yield
-    finally:
-        _thread.is_rehearsing = False
-        JITFunction.run = run
+        JITFunction.run = compile_only
+        _thread.is_rehearsing = True
+        try:
+            yield
+        finally:
+            _thread.is_rehearsing = False
+            JITFunction.run = run
 
 
 class _Zeros(TorchDispatchMode):

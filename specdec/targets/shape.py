@@ -49,6 +49,7 @@ class TargetShape:
 
 
 def vocab_size_of(model: PreTrainedModel) -> int:
-    """Return how many tokens a model scores, also where a rank holds a part of its head's rows."""
+    """Return how many tokens a model scores, also where its head has a plain forward over a rank's part of the rows."""
     head = model.get_output_embeddings()
-    return int(getattr(head, "out_features", None) or head.weight.shape[0])
+    rows = int(head.weight.shape[0])
+    return int(getattr(head, "out_features", rows)) if "forward" in vars(head) else rows
