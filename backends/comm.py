@@ -6,7 +6,10 @@ on all of them. Small sums are one kernel over symmetric memory; NCCL, or gloo o
 """
 
 import os
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +19,8 @@ ONE_SHOT_BYTES = 512 << 10  # up to here one kernel is the faster one, by what o
 ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
 ALIGNMENT = 16  # bytes, of what one kernel sums
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
-_COMMUNICATORS: dict[str, "Communicator"] = {}  # by name of process group, as ops find them
+RELEASE_S = 30.0  # after which kernels that wait for a rank that is gone are left to wait
+_COMMUNICATORS: dict[str, list["Communicator"]] = {}  # by name of process group, as ops find them: the last made
 
 
 class Communicator:
@@ -31,12 +35,14 @@ class Communicator:
         self.group = group
         self.rank, self.size, self.name = dist.get_rank(group), dist.get_world_size(group), group.group_name
         self.device = device
-        self.symmetric, self.why_no_symm = _symmetric_bytes(group, device)
+        self.symmetric, self._handle, self.why_no_symm = _symmetric_bytes(group, device)
         self.wait: Callable[[Callable[[], bool]], None] | None = None
-        _COMMUNICATORS[self.name] = self
+        self._is_given_up = threading.Event()
+        _COMMUNICATORS.setdefault(self.name, []).append(self)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' x, a new tensor."""
+        self._require_ranks()
         num_bytes = x.numel() * x.element_size()
         is_small = num_bytes <= ONE_SHOT_BYTES and num_bytes % ALIGNMENT == 0 and x.dtype in ONE_SHOT_DTYPES
         if self.symmetric is not None and is_small and num_bytes:
@@ -63,6 +69,7 @@ class Communicator:
 
     def _run(self, collective: Callable[..., Any], *args: torch.Tensor, **options: Any) -> None:
         """Run a collective; a device queues it, a CPU waits for it."""
+        self._require_ranks()
         if self.device.type == "cuda" or self.wait is None:
             collective(*args, group=self.group, **options)
             return
@@ -70,25 +77,71 @@ class Communicator:
         self.wait(work.is_completed)
         work.wait()  # raises what went wrong
 
+    def give_up(self) -> None:
+        """A rank is gone: let what waits for it on the device come to an end, with void results.
+
+        Every later collective is a RuntimeError; the process group is of no use any more. A second call does nothing.
+        """
+        if self._is_given_up.is_set():
+            return
+        self._is_given_up.set()
+        if self.device.type == "cuda":
+            threading.Thread(target=self._release, name="specdec-release", daemon=True).start()
+
     def close(self) -> None:
         """Take it from the ops' sight. Its bytes live as long as it does: a last round may be running."""
-        if _COMMUNICATORS.get(self.name) is self:
-            del _COMMUNICATORS[self.name]
+        made = _COMMUNICATORS.get(self.name, [])
+        if self in made:
+            made.remove(self)
+        if not made:
+            _COMMUNICATORS.pop(self.name, None)
+
+    def _require_ranks(self) -> None:
+        if self._is_given_up.is_set():
+            raise dist.DistBackendError(f"the ranks of {self.name!r} were given up: one of them failed or is gone")
+
+    def _release(self) -> None:
+        """End the kernels that wait: NCCL has a way to; in symmetric memory we play the part of the others.
+
+        There a kernel sets a flag at each of the others, once that is taken away, and takes away what they set here:
+        flags [blocks, ranks], by who set them.
+        """
+        done = threading.Event()
+
+        def drain() -> None:
+            with suppress(RuntimeError):
+                torch.cuda.synchronize(self.device)
+            done.set()
+
+        with suppress(RuntimeError, AttributeError):
+            self.group._get_backend(self.device).abort()
+        threading.Thread(target=drain, name="specdec-drain", daemon=True).start()
+        if self._handle is None:
+            return
+        pads = [self._handle.get_signal_pad(rank).view(torch.int32) for rank in range(self.size)]
+        flags = [pad[: len(pad) // self.size * self.size].view(-1, self.size) for pad in pads]
+        end, stream = time.monotonic() + RELEASE_S, torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            while not done.is_set() and time.monotonic() < end:
+                for rank in range(self.size):
+                    if rank != self.rank:
+                        flags[self.rank][:, rank].fill_(1)
+                        flags[rank][:, self.rank].fill_(0)
+                stream.synchronize()
 
 
-def _symmetric_bytes(group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor | None, str]:
-    """Return a buffer that all ranks of `group` can read, and why there is none."""
+def _symmetric_bytes(group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor | None, Any, str]:
+    """Return a buffer that all ranks of `group` can read and torch's handle of it, or why there is none."""
     if device.type != "cuda":
-        return None, f"the ranks are on {device.type}"
+        return None, None, f"the ranks are on {device.type}"
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not every machine has it in order
     try:
         from torch.distributed import _symmetric_memory as symmetric
 
         buffer = symmetric.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(buffer, group.group_name)
-        return buffer, ""
+        return buffer, symmetric.rendezvous(buffer, group.group_name), ""
     except (ImportError, RuntimeError) as error:  # no peer access, another version of torch
-        return None, f"no symmetric memory: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return None, None, f"no symmetric memory: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
 
 
 def _of(name: str) -> Communicator:
@@ -97,7 +150,7 @@ def _of(name: str) -> Communicator:
             f"a tensor-parallel layer ran outside its engine: no communicator for the process group {name!r}. Call "
             "engine.generate(), or detach() first"
         )
-    return _COMMUNICATORS[name]
+    return _COMMUNICATORS[name][-1]
 
 
 def _same(x: torch.Tensor, group: str) -> torch.Tensor:

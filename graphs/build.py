@@ -25,16 +25,18 @@ def build(
     lower: str,
     avoid: str = "cuda_graph=False",
     strict: bool = False,
+    is_shared: bool = False,
 ) -> None:
     """Warm up and capture every key of `runners`, which share `capture`, then seal them; shows a progress bar.
 
     lower: settings the user can lower if memory runs out; avoid: the argument that turns these graphs off. A key that
     cannot be captured gives a warning and runs eagerly from then on; smaller ones may still succeed. Under strict,
-    GraphError ends the build instead.
+    GraphError ends the build instead. is_shared: other ranks warm up the same, and wait for each other in it: a warm-up
+    that fails ends the build.
     """
     jobs = [(runner, key) for runner in runners for key in runner.keys]
     if jobs:
-        _make_all(jobs, capture, lower, avoid, strict)
+        _make_all(jobs, capture, lower, avoid, strict, is_shared)
     for runner in runners:
         runner.seal()
 
@@ -61,7 +63,9 @@ def rehearse(
                         runner.rehearse(key)
 
 
-def _make_all(jobs: list[tuple[GraphRunner, ShapeKey]], capture: Capture, lower: str, avoid: str, strict: bool) -> None:
+def _make_all(
+    jobs: list[tuple[GraphRunner, ShapeKey]], capture: Capture, lower: str, avoid: str, strict: bool, is_shared: bool
+) -> None:
     jobs.sort(key=lambda job: -job[1].size)  # stable: runners and variants keep their order within a size
     progress = tqdm(total=2 * len(jobs), desc="graphs", unit="graph", leave=False, disable=None)
     with progress as bar, _collection_paused():
@@ -69,7 +73,7 @@ def _make_all(jobs: list[tuple[GraphRunner, ShapeKey]], capture: Capture, lower:
             for runner, key in jobs:
                 bar.set_postfix_str(f"{phase.__name__} {key}", refresh=False)
                 if key not in runner.failures:
-                    _make(phase, runner, key, lower, avoid, strict)
+                    _make(phase, runner, key, lower, avoid, strict, is_shared)
                 bar.update()
             capture.release_cache()
 
@@ -87,13 +91,21 @@ def _collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _make(phase: Callable[..., None], runner: GraphRunner, key: ShapeKey, lower: str, avoid: str, strict: bool) -> None:
+def _make(
+    phase: Callable[..., None],
+    runner: GraphRunner,
+    key: ShapeKey,
+    lower: str,
+    avoid: str,
+    strict: bool,
+    is_shared: bool,
+) -> None:
     """Run `phase` for one key, or record why it has no graph."""
     try:
         phase(runner, key)
     except RuntimeError as error:
         is_memory = is_out_of_memory(error)
-        if isinstance(error, GraphError) or (phase is GraphRunner.warm_up and not is_memory):
+        if isinstance(error, GraphError) or (phase is GraphRunner.warm_up and (is_shared or not is_memory)):
             raise
         reason = OUT_OF_MEMORY if is_memory else NOT_CAPTURABLE
         advice = f"lower {lower}" if is_memory else f"pass {avoid} if that is expected"

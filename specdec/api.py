@@ -69,6 +69,8 @@ def attach(
     ranks = None if group is None else Ranks.of(group)
     with nullcontext() if ranks is None else ranks.attaching((name, config)):
         hf = HFTarget(target, None if ranks is None else ranks.wait_for_collective)
+        if ranks is not None and hf.comm is not None:
+            ranks.on_lost, hf.any_rank = hf.comm.give_up, ranks.any_in_attach
         try:
             with on_device(hf.device):
                 return Engine(hf, config, source, name, tokenizer, ranks)

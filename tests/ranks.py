@@ -1,14 +1,16 @@
-"""Runs a function of a test module on two ranks: processes over gloo, on one CPU thread each."""
+"""Runs a function of a test module on two ranks: processes over gloo, a CPU thread each, or over NCCL, a GPU each."""
 
 import importlib
 import itertools
 import os
 import pickle
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -17,35 +19,43 @@ TIMEOUT_S = 240.0
 _STORES = itertools.count()
 
 
-def on_ranks(
-    fn: Callable[..., Any], folder: Path, *args: Any, timeout: float = 240.0
-) -> tuple[list[Any], list[int | None]]:
-    """What fn(rank, folder, *args) returned, or saved, on every rank, and their exit codes.
+def on_ranks(fn: Callable[..., Any], folder: Path, device: str, *args: Any) -> tuple[list[Any], list[int | None]]:
+    """What fn(rank, folder, device, *args) returned, or saved, on every rank, and their exit codes.
 
-    `fn` is found by its name in its module. AssertionError with the traceback of a rank that raised.
+    `fn` is found by its name in its module; device: cpu or cuda, of which rank i has the i-th. AssertionError with the
+    traceback of a rank that raised.
     """
     context = torch.multiprocessing.get_context("spawn")
-    given = (fn.__module__, fn.__qualname__, str(folder), args)
+    given = (fn.__module__, fn.__qualname__, str(folder), device, args)
     processes = [context.Process(target=_run, args=(rank, *given)) for rank in range(SIZE)]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    with mock.patch.dict(os.environ, hidden):
+        for process in processes:
+            process.start()
+    end = time.monotonic() + TIMEOUT_S
     for process in processes:
-        process.start()
+        process.join(max(0.0, end - time.monotonic()))
+    hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
     for process in processes:
-        process.join(TIMEOUT_S)
-        if process.is_alive():
-            process.kill()
-            raise AssertionError(f"a rank hung in {fn.__qualname__}")
-    results = [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(SIZE)]
+        process.kill()
+    saved = [Path(folder, str(rank)) for rank in range(SIZE)]
+    results = [pickle.loads(path.read_bytes()) if path.exists() else (False, "nothing saved") for path in saved]
+    assert not hung, f"ranks {hung} hung in {fn.__qualname__}; saved so far: {results}"
     failed = [told for is_done, told in results if not is_done]
-    assert not failed, "\n".join(failed)
+    assert not failed, "\n".join(map(str, failed))
     return [result for _, result in results], [process.exitcode for process in processes]
 
 
-def _run(rank: int, module: str, name: str, folder: str, args: tuple[Any, ...]) -> None:
+def _run(rank: int, module: str, name: str, folder: str, device: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE), "TOKENIZERS_PARALLELISM": "0"}
-    renew(rank, folder)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch._C._get_accelerator = lambda: torch.device("cpu")  # transformers asks it; CUDA builds say cuda
+    renew(rank, folder, device)
     try:
-        outcome = True, getattr(importlib.import_module(module), name)(rank, folder, *args)
+        outcome = True, getattr(importlib.import_module(module), name)(rank, folder, device, *args)
     except BaseException:
         outcome = False, f"rank {rank}: {traceback.format_exc()}"
     save(rank, folder, outcome)
@@ -58,9 +68,10 @@ def save(rank: int, folder: str, outcome: tuple[bool, Any]) -> None:
     Path(folder, str(rank)).write_bytes(pickle.dumps(outcome))
 
 
-def renew(rank: int, folder: str) -> None:
+def renew(rank: int, folder: str, device: str) -> None:
     """Make the process group, or a new one in place of one in which a rank has failed."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     store = f"file://{folder}/store{next(_STORES)}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE)
+    where = {"backend": "gloo"} if device == "cpu" else {"backend": "nccl", "device_id": torch.device("cuda", rank)}
+    torch.distributed.init_process_group(**where, init_method=store, rank=rank, world_size=SIZE)

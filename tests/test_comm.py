@@ -58,3 +58,19 @@ def test_a_group_without_an_engine_is_named(one_rank):
     one_rank.close()
     with pytest.raises(RuntimeError, match=f"no communicator for the process group '{one_rank.name}'"):
         comm.all_reduce(torch.ones(2), one_rank.name)
+
+
+def test_engines_of_one_group_share_its_name(one_rank):
+    other = comm.Communicator(dist.group.WORLD, torch.device("cpu"))
+    for closed in (one_rank, other):
+        assert torch.equal(comm.all_reduce(torch.ones(2), one_rank.name), torch.ones(2))
+        closed.close()
+    assert one_rank.name not in comm._COMMUNICATORS
+
+
+def test_ranks_that_were_given_up_sum_nothing(one_rank):
+    one_rank.give_up()
+    one_rank.give_up()
+    for op in OPS.values():
+        with pytest.raises(dist.DistError, match="one of them failed or is gone"):
+            op(torch.ones(2), one_rank.name)

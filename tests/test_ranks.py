@@ -77,11 +77,58 @@ def test_a_rank_that_fails_is_named_with_its_error(make):
     failed.set()
     with pytest.raises(RankError, match="attach: rank 1 failed: OSError: the disk is full"):
         ours.meet("attach")
-    with pytest.raises(RankError, match="a round: rank 1 failed"):
-        ours.wait(lambda: False, "a round")
     assert "rank 1 failed" in str(ours.explain(RuntimeError("connection closed"), "a round"))
     assert isinstance(future.exception(), OSError)
     pool.shutdown()
+
+
+def test_an_engine_that_lost_a_rank_says_so_ever_after(make):
+    ours, theirs = make()
+    calls = []
+    ours.on_lost, theirs.on_lost = lambda: calls.append(0), lambda: calls.append(1)
+    with pytest.raises(OSError, match="full"), theirs.reporting():
+        raise OSError("full")
+    for _ in range(2):
+        with pytest.raises(RankError, match="a round: rank 1 failed: OSError: full"):
+            ours.wait(lambda: False, "a round")
+    for call in (lambda: ours.meet("generate()"), lambda: ours.reporting().__enter__()):
+        with pytest.raises(RankError, match="a round: rank 1 failed: OSError: full"):
+            call()
+    with pytest.raises(RankError, match="this rank, 1, failed: OSError: full"):
+        theirs.meet("generate()")
+    assert calls == [1, 0]
+
+
+def test_a_thread_that_waits_for_the_device_is_looked_after(make):
+    """It cannot look itself; what it waits for must come to an end."""
+    ours, theirs = make()
+    released = threading.Event()
+    ours.on_lost = released.set
+    with ours.reporting():
+        with pytest.raises(OSError, match="full"), theirs.reporting():
+            raise OSError("full")
+        assert released.wait(5)
+    with pytest.raises(RankError, match=r"^rank 1 failed: OSError: full"):
+        ours.meet("generate()")
+
+
+def test_where_all_fail_nobody_is_lost(make):
+    ranks = make()
+    calls = []
+
+    def fail(rank):
+        rank.on_lost = lambda: calls.append(rank)
+        with rank.reporting():
+            raise MemoryError("none left")
+
+    assert {type(e) for e in on_all(ranks, fail)} == {MemoryError} and not calls
+
+
+def test_a_rank_that_has_detached_is_not_waited_for(make):
+    ours, theirs = make()
+    theirs.close()
+    with pytest.raises(RankError, match=r"generate\(\): rank 1 has detached its engine"):
+        ours.meet("generate()")
 
 
 def test_an_attach_that_fails_is_told_and_ends_the_signs_of_life(make):
@@ -105,7 +152,7 @@ def test_a_rank_without_signs_of_life_is_named(make):
     ours.wait(lambda: True, "a round")
     time.sleep(0.1)
     ours._late()  # has seen it alive
-    theirs.close()  # as a killed process would
+    theirs._is_over.set()  # as a killed process would
     start = time.monotonic()
     with pytest.raises(RankError, match=r"a round: rank 1 gives no sign of life for 0.5 s: it is gone"):
         ours.wait(lambda: False, "a round")

@@ -1,10 +1,12 @@
-"""Two ranks over gloo: the text of one process, with every algorithm; who fails is named, and nothing hangs."""
+"""Two ranks, over gloo or a GPU each: the text of one process, with every algorithm; who fails is named, and nothing
+hangs."""
 
 import itertools
 import os
 import signal
 import time
 import warnings
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -15,8 +17,10 @@ from transformers.distributed import DistributedConfig
 import specdec
 from specdec.backends.comm import Communicator
 from specdec.engine import ranks
-from specdec.graphs import RecordedCapture
+from specdec.errors import GraphError
+from specdec.graphs import FullCapture, RecordedCapture
 from specdec.round.state import EngineState
+from specdec.targets import checked
 from tests.heads import ALGOS, random_draft
 from tests.ranks import on_ranks, renew, save
 from tests.tiny_models import tiny_model
@@ -34,7 +38,7 @@ def engine_of(model, algo, shape="chain", **settings):
     """An engine on a model that may be sharded; drafts are made from a whole one, so that they are equal."""
     whole = tiny_model("llama")
     drafting = dict(zip(("num_steps", "topk", "num_draft_tokens"), SHAPES[shape], strict=True))
-    draft = None if algo in ("none", "lookup") else random_draft(whole, algo)
+    draft = None if algo in ("none", "lookup") else random_draft(whole, algo).to(model.device)
     wanted = {"none": None}.get(algo, algo)
     return specdec.attach(model, draft, algo=wanted, **({} if algo == "none" else drafting), **SETTINGS, **settings)
 
@@ -57,25 +61,32 @@ def sharded(path):
     ).eval()
 
 
-def play(rank, folder, path):
+def play(rank, folder, device, path):
     """All that two ranks do together; whatever leaves the group useless comes last, each on a new one."""
+    found = {}
+
+    def note(**facts):
+        found.update(facts)
+        save(rank, folder, (True, found))
+
     model = sharded(path)
     shards = shards_of(model)
-    found = {"texts": texts(model), "parts": parts_of(model)}
-    found["restored"] = all(
-        kind is now and torch.equal(t, u) for (kind, t), (now, u) in zip(shards, shards_of(model), strict=True)
-    )
-    found |= disagree(model, rank)
-    found["replayed"] = {graph: replayed(model, graph) for graph in ("piecewise", "whole")}
-    found["capture"] = fails_to_capture(model, rank)
-    found["step"] = error_of(lambda: fails_in_a_step(model, rank))
-    renew(rank, folder)
-    found["attach"] = error_of(lambda: fails_to_attach(sharded(path), rank))
-    renew(rank, folder)
-    save(rank, folder, (True, found))
+    note(texts=texts(model), parts=parts_of(model))
+    pairs = zip(shards, shards_of(model), strict=True)
+    note(restored=all(kind is now and torch.equal(t, u) for (kind, t), (now, u) in pairs))
+    note(**disagree(model, rank))
+    note(replayed={graph: replayed(model, graph) for graph in ("piecewise", "whole")})
+    note(capture=fails_to_capture(model, rank))
+    note(uncompiled=fails_to_compile(model, rank))
+    note(step=error_of(lambda: fails_in_a_step(model, rank)))
+    renew(rank, folder, device)
+    note(attach=error_of(lambda: fails_to_attach(sharded(path), rank)))
+    renew(rank, folder, device)
     start = time.monotonic()
-    found["killed"] = error_of(lambda: is_killed(sharded(path), rank))
-    found["killed_s"] = time.monotonic() - start
+    killed = error_of(lambda: is_killed(sharded(path), rank))
+    if device == "cuda":
+        torch.cuda.synchronize()  # nothing waits for the dead rank there
+    note(killed=killed, killed_s=time.monotonic() - start)
     return found
 
 
@@ -97,7 +108,7 @@ def parts_of(model):
     is_part, rows = shape.lm_head.weight.shape[0] < len(whole), shape.lm_head_rows()
     num = engine._core.context.layers[0].num_kv_heads
     engine.detach()
-    return num, is_part and torch.equal(rows, whole)
+    return num, is_part and torch.equal(rows.cpu(), whole)
 
 
 def disagree(model, rank):
@@ -112,15 +123,21 @@ def disagree(model, rank):
 
 
 def replayed(model, prefill_graph):
-    """Tokens from graphs alone, of traced layers; what ran otherwise, and the sums of attach in their order."""
-    calls, run = [], Communicator._run
+    """Tokens from graphs alone, of traced layers; what ran otherwise, and the collectives of attach in their order."""
+    calls = []
 
-    def noted(self, collective, *args, **options):
-        calls.append((collective.__name__, [tuple(a.shape) for a in args]))
-        run(self, collective, *args, **options)
+    def noted(name):
+        run = getattr(Communicator, name)
 
-    settings = {"compile": True, "compiler": "eager", "cuda_graph": True, "strict": True, "prefill_buckets": (16, 32)}
-    with mock.patch.object(Communicator, "_run", noted):
+        def call(self, x):
+            calls.append((name, tuple(x.shape)))
+            return run(self, x)
+
+        return mock.patch.object(Communicator, name, call)
+
+    settings = {"compile": True, "cuda_graph": True, "strict": True, "prefill_buckets": (16, 32)}
+    settings |= {"compiler": "inductor" if model.device.type == "cuda" else "eager"}
+    with noted("all_reduce"), noted("all_gather"), noted("broadcast"):
         engine = engine_of(model, "eagle3", "tree", prefill_graph=prefill_graph, **settings)
     tokens = engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS).tokens
     report = engine.report()
@@ -130,7 +147,8 @@ def replayed(model, prefill_graph):
 
 def fails_to_capture(model, rank):
     """A graph that one rank cannot make is used by none."""
-    capture = RecordedCapture.capture
+    kind = FullCapture if model.device.type == "cuda" else RecordedCapture
+    capture = kind.capture
 
     def broken(self, body):
         graph = capture(self, body)  # first: recorded captures sum
@@ -138,7 +156,7 @@ def fails_to_capture(model, rank):
             raise RuntimeError("out of memory")
         return graph
 
-    with mock.patch.object(RecordedCapture, "capture", broken), warnings.catch_warnings():
+    with mock.patch.object(kind, "capture", broken), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine = engine_of(model, "eagle3", cuda_graph=True, prefill_graph="off")
     tokens = engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS).tokens
@@ -147,8 +165,23 @@ def fails_to_capture(model, rank):
     return tokens, captured
 
 
+def fails_to_compile(model, rank):
+    """Layers that compile on one rank only would make other graphs there."""
+
+    def broken(*args, **options):
+        raise GraphError("no graph")
+
+    patched = mock.patch.object(checked, "trace", broken) if rank else nullcontext()
+    with patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = engine_of(model, "eagle3", compile=True, compiler="eager", prefill_graph="off")
+    tokens, told = engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS).tokens, engine.report().compiled
+    engine.detach()
+    return told, tokens
+
+
 def fails_in_a_step(model, rank):
-    engine = engine_of(model, "eagle3")
+    engine = engine_of(model, "eagle3", cuda_graph=False)
     if rank:
         engine._core.round.worker.draft = lambda batch: 1 / 0
     engine.generate(PROMPTS, max_new_tokens=8)
@@ -164,7 +197,7 @@ def fails_to_attach(model, rank):
 def is_killed(model, rank):
     """Rank 1, in the middle of a call."""
     ranks.BEAT_S, ranks.LATE_S = 0.2, 2.0
-    engine = engine_of(model, "eagle3")
+    engine = engine_of(model, "eagle3", cuda_graph=False)
     rounds, draft = [], engine._core.round.worker.draft
 
     def killed(batch):
@@ -177,11 +210,18 @@ def is_killed(model, rank):
     engine.generate(PROMPTS, max_new_tokens=40, ignore_eos=True)
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
+def outcome(tmp_path_factory, device):
     path = tmp_path_factory.mktemp("model")
     tiny_model("llama").save_pretrained(path)
-    return on_ranks(play, tmp_path_factory.mktemp("ranks"), str(path))
+    return on_ranks(play, tmp_path_factory.mktemp("ranks"), device, str(path))
 
 
 @pytest.fixture(scope="module")
@@ -190,8 +230,8 @@ def played(outcome):
 
 
 @pytest.fixture(scope="module")
-def expected():
-    return texts(tiny_model("llama"))
+def expected(device):
+    return texts(tiny_model("llama").to(device))
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
@@ -222,7 +262,14 @@ def test_other_arguments_are_refused_on_all_ranks(played, what, call):
     ("where", "told"), [("step", "ZeroDivisionError: division by zero"), ("attach", "MemoryError: none left")]
 )
 def test_a_rank_that_fails_ends_the_others_with_its_words(played, where, told):
-    assert [p[where] for p in played] == [f"RankError: a collective: rank 1 failed: {told}", told]
+    ours, theirs = (p[where] for p in played)
+    assert theirs == told and ours.startswith("RankError: ") and ours.endswith(f"rank 1 failed: {told}")
+
+
+def test_layers_that_compile_on_one_rank_only_run_live_on_all(played, expected):
+    (told, tokens), (theirs, _) = (p["uncompiled"] for p in played)
+    assert (told, theirs) == ("not compiled: they fail on another rank", "not compiled: no graph")
+    assert tokens == played[1]["uncompiled"][1] == expected["eagle3", "chain", "greedy"]
 
 
 @pytest.mark.parametrize("graph", ["piecewise", "whole"])

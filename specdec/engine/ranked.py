@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 
 from specdec.engine.core import Core
-from specdec.engine.ranks import Ranks
+from specdec.engine.ranks import ATTACH_TIMEOUT_S, Ranks
 from specdec.engine.scheduler import Request
 from specdec.graphs import GraphRunner
 from specdec.round.parts import Parts
-
-ATTACH_TIMEOUT_S = 1800.0  # one rank may compile what another has kept
 
 
 class RankedCore(Core):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from specdec.errors import RankError
 
 TIMEOUT_S = 60.0  # until a rank that does not come counts as gone
+ATTACH_TIMEOUT_S = 1800.0  # the same within attach: one rank may compile what another has kept
 BEAT_S = 2.0  # between two signs of life
 LATE_S = 10 * BEAT_S  # without one, a rank counts as gone; a compiler may hold a process up for seconds
 POLL_S = 0.25
@@ -31,14 +32,19 @@ class Ranks:
     """One engine's rank among `size`; see the module. `store` is what all of them can reach.
 
     Every method that says so raises RankError, which names the rank, if another has failed or does not come within
-    `timeout_s` seconds.
+    `timeout_s` seconds. From then on all of them raise it. on_lost: is called then, once, from any thread: whatever
+    waits for the rank on a device must come to an end.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float = TIMEOUT_S):
         self.rank, self.size = rank, size
         self._store = store
         self._timeout_s = timeout_s
+        self.on_lost: Callable[[], None] = lambda: None
+        self._lost = ""  # why this engine is of no use any more
+        self._suspicion = ""  # what may become the reason
         self._num_meetings = 0
+        self._num_reporting = 0  # calls in progress, in which a device may wait for another rank
         self._seen: dict[int, tuple[bytes, float]] = {}  # the last beat of a rank, and when it was new here
         self._is_over = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="specdec-beat", daemon=True)
@@ -55,6 +61,7 @@ class Ranks:
     def meet(self, what: str, value: Any = None, timeout_s: float | None = None) -> list[Any]:
         """Return what every rank gave, by rank: plain values that JSON holds. RankError, also where ranks came to
         different places: `what` says for what they meet. timeout_s: in place of the engine's."""
+        self._require()
         timeout_s = timeout_s or self._timeout_s
         number, self._num_meetings = self._num_meetings, self._num_meetings + 1
         self._set(f"{number}/{self.rank}", {"what": what, "value": value})
@@ -62,7 +69,9 @@ class Ranks:
         others = {m["what"] for m in met} - {what}
         if others:
             came = ", ".join(f"rank {i} to {m['what']!r}" for i, m in enumerate(met))
-            raise RankError(f"the ranks came to different places: {came}. Make the same calls in the same order on all")
+            raise self._lose(
+                f"the ranks came to different places: {came}. Make the same calls in the same order on all"
+            )
         if number >= KEPT:
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(f"{number - KEPT}/{self.rank}")
@@ -77,19 +86,26 @@ class Ranks:
             others = ", ".join(map(str, differing))
             raise ValueError(f"{what}: rank {others} got other arguments than rank 0; give all ranks the same")
 
+    def any_in_attach(self, is_so: bool) -> bool:
+        """Return whether `is_so` on any rank; RankError as `meet`."""
+        return any(self.meet("attach()", is_so, ATTACH_TIMEOUT_S))
+
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
         """Within it, an error is told to the other ranks, which raise RankError at their next meeting or wait; one of a
-        collective becomes a RankError here."""
+        collective becomes a RankError here. Where the device waits for a rank that is gone, that ends within seconds.
+        """
+        self._require()
+        self._num_reporting += 1
         try:
             yield
         except RankError:
             raise
         except BaseException as error:
-            if isinstance(error, RuntimeError) and is_of_a_collective(error):
-                raise self.explain(error, "a collective") from error
-            self.fail(error)
+            self._report(error)
             raise
+        finally:
+            self._num_reporting -= 1
 
     @contextlib.contextmanager
     def attaching(self, settings: Any) -> Iterator[None]:
@@ -103,13 +119,21 @@ class Ranks:
             self.close()
             raise
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank has failed."""
-        with contextlib.suppress(RuntimeError):
-            self._set(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
+    def _report(self, error: BaseException) -> None:
+        """Tell the others of an error here, unless it comes from one of them: RankError then."""
+        if self._lost:
+            raise RankError(self._lost) from error
+        if isinstance(error, RuntimeError) and is_of_a_collective(error):
+            raise self.explain(error, "a collective") from error
+        told = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(RankError):
+            self._set(f"failed/{self.rank}", told)
+        if not self._have_all_failed():  # then nobody waits for anybody, and the process group stays as it is
+            self._lose(f"this rank, {self.rank}, failed: {told}")
 
     def wait(self, is_done: Callable[[], bool], what: str) -> None:
         """Return when is_done(); RankError if another rank fails or is gone before."""
+        self._require()
         looked = time.monotonic()
         end = looked + self._timeout_s
         while not is_done():
@@ -118,7 +142,7 @@ class Ranks:
                 looked = now
                 self._raise_failed(what)
             if now > end:
-                raise RankError(f"{what}: nothing came back for {self._timeout_s:g} s; {self._told_of_absent()}")
+                raise self._lose(f"{what}: nothing came back for {self._timeout_s:g} s; {self._told_of_absent()}")
             time.sleep(SPIN_S)
 
     def wait_for_collective(self, is_done: Callable[[], bool]) -> None:
@@ -134,11 +158,25 @@ class Ranks:
             except RankError as told:
                 return told
             time.sleep(POLL_S)
-        return RankError(f"{what}: {type(error).__name__}: {error}; {self._told_of_absent()}")
+        return self._lose(f"{what}: {type(error).__name__}: {error}; {self._told_of_absent()}")
 
     def close(self) -> None:
         """End the signs of life."""
+        if not self._is_over.is_set():
+            with contextlib.suppress(RankError):
+                self._set(f"closed/{self.rank}", True)
         self._is_over.set()
+
+    def _require(self) -> None:
+        if self._lost:
+            raise RankError(self._lost)
+
+    def _lose(self, message: str) -> RankError:
+        """Return the error that ends this engine; where it has ended before, that one."""
+        if not self._lost:
+            self._lost = message
+            self.on_lost()
+        return RankError(self._lost)
 
     def _of(self, number: int, rank: int, what: str, timeout_s: float) -> Any:
         key, end = f"{number}/{rank}", time.monotonic() + timeout_s
@@ -147,32 +185,44 @@ class Ranks:
                 if self._store.check([key]):
                     return json.loads(self._store.get(key))
             self._raise_failed(what)
+            if self._has(f"closed/{rank}"):
+                raise self._lose(f"{what}: rank {rank} has detached its engine")
             if time.monotonic() > end:
-                raise RankError(f"{what}: rank {rank} did not come within {timeout_s:g} s")
+                raise self._lose(f"{what}: rank {rank} did not come within {timeout_s:g} s")
             time.sleep(min(POLL_S, 1e-3))
 
     def _raise_failed(self, what: str) -> None:
         """Raise RankError if another rank has said that it failed, or shows no sign of life."""
-        with self._reachable(what):
-            failed = [r for r in self._others() if self._store.check([f"failed/{r}"])]
-            if failed:
-                told = json.loads(self._store.get(f"failed/{failed[0]}"))
-                raise RankError(f"{what}: rank {failed[0]} failed: {told}")
+        failure = self._failure()
+        if failure:
+            raise self._lose(f"{what}: {failure}")
+
+    def _failure(self) -> str:
+        """Return what is wrong with another rank; empty if nothing is known."""
+        for rank in self._others():
+            if self._has(f"failed/{rank}"):
+                return f"rank {rank} failed: {json.loads(self._store.get(f'failed/{rank}'))}"
         late = self._late()
-        if late:
-            raise RankError(
-                f"{what}: rank {', '.join(map(str, late))} gives no sign of life for {LATE_S:g} s: it is gone"
-            )
+        return f"rank {', '.join(map(str, late))} gives no sign of life for {LATE_S:g} s: it is gone" if late else ""
+
+    def _have_all_failed(self) -> bool:
+        """Whether the others have failed as this rank has, within a beat."""
+        end = time.monotonic() + BEAT_S
+        with contextlib.suppress(RankError):
+            while time.monotonic() < end:
+                if all(self._has(f"failed/{rank}") for rank in self._others()):
+                    return True
+                time.sleep(POLL_S / 10)
+        return False
 
     def _late(self) -> list[int]:
         """Ranks that beat once, and not lately; clocks of ranks are not compared, only how often they beat."""
         now, late = time.monotonic(), []
         for rank in self._others():
-            with self._reachable("signs of life"):
-                beat = self._store.get(f"beat/{rank}") if self._store.check([f"beat/{rank}"]) else b""
+            beat = self._store.get(f"beat/{rank}") if self._has(f"beat/{rank}") else b""
             seen, since = self._seen.get(rank, (b"", now))
             self._seen[rank] = (beat, since if beat == seen else now)
-            if beat and now - self._seen[rank][1] > LATE_S:
+            if beat and now - self._seen[rank][1] > LATE_S and not self._has(f"closed/{rank}"):
                 late.append(rank)
         return late
 
@@ -181,8 +231,16 @@ class Ranks:
         for number in itertools.count():
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"beat/{self.rank}", str(number))
+                self._watch()
             if self._is_over.wait(BEAT_S):
                 return
+
+    def _watch(self) -> None:
+        """Look after a call whose thread may be waiting for the device, and that for a rank that is gone."""
+        failure = self._failure() if self._num_reporting and not self._lost else ""
+        if failure and failure == self._suspicion:  # not at once: it may be about to fail as the other did
+            self._lose(failure)
+        self._suspicion = failure
 
     def _told_of_absent(self) -> str:
         late = self._late()
@@ -190,6 +248,10 @@ class Ranks:
 
     def _others(self) -> Sequence[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _has(self, key: str) -> bool:
+        with self._reachable(key):
+            return self._store.check([key])
 
     def _set(self, key: str, value: Any) -> None:
         with self._reachable(key):
@@ -203,7 +265,7 @@ class Ranks:
         except RankError:
             raise
         except RuntimeError as error:
-            raise RankError(f"{what}: the ranks' store is gone, and rank 0 probably with it: {error}") from error
+            raise self._lose(f"{what}: the ranks' store is gone, and rank 0 probably with it: {error}") from error
 
 
 def is_of_a_collective(error: RuntimeError) -> bool:

@@ -5,6 +5,7 @@ Of the former, head, sampling and attention itself run on the live batch, so a g
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -86,10 +87,11 @@ class PrefillGraphs:
             rehearse(self.runners, parts.compiling_kernels(), self._plan_warm_ups)
             self._plan_warm_ups()
             in_parts = [r.runner for r in (self.target_runner, *self.draft_runners)]
-            build(in_parts, self._capture, lower=LOWER, avoid="prefill_graph='off'", strict=config.strict)
+            how: dict[str, Any] = {"lower": LOWER, "strict": config.strict, "is_shared": bool(target.group)}
+            build(in_parts, self._capture, avoid="prefill_graph='off'", **how)
             if self.whole is not None:
                 runner = self.whole.runner.runner
-                build([runner], runner.made_by, lower=LOWER, avoid="prefill_graph='breakable'", strict=config.strict)
+                build([runner], runner.made_by, avoid="prefill_graph='breakable'", **how)
             if slot_table.is_cuda and not (config.strict or target.group):  # strict pads rather than run eagerly
                 with parts.counters.recording():
                     self.target_runner.device_bound_from = self._find_device_bound()

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class Subject:
     examples: batches of the sizes of EXAMPLES, a group each. ready: the context that it runs in, and is traced in.
     num_layers: attention calls; largest: tokens it will be called with; joins, alike, numbers: see `trace`. modules,
     tensors: what it reads, modules by a name and tensors beside theirs; facts: what else a trace of it depends on.
+    any_rank: whether something is so on any of the ranks that run it together, which must not part.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -48,6 +49,12 @@ class Subject:
     joins: bool = True
     alike: Sequence[nn.Module] = ()
     numbers: Sequence[int] | None = None
+    any_rank: Callable[[bool], bool] = bool
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks run it, too."""
+        return self.any_rank is not bool
 
 
 def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) -> Traced:
@@ -70,7 +77,7 @@ def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) 
         with keeping(where):
             return _trace_or_recall(subject, config, where, record, expected)
     except GraphError:
-        if num_found() == before:
+        if not subject.any_rank(num_found() != before):
             raise
     with renewing(where) as fresh, keeping(fresh):
         return _trace_or_recall(
@@ -85,7 +92,7 @@ def _trace_or_recall(
     try:
         traced = _trace(subject, config, keep, record, expected)
     except Exception:  # whatever a trace that does not fit may raise
-        if not record.text():
+        if not subject.any_rank(bool(record.text())):
             raise
         record.forget()
         traced = _trace(subject, config, keep, None if record.text() else record, expected)
@@ -116,33 +123,59 @@ def _trace(
     record: Record | None,
     expected: Sequence[Expected],
 ) -> Traced:
-    """Trace and compile, and compare with what the live layers gave."""
+    """Trace and compile, and compare with what the live layers gave; ranks pass or fail together."""
     # The pieces of equal layers are compiled once, so most steps of the bar are short.
     bar = tqdm(total=subject.num_layers + 1, desc="compile", unit="piece", leave=False, disable=None)
+    traced: Traced | None = None
     with bar, subject.ready(True):
-        traced = trace(
-            subject.run,
-            subject.examples[0][0],
-            OP,
-            config.compiler,
-            num_outputs=subject.num_outputs,
-            smallest=2,  # one token is compared
-            largest=subject.largest,
-            joins=subject.joins,
-            alike=subject.alike,
-            numbers=subject.numbers,
-            rewrite=lambda graph: rotation.hand_over_rotations(graph, OP),
-            keep=keep,
-            record=record,
-            progress=lambda: bar.update() and None,
-        )
+        try:
+            with _together(subject):
+                traced = trace(
+                    subject.run,
+                    subject.examples[0][0],
+                    OP,
+                    config.compiler,
+                    num_outputs=subject.num_outputs,
+                    smallest=2,  # one token is compared
+                    largest=subject.largest,
+                    joins=subject.joins,
+                    alike=subject.alike,
+                    numbers=subject.numbers,
+                    rewrite=lambda graph: rotation.hand_over_rotations(graph, OP),
+                    keep=keep,
+                    record=record,
+                    progress=lambda: bar.update() and None,
+                )
+            with _together(subject):
+                _compare(traced, subject, expected)
+            return traced
+        except BaseException:
+            if traced is not None:
+                traced.release()
+            raise
+
+
+def _compare(traced: Traced, subject: Subject, expected: Sequence[Expected]) -> None:
+    """Raise GraphError unless `traced` gives what the live layers gave, and for errors in it."""
     try:
         with torch.inference_mode():
             for batches, outputs in zip(subject.examples, expected, strict=True):
                 compare(traced, batches, outputs)
-    except BaseException as error:
-        traced.release()
-        if isinstance(error, RuntimeError) and not isinstance(error, GraphError):
-            raise GraphError(f"compiled, they fail: {error}") from error
+    except GraphError:
         raise
-    return traced
+    except RuntimeError as error:
+        if subject.is_shared:  # the other ranks are in the middle of it
+            raise
+        raise GraphError(f"compiled, they fail: {error}") from error
+
+
+@contextmanager
+def _together(subject: Subject) -> Iterator[None]:
+    """Within it, GraphError on one rank is one on all."""
+    try:
+        yield
+    except GraphError:
+        subject.any_rank(True)
+        raise
+    if subject.any_rank(False):
+        raise GraphError("they fail on another rank")

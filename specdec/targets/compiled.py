@@ -115,6 +115,7 @@ def _subject(target: HFTarget, mode: ForwardMode, config: EngineConfig) -> Subje
         joins=not target.compiled,
         alike=_layers(target) if can_repeat() else (),
         numbers=range(len(target.spec.layers)),
+        any_rank=target.any_rank,
     )
 
 

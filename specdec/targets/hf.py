@@ -82,8 +82,11 @@ class HFTarget:
     """A live model, admitted by `probe`, run in two parts: its layers, and the head over the rows that need logits.
 
     aux_layers: indices of layers whose output the draft reads, low to high, or (LAST,) for the last hidden states.
-    compiled: what replaces the live model's layers, if anything, in prefills and in rounds.
+    compiled: what replaces the live model's layers, if anything, in prefills and in rounds. any_rank: whether something
+    is so on any of the ranks that share the model, which all ask.
     """
+
+    any_rank: Callable[[bool], bool] = staticmethod(bool)
 
     def __init__(self, model: PreTrainedModel, wait: Callable[[Callable[[], bool]], None] | None = None):
         """wait: how a sharded model's ranks wait for each other, see `Communicator`."""
