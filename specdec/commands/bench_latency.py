@@ -26,6 +26,7 @@ from specdec.measure.latency.table import print_rows
 from specdec.measure.latency.timing import host_probe_ms
 from specdec.measure.results import ResultFile
 from specdec.measure.shapes import check_shape
+from specdec.measure.together import device_of_rank, is_first, num_ranks
 from specdec.targets.pretrained import BUNDLED
 from specdec.text.prompts import chat_ids, read_questions
 from specdec.train.cli import Device, Dtype
@@ -79,10 +80,11 @@ def latency_command(
 ) -> None:
     """Time the first token, a token and a round through `engine.generate`, engine by engine.
 
+    Under torchrun, the ranks share the target, a --shape.
     Alone it is a small grid of the bundled target with its draft, a minute or two on a CPU. Lists are separated by
     commas or given by repeating the option. Exit status 1 if an engine failed. The last line is one JSON object.
     """
-    where = device_of(device)
+    where, ranks = device_of_rank(device_of(device)), num_ranks()
     options: dict[str, Any] = {"label": label, "budget": budget, "every_kind": every_kind}
     options |= {"batches": numbers("batches", batches), "tokens": numbers("tokens", tokens)}
     options |= {"ttft_tokens": numbers("ttft-tokens", ttft_tokens), "new_tokens": new_tokens, "repeats": repeats}
@@ -91,7 +93,9 @@ def latency_command(
     plan = plan_of(grid or _grid(shape, where), **options)
     if shape is not None:
         check_alone(shape, target=target, draft=draft, prompts=prompts)
-        subject = random_subject(shape, where, dtype_of(dtype, where), read_tokenizer(tokenizer))
+        subject = random_subject(shape, where, dtype_of(dtype, where), read_tokenizer(tokenizer), ranks)
+    elif ranks > 1:
+        raise ValueError(f"{ranks} ranks: only a --shape is shared by ranks; name one, or leave torchrun out")
     else:
         questions = None if prompts is None else read_questions(prompts, limit)
         subject = _real_subject(target or BUNDLED, draft, questions, tokenizer, where, dtype)
@@ -131,17 +135,23 @@ def _fitting(plan: Plan, subject: Subject, is_draft_given: bool) -> Plan:
     return plan
 
 
+def _tell(row: dict[str, Any]) -> None:
+    print(json.dumps(row), file=sys.stderr, flush=True)
+
+
 def _measure(subject: Subject, plan: Plan, out: Path | None, given: dict[str, Any]) -> None:
     """Measure, write the file after every engine, print the table and the last line."""
     warnings.filterwarnings("ignore", message="synthetic_acceptance is on")
     config = {"label": plan.label, "version": __version__, "host_probe_ms": host_probe_ms(), **given}
     config |= {"new_tokens": plan.new_tokens, "every_kind": plan.every_kind, "dtype": str(subject.model.dtype)}
-    run = Run(subject, plan, lambda row: print(json.dumps(row), file=sys.stderr, flush=True))
+    out = out if is_first() else None
+    run = Run(subject, plan, _tell if is_first() else lambda _: None)
     config |= {"skipped": run.skipped, "failed": run.failed}  # lists that grow
     with ResultFile(out, f"latency-{plan.label}", subject.shape, config) as file:
         for _ in run.engines():
             file.write(run.rows)
-    print_rows(run.rows)
-    print(json.dumps({"file": file.name, "skipped": run.skipped, "rows": run.rows}))
+    if is_first():
+        print_rows(run.rows)
+        print(json.dumps({"file": file.name, "skipped": run.skipped, "rows": run.rows}))
     if run.failed:
         raise typer.Exit(1)

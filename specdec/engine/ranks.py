@@ -22,7 +22,8 @@ ATTACH_TIMEOUT_S = 1800.0  # the same within attach: one rank may compile what a
 BEAT_S = 2.0  # between two signs of life
 LATE_S = 10 * BEAT_S  # without one, a rank counts as gone; a compiler may hold a process up for seconds
 POLL_S = 0.25
-SPIN_S = 2e-5  # between two looks at the device
+EAGER_S = 0.05  # looked at the device without a pause: to sleep takes longer than most rounds leave to wait
+SPIN_S = 2e-5  # between two looks after that
 KEPT = 4  # meetings whose values are kept: a rank that is slow still reads the one before
 
 _engines = itertools.count()
@@ -134,10 +135,12 @@ class Ranks:
     def wait(self, is_done: Callable[[], bool], what: str) -> None:
         """Return when is_done(); RankError if another rank fails or is gone before."""
         self._require()
-        looked = time.monotonic()
-        end = looked + self._timeout_s
+        start = looked = time.monotonic()
+        end = start + self._timeout_s
         while not is_done():
             now = time.monotonic()
+            if now - start < EAGER_S:
+                continue
             if now - looked > POLL_S:
                 looked = now
                 self._raise_failed(what)

@@ -27,6 +27,7 @@ from specdec.measure.floors import first_floor_ms, token_floor_ms
 from specdec.measure.latency.cases import MODES, Cell, Draft, Plan, capacity, split_by_memory
 from specdec.measure.latency.subject import Subject
 from specdec.measure.latency.timing import QUICK_S, Call, generate, idle_share
+from specdec.measure.together import of_first
 
 SLOW_S = 3.0  # prompts that take longer are timed once
 ALLOWANCE_S = 15.0  # what must be left of the budget before something of unknown length begins
@@ -52,7 +53,7 @@ class Run:
     @property
     def left(self) -> float:
         """Seconds of the budget."""
-        return self.deadline - time.monotonic()
+        return of_first(self.deadline - time.monotonic())
 
     def engines(self) -> Iterator[None]:
         """Measure engine by engine, those of short contexts first; yields after each, so that rows can be written."""
@@ -107,7 +108,7 @@ class Run:
         source, algo = (subject.draft, subject.algo) if draft.steps else (None, None)
         engine = attach(subject.model, source, algo, tokenizer=subject.tokenizer, **settings)
         seconds = time.perf_counter() - start
-        self.longest_attach = max(self.longest_attach, seconds)
+        self.longest_attach = max(self.longest_attach, of_first(seconds))
         report = engine.report()
         row = {**self._key(mode, draft, Cell(engine.config.max_batch, engine.config.max_seq_len)), "what": "attach"}
         row |= {"ms": round(1e3 * seconds), "compile_s": round(report.compile_seconds, 2)}
@@ -119,7 +120,9 @@ class Run:
 
     def _key(self, mode: str, draft: Draft, cell: Cell) -> Row:
         """Return the keys that every row has."""
+        shared = {"tp": self.subject.ranks} if self.subject.ranks > 1 else {}
         return {
+            **shared,
             "label": self.plan.label,
             "shape": self.subject.shape,
             "mode": mode,
@@ -144,7 +147,7 @@ class Run:
 
     def _times(self, engine: Engine, draft: Draft, cell: Cell, sampling: str, name: str) -> Iterator[Row]:
         """Yield the ttft row and the tpot row, as far as the budget lets them."""
-        prompts, most = self.subject.prompts, self.plan.repeats
+        shape, prompts, most = self.subject.shape, self.subject.prompts, self.plan.repeats
         if self.left < ALLOWANCE_S:
             self.skipped.append(f"{name}: budget")
             return
@@ -155,7 +158,7 @@ class Run:
             return
         first = [generate(engine, prompts(cell), 1, sampling) for _ in range(repeats)]
         ms, host_ms = _medians(first)
-        floor = first_floor_ms(self.subject.shape, cell.batch, cell.tokens) if self._has_floor else None
+        floor = first_floor_ms(shape, cell.batch, cell.tokens, self.subject.ranks) if self._has_floor else None
         yield {"what": "ttft", "ms": round(ms, 3), "host_ms": self._host(host_ms), "floor_ms": floor}
         num = self.plan.new_tokens
         if not cell.has_tpot:
@@ -175,7 +178,8 @@ class Run:
         floor = None
         if self._has_floor:
             context = cell.tokens + num / 2
-            floor = token_floor_ms(self.subject.shape, draft.steps, draft.width, cell.batch, context, tau)
+            case = (self.subject.shape, draft.steps, draft.width, cell.batch, context, tau, self.subject.ranks)
+            floor = token_floor_ms(*case)
         row = {"what": "tpot", "ms": round(a_token, 4), "round_ms": round(a_token * tau, 4), "tau": round(tau, 3)}
         return row | {"host_ms": self._host(host), "floor_ms": floor}
 

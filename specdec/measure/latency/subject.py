@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from specdec.measure.latency.cases import Cell
-from specdec.measure.shapes import make_head, make_target
+from specdec.measure.shapes import fewer_layers, make_head, make_target, shard
 
 REPLACEMENT = "\ufffd"  # what half a character decodes to
 
@@ -48,7 +48,8 @@ class GivenPrompts:
 class Subject:
     """A target and its draft. shape: its name in rows; draft, algo: as `attach` takes them.
 
-    is_random: weights are random, so acceptance is imposed and floors are known. tokenizer: for rows with text.
+    is_random: weights are random, so acceptance is imposed and floors are known. tokenizer: for rows with text. ranks:
+    that share the target.
     """
 
     shape: str
@@ -58,6 +59,7 @@ class Subject:
     prompts: Prompts
     tokenizer: Any = None
     is_random: bool = False
+    ranks: int = 1
 
     @property
     def device(self) -> str:
@@ -65,14 +67,18 @@ class Subject:
         return self.model.device.type
 
 
-def random_subject(shape: str, device: str, dtype: torch.dtype | None, tokenizer: Any) -> Subject:
-    """Return a target and a head of `shape`; with a tokenizer, they say only what decodes to text."""
-    model = make_target(shape, device, dtype)
+def random_subject(shape: str, device: str, dtype: torch.dtype | None, tokenizer: Any, num_ranks: int = 1) -> Subject:
+    """Return a target, shared by so many ranks, and a head of `shape`; with a tokenizer, they say only what decodes to
+    text."""
+    model = make_target(shape, device, dtype, **fewer_layers(shape, num_ranks))
     vocab_size = model.config.vocab_size
     ids = torch.arange(vocab_size) if tokenizer is None else text_ids(tokenizer, vocab_size)
     if len(ids) < vocab_size:
         silence_others(model, ids)
-    return Subject(shape, model, make_head(shape, model, ids), "auto", RandomPrompts(ids), tokenizer, is_random=True)
+    if num_ranks > 1:
+        model = shard(model, shape, num_ranks)
+    head = make_head(shape, model, ids)
+    return Subject(shape, model, head, "auto", RandomPrompts(ids), tokenizer, is_random=True, ranks=num_ranks)
 
 
 def read_tokenizer(source: str | None) -> Any:

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.api import Engine
+from specdec.engine.ranks import Ranks
 from specdec.functional.sampling import SamplingParams
 from specdec.graphs import breakable
 from specdec.measure.latency.trace import last_launches, read_trace, traced
+from specdec.measure.together import of_first
 
 PROFILED_TOKENS = 64
 SAMPLINGS = {
@@ -49,7 +51,8 @@ def generate(engine: Engine, prompts: list[list[int]], new_tokens: int, sampling
     is_sure = new_tokens > 1  # one token of a real model can be half a character
     has_text = any(out.texts)
     assert has_text == (engine.tokenizer is not None) or not is_sure, f"text: {has_text}, with {engine.tokenizer}"
-    return Call(seconds, seconds - sum(waited), out.stats.tau)
+    seconds, host_seconds = of_first((seconds, seconds - sum(waited)))
+    return Call(seconds, host_seconds, out.stats.tau)
 
 
 def idle_share(engine: Engine, prompt: list[int]) -> dict[str, Any]:
@@ -93,7 +96,7 @@ def _waits(device: str) -> Iterator[list[float]]:
         yield seconds
         return
     # A prefill's segments are replayed as one, the attention between them included.
-    places: list[tuple[Any, str]] = [(torch.cuda.Event, "synchronize"), (torch.cuda, "synchronize")]
+    places: list[tuple[Any, str]] = [(torch.cuda.Event, "synchronize"), (torch.cuda, "synchronize"), (Ranks, "wait")]
     places += [(torch.cuda.CUDAGraph, "replay"), (breakable._Segmented, "replay")]
     before = [(owner, name, getattr(owner, name)) for owner, name in places]
     for owner, name, call in before:
