@@ -27,8 +27,8 @@ class Communicator:
     """The collectives of one process group, on one device; used by one stream at a time.
 
     rank, size: of this process, and of the group. name: the group's, equal on all ranks: ops take it. symmetric: bytes
-    that all ranks can reach, None if there are none; why_no_symm: why. wait: waits, on a CPU, until what it is given
-    returns True; set by who can tell that a rank is gone. Every rank makes one at the same point.
+    that all ranks can reach, None if there are none; why_no_symm: why. wait: waits until what it is given returns True;
+    set by who can tell that a rank is gone. Every rank makes one at the same point.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
@@ -76,6 +76,13 @@ class Communicator:
         work = collective(*args, group=self.group, async_op=True, **options)
         self.wait(work.is_completed)
         work.wait()  # raises what went wrong
+
+    def settle(self) -> None:
+        """Wait until the device has done what it was given so far, as `wait` does."""
+        if self.device.type == "cuda" and self.wait is not None:
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self.device))
+            self.wait(done.query)
 
     def give_up(self) -> None:
         """A rank is gone: let what waits for it on the device come to an end, with void results.

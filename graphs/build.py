@@ -25,18 +25,18 @@ def build(
     lower: str,
     avoid: str = "cuda_graph=False",
     strict: bool = False,
-    is_shared: bool = False,
+    settle: Callable[[], None] | None = None,
 ) -> None:
     """Warm up and capture every key of `runners`, which share `capture`, then seal them; shows a progress bar.
 
     lower: settings the user can lower if memory runs out; avoid: the argument that turns these graphs off. A key that
     cannot be captured gives a warning and runs eagerly from then on; smaller ones may still succeed. Under strict,
-    GraphError ends the build instead. is_shared: other ranks warm up the same, and wait for each other in it: a warm-up
-    that fails ends the build.
+    GraphError ends the build instead. settle: waits for the device after each warm-up, where other ranks run the same
+    and wait for each other in it; one that fails ends the build.
     """
     jobs = [(runner, key) for runner in runners for key in runner.keys]
     if jobs:
-        _make_all(jobs, capture, lower, avoid, strict, is_shared)
+        _make_all(jobs, capture, lower, avoid, strict, settle)
     for runner in runners:
         runner.seal()
 
@@ -64,7 +64,12 @@ def rehearse(
 
 
 def _make_all(
-    jobs: list[tuple[GraphRunner, ShapeKey]], capture: Capture, lower: str, avoid: str, strict: bool, is_shared: bool
+    jobs: list[tuple[GraphRunner, ShapeKey]],
+    capture: Capture,
+    lower: str,
+    avoid: str,
+    strict: bool,
+    settle: Callable[[], None] | None,
 ) -> None:
     jobs.sort(key=lambda job: -job[1].size)  # stable: runners and variants keep their order within a size
     progress = tqdm(total=2 * len(jobs), desc="graphs", unit="graph", leave=False, disable=None)
@@ -73,7 +78,9 @@ def _make_all(
             for runner, key in jobs:
                 bar.set_postfix_str(f"{phase.__name__} {key}", refresh=False)
                 if key not in runner.failures:
-                    _make(phase, runner, key, lower, avoid, strict, is_shared)
+                    _make(phase, runner, key, lower, avoid, strict, settle is not None)
+                    if settle is not None and phase is GraphRunner.warm_up:
+                        settle()
                 bar.update()
             capture.release_cache()
 

@@ -1,5 +1,6 @@
 """Runs a function of a test module on two ranks: processes over gloo, a CPU thread each, or over NCCL, a GPU each."""
 
+import faulthandler
 import importlib
 import itertools
 import os
@@ -15,7 +16,7 @@ from unittest import mock
 import torch
 
 SIZE = 2
-TIMEOUT_S = 240.0
+TIMEOUT_S = 150.0
 _STORES = itertools.count()
 
 
@@ -48,6 +49,7 @@ def on_ranks(fn: Callable[..., Any], folder: Path, device: str, *args: Any) -> t
 
 def _run(rank: int, module: str, name: str, folder: str, device: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(TIMEOUT_S - 10)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE), "TOKENIZERS_PARALLELISM": "0"}
     if device == "cuda":
         torch.cuda.set_device(rank)

@@ -230,7 +230,7 @@ def test_latency_stops_for_its_budget(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("latency", "--shape", "huge"), "--shape 'huge': expected one of 135m, 8b, tiny"),
+        (("latency", "--shape", "huge"), "--shape 'huge': expected one of 135m, 8b, 70b, tiny"),
         (("latency", "--shape", "tiny", "--draft", "none"), "--draft 'none' with --shape tiny"),
         (("latency", "--shape", "tiny", "--batches", "1,x"), "--batches '1,x': expected whole numbers"),
         (("latency", "--shape", "tiny", "--batches", "0"), "--batches (0,): expected at least 1"),

@@ -7,6 +7,7 @@ import signal
 import time
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -61,8 +62,8 @@ def sharded(path):
     ).eval()
 
 
-def play(rank, folder, device, path):
-    """All that two ranks do together; whatever leaves the group useless comes last, each on a new one."""
+def play(rank, folder, device, path, *faults):
+    """All that two ranks do together, and then the faults, each of which leaves the group useless, on a new one."""
     found = {}
 
     def note(**facts):
@@ -78,16 +79,21 @@ def play(rank, folder, device, path):
     note(replayed={graph: replayed(model, graph) for graph in ("piecewise", "whole")})
     note(capture=fails_to_capture(model, rank))
     note(uncompiled=fails_to_compile(model, rank))
-    note(step=error_of(lambda: fails_in_a_step(model, rank)))
-    renew(rank, folder, device)
-    note(attach=error_of(lambda: fails_to_attach(sharded(path), rank)))
-    renew(rank, folder, device)
-    start = time.monotonic()
-    killed = error_of(lambda: is_killed(sharded(path), rank))
-    if device == "cuda":
-        torch.cuda.synchronize()  # nothing waits for the dead rank there
-    note(killed=killed, killed_s=time.monotonic() - start)
+    for fault in faults:
+        renew(rank, folder, device)
+        note(**suffer(rank, folder, device, path, fault))
     return found
+
+
+def suffer(rank, folder, device, path, fault):
+    """What a fault ends in, and when; of a rank that is killed, nothing."""
+    if not Path(folder, str(rank)).exists():
+        save(rank, folder, (True, {}))
+    start = time.monotonic()
+    told = error_of(lambda: FAULTS[fault](sharded(path), rank))
+    if device == "cuda":
+        torch.cuda.synchronize()  # nothing waits for the other rank any more
+    return {fault: told, f"{fault}_s": time.monotonic() - start}
 
 
 def error_of(call):
@@ -210,6 +216,9 @@ def is_killed(model, rank):
     engine.generate(PROMPTS, max_new_tokens=40, ignore_eos=True)
 
 
+FAULTS = {"step": fails_in_a_step, "attach": fails_to_attach, "killed": is_killed}  # the last one's process ends in it
+
+
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     if request.param == "cuda" and torch.cuda.device_count() < 2:
@@ -219,9 +228,16 @@ def device(request):
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory, device):
+    """What both ranks found, and the exit codes of the last fault."""
     path = tmp_path_factory.mktemp("model")
     tiny_model("llama").save_pretrained(path)
-    return on_ranks(play, tmp_path_factory.mktemp("ranks"), device, str(path))
+    if device == "cpu":
+        return on_ranks(play, tmp_path_factory.mktemp("ranks"), device, str(path), *FAULTS)
+    found, codes = on_ranks(play, tmp_path_factory.mktemp("ranks"), device, str(path))
+    for fault in FAULTS:  # processes of their own: NCCL does not always begin again where it was broken off
+        suffered, codes = on_ranks(suffer, tmp_path_factory.mktemp("ranks"), device, str(path), fault)
+        found = [{**f, **s} for f, s in zip(found, suffered, strict=True)]
+    return found, codes
 
 
 @pytest.fixture(scope="module")

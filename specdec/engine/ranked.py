@@ -19,11 +19,10 @@ class RankedCore(Core):
         agree_on_graphs(ranks, [*self.prefill.runners, *self.graphs.runners.values()])
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """As `Core.submit`, if all ranks submit the same; seeds that nobody gave are rank 0's. ValueError if not."""
-        seeds = self._ranks.meet("seeds", [r.sampling.seed for r in requests])[0]
-        for request, seed in zip(requests, seeds, strict=False):
+        """As `Core.submit`, if all ranks submit the same; seeds are rank 0's. ValueError if not."""
+        seeds = self._ranks.same("generate()", [told_of(r) for r in requests], [r.sampling.seed for r in requests])[0]
+        for request, seed in zip(requests, seeds, strict=True):
             request.sampling = request.sampling.with_seed(seed)
-        self._ranks.same("generate()", [told_of(request) for request in requests])
         with self._ranks.reporting():
             super().submit(requests)
 
@@ -39,9 +38,9 @@ class RankedCore(Core):
 
 
 def told_of(request: Request) -> tuple[object, ...]:
-    """Return all of a request that decides what is launched for it."""
+    """Return all of a request that decides what is launched for it, but its seed."""
     r = request
-    return r.prompt_ids, r.max_new_tokens, r.sampling, r.stop_ids, sorted(r.eos_ids), r.string_ids
+    return r.prompt_ids, r.max_new_tokens, r.sampling.with_seed(0), r.stop_ids, sorted(r.eos_ids), r.string_ids
 
 
 def agree_on_graphs(ranks: Ranks, runners: Sequence[GraphRunner]) -> None:

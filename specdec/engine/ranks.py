@@ -24,7 +24,7 @@ LATE_S = 10 * BEAT_S  # without one, a rank counts as gone; a compiler may hold 
 POLL_S = 0.25
 EAGER_S = 0.05  # looked at the device without a pause: to sleep takes longer than most rounds leave to wait
 SPIN_S = 2e-5  # between two looks after that
-KEPT = 4  # meetings whose values are kept: a rank that is slow still reads the one before
+KEPT = 4  # meetings whose values are kept, at least: a rank that is slow still reads the one before
 
 _engines = itertools.count()
 
@@ -65,27 +65,27 @@ class Ranks:
         self._require()
         timeout_s = timeout_s or self._timeout_s
         number, self._num_meetings = self._num_meetings, self._num_meetings + 1
-        self._set(f"{number}/{self.rank}", {"what": what, "value": value})
-        met = [self._of(number, other, what, timeout_s) for other in range(self.size)]
+        own = {"what": what, "value": value}
+        self._set(f"{number}/{self.rank}", own)
+        met = [own if r == self.rank else self._of(number, r, what, timeout_s) for r in range(self.size)]
         others = {m["what"] for m in met} - {what}
         if others:
             came = ", ".join(f"rank {i} to {m['what']!r}" for i, m in enumerate(met))
             raise self._lose(
                 f"the ranks came to different places: {came}. Make the same calls in the same order on all"
             )
-        if number >= KEPT:
-            with contextlib.suppress(RuntimeError):
-                self._store.delete_key(f"{number - KEPT}/{self.rank}")
         return [m["value"] for m in met]
 
-    def same(self, what: str, value: Any) -> None:
-        """Raise ValueError, on all ranks, unless all gave an equal `value`; RankError as `meet`."""
+    def same(self, what: str, value: Any, beside: Any = None) -> list[Any]:
+        """Return what every rank gave as `beside`, as `meet` does, if all gave an equal `value`; else ValueError, on
+        all ranks."""
         digest = sha256(repr(value).encode()).hexdigest()[:16]
-        given = self.meet(what, digest)
-        differing = [rank for rank, other in enumerate(given) if other != given[0]]
+        given = self.meet(what, [digest, beside])
+        differing = [rank for rank, (other, _) in enumerate(given) if other != given[0][0]]
         if differing:
             others = ", ".join(map(str, differing))
             raise ValueError(f"{what}: rank {others} got other arguments than rank 0; give all ranks the same")
+        return [theirs for _, theirs in given]
 
     def any_in_attach(self, is_so: bool) -> bool:
         """Return whether `is_so` on any rank; RankError as `meet`."""
@@ -182,17 +182,22 @@ class Ranks:
         return RankError(self._lost)
 
     def _of(self, number: int, rank: int, what: str, timeout_s: float) -> Any:
-        key, end = f"{number}/{rank}", time.monotonic() + timeout_s
+        key, start = f"{number}/{rank}", time.monotonic()
+        end, looked = start + timeout_s, start
         while True:
             with self._reachable(what):
                 if self._store.check([key]):
                     return json.loads(self._store.get(key))
-            self._raise_failed(what)
+            if time.monotonic() - start < EAGER_S:
+                continue
+            if time.monotonic() - looked > POLL_S:
+                looked = time.monotonic()
+                self._raise_failed(what)
             if self._has(f"closed/{rank}"):
                 raise self._lose(f"{what}: rank {rank} has detached its engine")
             if time.monotonic() > end:
                 raise self._lose(f"{what}: rank {rank} did not come within {timeout_s:g} s")
-            time.sleep(min(POLL_S, 1e-3))
+            time.sleep(1e-3)
 
     def _raise_failed(self, what: str) -> None:
         """Raise RankError if another rank has said that it failed, or shows no sign of life."""
@@ -231,10 +236,14 @@ class Ranks:
 
     def _beat(self) -> None:
         """Give signs of life, in a thread; `_is_over` ends it."""
+        forgotten = 0
         for number in itertools.count():
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"beat/{self.rank}", str(number))
                 self._watch()
+                while forgotten < self._num_meetings - KEPT:
+                    self._store.delete_key(f"{forgotten}/{self.rank}")
+                    forgotten += 1
             if self._is_over.wait(BEAT_S):
                 return
 

@@ -62,8 +62,9 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def without_paths(value: Any) -> Any:
-    """Return `value` (what JSON holds) with every absolute path of this machine in a string cut to its last part."""
-    if isinstance(value, str):
+    """Return `value` (what JSON holds, or paths) with every absolute path of this machine cut to its last part."""
+    if isinstance(value, str | Path):
+        value = str(value)
         return ABSOLUTE.sub(_last_part, value)
     if isinstance(value, Mapping):
         return {name: without_paths(one) for name, one in value.items()}

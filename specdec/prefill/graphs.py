@@ -87,7 +87,7 @@ class PrefillGraphs:
             rehearse(self.runners, parts.compiling_kernels(), self._plan_warm_ups)
             self._plan_warm_ups()
             in_parts = [r.runner for r in (self.target_runner, *self.draft_runners)]
-            how: dict[str, Any] = {"lower": LOWER, "strict": config.strict, "is_shared": bool(target.group)}
+            how: dict[str, Any] = {"lower": LOWER, "strict": config.strict, "settle": target.settle}
             build(in_parts, self._capture, avoid="prefill_graph='off'", **how)
             if self.whole is not None:
                 runner = self.whole.runner.runner

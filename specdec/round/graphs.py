@@ -74,7 +74,7 @@ class RoundGraphs:
         with torch.inference_mode():
             made = list(self.runners.values())
             rehearse(made, parts.compiling_kernels())
-            build(made, self.capture, lower=LOWER, strict=config.strict, is_shared=bool(parts.target.group))
+            build(made, self.capture, lower=LOWER, strict=config.strict, settle=parts.target.settle)
 
     def _whole(self, rows: BufferSpec) -> Runners:
         return [(self._name, self._program.play, [rows])]

@@ -131,6 +131,13 @@ class HFTarget:
         return "" if self.comm is None else self.comm.name
 
     @property
+    def settle(self) -> Callable[[], None] | None:
+        """What waits until the device has done all it was given, and raises RankError where another rank is gone that
+        the device waits for; None for a whole model. A device that is given too much meanwhile stops the host for good.
+        """
+        return self.comm.settle if self.comm is not None else None
+
+    @property
     def device(self) -> torch.device:
         """Device of the inputs."""
         return self.embed_tokens.weight.device  # type: ignore[return-value]
