@@ -1,13 +1,14 @@
 """Collectives of tensor parallelism as functional ops: `specdec::all_reduce`, `all_gather` and `broadcast`.
 
 Dynamo sees one opaque node each, with no mutation; CUDA graphs capture them, since their buffers are registered once,
-when an engine is attached, and never afterwards. Every rank sums in the order of ranks, so results are bitwise equal
-on all of them. Small sums are one kernel over symmetric memory; NCCL, or gloo on CPUs, does what that does not take.
+when an engine is attached, and never afterwards. An element is summed in one order, so results are bitwise equal on all
+ranks. Small sums are one kernel of ours over symmetric memory, larger ones torch's two-shot kernel; NCCL, or gloo on
+CPUs, does what they do not take.
 """
 
 import os
+import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -15,27 +16,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ONE_SHOT_BYTES = 512 << 10  # up to here one kernel is the faster one, by what others have published
-ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
-ALIGNMENT = 16  # bytes, of what one kernel sums
+TWO_SHOT_BYTES = 16 << 20  # up to here the faster one of what is left, on two H200s (bench/all_reduce.py)
+TWO_SHOT_DTYPES = (torch.bfloat16, torch.float32)
+ALIGNMENT = 16  # bytes, of what a kernel of torch sums, a rank
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
-RELEASE_S = 30.0  # after which kernels that wait for a rank that is gone are left to wait
+RELEASE_S = 20.0  # until what waits for a rank that is gone must have ended
+LOST = 70  # exit status of a process whose device waits for a rank that is gone, and cannot be freed
 _COMMUNICATORS: dict[str, list["Communicator"]] = {}  # by name of process group, as ops find them: the last made
 
 
 class Communicator:
     """The collectives of one process group, on one device; used by one stream at a time.
 
-    rank, size: of this process, and of the group. name: the group's, equal on all ranks: ops take it. symmetric: bytes
-    that all ranks can reach, None if there are none; why_no_symm: why. wait: waits until what it is given returns True;
-    set by who can tell that a rank is gone. Every rank makes one at the same point.
+    rank, size: of this process, and of the group. name: the group's, equal on all ranks: ops take it. shared: memory
+    that all ranks can reach, None if there is none; why_not_shared: why. wait: waits until what it is given returns
+    True; set by who can tell that a rank is gone. Every rank makes one at the same point.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = group
         self.rank, self.size, self.name = dist.get_rank(group), dist.get_world_size(group), group.group_name
         self.device = device
-        self.symmetric, self._handle, self.why_no_symm = _symmetric_bytes(group, device)
+        self.shared, self.why_not_shared = _shared_memory(group, device)
         self.wait: Callable[[Callable[[], bool]], None] | None = None
         self._is_given_up = threading.Event()
         _COMMUNICATORS.setdefault(self.name, []).append(self)
@@ -43,14 +45,11 @@ class Communicator:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' x, a new tensor."""
         self._require_ranks()
-        num_bytes = x.numel() * x.element_size()
-        is_small = num_bytes <= ONE_SHOT_BYTES and num_bytes % ALIGNMENT == 0 and x.dtype in ONE_SHOT_DTYPES
-        if self.symmetric is not None and is_small and num_bytes:
-            out = torch.empty_like(x, memory_format=torch.contiguous_format)
-            shared = self.symmetric[:num_bytes].view(x.dtype).view(x.shape)
-            op = torch.ops.symm_mem.one_shot_all_reduce_copy_out
-            op(shared, x.contiguous(), "sum", self.name, out)
-            return out
+        if self.shared is not None:
+            if self.shared.pushed.takes(x):
+                return self.shared.pushed(x)
+            if self.shared.takes(x):
+                return self.shared.two_shot(x, self.name)
         out = x.clone(memory_format=torch.contiguous_format)
         self._run(dist.all_reduce, out)
         return out
@@ -84,16 +83,18 @@ class Communicator:
             done.record(torch.cuda.current_stream(self.device))
             self.wait(done.query)
 
-    def give_up(self) -> None:
+    def give_up(self, why: str) -> None:
         """A rank is gone: let what waits for it on the device come to an end, with void results.
 
-        Every later collective is a RuntimeError; the process group is of no use any more. A second call does nothing.
+        Every later collective is a RuntimeError; the process group is of no use any more. Where the device cannot be
+        freed, as when a kernel is being loaded into it, the process ends, with `why` on stderr and the status LOST. A
+        second call does nothing.
         """
         if self._is_given_up.is_set():
             return
         self._is_given_up.set()
         if self.device.type == "cuda":
-            threading.Thread(target=self._release, name="specdec-release", daemon=True).start()
+            threading.Thread(target=self._release, args=(why,), name="specdec-release", daemon=True).start()
 
     def close(self) -> None:
         """Take it from the ops' sight. Its bytes live as long as it does: a last round may be running."""
@@ -107,12 +108,8 @@ class Communicator:
         if self._is_given_up.is_set():
             raise dist.DistBackendError(f"the ranks of {self.name!r} were given up: one of them failed or is gone")
 
-    def _release(self) -> None:
-        """End the kernels that wait: NCCL has a way to; in symmetric memory we play the part of the others.
-
-        There a kernel sets a flag at each of the others, once that is taken away, and takes away what they set here:
-        flags [blocks, ranks], by who set them.
-        """
+    def _release(self, why: str) -> None:
+        """End the kernels that wait, or the process."""
         done = threading.Event()
 
         def drain() -> None:
@@ -120,35 +117,82 @@ class Communicator:
                 torch.cuda.synchronize(self.device)
             done.set()
 
-        with suppress(RuntimeError, AttributeError):
-            self.group._get_backend(self.device).abort()
-        threading.Thread(target=drain, name="specdec-drain", daemon=True).start()
-        if self._handle is None:
-            return
-        pads = [self._handle.get_signal_pad(rank).view(torch.int32) for rank in range(self.size)]
-        flags = [pad[: len(pad) // self.size * self.size].view(-1, self.size) for pad in pads]
-        end, stream = time.monotonic() + RELEASE_S, torch.cuda.Stream(self.device)
-        with torch.cuda.stream(stream):
-            while not done.is_set() and time.monotonic() < end:
-                for rank in range(self.size):
-                    if rank != self.rank:
-                        flags[self.rank][:, rank].fill_(1)
-                        flags[rank][:, self.rank].fill_(0)
-                stream.synchronize()
+        def abort() -> None:
+            with suppress(RuntimeError, AttributeError):
+                self.group._get_backend(self.device).abort()
+
+        def play_the_others() -> None:
+            while self.shared is not None and not done.is_set():
+                self.shared.play_the_others()
+
+        for part in (play_the_others, abort, drain):  # each may wait for the device
+            threading.Thread(target=part, name=f"specdec-{part.__name__}", daemon=True).start()
+        if not done.wait(RELEASE_S):
+            sys.stderr.write(f"specdec: {why}. The device waits for it and cannot be freed: this process ends\n")
+            sys.stderr.flush()
+            os._exit(LOST)
 
 
-def _symmetric_bytes(group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor | None, Any, str]:
-    """Return a buffer that all ranks of `group` can read and torch's handle of it, or why there is none."""
-    if device.type != "cuda":
-        return None, None, f"the ranks are on {device.type}"
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not every machine has it in order
-    try:
+class _SharedMemory:
+    """Memory on each rank's device that all ranks of a group can reach, and the sums over it."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
         from torch.distributed import _symmetric_memory as symmetric
 
-        buffer = symmetric.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
-        return buffer, symmetric.rendezvous(buffer, group.group_name), ""
-    except (ImportError, RuntimeError) as error:  # no peer access, another version of torch
-        return None, None, f"no symmetric memory: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        from specdec.backends.triton.sums import PushedSum
+
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        num_pushed = PushedSum.num_bytes(size)
+        buffer = symmetric.empty(TWO_SHOT_BYTES + num_pushed, dtype=torch.uint8, device=device)
+        buffer.zero_()
+        self._handle = symmetric.rendezvous(buffer, group.group_name)
+        self._two_shot = buffer[:TWO_SHOT_BYTES]
+        addresses = [address + TWO_SHOT_BYTES for address in self._handle.buffer_ptrs]
+        self.pushed = PushedSum(buffer[TWO_SHOT_BYTES:], addresses, rank)
+        self._pads = [self._handle.get_signal_pad(r).view(torch.int32) for r in range(size)]
+        self._zeros, self._ones = (torch.full_like(self._pads[0], value) for value in (0, 1))
+        self._most = torch.full_like(self.pushed.flags, torch.iinfo(torch.int32).max)
+        self._rank, self._stream = rank, torch.cuda.Stream(device)
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether torch's kernel sums `x`."""
+        num_bytes = x.numel() * x.element_size()
+        is_aligned = num_bytes > 0 and num_bytes % (ALIGNMENT * len(self._pads)) == 0
+        return num_bytes <= TWO_SHOT_BYTES and is_aligned and x.dtype in TWO_SHOT_DTYPES
+
+    def two_shot(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the sum of all ranks' x: each sums one part, in the order of ranks, and collects those of others."""
+        shared = self._two_shot[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+        shared.copy_(x)
+        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)
+        return shared.clone()
+
+    def play_the_others(self) -> None:
+        """Free kernels that wait for another rank, once: by copies, since no kernel may be loaded now.
+
+        Torch's wait until a flag that they set there is taken away, and take away one that another sets here; ours
+        wait until the others have sent as many parts as they have.
+        """
+        with torch.cuda.stream(self._stream):
+            self.pushed.flags.copy_(self._most)
+            for rank, pad in enumerate(self._pads):
+                pad.copy_(self._ones if rank == self._rank else self._zeros)
+            self._stream.synchronize()
+
+
+def _shared_memory(group: dist.ProcessGroup, device: torch.device) -> tuple[_SharedMemory | None, str]:
+    """Return memory that all ranks of `group` can reach, or why there is none."""
+    if device.type != "cuda":
+        return None, f"the ranks are on {device.type}"
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not every machine has it in order
+    found, why = None, "another rank has none"
+    try:
+        found = _SharedMemory(group, device)
+    except (ImportError, RuntimeError) as error:  # no Triton, no peer access, another version of torch
+        why = f"no symmetric memory: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    has_all = torch.tensor([found is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(has_all, dist.ReduceOp.MIN, group=group)  # a barrier, too: all memory is zero before the first sum
+    return (found, "") if found is not None and has_all.item() else (None, why)
 
 
 def _of(name: str) -> Communicator:

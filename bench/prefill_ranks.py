@@ -89,7 +89,7 @@ def ours() -> Iterator[None]:
 @contextmanager
 def nccl() -> Iterator[None]:
     """NCCL for every sum."""
-    with mock.patch.object(comm, "ONE_SHOT_BYTES", 0), mock.patch.object(comm, "_symmetric_bytes", no_symmetric):
+    with mock.patch.object(comm, "_shared_memory", lambda *_: (None, "not wanted")):
         yield
 
 
@@ -120,11 +120,6 @@ def outside() -> Iterator[None]:
         mock.patch.object(comm.Communicator, "all_reduce", all_reduce),
     ):
         yield
-
-
-def no_symmetric(*_: Any) -> tuple[None, None, str]:
-    """No buffer that all ranks can read."""
-    return None, None, "not wanted"
 
 
 WAYS: dict[str, Callable[[], Any]] = {"ours": ours, "nccl": nccl, "outside": outside}

@@ -55,8 +55,18 @@ def compile_all() -> list[str]:
     attention(torch.bfloat16, LAYERS)
     attention(torch.float32, LAYERS[1:2])
     round_kernels()
+    sums_over_ranks()
     flashinfer_tables()
     return compiled
+
+
+def sums_over_ranks() -> None:
+    """The sum of a part of each of two ranks."""
+    from specdec.backends.triton.sums import PushedSum
+
+    summed = PushedSum(torch.zeros(PushedSum.num_bytes(2), dtype=torch.uint8), [0, 0], 0)
+    for dtype in (torch.float32, torch.bfloat16):
+        summed(torch.zeros(3000, dtype=dtype))
 
 
 def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:

@@ -41,7 +41,8 @@ def on_ranks(fn: Callable[..., Any], folder: Path, device: str, *args: Any) -> t
         process.kill()
     saved = [Path(folder, str(rank)) for rank in range(SIZE)]
     results = [pickle.loads(path.read_bytes()) if path.exists() else (False, "nothing saved") for path in saved]
-    assert not hung, f"ranks {hung} hung in {fn.__qualname__}; saved so far: {results}"
+    told = "\n".join(told_file(rank, folder).read_text()[-4000:] for rank in hung)
+    assert not hung, f"ranks {hung} hung in {fn.__qualname__}; saved so far: {results}\n{told}"
     failed = [told for is_done, told in results if not is_done]
     assert not failed, "\n".join(map(str, failed))
     return [result for _, result in results], [process.exitcode for process in processes]
@@ -49,6 +50,7 @@ def on_ranks(fn: Callable[..., Any], folder: Path, device: str, *args: Any) -> t
 
 def _run(rank: int, module: str, name: str, folder: str, device: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    os.dup2(os.open(told_file(rank, folder), os.O_WRONLY | os.O_CREAT), 2)
     faulthandler.dump_traceback_later(TIMEOUT_S - 10)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE), "TOKENIZERS_PARALLELISM": "0"}
     if device == "cuda":
@@ -63,6 +65,11 @@ def _run(rank: int, module: str, name: str, folder: str, device: str, args: tupl
     save(rank, folder, outcome)
     sys.stdout.flush()
     os._exit(0)  # without waiting for the other rank
+
+
+def told_file(rank: int, folder: str | Path) -> Path:
+    """Where a rank's stderr is written."""
+    return Path(folder, f"stderr{rank}")
 
 
 def save(rank: int, folder: str, outcome: tuple[bool, Any]) -> None:

@@ -69,8 +69,8 @@ def test_engines_of_one_group_share_its_name(one_rank):
 
 
 def test_ranks_that_were_given_up_sum_nothing(one_rank):
-    one_rank.give_up()
-    one_rank.give_up()
+    one_rank.give_up("rank 1 is gone")
+    one_rank.give_up("rank 1 is gone")
     for op in OPS.values():
         with pytest.raises(dist.DistError, match="one of them failed or is gone"):
             op(torch.ones(2), one_rank.name)

@@ -85,7 +85,7 @@ def test_a_rank_that_fails_is_named_with_its_error(make):
 def test_an_engine_that_lost_a_rank_says_so_ever_after(make):
     ours, theirs = make()
     calls = []
-    ours.on_lost, theirs.on_lost = lambda: calls.append(0), lambda: calls.append(1)
+    ours.on_lost, theirs.on_lost = (lambda told: calls.append((0, told))), (lambda told: calls.append((1, told)))
     with pytest.raises(OSError, match="full"), theirs.reporting():
         raise OSError("full")
     for _ in range(2):
@@ -96,14 +96,14 @@ def test_an_engine_that_lost_a_rank_says_so_ever_after(make):
             call()
     with pytest.raises(RankError, match="this rank, 1, failed: OSError: full"):
         theirs.meet("generate()")
-    assert calls == [1, 0]
+    assert calls == [(1, "this rank, 1, failed: OSError: full"), (0, "a round: rank 1 failed: OSError: full")]
 
 
 def test_a_thread_that_waits_for_the_device_is_looked_after(make):
     """It cannot look itself; what it waits for must come to an end."""
     ours, theirs = make()
     released = threading.Event()
-    ours.on_lost = released.set
+    ours.on_lost = lambda told: released.set()
     with ours.reporting():
         with pytest.raises(OSError, match="full"), theirs.reporting():
             raise OSError("full")
@@ -117,7 +117,7 @@ def test_where_all_fail_nobody_is_lost(make):
     calls = []
 
     def fail(rank):
-        rank.on_lost = lambda: calls.append(rank)
+        rank.on_lost = calls.append
         with rank.reporting():
             raise MemoryError("none left")
 

@@ -33,15 +33,15 @@ class Ranks:
     """One engine's rank among `size`; see the module. `store` is what all of them can reach.
 
     Every method that says so raises RankError, which names the rank, if another has failed or does not come within
-    `timeout_s` seconds. From then on all of them raise it. on_lost: is called then, once, from any thread: whatever
-    waits for the rank on a device must come to an end.
+    `timeout_s` seconds. From then on all of them raise it. on_lost: is called with the message then, once, from any
+    thread: whatever waits for the rank on a device must come to an end.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float = TIMEOUT_S):
         self.rank, self.size = rank, size
         self._store = store
         self._timeout_s = timeout_s
-        self.on_lost: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[str], None] = lambda message: None
         self._lost = ""  # why this engine is of no use any more
         self._suspicion = ""  # what may become the reason
         self._num_meetings = 0
@@ -178,7 +178,7 @@ class Ranks:
         """Return the error that ends this engine; where it has ended before, that one."""
         if not self._lost:
             self._lost = message
-            self.on_lost()
+            self.on_lost(message)
         return RankError(self._lost)
 
     def _of(self, number: int, rank: int, what: str, timeout_s: float) -> Any:
