@@ -29,7 +29,7 @@ def on_ranks(fn: Callable[..., Any], folder: Path, device: str, *args: Any) -> t
     context = torch.multiprocessing.get_context("spawn")
     given = (fn.__module__, fn.__qualname__, str(folder), device, args)
     processes = [context.Process(target=_run, args=(rank, *given)) for rank in range(SIZE)]
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"} if device == "cpu" else {}
     with mock.patch.dict(os.environ, hidden):
         for process in processes:
             process.start()

@@ -29,7 +29,7 @@ class Mailbox:
     most: elements of the largest results. Pinned buffers are reused once they are read. wait: waits for an event.
     """
 
-    wait: Callable[[torch.cuda.Event], None] = staticmethod(torch.cuda.Event.synchronize)
+    wait: Callable[[torch.cuda.Event], None] = staticmethod(lambda event: event.synchronize())
 
     def __init__(self, device: torch.device, most: int):
         self._device = device
