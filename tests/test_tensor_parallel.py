@@ -20,6 +20,7 @@ from specdec.backends.comm import LOST, Communicator
 from specdec.engine import ranks
 from specdec.errors import GraphError
 from specdec.graphs import FullCapture, RecordedCapture
+from specdec.heads.load import save_head
 from specdec.round.state import EngineState
 from specdec.targets import checked
 from tests.heads import ALGOS, random_draft
@@ -72,7 +73,7 @@ def play(rank, folder, device, path, *faults):
 
     model = sharded(path)
     shards = shards_of(model)
-    note(texts=texts(model), parts=parts_of(model))
+    note(texts=texts(model), parts=parts_of(model), files=from_files(model, Path(folder, f"head{rank}")))
     pairs = zip(shards, shards_of(model), strict=True)
     note(restored=all(kind is now and torch.equal(t, u) for (kind, t), (now, u) in pairs))
     note(**disagree(model, rank))
@@ -115,6 +116,16 @@ def parts_of(model):
     num = engine._core.context.layers[0].num_kv_heads
     engine.detach()
     return num, is_part and torch.equal(rows.cpu(), whole)
+
+
+def from_files(model, folder):
+    """Tokens of a NextN layer that is read from its files, and made of the classes of the sharded target."""
+    save_head(folder, random_draft(tiny_model("llama"), "nextn"), dtype=torch.float32)
+    engine = specdec.attach(model, folder, num_steps=3, **SETTINGS)
+    tokens = engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS).tokens
+    tau = engine.report().acceptance.tau
+    engine.detach()
+    return tokens, tau
 
 
 def disagree(model, rank):
@@ -267,6 +278,11 @@ def test_detach_gives_the_shards_back(played):
 
 def test_each_rank_holds_its_own_heads_and_drafts_see_whole_rows(played):
     assert {p["parts"] for p in played} == {(tiny_model("llama").config.num_key_value_heads // 2, True)}
+
+
+def test_a_nextn_layer_of_a_sharded_target_drafts_from_its_files(played, expected):
+    (tokens, tau), theirs = (p["files"] for p in played)
+    assert tokens == theirs[0] == expected["nextn", "chain", "greedy"] and tau == theirs[1] >= 1
 
 
 def test_seeds_that_nobody_gave_are_shared(played):

@@ -18,7 +18,7 @@ from specdec.backends import LayerSpec
 from specdec.backends.rope import Rope
 from specdec.heads.base import Attend, DraftHead
 from specdec.targets.probe import attention_spec
-from specdec.targets.shape import LAST
+from specdec.targets.shape import LAST, vocab_size_of
 
 IMPLEMENTATION = "specdec_head"  # attention of a head's layers: calls what its attention module was handed
 
@@ -82,7 +82,7 @@ class NextNHead(DraftHead):
         self.hf_config._attn_implementation = IMPLEMENTATION
         self.num_modules = c.num_layers
         self.hidden_size = self.target_hidden_size = text.hidden_size
-        self.vocab_size = target.get_output_embeddings().weight.shape[0]
+        self.vocab_size = vocab_size_of(target)
         self.recycles_normed = c.recycles_normed
         like = full_attention_layer(text)
         self.mtp = nn.ModuleList([NextNLayer(decoder, self.hf_config, like) for _ in range(c.num_layers)])
