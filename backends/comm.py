@@ -221,12 +221,14 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {  # s
     "all_gather(Tensor x, int size, str group) -> Tensor": (lambda x, size, group: _of(group).all_gather(x), _gathered),
     "broadcast(Tensor x, str group) -> Tensor": (lambda x, group: _of(group).broadcast(x), _same),
 }
+FAKES: dict[Any, Callable[..., torch.Tensor]] = {}  # by op: results of the right shape, without other ranks
 _LIBRARY = torch.library.Library("specdec", "FRAGMENT")
 for _schema, (_run, _fake) in _OPS.items():
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_schema.partition("(")[0], _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"specdec::{_schema.partition('(')[0]}", _fake, lib=_LIBRARY)
     torch.library.register_autograd(f"specdec::{_schema.partition('(')[0]}", _no_gradient, lib=_LIBRARY)
+    FAKES[getattr(torch.ops.specdec, _schema.partition("(")[0]).default] = _fake
 
 
 def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import specdec
-from specdec.backends import BACKENDS, TorchBackend, compiling_kernels
+from specdec.backends import BACKENDS, TorchBackend, comm, compiling_kernels
 from specdec.graphs import BufferSpec, Counters, GraphRunner, RecordedCapture, Setup, build, rehearse
 from specdec.graphs.once import equal_parts_once, is_once
 from specdec.graphs.trace import trace
@@ -68,6 +68,16 @@ def test_a_few_sizes_of_every_variant_are_rehearsed_and_warmed_up_again():
         assert [t for t in within.told if t[3] == is_warm_up] == [
             ("built", v, n, is_warm_up) for n in reversed(buckets) for v in "ab"
         ]
+
+
+def test_ranks_are_not_asked_and_their_parts_are_zero():
+    """No group of that name exists: outside a rehearsal that is an error."""
+    x = torch.ones(3, 4)
+    with torch.inference_mode(), ahead._Zeros():
+        found = [comm.all_reduce(x, "none"), comm.all_gather(x, 2, "none"), comm.broadcast(x, "none")]
+    assert [tuple(t.shape) for t in found] == [(3, 4), (3, 8), (3, 4)] and all(not t.any() for t in found)
+    with pytest.raises(RuntimeError, match="no communicator"):
+        comm.all_reduce(x, "none")
 
 
 def test_what_a_kernel_would_have_filled_is_zero():

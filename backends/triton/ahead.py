@@ -3,6 +3,7 @@
 Compiling a kernel takes 0.2-0.5 s, most of it in processes of their own (ptxas, and the C compiler for its launcher),
 and the kernels of a body are met one after another. So bodies run once beforehand without their launches: those only
 tell which kernels there are. What a kernel would have filled is zero, and whatever torch indexes by is taken as zero.
+Ranks tell each other nothing meanwhile: each may rehearse what it likes, or fail in it.
 """
 
 import os
@@ -17,6 +18,8 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from triton.runtime.jit import JITFunction
+
+from specdec.backends import comm
 
 MOST_THREADS = 16
 PACKAGE = __name__.partition(".")[0]
@@ -83,12 +86,15 @@ def _without_launches(package: str) -> Iterator[None]:
 
 
 class _Zeros(TorchDispatchMode):
-    """What is allocated is zero, and so is every index; what writes by an index writes nothing."""
+    """What is allocated is zero, and so is every index, and what other ranks would give; what writes by an index writes
+    nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in EMPTY:
             return func(*args, **kwargs).zero_()
+        if func in comm.FAKES:
+            return comm.FAKES[func](*args, **kwargs).zero_()
         if not any(argument.name in INDICES for argument in func._schema.arguments):
             return func(*args, **kwargs)
         if func._schema.is_mutable:

@@ -33,9 +33,6 @@ class Parts:
     may_merge: bool
 
     def compiling_kernels(self) -> AbstractContextManager[None] | None:
-        """Return a context for rehearsals, None where there are none: see `backends.compiling_kernels`.
-
-        Ranks do not rehearse: a rehearsal that broke off on one of them would leave the others in a collective.
-        """
+        """Return a context for rehearsals, None where there are none: see `backends.compiling_kernels`."""
         backends = [c.backend for c in (self.context, self.worker.context) if c is not None]
-        return None if self.target.group else compiling_kernels(backends, self.target.device)
+        return compiling_kernels(backends, self.target.device)
