@@ -29,7 +29,7 @@ def build_head(files: HeadFiles, target: TargetShape, dtype: torch.dtype, device
     problems += _target_problems(kind.sizes(config), target)
     for doubt in reading.doubts:
         warnings.warn(f"{files.folder}: {doubt}", stacklevel=3)
-    config = kind.with_own_copies(config, target, partial(_is_own, files))
+    config = kind.with_own_copies(config, target, partial(_is_own, files, target))
     head = _make(kind, files, config, target, problems)
     wanted, optional = wanted_tensors(files, head)
     problems += head_problems(files, head, wanted, optional)
@@ -52,20 +52,21 @@ def _target_problems(sizes: tuple[int, int] | None, target: TargetShape) -> list
     return problems
 
 
-def _is_own(files: HeadFiles, name: str, module: Any) -> bool:
+def _is_own(files: HeadFiles, target: TargetShape, name: str, module: Any) -> bool:
     """Return whether a stored [V, h] differs from the target's."""
-    if not files.is_float(name, tuple(module.weight.shape)):
+    if not files.is_float(name, (target.vocab_size, module.weight.shape[1])):
         return False  # absent, or of a shape that is reported as a problem
+    weight = target.rows_of(module)
     stored = files.read([name])[name]
     for again, ours in files.copies.items():
         if ours == name and not torch.equal(files.files.read([again])[again], stored):
             raise CheckpointError(
                 str(files.folder), [f"{again} differs from {files.named(name)}: expected one for all"]
             )
-    if is_copy(stored, module.weight):
+    if is_copy(stored, weight):
         return False
     if name == "embed_tokens.weight":
-        warn_if_random(stored, module.weight, str(files.folder))
+        warn_if_random(stored, weight, str(files.folder))
     return True
 
 

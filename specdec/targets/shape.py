@@ -28,8 +28,12 @@ class TargetShape:
     comm: Communicator | None = None
 
     def lm_head_rows(self) -> torch.Tensor:
-        """Return the rows of the output head [V, h]; where every rank holds some of them, all must call it."""
-        weight = self.lm_head.get_parameter("weight").detach()
+        """Return the rows of the output head [V, h]; see `rows_of`."""
+        return self.rows_of(self.lm_head)
+
+    def rows_of(self, module: nn.Module) -> torch.Tensor:
+        """Return the rows [V, h] of the output head or the embedding; where each rank holds some, all must call it."""
+        weight = module.get_parameter("weight").detach()
         if self.comm is None or weight.shape[0] == self.vocab_size:
             return weight
         return self.comm.all_gather(weight.t()).t()
