@@ -15,7 +15,6 @@ from specdec.errors import RankError
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(module, "BEAT_S", 0.05)
-    monkeypatch.setattr(module, "LATE_S", 0.5)
     monkeypatch.setattr(module, "POLL_S", 0.02)
 
 
@@ -147,7 +146,8 @@ def test_an_attach_that_fails_is_told_and_ends_the_signs_of_life(make):
         assert not rank._beats.is_alive()
 
 
-def test_a_rank_without_signs_of_life_is_named(make):
+def test_a_rank_without_signs_of_life_is_named(make, monkeypatch):
+    monkeypatch.setattr(module, "LATE_S", 0.5)
     ours, theirs = make()
     ours.wait(lambda: True, "a round")
     time.sleep(0.1)

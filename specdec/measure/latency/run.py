@@ -134,9 +134,9 @@ class Run:
         }
 
     def _measure(self, engine: Engine, mode: str, draft: Draft, cell: Cell) -> None:
-        """Add the rows of one cell, by how tokens are drawn, without and with the tokenizer."""
+        """Add the rows of one cell, by how tokens are drawn, with and without the tokenizer."""
         own = self.subject.tokenizer
-        for sampling, tokenizer in product(self.plan.samplings, (None,) if own is None else (None, own)):
+        for sampling, tokenizer in product(self.plan.samplings, (None,) if own is None else (own, None)):
             engine.tokenizer = tokenizer
             key = {**self._key(mode, draft, cell), "tokenizer": tokenizer is not None}
             key |= {} if sampling == "greedy" else {"sampling": sampling}
