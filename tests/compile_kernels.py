@@ -64,7 +64,7 @@ def sums_over_ranks() -> None:
     """The sum of a part of each of two ranks."""
     from specdec.backends.triton.sums import PushedSum
 
-    summed = PushedSum(torch.zeros(PushedSum.num_bytes(2), dtype=torch.uint8), [0, 0], 0)
+    summed = PushedSum(torch.zeros(PushedSum.num_bytes(2, 1 << 18), dtype=torch.uint8), [0, 0], 0, 1 << 18)
     for dtype in (torch.float32, torch.bfloat16):
         summed(torch.zeros(3000, dtype=dtype))
 

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.backends.triton.sums import BLOCK_BYTES, MOST_BYTES, PushedSum
+from specdec.backends.triton.sums import BLOCK_BYTES, PushedSum
 from tests.ranks import SIZE, on_ranks
 
-SIZES = (1, 7, 576, 2048, 2049, 4096, 1, MOST_BYTES // 4, 5000, 2048)
+MOST = 16 * BLOCK_BYTES
+SIZES = (1, 7, 576, 2048, 2049, 4096, 1, MOST // 4, 5000, 2048)
 
 
 def parts(number, size, dtype):
@@ -23,12 +24,12 @@ def twin(given, dtype):
 
 def play(rank, folder, device, repeats):
     """Sums of all sizes, in an order that changes which place a block is at; the differences from the twin."""
-    num_bytes = PushedSum.num_bytes(SIZE)
+    num_bytes = PushedSum.num_bytes(SIZE, MOST)
     memories = [
         torch.from_file(str(Path(folder, f"memory{r}")), shared=True, size=num_bytes, dtype=torch.uint8)
         for r in range(SIZE)
     ]
-    summed = PushedSum(memories[rank], [m.data_ptr() for m in memories], rank)
+    summed = PushedSum(memories[rank], [m.data_ptr() for m in memories], rank, MOST)
     torch.distributed.barrier()
     wrong, number = [], 0
     for _ in range(repeats):
@@ -49,17 +50,17 @@ def test_sums_equal_their_twin_whatever_came_before(tmp_path):
 
 
 def test_it_says_what_it_takes():
-    memory = torch.zeros(PushedSum.num_bytes(SIZE), dtype=torch.uint8)
-    summed = PushedSum(memory, [memory.data_ptr()] * SIZE, 0)
-    assert summed.flags.numel() == SIZE * (MOST_BYTES // BLOCK_BYTES)
+    memory = torch.zeros(PushedSum.num_bytes(SIZE, MOST), dtype=torch.uint8)
+    summed = PushedSum(memory, [memory.data_ptr()] * SIZE, 0, MOST)
+    assert summed.flags.numel() == SIZE * (MOST // BLOCK_BYTES)
     for dtype, taken in ((torch.bfloat16, True), (torch.float32, True), (torch.float16, False), (torch.int64, False)):
         assert summed.takes(torch.zeros(64, dtype=dtype)) == taken
-    assert not summed.takes(torch.zeros(0)) and not summed.takes(torch.zeros(MOST_BYTES // 4 + 1))
+    assert not summed.takes(torch.zeros(0)) and not summed.takes(torch.zeros(MOST // 4 + 1))
 
 
 @pytest.mark.gpu
 def test_the_kernel_compiles_for_the_device():
-    memory = torch.zeros(PushedSum.num_bytes(1), dtype=torch.uint8, device="cuda")
-    summed = PushedSum(memory, [memory.data_ptr()], 0)
+    memory = torch.zeros(PushedSum.num_bytes(1, MOST), dtype=torch.uint8, device="cuda")
+    summed = PushedSum(memory, [memory.data_ptr()], 0, MOST)
     x = torch.randn(3000, device="cuda")
     assert torch.equal(summed(x), x)

@@ -14,7 +14,6 @@ import triton.language as tl
 from specdec.backends.triton.relaunch import CachedLaunch
 
 BLOCK_BYTES = 4096  # of a part, that one program sends, adds up and counts by itself
-MOST_BYTES = 256 << 10  # of a part; from there on others are as fast
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -22,29 +21,30 @@ class PushedSum:
     """Sums of the ranks of one group. `memory`: uint8, this rank's part of what all ranks can reach, `num_bytes` of it;
     addresses: of every rank's part, as this rank reaches it. All memory must be zero before the first sum of any rank.
 
-    Sums must come in the same order on all ranks, on one stream at a time.
+    Sums must come in the same order on all ranks, on one stream at a time. most: bytes of a part there is room for, a
+    multiple of BLOCK_BYTES.
     """
 
-    def __init__(self, memory: torch.Tensor, addresses: Sequence[int], rank: int):
+    def __init__(self, memory: torch.Tensor, addresses: Sequence[int], rank: int, most: int):
         self._memory = memory
-        self._rank, self._size = rank, len(addresses)
-        blocks = MOST_BYTES // BLOCK_BYTES
+        self._rank, self._size, self._most = rank, len(addresses), most
+        blocks = most // BLOCK_BYTES
         self._counts = torch.zeros(blocks, dtype=torch.int32, device=memory.device)
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
 
     @staticmethod
-    def num_bytes(size: int) -> int:
+    def num_bytes(size: int, most: int) -> int:
         """Return the bytes that a rank needs: two places for the part of each of `size` ranks, and their flags."""
-        return 2 * size * MOST_BYTES + 4 * size * (MOST_BYTES // BLOCK_BYTES)
+        return 2 * size * most + 4 * size * (most // BLOCK_BYTES)
 
     @property
     def flags(self) -> torch.Tensor:
         """Return the flags [size * blocks] int32 that others set here: how many parts they have sent."""
-        return self._memory[2 * self._size * MOST_BYTES :].view(torch.int32)
+        return self._memory[2 * self._size * self._most :].view(torch.int32)
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether `x` is of a size and a dtype that this sums."""
-        return x.dtype in _DTYPES and 0 < x.numel() * x.element_size() <= MOST_BYTES
+        return x.dtype in _DTYPES and 0 < x.numel() * x.element_size() <= self._most
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' x, a new tensor."""
@@ -54,9 +54,9 @@ class PushedSum:
             "rank": self._rank,
             "size": self._size,
             "block": block,
-            "most": MOST_BYTES // x.element_size(),
-            "num_blocks": MOST_BYTES // BLOCK_BYTES,
-            "flags_at": 2 * self._size * MOST_BYTES,
+            "most": self._most // x.element_size(),
+            "num_blocks": self._most // BLOCK_BYTES,
+            "flags_at": 2 * self._size * self._most,
             "dtype": _DTYPES[x.dtype],
         }
         grid = (triton.cdiv(x.numel(), block),)
