@@ -47,6 +47,7 @@ def main() -> None:
                 args.out, "all-reduce", f"{ours.size}-ranks", vars(args) | {"no_memory": ours.why_not_shared}, rows
             )
         print(json.dumps({"rows": rows}))
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -59,6 +59,7 @@ def main() -> None:
         if args.out:
             write_results(args.out, "prefill-ranks", args.shape, vars(args), rows)
         print(json.dumps({"rows": rows}))
+    dist.barrier()
     dist.destroy_process_group()
 
 
