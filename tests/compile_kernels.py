@@ -56,6 +56,7 @@ def compile_all() -> list[str]:
     attention(torch.float32, LAYERS[1:2])
     round_kernels()
     sums_over_ranks()
+    products_of_experts()
     flashinfer_tables()
     return compiled
 
@@ -67,6 +68,18 @@ def sums_over_ranks() -> None:
     summed = PushedSum(torch.zeros(PushedSum.num_bytes(2), dtype=torch.uint8), [0, 0], 0)
     for dtype in (torch.float32, torch.bfloat16):
         summed(torch.zeros(3000, dtype=dtype))
+
+
+def products_of_experts() -> None:
+    """Few rows of many experts, more, and so many that they are ordered first; both layouts, with a bias and without."""
+    from specdec.backends.triton.experts import grouped_linear
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for num_tokens in (1, 9, 500, 1000, 2000):
+            x, ids = torch.zeros(num_tokens, 64, dtype=dtype), torch.zeros(num_tokens, 2, dtype=torch.int64)
+            for is_transposed, bias in ((False, None), (True, torch.zeros(16, 96, dtype=dtype))):
+                shape = (16, 64, 96) if is_transposed else (16, 96, 64)
+                grouped_linear(x, ids, torch.zeros(shape, dtype=dtype), bias, is_transposed)
 
 
 def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
