@@ -71,15 +71,16 @@ def sums_over_ranks() -> None:
 
 
 def products_of_experts() -> None:
-    """Few rows of many experts, more, and so many that they are ordered first; both layouts, with a bias and without."""
+    """Few rows of many experts, more, and so many that they are ordered first; both layouts, with and without bias."""
     from specdec.backends.triton.experts import grouped_linear
 
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for num_tokens in (1, 9, 500, 1000, 2000):
-            x, ids = torch.zeros(num_tokens, 64, dtype=dtype), torch.zeros(num_tokens, 2, dtype=torch.int64)
-            for is_transposed, bias in ((False, None), (True, torch.zeros(16, 96, dtype=dtype))):
-                shape = (16, 64, 96) if is_transposed else (16, 96, 64)
-                grouped_linear(x, ids, torch.zeros(shape, dtype=dtype), bias, is_transposed)
+    many = [(num_tokens, torch.bfloat16) for num_tokens in (1, 9, 300, 500, 1000)]
+    for num_tokens, dtype in [*many, (1, torch.float32), (300, torch.float32)]:
+        x, ids = torch.zeros(num_tokens, 64, dtype=dtype), torch.zeros(num_tokens, 2, dtype=torch.int64)
+        is_transposed = num_tokens in (9, 500)
+        bias = torch.zeros(16, 96, dtype=dtype) if is_transposed else None
+        weight = torch.zeros(16, *((64, 96) if is_transposed else (96, 64)), dtype=dtype)
+        grouped_linear(x, ids, weight, bias, is_transposed)
 
 
 def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:

@@ -2,7 +2,7 @@
 
 Twin: `specdec.backends.experts.grouped_linear_twin`. Up to SCANNED rows a program finds the rows of its expert among
 all ids by itself and reads a tile of that expert's weight once, which decides the time of a decode; programs of experts
-that nobody chose leave. Above, another launch puts rows in the order of experts first, and programs take blocks of them.
+that nobody chose leave. Above, another launch puts rows in the order of experts first; programs take blocks of them.
 Ids past the last expert are one more expert, of no features: its products are zero. Results depend on neither the order
 of programs nor the other rows of an expert.
 """
