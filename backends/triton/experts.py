@@ -3,8 +3,8 @@
 Twin: `specdec.backends.experts.grouped_linear_twin`. Up to SCANNED rows a program finds the rows of its expert among
 all ids by itself and reads a tile of that expert's weight once, which decides the time of a decode; programs of experts
 that nobody chose leave. Above, another launch puts rows in the order of experts first; programs take blocks of them.
-Ids past the last expert are one more expert, of no features: its products are zero. Results depend on neither the order
-of programs nor the other rows of an expert.
+Ids past the last expert are one more expert, of no features: its products are zero. For one tile, results depend on
+neither the order of programs nor the other rows of an expert.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from specdec.backends.triton.relaunch import INTERPRETED
 
-SCANNED = 512  # rows; comparing each of a block with all of them would cost more than the other launch
+SCANNED = 512  # rows, a power of two; above, comparing each of a block with all of them costs more than another launch
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ids"])
@@ -52,7 +52,7 @@ def _routed_block(starts, block, num_rows, E: tl.constexpr, BLOCK_E: tl.constexp
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "copies"],
+    do_not_specialize=["num_rows", "copies", "by_row"],
     do_not_specialize_on_alignment=["ids", "order", "starts"],
 )
 def _grouped_linear_kernel(
@@ -65,13 +65,13 @@ def _grouped_linear_kernel(
     starts,
     num_rows,
     copies,
+    by_row,
     N,
     K,
     stride_e,
     stride_row,
     E: tl.constexpr,
     ROUTED: tl.constexpr,
-    BY_ROW: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -82,7 +82,7 @@ def _grouped_linear_kernel(
 ):
     """BLOCK_N columns of the products with one expert: of one block of its rows if ROUTED, else of all of them.
 
-    Else programs are of experts, or BY_ROW of the first row that each expert has.
+    Else programs are of experts, or by_row (1 or 0) of the first row that each expert has.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     program = tl.program_id(1)
@@ -91,13 +91,13 @@ def _grouped_linear_kernel(
         expert, begin, end = _routed_block(starts, program, num_rows, E, BLOCK_IDS, BLOCK_M)
     else:
         found = tl.minimum(tl.load(ids + i, mask=i < num_rows, other=E).to(tl.int32), E)
-        expert = tl.minimum(tl.load(ids + program).to(tl.int32), E) if BY_ROW else program
+        chosen = tl.load(ids + tl.minimum(program, num_rows - 1)).to(tl.int32)
+        expert = tl.where(by_row == 1, tl.minimum(chosen, E), program)
         is_own = (found == expert) & (i < num_rows)
         rank = tl.cumsum(is_own.to(tl.int32), 0) - 1
+        num_before = tl.sum((is_own & (i < program)).to(tl.int32)) * by_row
         begin = 0
-        end = tl.sum(is_own.to(tl.int32))
-        if BY_ROW:
-            end = tl.where(tl.sum((is_own & (i < program)).to(tl.int32)) == 0, end, 0)
+        end = tl.where(num_before == 0, tl.sum(is_own.to(tl.int32)), 0)
     num_features = tl.where(expert < E, K, 0)
     matrix = weight + expert.to(tl.int64) * stride_e
     for first in range(begin, end, BLOCK_M):
@@ -163,7 +163,7 @@ def grouped_linear(
         return out
     tile, is_routed = tiling(num_rows, num_experts, x.element_size()), num_rows > SCANNED
     order, starts = _route(ids, num_experts) if is_routed else (ids, ids)
-    by_row = num_rows <= num_experts
+    block_ids = triton.next_power_of_2(num_experts + 1) if is_routed else 64 if num_rows <= 64 else SCANNED
     num_groups = num_rows // tile.m + min(num_experts + 1, num_rows) if is_routed else min(num_experts + 1, num_rows)
     _grouped_linear_kernel[(triton.cdiv(num_columns, tile.n), num_groups)](
         x,
@@ -175,17 +175,17 @@ def grouped_linear(
         starts,
         num_rows,
         num_rows // x.shape[0],
+        int(num_rows <= num_experts),
         num_columns,
         x.shape[1],
         weight.stride(0),
         weight.stride(1),
         E=num_experts,
         ROUTED=is_routed,
-        BY_ROW=by_row and not is_routed,
         TRANSPOSED=is_transposed,
         HAS_BIAS=bias is not None,
         UPCAST=INTERPRETED and x.dtype == torch.bfloat16,
-        BLOCK_IDS=triton.next_power_of_2(num_experts + 1 if is_routed else max(num_rows, 16)),
+        BLOCK_IDS=block_ids,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
@@ -199,6 +199,5 @@ def _route(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Ten
     """Return the rows [num_rows] in the order of experts, and where each expert's begin [E + 1], both int32."""
     order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
-    block = min(1024, triton.next_power_of_2(ids.numel()))
-    _route_kernel[(num_experts + 1,)](ids, order, starts, ids.numel(), E=num_experts, BLOCK=block)
+    _route_kernel[(num_experts + 1,)](ids, order, starts, ids.numel(), E=num_experts, BLOCK=1024)
     return order, starts

@@ -218,9 +218,14 @@ def estimate_prefill_bytes(
 
 
 def resolve_prefill_mode(config: EngineConfig, target: HFTarget) -> str:
-    """Resolve `prefill_graph` to "piecewise", "breakable" or "off", the way in parts; "auto" captures on CUDA only."""
+    """Resolve `prefill_graph` to "piecewise", "breakable" or "off", the way in parts."""
     if config.prefill_graph not in ("auto", "whole"):
         return config.prefill_graph
-    if config.prefill_graph == "auto" and (target.device.type != "cuda" or config.cuda_graph is False):
+    if config.prefill_graph == "auto" and not auto_captures(config, target.device):
         return "off"
     return "breakable" if why_uncompiled(config, target.device) else "piecewise"
+
+
+def auto_captures(config: EngineConfig, device: torch.device) -> bool:
+    """Return whether prefills have graphs under "auto"."""
+    return device.type == "cuda" and config.cuda_graph is not False
