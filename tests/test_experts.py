@@ -83,6 +83,8 @@ def test_kernels_equal_their_twin(dtype, scanned, monkeypatch):
         is_foreign = given[0].flatten() == E
         assert not found[is_foreign].any()
         assert torch.equal(kernels.grouped_linear(x.repeat_interleave(shape[1], 0), *given), found)
+    (ids, weight, bias, is_transposed), view = given, given[1].transpose(1, 2)
+    assert torch.equal(kernels.grouped_linear(x, ids, view, bias, not is_transposed), found)
     order = torch.randperm(x.shape[0], device=DEVICE)  # of the last shape: results go with their tokens
     moved = kernels.grouped_linear(x[order], given[0][order], *given[1:])
     assert torch.equal(moved, found.view(*given[0].shape, -1)[order].flatten(0, 1))

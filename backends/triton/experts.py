@@ -153,8 +153,10 @@ def tiling(num_rows: int, num_experts: int, itemsize: int) -> Tiling:
 def grouped_linear(
     x: torch.Tensor, expert_ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
 ) -> torch.Tensor:
-    """See `specdec.backends.experts.grouped_linear`; bf16, fp16 or fp32, weight with a dense last dim."""
-    assert weight.stride(2) == 1 and x.dtype == weight.dtype, "experts need a dense last dim, and x of their dtype"
+    """See `specdec.backends.experts.grouped_linear`; bf16, fp16 or fp32, weight with a dense dim besides the first."""
+    if weight.stride(2) != 1:  # a view: it is dense the other way round
+        weight, is_transposed = weight.transpose(1, 2), not is_transposed
+    assert weight.stride(2) == 1 and x.dtype == weight.dtype, "experts need a dense dim, and x of their dtype"
     x, ids = x.contiguous(), expert_ids.contiguous()
     num_experts, num_rows = weight.shape[0], ids.numel()
     num_columns = weight.shape[2 if is_transposed else 1]
