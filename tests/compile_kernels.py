@@ -74,10 +74,10 @@ def products_of_experts() -> None:
     """Few rows of many experts, more, and so many that they are ordered first; both layouts, with and without bias."""
     from specdec.backends.triton.experts import grouped_linear
 
-    many = [(num_tokens, torch.bfloat16) for num_tokens in (1, 9, 300, 500, 1000)]
+    many = [(num_tokens, torch.bfloat16) for num_tokens in (1, 50, 300, 500, 1000)]
     for num_tokens, dtype in [*many, (1, torch.float32), (300, torch.float32)]:
         x, ids = torch.zeros(num_tokens, 64, dtype=dtype), torch.zeros(num_tokens, 2, dtype=torch.int64)
-        is_transposed = num_tokens in (9, 500)
+        is_transposed = num_tokens in (50, 500)
         bias = torch.zeros(16, 96, dtype=dtype) if is_transposed else None
         weight = torch.zeros(16, *((64, 96) if is_transposed else (96, 64)), dtype=dtype)
         grouped_linear(x, ids, weight, bias, is_transposed)

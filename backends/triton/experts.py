@@ -1,6 +1,6 @@
 """Products of tokens with the experts that they were sent to, without a sort, atomics, or the host.
 
-Twin: `specdec.backends.experts.grouped_linear_twin`. Up to SCANNED rows a program finds the rows of its expert among
+Twin: `specdec.backends.experts.grouped_linear_twin`. For few rows a program finds the rows of its expert among
 all ids by itself and reads a tile of that expert's weight once, which decides the time of a decode; programs of experts
 that nobody chose leave. Above, another launch puts rows in the order of experts first; programs take blocks of them.
 Ids past the last expert are one more expert, of no features: its products are zero. For one tile, results depend on
@@ -16,6 +16,7 @@ import triton.language as tl
 from specdec.backends.triton.relaunch import INTERPRETED
 
 SCANNED = 512  # rows, a power of two; above, comparing each of a block with all of them costs more than another launch
+SCANNED_AN_EXPERT = 8  # rows on average; above, some experts would have more than a tile, and be read again for them
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ids"])
@@ -137,13 +138,18 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
+def is_scanned(num_rows: int, num_experts: int) -> bool:
+    """Return whether programs find the rows of their experts by themselves."""
+    return num_rows <= min(SCANNED, SCANNED_AN_EXPERT * num_experts)
+
+
 def tiling(num_rows: int, num_experts: int, itemsize: int) -> Tiling:
     """Return the tile for `num_rows` rows of all experts together, of elements of `itemsize` bytes.
 
     Few rows: narrow tiles, so that many programs read weights at once. Many: tiles that reuse what they have loaded.
     """
     average = num_rows // num_experts
-    if num_rows <= SCANNED:
+    if is_scanned(num_rows, num_experts):
         return Tiling(16, 32, 256 // itemsize, 4, 4)
     if average < 48 or itemsize > 2:  # fp32 has no tensor cores: larger tiles would not fit registers
         return Tiling(32, 64, 128 // itemsize, 4, 4)
@@ -163,7 +169,7 @@ def grouped_linear(
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    tile, is_routed = tiling(num_rows, num_experts, x.element_size()), num_rows > SCANNED
+    tile, is_routed = tiling(num_rows, num_experts, x.element_size()), not is_scanned(num_rows, num_experts)
     order, starts = _route(ids, num_experts) if is_routed else (ids, ids)
     block_ids = triton.next_power_of_2(num_experts + 1) if is_routed else 64 if num_rows <= 64 else SCANNED
     num_groups = num_rows // tile.m + min(num_experts + 1, num_rows) if is_routed else min(num_experts + 1, num_rows)
