@@ -5,6 +5,7 @@ kernels of ours run it: it can be captured, in prefills too.
 """
 
 import importlib.util
+from functools import cache
 
 import torch
 
@@ -46,11 +47,16 @@ def grouped_linear_twin(
     return out
 
 
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def _on_cuda(
     x: torch.Tensor, expert_ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
 ) -> torch.Tensor:
     """Run the kernels; the twin, which waits for the host, where Triton is not installed, and in other dtypes."""
-    if weight.dtype not in KERNEL_DTYPES or importlib.util.find_spec("triton") is None:
+    if weight.dtype not in KERNEL_DTYPES or not _has_triton():
         return grouped_linear_twin(x, expert_ids, weight, bias, is_transposed)
     from specdec.backends.triton import experts
 
