@@ -2,6 +2,7 @@
 
 from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec, unmet_needs
 from specdec.backends.bridge import AttentionBridge
+from specdec.backends.experts import grouped_linear
 from specdec.backends.op import ForwardContext, attention, before_attention, forward_context
 from specdec.backends.registry import BACKENDS, compiling_kernels, pick_backend
 from specdec.backends.rope import Rope
@@ -21,6 +22,7 @@ __all__ = [
     "before_attention",
     "compiling_kernels",
     "forward_context",
+    "grouped_linear",
     "pick_backend",
     "unmet_needs",
 ]

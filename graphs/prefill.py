@@ -2,8 +2,8 @@
 
 A prefill graph sees only tokens, not what they are for. A TARGET_VERIFY batch can have as many tokens as a prefill and
 would even be computed correctly, since attention runs outside the graph on the live batch's metadata. It is refused
-anyway: a model's experts may use other arithmetic in rounds than in prefills, and counters and strict mode are
-meaningful only if every mode has one path. So the first rules check the mode alone, before any size.
+anyway: counters and strict mode are meaningful only if every mode has one path. So the first rules check the mode
+alone, before any size.
 """
 
 from collections.abc import Callable, Mapping

@@ -90,7 +90,6 @@ def trace(
     num_outputs: int = 1,
     smallest: int = 1,
     largest: int = 1 << 13,
-    joins: bool = True,
     alike: Sequence[nn.Module] = (),
     numbers: Sequence[int] | None = None,
     rewrite: Callable[[fx.GraphModule], object] | None = None,
@@ -103,7 +102,7 @@ def trace(
     inputs: examples [T, ...] of one T > 1, whose first dimension becomes dynamic. smallest, largest: the T it will be
     called with. A caller that compares T=1 with `fn` itself passes smallest=2: torch's own ops guard against one row
     where a copy might broadcast, which seldom changes their result. split_at: the op overload to split at.
-    compiler: "inductor", or "eager" to leave the pieces as they are. joins: whether products of one input become one.
+    compiler: "inductor", or "eager" to leave the pieces as they are.
     alike: modules in `fn` many of which are equal but for their weights: those are walked once, where torch can show
     that they are; nothing else depends on it. numbers: the argument 3 of the calls of `split_at`, in their order.
     rewrite: changes the flat graph in place, before it is split.
@@ -115,7 +114,7 @@ def trace(
     chain, text = _recall(record, inputs), ""
     was_kept = chain is not None
     if chain is None:
-        chain = _walk(fn, inputs, split_at, num_outputs, (smallest, largest), joins, alike, numbers, rewrite)
+        chain = _walk(fn, inputs, split_at, num_outputs, (smallest, largest), alike, numbers, rewrite)
         chain, text = _through_text(chain, inputs, record)
     try:
         compiled = compile_pieces(chain, inputs, split_at, compiler, largest, keep, progress)
@@ -155,7 +154,6 @@ def _walk(
     split_at: Any,
     num_outputs: int,
     sizes: tuple[int, int],
-    joins: bool,
     alike: Sequence[nn.Module],
     numbers: Sequence[int] | None,
     rewrite: Callable[[fx.GraphModule], object] | None,
@@ -164,7 +162,7 @@ def _walk(
     for tensor in inputs:
         torch._dynamo.mark_dynamic(tensor, 0)
     while True:
-        backend = _Backend(split_at, sizes, joins, numbers, rewrite)
+        backend = _Backend(split_at, sizes, numbers, rewrite)
         compiled = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
         try:
             # Without it Dynamo assumes T > 1 and leaves no guard that shows it.
@@ -203,7 +201,6 @@ class _Backend:
         self,
         split_at: Any,
         sizes: tuple[int, int],
-        joins: bool,
         numbers: Sequence[int] | None,
         rewrite: Callable[[fx.GraphModule], object] | None,
     ):
@@ -211,7 +208,6 @@ class _Backend:
         self.groups: list[list[int]] = []
         self._split_at = split_at
         self._smallest, self._largest = sizes
-        self._joins = joins
         self._numbers = numbers
         self._rewrite = rewrite
 
@@ -225,8 +221,7 @@ class _Backend:
         if self._rewrite is not None:
             self._rewrite(graph)
         self.num_outputs = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])
-        if self._joins:
-            self.groups = merge_linears(graph, example_inputs)
+        self.groups = merge_linears(graph, example_inputs)
         self.split = cut(graph, self._split_at)
 
         def called(*args: Any) -> Any:

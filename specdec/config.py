@@ -43,8 +43,7 @@ class EngineConfig:
     prefill_graph: graphs of prefills: "breakable" (captured in segments around attention), "piecewise" (the same, of
         traced and compiled pieces), "whole" (attention, first tokens and the draft's prefill included: one launch;
         batches it does not serve take "piecewise" where layers are compiled, else "breakable"), "off", or "auto": on
-        CUDA whole ones up to 2048 tokens and those others; "off" elsewhere, and for models whose experts wait for the
-        host.
+        CUDA whole ones up to 2048 tokens and those others; "off" elsewhere.
     prefill_buckets: token counts to capture for prefills, None for the usual ones up to max_prefill_tokens.
     compile: whether the target's layers are traced and compiled, for rounds and prefills; attaching takes longer then,
         most of all the first time on a machine. "auto": on CUDA, where rounds have graphs; a model that does not trace

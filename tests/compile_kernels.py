@@ -56,6 +56,7 @@ def compile_all() -> list[str]:
     attention(torch.float32, LAYERS[1:2])
     round_kernels()
     sums_over_ranks()
+    products_of_experts()
     flashinfer_tables()
     return compiled
 
@@ -67,6 +68,19 @@ def sums_over_ranks() -> None:
     summed = PushedSum(torch.zeros(PushedSum.num_bytes(2, 1 << 18), dtype=torch.uint8), [0, 0], 0, 1 << 18)
     for dtype in (torch.float32, torch.bfloat16):
         summed(torch.zeros(3000, dtype=dtype))
+
+
+def products_of_experts() -> None:
+    """Few rows of many experts, more, and so many that they are ordered first; both layouts, with and without bias."""
+    from specdec.backends.triton.experts import grouped_linear
+
+    many = [(num_tokens, torch.bfloat16) for num_tokens in (1, 50, 300, 500, 1000)]
+    for num_tokens, dtype in [*many, (1, torch.float32), (300, torch.float32)]:
+        x, ids = torch.zeros(num_tokens, 64, dtype=dtype), torch.zeros(num_tokens, 2, dtype=torch.int64)
+        is_transposed = num_tokens in (50, 500)
+        bias = torch.zeros(16, 96, dtype=dtype) if is_transposed else None
+        weight = torch.zeros(16, *((64, 96) if is_transposed else (96, 64)), dtype=dtype)
+        grouped_linear(x, ids, weight, bias, is_transposed)
 
 
 def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:

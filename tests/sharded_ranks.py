@@ -23,6 +23,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Colwis
 
 from specdec.backends.comm import Communicator
 from specdec.errors import AttachError
+from specdec.targets.experts import expert_configs, experts_routed
 from specdec.targets.sharded import Sharded, find_group, plain
 from tests.tiny_models import CONFIGS, VOCAB
 
@@ -108,7 +109,7 @@ class Cases:
         """A model before, while and after its parallelism is plain."""
         model, whole = self.load(case)
         before, state = _logits(model), _state(model)
-        with self.made_plain(model) as sharded:
+        with self.made_plain(model) as sharded, experts_routed(expert_configs(model)):  # as engines run it
             facts = {
                 "rank": (sharded.rank, sharded.size),
                 "logits": _logits(model),

@@ -33,20 +33,18 @@ def test_fp32_equals_generate(name):
         engine = specdec.attach(model, head, max_batch=4, strict=True, **(config or {}))
         assert engine.generate(prompts, max_new_tokens=24).tokens == expected, config
         engine.check_integrity()
-        runners, waits = engine.report().runners, name in ("gpt_oss", "qwen3_moe", "deepseek_v3")
+        runners = engine.report().runners
         in_parts = {"target_prefill", "draft_prefill", "first_token", "draft_begin"}  # whole graphs did all of that
-        needed = runners.keys() - {"target_prefill", "draft_prefill"} if waits else runners.keys() - in_parts
-        assert all(runners[what]["replays"] for what in needed)
-        if waits:  # in fp32
-            assert runners["target_prefill"]["rejects"].keys() == {"the model's experts wait for the host"}
+        assert all(runners[what]["replays"] for what in runners.keys() - in_parts)
         engine.detach()
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_experts_in_bf16_are_captured(name):
-    model = tiny_model(name).to(torch.bfloat16).cuda()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_in_16_bits_are_captured(name, dtype):
+    model = tiny_model(name).to(dtype).cuda()
     with pytest.warns(UserWarning, match="inv_freq is in low precision"):
-        engine = specdec.attach(model, random_head(model).bfloat16().cuda(), max_batch=4, num_steps=3, strict=True)
+        engine = specdec.attach(model, random_head(model).to(dtype).cuda(), max_batch=4, num_steps=3, strict=True)
     engine.generate(ragged_prompts(), max_new_tokens=12)
     runners = engine.report().runners
     assert runners["round"]["replays"] and runners["whole_prefill"]["replays"]

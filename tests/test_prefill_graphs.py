@@ -17,7 +17,6 @@ from specdec.errors import GraphError
 from specdec.graphs import BufferSpec, Counters, EagerCapture, GraphRunner, PrefillRunner, RecordedCapture, Setup
 from specdec.graphs.build import build
 from specdec.graphs.prefill import check_padding, reject_target_verify
-from specdec.targets.probe import waiting_configs
 from tests.heads import MODULES, random_draft, random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import ADMITTED, VOCAB, tiny_model
@@ -30,9 +29,6 @@ LIKELY = MODES if DEVICE.type == "cuda" else ["breakable"]  # where the trace, w
 SHAPES = {"plain": None, "chain": {"num_steps": 3}, "tree": {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}}
 TRACED = ("qwen2_windowed", "gemma3", "gpt_oss", "deepseek_v3")  # biases, two ropes, sinks, latent attention
 COMPILERS = ["eager", "inductor"] if DEVICE.type == "cuda" else ["eager"]
-# Whose experts wait for the host in fp32: their prefills cannot be captured on CUDA.
-WAITING = ("gpt_oss", "qwen3_moe", "deepseek_v3") if DEVICE.type == "cuda" else ()
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -140,14 +136,11 @@ def test_chunks_replay_over_a_cached_prefix(mode):
 def test_every_architecture_replays_and_keeps_its_text(name, mode):
     model, prompts = model_of(name), ragged_prompts()
     expected = [greedy(model, p) for p in prompts]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if name in WAITING else "default")
-        engine = engine_of(model, mode, max_prefill_tokens=48)
+    engine = engine_of(model, mode, max_prefill_tokens=48)
     assert engine.generate(prompts, max_new_tokens=24).tokens == expected
     runners = engine.report().runners
-    if name not in WAITING:
-        assert runners["target_prefill"]["replays"] and not runners["target_prefill"]["rejects"]
-        assert_same(engine, [7, 9, 3])
+    assert runners["target_prefill"]["replays"] and not runners["target_prefill"]["rejects"]
+    assert_same(engine, [7, 9, 3])
     assert runners["draft_prefill"]["replays"] and not runners["draft_prefill"]["rejects"]
 
 
@@ -583,16 +576,6 @@ def test_bf16_replays_equal_eager(mode):
     assert replays(engine) == 4
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
-def test_experts_in_bf16_replay_prefills(name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = engine_of(model_of(name, dtype=torch.bfloat16), "breakable", max_prefill_tokens=48)
-    engine.generate(ragged_prompts(), max_new_tokens=8)
-    assert replays(engine)
-
-
 class Branches(torch.nn.Module):
     """A norm that does something else for long batches."""
 
@@ -650,13 +633,11 @@ def test_compiled_layers_that_raise_leave_no_trace(monkeypatch):
     assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
 
 
-def test_two_traces_of_one_model_hold_its_weights_once(monkeypatch):
-    """As where experts wait for the host: prefills and rounds run other arithmetic."""
+def test_one_trace_serves_prefills_and_rounds_on_the_live_weights():
     model, prompts = model_of(), ragged_prompts()
-    monkeypatch.setattr(specdec.targets.hf.HFTarget, "same_experts_in_all_modes", False)
     engine = engine_of(model, "piecewise", compile=True, max_prefill_tokens=48)
     compiled = engine._core.target.compiled
-    assert compiled[True] is not compiled[False]
+    assert compiled[True] is compiled[False]
     model.model.layers[0].mlp.gate_proj.weight.data.mul_(0.5)  # both see it
     assert engine.generate(prompts, max_new_tokens=12).tokens == [greedy(model, p, 12) for p in prompts]
     engine.detach()
@@ -718,36 +699,19 @@ def test_the_size_from_which_the_device_is_busy_is_found(slow_from, monkeypatch)
     assert len(set(sizes)) <= 4  # a bisection of eight
 
 
-def test_auto_leaves_prefills_alone_where_experts_wait_for_the_host(monkeypatch):
+def test_auto_captures_prefills_where_there_are_graphs():
     from specdec.config import EngineConfig
-    from specdec.prefill.graphs import resolve_prefill_mode, why_off
+    from specdec.prefill.graphs import resolve_prefill_mode
 
     class Target:
-        device, same_experts_in_all_modes = torch.device("cuda"), False
+        device = torch.device("cuda")
 
-    assert resolve_prefill_mode(EngineConfig(), Target()) == "off"
-    assert why_off(EngineConfig(), Target()) == "the model's experts wait for the host"
     assert resolve_prefill_mode(EngineConfig(prefill_graph="breakable"), Target()) == "breakable"
-    Target.same_experts_in_all_modes = True
     assert resolve_prefill_mode(EngineConfig(), Target()) == "breakable"
     assert resolve_prefill_mode(EngineConfig(compile=True), Target()) == "piecewise"
     assert resolve_prefill_mode(EngineConfig(cuda_graph=False), Target()) == "off"
     Target.device = torch.device("cpu")
     assert resolve_prefill_mode(EngineConfig(compile=True), Target()) == "off"
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "waits"),
-    [
-        ("llama", torch.float32, False),
-        ("gemma2", torch.bfloat16, False),
-        ("qwen3_moe", torch.float32, True),
-        ("qwen3_moe", torch.bfloat16, False),
-    ],
-)
-def test_only_experts_wait_for_the_host(name, dtype, waits):
-    """transformers gives a model without experts the implementation "eager", too: that must not turn its graphs off."""
-    assert bool(waiting_configs(tiny_model(name), dtype)) == waits
 
 
 class BranchesOnOne(torch.nn.Module):
@@ -783,9 +747,7 @@ def test_a_trace_that_is_wrong_for_one_token_is_refused():
 @pytest.mark.parametrize("name", ADMITTED if DEVICE.type == "cuda" else ("llama", *TRACED))
 def test_compiled_layers_serve_one_token(name):
     model = model_of(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if name in WAITING else "default")
-        engine = engine_of(model, "off", "plain", compile=True, cuda_graph=True)
+    engine = engine_of(model, "off", "plain", compile=True, cuda_graph=True)
     for prompt in ragged_prompts():
         assert engine.generate([prompt], max_new_tokens=8).tokens == [greedy(model, prompt, 8)]
     assert engine._core.target.compiled

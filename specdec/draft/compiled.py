@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from specdec.draft.worker import DraftWorker
 from specdec.errors import GraphError
 from specdec.targets.checked import EXAMPLES, Batch, Subject, trace_checked
 from specdec.targets.compiled import compile_layers, why_uncompiled
+from specdec.targets.experts import experts_routed
 
 
 def compile_draft(worker: DraftWorker, config: EngineConfig, prefill_mode: str) -> str:
@@ -28,7 +28,6 @@ def compile_draft(worker: DraftWorker, config: EngineConfig, prefill_mode: str) 
     why = why_uncompiled(config, worker.hot_ids.device)
     if isinstance(worker, StandaloneWorker):
         return f"not compiled: {why}" if why else compile_layers(worker.model, config, prefill_mode).told
-    why = why or worker.why_live
     try:
         if not why:
             _compile_head(worker, config)
@@ -52,7 +51,7 @@ def _compile_head(worker: HeadWorker, config: EngineConfig) -> None:
         subject = Subject(
             run=run,
             examples=examples,
-            ready=lambda is_traced: nullcontext(),
+            ready=lambda is_traced: experts_routed(worker.expert_configs),
             num_outputs=1,
             num_layers=num_layers,
             largest=max(config.prefill_tokens, config.max_batch * config.tail_reserve),

@@ -15,7 +15,7 @@ from specdec.batch import ForwardMode
 from specdec.draft.drafting import DraftModelWorker
 from specdec.draft.worker import DraftParts, PrefillChunk, RoundBatch, RunPrefill
 from specdec.heads.base import DraftHead
-from specdec.targets.probe import batched_experts, waiting_configs
+from specdec.targets.experts import expert_configs, experts_routed
 
 
 class Compiled(Protocol):
@@ -50,9 +50,7 @@ class HeadWorker(DraftModelWorker):
         self.aux_layers = head.aux_layers
         self.hidden_size = head.hidden_size
         self.num_modules = head.num_modules
-        is_cuda = weight.device.type == "cuda"
-        self._waiting = waiting_configs(head, weight.dtype) if is_cuda else []
-        self.prefill_syncs = bool(self._waiting)
+        self.expert_configs = expert_configs(head)
         every_position = torch.arange(config.table_width, device=weight.device)
         self.compiled: dict[int, Compiled] = {}  # by module
         self.compiled_norms: dict[int, Compiled] = {}  # of those whose norm before the output head stands apart
@@ -70,18 +68,13 @@ class HeadWorker(DraftModelWorker):
         if module in self.compiled:
             (states,) = self.compiled[module](ids.contiguous(), positions, hidden.contiguous())
             return states
-        with batched_experts(() if mode is ForwardMode.EXTEND else self._waiting):
+        with experts_routed(self.expert_configs):
             return self.run_live(ids, positions, hidden, module)
 
     def run_live(self, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, module: int) -> torch.Tensor:
-        """`run` by the head's own modules. This is what gets traced."""
+        """`run` by the head's own modules; needs `experts_routed`. This is what gets traced."""
         rope = Rope(*self.rope_tables[positions].unbind(1))
         return self.head(self.embed_tokens(ids), hidden, rope, _attend, module)
-
-    @property
-    def why_live(self) -> str:
-        """Why the head cannot be compiled, whatever it computes; empty if it can."""
-        return "its experts run in rounds as they do not in prefills" if self._waiting else ""
 
     def drop_compiled(self) -> None:
         """Switch back to the live modules; every weight has a storage of its own again."""

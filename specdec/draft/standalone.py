@@ -30,7 +30,6 @@ class StandaloneWorker(DraftModelWorker):
         )
         self.model = draft
         self.module = draft.model
-        self.prefill_syncs = not draft.same_experts_in_all_modes
 
     def run(
         self,

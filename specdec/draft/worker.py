@@ -99,7 +99,6 @@ class DraftWorker(ABC):
     module: nn.Module | None = None  # the draft's own model
     num_modules: int = 1  # forwards of a prefill, one after the other: MTP modules
     reads_history: bool = False  # it reads `RoundBatch.history`, prompts included
-    prefill_syncs: bool = False  # its prefill reads device values on the host, so it cannot be captured
 
     def prefill_layers(
         self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0

@@ -57,7 +57,7 @@ class Core:
         rewrite_row(parts.state, parts.tables, parts.ops, config.dummy_row)
         graph_pool = GraphPool(device) if device.type == "cuda" else None
         start = time.perf_counter()
-        mode = resolve_prefill_mode(config, target, worker.prefill_syncs)
+        mode = resolve_prefill_mode(config, target)
         mode, self.how_compiled = compile_layers(target, config, mode)
         self.how_draft_compiled = compile_draft(worker, config, mode) if target.compiled else ""
         self.compile_seconds = time.perf_counter() - start if target.compiled else 0.0

@@ -51,7 +51,7 @@ class PrefillGraphs:
     """
 
     def __init__(self, parts: Parts, program: Round, pool: GraphPool | None, mode: str):
-        target, worker, config, slot_table = parts.target, parts.worker, parts.config, parts.tables.table
+        target, config, slot_table = parts.target, parts.config, parts.tables.table
         self.mode = mode
         self.whole = None if mode == "off" else whole_graphs(parts, program, pool)
         self._slot_table = slot_table
@@ -59,7 +59,7 @@ class PrefillGraphs:
         self._is_debug = is_debug()
         device = slot_table.device
         breakable = None if mode == "off" else pick_breakable(device, pool)
-        self._capture: Capture = breakable or EagerCapture(why_off(config, target, worker.prefill_syncs))
+        self._capture: Capture = breakable or EagerCapture()
         buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
         interrupt = breakable.interrupt if breakable is not None else lambda fn: fn()
         largest = buckets[-1] if breakable is not None else 0
@@ -217,19 +217,15 @@ def estimate_prefill_bytes(
     return buckets[-1] * row_bytes + num_graphs * num_layers * NODES_A_LAYER * NODE_BYTES
 
 
-def resolve_prefill_mode(config: EngineConfig, target: HFTarget, draft_syncs: bool = False) -> str:
-    """Resolve `prefill_graph` to "piecewise", "breakable" or "off", the way in parts. draft_syncs: see `why_off`."""
+def resolve_prefill_mode(config: EngineConfig, target: HFTarget) -> str:
+    """Resolve `prefill_graph` to "piecewise", "breakable" or "off", the way in parts."""
     if config.prefill_graph not in ("auto", "whole"):
         return config.prefill_graph
-    if config.prefill_graph == "auto" and why_off(config, target, draft_syncs):
+    if config.prefill_graph == "auto" and not auto_captures(config, target.device):
         return "off"
     return "breakable" if why_uncompiled(config, target.device) else "piecewise"
 
 
-def why_off(config: EngineConfig, target: HFTarget, draft_syncs: bool = False) -> str:
-    """Return why "auto" captures no prefills; empty if it does. draft_syncs: `DraftWorker.prefill_syncs`."""
-    if target.device.type != "cuda" or config.cuda_graph is False or config.prefill_graph == "off":
-        return "graphs are off"
-    if draft_syncs:
-        return "the draft's experts wait for the host"
-    return "" if target.same_experts_in_all_modes else "the model's experts wait for the host"
+def auto_captures(config: EngineConfig, device: torch.device) -> bool:
+    """Return whether prefills have graphs under "auto"."""
+    return device.type == "cuda" and config.cuda_graph is not False

@@ -205,11 +205,7 @@ def _why_not_whole(parts: Parts) -> str:
     """Return why a prefill cannot be one graph; empty if it can."""
     contexts = [c for c in (parts.context, parts.worker.context) if c is not None]
     on_host = [c.backend.name for c in contexts if not c.backend.capabilities.packed_prefill]
-    if on_host:
-        return f"{on_host[0]} plans prefills on the host"
-    if parts.worker.prefill_syncs or not parts.target.same_experts_in_all_modes:
-        return "experts wait for the host"
-    return ""
+    return f"{on_host[0]} plans prefills on the host" if on_host else ""
 
 
 def whole_sizes(config: EngineConfig) -> tuple[int, ...]:

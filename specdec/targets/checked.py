@@ -17,7 +17,7 @@ from specdec.graphs.kept import TRACES, Record, folder, keeping, num_found, rene
 from specdec.graphs.pieces import start_workers
 from specdec.graphs.structure import structure
 from specdec.graphs.trace import Traced, trace
-from specdec.targets import rotation
+from specdec.targets import experts, rotation
 from specdec.targets.echo import Expected, compare, expect
 
 # Tokens of the forwards that are compared; the first is traced. At one token, the plain decode, a trace that took
@@ -32,7 +32,7 @@ class Subject:
     """What is traced: `run`, which takes a batch and returns `num_outputs` tensors, possibly beside None.
 
     examples: batches of the sizes of EXAMPLES, a group each. ready: the context that it runs in, and is traced in.
-    num_layers: attention calls; largest: tokens it will be called with; joins, alike, numbers: see `trace`. modules,
+    num_layers: attention calls; largest: tokens it will be called with; alike, numbers: see `trace`. modules,
     tensors: what it reads, modules by a name and tensors beside theirs; facts: what else a trace of it depends on.
     any_rank: whether something is so on any of the ranks that run it together, which must not part.
     """
@@ -46,7 +46,6 @@ class Subject:
     modules: Mapping[str, nn.Module]
     tensors: Mapping[str, torch.Tensor]
     facts: Sequence[Any] = ()
-    joins: bool = True
     alike: Sequence[nn.Module] = ()
     numbers: Sequence[int] | None = None
     any_rank: Callable[[bool], bool] = bool
@@ -104,8 +103,8 @@ def _trace_or_recall(
 def _record(subject: Subject, where: Path) -> Record:
     """Return where the trace of `subject` is kept."""
     tensors = {f"{name}.{n}": t for name, m in subject.modules.items() for n, t in _tensors(m)} | dict(subject.tensors)
-    facts = [subject.num_outputs, subject.num_layers, subject.largest, subject.joins, subject.numbers, *subject.facts]
-    facts.append(inspect.getsource(rotation))
+    facts = [subject.num_outputs, subject.num_layers, subject.largest, subject.numbers, *subject.facts]
+    facts += [inspect.getsource(module) for module in (experts, rotation)]
     with subject.ready(True):
         told = structure(subject.run, subject.modules, tensors, subject.examples[0][0], repr((facts, str(OP._schema))))
     return Record(where / TRACES / f"{told}.json", tensors)
@@ -138,7 +137,6 @@ def _trace(
                     num_outputs=subject.num_outputs,
                     smallest=2,  # one token is compared
                     largest=subject.largest,
-                    joins=subject.joins,
                     alike=subject.alike,
                     numbers=subject.numbers,
                     rewrite=lambda graph: rotation.hand_over_rotations(graph, OP),

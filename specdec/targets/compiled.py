@@ -3,7 +3,7 @@
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -54,52 +54,39 @@ def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) ->
     """
     start, why = time.perf_counter(), why_uncompiled(config, target.device)
     is_piecewise = prefill_mode == "piecewise"
-    wanted = [ForwardMode.EXTEND] * is_piecewise + [ForwardMode.DECODE] * (not why)
-    # One trace serves prefills and rounds, where they run the same arithmetic.
-    traces = {wanted[0]: wanted} if wanted and target.same_experts_in_all_modes else {mode: [mode] for mode in wanted}
-    done: list[Traced] = []
-    for mode, served in traces.items():
-        try:
-            traced = trace_checked(_subject(target, mode, config), config, target.device)
-        except GraphError as error:
-            if _must_raise(config, served):
-                target.drop_compiled()
-                raise GraphError(f"the layers of {type(target.model).__name__}: {error}") from error
-            if config.compile is True:
-                warnings.warn(
-                    f"{type(target.model).__name__} runs uncompiled: {error}. Leave compile out if that is expected",
-                    stacklevel=6,
-                )
-            if config.prefill_graph == "piecewise" and done:  # prefills are compiled; rounds were not asked to be
-                return Outcome(prefill_mode, f"{_told(done, start)}; rounds are not: {error}")
-            target.drop_compiled()
-            return Outcome("breakable" if is_piecewise else prefill_mode, f"not compiled: {error}")
-        for other in served:
-            target.use_compiled(traced, for_prefills=other is ForwardMode.EXTEND)
-        done.append(traced)
-    return Outcome(prefill_mode, _told(done, start) if done else f"not compiled: {why}")
+    served = [ForwardMode.EXTEND] * is_piecewise + [ForwardMode.DECODE] * (not why)
+    if not served:
+        return Outcome(prefill_mode, f"not compiled: {why}")
+    try:
+        traced = trace_checked(_subject(target, config), config, target.device)
+    except GraphError as error:
+        if config.prefill_graph == "piecewise" or (config.strict and config.compile is True):
+            raise GraphError(f"the layers of {type(target.model).__name__}: {error}") from error
+        if config.compile is True:
+            warnings.warn(
+                f"{type(target.model).__name__} runs uncompiled: {error}. Leave compile out if that is expected",
+                stacklevel=6,
+            )
+        return Outcome("breakable" if is_piecewise else prefill_mode, f"not compiled: {error}")
+    for mode in served:  # one trace serves prefills and rounds
+        target.use_compiled(traced, for_prefills=mode is ForwardMode.EXTEND)
+    return Outcome(prefill_mode, _told(traced, start))
 
 
-def _must_raise(config: EngineConfig, served: Sequence[ForwardMode]) -> bool:
-    """Whether layers that do not trace are an error where they were to serve forwards of the modes `served`."""
-    if config.prefill_graph == "piecewise":
-        return config.compile is True or ForwardMode.EXTEND in served
-    return config.strict and config.compile is True
-
-
-def _told(traces: Sequence[Traced], start: float) -> str:
-    num_compiled, num_found = sum(t.num_compiled for t in traces), sum(t.num_found for t in traces)
-    pieces = f"{num_compiled} piece{'s' * (num_compiled > 1)}, {num_found} of them kept from before"
-    pieces += "; the trace, too" if all(t.was_kept for t in traces) else ""
+def _told(traced: Traced, start: float) -> str:
+    pieces = (
+        f"{traced.num_compiled} piece{'s' * (traced.num_compiled > 1)}, {traced.num_found} of them kept from before"
+    )
+    pieces += "; the trace, too" if traced.was_kept else ""
     return f"compiled in {time.perf_counter() - start:.1f} s ({pieces})"
 
 
-def _subject(target: HFTarget, mode: ForwardMode, config: EngineConfig) -> Subject:
-    """The layers as they run in `mode`."""
+def _subject(target: HFTarget, config: EngineConfig) -> Subject:
+    """The layers as they run in forwards of every mode."""
 
     @contextmanager
     def ready(is_traced: bool) -> Iterator[None]:
-        with target.routed(mode), target.unnumbered() if is_traced else nullcontext():
+        with target.routed(), target.unnumbered() if is_traced else nullcontext():
             yield
 
     return Subject(
@@ -112,7 +99,6 @@ def _subject(target: HFTarget, mode: ForwardMode, config: EngineConfig) -> Subje
         modules={"stack": target.spec.stack},
         tensors={},
         facts=(target.tapped,),
-        joins=not target.compiled,
         alike=_layers(target) if can_repeat() else (),
         numbers=range(len(target.spec.layers)),
         any_rank=target.any_rank,

@@ -22,14 +22,13 @@ from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError, GraphError
 from specdec.graphs.trace import Traced
 from specdec.layer_state import LayerState
+from specdec.targets.experts import expert_configs, experts_routed
 from specdec.targets.probe import (
     ModelSpec,
     answering,
     attention_configs,
     attention_implementation,
-    batched_experts,
     probe,
-    waiting_configs,
 )
 from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.sharded import Sharded, find_group, plain
@@ -115,7 +114,7 @@ class HFTarget:
             raise AttachError(type(model).__name__, ["some of its layers belong to a model that is attached already"])
         self.aux_layers: tuple[int, ...] = ()
         self._configs = attention_configs(model)
-        self._waiting = waiting_configs(model, self.dtype)
+        self._expert_configs = expert_configs(model)
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
         self._addresses: dict[str, int] = {}
         self._last_position: int | None = None
@@ -188,7 +187,7 @@ class HFTarget:
         if compiled is not None:
             hidden, aux = (*compiled(input_ids, positions), None)[:2]
         else:
-            with self.routed(mode):
+            with self.routed():
                 hidden, aux = self.run_layers(input_ids, positions)
         return hidden, hidden if self.aux_layers == (LAST,) else aux
 
@@ -210,11 +209,9 @@ class HFTarget:
         return tuple(i for i in self.aux_layers if i != LAST)
 
     @contextmanager
-    def routed(self, mode: ForwardMode) -> Iterator[None]:
-        """Route the live model's attention calls to us within the context."""
-        # A round must not wait for the host; `generate` decodes on a GPU with batched experts, too.
-        waiting = () if mode is ForwardMode.EXTEND or self.device.type != "cuda" else self._waiting
-        with attention_implementation(self._configs, "specdec"), batched_experts(waiting):
+    def routed(self) -> Iterator[None]:
+        """Route the live model's attention calls, and the products of its experts, to us within the context."""
+        with attention_implementation(self._configs, "specdec"), experts_routed(self._expert_configs):
             yield
 
     @contextmanager
@@ -227,11 +224,6 @@ class HFTarget:
         finally:
             for i, module in enumerate(self.spec.modules):
                 setattr(module, LAYER_ID, i)
-
-    @property
-    def same_experts_in_all_modes(self) -> bool:
-        """True if prefills and rounds multiply experts the same way, and nothing waits for the host; see `routed`."""
-        return not self._waiting or self.device.type != "cuda"
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""

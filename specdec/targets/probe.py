@@ -141,29 +141,13 @@ def attention_configs(model: nn.Module) -> list[Any]:
 @contextmanager
 def attention_implementation(configs: Sequence[Any], name: str) -> Iterator[None]:
     """Set the attention implementation of `configs` to `name`, and put the old ones back."""
-    with _replaced(configs, "_attn_implementation_internal", name):
+    with replaced(configs, "_attn_implementation_internal", name):
         yield
 
 
 @contextmanager
-def batched_experts(configs: Sequence[Any]) -> Iterator[None]:
-    """Let the experts of `configs` multiply without a device sync, and put the old implementations back."""
-    with _replaced(configs, "_experts_implementation_internal", "batched_mm"):
-        yield
-
-
-def waiting_configs(model: nn.Module, dtype: torch.dtype) -> list[Any]:
-    """List configs of experts in `model` that wait for the host: eager ones, and grouped matmuls other than in bf16.
-
-    Models without experts have such a config, too; what transformers made switchable has `_apply_gate`.
-    """
-    waiting = ("eager",) if dtype is torch.bfloat16 else ("eager", "grouped_mm")
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(m, "config")}
-    return [c for c in configs.values() if getattr(c, "_experts_implementation_internal", None) in waiting]
-
-
-@contextmanager
-def _replaced(configs: Sequence[Any], attribute: str, value: str) -> Iterator[None]:
+def replaced(configs: Sequence[Any], attribute: str, value: str) -> Iterator[None]:
+    """Set `attribute` of `configs` to `value`, and put the old values back."""
     before = [getattr(c, attribute) for c in configs]
     try:
         for config in configs:

@@ -1,0 +1,56 @@
+"""Experts of live models through our op: what transformers calls in place of an experts module's own forward.
+
+Gates, activations and layouts are the module's: it says how its weights lie, and gates what they give by itself.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from specdec.backends import grouped_linear
+from specdec.targets.probe import replaced
+
+
+def experts_forward(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the experts' outputs [T, h] on hidden_states [T, h], weighted by top_k_weights [T, k] and added up.
+
+    top_k_index: [T, k], experts of each token; those past the last count for nothing. The sum is over k in its order,
+    whatever the other tokens are, so results are deterministic.
+    """
+    first = _product(module, "gate_up_proj" if module.has_gate else "up_proj", hidden_states, top_k_index)
+    inner = module._apply_gate(first) if module.has_gate else module.act_fn(first)
+    out = _product(module, "down_proj", inner, top_k_index)
+    weighted = out * top_k_weights.reshape(-1, 1)
+    return weighted.view(*top_k_index.shape, out.shape[1]).sum(1).to(hidden_states.dtype)
+
+
+def _product(module: Any, name: str, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+    """Return `x` times the weights `name` of `module`, in their dtype, with their bias if they have one."""
+    weight = getattr(module, name)
+    bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    return grouped_linear(x.to(weight.dtype), expert_ids, weight, bias, module.is_transposed)
+
+
+ALL_EXPERTS_FUNCTIONS.register("specdec", experts_forward)
+
+
+def expert_configs(model: nn.Module) -> list[Any]:
+    """List the configs by which experts in `model` find what multiplies them, once each.
+
+    Models without experts have such configs, too; modules that transformers made switchable have `_apply_gate`.
+    """
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(m, "config")}
+    return [c for c in configs.values() if hasattr(c, "_experts_implementation_internal")]
+
+
+@contextmanager
+def experts_routed(configs: Sequence[Any]) -> Iterator[None]:
+    """Let the experts of `configs` multiply by our op within the context."""
+    with replaced(configs, "_experts_implementation_internal", "specdec"):
+        yield

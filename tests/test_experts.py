@@ -1,0 +1,214 @@
+"""Products with experts: kernels against their twin, the twin against a loop, experts of transformers against their own
+implementations, and engines whose prefills and rounds all replay, in fp32 and bf16."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.moe import batched_mm_experts_forward
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+import specdec
+from specdec.backends import grouped_linear
+from specdec.backends.experts import grouped_linear_twin
+from specdec.backends.triton import experts as kernels
+from specdec.targets.experts import expert_configs, experts_forward, experts_routed
+from tests.heads import random_head
+from tests.tiny_models import tiny_model
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+E = 5  # experts; E itself stands for those of other ranks
+ONE_BIT = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+# tokens, experts a token, columns, features: one row an expert, some, all rows by id, several blocks
+SHAPES = ((1, 2, 40, 24), (3, 3, 33, 140), (17, 2, 70, 33), (30, 3, 40, 50))
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def case(shape, dtype, is_transposed, has_bias, num_experts=E, seed=0):
+    """x, ids with some of other ranks, weight, bias or None, is_transposed."""
+    (tokens, k, n, features), random = shape, torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, features, generator=random)
+    ids = torch.rand(tokens, num_experts + 1, generator=random).topk(k).indices
+    weight = torch.randn(num_experts, n, features, generator=random) * features**-0.5
+    bias = torch.randn(num_experts, n, generator=random).to(DEVICE, dtype) if has_bias else None
+    weight = (weight.transpose(1, 2).contiguous() if is_transposed else weight).to(DEVICE, dtype)
+    return x.to(DEVICE, dtype), ids.to(DEVICE), weight, bias, is_transposed
+
+
+def looped(x, ids, weight, bias, is_transposed):
+    """A row at a time, in fp64."""
+    rows = []
+    for t, chosen in enumerate(ids.tolist()):
+        for j, e in enumerate(chosen):
+            source = x[t if x.shape[0] == ids.shape[0] else t * ids.shape[1] + j].double()
+            if e >= weight.shape[0]:
+                rows.append(source.new_zeros(weight.shape[2 if is_transposed else 1]))
+                continue
+            matrix = weight[e].double() if is_transposed else weight[e].double().T
+            rows.append(source @ matrix + (0 if bias is None else bias[e].double()))
+    return torch.stack(rows).to(x.dtype)
+
+
+def assert_close(ours, theirs):
+    tolerance = ONE_BIT[ours.dtype]
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=2 * tolerance, atol=2 * tolerance)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_the_op_multiplies_each_row_with_its_expert(is_transposed, has_bias):
+    for shape in SHAPES:
+        x, *given = case(shape, torch.float32, is_transposed, has_bias)
+        assert_close(grouped_linear(x, *given), looped(x, *given))
+        repeated = x.repeat_interleave(shape[1], 0) * 2
+        assert_close(grouped_linear(repeated, *given), looped(repeated, *given))
+    empty = grouped_linear(x[:0], given[0][:0], *given[1:])
+    assert empty.shape == (0, SHAPES[-1][2])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scanned"),
+    [(torch.float32, kernels.SCANNED), (torch.float32, 0), (torch.bfloat16, kernels.SCANNED)],
+    ids=["fp32 scanned", "fp32 routed", "bf16 scanned"],
+)
+def test_kernels_equal_their_twin(dtype, scanned, monkeypatch):
+    monkeypatch.setattr(kernels, "SCANNED", scanned)
+    for number, shape in enumerate(SHAPES):
+        num_experts = 12 if number == 3 else E  # so that 90 rows are few
+        x, *given = case(shape, dtype, number % 2 == 1, number > 1, num_experts)
+        found = kernels.grouped_linear(x, *given)
+        assert_close(found, looped(x, *given))
+        assert_close(found, grouped_linear_twin(x, *given))
+        is_foreign = given[0].flatten() == num_experts
+        assert not found[is_foreign].any()
+        assert torch.equal(kernels.grouped_linear(x.repeat_interleave(shape[1], 0), *given), found)
+    ids, weight, bias, is_transposed = given
+    view = weight.transpose(1, 2)
+    assert torch.equal(kernels.grouped_linear(x, ids, view, bias, not is_transposed), found)
+    one = torch.full_like(ids, 2)  # more rows of one expert than a tile has
+    assert_close(kernels.grouped_linear(x, one, *given[1:]), grouped_linear_twin(x, one, *given[1:]))
+    order = torch.randperm(x.shape[0], device=DEVICE)  # of the last shape: results go with their tokens
+    moved = kernels.grouped_linear(x[order], given[0][order], *given[1:])
+    assert torch.equal(moved, found.view(*given[0].shape, -1)[order].flatten(0, 1))
+    assert kernels.grouped_linear(x[:0], given[0][:0], *given[1:]).shape == (0, found.shape[1])
+
+
+def test_every_tile_equals_the_twin(monkeypatch):
+    """On few rows, which each of them takes; numbers of experts decide in use."""
+    monkeypatch.setattr(kernels, "SCANNED", 0)
+    tiles = {kernels.tiling(average * 8, 8, size) for average in (1, 50, 100) for size in (2, 4)}
+    x, *given = case((21, 2, 150, 70), torch.float16, False, False, num_experts=2)
+    for tile in tiles:
+        monkeypatch.setattr(kernels, "tiling", lambda *_, tile=tile: tile)
+        assert_close(kernels.grouped_linear(x, *given), grouped_linear_twin(x, *given))
+    assert len(tiles) == 4
+
+
+@pytest.mark.parametrize("num_rows", [1, 700, 3000])
+def test_rows_are_put_in_the_order_of_experts(num_rows):
+    ids = torch.randint(0, E + 3, (num_rows,), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(num_rows))
+    order, starts = kernels._route(ids, E)
+    ours = ids.clamp(max=E)
+    assert torch.equal(order.long(), ours.argsort(stable=True))
+    assert torch.equal(starts.long(), torch.searchsorted(ours.sort().values, torch.arange(E + 1, device=DEVICE)))
+
+
+class NoLaunch:
+    def __getitem__(self, grid):
+        return lambda *args, **options: None
+
+
+@pytest.mark.parametrize("num_tokens", [4, 1000])
+def test_nothing_waits_for_the_host(num_tokens, monkeypatch):
+    """Tensors without values: whoever asked for one would fail."""
+    monkeypatch.setattr(kernels, "_grouped_linear_kernel", NoLaunch())
+    monkeypatch.setattr(kernels, "_route_kernel", NoLaunch())
+    x, ids = torch.empty(num_tokens, 24, device="meta"), torch.empty(num_tokens, 2, dtype=torch.int64, device="meta")
+    weight = torch.empty(E, 40, 24, device="meta")
+    assert kernels.grouped_linear(x, ids, weight, None, False).shape == (2 * num_tokens, 40)
+    module = experts_module("qwen3_moe", torch.float32).to("meta")
+    x = torch.empty(num_tokens, 64, device="meta")
+    assert experts_forward(module, x, ids, torch.empty(num_tokens, 2, device="meta")).shape == x.shape
+
+
+def experts_module(name, dtype):
+    """Random experts of transformers: plain; transposed with biases and a gate of their own; without a gate."""
+    config = tiny_model("qwen3_moe" if name == "nemotron_h" else name).config
+    if name == "nemotron_h":
+        values = dict(n_routed_experts=4, moe_intermediate_size=48, moe_latent_size=None, mlp_hidden_act="relu2")
+        for key, value in values.items():
+            setattr(config, key, value)
+    made = {"qwen3_moe": Qwen3MoeExperts, "gpt_oss": GptOssExperts, "nemotron_h": NemotronHExperts}[name](config)
+    for number, parameter in enumerate(made.parameters()):
+        random = torch.Generator().manual_seed(number)
+        parameter.data = torch.randn(parameter.shape, generator=random) * 0.1
+    return made.to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+@torch.inference_mode()
+def test_experts_equal_those_of_transformers(name, dtype):
+    """Choices of other ranks' experts, whose weight is 0, included."""
+    module = experts_module(name, dtype)
+    random = torch.Generator().manual_seed(1)
+    for num_tokens, first in ((1, 0), (19, 4)):
+        x = torch.randn(num_tokens, 64, generator=random).to(DEVICE, dtype)
+        ids = torch.rand(num_tokens, 4, generator=random).topk(2).indices.to(DEVICE)
+        weights = torch.rand(num_tokens, 2, generator=random).to(DEVICE, dtype)
+        ids[:first, 0], weights[:first, 0] = 4, 0
+        ours, theirs = (f(module, x, ids, weights) for f in (experts_forward, batched_mm_experts_forward))
+        assert ours.dtype == dtype
+        tolerance = ONE_BIT[dtype] * float(theirs.abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=ONE_BIT[dtype], atol=tolerance)
+
+
+def test_the_implementation_is_put_back():
+    model = tiny_model("qwen3_moe")
+    (config,) = expert_configs(model)
+    before = config._experts_implementation
+    with pytest.raises(KeyError), experts_routed([config]):
+        assert config._experts_implementation == "specdec"
+        raise KeyError
+    assert config._experts_implementation == before != "specdec"
+    assert expert_configs(tiny_model("llama")) == expert_configs(nn.Linear(1, 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("qwen3_moe", torch.float32), ("qwen3_moe", torch.bfloat16), ("gpt_oss", torch.bfloat16)]
+)
+@pytest.mark.filterwarnings("ignore:.*inv_freq is in low precision")
+def test_prefills_and_rounds_replay(name, dtype):
+    """Under strict: nothing runs eagerly, and no reason against a replay is left. What texts are: test_attach.py."""
+    model = tiny_model(name, dtype=dtype).to(DEVICE)
+    prompts = [list(range(3, 3 + n)) for n in (3, 9, 20)]
+    settings = {"num_steps": 2, "max_batch": 4, "max_seq_len": 64, "compile": False}
+    graphs = {"prefill_graph": "whole", "prefill_buckets": (32,), "cuda_graph": True, "strict": True}
+    head = random_head(model).to(DEVICE, dtype)
+    engine = specdec.attach(model, head, **graphs, **settings)
+    tokens = engine.generate(prompts, max_new_tokens=8).tokens
+    runners = engine.report().runners
+    assert runners["whole_prefill"]["replays"] and runners["round"]["replays"]
+    assert not any(runner["eager"] or runner["rejects"] for runner in runners.values())
+    engine.detach()
+    if DEVICE.type == "cpu":  # where graphs run the same arithmetic
+        eager = specdec.attach(model, head, prefill_graph="off", cuda_graph=False, **settings)
+        assert eager.generate(prompts, max_new_tokens=8).tokens == tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ONE_BIT, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 4, 32, 200, 1024, 2048])
+def test_a_captured_product_follows_other_choices(num_tokens, dtype):
+    x, ids, *given = case((num_tokens, 4, 200, 256), dtype, False, True, num_experts=32)
+    kernels.grouped_linear(x, ids, *given)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = grouped_linear(x, ids, *given)
+    for seed in (1, 2):
+        ids.copy_(case((num_tokens, 4, 200, 256), dtype, False, True, num_experts=32, seed=seed)[1])
+        graph.replay()
+        assert_close(found, grouped_linear_twin(x, ids, *given))
