@@ -22,6 +22,7 @@ from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError, GraphError
 from specdec.graphs.trace import Traced
 from specdec.layer_state import LayerState
+from specdec.targets.equality import differences
 from specdec.targets.probe import (
     ModelSpec,
     answering,
@@ -68,7 +69,7 @@ class TargetOutput:
 
 
 def _routed_attention(
-    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any = None, **kw: Any
 ) -> tuple[torch.Tensor, None]:
     """Route HF's attention call, q/k/v [1, heads, T, dim], through our op; return [1, T, heads, v_dim]."""
     out = attention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), getattr(module, LAYER_ID))
@@ -105,6 +106,7 @@ class HFTarget:
                 self._sharded = plain(model, self.comm.name)
             self._admit(model)
         except BaseException:
+            self._unmark()
             self._release_ranks()
             raise
 
@@ -124,6 +126,25 @@ class HFTarget:
             setattr(module, LAYER_ID, i)
             setattr(module, ATTACHED, Mark(self))
         setattr(model, ATTACHED, Mark(self))
+        self._check_equality()
+
+    def _check_equality(self) -> None:
+        """Raise AttachError if our route does not give the logits of the model's own forward; alike on all ranks."""
+
+        def run(metadata: AttentionMetadata, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layers(metadata.mode, ids, metadata.positions)[0])
+
+        def own(ids: torch.Tensor) -> torch.Tensor:
+            return self.model(input_ids=ids, use_cache=False).logits
+
+        found = differences(self.spec, run, own, self.dtype, self.device)
+        is_refused = any(d.is_too_large for d in found)
+        if self.comm is not None:
+            verdict = torch.tensor([float(is_refused)], device=self.device)
+            is_refused = bool(self.comm.all_reduce(verdict) > 0)
+        if is_refused:
+            worst = next((d for d in found if d.is_too_large), found[0])
+            raise AttachError(type(self.model).__name__, [str(worst), *self.spec.doubts])
 
     @property
     def group(self) -> str:
@@ -273,12 +294,15 @@ class HFTarget:
     def detach(self) -> None:
         """Remove our marks and restore the model. A second call does nothing, or goes on where the first failed."""
         self.drop_compiled()
-        for module in (*self.spec.modules, self.model):
+        self._unmark()
+        self._release_ranks()
+
+    def _unmark(self) -> None:
+        for module in self.model.modules():
             mark = getattr(module, ATTACHED, None)
             if mark is not None and mark.owner() is self:
                 delattr(module, ATTACHED)
                 module.__dict__.pop(LAYER_ID, None)
-        self._release_ranks()
 
     def _release_ranks(self) -> None:
         """Give a sharded model its own forwards and parameters again."""

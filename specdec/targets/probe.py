@@ -1,7 +1,9 @@
-"""Admission check: one forward of the live model with a recording attention function, then reasons against it, if any.
+"""The first half of admission: one forward of the live model with a recording attention function.
 
 It records every attention call (module, shapes, scaling, window, softcap, sinks) and every mask HF would have built,
-classified by evaluating HF's own mask closure far out. No model is known by name.
+classified by evaluating HF's own mask closure far out. What cannot be run, or would differ only far into a text, is a
+reason against the model; what merely looks foreign is a doubt. `equality`, the second half, decides about doubts. No
+model is known by name.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from specdec.targets.placement import placement_reasons
 from specdec.targets.shape import vocab_size_of
 
 PROBE_LENGTH = 12
+# Layer types whose meaning is known here. Others are no reason against a model, but explain one.
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Known tensor arguments of attention calls; any other TENSOR argument means arithmetic that we do not know.
 HARMLESS_TENSORS = frozenset({"position_ids", "s_aux", "position_embeddings", "cache_position"})
@@ -49,6 +52,7 @@ class ModelSpec:
     """Facts for the attach layer: attention modules in call order, their specs and sinks, and widths.
 
     stack: the module that is all but the head, from ids to last hidden states; stack_output: the class of its output.
+    doubts: what may explain logits that turn out to be others than the model's own.
     """
 
     modules: tuple[nn.Module, ...]
@@ -59,6 +63,7 @@ class ModelSpec:
     max_positions: int
     stack: nn.Module
     stack_output: Callable[..., Any]
+    doubts: tuple[str, ...] = ()
 
 
 _RECORDING: ContextVar[_Recording] = ContextVar("specdec_probe")
@@ -99,8 +104,9 @@ def attention_spec(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kw: Mappin
 
 
 def _record_attention(
-    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any = None, **kw: Any
 ) -> tuple[torch.Tensor, None]:
+    mask = attention_mask
     problems = [
         f"attention takes a tensor {name!r} that we do not know"
         for name, value in kw.items()
@@ -201,7 +207,7 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         with _probing(model, recording), _recorded_outputs(list(model.modules())[1:], outputs):
             logits = model(input_ids=ids, past_key_values=_new_cache(model), use_cache=True).logits
     except Exception as error:
-        raise AttachError(name, [*_static_reasons(model), f"the probe forward failed: {error}"]) from error
+        raise AttachError(name, [*_static_reasons(model), *_doubts(recording, model), f"the probe forward failed: {error}"]) from error
     reasons = _static_reasons(model) + _call_reasons(recording, model)
     if bool(logits.isnan().any()):  # nothing could be compared with them
         reasons.append(
@@ -211,8 +217,9 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         stack = _find_stack(model, outputs, ids, logits)
         if stack is None:
             reasons = ["its head cannot be run apart from its layers, on hidden states of the embedding's type"]
+    doubts = _doubts(recording, model)
     if reasons:
-        raise AttachError(name, list(dict.fromkeys(reasons)))
+        raise AttachError(name, list(dict.fromkeys([*reasons, *doubts])))
     assert stack is not None
     config = model.config.get_text_config()
     return ModelSpec(
@@ -224,6 +231,7 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         max_positions=getattr(config, "max_position_embeddings", 1 << 30),
         stack=stack,
         stack_output=outputs[stack],
+        doubts=tuple(doubts),
     )
 
 
@@ -283,9 +291,6 @@ def _static_reasons(model: PreTrainedModel) -> list[str]:
     """Return reasons that need no forward."""
     config = model.config.get_text_config()
     reasons = []
-    foreign = sorted(set(getattr(config, "layer_types", None) or []) - KNOWN_LAYER_TYPES)
-    if foreign:
-        reasons.append(f"layer types {foreign}: recurrent state or chunked attention is not supported")
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {str(p.get("rope_type")) for p in [rope, *rope.values()] if isinstance(p, dict)}
     for kind in sorted(kinds & {"dynamic", "longrope"}):
@@ -300,12 +305,9 @@ def _static_reasons(model: PreTrainedModel) -> list[str]:
 def _call_reasons(recording: _Recording, model: PreTrainedModel) -> list[str]:
     """Return reasons found in what was recorded."""
     calls = recording.calls
-    num_layers = model.config.get_text_config().num_hidden_layers
     if not calls:
         return ["its attention does not go through AttentionInterface, so it cannot be routed"]
     reasons = [p for c in calls for p in c.problems]
-    if len(calls) != num_layers:
-        reasons.append(f"{len(calls)} attention calls for {num_layers} layers (layers without routed attention)")
     dtype = model.get_input_embeddings().weight.dtype
     others = sorted({str(c.dtype) for c in calls if c.dtype is not dtype})
     if others:
@@ -318,6 +320,21 @@ def _call_reasons(recording: _Recording, model: PreTrainedModel) -> list[str]:
     used = {c.mask_id for c in calls if c.mask_id is not None}
     reasons += [f"a layer uses {recording.masks[i]}" for i in used if isinstance(recording.masks[i], str)]
     return reasons
+
+
+def _doubts(recording: _Recording, model: PreTrainedModel) -> list[str]:
+    """Return what looks foreign in the config or in what was recorded."""
+    config = model.config.get_text_config()
+    doubts = []
+    foreign = sorted(set(getattr(config, "layer_types", None) or []) - KNOWN_LAYER_TYPES)
+    if foreign:
+        doubts.append(f"layer types {foreign}: recurrent state is not supported")
+    if len(recording.calls) != config.num_hidden_layers:
+        doubts.append(
+            f"{len(recording.calls)} attention calls for {config.num_hidden_layers} layers (layers without routed "
+            "attention)"
+        )
+    return doubts
 
 
 def _with_mask_window(call: _Call, recording: _Recording) -> LayerSpec:
