@@ -50,8 +50,8 @@ class Difference:
 
     def __str__(self) -> str:
         return (
-            f"in {self.where} over our KV pool its logits differ from its own forward's by {self.error:.1e} (allowed: "
-            f"{self.allowed:.1e}): tokens reach each other by another way than the attention calls"
+            f"in {self.where} over our KV pool its logits differ from its own forward's by {self.error:.1e} of their size "
+            f"(allowed: {self.allowed:.1e}): something beside its attention calls reads other tokens, or counts positions"
         )
 
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import DistError
 from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.backends import ForwardContext, attention, forward_context
 from specdec.backends.comm import Communicator
 from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.errors import AttachError, GraphError
+from specdec.errors import AttachError, GraphError, RankError
 from specdec.graphs.trace import Traced
 from specdec.layer_state import LayerState
 from specdec.targets.equality import differences
@@ -137,7 +138,13 @@ class HFTarget:
         def own(ids: torch.Tensor) -> torch.Tensor:
             return self.model(input_ids=ids, use_cache=False).logits
 
-        found = differences(self.spec, run, own, self.dtype, self.device)
+        try:
+            found = differences(self.spec, run, own, self.dtype, self.device)
+        except (RankError, DistError):
+            raise
+        except Exception as error:
+            reason = f"it could not be compared with its own forward: {error}"
+            raise AttachError(type(self.model).__name__, [reason, *self.spec.doubts]) from error
         is_refused = any(d.is_too_large for d in found)
         if self.comm is not None:
             verdict = torch.tensor([float(is_refused)], device=self.device)

@@ -207,7 +207,8 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         with _probing(model, recording), _recorded_outputs(list(model.modules())[1:], outputs):
             logits = model(input_ids=ids, past_key_values=_new_cache(model), use_cache=True).logits
     except Exception as error:
-        raise AttachError(name, [*_static_reasons(model), *_doubts(recording, model), f"the probe forward failed: {error}"]) from error
+        reasons = [*_static_reasons(model), f"the probe forward failed: {error}", *_foreign_layers(model)]
+        raise AttachError(name, reasons) from error
     reasons = _static_reasons(model) + _call_reasons(recording, model)
     if bool(logits.isnan().any()):  # nothing could be compared with them
         reasons.append(
@@ -217,7 +218,7 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         stack = _find_stack(model, outputs, ids, logits)
         if stack is None:
             reasons = ["its head cannot be run apart from its layers, on hidden states of the embedding's type"]
-    doubts = _doubts(recording, model)
+    doubts = [*_foreign_layers(model), *_unrouted_layers(recording, model)]
     if reasons:
         raise AttachError(name, list(dict.fromkeys([*reasons, *doubts])))
     assert stack is not None
@@ -247,7 +248,10 @@ def _probing(model: PreTrainedModel, recording: _Recording) -> Iterator[None]:
 
 
 def _new_cache(model: PreTrainedModel) -> DynamicCache:
-    return _PassThroughCache(config=model.config.get_text_config())
+    try:
+        return _PassThroughCache(config=model.config.get_text_config())
+    except KeyError:  # a layer type that transformers has no cache for
+        return _PassThroughCache()
 
 
 @contextmanager
@@ -322,19 +326,18 @@ def _call_reasons(recording: _Recording, model: PreTrainedModel) -> list[str]:
     return reasons
 
 
-def _doubts(recording: _Recording, model: PreTrainedModel) -> list[str]:
-    """Return what looks foreign in the config or in what was recorded."""
-    config = model.config.get_text_config()
-    doubts = []
-    foreign = sorted(set(getattr(config, "layer_types", None) or []) - KNOWN_LAYER_TYPES)
-    if foreign:
-        doubts.append(f"layer types {foreign}: recurrent state is not supported")
-    if len(recording.calls) != config.num_hidden_layers:
-        doubts.append(
-            f"{len(recording.calls)} attention calls for {config.num_hidden_layers} layers (layers without routed "
-            "attention)"
-        )
-    return doubts
+def _foreign_layers(model: PreTrainedModel) -> list[str]:
+    """Return a doubt about layers whose type, by the config, is not known."""
+    foreign = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or []) - KNOWN_LAYER_TYPES)
+    return [f"layer types {foreign}: recurrent state is not supported"] if foreign else []
+
+
+def _unrouted_layers(recording: _Recording, model: PreTrainedModel) -> list[str]:
+    """Return a doubt about layers that made no attention call, or several."""
+    num_calls, num_layers = len(recording.calls), model.config.get_text_config().num_hidden_layers
+    if num_calls in (0, num_layers):
+        return []
+    return [f"{num_calls} attention calls for {num_layers} layers (layers without routed attention)"]
 
 
 def _with_mask_window(call: _Call, recording: _Recording) -> LayerSpec:
