@@ -6,7 +6,7 @@ import transformers as tf
 
 import specdec
 from specdec.targets.hf import HFTarget
-from tests.tiny_models import VOCAB, tiny_model
+from tests.tiny_models import _BASE, VOCAB, random_weights, tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -27,24 +27,17 @@ class Untold(tf.FalconH1Config):
 def parallel_hybrid():
     """Attention in every layer, a recurrent branch beside it, and a config that does not tell."""
     config = tf.FalconH1Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **{**_BASE, "num_hidden_layers": 2},
         mamba_d_ssm=64,
         mamba_n_heads=4,
         mamba_d_head=16,
         mamba_d_state=16,
         mamba_chunk_size=8,
-        pad_token_id=0,
     )
     torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter.data.normal_(0, 0.6 / parameter.shape[-1] ** 0.5)
+    model = random_weights(tf.AutoModelForCausalLM.from_config(config))
+    for layer in model.model.layers:
+        layer.mamba.out_proj.weight.data.mul_(20)  # in 16 bits, a branch of a hundredth is not told from rounding
     model.config.__class__ = Untold
     return model
 
@@ -80,6 +73,11 @@ def test_models_that_would_write_another_text_are_refused(doctored, dtype):
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "qwen3_moe"])
 def test_what_rounding_does_is_no_reason(name, dtype):
     HFTarget(converted(tiny_model(name), dtype)).detach()
+
+
+def test_masks_passed_by_name_are_read():
+    config = tf.AfmoeConfig(**_BASE, num_dense_layers=1, moe_intermediate_size=48, num_experts=4, head_dim=16)
+    HFTarget(random_weights(tf.AutoModelForCausalLM.from_config(config))).detach()
 
 
 def test_foreign_layer_types_alone_are_no_reason():

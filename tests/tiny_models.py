@@ -84,7 +84,11 @@ def tiny_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     """A random model of `name` in eval mode whose greedy text varies (weights scaled up from HF's tiny init)."""
     seed += SEEDS_64.get(name, 0) if HEAD_DIM == 64 else 0
     torch.manual_seed(seed)
-    model = tf.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    return random_weights(tf.AutoModelForCausalLM.from_config(CONFIGS[name]()), seed).to(dtype)
+
+
+def random_weights(model: tf.PreTrainedModel, seed: int = 0) -> tf.PreTrainedModel:
+    """`model` in eval mode with random matrices, scaled up from HF's tiny init."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() >= 2:
@@ -92,4 +96,4 @@ def tiny_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
             parameter.data = torch.randn(parameter.shape, generator=generator) * scale
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
-    return model.to(dtype).eval()
+    return model.eval()

@@ -50,8 +50,9 @@ class Difference:
 
     def __str__(self) -> str:
         return (
-            f"in {self.where} over our KV pool its logits differ from its own forward's by {self.error:.1e} of their size "
-            f"(allowed: {self.allowed:.1e}): something beside its attention calls reads other tokens, or counts positions"
+            f"in {self.where} over our KV pool its logits differ from its own forward's by {self.error:.1e} of their "
+            f"size (allowed: {self.allowed:.1e}): something beside its attention calls reads other tokens, or counts "
+            "positions"
         )
 
 
@@ -104,9 +105,9 @@ def _forwards(
     context = ForwardContext(TorchBackend(), pool, spec.layers, spec.sinks, lambda mode: None)
     logits = []
     for metadata, part in zip(_batches(context.backend, ids.device), ids.split([sum(PROMPT_LENS), 8]), strict=True):
-        with forward_context(context, metadata):
-            with attention_scope(context if unit is None else _Disturbing(context, unit)):
-                logits.append(run(metadata, part))
+        scope = context if unit is None else _Disturbing(context, unit)
+        with forward_context(context, metadata), attention_scope(scope):
+            logits.append(run(metadata, part))
     prefill, verified = logits
     return [prefill, *verified.split(4)]
 

@@ -33,6 +33,7 @@ from specdec.targets.probe import (
     probe,
     waiting_configs,
 )
+from specdec.targets.ropes import ORIGINAL, constant_ropes, varying_ropes
 from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.sharded import Sharded, find_group, plain
 
@@ -118,6 +119,7 @@ class HFTarget:
             raise AttachError(type(model).__name__, ["some of its layers belong to a model that is attached already"])
         self.aux_layers: tuple[int, ...] = ()
         self._configs = attention_configs(model)
+        self._ropes = varying_ropes(model)
         self._waiting = waiting_configs(model, self.dtype)
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
         self._addresses: dict[str, int] = {}
@@ -179,6 +181,14 @@ class HFTarget:
     def embed_tokens(self) -> nn.Module:
         """The input embedding, which EAGLE heads share."""
         return self.model.get_input_embeddings()
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers that forwards read, by name; they stay where they are. Frequencies that transformers
+        replaces when it sees a long sequence are not among them: the original ones are read."""
+        ropes = [name for name, module in self.model.named_modules() if module in self._ropes]
+        buffers = {n: b for n, b in self.model.named_buffers() if n.rpartition(".")[0] not in ropes or ORIGINAL in n}
+        return {**dict(self.model.named_parameters()), **buffers}
 
     def row_states(self, num_rows: int) -> tuple[LayerState, ...]:
         """Make the state by row of layers that are not attention. The probe refuses such layers, so there is none."""
@@ -242,7 +252,8 @@ class HFTarget:
         """Route the live model's attention calls to us within the context."""
         # A round must not wait for the host; `generate` decodes on a GPU with batched experts, too.
         waiting = () if mode is ForwardMode.EXTEND or self.device.type != "cuda" else self._waiting
-        with attention_implementation(self._configs, "specdec"), batched_experts(waiting):
+        experts, ropes = batched_experts(waiting), constant_ropes(self._ropes)
+        with attention_implementation(self._configs, "specdec"), experts, ropes:
             yield
 
     @contextmanager

@@ -22,7 +22,8 @@ from specdec.checkpoints.fitting import weight_doubts
 from specdec.errors import AttachError
 from specdec.targets.masks import classify_mask
 from specdec.targets.placement import placement_reasons
-from specdec.targets.shape import vocab_size_of
+from specdec.targets.ropes import rope_limit, varying_ropes
+from specdec.targets.shape import position_limit, vocab_size_of
 
 PROBE_LENGTH = 12
 # Layer types whose meaning is known here. Others are no reason against a model, but explain one.
@@ -199,23 +200,21 @@ def probe(model: PreTrainedModel) -> ModelSpec:
     misplaced = placement_reasons(model)
     if misplaced:  # a forward might not run, or bring weights in from elsewhere
         raise AttachError(name, misplaced)
-    recording = _Recording()
-    outputs: dict[nn.Module, Callable[..., Any]] = {}
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(PROBE_LENGTH, device=device).unsqueeze(0)
     try:
-        with _probing(model, recording), _recorded_outputs(list(model.modules())[1:], outputs):
-            logits = model(input_ids=ids, past_key_values=_new_cache(model), use_cache=True).logits
+        first = _first_forward(model, ids)
     except Exception as error:
         reasons = [*_static_reasons(model), f"the probe forward failed: {error}", *_foreign_layers(model)]
         raise AttachError(name, reasons) from error
+    recording, logits = first.recording, first.logits
     reasons = _static_reasons(model) + _call_reasons(recording, model)
     if bool(logits.isnan().any()):  # nothing could be compared with them
         reasons.append(
             "; ".join(["its logits are NaN", *weight_doubts(model)]) + ": take another export of its weights"
         )
     if not reasons:
-        stack = _find_stack(model, outputs, ids, logits)
+        stack = _find_stack(model, first, ids)
         if stack is None:
             reasons = ["its head cannot be run apart from its layers, on hidden states of the embedding's type"]
     doubts = [*_foreign_layers(model), *_unrouted_layers(recording, model)]
@@ -229,9 +228,9 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         sinks=tuple(c.sinks for c in recording.calls),
         hidden_size=config.hidden_size,
         vocab_size=vocab_size_of(model),
-        max_positions=getattr(config, "max_position_embeddings", 1 << 30),
+        max_positions=position_limit(config)[0] or 1 << 30,
         stack=stack,
-        stack_output=outputs[stack],
+        stack_output=first.outputs[stack],
         doubts=tuple(doubts),
     )
 
@@ -247,11 +246,35 @@ def _probing(model: PreTrainedModel, recording: _Recording) -> Iterator[None]:
         _RECORDING.reset(token)
 
 
-def _new_cache(model: PreTrainedModel) -> DynamicCache:
-    try:
-        return _PassThroughCache(config=model.config.get_text_config())
-    except KeyError:  # a layer type that transformers has no cache for
-        return _PassThroughCache()
+@dataclass
+class _Forward:
+    """A recorded forward: the calls, the output classes of modules with last hidden states, and logits [1, T, V]."""
+
+    recording: _Recording
+    outputs: dict[nn.Module, Callable[..., Any]]
+    logits: torch.Tensor
+    has_cache: bool
+
+
+def _first_forward(model: PreTrainedModel, ids: torch.Tensor) -> _Forward:
+    """Run `model` with a cache, which some need, or else without, since a cache may not know its layers' types."""
+    for has_cache in (True, False):
+        recording, outputs = _Recording(), dict[nn.Module, Callable[..., Any]]()
+        try:
+            with _probing(model, recording), _recorded_outputs(list(model.modules())[1:], outputs):
+                logits = model(input_ids=ids, **_cache_arguments(model, has_cache)).logits
+        except Exception:
+            if not has_cache:
+                raise
+        else:
+            break
+    return _Forward(recording, outputs, logits, has_cache)
+
+
+def _cache_arguments(model: PreTrainedModel, has_cache: bool) -> dict[str, Any]:
+    if not has_cache:
+        return {"use_cache": False}
+    return {"past_key_values": _PassThroughCache(config=model.config.get_text_config()), "use_cache": True}
 
 
 @contextmanager
@@ -271,14 +294,13 @@ def _recorded_outputs(modules: Sequence[nn.Module], outputs: dict[nn.Module, Cal
             handle.remove()
 
 
-def _find_stack(
-    model: PreTrainedModel, outputs: dict[nn.Module, Callable[..., Any]], ids: torch.Tensor, logits: torch.Tensor
-) -> nn.Module | None:
-    """Find the innermost module from whose last hidden states the rest of `model` makes the same `logits`, or None."""
-    for stack, output in outputs.items():
+def _find_stack(model: PreTrainedModel, first: _Forward, ids: torch.Tensor) -> nn.Module | None:
+    """Find the innermost module from whose last hidden states the rest of `model` makes the same logits, or None."""
+    logits = first.logits
+    for stack, output in first.outputs.items():
         try:
             with _probing(model, _Recording()):
-                hidden = stack(input_ids=ids, past_key_values=_new_cache(model), use_cache=True).last_hidden_state
+                hidden = stack(input_ids=ids, **_cache_arguments(model, first.has_cache)).last_hidden_state
                 with answering(stack, output(last_hidden_state=hidden)):
                     again = model(input_ids=torch.zeros_like(ids), use_cache=False).logits
         except Exception:  # not such a module: try the next
@@ -295,10 +317,9 @@ def _static_reasons(model: PreTrainedModel) -> list[str]:
     """Return reasons that need no forward."""
     config = model.config.get_text_config()
     reasons = []
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {str(p.get("rope_type")) for p in [rope, *rope.values()] if isinstance(p, dict)}
-    for kind in sorted(kinds & {"dynamic", "longrope"}):
-        reasons.append(f"rope type {kind!r}: rotary frequencies depend on the longest sequence of the batch")
+    rope = rope_limit(config)
+    if rope is not None and not varying_ropes(model):
+        reasons.append(f"rope type {rope[1]!r}: rotary frequencies depend on the longest sequence of the batch")
     if model.training:
         reasons.append("the model is in training mode; call model.eval() first")
     if model.get_output_embeddings() is None:
