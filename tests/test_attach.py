@@ -13,7 +13,7 @@ import specdec
 from specdec.backends import TorchBackend
 from specdec.targets.probe import attention_configs
 from tests.heads import ALGOS, MODULES, random_draft, random_head
-from tests.tiny_models import ADMITTED, REFUSED, VOCAB, tiny_model
+from tests.tiny_models import ADMITTED, CHUNKED, REFUSED, VOCAB, tiny_model
 
 LENGTHS = (23, 5, 14, 40, 1)
 NUM_TOKENS = 24
@@ -31,7 +31,7 @@ def greedy(model, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", ADMITTED)
+@pytest.mark.parametrize("name", [*ADMITTED, *CHUNKED])
 def test_engine_equals_generate(name):
     model, prompts = tiny_model(name), ragged_prompts()
     expected = [greedy(model, p) for p in prompts]
@@ -43,9 +43,7 @@ def test_engine_equals_generate(name):
         assert out.tokens == expected, config
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), zip(REFUSED, ("linear_attention", "chunked", "AttentionInterface"), strict=True)
-)
+@pytest.mark.parametrize(("name", "reason"), zip(REFUSED, ("linear_attention", "AttentionInterface"), strict=True))
 def test_unsupported_models_are_refused_with_their_reason(name, reason):
     with pytest.raises(specdec.AttachError, match=reason) as caught:
         specdec.attach(tiny_model(name))

@@ -76,7 +76,7 @@ def test_what_rounding_does_is_no_reason(name, dtype):
 
 
 def test_masks_passed_by_name_are_read():
-    config = tf.AfmoeConfig(**_BASE, num_dense_layers=1, moe_intermediate_size=48, num_experts=4, head_dim=16)
+    config = tf.AfmoeConfig(**_BASE, num_dense_layers=1, moe_intermediate_size=48, head_dim=16)
     HFTarget(random_weights(tf.AutoModelForCausalLM.from_config(config))).detach()
 
 

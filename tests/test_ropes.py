@@ -40,7 +40,9 @@ def test_text_within_the_limit_is_the_models_own(config, settings):
     engine.detach()
     assert not [name for module in model.modules() for name in vars(module) if name == "forward"]
     kind = model.config.rope_parameters["rope_type"]
-    with pytest.raises(ValueError, match=rf"max_seq_len=65: .* up to 64 \(beyond, rope type '{kind}' rotates all tokens"):
+    with pytest.raises(
+        ValueError, match=rf"max_seq_len=65: .* up to 64 \(beyond, rope type '{kind}' rotates all tokens"
+    ):
         specdec.attach(model, max_seq_len=LIMIT + 1)
 
 

@@ -26,6 +26,7 @@ from specdec.layer_state import LayerState
 from specdec.targets.equality import differences
 from specdec.targets.probe import (
     ModelSpec,
+    Positions,
     answering,
     attention_configs,
     attention_implementation,
@@ -238,6 +239,7 @@ class HFTarget:
             position_ids=positions.unsqueeze(0),
             use_cache=False,
             output_hidden_states=wanted,
+            **({"past_key_values": Positions(positions)} if self.spec.counts_positions else {}),
         )
         aux = torch.cat([out.hidden_states[i][0] for i in self.tapped], -1) if self.tapped else None
         return out.last_hidden_state[0], aux

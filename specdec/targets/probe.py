@@ -9,7 +9,7 @@ model is known by name.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,14 +20,14 @@ from transformers.cache_utils import DynamicCache
 from specdec.backends import LayerSpec
 from specdec.checkpoints.fitting import weight_doubts
 from specdec.errors import AttachError
-from specdec.targets.masks import classify_mask
+from specdec.targets.masks import Reach, classify_mask
 from specdec.targets.placement import placement_reasons
 from specdec.targets.ropes import rope_limit, varying_ropes
 from specdec.targets.shape import position_limit, vocab_size_of
 
 PROBE_LENGTH = 12
 # Layer types whose meaning is known here. Others are no reason against a model, but explain one.
-KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 # Known tensor arguments of attention calls; any other TENSOR argument means arithmetic that we do not know.
 HARMLESS_TENSORS = frozenset({"position_ids", "s_aux", "position_embeddings", "cache_position"})
 
@@ -45,7 +45,8 @@ class _Call:
 @dataclass
 class _Recording:
     calls: list[_Call] = field(default_factory=list)
-    masks: list[str | int | None] = field(default_factory=list)
+    masks: list[str | Reach] = field(default_factory=list)
+    counts_positions: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class ModelSpec:
     """Facts for the attach layer: attention modules in call order, their specs and sinks, and widths.
 
     stack: the module that is all but the head, from ids to last hidden states; stack_output: the class of its output.
-    doubts: what may explain logits that turn out to be others than the model's own.
+    doubts: what may explain logits that turn out to be others than the model's own. counts_positions: layers ask the
+    cache how many tokens it holds, and count positions from there, in place of reading them.
     """
 
     modules: tuple[nn.Module, ...]
@@ -65,6 +67,7 @@ class ModelSpec:
     stack: nn.Module
     stack_output: Callable[..., Any]
     doubts: tuple[str, ...] = ()
+    counts_positions: bool = False
 
 
 _RECORDING: ContextVar[_Recording] = ContextVar("specdec_probe")
@@ -87,7 +90,23 @@ class _PassThroughCache(DynamicCache):
         return key_states, value_states
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        if args or kwargs:  # the first layer's length is asked for by code that is given positions in our forwards
+            _recording().counts_positions = True
         return 0
+
+
+class Positions:
+    """In the place of a cache: tokens count from its length, so it answers what makes the sums their positions [T]."""
+
+    def __init__(self, positions: torch.Tensor):
+        self._starts = positions - torch.arange(positions.shape[0], device=positions.device)
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """Return [T] int64."""
+        return self._starts
 
 
 def attention_spec(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kw: Mapping[str, Any]) -> LayerSpec:
@@ -224,7 +243,7 @@ def probe(model: PreTrainedModel) -> ModelSpec:
     config = model.config.get_text_config()
     return ModelSpec(
         modules=tuple(c.module for c in recording.calls),
-        layers=tuple(_with_mask_window(c, recording) for c in recording.calls),
+        layers=tuple(_with_reach(c, recording) for c in recording.calls),
         sinks=tuple(c.sinks for c in recording.calls),
         hidden_size=config.hidden_size,
         vocab_size=vocab_size_of(model),
@@ -232,6 +251,7 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         stack=stack,
         stack_output=first.outputs[stack],
         doubts=tuple(doubts),
+        counts_positions=recording.counts_positions,
     )
 
 
@@ -361,10 +381,10 @@ def _unrouted_layers(recording: _Recording, model: PreTrainedModel) -> list[str]
     return [f"{num_calls} attention calls for {num_layers} layers (layers without routed attention)"]
 
 
-def _with_mask_window(call: _Call, recording: _Recording) -> LayerSpec:
-    """Return the layer's spec with the actual window of its mask; without a mask, that of the keyword argument."""
+def _with_reach(call: _Call, recording: _Recording) -> LayerSpec:
+    """Return the layer's spec with the actual window or chunk of its mask; without a mask, that of the keyword argument."""
     if call.mask_id is None:
         return call.spec
-    window = recording.masks[call.mask_id]
-    assert window is None or isinstance(window, int)
-    return LayerSpec(**{**call.spec.__dict__, "window": window})
+    reach = recording.masks[call.mask_id]
+    assert isinstance(reach, Reach)
+    return replace(call.spec, window=reach.window, chunk=reach.chunk)
