@@ -11,7 +11,7 @@ import torch
 
 import specdec
 from specdec.backends import TorchBackend
-from specdec.targets.probe import attention_configs
+from specdec.targets.overrides import attention_configs
 from tests.heads import ALGOS, MODULES, random_draft, random_head
 from tests.tiny_models import ADMITTED, CHUNKED, REFUSED, VOCAB, tiny_model
 

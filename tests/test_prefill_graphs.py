@@ -17,7 +17,7 @@ from specdec.errors import GraphError
 from specdec.graphs import BufferSpec, Counters, EagerCapture, GraphRunner, PrefillRunner, RecordedCapture, Setup
 from specdec.graphs.build import build
 from specdec.graphs.prefill import check_padding, reject_target_verify
-from specdec.targets.probe import waiting_configs
+from specdec.targets.overrides import waiting_configs
 from tests.heads import MODULES, random_draft, random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import ADMITTED, VOCAB, tiny_model

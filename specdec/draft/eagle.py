@@ -15,7 +15,7 @@ from specdec.batch import ForwardMode
 from specdec.draft.drafting import DraftModelWorker
 from specdec.draft.worker import DraftParts, PrefillChunk, RoundBatch, RunPrefill
 from specdec.heads.base import DraftHead
-from specdec.targets.probe import batched_experts, waiting_configs
+from specdec.targets.overrides import batched_experts, waiting_configs
 
 
 class Compiled(Protocol):

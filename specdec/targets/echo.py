@@ -38,7 +38,7 @@ def expect(layers: Layers, batches: Sequence[Sequence[torch.Tensor]]) -> Expecte
 
 
 def bound(dtype: torch.dtype, moved: float) -> float:
-    """Return how far results in `dtype` may lie apart, in shares of the norm, if a disturbance moves them by `moved`."""
+    """Return how far results in `dtype` may lie apart, of the norm, if a disturbance moves them by `moved`."""
     return max(TOLERANCE.get(dtype, 5e-2), min(MOST, TIMES_DISTURBED * moved))
 
 

@@ -6,7 +6,6 @@ and only while we run it (the implementation name is set on its configs inside `
 
 import gc
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,43 +23,18 @@ from specdec.errors import AttachError, GraphError, RankError
 from specdec.graphs.trace import Traced
 from specdec.layer_state import LayerState
 from specdec.targets.equality import differences
-from specdec.targets.probe import (
-    ModelSpec,
-    Positions,
+from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
+from specdec.targets.overrides import (
     answering,
     attention_configs,
     attention_implementation,
     batched_experts,
-    probe,
     waiting_configs,
 )
+from specdec.targets.probe import ModelSpec, Positions, probe
 from specdec.targets.ropes import ORIGINAL, constant_ropes, varying_ropes
 from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.sharded import Sharded, find_group, plain
-
-ATTACHED = "_specdec_attached"
-LAYER_ID = "_specdec_layer_id"
-
-
-class Mark:
-    """Marks a module with the target it belongs to. It holds a weak reference, and a copy of it is empty: copies of a
-    model are not part of the engine."""
-
-    def __init__(self, owner: "HFTarget | None" = None):
-        self._owner = None if owner is None else weakref.ref(owner)
-
-    def owner(self) -> "HFTarget | None":
-        """Return the target if it still exists, else None."""
-        return None if self._owner is None else self._owner()
-
-    def __reduce__(self) -> tuple[type["Mark"], tuple[()]]:
-        return Mark, ()
-
-
-def is_attached(module: nn.Module) -> bool:
-    """Return whether `module` belongs to a target that is alive."""
-    mark = getattr(module, ATTACHED, None)
-    return mark is not None and mark.owner() is not None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from specdec.backends import LayerSpec
 from specdec.checkpoints.fitting import weight_doubts
 from specdec.errors import AttachError
 from specdec.targets.masks import Reach, classify_mask
+from specdec.targets.overrides import answering, attention_configs, attention_implementation
 from specdec.targets.placement import placement_reasons
 from specdec.targets.ropes import rope_limit, varying_ropes
 from specdec.targets.shape import position_limit, vocab_size_of
@@ -90,8 +91,11 @@ class _PassThroughCache(DynamicCache):
         return key_states, value_states
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        if args or kwargs:  # the first layer's length is asked for by code that is given positions in our forwards
+        if args or kwargs:  # a layer asks; a stack asks without a number, and is given positions in our forwards
             _recording().counts_positions = True
+        return 0
+
+    def get_query_offset(self, *args: Any, **kwargs: Any) -> int:  # of masks
         return 0
 
 
@@ -156,61 +160,6 @@ def _record_mask(mask_function: Callable[..., Any], device: Any = "cpu", **kw: A
 
 AttentionInterface.register("specdec_probe", _record_attention)
 AttentionMaskInterface.register("specdec_probe", _record_mask)
-
-
-def attention_configs(model: nn.Module) -> list[Any]:
-    """List every config object in `model` that names an attention implementation, once each."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    return [c for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
-
-
-@contextmanager
-def attention_implementation(configs: Sequence[Any], name: str) -> Iterator[None]:
-    """Set the attention implementation of `configs` to `name`, and put the old ones back."""
-    with _replaced(configs, "_attn_implementation_internal", name):
-        yield
-
-
-@contextmanager
-def batched_experts(configs: Sequence[Any]) -> Iterator[None]:
-    """Let the experts of `configs` multiply without a device sync, and put the old implementations back."""
-    with _replaced(configs, "_experts_implementation_internal", "batched_mm"):
-        yield
-
-
-def waiting_configs(model: nn.Module, dtype: torch.dtype) -> list[Any]:
-    """List configs of experts in `model` that wait for the host: eager ones, and grouped matmuls other than in bf16.
-
-    Models without experts have such a config, too; what transformers made switchable has `_apply_gate`.
-    """
-    waiting = ("eager",) if dtype is torch.bfloat16 else ("eager", "grouped_mm")
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(m, "config")}
-    return [c for c in configs.values() if getattr(c, "_experts_implementation_internal", None) in waiting]
-
-
-@contextmanager
-def _replaced(configs: Sequence[Any], attribute: str, value: str) -> Iterator[None]:
-    before = [getattr(c, attribute) for c in configs]
-    try:
-        for config in configs:
-            setattr(config, attribute, value)
-        yield
-    finally:
-        for config, old in zip(configs, before, strict=True):
-            setattr(config, attribute, old)
-
-
-@contextmanager
-def answering(module: nn.Module, output: Any) -> Iterator[None]:
-    """Make calls of `module` return `output` within the context, whatever the arguments, without running its hooks."""
-    own = {name: value for name, value in module.__dict__.items() if name == "_compiled_call_impl"}
-    # `module.compile()` sets this; it is called in place of forward and hooks.
-    module._compiled_call_impl = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        del module._compiled_call_impl
-        module.__dict__.update(own)
 
 
 def probe(model: PreTrainedModel) -> ModelSpec:
@@ -382,7 +331,7 @@ def _unrouted_layers(recording: _Recording, model: PreTrainedModel) -> list[str]
 
 
 def _with_reach(call: _Call, recording: _Recording) -> LayerSpec:
-    """Return the layer's spec with the actual window or chunk of its mask; without a mask, that of the keyword argument."""
+    """Return the layer's spec with what its mask lets it see; without a mask, the window of the keyword argument."""
     if call.mask_id is None:
         return call.spec
     reach = recording.masks[call.mask_id]
