@@ -63,6 +63,15 @@ SIZES: dict[str, Any] = {
     "mamba_chunk_size": 8,
     "is_decoder": True,
 }
+_RECURRENT = {"layer_types": ["conv", "full_attention"] * 2}
+OWN: dict[str, dict[str, Any]] = {  # what a type's config wants beside sizes, to have all of its kinds of layers
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "lfm2": _RECURRENT,
+    "lfm2_moe": _RECURRENT,
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+    "zaya": {"num_experts_per_tok": 1},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
+}
 PARTS = ("text_config", "vision_config", "audio_config", "decoder", "encoder", "llm_config")
 
 
@@ -124,20 +133,13 @@ def tiny(model_type: str) -> PreTrainedModel:
 def small(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
     """Return a config of `kind` with small sizes, in its parts too."""
     default = kind()
-    names = {*default.to_dict(), *default.attribute_map}
-    sizes = {name: size for name, size in SIZES.items() if name in names and _is_size(default, name)}
-    heads, kv_heads = (getattr(default, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    if "num_key_value_heads" in sizes and heads == kv_heads:
+    values = default.to_dict()
+    values |= {name: values.get(own) for name, own in default.attribute_map.items()}
+    sizes = {name: size for name, size in SIZES.items() if name in values and isinstance(values[name], int | None)}
+    if "num_key_value_heads" in sizes and values.get("num_attention_heads") == values["num_key_value_heads"]:
         sizes["num_key_value_heads"] = 4
     parts = {name: small(type(getattr(default, name))) for name in PARTS if _is_config(getattr(default, name, None))}
-    return kind(**sizes, **parts)
-
-
-def _is_size(config: PreTrainedConfig, name: str) -> bool:
-    try:
-        return isinstance(getattr(config, name, None), int | None)
-    except AttributeError:  # one for each layer
-        return False
+    return kind(**{**sizes, **OWN.get(default.model_type, {}), **parts})
 
 
 def _is_config(value: Any) -> bool:
