@@ -5,7 +5,9 @@ import torch
 import transformers as tf
 
 import specdec
+from specdec.backends import TorchBackend, pick_backend, unmet_needs
 from specdec.targets.hf import HFTarget
+from specdec.targets.probe import Positions, probe
 from tests.tiny_models import _BASE, VOCAB, random_weights, tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -78,6 +80,23 @@ def test_what_rounding_does_is_no_reason(name, dtype):
 def test_masks_passed_by_name_are_read():
     config = tf.AfmoeConfig(**_BASE, num_dense_layers=1, moe_intermediate_size=48, head_dim=16)
     HFTarget(random_weights(tf.AutoModelForCausalLM.from_config(config))).detach()
+
+
+def test_layers_that_count_positions_get_theirs(monkeypatch):
+    """Far into a text only, in a real model; here from the eighth token on."""
+    model = tiny_model("llama4")
+    assert probe(model).counts_positions and not probe(tiny_model("llama")).counts_positions
+    monkeypatch.setattr(Positions, "get_seq_length", lambda self, layer_idx=0: 0)
+    with pytest.raises(specdec.AttachError, match="logits differ"):
+        HFTarget(model)
+
+
+def test_chunks_are_refused_by_name_where_a_backend_has_none():
+    layers = probe(tiny_model("llama4")).layers
+    assert [layer.chunk for layer in layers] == [16, 16, 16, None]
+    assert unmet_needs(TorchBackend.capabilities, layers, torch.float32) == []
+    with pytest.raises(ValueError, match="layer 0 needs chunked attention"):
+        pick_backend("triton", layers, torch.float32, torch.device("cpu"))
 
 
 def test_foreign_layer_types_alone_are_no_reason():

@@ -24,8 +24,7 @@ def dynamic():
     return tf.LlamaConfig(**{**_BASE, "max_position_embeddings": LIMIT}, rope_parameters=rope)
 
 
-@pytest.mark.parametrize("settings", [{"cuda_graph": False}, {"compile": True, "compiler": "eager"}])
-@pytest.mark.parametrize("config", [longrope, dynamic])
+@pytest.mark.parametrize(("config", "settings"), [(longrope, {"compile": True, "compiler": "eager"}), (dynamic, {})])
 def test_text_within_the_limit_is_the_models_own(config, settings):
     """Also after transformers has seen a longer text, and changed the frequencies, while the engine is attached."""
     model, prompt = random_weights(tf.AutoModelForCausalLM.from_config(config())), list(range(3, 33))
