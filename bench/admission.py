@@ -163,7 +163,7 @@ def _lines(verdicts: list[Verdict]) -> Iterator[str]:
     yield (
         f"The {len(verdicts)} causal-LM types of transformers {transformers.__version__}, a tiny random model of each: "
         f"{counts['admitted']} are admitted, {counts['refused']} are refused, {counts['not built']} could not be built "
-        "from small numbers, so nothing is known about them. "
+        "from small numbers, so nothing is known about them."
     )
     yield "`python bench/admission.py --table docs/models.md` writes this page."
     yield ""

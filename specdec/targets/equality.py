@@ -146,8 +146,8 @@ class _Disturbing:
 
 def _rounding_unit(dtype: torch.dtype, device: torch.device) -> float:
     """Return the rounding of matrix products, relative."""
-    is_tf32 = device.type == "cuda" and dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    return 2.0**-11 if is_tf32 else torch.finfo(dtype).eps / 2
+    is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"  # however it was set
+    return 2.0**-11 if is_tf32 and dtype is torch.float32 and device.type == "cuda" else torch.finfo(dtype).eps / 2
 
 
 def _scored(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

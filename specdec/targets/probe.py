@@ -319,7 +319,7 @@ def _call_reasons(recording: _Recording, model: PreTrainedModel) -> list[str]:
 def _foreign_layers(model: PreTrainedModel) -> list[str]:
     """Return a doubt about layers whose type, by the config, is not known."""
     foreign = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or []) - KNOWN_LAYER_TYPES)
-    return [f"layer types {foreign}: recurrent state is not supported"] if foreign else []
+    return [f"layer types {foreign}: recurrent and sparse layers are not supported"] if foreign else []
 
 
 def _unrouted_layers(recording: _Recording, model: PreTrainedModel) -> list[str]:
