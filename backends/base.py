@@ -19,6 +19,7 @@ class LayerSpec:
     """One attention layer as the probe saw it.
 
     window: keys further than window-1 positions behind the query are hidden; None sees everything.
+    chunk: keys before the query's chunk of as many positions are hidden; None: there are no chunks.
     softcap: logits become softcap * tanh(logits / softcap).
     has_sinks: a logit per query head joins the softmax denominator.
     v_in_k: V is the first v_dim elements of K (a latent), and is not stored again.
@@ -33,6 +34,12 @@ class LayerSpec:
     softcap: float | None = None
     has_sinks: bool = False
     v_in_k: bool = False
+    chunk: int | None = None
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether no key is hidden for being far away."""
+        return self.window is None and self.chunk is None
 
     @property
     def shape(self) -> LayerShape:
@@ -60,6 +67,7 @@ class Capabilities:
     max_head_dim: int
     fused_ops: bool = False
     packed_prefill: bool = False
+    chunks: bool = False
     page_sizes: frozenset[int] | None = None
     head_dims: frozenset[int] | None = None
 
@@ -80,6 +88,7 @@ def unmet_needs(
             f"head dims {sorted(dims - known)} where there are {sorted(known)}": bool(dims - known),
             f"head dim {widest} over {capabilities.max_head_dim}": widest > capabilities.max_head_dim,
             "a sliding window": layer.window is not None and not capabilities.sliding_window,
+            "chunked attention": layer.chunk is not None and not capabilities.chunks,
             "attention sinks": layer.has_sinks and not capabilities.sinks,
             "a logit softcap": layer.softcap is not None and not capabilities.softcap,
             "V that lies in K": layer.v_in_k and not capabilities.v_in_k,

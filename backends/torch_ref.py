@@ -27,16 +27,22 @@ class _Plan:
     k_pos: torch.Tensor
     pad: torch.Tensor | None
     unpad: torch.Tensor | None
-    windowed: dict[int, torch.Tensor] = field(default_factory=dict)
+    near: dict[tuple[int | None, int | None], torch.Tensor] = field(default_factory=dict)
 
-    def mask_for(self, window: int | None) -> torch.Tensor:
-        """The mask of a layer with `window`, made once a forward."""
-        if window is None:
+    def mask_for(self, layer: LayerSpec) -> torch.Tensor:
+        """The mask of `layer`, made once a forward for all with its window and chunk."""
+        if layer.sees_all:
             return self.mask
-        if window not in self.windowed:
-            near = self.q_pos.unsqueeze(2) - self.k_pos.unsqueeze(1) < window
-            self.windowed[window] = self.mask & near
-        return self.windowed[window]
+        key = layer.window, layer.chunk
+        if key not in self.near:
+            self.near[key] = self.mask & (self.k_pos.unsqueeze(1) >= self._first_visible(layer).unsqueeze(2))
+        return self.near[key]
+
+    def _first_visible(self, layer: LayerSpec) -> torch.Tensor:
+        """The first position that each query sees, [bs, q]; 0 or less: all."""
+        q_pos = self.q_pos
+        first = torch.zeros_like(q_pos) if layer.window is None else q_pos - layer.window + 1
+        return first if layer.chunk is None else torch.maximum(first, q_pos - q_pos % layer.chunk)
 
 
 class TorchBackend(AttentionBackend):
@@ -52,6 +58,7 @@ class TorchBackend(AttentionBackend):
         softcap=True,
         v_dim_differs=True,
         v_in_k=True,
+        chunks=True,
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=1 << 16,
     )
@@ -100,7 +107,7 @@ class TorchBackend(AttentionBackend):
         keys = pool.k[layer_id].index_select(0, slots).view(shape).transpose(1, 2)
         values = pool.v[layer_id].index_select(0, slots).view(shape).transpose(1, 2)
         rows = q[plan.pad] if plan.pad is not None else q.reshape(bs, -1, *q.shape[1:])  # [bs, q_len, Hq, qk_dim]
-        result = _attend(rows, keys, values, plan.mask_for(layer.window), layer, sinks)
+        result = _attend(rows, keys, values, plan.mask_for(layer), layer, sinks)
         result = result.reshape(-1, *result.shape[2:])
         out.copy_(result if plan.unpad is None else result[plan.unpad])
 

@@ -5,7 +5,7 @@ model by name takes milliseconds, too long for every call of `generate`; the wat
 walk reads and compares them with copies, without a Python loop.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -15,13 +15,15 @@ from torch import nn
 class ModuleWatch:
     """Detects replaced, moved (`.to()`, `.data =`) and re-tied tensors, and replaced submodules, of `modules`.
 
-    Additions do not count: no captured graph reads them.
+    Additions do not count: no captured graph reads them. free: modules that may replace what they own.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]):
+    def __init__(self, modules: Iterable[nn.Module], free: Collection[nn.Module] = ()):
         self._places: list[tuple[dict[Any, Any], str, str, Any]] = []  # owning dict, key, name, value
         for root in modules:
             for path, module in root.named_modules():
+                if module in free:
+                    continue
                 prefix = f"{path}." if path else ""
                 for owned in (module._parameters, module._buffers, module._modules):
                     what = "module " if owned is module._modules else ""

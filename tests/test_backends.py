@@ -31,7 +31,7 @@ from specdec.backends.op import ForwardContext
 from specdec.backends.rope import Rope, rope_table, rotate
 from specdec.batch import ForwardMode
 from specdec.kv_cache import KVPool
-from specdec.targets.masks import classify_mask
+from specdec.targets.masks import Reach, classify_mask
 
 triton = pytest.importorskip("triton")
 from specdec.backends.triton import backend  # noqa: E402
@@ -567,9 +567,11 @@ def test_auto_takes_triton_on_cuda_and_says_why():
 
 def test_masks_are_classified_by_what_they_show():
     cpu = torch.device("cpu")
-    assert classify_mask(lambda b, h, q, k: k <= q, cpu) is None
-    assert classify_mask(lambda b, h, q, k: (k <= q) & (q - k < 77), cpu) == 77
-    assert "chunked" in classify_mask(lambda b, h, q, k: (k <= q) & (q // 64 == k // 64), cpu)
+    assert classify_mask(lambda b, h, q, k: k <= q, cpu) == Reach()
+    assert classify_mask(lambda b, h, q, k: (k <= q) & (q - k < 77), cpu) == Reach(window=77)
+    for chunk in (64, 100, 8192):
+        assert classify_mask(lambda b, h, q, k, c=chunk: (k <= q) & (q // c == k // c), cpu) == Reach(chunk=chunk)
+    assert "depends on" in classify_mask(lambda b, h, q, k: (k <= q) & (q - k < q % 64 + 2), cpu)
     assert "not causal" in classify_mask(lambda b, h, q, k: k == k, cpu)
     assert "holes" in classify_mask(lambda b, h, q, k: (k <= q) & ((q - k) % 2 == 0), cpu)
 

@@ -72,19 +72,30 @@ CONFIGS = {
         linear_value_head_dim=16,
     ),
     "llama4": lambda: tf.Llama4TextConfig(
-        **_BASE, head_dim=HEAD_DIM, attention_chunk_size=16, num_local_experts=2, intermediate_size_mlp=96
+        **_BASE,
+        head_dim=HEAD_DIM,
+        attention_chunk_size=16,
+        num_local_experts=2,
+        intermediate_size_mlp=96,
+        floor_scale=8,
+        attn_scale=1.0,
     ),
     "gptj": lambda: tf.GPTJConfig(vocab_size=VOCAB, n_positions=256, n_embd=64, n_layer=2, n_head=4, rotary_dim=16),
 }
 ADMITTED = ("llama", "qwen2_windowed", "qwen3", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3")
-REFUSED = ("qwen3_next", "llama4", "gptj")
+CHUNKED = ("llama4",)  # served by the torch backend only
+REFUSED = ("qwen3_next", "gptj")
 
 
 def tiny_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tf.PreTrainedModel:
     """A random model of `name` in eval mode whose greedy text varies (weights scaled up from HF's tiny init)."""
     seed += SEEDS_64.get(name, 0) if HEAD_DIM == 64 else 0
     torch.manual_seed(seed)
-    model = tf.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    return random_weights(tf.AutoModelForCausalLM.from_config(CONFIGS[name]()), seed).to(dtype)
+
+
+def random_weights(model: tf.PreTrainedModel, seed: int = 0) -> tf.PreTrainedModel:
+    """`model` in eval mode with random matrices, scaled up from HF's tiny init."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() >= 2:
@@ -92,4 +103,4 @@ def tiny_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
             parameter.data = torch.randn(parameter.shape, generator=generator) * scale
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
-    return model.to(dtype).eval()
+    return model.eval()

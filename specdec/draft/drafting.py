@@ -151,8 +151,9 @@ class DraftModelWorker(DraftWorker):
         self.logits[rows] = self.score(states).to(self.logits.dtype)  # a head may give fp32 for states in bf16
 
     def tail_depths(self, ids: torch.Tensor, num_steps: int) -> torch.Tensor | None:
-        """Depths [bs, K*num_steps] of the draft nodes of `num_steps` steps, ids [bs, K] each; windows go by them."""
-        if all(layer.window is None for layer in self.context.layers):
+        """Depths [bs, K*num_steps] of the draft nodes of `num_steps` steps, ids [bs, K] each; windows and chunks go by
+        them."""
+        if all(layer.sees_all for layer in self.context.layers):
             return None
         depths = torch.arange(num_steps, device=ids.device).repeat_interleave(ids.shape[1])
         return depths.expand(ids.shape[0], -1).contiguous()

@@ -60,4 +60,4 @@ class StandaloneWorker(DraftModelWorker):
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        return {**dict(self.model.model.named_parameters()), **dict(self.model.model.named_buffers())}
+        return self.model.weights

@@ -11,6 +11,7 @@ from specdec.checkpoints.advice import follow_advice
 from specdec.checkpoints.tensors import TensorFiles
 from specdec.config import EngineConfig
 from specdec.errors import AttachError
+from specdec.targets.shape import position_limit
 
 DEFAULT_MAX_SEQ_LEN = 2048
 
@@ -20,8 +21,8 @@ def engine_config(target: PreTrainedModel, algo: str | None, settings: dict[str,
     go together."""
     settings = dict(settings)
     if "max_seq_len" not in settings:
-        limit = getattr(target.config.get_text_config(), "max_position_embeddings", DEFAULT_MAX_SEQ_LEN)
-        settings["max_seq_len"] = min(limit, DEFAULT_MAX_SEQ_LEN)
+        limit, _ = position_limit(target.config.get_text_config())
+        settings["max_seq_len"] = min(limit or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
     if algo is None:
         _refuse_draft_settings(settings)
         settings.update(num_steps=0, topk=1, num_draft_tokens=1)

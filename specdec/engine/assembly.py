@@ -31,6 +31,7 @@ from specdec.round.graphs import LOWER, estimate_bytes
 from specdec.round.parts import Parts
 from specdec.round.state import EngineState
 from specdec.targets.hf import HFTarget
+from specdec.targets.shape import position_limit
 from specdec.targets.standalone import load_standalone
 
 Source = str | Path | nn.Module | TensorFiles  # of a draft, as `resolve_draft` gives it
@@ -161,8 +162,9 @@ def _load_draft(draft: Source, algo: str, target: HFTarget, config: EngineConfig
 def _check_length(config: EngineConfig, model: HFTarget, what: str) -> None:
     limit = model.spec.max_positions
     if config.max_seq_len > limit:
+        _, why = position_limit(model.model.config.get_text_config())
         raise ValueError(
-            f"max_seq_len={config.max_seq_len}: the {what} has positions up to {limit}; "
+            f"max_seq_len={config.max_seq_len}: the {what} has positions up to {limit}{why and f' ({why})'}; "
             f"attach with max_seq_len={limit} or less"
         )
 

@@ -35,6 +35,7 @@ from specdec.round.parts import Parts
 from specdec.round.program import Round
 from specdec.targets.compiled import compile_layers, start_compilers
 from specdec.targets.exclusive import make_exclusive
+from specdec.targets.ropes import varying_ropes
 
 PREFIX_STEP = 32  # host bounds of L are rounded up to this, so that shapes of eager rounds seldom change
 
@@ -77,7 +78,8 @@ class Core:
         runners = (*self.prefill.runners, *self.graphs.runners.values())
         is_watched = bool(target.compiled) or any(runner.captured for runner in runners)
         modules = [m for m in (target.model, worker.module) if m is not None]
-        self._watch = ModuleWatch(modules) if is_watched else None
+        free = [rope for module in modules for rope in varying_ropes(module)]  # their original frequencies are read
+        self._watch = ModuleWatch(modules, free) if is_watched else None
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue checked requests; DetachedError once the core is closed, GraphError if a weight has moved."""

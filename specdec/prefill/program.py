@@ -98,9 +98,8 @@ class Programs:
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the tensors that graphs read besides their inputs, by name; their addresses do not change."""
-        model, context, worker = self._parts.target.model, self._parts.context, self._parts.worker
-        found: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        found |= {**context.tensors("target"), **self.target.bridge.tensors}
+        context, worker = self._parts.context, self._parts.worker
+        found = self._parts.target.weights | {**context.tensors("target"), **self.target.bridge.tensors}
         found |= {f"result {i}": rows for i, rows in enumerate(self.target.results)}
         draft = {**worker.tensors, **(self.draft[0].bridge.tensors if self.draft else {})}
         return {**found, **{f"draft {name}": t for name, t in draft.items()}}

@@ -127,10 +127,8 @@ class Round:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name, every tensor that outlives a round and that rounds read or write; they stay where they are."""
-        model = self.target.model
-        weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         own = {"slot table": self.slot_table, **self.state.tensors, **self.context.tensors("target")}
-        return {**own, **weights, **{f"draft {name}": t for name, t in self.worker.tensors.items()}}
+        return {**own, **self.target.weights, **{f"draft {name}": t for name, t in self.worker.tensors.items()}}
 
     def _verify_metadata(self, batch: RoundBatch, tree: Tree) -> AttentionMetadata:
         """D queries a request: a chain is causal, a tree sees its ancestors."""

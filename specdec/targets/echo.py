@@ -33,20 +33,24 @@ def expect(layers: Layers, batches: Sequence[Sequence[torch.Tensor]]) -> Expecte
     outputs, moved = (_outputs(layers, batches, is_disturbed) for is_disturbed in (False, True))
     bounds = []
     for a, b in zip(moved, outputs, strict=True):
-        least = TOLERANCE.get(b.dtype, 5e-2)
-        bounds.append(max(least, min(MOST, TIMES_DISTURBED * _error(a, b))))
+        bounds.append(bound(b.dtype, distance(a, b)))
     return Expected(outputs, bounds)
+
+
+def bound(dtype: torch.dtype, moved: float) -> float:
+    """Return how far results in `dtype` may lie apart, of the norm, if a disturbance moves them by `moved`."""
+    return max(TOLERANCE.get(dtype, 5e-2), min(MOST, TIMES_DISTURBED * moved))
 
 
 def compare(layers: Layers, batches: Sequence[Sequence[torch.Tensor]], expected: Expected) -> None:
     """Raise GraphError if `layers` differ from what is expected of these batches in more than rounding."""
     num_tokens = batches[0][0].shape[0]
-    for a, b, bound in zip(_outputs(layers, batches, False), *expected, strict=True):
-        error = _error(a, b)
-        if not error <= bound:
+    for a, b, limit in zip(_outputs(layers, batches, False), *expected, strict=True):
+        error = distance(a, b)
+        if not error <= limit:
             raise GraphError(
                 f"compiled, they differ from the live model's by {error:.1e} of the norm, in forwards of {num_tokens} "
-                f"token{'s' * (num_tokens > 1)}; rounding explains {bound:.1e}"
+                f"token{'s' * (num_tokens > 1)}; rounding explains {limit:.1e}"
             )
 
 
@@ -57,9 +61,15 @@ def _outputs(layers: Layers, batches: Sequence[Sequence[torch.Tensor]], is_distu
         return [torch.cat(parts) for parts in outputs if parts[0] is not None]
 
 
-def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Difference of [rows, ...] in shares of the norm, the median of the rows: rounding can flip an expert in some."""
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the difference of [rows, ...], in shares of the norm: the rows' median, as rounding can flip an expert."""
     return float(((ours.double() - theirs.double()).norm(dim=-1) / theirs.double().norm(dim=-1)).median())
+
+
+def lowered(x: torch.Tensor, unit: float) -> torch.Tensor:
+    """Return x with half of its elements smaller by `unit`, relative."""
+    is_lowered = torch.arange(x.numel(), device=x.device).mul(2.4).sin().view(x.shape) > 0
+    return torch.where(is_lowered, x * (1 - unit), x)
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,4 @@ class Echo:
         weight = 1 + 0.5 * torch.tanh(q.float() @ ramp) - 0.5 * torch.tanh(k.float() @ ramp).repeat_interleave(group, 1)
         weight = weight * (1 + layer_id / (layer_id + 8))  # every layer's own, so that one in another's place is seen
         out = v.repeat_interleave(group, 1) * weight.unsqueeze(2).to(v.dtype)
-        if not self.is_disturbed:
-            return out
-        is_lowered = torch.arange(out.numel(), device=out.device).mul(2.4).sin().view(out.shape) > 0
-        return torch.where(is_lowered, out * (1 - torch.finfo(out.dtype).eps / 2), out)
+        return lowered(out, torch.finfo(out.dtype).eps / 2) if self.is_disturbed else out

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from specdec.backends import grouped_linear
-from specdec.targets.probe import replaced
+from specdec.targets.overrides import replaced
 
 
 def experts_forward(

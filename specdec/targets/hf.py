@@ -6,7 +6,6 @@ and only while we run it (the implementation name is set on its configs inside `
 
 import gc
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,48 +13,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import DistError
 from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.backends import ForwardContext, attention, forward_context
 from specdec.backends.comm import Communicator
 from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.errors import AttachError, GraphError
+from specdec.errors import AttachError, GraphError, RankError
 from specdec.graphs.trace import Traced
 from specdec.layer_state import LayerState
+from specdec.targets.equality import differences
 from specdec.targets.experts import expert_configs, experts_routed
-from specdec.targets.probe import (
-    ModelSpec,
-    answering,
-    attention_configs,
-    attention_implementation,
-    probe,
-)
+from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
+from specdec.targets.overrides import answering, attention_configs, attention_implementation
+from specdec.targets.probe import ModelSpec, Positions, probe
+from specdec.targets.ropes import ORIGINAL, constant_ropes, varying_ropes
 from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.sharded import Sharded, find_group, plain
-
-ATTACHED = "_specdec_attached"
-LAYER_ID = "_specdec_layer_id"
-
-
-class Mark:
-    """Marks a module with the target it belongs to. It holds a weak reference, and a copy of it is empty: copies of a
-    model are not part of the engine."""
-
-    def __init__(self, owner: "HFTarget | None" = None):
-        self._owner = None if owner is None else weakref.ref(owner)
-
-    def owner(self) -> "HFTarget | None":
-        """Return the target if it still exists, else None."""
-        return None if self._owner is None else self._owner()
-
-    def __reduce__(self) -> tuple[type["Mark"], tuple[()]]:
-        return Mark, ()
-
-
-def is_attached(module: nn.Module) -> bool:
-    """Return whether `module` belongs to a target that is alive."""
-    mark = getattr(module, ATTACHED, None)
-    return mark is not None and mark.owner() is not None
 
 
 @dataclass(frozen=True)
@@ -67,7 +41,7 @@ class TargetOutput:
 
 
 def _routed_attention(
-    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any = None, **kw: Any
 ) -> tuple[torch.Tensor, None]:
     """Route HF's attention call, q/k/v [1, heads, T, dim], through our op; return [1, T, heads, v_dim]."""
     out = attention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), getattr(module, LAYER_ID))
@@ -104,6 +78,7 @@ class HFTarget:
                 self._sharded = plain(model, self.comm.name)
             self._admit(model)
         except BaseException:
+            self._unmark()
             self._release_ranks()
             raise
 
@@ -115,6 +90,7 @@ class HFTarget:
         self.aux_layers: tuple[int, ...] = ()
         self._configs = attention_configs(model)
         self._expert_configs = expert_configs(model)
+        self._ropes = varying_ropes(model)
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
         self._addresses: dict[str, int] = {}
         self._last_position: int | None = None
@@ -123,6 +99,31 @@ class HFTarget:
             setattr(module, LAYER_ID, i)
             setattr(module, ATTACHED, Mark(self))
         setattr(model, ATTACHED, Mark(self))
+        self._check_equality()
+
+    def _check_equality(self) -> None:
+        """Raise AttachError if our route does not give the logits of the model's own forward; alike on all ranks."""
+
+        def run(metadata: AttentionMetadata, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layers(metadata.mode, ids, metadata.positions)[0])
+
+        def own(ids: torch.Tensor) -> torch.Tensor:
+            return self.model(input_ids=ids, use_cache=False).logits
+
+        try:
+            found = differences(self.spec, run, own, self.dtype, self.device)
+        except (RankError, DistError):
+            raise
+        except Exception as error:
+            reason = f"it could not be compared with its own forward: {error}"
+            raise AttachError(type(self.model).__name__, [reason, *self.spec.doubts]) from error
+        is_refused = any(d.is_too_large for d in found)
+        if self.comm is not None:
+            verdict = torch.tensor([float(is_refused)], device=self.device)
+            is_refused = bool(self.comm.all_reduce(verdict) > 0)
+        if is_refused:
+            worst = next((d for d in found if d.is_too_large), found[0])
+            raise AttachError(type(self.model).__name__, [str(worst), *self.spec.doubts])
 
     @property
     def group(self) -> str:
@@ -150,6 +151,14 @@ class HFTarget:
     def embed_tokens(self) -> nn.Module:
         """The input embedding, which EAGLE heads share."""
         return self.model.get_input_embeddings()
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers that forwards read, by name; they stay where they are. Frequencies that transformers
+        replaces when it sees a long sequence are not among them: the original ones are read."""
+        ropes = [name for name, module in self.model.named_modules() if module in self._ropes]
+        buffers = {n: b for n, b in self.model.named_buffers() if n.rpartition(".")[0] not in ropes or ORIGINAL in n}
+        return {**dict(self.model.named_parameters()), **buffers}
 
     def row_states(self, num_rows: int) -> tuple[LayerState, ...]:
         """Make the state by row of layers that are not attention. The probe refuses such layers, so there is none."""
@@ -199,6 +208,7 @@ class HFTarget:
             position_ids=positions.unsqueeze(0),
             use_cache=False,
             output_hidden_states=wanted,
+            **({"past_key_values": Positions(positions)} if self.spec.counts_positions else {}),
         )
         aux = torch.cat([out.hidden_states[i][0] for i in self.tapped], -1) if self.tapped else None
         return out.last_hidden_state[0], aux
@@ -211,7 +221,8 @@ class HFTarget:
     @contextmanager
     def routed(self) -> Iterator[None]:
         """Route the live model's attention calls, and the products of its experts, to us within the context."""
-        with attention_implementation(self._configs, "specdec"), experts_routed(self._expert_configs):
+        experts, ropes = experts_routed(self._expert_configs), constant_ropes(self._ropes)
+        with attention_implementation(self._configs, "specdec"), experts, ropes:
             yield
 
     @contextmanager
@@ -265,12 +276,15 @@ class HFTarget:
     def detach(self) -> None:
         """Remove our marks and restore the model. A second call does nothing, or goes on where the first failed."""
         self.drop_compiled()
-        for module in (*self.spec.modules, self.model):
+        self._unmark()
+        self._release_ranks()
+
+    def _unmark(self) -> None:
+        for module in self.model.modules():
             mark = getattr(module, ATTACHED, None)
             if mark is not None and mark.owner() is self:
                 delattr(module, ATTACHED)
                 module.__dict__.pop(LAYER_ID, None)
-        self._release_ranks()
 
     def _release_ranks(self) -> None:
         """Give a sharded model its own forwards and parameters again."""

@@ -1,19 +1,26 @@
-"""Classifies mask functions of transformers by their values far out: causal, a sliding window, or something else."""
+"""Classifies mask functions of transformers by their values far out: causal, a window, chunks, or something else."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-FAR = 1 << 18  # masks are evaluated around this query position, so that windows up to it are seen
+FAR = 1 << 18  # masks are evaluated around this query position, so that windows and chunks up to it are seen
 
 
-def classify_mask(mask_function: Callable[..., Any], device: torch.device) -> str | int | None:
-    """Return None for causal, a window in tokens for a sliding one, else a phrase that says what it is."""
-    keys = torch.arange(FAR + 1, device=device)
+class Reach(NamedTuple):
+    """Which keys a causal mask leaves visible: of the last `window` tokens, or of the query's chunk; None: all."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def classify_mask(mask_function: Callable[..., Any], device: torch.device) -> str | Reach:
+    """Return how far back queries see by a mask function of transformers, or a phrase that says what else it is."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    windows = set()
-    for q in (FAR, FAR - 37, FAR - 4999):
+
+    def first_visible(q: int) -> int | str:
+        keys = torch.arange(FAR + 1, device=device)
         try:
             visible = torch.as_tensor(mask_function(zero, zero, torch.tensor(q, device=device), keys)).expand(FAR + 1)
         except Exception as error:
@@ -21,9 +28,20 @@ def classify_mask(mask_function: Callable[..., Any], device: torch.device) -> st
         count = int(visible.sum())
         if not bool(visible[q]) or bool(visible[q + 1 :].any()):
             return "a mask that is not causal"
-        if count and not bool(visible[q + 1 - count : q + 1].all()):
-            return "a mask with holes"
-        windows.add(None if count == q + 1 else count)
-    if len(windows) > 1:
-        return "a chunked mask (its width depends on the position)"
-    return windows.pop()
+        return q + 1 - count if bool(visible[q + 1 - count : q + 1].all()) else "a mask with holes"
+
+    firsts: dict[int, int] = {}
+    for q in (FAR, FAR - 37, FAR - 4999):
+        first = first_visible(q)
+        if isinstance(first, str):
+            return first
+        firsts[q] = first
+    if not any(firsts.values()):
+        return Reach()
+    window = FAR + 1 - firsts[FAR]
+    if all(q + 1 - first == window for q, first in firsts.items()):
+        return Reach(window=window)
+    before = first_visible(firsts[FAR] - 1)  # the end of the chunk before
+    if isinstance(before, int) and all(first == q - q % (firsts[FAR] - before) for q, first in firsts.items()):
+        return Reach(chunk=firsts[FAR] - before)
+    return "a mask whose width depends on the position"

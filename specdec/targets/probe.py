@@ -1,13 +1,15 @@
-"""Admission check: one forward of the live model with a recording attention function, then reasons against it, if any.
+"""The first half of admission: one forward of the live model with a recording attention function.
 
 It records every attention call (module, shapes, scaling, window, softcap, sinks) and every mask HF would have built,
-classified by evaluating HF's own mask closure far out. No model is known by name.
+classified by evaluating HF's own mask closure far out. What cannot be run, or would differ only far into a text, is a
+reason against the model; what merely looks foreign is a doubt. `equality`, the second half, decides about doubts. No
+model is known by name.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,12 +20,15 @@ from transformers.cache_utils import DynamicCache
 from specdec.backends import LayerSpec
 from specdec.checkpoints.fitting import weight_doubts
 from specdec.errors import AttachError
-from specdec.targets.masks import classify_mask
+from specdec.targets.masks import Reach, classify_mask
+from specdec.targets.overrides import answering, attention_configs, attention_implementation
 from specdec.targets.placement import placement_reasons
-from specdec.targets.shape import vocab_size_of
+from specdec.targets.ropes import rope_limit, varying_ropes
+from specdec.targets.shape import position_limit, vocab_size_of
 
 PROBE_LENGTH = 12
-KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Layer types whose meaning is known here. Others are no reason against a model, but explain one.
+KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 # Known tensor arguments of attention calls; any other TENSOR argument means arithmetic that we do not know.
 HARMLESS_TENSORS = frozenset({"position_ids", "s_aux", "position_embeddings", "cache_position"})
 
@@ -41,7 +46,8 @@ class _Call:
 @dataclass
 class _Recording:
     calls: list[_Call] = field(default_factory=list)
-    masks: list[str | int | None] = field(default_factory=list)
+    masks: list[str | Reach] = field(default_factory=list)
+    counts_positions: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class ModelSpec:
     """Facts for the attach layer: attention modules in call order, their specs and sinks, and widths.
 
     stack: the module that is all but the head, from ids to last hidden states; stack_output: the class of its output.
+    doubts: what may explain logits that turn out to be others than the model's own. counts_positions: layers ask the
+    cache how many tokens it holds, and count positions from there, in place of reading them.
     """
 
     modules: tuple[nn.Module, ...]
@@ -59,6 +67,8 @@ class ModelSpec:
     max_positions: int
     stack: nn.Module
     stack_output: Callable[..., Any]
+    doubts: tuple[str, ...] = ()
+    counts_positions: bool = False
 
 
 _RECORDING: ContextVar[_Recording] = ContextVar("specdec_probe")
@@ -81,7 +91,26 @@ class _PassThroughCache(DynamicCache):
         return key_states, value_states
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        if args or kwargs:  # a layer asks; a stack asks without a number, and is given positions in our forwards
+            _recording().counts_positions = True
         return 0
+
+    def get_query_offset(self, *args: Any, **kwargs: Any) -> int:  # of masks
+        return 0
+
+
+class Positions:
+    """In the place of a cache: tokens count from its length, so it answers what makes the sums their positions [T]."""
+
+    def __init__(self, positions: torch.Tensor):
+        self._starts = positions - torch.arange(positions.shape[0], device=positions.device)
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """Return [T] int64."""
+        return self._starts
 
 
 def attention_spec(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kw: Mapping[str, Any]) -> LayerSpec:
@@ -99,8 +128,9 @@ def attention_spec(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kw: Mappin
 
 
 def _record_attention(
-    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any = None, **kw: Any
 ) -> tuple[torch.Tensor, None]:
+    mask = attention_mask
     problems = [
         f"attention takes a tensor {name!r} that we do not know"
         for name, value in kw.items()
@@ -132,82 +162,45 @@ AttentionInterface.register("specdec_probe", _record_attention)
 AttentionMaskInterface.register("specdec_probe", _record_mask)
 
 
-def attention_configs(model: nn.Module) -> list[Any]:
-    """List every config object in `model` that names an attention implementation, once each."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    return [c for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
-
-
-@contextmanager
-def attention_implementation(configs: Sequence[Any], name: str) -> Iterator[None]:
-    """Set the attention implementation of `configs` to `name`, and put the old ones back."""
-    with replaced(configs, "_attn_implementation_internal", name):
-        yield
-
-
-@contextmanager
-def replaced(configs: Sequence[Any], attribute: str, value: str) -> Iterator[None]:
-    """Set `attribute` of `configs` to `value`, and put the old values back."""
-    before = [getattr(c, attribute) for c in configs]
-    try:
-        for config in configs:
-            setattr(config, attribute, value)
-        yield
-    finally:
-        for config, old in zip(configs, before, strict=True):
-            setattr(config, attribute, old)
-
-
-@contextmanager
-def answering(module: nn.Module, output: Any) -> Iterator[None]:
-    """Make calls of `module` return `output` within the context, whatever the arguments, without running its hooks."""
-    own = {name: value for name, value in module.__dict__.items() if name == "_compiled_call_impl"}
-    # `module.compile()` sets this; it is called in place of forward and hooks.
-    module._compiled_call_impl = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        del module._compiled_call_impl
-        module.__dict__.update(own)
-
-
 def probe(model: PreTrainedModel) -> ModelSpec:
     """Run one short forward and return what was seen; AttachError lists every reason against the model."""
     name = type(model).__name__
     misplaced = placement_reasons(model)
     if misplaced:  # a forward might not run, or bring weights in from elsewhere
         raise AttachError(name, misplaced)
-    recording = _Recording()
-    outputs: dict[nn.Module, Callable[..., Any]] = {}
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(PROBE_LENGTH, device=device).unsqueeze(0)
     try:
-        with _probing(model, recording), _recorded_outputs(list(model.modules())[1:], outputs):
-            logits = model(input_ids=ids, past_key_values=_new_cache(model), use_cache=True).logits
+        first = _first_forward(model, ids)
     except Exception as error:
-        raise AttachError(name, [*_static_reasons(model), f"the probe forward failed: {error}"]) from error
+        reasons = [*_static_reasons(model), f"the probe forward failed: {error}", *_foreign_layers(model)]
+        raise AttachError(name, reasons) from error
+    recording, logits = first.recording, first.logits
     reasons = _static_reasons(model) + _call_reasons(recording, model)
     if bool(logits.isnan().any()):  # nothing could be compared with them
         reasons.append(
             "; ".join(["its logits are NaN", *weight_doubts(model)]) + ": take another export of its weights"
         )
     if not reasons:
-        stack = _find_stack(model, outputs, ids, logits)
+        stack = _find_stack(model, first, ids)
         if stack is None:
             reasons = ["its head cannot be run apart from its layers, on hidden states of the embedding's type"]
+    doubts = [*_foreign_layers(model), *_unrouted_layers(recording, model)]
     if reasons:
-        raise AttachError(name, list(dict.fromkeys(reasons)))
+        raise AttachError(name, list(dict.fromkeys([*reasons, *doubts])))
     assert stack is not None
     config = model.config.get_text_config()
     return ModelSpec(
         modules=tuple(c.module for c in recording.calls),
-        layers=tuple(_with_mask_window(c, recording) for c in recording.calls),
+        layers=tuple(_with_reach(c, recording) for c in recording.calls),
         sinks=tuple(c.sinks for c in recording.calls),
         hidden_size=config.hidden_size,
         vocab_size=vocab_size_of(model),
-        max_positions=getattr(config, "max_position_embeddings", 1 << 30),
+        max_positions=position_limit(config)[0] or 1 << 30,
         stack=stack,
-        stack_output=outputs[stack],
+        stack_output=first.outputs[stack],
+        doubts=tuple(doubts),
+        counts_positions=recording.counts_positions,
     )
 
 
@@ -222,8 +215,35 @@ def _probing(model: PreTrainedModel, recording: _Recording) -> Iterator[None]:
         _RECORDING.reset(token)
 
 
-def _new_cache(model: PreTrainedModel) -> DynamicCache:
-    return _PassThroughCache(config=model.config.get_text_config())
+@dataclass
+class _Forward:
+    """A recorded forward: the calls, the output classes of modules with last hidden states, and logits [1, T, V]."""
+
+    recording: _Recording
+    outputs: dict[nn.Module, Callable[..., Any]]
+    logits: torch.Tensor
+    has_cache: bool
+
+
+def _first_forward(model: PreTrainedModel, ids: torch.Tensor) -> _Forward:
+    """Run `model` with a cache, which some need, or else without, since a cache may not know its layers' types."""
+    for has_cache in (True, False):
+        recording, outputs = _Recording(), dict[nn.Module, Callable[..., Any]]()
+        try:
+            with _probing(model, recording), _recorded_outputs(list(model.modules())[1:], outputs):
+                logits = model(input_ids=ids, **_cache_arguments(model, has_cache)).logits
+        except Exception:
+            if not has_cache:
+                raise
+        else:
+            break
+    return _Forward(recording, outputs, logits, has_cache)
+
+
+def _cache_arguments(model: PreTrainedModel, has_cache: bool) -> dict[str, Any]:
+    if not has_cache:
+        return {"use_cache": False}
+    return {"past_key_values": _PassThroughCache(config=model.config.get_text_config()), "use_cache": True}
 
 
 @contextmanager
@@ -243,14 +263,13 @@ def _recorded_outputs(modules: Sequence[nn.Module], outputs: dict[nn.Module, Cal
             handle.remove()
 
 
-def _find_stack(
-    model: PreTrainedModel, outputs: dict[nn.Module, Callable[..., Any]], ids: torch.Tensor, logits: torch.Tensor
-) -> nn.Module | None:
-    """Find the innermost module from whose last hidden states the rest of `model` makes the same `logits`, or None."""
-    for stack, output in outputs.items():
+def _find_stack(model: PreTrainedModel, first: _Forward, ids: torch.Tensor) -> nn.Module | None:
+    """Find the innermost module from whose last hidden states the rest of `model` makes the same logits, or None."""
+    logits = first.logits
+    for stack, output in first.outputs.items():
         try:
             with _probing(model, _Recording()):
-                hidden = stack(input_ids=ids, past_key_values=_new_cache(model), use_cache=True).last_hidden_state
+                hidden = stack(input_ids=ids, **_cache_arguments(model, first.has_cache)).last_hidden_state
                 with answering(stack, output(last_hidden_state=hidden)):
                     again = model(input_ids=torch.zeros_like(ids), use_cache=False).logits
         except Exception:  # not such a module: try the next
@@ -267,13 +286,9 @@ def _static_reasons(model: PreTrainedModel) -> list[str]:
     """Return reasons that need no forward."""
     config = model.config.get_text_config()
     reasons = []
-    foreign = sorted(set(getattr(config, "layer_types", None) or []) - KNOWN_LAYER_TYPES)
-    if foreign:
-        reasons.append(f"layer types {foreign}: recurrent state or chunked attention is not supported")
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {str(p.get("rope_type")) for p in [rope, *rope.values()] if isinstance(p, dict)}
-    for kind in sorted(kinds & {"dynamic", "longrope"}):
-        reasons.append(f"rope type {kind!r}: rotary frequencies depend on the longest sequence of the batch")
+    rope = rope_limit(config)
+    if rope is not None and not varying_ropes(model):
+        reasons.append(f"rope type {rope[1]!r}: rotary frequencies depend on the longest sequence of the batch")
     if model.training:
         reasons.append("the model is in training mode; call model.eval() first")
     if model.get_output_embeddings() is None:
@@ -284,12 +299,9 @@ def _static_reasons(model: PreTrainedModel) -> list[str]:
 def _call_reasons(recording: _Recording, model: PreTrainedModel) -> list[str]:
     """Return reasons found in what was recorded."""
     calls = recording.calls
-    num_layers = model.config.get_text_config().num_hidden_layers
     if not calls:
         return ["its attention does not go through AttentionInterface, so it cannot be routed"]
     reasons = [p for c in calls for p in c.problems]
-    if len(calls) != num_layers:
-        reasons.append(f"{len(calls)} attention calls for {num_layers} layers (layers without routed attention)")
     dtype = model.get_input_embeddings().weight.dtype
     others = sorted({str(c.dtype) for c in calls if c.dtype is not dtype})
     if others:
@@ -304,10 +316,24 @@ def _call_reasons(recording: _Recording, model: PreTrainedModel) -> list[str]:
     return reasons
 
 
-def _with_mask_window(call: _Call, recording: _Recording) -> LayerSpec:
-    """Return the layer's spec with the actual window of its mask; without a mask, that of the keyword argument."""
+def _foreign_layers(model: PreTrainedModel) -> list[str]:
+    """Return a doubt about layers whose type, by the config, is not known."""
+    foreign = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or []) - KNOWN_LAYER_TYPES)
+    return [f"layer types {foreign}: recurrent and sparse layers are not supported"] if foreign else []
+
+
+def _unrouted_layers(recording: _Recording, model: PreTrainedModel) -> list[str]:
+    """Return a doubt about layers that made no attention call, or several."""
+    num_calls, num_layers = len(recording.calls), model.config.get_text_config().num_hidden_layers
+    if num_calls in (0, num_layers):
+        return []
+    return [f"{num_calls} attention calls for {num_layers} layers (layers without routed attention)"]
+
+
+def _with_reach(call: _Call, recording: _Recording) -> LayerSpec:
+    """Return the layer's spec with what its mask lets it see; without a mask, the window of the keyword argument."""
     if call.mask_id is None:
         return call.spec
-    window = recording.masks[call.mask_id]
-    assert window is None or isinstance(window, int)
-    return LayerSpec(**{**call.spec.__dict__, "window": window})
+    reach = recording.masks[call.mask_id]
+    assert isinstance(reach, Reach)
+    return replace(call.spec, window=reach.window, chunk=reach.chunk)

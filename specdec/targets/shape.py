@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.backends.comm import Communicator
+from specdec.targets.ropes import rope_limit
 
 LAST = -1  # as an aux layer: the target's last hidden state, after its final norm
 
@@ -50,6 +51,15 @@ class TargetShape:
             lm_head=model.get_output_embeddings(),
             model=model,
         )
+
+
+def position_limit(config: Any) -> tuple[int | None, str]:
+    """Return how many positions the model of a text config has, None if it does not say, and why not more, if it is
+    not its own number."""
+    limit, rope = getattr(config, "max_position_embeddings", None), rope_limit(config)
+    if rope is None or (limit is not None and limit < rope[0]):
+        return limit, ""
+    return rope[0], f"beyond, rope type {rope[1]!r} rotates all tokens by other frequencies"
 
 
 def vocab_size_of(model: PreTrainedModel) -> int:

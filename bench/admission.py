@@ -1,0 +1,176 @@
+"""Which causal-LM types of transformers can be attached: a tiny random model of each, probed and compared.
+
+    python bench/admission.py                          # one line a type, then one JSON object
+    python bench/admission.py --types llama llama4     # only these
+    python bench/admission.py --table docs/models.md   # writes the table
+
+Configs are the types' defaults with small numbers in the place of sizes. A type that cannot be built so is counted
+apart: nothing is known about it. Needs a CPU and minutes.
+"""
+
+import argparse
+import json
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from specdec.errors import AttachError
+from specdec.targets.hf import HFTarget
+
+NUM_LAYERS = 4
+MOST_PARAMETERS = 40_000_000
+# Sizes by the names that configs have for them; a config takes those that it has.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 160),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "embedding_size", "emb_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), NUM_LAYERS),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers", "depth"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), 512),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "num_experts_per_token", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1),
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 16,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "rotary_dim": 16,
+    "attention_chunk_size": 8,
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+    "is_decoder": True,
+}
+_RECURRENT = {"layer_types": ["conv", "full_attention"] * 2}
+OWN: dict[str, dict[str, Any]] = {  # what a type's config wants beside sizes, to have all of its kinds of layers
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "lfm2": _RECURRENT,
+    "lfm2_moe": _RECURRENT,
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+    "zaya": {"num_experts_per_tok": 1},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
+}
+PARTS = ("text_config", "vision_config", "audio_config", "decoder", "encoder", "llm_config")
+
+
+class Verdict(NamedTuple):
+    """What became of one type: "admitted", "refused" or "not built", and why."""
+
+    model_type: str
+    outcome: str
+    why: str
+
+
+def main() -> None:
+    """Sweep the types and print, or write, what became of each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="only these; default: all of transformers")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write a page with the table as markdown")
+    args = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    verdicts = []
+    for model_type in args.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        verdicts.append(examine(model_type))
+        print(*verdicts[-1], sep="  ", flush=True)
+    if args.table is not None:
+        args.table.write_text(page(verdicts), encoding="utf-8")
+    counts = Counter(v.outcome for v in verdicts)
+    print(json.dumps({"transformers": transformers.__version__, "types": len(verdicts), **counts}))
+
+
+def examine(model_type: str) -> Verdict:
+    """Build a tiny model of the type and try to admit it."""
+    try:
+        model = tiny(model_type)
+    except Exception as error:  # whatever a config with these sizes runs into
+        return Verdict(model_type, "not built", _first_line(error))
+    try:
+        HFTarget(model).detach()
+    except AttachError as error:
+        return Verdict(model_type, "refused", "; ".join(map(_first_line, error.reasons)))
+    return Verdict(model_type, "admitted", "")
+
+
+def tiny(model_type: str) -> PreTrainedModel:
+    """Return a random model of the type in fp32, in eval mode, its weights scaled so that all layers count."""
+    kind = CONFIG_MAPPING[model_type]
+    config = small(kind)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"its smallest config has {size} parameters")
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(small(kind), dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            parameter.data.normal_(0, 0.6 / parameter.shape[-1] ** 0.5)
+    return model.eval()
+
+
+def small(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """Return a config of `kind` with small sizes, in its parts too."""
+    default = kind()
+    values = default.to_dict()
+    values |= {name: values.get(own) for name, own in default.attribute_map.items()}
+    sizes = {name: size for name, size in SIZES.items() if name in values and isinstance(values[name], int | None)}
+    if "num_key_value_heads" in sizes and values.get("num_attention_heads") == values["num_key_value_heads"]:
+        sizes["num_key_value_heads"] = 4
+    parts = {name: small(type(getattr(default, name))) for name in PARTS if _is_config(getattr(default, name, None))}
+    return kind(**{**sizes, **OWN.get(default.model_type, {}), **parts})
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value, PreTrainedConfig)
+
+
+def _first_line(error: object) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:300]
+
+
+def page(verdicts: list[Verdict]) -> str:
+    """Return the page with counts and a row for each type."""
+    return "\n".join(_lines(verdicts)) + "\n"
+
+
+def _lines(verdicts: list[Verdict]) -> Iterator[str]:
+    counts = Counter(v.outcome for v in verdicts)
+    yield "# Models"
+    yield ""
+    yield (
+        f"The {len(verdicts)} causal-LM types of transformers {transformers.__version__}, a tiny random model of each: "
+        f"{counts['admitted']} are admitted, {counts['refused']} are refused, {counts['not built']} could not be built "
+        "from small numbers, so nothing is known about them."
+    )
+    yield "`python bench/admission.py --table docs/models.md` writes this page."
+    yield ""
+    yield "| type | outcome | why |"
+    yield "|---|---|---|"
+    yield from (f"| {v.model_type} | {v.outcome} | {v.why.replace('|', '/')} |" for v in verdicts)
+
+
+if __name__ == "__main__":
+    main()

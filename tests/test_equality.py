@@ -1,0 +1,130 @@
+"""Admission by equality: doctored models whose logits our route would not reproduce are refused, others are not."""
+
+import pytest
+import torch
+import transformers as tf
+
+import specdec
+from specdec.backends import TorchBackend, pick_backend, unmet_needs
+from specdec.targets.hf import HFTarget
+from specdec.targets.probe import Positions, probe
+from tests.tiny_models import _BASE, VOCAB, random_weights, tiny_model
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def converted(model, dtype):
+    """The weights in `dtype`; rotary frequencies stay in fp32, as `from_pretrained` leaves them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+class Untold(tf.FalconH1Config):
+    """A config without `layer_types`, as remote code may have."""
+
+    layers_block_type = None
+
+
+def parallel_hybrid():
+    """Attention in every layer, a recurrent branch beside it, and a config that does not tell."""
+    config = tf.FalconH1Config(
+        **{**_BASE, "num_hidden_layers": 2},
+        mamba_d_ssm=64,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        mamba_chunk_size=8,
+    )
+    torch.manual_seed(0)
+    model = random_weights(tf.AutoModelForCausalLM.from_config(config))
+    for layer in model.model.layers:
+        layer.mamba.out_proj.weight.data.mul_(20)  # in 16 bits, a branch of a hundredth is not told from rounding
+    model.config.__class__ = Untold
+    return model
+
+
+def neighbours():
+    """A feed-forward that reads the token before."""
+    model = tiny_model("llama")
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) + 0.3 * torch.roll(x, 1, 1)
+    return model
+
+
+def counted():
+    """Rotary positions that are counted from the row's beginning, whatever is passed."""
+    model = tiny_model("llama")
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None])
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("doctored", [parallel_hybrid, neighbours, counted])
+def test_models_that_would_write_another_text_are_refused(doctored, dtype):
+    model = converted(doctored(), dtype)
+    with pytest.raises(specdec.AttachError, match=r"logits differ from its own forward's by \d\.\de.* \(allowed: \d"):
+        specdec.attach(model)
+    assert not [name for module in model.modules() for name in vars(module) if "specdec" in name]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "qwen3_moe"])
+def test_what_rounding_does_is_no_reason(name, dtype):
+    HFTarget(converted(tiny_model(name), dtype)).detach()
+
+
+def test_masks_passed_by_name_are_read():
+    config = tf.AfmoeConfig(**_BASE, num_dense_layers=1, moe_intermediate_size=48, head_dim=16)
+    HFTarget(random_weights(tf.AutoModelForCausalLM.from_config(config))).detach()
+
+
+def test_layers_that_count_positions_get_theirs(monkeypatch):
+    """Far into a text only, in a real model; here from the eighth token on."""
+    model = tiny_model("llama4")
+    assert probe(model).counts_positions and not probe(tiny_model("llama")).counts_positions
+    monkeypatch.setattr(Positions, "get_seq_length", lambda self, layer_idx=0: 0)
+    with pytest.raises(specdec.AttachError, match="logits differ"):
+        HFTarget(model)
+
+
+def test_chunks_are_refused_by_name_where_a_backend_has_none():
+    layers = probe(tiny_model("llama4")).layers
+    assert [layer.chunk for layer in layers] == [16, 16, 16, None]
+    assert unmet_needs(TorchBackend.capabilities, layers, torch.float32) == []
+    with pytest.raises(ValueError, match="layer 0 needs chunked attention"):
+        pick_backend("triton", layers, torch.float32, torch.device("cpu"))
+
+
+def test_foreign_layer_types_alone_are_no_reason():
+    model = tiny_model("llama")
+    model.config.layer_types = ["of_a_kind_to_come"] * 4
+    with pytest.raises(specdec.AttachError, match="of_a_kind_to_come"):  # it explains another reason
+        HFTarget(model.train())
+    model.model.layers[0].self_attn.is_causal = True
+    HFTarget(model.eval()).detach()
+
+
+def test_a_model_that_cannot_run_packed_is_refused_with_its_error():
+    model = tiny_model("llama")
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x[:, : 12 + 0 * len(x)]) if x.shape[1] == 12 else x.view(-1, 5)
+    with pytest.raises(specdec.AttachError, match="could not be compared with its own forward: shape"):
+        HFTarget(model)
+
+
+def test_logits_that_the_model_bans_have_no_scale():
+    model = tiny_model("llama")
+    head = model.lm_head.forward
+    banned = torch.zeros(VOCAB).index_fill_(0, torch.tensor([3, 4]), torch.finfo(torch.float32).min)
+    model.lm_head.forward = lambda x: (head(x) + banned).clamp_min(torch.finfo(torch.float32).min)
+    HFTarget(model).detach()
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) + 0.3 * torch.roll(x, 1, 1)
+    with pytest.raises(specdec.AttachError, match="logits differ"):
+        HFTarget(model)

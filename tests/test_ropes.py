@@ -1,0 +1,53 @@
+"""Rotary embeddings that change with the longest sequence: constant up to a limit, which is the engine's, too."""
+
+import pytest
+import torch
+import transformers as tf
+
+import specdec
+from specdec.targets.ropes import rope_limit
+from tests.heads import random_head
+from tests.test_attach import greedy
+from tests.tiny_models import _BASE, VOCAB, random_weights
+
+LIMIT = 64
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+
+
+def longrope():
+    own = {"rope_parameters": {"rope_theta": 1e4, **LONGROPE}, "original_max_position_embeddings": LIMIT}
+    return tf.Phi3Config(**_BASE, **own)
+
+
+def dynamic():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    return tf.LlamaConfig(**{**_BASE, "max_position_embeddings": LIMIT}, rope_parameters=rope)
+
+
+@pytest.mark.parametrize(("config", "settings"), [(longrope, {"compile": True, "compiler": "eager"}), (dynamic, {})])
+def test_text_within_the_limit_is_the_models_own(config, settings):
+    """Also after transformers has seen a longer text, and changed the frequencies, while the engine is attached."""
+    model, prompt = random_weights(tf.AutoModelForCausalLM.from_config(config())), list(range(3, 33))
+    longer = torch.arange(LIMIT + 30).remainder(VOCAB - 3)[None] + 3
+    expected = greedy(model, prompt, 16)
+    beyond = model(longer).logits
+    engine = specdec.attach(model, random_head(model), num_steps=3, **settings)
+    assert engine.config.max_seq_len == LIMIT
+    for _ in range(2):
+        assert engine.generate([prompt], max_new_tokens=16).tokens == [expected]
+        assert torch.equal(model(longer).logits, beyond)
+    engine.detach()
+    assert not [name for module in model.modules() for name in vars(module) if name == "forward"]
+    kind = model.config.rope_parameters["rope_type"]
+    with pytest.raises(
+        ValueError, match=rf"max_seq_len=65: .* up to 64 \(beyond, rope type '{kind}' rotates all tokens"
+    ):
+        specdec.attach(model, max_seq_len=LIMIT + 1)
+
+
+def test_the_limit_is_that_of_the_first_rope_to_change():
+    config = tf.LlamaConfig(**_BASE)
+    assert rope_limit(config) is None
+    early = {**LONGROPE, "original_max_position_embeddings": 32}
+    config.rope_parameters = {"full_attention": early, "sliding_attention": {"rope_type": "dynamic"}}
+    assert rope_limit(config) == (32, "longrope")
