@@ -128,3 +128,11 @@ def test_logits_that_the_model_bans_have_no_scale():
     mlp.forward = lambda x: forward(x) + 0.3 * torch.roll(x, 1, 1)
     with pytest.raises(specdec.AttachError, match="logits differ"):
         HFTarget(model)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.filterwarnings("ignore:.*holds NaN or infinity")
+def test_a_token_whose_embedding_is_damaged_is_no_reason(dtype):
+    model = converted(tiny_model("llama"), dtype)
+    model.get_input_embeddings().weight.data[VOCAB // 4 : VOCAB // 2 : 2] = float("nan")  # ids of the texts among them
+    HFTarget(model).detach()

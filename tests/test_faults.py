@@ -21,10 +21,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_random_faults_lose_nothing():
     tally = Tally()
-    for seed in range(3):
+    num = 3 if torch.cuda.is_available() else 2  # bench/faults.py has 10,000 steps
+    for seed in range(num):
         Victim(seed, tally).run(100)
     assert not tally.wrong and not tally.lost
-    assert tally.faults["interrupt"] > 40 and tally.neighbours > 100 and tally.told < tally.neighbours / 2
+    assert tally.faults["interrupt"] > 13 * num and tally.neighbours > 33 * num
+    assert tally.told < tally.neighbours / 2
 
 
 @pytest.fixture

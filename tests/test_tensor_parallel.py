@@ -67,6 +67,7 @@ def sharded(path):
 def play(rank, folder, device, path, *faults):
     """All that two ranks do together, and then the faults, each of which leaves the group useless, on a new one."""
     found = {}
+    ranks.BEAT_S = 0.2
 
     def note(**facts):
         found.update(facts)

@@ -151,9 +151,13 @@ def _rounding_unit(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _scored(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both as float64, without the tokens that the model itself never emits: their logits have no scale."""
-    is_banned = theirs <= torch.finfo(theirs.dtype).min
-    return ours.double().masked_fill(is_banned, 0), theirs.double().masked_fill(is_banned, 0)
+    """Return both as float64, without the tokens that the model itself never emits, whose logits have no scale, and
+    without the rows that it makes NaN itself, as of a damaged embedding; where nothing is left, they are equal."""
+    is_banned, is_sound = theirs <= torch.finfo(theirs.dtype).min, ~theirs.isnan().any(-1)
+    if not is_sound.any():
+        return torch.ones(1, 1), torch.ones(1, 1)
+    both = (logits.double().masked_fill(is_banned, 0)[is_sound] for logits in (ours, theirs))
+    return next(both), next(both)
 
 
 def _largest(ours: torch.Tensor, theirs: torch.Tensor) -> float:
