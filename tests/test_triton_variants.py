@@ -60,15 +60,7 @@ def test_products_with_experts_have_a_variant_a_tile(keys):
     from specdec.backends.triton.experts import grouped_linear
 
     weight = torch.randn(8, 16, 16)
-    for num_tokens in (
-        1,
-        3,
-        8,
-        9,
-        64,
-        65,
-        70,
-    ):  # up to 64 rows, and ordered first
+    for num_tokens in (1, 3, 8, 9, 64, 65, 70):  # up to 64 rows, and ordered first
         ids = torch.rand(num_tokens, 8).topk(8).indices
         grouped_linear(torch.randn(num_tokens, 16), ids, weight, None, False)
     names = [key.partition("(")[0] for key in keys]
