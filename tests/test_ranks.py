@@ -111,6 +111,14 @@ def test_a_thread_that_waits_for_the_device_is_looked_after(make):
         ours.meet("generate()")
 
 
+def test_an_error_that_a_collective_caused_is_the_other_ranks(make):
+    ours, theirs = make()
+    with pytest.raises(OSError, match="full"), theirs.reporting():
+        raise OSError("full")
+    with pytest.raises(RankError, match="a collective: rank 1 failed: OSError: full"), ours.reporting():
+        raise ValueError("the probe forward failed") from RuntimeError("gloo: connection reset by peer")
+
+
 def test_where_all_fail_nobody_is_lost(make):
     ranks = make()
     calls = []

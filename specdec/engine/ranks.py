@@ -124,7 +124,7 @@ class Ranks:
         """Tell the others of an error here, unless it comes from one of them: RankError then."""
         if self._lost:
             raise RankError(self._lost) from error
-        if isinstance(error, RuntimeError) and is_of_a_collective(error):
+        if is_of_a_collective(error) or (error.__cause__ is not None and is_of_a_collective(error.__cause__)):
             raise self.explain(error, "a collective") from error
         told = f"{type(error).__name__}: {error}"
         with contextlib.suppress(RankError):
@@ -280,6 +280,7 @@ class Ranks:
             raise self._lose(f"{what}: the ranks' store is gone, and rank 0 probably with it: {error}") from error
 
 
-def is_of_a_collective(error: RuntimeError) -> bool:
+def is_of_a_collective(error: BaseException) -> bool:
     """Whether `error` came from NCCL or gloo, and so most likely from another rank."""
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL"))
+    is_told = isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL"))
+    return is_told or isinstance(error, dist.DistError)
