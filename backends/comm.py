@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PUSHED_BYTES = 256 << 10  # up to here our kernel is the fastest, on two H200s (bench/all_reduce.py)
+PUSHED_BYTES = 2 << 20  # up to here our kernel is the fastest, on two H200s (bench/all_reduce.py)
 TWO_SHOT_BYTES = 16 << 20  # up to here the two-shot kernel is, of what is left
 TWO_SHOT_DTYPES = (torch.bfloat16, torch.float32)
 ALIGNMENT = 16  # bytes, of what a kernel of torch sums, a rank
@@ -143,13 +143,14 @@ class _SharedMemory:
         from specdec.backends.triton.sums import PushedSum
 
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        num_pushed = PushedSum.num_bytes(size, PUSHED_BYTES)
+        largest = PUSHED_BYTES // max(1, size - 1)  # every rank sends it to each of the others
+        num_pushed = PushedSum.num_bytes(size, largest)
         buffer = symmetric.empty(TWO_SHOT_BYTES + num_pushed, dtype=torch.uint8, device=device)
         buffer.zero_()
         self._handle = symmetric.rendezvous(buffer, group.group_name)
         self._two_shot = buffer[:TWO_SHOT_BYTES]
         addresses = [address + TWO_SHOT_BYTES for address in self._handle.buffer_ptrs]
-        self.pushed = PushedSum(buffer[TWO_SHOT_BYTES:], addresses, rank, PUSHED_BYTES)
+        self.pushed = PushedSum(buffer[TWO_SHOT_BYTES:], addresses, rank, largest)
         self._pads = [self._handle.get_signal_pad(r).view(torch.int32) for r in range(size)]
         self._zeros, self._ones = (torch.full_like(self._pads[0], value) for value in (0, 1))
         self._most = torch.full_like(self.pushed.flags, torch.iinfo(torch.int32).max)

@@ -10,6 +10,8 @@ from specdec.targets.hf import HFTarget
 from specdec.targets.probe import Positions, probe
 from tests.tiny_models import _BASE, VOCAB, random_weights, tiny_model
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -96,7 +98,7 @@ def test_chunks_are_refused_by_name_where_a_backend_has_none():
     assert [layer.chunk for layer in layers] == [16, 16, 16, None]
     assert unmet_needs(TorchBackend.capabilities, layers, torch.float32) == []
     with pytest.raises(ValueError, match="layer 0 needs chunked attention"):
-        pick_backend("triton", layers, torch.float32, torch.device("cpu"))
+        pick_backend("triton", layers, torch.float32, DEVICE)
 
 
 def test_foreign_layer_types_alone_are_no_reason():
