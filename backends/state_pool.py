@@ -1,8 +1,8 @@
 """State of recurrent layers: short convolutions, and linear recurrences ("scans") whose state is a matrix a head.
 
 What is committed lies by row; the inputs of a round's nodes lie in a tail beside it, like K/V of tail nodes. A node
-sees the row's state and the tail nodes of its path, and a commit folds the accepted ones into the state. This file knows
-shapes; `backends.recurrent_ref` says what is computed.
+sees the row's state and the tail nodes of its path, and a commit folds the accepted ones into the state. This file
+knows shapes; `backends.recurrent_ref` says what is computed.
 """
 
 from collections.abc import Callable, Sequence

@@ -208,7 +208,7 @@ def operations(name):
     return TRITON_RECURRENT
 
 
-@pytest.fixture(params=["torch"])
+@pytest.fixture(params=["torch", "triton"])
 def ops(request):
     return operations(request.param)
 
