@@ -57,6 +57,7 @@ def compile_all() -> list[str]:
     round_kernels()
     sums_over_ranks()
     products_of_experts()
+    recurrent_layers()
     flashinfer_tables()
     return compiled
 
@@ -81,6 +82,42 @@ def products_of_experts() -> None:
         bias = torch.zeros(16, 96, dtype=dtype) if is_transposed else None
         weight = torch.zeros(16, *((64, 96) if is_transposed else (96, 64)), dtype=dtype)
         grouped_linear(x, ids, weight, bias, is_transposed)
+
+
+def recurrent_layers() -> None:
+    """Every kind of recurrent layer, in chains, trees of one and two words, prefills and commits."""
+    from specdec.backends.metadata import TORCH_METADATA
+    from specdec.backends.state_pool import ConvSpec, ScanSpec, StatePool
+    from specdec.backends.triton.recurrent import TRITON_RECURRENT
+    from specdec.batch import ForwardMode
+
+    specs = (
+        ScanSpec(32, 16, 128, 128, "head", is_corrected=True),
+        ScanSpec(32, 32, 128, 128, "key", is_corrected=True),
+        ScanSpec(80, 8, 128, 64, "head", is_corrected=False),
+        ScanSpec(1, 1, 16, 8192, "state", is_corrected=False),
+        ScanSpec(8, 8, 96, 192, "key", is_corrected=False),
+        ConvSpec(8192, 4),
+        ConvSpec(2048, 3),
+    )
+    pool = StatePool(specs, 3, 8, torch.bfloat16, torch.device("cpu"), TRITON_RECURRENT)
+    table, rows, lens = torch.ones(3, 600, dtype=torch.int32), torch.arange(2), torch.full((2,), 500)
+    bits = torch.ones(2, 8, 1, dtype=torch.int64)
+    plans = [TORCH_METADATA.prefill(table, rows, [500, 3], [40, 7])] + [
+        TORCH_METADATA.uniform(ForwardMode.TARGET_VERIFY, table, rows, lens, q_len=8, max_prefix=512, ancestor_bits=b)
+        for b in (None, bits, bits.expand(-1, -1, 2))
+    ]
+    for plan in plans:
+        t = plan.positions.numel()
+        for i, spec in enumerate(specs):
+            if isinstance(spec, ConvSpec):
+                x = torch.zeros(t, spec.channels, dtype=torch.bfloat16)
+                pool.conv(x, x.new_zeros(spec.channels, spec.kernel), x[0] if i == 5 else None, i, plan)
+                continue
+            q, v = torch.zeros(t, spec.key_heads, spec.k_dim), torch.zeros(t, spec.heads, spec.v_dim)
+            q, v, g = q.bfloat16(), v.bfloat16(), torch.zeros(t, *spec.decay_shape)
+            pool.scan(q, q, v, i, g, v[:, :, 0] if spec.is_corrected else None, pool.layers[i].rates, plan)
+    pool.committer(None)(table, rows, lens, torch.zeros(2, 5, dtype=torch.int64))
 
 
 def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:

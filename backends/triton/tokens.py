@@ -1,0 +1,98 @@
+"""Bodies of the scan kernels: a token taken into the state of one head, [BLOCK_N keys, BLOCK_P values] in registers."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_decay(at, n, p, N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr):
+    """Load the log decay of a token in a head: a number, of keys n, or of values p."""
+    if DECAY == "head":
+        return tl.load(at).to(tl.float32)
+    elif DECAY == "key":
+        return tl.load(at + n, mask=n < N, other=0.0).to(tl.float32)
+    else:
+        return tl.load(at + p, mask=p < P, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_decay(at, value, n, p, is_first, N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr):
+    """Store what `load_decay` loads; is_first: whether p are a head's first values."""
+    if DECAY == "head":
+        tl.store(at, value, mask=is_first)
+    elif DECAY == "key":
+        tl.store(at + n, value, mask=(n < N) & is_first)
+    else:
+        tl.store(at + p, value, mask=p < P)
+
+
+@triton.jit
+def no_decay(BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, DECAY: tl.constexpr):
+    """The log decay of no token."""
+    if DECAY == "head":
+        return tl.zeros([], tl.float32)
+    elif DECAY == "key":
+        return tl.zeros([BLOCK_N], tl.float32)
+    else:
+        return tl.zeros([BLOCK_P], tl.float32)
+
+
+@triton.jit
+def decayed(state, gap, rates, DECAY: tl.constexpr):
+    """The state after log decay `gap` <= 0, which is multiplied with `rates` <= 0 where those are."""
+    if DECAY == "head":
+        return state * tl.exp(gap)
+    elif DECAY == "key":
+        return state * tl.exp(gap)[:, None]
+    else:
+        return state * tl.exp(rates * gap[None, :])
+
+
+@triton.jit
+def load_token(
+    q, k, v, g, beta, token, head, key_head, n, p,
+    q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h,
+    N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr, CORRECTED: tl.constexpr,
+):  # fmt: skip
+    """Load q, k [BLOCK_N], v [BLOCK_P], log decay and beta of a token (int64), fp32."""
+    q_n = tl.load(q + token * q_t + key_head * q_h + n, mask=n < N, other=0.0).to(tl.float32)
+    k_n = tl.load(k + token * k_t + key_head * k_h + n, mask=n < N, other=0.0).to(tl.float32)
+    v_p = tl.load(v + token * v_t + head * v_h + p, mask=p < P, other=0.0).to(tl.float32)
+    gap = load_decay(g + token * g_t + head * g_h, n, p, N, P, DECAY)
+    strength = tl.zeros([], tl.float32)
+    if CORRECTED:
+        strength = tl.load(beta + token * beta_t + head * beta_h).to(tl.float32)
+    return q_n, k_n, v_p, gap, strength
+
+
+@triton.jit
+def take_token(state, q_n, k_n, v_p, gap, strength, rates, DECAY: tl.constexpr, CORRECTED: tl.constexpr):
+    """Return the state after a token, what the token writes under its key, and what its query reads."""
+    state = decayed(state, gap, rates, DECAY)
+    u = v_p
+    if CORRECTED:
+        u = strength * (v_p - tl.sum(state * k_n[:, None], 0))
+    state += k_n[:, None] * u[None, :]
+    return state, u, tl.sum(state * q_n[:, None], 0)
+
+
+@triton.jit
+def take_node(
+    state, cum, tail_k, tail_u, tail_cum, node, head, key_head, n, p, rates,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, DECAY: tl.constexpr,
+):  # fmt: skip
+    """Take a node (int64) of a tail into the state at log decay `cum`; tails begin at the row. Returns both after it.
+
+    WIDTH: log decays of a head.
+    """
+    k_n = tl.load(tail_k + (node * G + key_head) * N + n, mask=n < N, other=0.0)
+    u = tl.load(tail_u + (node * H + head) * P + p, mask=p < P, other=0.0)
+    end = load_decay(tail_cum + (node * H + head) * WIDTH, n, p, N, P, DECAY)
+    return decayed(state, end - cum, rates, DECAY) + k_n[:, None] * u[None, :], end
+
+
+@triton.jit
+def lowest_bit(bits):
+    """Index of the lowest set bit of an int64 that is not 0: the exponent of that power of two."""
+    lowest = bits & -bits
+    return (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23 & 0xFF) - 127

@@ -1,0 +1,275 @@
+"""Recurrent layers: both sets of operations against a loop in fp64, through prefills, rounds and commits."""
+
+import copy
+
+import pytest
+import torch
+
+from specdec.backends.metadata import TORCH_METADATA
+from specdec.backends.recurrent import StateScope, conv, recurrent_scope, scan
+from specdec.backends.recurrent_ref import TORCH_RECURRENT
+from specdec.backends.state_pool import ConvSpec, ScanSpec, StatePool
+from specdec.batch import ForwardMode
+from specdec.functional.ops import TORCH_OPS
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_ROWS, DUMMY, MAX_TAIL = 5, 4, 12
+KINDS = {
+    "delta": ScanSpec(4, 2, 6, 5, "head", is_corrected=True),
+    "delta by key": ScanSpec(2, 2, 8, 4, "key", is_corrected=True),
+    "ssd": ScanSpec(4, 1, 5, 3, "head", is_corrected=False),
+    "by key": ScanSpec(2, 1, 4, 4, "key", is_corrected=False),
+    "s6": ScanSpec(1, 1, 4, 7, "state", is_corrected=False),
+    "conv 2": ConvSpec(7, 2),
+    "conv 3": ConvSpec(7, 3),
+    "conv 4": ConvSpec(9, 4),
+}
+# Parents of the nodes of two trees; the second tree comes in two forwards.
+TREES = ([-1, 0, 0, 1, 1, 2], [-1, 0, 0, 2, 1, 2, 3, 0])
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class NaiveScan:
+    """The recurrence as it is written down, a token at a time, fp64."""
+
+    def __init__(self, spec, random, strength=1.0):
+        self.spec, self.random, self.strength = spec, random, strength
+        self.rates = (
+            -torch.rand(spec.heads, spec.k_dim, spec.v_dim, generator=random) if spec.decay == "state" else None
+        )
+
+    def empty(self):
+        return torch.zeros(self.spec.heads, self.spec.k_dim, self.spec.v_dim, dtype=torch.float64)
+
+    def inputs(self, num):
+        """q, k, v, g, beta or None, by token."""
+        s = self.spec
+        q, k = torch.randn(2, num, s.key_heads, s.k_dim, generator=self.random)
+        g = torch.rand(num, *s.decay_shape, generator=self.random) * self.strength
+        beta = torch.rand(num, s.heads, generator=self.random) if s.is_corrected else None
+        v = torch.randn(num, s.heads, s.v_dim, generator=self.random)
+        return q * s.k_dim**-0.5, k / k.norm(dim=-1, keepdim=True), v, g if s.decay == "state" else -g, beta
+
+    def step(self, state, token):
+        q, k, v, g, beta = (None if t is None else t.double() for t in token)
+        groups = self.spec.heads // self.spec.key_heads
+        q, k = q.repeat_interleave(groups, 0), k.repeat_interleave(groups, 0)
+        decay = {"head": lambda: g[:, None, None], "key": lambda: g[:, :, None]}.get(
+            self.spec.decay, lambda: self.rates.double() * g[:, None, :]
+        )
+        state = decay().exp() * state
+        u = v if beta is None else beta[:, None] * (v - torch.einsum("hn,hnp->hp", k, state))
+        state = state + torch.einsum("hn,hp->hnp", k, u)
+        return state, torch.einsum("hn,hnp->hp", q, state)
+
+    def run(self, layer_id, inputs):
+        q, k, v, g, beta = (None if t is None else strided(t.to(DEVICE)) for t in inputs)
+        return scan(q, k, v, layer_id, g, beta, None if self.rates is None else strided(self.rates.to(DEVICE)))
+
+
+class NaiveConv:
+    """The last inputs, as a list."""
+
+    def __init__(self, spec, random, strength=1.0):
+        self.spec, self.random = spec, random
+        self.weight = torch.randn(spec.channels, spec.kernel, generator=random)
+        self.bias = torch.randn(spec.channels, generator=random) if spec.kernel > 2 else None
+
+    def empty(self):
+        return torch.zeros(self.spec.kernel - 1, self.spec.channels, dtype=torch.float64)
+
+    def inputs(self, num):
+        return (torch.randn(num, self.spec.channels, generator=self.random),)
+
+    def step(self, state, token):
+        window = torch.cat([state, token[0].double().unsqueeze(0)])
+        y = (window * self.weight.double().T).sum(0)
+        return window[1:], y if self.bias is None else y + self.bias.double()
+
+    def run(self, layer_id, inputs):
+        x = inputs[0].to(DEVICE).T.contiguous().T
+        return conv(x, self.weight.to(DEVICE), None if self.bias is None else self.bias.to(DEVICE), layer_id)
+
+
+def strided(x):
+    """The same, not dense."""
+    return torch.stack([x, x], -1)[..., 0]
+
+
+class Session:
+    """Forwards and commits of one layer in a pool, each held against the naive one."""
+
+    def __init__(self, kind, ops, strength=1.0, dtype=torch.float32, tolerance=2e-5):
+        spec, random = KINDS[kind], torch.Generator().manual_seed(len(kind))
+        self.naive = (NaiveConv if isinstance(spec, ConvSpec) else NaiveScan)(spec, random, strength)
+        self.random, self.dtype, self.tolerance = random, dtype, tolerance
+        other = ScanSpec(1, 1, 2, 2, "head", is_corrected=False)
+        self.pool = StatePool([other, ConvSpec(3, 2), spec, spec], NUM_ROWS, MAX_TAIL, torch.float32, DEVICE, ops)
+        for layer in self.pool.layers:
+            layer.state.fill_(float("nan"))  # what begins at 0 must not see what a row held
+        self.table = torch.zeros(NUM_ROWS, 256, dtype=torch.int32, device=DEVICE)
+        self.commit_pool = self.pool.committer(TORCH_OPS)
+        self.states, self.lens = {}, torch.zeros(NUM_ROWS, dtype=torch.int64)
+        self.tails = {}
+
+    def forward(self, metadata, inputs):
+        with recurrent_scope(StateScope(self.pool, metadata)):
+            return self.naive.run(2, [None if t is None else t.to(self.dtype) for t in inputs])
+
+    def assert_close(self, found, expected):
+        torch.testing.assert_close(found.double().cpu(), expected.double(), rtol=self.tolerance, atol=self.tolerance)
+
+    def prefill(self, rows, lens, padding=0):
+        """Tokens for rows, on top of what those hold; returns what is equal to the naive outputs."""
+        inputs = self.naive.inputs(sum(lens) + padding)
+        starts, on_device = self.lens[rows].to(DEVICE), torch.tensor(rows, device=DEVICE)
+        q_lens = torch.tensor(lens, device=DEVICE)
+        metadata = TORCH_METADATA.packed(self.table, on_device, starts, q_lens, sum(lens) + padding, 256)
+        found, at = self.forward(metadata, inputs), 0
+        for row, num in zip(rows, lens, strict=True):
+            for t in range(at, at + num):
+                before = self.states.get(row, self.naive.empty())
+                self.states[row], out = self.naive.step(before, self.token(inputs, t))
+                self.assert_close(found[t], out)
+            self.lens[row] += num
+            at += num
+        assert not found[at:].any(), "padding gets zeros"
+        self.assert_states()
+        return found
+
+    def token(self, inputs, t):
+        return [None if x is None else x[t].to(self.dtype) for x in inputs]
+
+    def nodes(self, rows, parents, first, num_words=1):
+        """New nodes from number `first` on, of trees of these parents; None: chains."""
+        before = {name: t.clone() for name, t in self.pool.tensors("").items() if "state" in name}
+        tail_len = len(parents)
+        q_len = tail_len - first
+        paths = [path_to(parents, node) for node in range(tail_len)]
+        bits = None
+        if parents != list(range(-1, tail_len - 1)):
+            words = [[sum(1 << n % 64 for n in p if n // 64 == w) for w in range(num_words)] for p in paths[first:]]
+            bits = torch.tensor(words, device=DEVICE).expand(len(rows), -1, -1)
+        metadata = TORCH_METADATA.uniform(
+            ForwardMode.TARGET_VERIFY, self.table, torch.tensor(rows, device=DEVICE), self.lens[rows].to(DEVICE),
+            q_len=q_len, max_prefix=256, first_node=first, ancestor_bits=bits,
+        )  # fmt: skip
+        inputs = self.naive.inputs(len(rows) * q_len)
+        found = self.forward(metadata, inputs)
+        for i, row in enumerate(rows):
+            for node in range(first, tail_len):
+                self.tails[row, node] = self.token(inputs, i * q_len + node - first)
+                state = self.states[row] if self.lens[row] else self.naive.empty()
+                for n in paths[node]:
+                    state, out = self.naive.step(state, self.tails[row, n])
+                if row != DUMMY:
+                    self.assert_close(found[i * q_len + node - first], out)
+        assert found.isfinite().all()
+        after = self.pool.tensors("")
+        assert all(torch.equal(value, after[name]) or value.isnan().any() for name, value in before.items())
+
+    def commit(self, rows, paths):
+        width = max(map(len, paths)) + 1
+        index = torch.tensor([p + [-1] * (width - len(p)) for p in paths], device=DEVICE)
+        before = copy.deepcopy(self.pool.layers[2].state)
+        self.commit_pool(self.table, torch.tensor(rows, device=DEVICE), self.lens[rows].to(DEVICE), index)
+        for row, path in zip(rows, paths, strict=True):
+            if row == DUMMY:
+                continue
+            state = self.states[row] if self.lens[row] else self.naive.empty()
+            for node in path:
+                state, _ = self.naive.step(state, self.tails[row, node])
+            self.states[row] = state
+            self.lens[row] += len(path)
+            if not path:
+                assert torch.equal(self.pool.layers[2].state[row], before[row])
+        self.assert_states()
+
+    def assert_states(self):
+        for row, state in self.states.items():
+            if row != DUMMY and self.lens[row]:
+                self.assert_close(self.pool.layers[2].state[row], state)
+
+
+def path_to(parents, node):
+    return [] if node < 0 else [*path_to(parents, parents[node]), node]
+
+
+def chain(num):
+    return list(range(-1, num - 1))
+
+
+def operations(name):
+    if name == "torch":
+        return TORCH_RECURRENT
+    from specdec.backends.triton.recurrent import TRITON_RECURRENT
+
+    return TRITON_RECURRENT
+
+
+@pytest.fixture(params=["torch", "triton"])
+def ops(request):
+    return operations(request.param)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefills_rounds_and_commits_equal_a_loop_over_tokens(kind, ops):
+    session = Session(kind, ops)
+    session.prefill([2, 0, 1], [9, 1, 4], padding=3)
+    session.prefill([0, DUMMY, 2, DUMMY], [5, 0, 2, 0], padding=2)
+    session.nodes([2, DUMMY, 0], chain(3), 0)
+    session.commit([2, DUMMY, 0], [[0, 1], [0], []])
+    session.nodes([1, 2, 0], TREES[0], 0)
+    session.commit([1, 2, 0], [[0, 2, 5], [0], [0, 1, 4]])
+    session.nodes([1, 0, DUMMY, DUMMY], TREES[1][:3], 0)
+    session.nodes([1, 0, DUMMY, DUMMY], TREES[1], 3)
+    session.commit([1, 0, DUMMY, DUMMY], [[0, 2, 3, 6], [], [], []])
+    session.nodes([0, 1], chain(2), 0)
+    session.nodes([0, 1], chain(5), 2)
+    session.commit([0, 1], [[0], [0, 1, 2, 3, 4]])
+    session.nodes([2], chain(1), 0)
+    session.commit([2], [[0]])
+    session.lens[3] = 0
+    session.nodes([3], chain(2), 0)  # a state that begins with a round
+    session.commit([3], [[0, 1]])
+
+
+@pytest.mark.parametrize("kind", ["delta", "delta by key", "ssd", "s6", "conv 4"])
+def test_a_prefill_in_chunks_equals_a_whole_one(kind, ops):
+    whole, parts = Session(kind, ops), Session(kind, ops)
+    one = whole.prefill([1], [80])
+    inputs = Session(kind, ops).naive.inputs(80)
+    for begin, end in ((0, 13), (13, 77), (77, 80)):
+        parts.naive.inputs = lambda num, a=begin, b=end: [None if t is None else t[a:b] for t in inputs]
+        parts.assert_close(parts.prefill([1], [end - begin]), one[begin:end].cpu())
+    whole.assert_close(parts.pool.layers[2].state[1], whole.pool.layers[2].state[1].cpu())
+
+
+@pytest.mark.parametrize("kind", ["delta", "delta by key", "ssd", "by key", "s6"])
+def test_strong_decays_underflow_to_nothing(kind, ops):
+    session = Session(kind, ops, strength=120.0, tolerance=2e-4)
+    session.prefill([1], [70])
+    session.nodes([1], TREES[0], 0)
+    session.commit([1], [[0, 2, 5]])
+
+
+@pytest.mark.parametrize("kind", ["delta", "s6", "conv 4"])
+def test_low_precision_inputs(kind, ops):
+    session = Session(kind, ops, dtype=torch.bfloat16, tolerance=2e-2)
+    session.prefill([1, 0], [9, 2])
+    session.nodes([1, 0], TREES[0], 0)
+    session.commit([1, 0], [[0, 2, 5], [0]])
+
+
+def test_tensors_are_named_and_counted():
+    specs = list(KINDS.values())
+    pool = StatePool(specs, NUM_ROWS, MAX_TAIL, torch.bfloat16, DEVICE, TORCH_RECURRENT)
+    assert pool.num_bytes == StatePool.bytes_for(specs, NUM_ROWS, MAX_TAIL, torch.bfloat16)
+    assert {"target state[0]", "target cum[0]", "target rates[4]", "target tail[5]"} <= set(pool.tensors("target"))
+    assert pool.commits_chains
+
+
+def test_a_layer_outside_its_engine_is_refused():
+    with pytest.raises(RuntimeError, match="outside its engine"):
+        conv(torch.zeros(2, 3), torch.zeros(3, 2), None, 0)
