@@ -1,0 +1,197 @@
+"""Recurrent layers of live models through our ops: their forwards run with globals in which the primitives are ours.
+
+A mixer is a module whose forward, or a method that it calls, names a primitive; no model is known by name. Nothing but
+its own instance changes, and only within `mixers_routed`.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from specdec.errors import AttachError
+from specdec.targets.primitives import PRIMITIVES
+
+
+class PrimitiveCall:
+    """What a mixer calls in the place of a primitive: its adapter, with the layer id of this call.
+
+    layer_ids: ids in the order of the calls in a forward, set by whoever numbers; there is one, unless the mixer calls
+    the primitive several times.
+    """
+
+    def __init__(self, name: str, layer_ids: tuple[int, ...]):
+        self.name, self.layer_ids = name, layer_ids
+        self.turn = 0
+        self._adapter = PRIMITIVES[name]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer_id = self.layer_ids[self.turn]
+        if len(self.layer_ids) > 1:
+            self.turn = (self.turn + 1) % len(self.layer_ids)
+        return self._adapter(layer_id, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A recurrent module, named `name` in its model, its primitives in the order of their first call, and its methods
+    bound to them, by name."""
+
+    name: str
+    module: nn.Module
+    calls: tuple[PrimitiveCall, ...]
+    methods: Mapping[str, MethodType]
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Ids of all calls of a forward, by primitive."""
+        return tuple(i for call in self.calls for i in call.layer_ids)
+
+
+def find_mixers(model: nn.Module) -> tuple[Mixer, ...]:
+    """Find the mixers of `model` in the order of its modules; ids count the primitives, one each, over all of them.
+
+    AttachError for modules that have a forward of their own already, or one in a wrapper that cannot be looked into.
+    """
+    mixers: list[Mixer] = []
+    reasons: list[str] = []
+    next_id = 0
+    for name, module in model.named_modules():
+        methods = _methods(type(module))
+        primitives = dict.fromkeys(p for function in methods.values() for p in _primitives(inspect.unwrap(function)))
+        if not primitives:
+            continue
+        calls = tuple(PrimitiveCall(p, (next_id + i,)) for i, p in enumerate(primitives))
+        next_id += len(calls)
+        own = [method for method in methods if method in module.__dict__]
+        if own:
+            reasons.append(_overridden(name, module, own[0]))
+            continue
+        try:
+            clones = {n: MethodType(_routed(function, calls), module) for n, function in methods.items()}
+        except ValueError as error:
+            reasons.append(f"recurrent layer {name} ({type(module).__name__}): {error}")
+            continue
+        mixers.append(Mixer(name, module, calls, clones))
+    if reasons:
+        raise AttachError(type(model).__name__, reasons)
+    return tuple(mixers)
+
+
+@contextmanager
+def mixers_routed(mixers: Sequence[Mixer]) -> Iterator[None]:
+    """Let `mixers` call our ops within the context; contexts may nest. ValueError if a method has been overridden."""
+    before = [(mixer, _own_methods(mixer)) for mixer in mixers]
+    try:
+        for mixer in mixers:
+            mixer.module.__dict__.update(mixer.methods)
+            for call in mixer.calls:
+                call.turn = 0
+        yield
+    finally:
+        for mixer, own in before:
+            for name in mixer.methods:
+                del mixer.module.__dict__[name]
+            mixer.module.__dict__.update(own)
+
+
+@contextmanager
+def mixers_unnumbered(mixers: Sequence[Mixer]) -> Iterator[None]:
+    """Give all calls of `mixers` the layer id 0 within the context: a trace can see that layers are equal."""
+    calls = [call for mixer in mixers for call in mixer.calls]
+    numbers = [call.layer_ids for call in calls]
+    try:
+        for call in calls:
+            call.layer_ids = (0,) * len(call.layer_ids)
+        yield
+    finally:
+        for call, layer_ids in zip(calls, numbers, strict=True):
+            call.layer_ids = layer_ids
+
+
+def renumber_mixers(mixers: Sequence[Mixer], num_calls: Mapping[int, int]) -> None:
+    """Give every call an id of its own, where primitives are called several times a forward.
+
+    num_calls: how often each id is called, see `Recorder`.
+    """
+    next_id = 0
+    for call in (call for mixer in mixers for call in mixer.calls):
+        count = sum(num_calls.get(i, 0) for i in call.layer_ids)
+        call.layer_ids = tuple(range(next_id, next_id + max(count, 1)))
+        next_id += len(call.layer_ids)
+
+
+def _own_methods(mixer: Mixer) -> dict[str, MethodType]:
+    """Return the methods that the module of `mixer` has now, which are ours or none."""
+    own = {name: mixer.module.__dict__[name] for name in mixer.methods if name in mixer.module.__dict__}
+    for name, method in own.items():
+        if method is not mixer.methods[name]:
+            raise ValueError(_overridden(mixer.name, mixer.module, name))
+    return own
+
+
+def _overridden(name: str, module: nn.Module, method: str) -> str:
+    kind = type(module).__name__
+    return f"recurrent layer {name} ({kind}) has a {method} of its own, which would be left out: expected that of {kind}"
+
+
+def _methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
+    """Return `forward` and the methods that it calls, themselves or through others, if they name a primitive.
+
+    A method is listed before those it calls.
+    """
+    seen: dict[str, FunctionType] = {}
+    waiting = ["forward"]
+    while waiting:
+        name = waiting.pop(0)
+        function = inspect.getattr_static(cls, name, None)
+        if name in seen or not isinstance(function, FunctionType) or function is getattr(nn.Module, name, None):
+            continue
+        seen[name] = function
+        waiting += _names(inspect.unwrap(function).__code__)
+    return {name: function for name, function in seen.items() if _primitives(inspect.unwrap(function))}
+
+
+def _names(code: CodeType) -> list[str]:
+    """Return the names of globals and attributes in `code` and in functions within it, by first use."""
+    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
+    return [*code.co_names, *inner]
+
+
+def _primitives(function: Callable[..., Any]) -> list[str]:
+    """Return the primitives that an unwrapped `function` finds among its globals."""
+    if not isinstance(function, FunctionType):
+        return []
+    return [name for name in _names(function.__code__) if name in PRIMITIVES and name in function.__globals__]
+
+
+def _routed(function: FunctionType, calls: Sequence[PrimitiveCall]) -> FunctionType:
+    """Return a copy of `function`, and of the wrappers around it, in which `calls` are what primitives name."""
+    inner = getattr(function, "__wrapped__", None)
+    if inner is not None:
+        return _rewrapped(function, inner, _routed(inner, calls))
+    # With the module's name among its globals, Dynamo would read those of the module.
+    own = {name: value for name, value in function.__globals__.items() if name != "__name__"}
+    own |= {call.name: call for call in calls}
+    return _copy(function, own, function.__closure__)
+
+
+def _rewrapped(wrapper: FunctionType, inner: FunctionType, routed: FunctionType) -> FunctionType:
+    """Return a copy of `wrapper` that calls `routed` in the place of `inner`."""
+    cells = wrapper.__closure__ or ()
+    if not any(cell.cell_contents is inner for cell in cells):
+        raise ValueError(f"its {wrapper.__name__} is in a wrapper that does not show what it calls")
+    closure = tuple(CellType(routed) if cell.cell_contents is inner else cell for cell in cells)
+    return _copy(wrapper, wrapper.__globals__, closure)
+
+
+def _copy(
+    function: FunctionType, own_globals: dict[str, Any], closure: tuple[CellType, ...] | None
+) -> FunctionType:
+    copy = FunctionType(function.__code__, own_globals, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
