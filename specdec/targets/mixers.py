@@ -136,7 +136,9 @@ def _own_methods(mixer: Mixer) -> dict[str, MethodType]:
 
 def _overridden(name: str, module: nn.Module, method: str) -> str:
     kind = type(module).__name__
-    return f"recurrent layer {name} ({kind}) has a {method} of its own, which would be left out: expected that of {kind}"
+    return (
+        f"recurrent layer {name} ({kind}) has a {method} of its own, which would be left out: expected that of {kind}"
+    )
 
 
 def _methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
@@ -189,9 +191,7 @@ def _rewrapped(wrapper: FunctionType, inner: FunctionType, routed: FunctionType)
     return _copy(wrapper, wrapper.__globals__, closure)
 
 
-def _copy(
-    function: FunctionType, own_globals: dict[str, Any], closure: tuple[CellType, ...] | None
-) -> FunctionType:
+def _copy(function: FunctionType, own_globals: dict[str, Any], closure: tuple[CellType, ...] | None) -> FunctionType:
     copy = FunctionType(function.__code__, own_globals, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

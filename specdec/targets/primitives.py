@@ -6,6 +6,7 @@ primitives ignore them.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -82,11 +83,6 @@ def _delta_rule(
     return out.to(query.dtype).unsqueeze(0), None
 
 
-def _kimi_delta_rule(layer_id: int, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """See `_delta_rule`."""
-    return _delta_rule(layer_id, *args, unit=_kimi_unit, **kwargs)
-
-
 def _step_sizes(dt: torch.Tensor, bias: torch.Tensor | None, is_softplus: bool) -> torch.Tensor:
     """Return dt with its bias, which broadcasts, through softplus or not, in dt's dtype."""
     dt = dt if bias is None else dt + bias.to(dt.dtype)
@@ -155,7 +151,7 @@ PRIMITIVES: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "causal_conv1d_fn": _conv,
         "torch_chunk_gated_delta_rule": _delta_rule,
-        "chunk_kimi_delta_attention": _kimi_delta_rule,
+        "chunk_kimi_delta_attention": partial(_delta_rule, unit=_kimi_unit),
         "mamba2_chunk_scan": _mamba2,
         "mamba_selective_scan": _mamba,
     }

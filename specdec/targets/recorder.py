@@ -51,9 +51,7 @@ class Recorder:
         """How often each id was called."""
         return {layer_id: len(shapes) for layer_id, shapes in self.shapes.items()}
 
-    def conv(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int
-    ) -> torch.Tensor:
+    def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
         """See `specdec.backends.recurrent.conv`."""
         channels, kernel = weight.shape
         self.shapes[layer_id].append(ConvShape(channels, kernel, x.dtype))
