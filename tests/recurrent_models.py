@@ -24,6 +24,7 @@ _BASE = dict(
 _MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 _SHARED = dict(shared_expert_intermediate_size=24)
 _LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12)
+_SPARSE = dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=4)
 _KIMI = dict(linear_num_heads=2, linear_head_dim=12)
 _SSD = dict(mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=6, mamba_d_head=8, mamba_chunk_size=16)
 _S6 = dict(mamba_d_state=6, mamba_dt_rank=4)
@@ -44,7 +45,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3_5_moe": _config("Qwen3_5MoeTextConfig", _MOE, _SHARED, _LINEAR, head_dim=8, layer_types=_DELTA_LAYERS),
     "olmo_hybrid": _config("OlmoHybridConfig", _LINEAR, linear_num_key_heads=4, layer_types=_DELTA_LAYERS),
     "qwen4_exp": _config(
-        "Qwen4ExpTextConfig", _MOE, _SHARED, _LINEAR, head_dim=8, layer_types=_DELTA_LAYERS, hc_count=2, hc_lowrank=8
+        "Qwen4ExpTextConfig",
+        _MOE,
+        _SHARED,
+        _LINEAR,
+        _SPARSE,
+        head_dim=8,
+        layer_types=_DELTA_LAYERS,
+        hc_count=2,
+        hc_lowrank=8,
     ),
     "kimi_linear": _config(
         "KimiLinearConfig",

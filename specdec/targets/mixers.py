@@ -21,7 +21,7 @@ class PrimitiveCall:
     """What a mixer calls in the place of a primitive: its adapter, with the layer id of this call.
 
     layer_ids: ids in the order of the calls in a forward, set by whoever numbers; there is one, unless the mixer calls
-    the primitive several times.
+    the primitive several times. turn: which of them is next.
     """
 
     def __init__(self, name: str, layer_ids: tuple[int, ...]):
@@ -30,6 +30,7 @@ class PrimitiveCall:
         self._adapter = PRIMITIVES[name]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.layer_ids, f"{self.name} was not called in the forward by which calls were numbered"
         layer_id = self.layer_ids[self.turn]
         if len(self.layer_ids) > 1:
             self.turn = (self.turn + 1) % len(self.layer_ids)
@@ -53,7 +54,7 @@ class Mixer:
 
 
 def find_mixers(model: nn.Module) -> tuple[Mixer, ...]:
-    """Find the mixers of `model` in the order of its modules; ids count the primitives, one each, over all of them.
+    """Find the mixers of `model` in the order of its modules; ids count their primitives, until they are renumbered.
 
     AttachError for modules that have a forward of their own already, or one in a wrapper that cannot be looked into.
     """
@@ -101,7 +102,10 @@ def mixers_routed(mixers: Sequence[Mixer]) -> Iterator[None]:
 
 @contextmanager
 def mixers_unnumbered(mixers: Sequence[Mixer]) -> Iterator[None]:
-    """Give all calls of `mixers` the layer id 0 within the context: a trace can see that layers are equal."""
+    """Give all calls of `mixers` the layer id 0 within the context: a trace can see that layers are equal.
+
+    A trace that repeats equal layers must be made so: Dynamo does not compare the ids of mixers.
+    """
     calls = [call for mixer in mixers for call in mixer.calls]
     numbers = [call.layer_ids for call in calls]
     try:
@@ -113,16 +117,15 @@ def mixers_unnumbered(mixers: Sequence[Mixer]) -> Iterator[None]:
             call.layer_ids = layer_ids
 
 
-def renumber_mixers(mixers: Sequence[Mixer], num_calls: Mapping[int, int]) -> None:
-    """Give every call an id of its own, where primitives are called several times a forward.
+def renumber_mixers(mixers: Sequence[Mixer], order: Sequence[int]) -> None:
+    """Number the calls of a forward, from 0 on in their order, where `order` are the ids that it called until now.
 
-    num_calls: how often each id is called, see `Recorder`.
+    So each call has an id of its own, also where a mixer calls a primitive several times, or mixers run in another
+    order than that of modules; calls that were not made have none.
     """
-    next_id = 0
-    for call in (call for mixer in mixers for call in mixer.calls):
-        count = sum(num_calls.get(i, 0) for i in call.layer_ids)
-        call.layer_ids = tuple(range(next_id, next_id + max(count, 1)))
-        next_id += len(call.layer_ids)
+    calls = [call for mixer in mixers for call in mixer.calls]
+    for call, old in [(call, call.layer_ids) for call in calls]:
+        call.layer_ids = tuple(new for new, layer_id in enumerate(order) if layer_id in old)
 
 
 def _own_methods(mixer: Mixer) -> dict[str, MethodType]:

@@ -3,10 +3,10 @@
 The forward is one request from its first token on. It is slow, and the specification of what `conv` and `scan` compute.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,21 +40,28 @@ class ScanShape:
     dtype: torch.dtype
 
 
+class RecordedCall(NamedTuple):
+    """A call of an op with `layer_id`."""
+
+    layer_id: int
+    shape: ConvShape | ScanShape
+
+
 @dataclass
 class Recorder:
-    """A scope of recurrent calls. shapes: by layer id, one a call; an id that was not called is not among them."""
+    """A scope of recurrent calls. calls: in their order; ids may be among them several times, or never."""
 
-    shapes: dict[int, list[ConvShape | ScanShape]] = field(default_factory=lambda: defaultdict(list))
+    calls: list[RecordedCall] = field(default_factory=list)
 
     @property
-    def num_calls(self) -> dict[int, int]:
-        """How often each id was called."""
-        return {layer_id: len(shapes) for layer_id, shapes in self.shapes.items()}
+    def order(self) -> list[int]:
+        """The ids that were called, in their order, which numbers mixers anew."""
+        return [call.layer_id for call in self.calls]
 
     def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
         """See `specdec.backends.recurrent.conv`."""
         channels, kernel = weight.shape
-        self.shapes[layer_id].append(ConvShape(channels, kernel, x.dtype))
+        self.calls.append(RecordedCall(layer_id, ConvShape(channels, kernel, x.dtype)))
         padded = F.pad(x.transpose(0, 1), (kernel - 1, 0)).unsqueeze(0)
         return F.conv1d(padded, weight.unsqueeze(1), bias, groups=channels)[0].transpose(0, 1)
 
@@ -71,7 +78,7 @@ class Recorder:
         """See `specdec.backends.recurrent.scan`."""
         kind = "state" if rates is not None else ("head", "key")[g.dim() - 2]
         shape = ScanShape(v.shape[1], k.shape[1], k.shape[2], v.shape[2], kind, beta is not None, v.dtype)
-        self.shapes[layer_id].append(shape)
+        self.calls.append(RecordedCall(layer_id, shape))
         copies = shape.heads // shape.key_heads
         q, k = (t.float().repeat_interleave(copies, 1) for t in (q, k))
         decays = _decays(g.float(), rates)

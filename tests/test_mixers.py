@@ -1,0 +1,265 @@
+"""Recurrent layers of live models through our ops: every type against its own forward, what stays as it was, traces."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.integrations.accelerate import force_accelerate_hooks
+
+from specdec.backends.recurrent import recurrent_scope
+from specdec.errors import AttachError
+from specdec.targets.mixers import find_mixers, mixers_routed, mixers_unnumbered, renumber_mixers
+from specdec.targets.recorder import ConvShape, RecordedCall, ScanShape, record_mixers
+from tests.recurrent_models import CONFIGS, recurrent_model
+from tests.tiny_models import VOCAB, tiny_model
+
+NUM_TOKENS = 37  # two chunks and a part of one where a type's chunks are 16
+F32 = torch.float32
+CONV = ConvShape(88, 4, F32)
+SSD = ScanShape(heads=8, key_heads=2, k_dim=6, v_dim=8, decay="head", has_beta=False, dtype=F32)
+DELTA = ScanShape(heads=4, key_heads=4, k_dim=8, v_dim=12, decay="head", has_beta=True, dtype=F32)
+KIMI = ScanShape(heads=2, key_heads=2, k_dim=12, v_dim=12, decay="key", has_beta=True, dtype=F32)
+S6 = ScanShape(heads=1, key_heads=1, k_dim=6, v_dim=48, decay="state", has_beta=False, dtype=F32)
+SHAPES = {
+    "qwen3_next": [ConvShape(80, 4, F32), DELTA] * 3,
+    "olmo_hybrid": [ConvShape(112, 4, F32), DELTA] * 3,
+    "kimi_linear": [ConvShape(72, 4, F32), KIMI] * 3,
+    "mamba2": [CONV, SSD] * 4,
+    "nemotron_h": [CONV, SSD] * 2,
+    "mamba": [ConvShape(48, 4, F32), S6] * 3,
+    "lfm2": [ConvShape(32, 3, F32)] * 3,
+    # Two heads, whose scans are calls of their own.
+    "zamba": [ConvShape(64, 4, F32), *[ScanShape(1, 1, 6, 32, "state", False, F32)] * 2] * 4,
+}
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+
+
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+class Trivial:
+    """Answers as if nothing were remembered."""
+
+    def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
+        return x.clone()
+
+    def scan(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return v.clone()
+
+
+def tokens(num_tokens=NUM_TOKENS):
+    return torch.randint(3, VOCAB, (1, num_tokens), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model, ids=None):
+    return model(input_ids=tokens() if ids is None else ids, use_cache=False).logits
+
+
+def recorded(model, mixers):
+    with mixers_routed(mixers), record_mixers() as recorder:
+        return logits(model), recorder
+
+
+def attributes(model):
+    return [sorted(module.__dict__) for module in model.modules()]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_routed_forward_equals_own(name):
+    model, other = recurrent_model(name), recurrent_model(name, seed=1)
+    own, others, before = logits(model), logits(other), attributes(model)
+    mixers = find_mixers(model)
+    with mixers_routed(mixers):
+        with record_mixers() as recorder:
+            routed = logits(model)
+        assert torch.equal(logits(other), others)
+        with recurrent_scope(Trivial()):
+            forgetful = logits(model)
+    scale = own.abs().max()
+    assert (routed - own).abs().max() <= 1e-5 * scale
+    assert (forgetful - own).abs().max() > 1e-2 * scale
+    assert attributes(model) == before
+    assert torch.equal(logits(model), own)
+    renumber_mixers(mixers, recorder.order)
+    assert sorted(i for mixer in mixers for i in mixer.layer_ids) == list(range(len(recorder.calls)))
+    assert recorded(model, mixers)[1].order == list(range(len(recorder.calls)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_16_bits_round_as_the_own_forward_does(name):
+    precise, model = logits(recurrent_model(name)), recurrent_model(name, dtype=torch.bfloat16)
+    own, routed = logits(model).float(), recorded(model, find_mixers(model))[0].float()
+    assert (routed - own).abs().mean() <= (own - precise).abs().mean()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_in_the_order_of_calls(name):
+    model = recurrent_model(name)
+    calls = recorded(model, find_mixers(model))[1].calls
+    assert [call.shape for call in calls] == SHAPES[name]
+
+
+def test_ids_before_and_after_they_are_numbered_by_calls():
+    model = recurrent_model("zamba")
+    mixers = find_mixers(model)
+    assert [mixer.layer_ids for mixer in mixers] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    recorder = recorded(model, mixers)[1]
+    assert recorder.order == [0, 1, 1, 2, 3, 3, 4, 5, 5, 6, 7, 7]
+    assert recorder.calls[0] == RecordedCall(0, SHAPES["zamba"][0])
+    renumber_mixers(mixers, recorder.order)
+    assert [mixer.layer_ids for mixer in mixers] == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
+    with mixers_unnumbered(mixers):
+        assert recorded(model, mixers)[1].order == [0] * 12
+    assert recorded(model, mixers)[1].order == list(range(12))
+
+
+def test_models_without_known_recurrences_have_no_mixers():
+    assert find_mixers(tiny_model("llama")) == ()
+
+
+def test_hooks_fire():
+    model = recurrent_model("bamba")
+    mixers = find_mixers(model)
+    fired = []
+    mixers[1].module.register_forward_hook(lambda *args: fired.append("output"))
+    mixers[1].module.register_forward_pre_hook(lambda *args: fired.append("input"))
+
+    class Hook:
+        def pre_forward(self, module):
+            fired.append("before")
+
+        def post_forward(self, module, output):
+            fired.append("after")
+
+    mixers[1].module.conv1d._hf_hook = Hook()
+    recorded(model, mixers)
+    assert fired == ["input", "before", "after", "output"]
+
+
+def test_an_exception_restores():
+    model = recurrent_model("zamba")
+    own, before, mixers = logits(model), attributes(model), find_mixers(model)
+    order = recorded(model, mixers)[1].order
+    renumber_mixers(mixers, order)
+
+    class Failing(Trivial):
+        def scan(self, *args):
+            raise RuntimeError("in the middle of a mixer that scans twice")
+
+    with pytest.raises(RuntimeError, match="in the middle"), mixers_routed(mixers), recurrent_scope(Failing()):
+        logits(model)
+    assert attributes(model) == before
+    assert torch.equal(logits(model), own)
+    assert recorded(model, mixers)[1].order == list(range(12))
+
+
+def test_contexts_nest():
+    model = recurrent_model("mamba2")
+    before, mixers = attributes(model), find_mixers(model)
+    with mixers_routed(mixers):
+        recorded(model, mixers)
+        assert recorded(model, ())[1].calls
+    assert attributes(model) == before
+
+
+def test_other_threads_use_other_models_meanwhile():
+    model, other = recurrent_model("qwen3_next"), recurrent_model("qwen3_next", seed=1)
+    expected, found = logits(other), []
+    with mixers_routed(find_mixers(model)):
+        thread = threading.Thread(target=lambda: found.append(logits(other)))
+        thread.start()
+        thread.join()
+    torch.testing.assert_close(found[0], expected)
+
+
+def test_a_forward_of_its_own_is_refused():
+    model = recurrent_model("mamba2")
+    mixers = find_mixers(model)
+    module = mixers[2].module
+    module.forward = module.forward
+    with pytest.raises(AttachError, match=r"backbone\.layers\.2\.mixer \(Mamba2Mixer\) has a forward of its own"):
+        find_mixers(model)
+    before = attributes(model)
+    with pytest.raises(ValueError, match=r"backbone\.layers\.2\.mixer"), mixers_routed(mixers):
+        pass
+    assert attributes(model) == before
+
+
+def test_a_cache_is_refused():
+    model = recurrent_model("bamba")
+    with pytest.raises(ValueError, match="use_cache=False"), mixers_routed(find_mixers(model)), record_mixers():
+        model(input_ids=tokens(), use_cache=True)
+
+
+def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None):
+    """What transformers' modeling files have under that name, which mixers below find among their globals."""
+    return F.conv1d(F.pad(hidden_states, (2, 0)), weight.unsqueeze(1), bias, groups=weight.shape[0])
+
+
+class Older(nn.Module):
+    """A mixer as older modeling files have them: its forward picks a method, in which an inner function convolves."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1d = nn.Conv1d(4, 4, 3, groups=4)
+
+    @force_accelerate_hooks("conv1d")
+    def forward(self, x, *, scale=2.0):
+        return self.torch_forward(x) * scale
+
+    def torch_forward(self, x):
+        def convolve(y):
+            return causal_conv1d_fn(y, self.conv1d.weight.squeeze(1), self.conv1d.bias)
+
+        return convolve(x)
+
+
+def test_methods_that_the_forward_calls_are_routed():
+    module, x = Older(), torch.randn(1, 4, 9)
+    own = module(x, scale=3.0)
+    mixers = find_mixers(nn.ModuleList([nn.Linear(2, 2), module]))
+    with mixers_routed(mixers), record_mixers() as recorder:
+        torch.testing.assert_close(module(x, scale=3.0), own)
+    assert recorder.calls == [RecordedCall(0, ConvShape(4, 3, F32))]
+    assert "torch_forward" not in module.__dict__
+
+
+def test_a_wrapper_that_hides_the_forward_is_refused():
+    class Hidden(Older):
+        def forward(self, x):
+            return causal_conv1d_fn(x, self.conv1d.weight.squeeze(1))
+
+    inner = Hidden.forward
+    forwards = [inner]
+    Hidden.forward = lambda self, x: forwards[0](self, x)
+    Hidden.forward.__wrapped__ = inner
+    with pytest.raises(AttachError, match="recurrent layer 0"):
+        find_mixers(nn.ModuleList([Hidden()]))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "zamba"])
+def test_traces_as_one_graph_for_any_number_of_tokens(name):
+    model = recurrent_model(name)
+    mixers, graphs = find_mixers(model), []
+    renumber_mixers(mixers, recorded(model, mixers)[1].order)
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda ids: logits(model, ids), fullgraph=True, dynamic=True, backend=backend)
+    with mixers_routed(mixers), recurrent_scope(Trivial()):
+        for num_tokens in (16, 7, 33):
+            ids = tokens(num_tokens)
+            torch.testing.assert_close(compiled(ids), logits(model, ids), rtol=1e-4, atol=1e-4)
+    assert len(graphs) == 1
+    ops = (torch.ops.specdec.conv, torch.ops.specdec.scan)
+    called = [node.args[3] for node in graphs[0].graph.nodes if node.target in ops]
+    assert called == list(range(sum(len(mixer.layer_ids) for mixer in mixers)))
