@@ -6,7 +6,7 @@ reads. Nothing else crosses a break, so no code outside ever reads memory that b
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,12 +43,14 @@ class AttentionBridge:
         self._q = buffers({(s.num_heads, s.qk_dim) for s in context.layers})
         self._out = buffers({(s.num_heads, s.v_dim) for s in context.layers})
         self._live: list[AttentionCall] = []  # of the replay in flight, by layer
+        self._requests = None if context.state_pool is None else _Requests(context.state_pool.num_rows, device)
 
     @contextmanager
     def capturing(self, slots: torch.Tensor) -> Iterator[None]:
         """Capture a forward; k and v go to `slots` [T] int64, read at every replay, and attention breaks the graph."""
         self.context.on_forward(ForwardMode.EXTEND)
-        with attention_scope(_CapturedScope(self, slots)):
+        recurrent = nullcontext() if self._requests is None else self.context.recurrent(self._requests.metadata(slots))
+        with attention_scope(_CapturedScope(self, slots)), recurrent:
             yield
 
     def plan(self, metadata: AttentionMetadata, size: int) -> None:
@@ -56,6 +58,8 @@ class AttentionBridge:
         the attention output of the other rows, which nothing else writes during a replay."""
         c, num_tokens = self.context, metadata.positions.shape[0]
         c.backend.plan(metadata)
+        if self._requests is not None:
+            self._requests.take(metadata)
         if size > num_tokens:
             for answer in self._out.values():
                 answer[num_tokens:size].zero_()
@@ -69,7 +73,8 @@ class AttentionBridge:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Tensors that graphs read, by name; their addresses do not change."""
         named = {"q": self._q, "out": self._out}
-        return {f"bridge {kind}{list(shape)}": t for kind, own in named.items() for shape, t in own.items()}
+        requests = {} if self._requests is None else self._requests.tensors
+        return requests | {f"bridge {kind}{list(shape)}": t for kind, own in named.items() for shape, t in own.items()}
 
     def attend(self, call: AttentionCall, slots: torch.Tensor) -> torch.Tensor:
         """Store K, V and q of `call` in the graph and attend outside it; return the static rows of the output."""
@@ -95,3 +100,46 @@ class _CapturedScope:
     ) -> torch.Tensor:
         out = q  # unused: a store fills no output
         return self.bridge.attend(self.bridge.context.call(q, k, v, out, layer_id, rope), self.slots)
+
+
+class _Requests:
+    """What recurrent layers read of a prefill, at addresses that do not change: they need no break of the graph.
+
+    num_rows: of state; as many requests at most. Those beyond the live ones have no tokens.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device):
+        self._dummy_row = num_rows - 1
+        self._rows, self._prefix_lens = torch.zeros(2, num_rows, dtype=torch.int64, device=device).unbind()
+        self._qo_indptr = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+
+    def take(self, metadata: AttentionMetadata) -> None:
+        """Describe a live batch; of a rehearsal with more requests than rows, the first ones."""
+        num = min(metadata.num_reqs, self._rows.shape[0])
+        self._rows[:num].copy_(metadata.rows[:num])
+        self._prefix_lens[:num].copy_(metadata.prefix_lens[:num])
+        self._qo_indptr[: num + 1].copy_(metadata.qo_indptr[: num + 1])
+        self._rows[num:].fill_(self._dummy_row)
+        self._qo_indptr[num + 1 :].copy_(metadata.qo_indptr[num : num + 1].expand(self._rows.shape[0] - num))
+
+    def metadata(self, slots: torch.Tensor) -> AttentionMetadata:
+        """Return the metadata of a forward that is captured, of as many tokens as `slots`: all but what attends."""
+        num_tokens = slots.shape[0]
+        return AttentionMetadata(
+            mode=ForwardMode.EXTEND,
+            slot_table=slots.unsqueeze(0).int(),
+            rows=self._rows,
+            prefix_lens=self._prefix_lens,
+            positions=slots,
+            out_cache_loc=slots,
+            qo_indptr=self._qo_indptr,
+            q_len=num_tokens,
+            tail_len=num_tokens,
+            max_prefix=0,
+        )
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, what graphs read."""
+        named = {"rows": self._rows, "prefix_lens": self._prefix_lens, "qo_indptr": self._qo_indptr}
+        return {f"bridge {name}": t for name, t in named.items()}

@@ -5,7 +5,7 @@ ContextVar holds: every thread has its own, and two engines enter contexts of th
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +13,9 @@ from typing import Protocol
 import torch
 
 from specdec.backends.base import AttentionBackend, AttentionCall, LayerSpec
+from specdec.backends.recurrent import StateScope, recurrent_scope
 from specdec.backends.rope import Rope
+from specdec.backends.state_pool import StatePool
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.kv_cache import KVPool
 from specdec.layer_state import LayerState
@@ -48,6 +50,16 @@ class ForwardContext:
     def states(self) -> tuple[LayerState, ...]:
         """All that the layers keep between forwards."""
         return (self.pool, *self.row_states)
+
+    @property
+    def state_pool(self) -> StatePool | None:
+        """What recurrent layers keep; None of a model that has none."""
+        return next((state for state in self.row_states if isinstance(state, StatePool)), None)
+
+    def recurrent(self, metadata: AttentionMetadata) -> AbstractContextManager[None]:
+        """Within it, recurrent layers find their states, in a forward of `metadata`."""
+        pool = self.state_pool
+        return nullcontext() if pool is None else recurrent_scope(StateScope(pool, metadata))
 
     def tensors(self, owner: str) -> dict[str, torch.Tensor]:
         """Return the tensors of all states by name."""
@@ -113,13 +125,14 @@ _CURRENT: ContextVar[AttentionScope] = ContextVar("specdec_forward")
 
 @contextmanager
 def forward_context(context: ForwardContext, metadata: AttentionMetadata) -> Iterator[None]:
-    """A forward of `metadata`: it is counted and planned, and attention calls find `context`.
+    """A forward of `metadata`: it is counted and planned, and attention calls and recurrent layers find `context`.
 
     Of a packed one, rows of padding find zeros where nothing attends.
     """
     context.on_forward(metadata.mode)
     context.backend.plan(metadata)
-    with attention_scope(_PaddedScope(context, {}) if metadata.is_packed else context):
+    scope = _PaddedScope(context, {}) if metadata.is_packed else context
+    with attention_scope(scope), context.recurrent(metadata):
         yield
 
 
@@ -131,6 +144,11 @@ def attention_scope(scope: AttentionScope) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+def current_scope() -> AttentionScope | None:
+    """Whoever answers attention calls of this thread, if there is one."""
+    return _CURRENT.get(None)
 
 
 @contextmanager

@@ -77,6 +77,11 @@ def recurrent_scope(scope: RecurrentScope) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
+def current_recurrent() -> RecurrentScope | None:
+    """Whoever answers recurrent layers of this thread, if there is one."""
+    return _CURRENT.get(None)
+
+
 def pick_recurrent(capabilities: Capabilities) -> RecurrentOps:
     """The set that goes with a backend that can do `capabilities`."""
     if not capabilities.fused_ops or importlib.util.find_spec("triton") is None:

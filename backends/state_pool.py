@@ -120,7 +120,7 @@ class StatePool(LayerState):
         device: torch.device,
         ops: RecurrentOps,
     ):
-        self.max_tail = max_tail
+        self.num_rows, self.max_tail = num_rows, max_tail
         self.layers = [_allocate(spec, num_rows, max_tail, dtype, device) for spec in specs]
         self._ops = ops
 

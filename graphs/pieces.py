@@ -48,8 +48,8 @@ class Compiled:
     done: dict[fx.GraphModule, Callable[..., Any]] = field(default_factory=dict)
 
 
-def cut(graph: fx.GraphModule, split_at: Any) -> fx.GraphModule:
-    """Split `graph` into a chain of submodules; every call of `split_at` is a submodule of its own.
+def cut(graph: fx.GraphModule, split_at: Sequence[Any]) -> fx.GraphModule:
+    """Split `graph` into a chain of submodules; every call of an op of `split_at` is a submodule of its own.
 
     Needs the nodes' example values; modules that are equal become one.
     """
@@ -71,9 +71,9 @@ def cut(graph: fx.GraphModule, split_at: Any) -> fx.GraphModule:
     return split
 
 
-def is_call(node: fx.Node, op: Any) -> bool:
-    """Whether `node` calls the op overload `op`."""
-    return node.op == "call_function" and node.target in (op, op.overloadpacket)
+def is_call(node: fx.Node, ops: Sequence[Any]) -> bool:
+    """Whether `node` calls one of the op overloads `ops`."""
+    return node.op == "call_function" and any(node.target in (op, op.overloadpacket) for op in ops)
 
 
 def fingerprint(module: fx.GraphModule) -> tuple[Any, ...]:
@@ -103,7 +103,7 @@ def _signature(value: Any) -> Any:
 def compile_pieces(
     chain: Chain,
     inputs: Sequence[torch.Tensor],
-    split_at: Any,
+    split_at: Sequence[Any],
     compiler: str,
     largest: int,
     keep: Path | None,
@@ -158,7 +158,7 @@ class _Compiling(fx.Interpreter):
     def __init__(
         self,
         chain: Chain,
-        split_at: Any,
+        split_at: Sequence[Any],
         compiler: str,
         keep: Path | None,
         progress: Callable[[], None],

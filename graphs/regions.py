@@ -88,7 +88,7 @@ def number(graph: fx.GraphModule, op: Any, position: int, numbers: Sequence[int]
     """
     calls = [n for n in graph.graph.nodes if n.op == "call_function" and n.target in (op, op.overloadpacket)]
     if len(calls) != len(numbers):
-        raise GraphError(f"its trace attends {len(calls)} times, a forward {len(numbers)} times")
+        raise GraphError(f"its trace calls {op} {len(calls)} times, a forward {len(numbers)} times")
     for call, value in zip(calls, numbers, strict=True):
         call.update_arg(position, value)
     graph.recompile()

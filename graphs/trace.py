@@ -6,7 +6,7 @@ at sizes 0 and 1, no limit on how many models one process traces. Compiling runs
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +84,14 @@ class _Arguments(BaseException):
 def trace(
     fn: Callable[..., Any],
     inputs: Sequence[torch.Tensor],
-    split_at: Any,
+    split_at: Sequence[Any],
     compiler: str,
     *,
     num_outputs: int = 1,
     smallest: int = 1,
     largest: int = 1 << 13,
     alike: Sequence[nn.Module] = (),
-    numbers: Sequence[int] | None = None,
+    numbers: Mapping[Any, Sequence[int]] | None = None,
     rewrite: Callable[[fx.GraphModule], object] | None = None,
     keep: Path | None = None,
     record: Record | None = None,
@@ -101,10 +101,10 @@ def trace(
 
     inputs: examples [T, ...] of one T > 1, whose first dimension becomes dynamic. smallest, largest: the T it will be
     called with. A caller that compares T=1 with `fn` itself passes smallest=2: torch's own ops guard against one row
-    where a copy might broadcast, which seldom changes their result. split_at: the op overload to split at.
+    where a copy might broadcast, which seldom changes their result. split_at: op overloads to split at.
     compiler: "inductor", or "eager" to leave the pieces as they are.
     alike: modules in `fn` many of which are equal but for their weights: those are walked once, where torch can show
-    that they are; nothing else depends on it. numbers: the argument 3 of the calls of `split_at`, in their order.
+    that they are; nothing else depends on it. numbers: of these ops the argument 3 of their calls, in their order.
     rewrite: changes the flat graph in place, before it is split.
     keep: folder that `keeping` is in force for; renewed if a piece does not compile with what is in it.
     record: what it has kept is taken for the trace of `fn`, if it can be read; nothing is written to it.
@@ -151,11 +151,11 @@ def _through_text(chain: Chain, inputs: Sequence[torch.Tensor], record: Record |
 def _walk(
     fn: Callable[..., Any],
     inputs: Sequence[torch.Tensor],
-    split_at: Any,
+    split_at: Sequence[Any],
     num_outputs: int,
     sizes: tuple[int, int],
     alike: Sequence[nn.Module],
-    numbers: Sequence[int] | None,
+    numbers: Mapping[Any, Sequence[int]] | None,
     rewrite: Callable[[fx.GraphModule], object] | None,
 ) -> Chain:
     """Have Dynamo walk through `fn`; see `trace`."""
@@ -199,9 +199,9 @@ class _Backend:
 
     def __init__(
         self,
-        split_at: Any,
+        split_at: Sequence[Any],
         sizes: tuple[int, int],
-        numbers: Sequence[int] | None,
+        numbers: Mapping[Any, Sequence[int]] | None,
         rewrite: Callable[[fx.GraphModule], object] | None,
     ):
         self.num_outputs = 0
@@ -216,8 +216,8 @@ class _Backend:
         assert mode is not None, "Dynamo traces with fake tensors"
         check_guards(mode.shape_env, self._smallest, self._largest)
         write_out(graph)
-        if self._numbers is not None:
-            number(graph, self._split_at, 3, self._numbers)
+        for op, values in (self._numbers or {}).items():
+            number(graph, op, 3, values)
         if self._rewrite is not None:
             self._rewrite(graph)
         self.num_outputs = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])

@@ -192,9 +192,14 @@ class EngineConfig:
         return self.num_draft_tokens
 
     @property
+    def draft_tail(self) -> int:
+        """Nodes that a draft model may run in a round, one after the other: max(K·(S-1), D, S+1)."""
+        return max(self.topk * (self.num_steps - 1), self.verify_width, self.num_steps + 1)
+
+    @property
     def tail_reserve(self) -> int:
         """Slots a round may write past L: max(K·(S-1), D, S+1), and one for drafts that are a token ahead."""
-        return max(self.topk * (self.num_steps - 1), self.verify_width, self.num_steps + 1) + 1
+        return self.draft_tail + 1
 
     @property
     def prefill_tokens(self) -> int:

@@ -40,7 +40,7 @@ class KVPool(LayerState):
         def zeros(heads: int, dim: int) -> torch.Tensor:
             return torch.zeros(num_slots, heads, dim, dtype=dtype, device=device)
 
-        self.layers = tuple(layers)
+        self.layers, self.num_slots = tuple(layers), num_slots  # slots: the dummy page's included
         self.k = [zeros(s.num_kv_heads, s.qk_dim) for s in layers]
         self.v = [
             k[..., : s.v_dim] if s.v_in_k else zeros(s.num_kv_heads, s.v_dim)
@@ -74,11 +74,6 @@ class KVPool(LayerState):
     def _named_planes(self) -> dict[str, torch.Tensor]:
         own_v = {f"v[{i}]": v for i, v in enumerate(self.v) if not self.layers[i].v_in_k}
         return {**{f"k[{i}]": k for i, k in enumerate(self.k)}, **own_v}
-
-    @property
-    def num_slots(self) -> int:
-        """Slots, the dummy page's included."""
-        return self.k[0].shape[0]
 
     @staticmethod
     def bytes_for(layers: Sequence[LayerShape], num_slots: int, dtype: torch.dtype) -> int:

@@ -107,7 +107,7 @@ def test_equal_pieces_of_a_trace_run_once():
             x = torch.ops.aten.sin(layer(x)) + x
         return x
 
-    traced = trace(run, (torch.randn(16, 8),), torch.ops.aten.sin.default, "eager")
+    traced = trace(run, (torch.randn(16, 8),), (torch.ops.aten.sin.default,), "eager")
     x = torch.randn(5, 8)
     for is_short, num in ((False, 6), (True, 2), (False, 6)):  # the first piece and five equal ones
         with torch.no_grad(), Counting() as counted:

@@ -203,7 +203,7 @@ class Block(torch.nn.Module):
         return x + self.out(q) * F.silu(self.k(y)).sum(-1, keepdim=True)
 
 
-SIN = torch.ops.aten.sin.default
+SIN = (torch.ops.aten.sin.default,)
 
 
 def blocks(num=4, bias=False):

@@ -41,7 +41,7 @@ def model(x):
 
 def traced(x, where):
     with kept.keeping(where):
-        return trace(model, (x.clone(),), torch.ops.aten.sin.default, "inductor", keep=where)
+        return trace(model, (x.clone(),), (torch.ops.aten.sin.default,), "inductor", keep=where)
 
 
 def check(result):

@@ -29,7 +29,7 @@ from specdec.targets.hf import HFTarget
 from tests.heads import random_draft
 from tests.tiny_models import tiny_model
 
-SIN = torch.ops.aten.sin.default
+SIN = (torch.ops.aten.sin.default,)
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11]]
 
 

@@ -57,7 +57,7 @@ class LastTokens(LayerState):
 def test_a_state_by_row_holds_what_was_committed(monkeypatch, shape, graphs):
     """Prompts in chunks, paths of every length, rows that are used again."""
     states = []
-    monkeypatch.setattr(HFTarget, "row_states", lambda _, n: states.append(LastTokens(n)) or tuple(states))
+    monkeypatch.setattr(HFTarget, "row_states", lambda _, n, *rest: states.append(LastTokens(n)) or tuple(states))
     model = tiny_model("llama").to(DEVICE)
 
     def write(module, args):

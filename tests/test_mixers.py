@@ -7,12 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import AttentionInterface
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from specdec.backends.recurrent import recurrent_scope
 from specdec.errors import AttachError
 from specdec.targets.mixers import find_mixers, mixers_routed, mixers_unnumbered, renumber_mixers
-from specdec.targets.recorder import ConvShape, RecordedCall, ScanShape, record_mixers
+from specdec.targets.overrides import attention_configs, attention_implementation
+from specdec.targets.recorder import ConvShape, RecordedCall, Recorder, ScanShape, record_mixers
 from tests.recurrent_models import CONFIGS, recurrent_model
 from tests.tiny_models import VOCAB, tiny_model
 
@@ -34,6 +36,8 @@ SHAPES = {
     # Two heads, whose scans are calls of their own.
     "zamba": [ConvShape(64, 4, F32), *[ScanShape(1, 1, 6, 32, "state", False, F32)] * 2] * 4,
 }
+# Tokens that attention picks, and biases by distance: neither is attention as our ops have it.
+OWN_ATTENTION = ("qwen4_exp", "inkling")
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
@@ -120,6 +124,43 @@ def test_ids_before_and_after_they_are_numbered_by_calls():
     assert recorded(model, mixers)[1].order == list(range(12))
 
 
+class Packed:
+    """Answers for the requests of a packed sequence, apart; `attend` is what attention does to them."""
+
+    sizes = (20, 3, 14)
+
+    def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
+        return torch.cat([Recorder().conv(part, weight, bias, layer_id) for part in x.split(self.sizes)])
+
+    def scan(self, q, k, v, layer_id, g, beta, rates):
+        betas = [None] * len(self.sizes) if beta is None else beta.split(self.sizes)
+        parts = zip(*(t.split(self.sizes) for t in (q, k, v, g)), betas, strict=True)
+        return torch.cat([Recorder().scan(q, k, v, layer_id, g, beta, rates) for q, k, v, g, beta in parts])
+
+    @classmethod
+    def attend(cls, module, q, k, v, attention_mask=None, scaling=None, **kwargs):
+        copies = q.shape[1] // k.shape[1]
+        requests = torch.arange(len(cls.sizes)).repeat_interleave(torch.tensor(cls.sizes))
+        mask = (requests[:, None] == requests).tril()
+        k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        return out.transpose(1, 2), None
+
+
+AttentionInterface.register("specdec_test_packed", Packed.attend)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in OWN_ATTENTION])
+def test_packed_requests_do_not_see_each_other(name):
+    model = recurrent_model(name)
+    own = torch.cat([logits(model, ids) for ids in tokens().split(Packed.sizes, 1)], 1)
+    positions = torch.cat([torch.arange(size) for size in Packed.sizes]).unsqueeze(0)
+    attention = attention_implementation(attention_configs(model), "specdec_test_packed")
+    with mixers_routed(find_mixers(model)), recurrent_scope(Packed()), attention:
+        packed = model(input_ids=tokens(), position_ids=positions, use_cache=False).logits
+    assert (packed - own).abs().max() <= 1e-5 * own.abs().max()
+
+
 def test_models_without_known_recurrences_have_no_mixers():
     assert find_mixers(tiny_model("llama")) == ()
 
@@ -187,7 +228,7 @@ def test_a_forward_of_its_own_is_refused():
     with pytest.raises(AttachError, match=r"backbone\.layers\.2\.mixer \(Mamba2Mixer\) has a forward of its own"):
         find_mixers(model)
     before = attributes(model)
-    with pytest.raises(ValueError, match=r"backbone\.layers\.2\.mixer"), mixers_routed(mixers):
+    with pytest.raises(ValueError, match=r"layers\.2\.mixer .* was given a forward"), mixers_routed(mixers):
         pass
     assert attributes(model) == before
 
@@ -240,7 +281,7 @@ def test_a_wrapper_that_hides_the_forward_is_refused():
     forwards = [inner]
     Hidden.forward = lambda self, x: forwards[0](self, x)
     Hidden.forward.__wrapped__ = inner
-    with pytest.raises(AttachError, match="recurrent layer 0"):
+    with pytest.raises(AttachError, match=r"recurrent layer 0 .* in a wrapper"):
         find_mixers(nn.ModuleList([Hidden()]))
 
 

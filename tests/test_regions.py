@@ -9,7 +9,7 @@ from specdec.graphs.trace import trace
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(not regions.can_repeat(), reason="this torch walks every layer")
-SIN = torch.ops.aten.sin.default
+SIN = (torch.ops.aten.sin.default,)
 
 
 class Layer(torch.nn.Module):

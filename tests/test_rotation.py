@@ -83,7 +83,7 @@ def test_the_half_split_rotation_is_handed_over_and_no_other(rotation, is_recogn
     def run(positions, x):
         return (attend(positions, x, rotation),)
 
-    traced = trace(run, inputs, torch.ops.specdec.attn.default, "eager", rewrite=rewrite)
+    traced = trace(run, inputs, (torch.ops.specdec.attn.default,), "eager", rewrite=rewrite)
     live, ours = Recorder(), Recorder()
     with attention_scope(live):
         expected = run(*inputs)[0][:, :4]

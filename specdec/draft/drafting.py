@@ -48,6 +48,7 @@ class DraftModelWorker(DraftWorker):
         self.vocab_size = vocab_size
         self.draws_chains = config.sample_drafts
         self.context: ForwardContext = parts.context
+        self._commits = [s.committer(parts.ops) for s in parts.context.states if s.commits_chains]
         self.candidate_depths = candidate_depths(config).to(device)
         self.own_bits = node_bits(config).to(device)  # [S-1, K, W]
         self.logits = torch.zeros(config.num_rows, num_hot, dtype=dtype, device=device)
@@ -92,6 +93,7 @@ class DraftModelWorker(DraftWorker):
             features = self.inputs(self.ops.gather_rows(aux, verified.accept_index).flatten(0, 1))
         ids = verified.tokens.clamp(min=0).view(-1)
         states = self.forward(batch, ForwardMode.DRAFT_EXTEND, ids, features, q_len=width).unflatten(0, (-1, width))
+        self.commit(batch, width, verified.accept_lens)
         last = verified.accept_lens.unsqueeze(1) - 1
         self.keep(batch.rows, self.ops.gather_rows(states, last).squeeze(1))
 
@@ -139,6 +141,15 @@ class DraftModelWorker(DraftWorker):
         )
         with forward_context(self.context, metadata):
             return self.run(mode, ids, metadata.positions, hidden, module)
+
+    def commit(self, batch: RoundBatch, width: int, lens: torch.Tensor) -> None:
+        """Commit the first lens [bs] of the `width` tokens that the last forward ran; K/V lie where they belong."""
+        if not self._commits:
+            return
+        nodes = torch.arange(width, device=lens.device)
+        path = torch.where(nodes < lens.unsqueeze(1), nodes, -1)
+        for commit in self._commits:
+            commit(batch.slot_table, batch.rows, batch.seq_lens + 1 - self.spec.id_shift, path)
 
     def of_rows(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return the lines of values [num_rows, n] that belong to `rows`."""

@@ -53,7 +53,9 @@ class StandaloneWorker(DraftModelWorker):
     def begin(self, batch: RoundBatch, states: torch.Tensor | None) -> None:
         """See the first root, at position L."""
         at_root = replace(batch, seq_lens=batch.seq_lens - 1, sampling=None, is_processed=False)
-        self.keep(batch.rows, self.forward(at_root, ForwardMode.DRAFT_EXTEND, batch.roots, None, q_len=1))
+        states = self.forward(at_root, ForwardMode.DRAFT_EXTEND, batch.roots, None, q_len=1)
+        self.commit(at_root, 1, torch.ones_like(batch.rows))
+        self.keep(batch.rows, states)
 
     def close(self) -> None:
         self.model.detach()

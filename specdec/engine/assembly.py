@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 
 from specdec.backends import AttentionBackend, ForwardContext, LayerSpec, pick_backend
 from specdec.backends.checks import is_debug
+from specdec.backends.recurrent import pick_recurrent
+from specdec.backends.state_pool import RecurrentSpec, StatePool
 from specdec.checkpoints.tensors import TensorFiles
 from specdec.config import EngineConfig
 from specdec.draft.algorithms import algorithm
@@ -117,16 +119,16 @@ def _assemble(
     worker: DraftWorker = NoDraft(_ops_for(backend))
     if algo is not None:
         row, own = algorithm(algo), backends[-1]
-        context = None if shape is None else _context(own, shape, tables, counters, config.draft_words)
+        states = draft.row_states(config.num_rows, config.draft_tail, pick_recurrent(own.capabilities)) if isinstance(draft, HFTarget) else ()
+        context = None if shape is None else _context(own, shape, tables, counters, config.draft_words, states)
         worker = row.make(DraftParts(row.spec, target, config, _ops_for(own), context), draft)
     target.aux_layers = worker.aux_layers
+    states = target.row_states(config.num_rows, config.verify_width, pick_recurrent(backend.capabilities))
     parts = Parts(
         target=target,
         config=config,
         worker=worker,
-        context=_context(
-            backend, ModelShape.of(target), tables, counters, config.tree_words, target.row_states(config.num_rows)
-        ),
+        context=_context(backend, ModelShape.of(target), tables, counters, config.tree_words, states),
         ops=_ops_for(backend),
         tables=tables,
         state=EngineState.empty(
@@ -181,12 +183,14 @@ class ModelShape(NamedTuple):
     num_state: int
     module: nn.Module
     num_aux: int
+    recurrent: Sequence[RecurrentSpec] = ()
 
     @classmethod
     def of(cls, draft: Draft) -> "ModelShape":
         """Read the sizes off a head or a model."""
         if isinstance(draft, HFTarget):
-            return cls(draft.spec.layers, draft.spec.sinks, draft.dtype, draft.spec.vocab_size, draft.model, 0)
+            spec = draft.spec
+            return cls(spec.layers, spec.sinks, draft.dtype, spec.vocab_size, draft.model, 0, spec.recurrent)
         num_states = 1 if draft.num_modules == 1 else 1 + draft.num_modules
         num_state = draft.hot_ids.numel() + num_states * draft.hidden_size
         return cls(draft.attention_layers, draft.sinks, draft.weight.dtype, num_state, draft, len(draft.aux_layers))
@@ -205,19 +209,24 @@ def _check_memory(target: HFTarget, config: EngineConfig, draft: ModelShape | No
     num_draft_layers = 1 if draft is None else len(draft.layers)
     lower = "num_slots, max_batch or max_seq_len"
     needs = [MemoryNeed("KV pool", pool(target.spec.layers, target.dtype), lower)]
+    recurrent = StatePool.bytes_for(target.spec.recurrent, config.num_rows, config.verify_width, target.dtype)
+    if draft is not None:
+        recurrent += StatePool.bytes_for(draft.recurrent, config.num_rows, config.draft_tail, draft.dtype)
+    if recurrent:
+        needs.append(MemoryNeed("states of recurrent layers", recurrent, "max_batch or num_draft_tokens"))
     needs.append(MemoryNeed("slot tables", 4 * config.num_rows * config.table_width, "max_batch or max_seq_len"))
     by_row = EngineState.bytes_for(config.num_rows, config.table_width, target.spec.vocab_size)
     needs.append(MemoryNeed("the state of penalties and tokens", by_row, "max_batch or max_seq_len"))
     resident = [MemoryNeed("weights", size(target.model), "")]
     if draft is not None:
-        tables = 2 * config.table_width * max(s.qk_dim for s in draft.layers)
+        tables = 2 * config.table_width * max((s.qk_dim for s in draft.layers), default=0)
         state = (config.num_rows * draft.num_state + tables) * draft.dtype.itemsize
         needs.append(MemoryNeed("the draft's KV pool", pool(draft.layers, draft.dtype), lower))
         needs.append(MemoryNeed("the draft's state", state, "max_batch or max_seq_len"))
         resident.append(MemoryNeed("draft", size(draft.module), ""))
     if config.cuda_graph is not False:
         spec = target.spec
-        shape = (spec.hidden_size, spec.vocab_size, len(spec.layers), target.dtype.itemsize)
+        shape = (spec.hidden_size, spec.vocab_size, spec.num_layers, target.dtype.itemsize)
         needs.append(MemoryNeed("graphs", estimate_bytes(config, *shape, num_draft_layers), LOWER))
     if resolve_prefill_mode(config, target) != "off":
         num_aux = 0 if draft is None else draft.num_aux

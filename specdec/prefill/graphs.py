@@ -208,11 +208,11 @@ def estimate_prefill_bytes(
 ) -> int:
     """Estimate the device bytes of the prefill graphs of `config`: static rows, scratch of the largest, nodes."""
     buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
-    attention = max(s.num_heads * (s.qk_dim + s.v_dim) for s in spec.layers)
+    attention = max((s.num_heads * (s.qk_dim + s.v_dim) for s in spec.layers), default=0)
     num_rows = 2 + 2 * num_aux + (draft_layers > 1)  # the target's, and what a draft of its width has
     static_row = num_rows * spec.hidden_size + attention
     row_bytes = (static_row + LIVE_ROWS * spec.hidden_size) * itemsize
-    num_layers = len(spec.layers) + draft_layers - 1
+    num_layers = spec.num_layers + draft_layers - 1
     num_graphs = len(buckets) + len(KINDS) * len(whole_sizes(config))
     return buckets[-1] * row_bytes + num_graphs * num_layers * NODES_A_LAYER * NODE_BYTES
 

@@ -17,13 +17,13 @@ from specdec.graphs.kept import TRACES, Record, folder, keeping, num_found, rene
 from specdec.graphs.pieces import start_workers
 from specdec.graphs.structure import structure
 from specdec.graphs.trace import Traced, trace
-from specdec.targets import experts, rotation
+from specdec.targets import experts, mixers, primitives, rotation
 from specdec.targets.echo import Expected, compare, expect
 
 # Tokens of the forwards that are compared; the first is traced. At one token, the plain decode, a trace that took
 # T > 1 for granted would be wrong.
 EXAMPLES = ((32,), (7,), (1,) * 7)
-OP = torch.ops.specdec.attn.default
+ATTENTION, CONV, SCAN = torch.ops.specdec.attn.default, torch.ops.specdec.conv.default, torch.ops.specdec.scan.default
 Batch = tuple[torch.Tensor, ...]  # what a forward takes, [T, ...] each
 
 
@@ -47,7 +47,7 @@ class Subject:
     tensors: Mapping[str, torch.Tensor]
     facts: Sequence[Any] = ()
     alike: Sequence[nn.Module] = ()
-    numbers: Sequence[int] | None = None
+    numbers: Mapping[Any, Sequence[int]] | None = None
     any_rank: Callable[[bool], bool] = bool
 
     @property
@@ -103,10 +103,10 @@ def _trace_or_recall(
 def _record(subject: Subject, where: Path) -> Record:
     """Return where the trace of `subject` is kept."""
     tensors = {f"{name}.{n}": t for name, m in subject.modules.items() for n, t in _tensors(m)} | dict(subject.tensors)
-    facts = [subject.num_outputs, subject.num_layers, subject.largest, subject.numbers, *subject.facts]
-    facts += [inspect.getsource(module) for module in (experts, rotation)]
+    facts = [subject.num_outputs, subject.num_layers, subject.largest, sorted(map(str, (subject.numbers or {}).items())), *subject.facts]
+    facts += [inspect.getsource(module) for module in (experts, mixers, primitives, rotation)]
     with subject.ready(True):
-        told = structure(subject.run, subject.modules, tensors, subject.examples[0][0], repr((facts, str(OP._schema))))
+        told = structure(subject.run, subject.modules, tensors, subject.examples[0][0], repr((facts, [str(op._schema) for op in (ATTENTION, CONV, SCAN)])))
     return Record(where / TRACES / f"{told}.json", tensors)
 
 
@@ -132,14 +132,14 @@ def _trace(
                 traced = trace(
                     subject.run,
                     subject.examples[0][0],
-                    OP,
+                    (ATTENTION, CONV, SCAN),
                     config.compiler,
                     num_outputs=subject.num_outputs,
                     smallest=2,  # one token is compared
                     largest=subject.largest,
                     alike=subject.alike,
                     numbers=subject.numbers,
-                    rewrite=lambda graph: rotation.hand_over_rotations(graph, OP),
+                    rewrite=lambda graph: rotation.hand_over_rotations(graph, ATTENTION),
                     keep=keep,
                     record=record,
                     progress=lambda: bar.update() and None,

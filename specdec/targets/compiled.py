@@ -3,13 +3,14 @@
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from specdec.backends.state_pool import ConvSpec, ScanSpec
 from specdec.batch import ForwardMode
 from specdec.config import EngineConfig
 from specdec.errors import GraphError
@@ -17,8 +18,9 @@ from specdec.graphs.kept import has_traces
 from specdec.graphs.pieces import start_workers
 from specdec.graphs.regions import can_repeat
 from specdec.graphs.trace import Traced
-from specdec.targets.checked import EXAMPLES, Batch, Subject, trace_checked
+from specdec.targets.checked import ATTENTION, CONV, EXAMPLES, SCAN, Batch, Subject, trace_checked
 from specdec.targets.hf import HFTarget
+from specdec.targets.probe import ModelSpec
 
 
 class Outcome(NamedTuple):
@@ -94,20 +96,28 @@ def _subject(target: HFTarget, config: EngineConfig) -> Subject:
         examples=_examples(target),
         ready=ready,
         num_outputs=1 + bool(target.tapped),
-        num_layers=len(target.spec.layers),
+        num_layers=len(target.spec.layers) + len(target.spec.recurrent),
         largest=max(config.prefill_tokens, config.max_batch * config.verify_width),
         modules={"stack": target.spec.stack},
         tensors={},
         facts=(target.tapped,),
         alike=_layers(target) if can_repeat() else (),
-        numbers=range(len(target.spec.layers)),
+        numbers=_numbers(target.spec),
         any_rank=target.any_rank,
     )
 
 
+def _numbers(spec: ModelSpec) -> dict[Any, Sequence[int]]:
+    """Return the layer ids of a forward's calls of each op, in their order."""
+    recurrent = list(enumerate(spec.recurrent))
+    ids = {op: [i for i, s in recurrent if isinstance(s, kind)] for op, kind in ((CONV, ConvSpec), (SCAN, ScanSpec))}
+    return {ATTENTION: range(len(spec.layers)), **ids}
+
+
 def _layers(target: HFTarget) -> list[nn.Module]:
-    """Return the modules that may be equal: elements of a list that attend once, whose forward is their class's own."""
-    attending = set(target.spec.modules)
+    """Return the modules that may be equal: elements of a list that attend once, or have one recurrent module, whose
+    forward is their class's own."""
+    attending = {*target.spec.modules, *(mixer.module for mixer in target.spec.mixers)}
     lists = [module for module in target.spec.stack.modules() if isinstance(module, nn.ModuleList)]
     layers = [child for children in lists for child in children if len(attending.intersection(child.modules())) == 1]
     return [layer for layer in layers if "forward" not in layer.__dict__]

@@ -5,13 +5,15 @@ and on the batch: a fixed bound accuses some models of nothing. So the live laye
 last bit of what attention returns disturbed; how far that moves them is what rounding can do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from specdec.backends.op import attention_scope
+from specdec.backends.op import attention_scope, current_scope
+from specdec.backends.recurrent import current_recurrent, recurrent_scope
 from specdec.backends.rope import Rope, rotate
 from specdec.errors import GraphError
 
@@ -56,7 +58,8 @@ def compare(layers: Layers, batches: Sequence[Sequence[torch.Tensor]], expected:
 
 def _outputs(layers: Layers, batches: Sequence[Sequence[torch.Tensor]], is_disturbed: bool) -> list[torch.Tensor]:
     """Run `layers` on every batch and concatenate the rows of each output."""
-    with attention_scope(Echo(is_disturbed)):
+    echo = Echo(is_disturbed)
+    with attention_scope(echo), recurrent_scope(echo):
         outputs = zip(*(layers(*batch) for batch in batches), strict=True)
         return [torch.cat(parts) for parts in outputs if parts[0] is not None]
 
@@ -74,7 +77,8 @@ def lowered(x: torch.Tensor, unit: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Echo:
-    """Attention without a cache, to compare everything else: the values, weighted by functions of q and k.
+    """Attention and recurrent layers without a cache, to compare everything else: values weighted by functions of the
+    other arguments. No token reads another.
 
     is_disturbed: half of what it returns is a last bit lower.
     """
@@ -89,6 +93,60 @@ class Echo:
         group = q.shape[1] // v.shape[1]
         ramp = torch.arange(q.shape[2], device=q.device).cos() / q.shape[2] ** 0.5
         weight = 1 + 0.5 * torch.tanh(q.float() @ ramp) - 0.5 * torch.tanh(k.float() @ ramp).repeat_interleave(group, 1)
-        weight = weight * (1 + layer_id / (layer_id + 8))  # every layer's own, so that one in another's place is seen
-        out = v.repeat_interleave(group, 1) * weight.unsqueeze(2).to(v.dtype)
+        return self._of_layer(v.repeat_interleave(group, 1) * weight.unsqueeze(2).to(v.dtype), layer_id)
+
+    def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
+        """See `specdec.backends.recurrent.conv`."""
+        out = x * weight.sum(1)
+        return self._of_layer(out if bias is None else out + bias, layer_id).to(x.dtype)
+
+    def scan(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer_id: int,
+        g: torch.Tensor,
+        beta: torch.Tensor | None,
+        rates: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `specdec.backends.recurrent.scan`."""
+        weight = (q.float() * k.float()).sum(-1).repeat_interleave(v.shape[1] // q.shape[1], 1)
+        if g.dim() == 3:
+            g = g.mean(-1)
+        weight = weight + torch.tanh(g.float())
+        if beta is not None:
+            weight = weight * beta.float()
+        if rates is not None:
+            weight = weight + torch.tanh(rates.float().mean((1, 2)))
+        return self._of_layer(v * weight.unsqueeze(2).to(v.dtype), layer_id)
+
+    def _of_layer(self, out: torch.Tensor, layer_id: int) -> torch.Tensor:
+        """Return `out`, weighted by its layer, so that one in another's place is seen."""
+        out = out * (1 + layer_id / (layer_id + 8))
         return lowered(out, torch.finfo(out.dtype).eps / 2) if self.is_disturbed else out
+
+
+@contextmanager
+def disturbed(unit: float) -> Iterator[None]:
+    """Within a forward's context: half of what attention and recurrent layers return is less by `unit`."""
+    scopes = (_Disturbing(current_scope(), unit), _Disturbing(current_recurrent(), unit))
+    with attention_scope(scopes[0]), recurrent_scope(scopes[1]):
+        yield
+
+
+@dataclass(frozen=True)
+class _Disturbing:
+    """Answers as `scope` does, half of it less by `unit`."""
+
+    scope: Any
+    unit: float
+
+    def attend(self, *args: Any) -> torch.Tensor:
+        return lowered(self.scope.attend(*args), self.unit)
+
+    def conv(self, *args: Any) -> torch.Tensor:
+        return lowered(self.scope.conv(*args), self.unit)
+
+    def scan(self, *args: Any) -> torch.Tensor:
+        return lowered(self.scope.scan(*args), self.unit)

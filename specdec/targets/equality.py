@@ -7,16 +7,17 @@ not read. What begins later than a dozen tokens cannot be seen here; the probe j
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from specdec.backends import AttentionBackend, ForwardContext, TorchBackend, forward_context
-from specdec.backends.op import AttentionScope, attention_scope
-from specdec.backends.rope import Rope
+from specdec.backends.recurrent import TORCH_RECURRENT
+from specdec.backends.state_pool import StatePool
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.kv_cache import KVPool
-from specdec.targets.echo import bound, distance, lowered
+from specdec.targets.echo import bound, distance, disturbed
 from specdec.targets.probe import ModelSpec
 
 PROMPT_LENS = (8, 5)
@@ -102,11 +103,11 @@ def _forwards(
 ) -> list[torch.Tensor]:
     """Return logits of the prefill, the chain and the tree; unit: attention's results are disturbed by as much."""
     pool = KVPool([layer.shape for layer in spec.layers], 1 + 2 * WIDTH, dtype, ids.device)
-    context = ForwardContext(TorchBackend(), pool, spec.layers, spec.sinks, lambda mode: None)
+    states = () if not spec.recurrent else (StatePool(spec.recurrent, 2, 4, dtype, ids.device, TORCH_RECURRENT),)
+    context = ForwardContext(TorchBackend(), pool, spec.layers, spec.sinks, lambda mode: None, states)
     logits = []
     for metadata, part in zip(_batches(context.backend, ids.device), ids.split([sum(PROMPT_LENS), 8]), strict=True):
-        scope = context if unit is None else _Disturbing(context, unit)
-        with forward_context(context, metadata), attention_scope(scope):
+        with forward_context(context, metadata), nullcontext() if unit is None else disturbed(unit):
             logits.append(run(metadata, part))
     prefill, verified = logits
     return [prefill, *verified.split(4)]
@@ -129,19 +130,6 @@ def _batches(backend: AttentionBackend, device: torch.device) -> Iterator[Attent
         tail_depths=depths,
         ancestor_bits=torch.tensor(ANCESTORS, device=device).unsqueeze(2),
     )
-
-
-@dataclass(frozen=True)
-class _Disturbing:
-    """Answers as `scope` does, half of it less by `unit`."""
-
-    scope: AttentionScope
-    unit: float
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
-    ) -> torch.Tensor:
-        return lowered(self.scope.attend(q, k, v, layer_id, rope), self.unit)
 
 
 def _rounding_unit(dtype: torch.dtype, device: torch.device) -> float:

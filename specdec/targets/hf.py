@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.backends import ForwardContext, attention, forward_context
 from specdec.backends.comm import Communicator
+from specdec.backends.state_pool import RecurrentOps, StatePool
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError, GraphError, RankError
 from specdec.graphs.trace import Traced
@@ -25,6 +26,7 @@ from specdec.layer_state import LayerState
 from specdec.targets.equality import differences
 from specdec.targets.experts import expert_configs, experts_routed
 from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
+from specdec.targets.mixers import mixers_routed, mixers_unnumbered
 from specdec.targets.overrides import answering, attention_configs, attention_implementation
 from specdec.targets.probe import ModelSpec, Positions, probe
 from specdec.targets.ropes import ORIGINAL, constant_ropes, varying_ropes
@@ -160,9 +162,13 @@ class HFTarget:
         buffers = {n: b for n, b in self.model.named_buffers() if n.rpartition(".")[0] not in ropes or ORIGINAL in n}
         return {**dict(self.model.named_parameters()), **buffers}
 
-    def row_states(self, num_rows: int) -> tuple[LayerState, ...]:
-        """Make the state by row of layers that are not attention. The probe refuses such layers, so there is none."""
-        return ()
+    def row_states(self, num_rows: int, max_tail: int, ops: RecurrentOps) -> tuple[LayerState, ...]:
+        """Make the state by row of recurrent layers, which `ops` work on, if there are any.
+
+        max_tail: nodes that a round may have a row run.
+        """
+        specs = self.spec.recurrent
+        return (StatePool(specs, num_rows, max_tail, self.dtype, self.device, ops),) if specs else ()
 
     @property
     def shape(self) -> TargetShape:
@@ -170,7 +176,7 @@ class HFTarget:
         return TargetShape(
             hidden_size=self.spec.hidden_size,
             vocab_size=self.spec.vocab_size,
-            num_layers=len(self.spec.layers),
+            num_layers=self.spec.num_layers,
             embed_tokens=self.embed_tokens,
             lm_head=self.model.get_output_embeddings(),
             model=self.model,
@@ -220,18 +226,21 @@ class HFTarget:
 
     @contextmanager
     def routed(self) -> Iterator[None]:
-        """Route the live model's attention calls, and the products of its experts, to us within the context."""
+        """Route the live model's attention calls, its recurrent layers and its experts' products to us within it."""
         experts, ropes = experts_routed(self._expert_configs), constant_ropes(self._ropes)
-        with attention_implementation(self._configs, "specdec"), experts, ropes:
+        mixers = mixers_routed(self.spec.mixers)
+        with attention_implementation(self._configs, "specdec"), experts, ropes, mixers:
             yield
 
     @contextmanager
     def unnumbered(self) -> Iterator[None]:
-        """Give all attention modules the layer id 0 within the context: a trace can see that layers are equal."""
+        """Give all attention modules, and recurrent ones, the layer id 0 within it: a trace can see that layers are
+        equal."""
         try:
             for module in self.spec.modules:
                 setattr(module, LAYER_ID, 0)
-            yield
+            with mixers_unnumbered(self.spec.mixers):
+                yield
         finally:
             for i, module in enumerate(self.spec.modules):
                 setattr(module, LAYER_ID, i)

@@ -5,7 +5,7 @@ its own instance changes, and only within `mixers_routed`.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType
@@ -58,29 +58,36 @@ def find_mixers(model: nn.Module) -> tuple[Mixer, ...]:
 
     AttachError for modules that have a forward of their own already, or one in a wrapper that cannot be looked into.
     """
+    methods = {cls: _methods(cls) for cls in {type(module) for module in model.modules()}}
     mixers: list[Mixer] = []
     reasons: list[str] = []
     next_id = 0
     for name, module in model.named_modules():
-        methods = _methods(type(module))
-        primitives = dict.fromkeys(p for function in methods.values() for p in _primitives(inspect.unwrap(function)))
-        if not primitives:
-            continue
-        calls = tuple(PrimitiveCall(p, (next_id + i,)) for i, p in enumerate(primitives))
-        next_id += len(calls)
-        own = [method for method in methods if method in module.__dict__]
-        if own:
-            reasons.append(_overridden(name, module, own[0]))
+        if not methods[type(module)]:
             continue
         try:
-            clones = {n: MethodType(_routed(function, calls), module) for n, function in methods.items()}
+            mixers.append(_mixer(name, module, methods[type(module)], next_id))
         except ValueError as error:
-            reasons.append(f"recurrent layer {name} ({type(module).__name__}): {error}")
-            continue
-        mixers.append(Mixer(name, module, calls, clones))
+            reasons.append(str(error))
+        else:
+            next_id += len(mixers[-1].calls)
     if reasons:
         raise AttachError(type(model).__name__, reasons)
     return tuple(mixers)
+
+
+def _mixer(name: str, module: nn.Module, methods: Mapping[str, FunctionType], first_id: int) -> Mixer:
+    """Return `module` as a mixer whose primitives are numbered from first_id on; ValueError if it cannot be routed."""
+    overridden = [method for method in methods if method in module.__dict__]
+    if overridden:
+        raise ValueError(_told(name, module, f"has a {overridden[0]} of its own, which would be left out"))
+    names = dict.fromkeys(p for function in methods.values() for p in _primitives(function))
+    calls = tuple(PrimitiveCall(p, (first_id + i,)) for i, p in enumerate(names))
+    try:
+        bound = {method: MethodType(_routed(function, calls), module) for method, function in methods.items()}
+    except ValueError as error:
+        raise ValueError(_told(name, module, str(error))) from error
+    return Mixer(name, module, calls, bound)
 
 
 @contextmanager
@@ -133,15 +140,12 @@ def _own_methods(mixer: Mixer) -> dict[str, MethodType]:
     own = {name: mixer.module.__dict__[name] for name in mixer.methods if name in mixer.module.__dict__}
     for name, method in own.items():
         if method is not mixer.methods[name]:
-            raise ValueError(_overridden(mixer.name, mixer.module, name))
+            raise ValueError(_told(mixer.name, mixer.module, f"was given a {name} of its own"))
     return own
 
 
-def _overridden(name: str, module: nn.Module, method: str) -> str:
-    kind = type(module).__name__
-    return (
-        f"recurrent layer {name} ({kind}) has a {method} of its own, which would be left out: expected that of {kind}"
-    )
+def _told(name: str, module: nn.Module, reason: str) -> str:
+    return f"recurrent layer {name} ({type(module).__name__}) {reason}: expected the methods of its class"
 
 
 def _methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
@@ -157,8 +161,14 @@ def _methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
         if name in seen or not isinstance(function, FunctionType) or function is getattr(nn.Module, name, None):
             continue
         seen[name] = function
-        waiting += _names(inspect.unwrap(function).__code__)
-    return {name: function for name, function in seen.items() if _primitives(inspect.unwrap(function))}
+        waiting += _names(_innermost(function).__code__)
+    return {name: function for name, function in seen.items() if _primitives(function)}
+
+
+def _innermost(function: FunctionType) -> FunctionType:
+    """Return what `function` wraps, or itself where that is not a function."""
+    inner = inspect.unwrap(function)
+    return inner if isinstance(inner, FunctionType) else function
 
 
 def _names(code: CodeType) -> list[str]:
@@ -167,30 +177,33 @@ def _names(code: CodeType) -> list[str]:
     return [*code.co_names, *inner]
 
 
-def _primitives(function: Callable[..., Any]) -> list[str]:
-    """Return the primitives that an unwrapped `function` finds among its globals."""
-    if not isinstance(function, FunctionType):
-        return []
-    return [name for name in _names(function.__code__) if name in PRIMITIVES and name in function.__globals__]
+def _primitives(function: FunctionType) -> list[str]:
+    """Return the primitives that `function` finds among its globals, inside all wrappers."""
+    inner = _innermost(function)
+    return [name for name in _names(inner.__code__) if name in PRIMITIVES and name in inner.__globals__]
 
 
 def _routed(function: FunctionType, calls: Sequence[PrimitiveCall]) -> FunctionType:
-    """Return a copy of `function`, and of the wrappers around it, in which `calls` are what primitives name."""
+    """Return a copy of `function`, and of the wrappers around it, in which `calls` are what primitives name.
+
+    ValueError for wrappers that cannot be looked into.
+    """
     inner = getattr(function, "__wrapped__", None)
     if inner is not None:
-        return _rewrapped(function, inner, _routed(inner, calls))
+        return _rewrapped(function, inner, calls)
     # With the module's name among its globals, Dynamo would read those of the module.
     own = {name: value for name, value in function.__globals__.items() if name != "__name__"}
     own |= {call.name: call for call in calls}
     return _copy(function, own, function.__closure__)
 
 
-def _rewrapped(wrapper: FunctionType, inner: FunctionType, routed: FunctionType) -> FunctionType:
-    """Return a copy of `wrapper` that calls `routed` in the place of `inner`."""
+def _rewrapped(wrapper: FunctionType, inner: Any, calls: Sequence[PrimitiveCall]) -> FunctionType:
+    """Return a copy of `wrapper` that calls, in the place of `inner`, what that becomes with `calls`."""
     cells = wrapper.__closure__ or ()
-    if not any(cell.cell_contents is inner for cell in cells):
-        raise ValueError(f"its {wrapper.__name__} is in a wrapper that does not show what it calls")
-    closure = tuple(CellType(routed) if cell.cell_contents is inner else cell for cell in cells)
+    if not isinstance(inner, FunctionType) or not any(cell.cell_contents is inner for cell in cells):
+        raise ValueError(f"has a {wrapper.__name__} in a wrapper that does not show what it calls")
+    routed = CellType(_routed(inner, calls))
+    closure = tuple(routed if cell.cell_contents is inner else cell for cell in cells)
     return _copy(wrapper, wrapper.__globals__, closure)
 
 

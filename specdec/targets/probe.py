@@ -18,17 +18,20 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import DynamicCache
 
 from specdec.backends import LayerSpec
+from specdec.backends.state_pool import RecurrentSpec
 from specdec.checkpoints.fitting import weight_doubts
 from specdec.errors import AttachError
 from specdec.targets.masks import Reach, classify_mask
+from specdec.targets.mixers import Mixer, find_mixers, mixers_routed, renumber_mixers
 from specdec.targets.overrides import answering, attention_configs, attention_implementation
 from specdec.targets.placement import placement_reasons
+from specdec.targets.recorder import ConvShape, record_mixers
 from specdec.targets.ropes import rope_limit, varying_ropes
 from specdec.targets.shape import position_limit, vocab_size_of
 
 PROBE_LENGTH = 12
 # Layer types whose meaning is known here. Others are no reason against a model, but explain one.
-KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"})
 # Known tensor arguments of attention calls; any other TENSOR argument means arithmetic that we do not know.
 HARMLESS_TENSORS = frozenset({"position_ids", "s_aux", "position_embeddings", "cache_position"})
 
@@ -56,7 +59,8 @@ class ModelSpec:
 
     stack: the module that is all but the head, from ids to last hidden states; stack_output: the class of its output.
     doubts: what may explain logits that turn out to be others than the model's own. counts_positions: layers ask the
-    cache how many tokens it holds, and count positions from there, in place of reading them.
+    cache how many tokens it holds, and count positions from there, in place of reading them. mixers: the recurrent
+    modules; recurrent: specs of their calls, by layer id. num_layers: of all kinds.
     """
 
     modules: tuple[nn.Module, ...]
@@ -69,6 +73,9 @@ class ModelSpec:
     stack_output: Callable[..., Any]
     doubts: tuple[str, ...] = ()
     counts_positions: bool = False
+    mixers: tuple[Mixer, ...] = ()
+    recurrent: tuple[RecurrentSpec, ...] = ()
+    num_layers: int = 0
 
 
 _RECORDING: ContextVar[_Recording] = ContextVar("specdec_probe")
@@ -170,13 +177,14 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         raise AttachError(name, misplaced)
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(PROBE_LENGTH, device=device).unsqueeze(0)
+    mixers = find_mixers(model)
     try:
-        first = _first_forward(model, ids)
+        first = _first_forward(model, ids, may_cache=not mixers)
     except Exception as error:
         reasons = [*_static_reasons(model), f"the probe forward failed: {error}", *_foreign_layers(model)]
         raise AttachError(name, reasons) from error
     recording, logits = first.recording, first.logits
-    reasons = _static_reasons(model) + _call_reasons(recording, model)
+    reasons = _static_reasons(model) + _call_reasons(recording, model, bool(mixers))
     if bool(logits.isnan().any()):  # nothing could be compared with them
         reasons.append(
             "; ".join(["its logits are NaN", *weight_doubts(model)]) + ": take another export of its weights"
@@ -185,7 +193,10 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         stack = _find_stack(model, first, ids)
         if stack is None:
             reasons = ["its head cannot be run apart from its layers, on hidden states of the embedding's type"]
-    doubts = [*_foreign_layers(model), *_unrouted_layers(recording, model)]
+    doubts = [*_foreign_layers(model), *([] if mixers else _unrouted_layers(recording, model))]
+    if not reasons:
+        assert stack is not None
+        recurrent, reasons = _recurrent_specs(model, stack, mixers, ids)
     if reasons:
         raise AttachError(name, list(dict.fromkeys([*reasons, *doubts])))
     assert stack is not None
@@ -201,6 +212,9 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         stack_output=first.outputs[stack],
         doubts=tuple(doubts),
         counts_positions=recording.counts_positions,
+        mixers=mixers,
+        recurrent=recurrent,
+        num_layers=config.num_hidden_layers if mixers else len(recording.calls),
     )
 
 
@@ -225,9 +239,10 @@ class _Forward:
     has_cache: bool
 
 
-def _first_forward(model: PreTrainedModel, ids: torch.Tensor) -> _Forward:
-    """Run `model` with a cache, which some need, or else without, since a cache may not know its layers' types."""
-    for has_cache in (True, False):
+def _first_forward(model: PreTrainedModel, ids: torch.Tensor, may_cache: bool) -> _Forward:
+    """Run `model` with a cache, which some need, or else without, since a cache may not know its layers' types, and
+    recurrent layers take another way with one."""
+    for has_cache in (True, False) if may_cache else (False,):
         recording, outputs = _Recording(), dict[nn.Module, Callable[..., Any]]()
         try:
             with _probing(model, recording), _recorded_outputs(list(model.modules())[1:], outputs):
@@ -282,6 +297,22 @@ def _find_stack(model: PreTrainedModel, first: _Forward, ids: torch.Tensor) -> n
     return None
 
 
+def _recurrent_specs(
+    model: PreTrainedModel, stack: nn.Module, mixers: Sequence[Mixer], ids: torch.Tensor
+) -> tuple[tuple[RecurrentSpec, ...], list[str]]:
+    """Return the specs of the recurrent calls of a forward, which number `mixers` in their order, and reasons."""
+    if not mixers:
+        return (), []
+    with _probing(model, _Recording()), mixers_routed(mixers), record_mixers() as recorder:
+        stack(input_ids=ids, use_cache=False)
+    renumber_mixers(mixers, recorder.order)
+    dtype = model.get_input_embeddings().weight.dtype
+    shapes = [call.shape for call in recorder.calls]
+    others = sorted({str(s.dtype) for s in shapes if isinstance(s, ConvShape) and s.dtype is not dtype})
+    reasons = [f"its embedding is {dtype}, but convolutions run in {', '.join(others)}"] if others else []
+    return tuple(shape.spec for shape in shapes), reasons
+
+
 def _static_reasons(model: PreTrainedModel) -> list[str]:
     """Return reasons that need no forward."""
     config = model.config.get_text_config()
@@ -296,10 +327,10 @@ def _static_reasons(model: PreTrainedModel) -> list[str]:
     return reasons
 
 
-def _call_reasons(recording: _Recording, model: PreTrainedModel) -> list[str]:
+def _call_reasons(recording: _Recording, model: PreTrainedModel, is_recurrent: bool) -> list[str]:
     """Return reasons found in what was recorded."""
     calls = recording.calls
-    if not calls:
+    if not calls and not is_recurrent:
         return ["its attention does not go through AttentionInterface, so it cannot be routed"]
     reasons = [p for c in calls for p in c.problems]
     dtype = model.get_input_embeddings().weight.dtype

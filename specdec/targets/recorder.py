@@ -6,12 +6,13 @@ The forward is one request from its first token on. It is slow, and the specific
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from specdec.backends.recurrent import recurrent_scope
+from specdec.backends.state_pool import ConvSpec, ScanSpec
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class ConvShape:
     channels: int
     kernel: int
     dtype: torch.dtype
+
+    @property
+    def spec(self) -> ConvSpec:
+        """What a pool holds for it."""
+        return ConvSpec(self.channels, self.kernel)
 
 
 @dataclass(frozen=True)
@@ -35,9 +41,14 @@ class ScanShape:
     key_heads: int
     k_dim: int
     v_dim: int
-    decay: str
+    decay: Literal["head", "key", "state"]
     has_beta: bool
     dtype: torch.dtype
+
+    @property
+    def spec(self) -> ScanSpec:
+        """What a pool holds for it."""
+        return ScanSpec(self.heads, self.key_heads, self.k_dim, self.v_dim, self.decay, is_corrected=self.has_beta)
 
 
 class RecordedCall(NamedTuple):
