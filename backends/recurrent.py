@@ -121,7 +121,7 @@ def _scope() -> RecurrentScope:
 
 
 def _conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
-    return _scope().conv(x, weight, bias, layer_id)
+    return _scope().conv(x, weight, bias, layer_id).contiguous()
 
 
 def _scan(
@@ -133,7 +133,7 @@ def _scan(
     beta: torch.Tensor | None = None,
     rates: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return _scope().scan(q, k, v, layer_id, g, beta, rates)
+    return _scope().scan(q, k, v, layer_id, g, beta, rates).contiguous()
 
 
 def _conv_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:

@@ -14,6 +14,8 @@ import torch
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.layer_state import Commit, LayerState
 
+Decay = Literal["head", "key", "state"]
+
 
 @dataclass(frozen=True)
 class ConvSpec:
@@ -36,7 +38,7 @@ class ScanSpec:
     key_heads: int
     k_dim: int
     v_dim: int
-    decay: Literal["head", "key", "state"]
+    decay: Decay
     is_corrected: bool
 
     @property

@@ -43,9 +43,9 @@ def test_engine_equals_generate(name):
         assert out.tokens == expected, config
 
 
-@pytest.mark.parametrize(("name", "reason"), zip(REFUSED, ("linear_attention", "AttentionInterface"), strict=True))
-def test_unsupported_models_are_refused_with_their_reason(name, reason):
-    with pytest.raises(specdec.AttachError, match=reason) as caught:
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_models_are_refused_with_their_reason(name):
+    with pytest.raises(specdec.AttachError, match="AttentionInterface") as caught:
         specdec.attach(tiny_model(name))
     assert caught.value.reasons
 

@@ -80,11 +80,12 @@ CONFIGS = {
         floor_scale=8,
         attn_scale=1.0,
     ),
+    "rwkv": lambda: tf.RwkvConfig(vocab_size=VOCAB, context_length=64, hidden_size=32, num_hidden_layers=2),
     "gptj": lambda: tf.GPTJConfig(vocab_size=VOCAB, n_positions=256, n_embd=64, n_layer=2, n_head=4, rotary_dim=16),
 }
 ADMITTED = ("llama", "qwen2_windowed", "qwen3", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3")
 CHUNKED = ("llama4",)  # served by the torch backend only
-REFUSED = ("qwen3_next", "gptj")
+REFUSED = ("rwkv", "gptj")
 
 
 def tiny_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tf.PreTrainedModel:

@@ -119,7 +119,11 @@ def _assemble(
     worker: DraftWorker = NoDraft(_ops_for(backend))
     if algo is not None:
         row, own = algorithm(algo), backends[-1]
-        states = draft.row_states(config.num_rows, config.draft_tail, pick_recurrent(own.capabilities)) if isinstance(draft, HFTarget) else ()
+        states = (
+            draft.row_states(config.num_rows, config.draft_tail, pick_recurrent(own.capabilities))
+            if isinstance(draft, HFTarget)
+            else ()
+        )
         context = None if shape is None else _context(own, shape, tables, counters, config.draft_words, states)
         worker = row.make(DraftParts(row.spec, target, config, _ops_for(own), context), draft)
     target.aux_layers = worker.aux_layers

@@ -103,10 +103,22 @@ def _trace_or_recall(
 def _record(subject: Subject, where: Path) -> Record:
     """Return where the trace of `subject` is kept."""
     tensors = {f"{name}.{n}": t for name, m in subject.modules.items() for n, t in _tensors(m)} | dict(subject.tensors)
-    facts = [subject.num_outputs, subject.num_layers, subject.largest, sorted(map(str, (subject.numbers or {}).items())), *subject.facts]
+    facts = [
+        subject.num_outputs,
+        subject.num_layers,
+        subject.largest,
+        sorted(map(str, (subject.numbers or {}).items())),
+        *subject.facts,
+    ]
     facts += [inspect.getsource(module) for module in (experts, mixers, primitives, rotation)]
     with subject.ready(True):
-        told = structure(subject.run, subject.modules, tensors, subject.examples[0][0], repr((facts, [str(op._schema) for op in (ATTENTION, CONV, SCAN)])))
+        told = structure(
+            subject.run,
+            subject.modules,
+            tensors,
+            subject.examples[0][0],
+            repr((facts, [str(op._schema) for op in (ATTENTION, CONV, SCAN)])),
+        )
     return Record(where / TRACES / f"{told}.json", tensors)
 
 

@@ -6,13 +6,13 @@ The forward is one request from its first token on. It is slow, and the specific
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from specdec.backends.recurrent import recurrent_scope
-from specdec.backends.state_pool import ConvSpec, ScanSpec
+from specdec.backends.state_pool import ConvSpec, Decay, ScanSpec
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ScanShape:
     key_heads: int
     k_dim: int
     v_dim: int
-    decay: Literal["head", "key", "state"]
+    decay: Decay
     has_beta: bool
     dtype: torch.dtype
 
@@ -87,7 +87,7 @@ class Recorder:
         rates: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `specdec.backends.recurrent.scan`."""
-        kind = "state" if rates is not None else ("head", "key")[g.dim() - 2]
+        kind: Decay = "state" if rates is not None else "key" if g.dim() == 3 else "head"
         shape = ScanShape(v.shape[1], k.shape[1], k.shape[2], v.shape[2], kind, beta is not None, v.dtype)
         self.calls.append(RecordedCall(layer_id, shape))
         copies = shape.heads // shape.key_heads
