@@ -1,0 +1,212 @@
+"""Recurrent models through the whole engine: the text of `generate`, whatever drafts, shapes and graphs."""
+
+import pytest
+import torch
+from scipy import stats
+
+import specdec
+from specdec import SamplingParams
+from specdec.backends.state_pool import StatePool
+from specdec.errors import AttachError, CapacityError
+from specdec.targets.hf import HFTarget
+from tests.heads import random_draft
+from tests.recurrent_models import CONFIGS, recurrent_model
+from tests.test_attach import greedy, ragged_prompts
+from tests.tiny_models import VOCAB
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+REFUSED = ("qwen4_exp", "inkling")  # their attention takes what we cannot give
+TYPES = [name for name in CONFIGS if name not in REFUSED]
+KINDS = ("qwen3_next", "kimi_linear", "falcon_h1", "zamba", "lfm2")  # of recurrences, a model each
+NUM_TOKENS = 16
+CHAIN = {"num_steps": 3}
+TREE = {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}
+SHAPES = pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+GRAPHS = {
+    "breakable": {"prefill_graph": "breakable"},
+    "whole": {"prefill_graph": "whole"},
+    "piecewise": {"prefill_graph": "piecewise", "compile": True, "compiler": "eager"},
+}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def model_of(name, seed=0):
+    return recurrent_model(name, seed).to(DEVICE)
+
+
+def engine_of(model, draft="eagle", **settings):
+    """An engine whose draft is of the algorithm `draft`, or is that model; nothing that it holds may be read at first."""
+    algo = draft if draft in (None, "lookup") else "auto"
+    given = draft if isinstance(draft, torch.nn.Module) else None
+    if isinstance(draft, str) and draft != "lookup":
+        given = random_draft(model, draft).to(DEVICE)
+    defaults = {"max_batch": 2, "max_seq_len": 128, "max_prefill_tokens": 7}
+    engine = specdec.attach(model, given, algo=algo, **{**defaults, **settings})
+    for context in (engine._core.context, engine._core.round.worker.context):
+        pool = None if context is None else context.state_pool
+        for tensor in () if pool is None else pool.tensors("").values():
+            tensor[: engine.config.max_batch] = float("nan")
+    return engine
+
+
+def check_text(engine, expected, prompts=None):
+    prompts = ragged_prompts()[: len(expected)] if prompts is None else prompts
+    out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
+    engine.check_integrity()
+    assert out.tokens == expected
+    return out
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_type_equals_generate(name):
+    """Prompts of several lengths in chunks of 7; rows are used again."""
+    model = model_of(name)
+    expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()]
+    own = model(torch.tensor([ragged_prompts()[0]], device=DEVICE)).logits
+    for shape in (None, CHAIN, TREE):
+        engine = engine_of(model, "eagle" if shape else None, **(shape or {}))
+        check_text(engine, expected)
+        engine.detach()
+    assert torch.equal(model(torch.tensor([ragged_prompts()[0]], device=DEVICE)).logits, own)
+    assert not [n for module in model.modules() for n in vars(module) if n == "forward" or "specdec" in n]
+
+
+@SHAPES
+@pytest.mark.parametrize("draft", ["eagle3", "nextn", "standalone", "lookup"])
+def test_every_algorithm(draft, shape):
+    """The NextN layer attends; the standalone draft is another recurrent model."""
+    model = model_of("qwen3_next")
+    expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()[:3]]
+    if draft == "standalone":
+        draft = model_of("lfm2", seed=3)
+    engine = engine_of(model, draft, **({"num_steps": 3} if draft == "lookup" else shape))
+    check_text(engine, expected)
+    engine.detach()
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    [*((name, "whole") for name in KINDS), ("qwen3_next", "breakable"), ("falcon_h1", "piecewise")],
+)
+def test_every_graph_replays(name, graphs):
+    """In whole ones a recurrent draft, too."""
+    model = model_of(name)
+    expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()[:3]]
+    settings = {"cuda_graph": True, "prefill_buckets": (8, 16), "max_prefill_tokens": 16, **GRAPHS[graphs]}
+    engine = engine_of(model, model_of(name, seed=3) if graphs == "whole" else "eagle", **TREE, **settings)
+    check_text(engine, expected)
+    runners = engine.report().runners
+    assert runners["round"]["replays"] and not runners["round"]["eager"]
+    prefill = runners["whole_prefill" if graphs == "whole" else "target_prefill"]
+    assert prefill["replays"] and not prefill["eager"]
+    if graphs == "piecewise":
+        assert engine.report().compiled.startswith("compiled")
+    engine.detach()
+
+
+@SHAPES
+@pytest.mark.parametrize("name", KINDS)
+def test_a_draft_that_is_the_same_model_is_always_right(name, shape):
+    """Its states after drafting, extending and beginning are those of the text: it accepts all S drafts."""
+    model, draft = model_of(name), model_of(name)
+    for m in (model, draft):  # so sure of itself that trees hold its best path
+        m.get_output_embeddings().weight.mul_(50)
+    engine = engine_of(model, draft, **shape)
+    prompts = ragged_prompts()[:2]
+    out = engine.generate(prompts, max_new_tokens=1 + 4 * 5, ignore_eos=True)
+    assert out.stats.tau == 4
+    engine.detach()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "zamba2"])
+def test_sampled_tokens_follow_the_targets_own_law(name):
+    """The second token, drafted and verified, given the first: chi-square over 1000 seeds."""
+    model, prompt = model_of(name), ragged_prompts()[1]
+    engine = engine_of(model, "eagle", num_steps=1, max_batch=250, max_seq_len=32, max_prefill_tokens=1024)
+    law = SamplingParams(temperature=1.0, top_k=4, seed=0)
+    pairs = torch.tensor(engine.generate([prompt] * 1000, max_new_tokens=2, sampling=law, ignore_eos=True).tokens)
+    first = int(pairs[:, 0].mode().values)
+    seconds = pairs[pairs[:, 0] == first, 1]
+    best = model(torch.tensor([[*prompt, first]], device=DEVICE)).logits[0, -1].double().cpu().topk(4)
+    observed = torch.stack([(seconds == t).sum() for t in best.indices]).double()
+    assert observed.sum() == len(seconds)
+    expected = best.values.softmax(-1) * observed.sum()
+    assert stats.chisquare(observed.numpy(), expected.numpy()).pvalue > 1e-3
+    engine.detach()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+def test_states_do_not_drift(name):
+    """Folded round by round, the states after a long text are those of one forward over it."""
+    num_tokens = 4096 if DEVICE.type == "cuda" else 600
+    model = model_of(name)
+    engine = engine_of(model, "lookup", num_steps=3, max_seq_len=num_tokens + 64, max_batch=1)
+    prompt = ragged_prompts()[0]
+    text = engine.generate([prompt], max_new_tokens=num_tokens, ignore_eos=True).tokens[0]
+    state = [layer.state[0].clone() for layer in engine._core.context.state_pool.layers]
+    engine.detach()
+    logits = model(torch.tensor([prompt + text], device=DEVICE), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    chosen = logits[torch.arange(num_tokens), text]
+    assert (logits.amax(1) - chosen).max() < 1e-3 * logits.abs().max(), "a token that is not its best, nor a near-tie"
+    engine = engine_of(model, None, max_seq_len=num_tokens + 64, max_batch=1, max_prefill_tokens=4096)
+    engine.generate([(prompt + text)[: int(len(prompt) + num_tokens - 1)]], max_new_tokens=1, ignore_eos=True)
+    for kept, layer in zip(state, engine._core.context.state_pool.layers, strict=True):
+        assert (kept - layer.state[0]).abs().max() <= 1e-3 * layer.state[0].abs().max()
+    engine.detach()
+
+
+def test_requests_that_are_dropped_leave_nothing_behind():
+    model, prompts = model_of("qwen3_next"), ragged_prompts()[:2]
+    expected = [greedy(model, p, NUM_TOKENS) for p in prompts]
+    engine = engine_of(model, "eagle", **TREE)
+    dropped = engine.submit(ragged_prompts()[2:4], max_new_tokens=40, ignore_eos=True)
+    for _ in range(4):
+        engine.step()
+    engine.abandon(dropped)
+    check_text(engine, expected)
+    engine.detach()
+
+
+def test_prompts_in_chunks_leave_the_same_states():
+    model, prompt = model_of("kimi_linear"), torch.randint(3, VOCAB, (90,)).tolist()
+    states = []
+    for size in (128, 16):
+        engine = engine_of(model, None, max_prefill_tokens=size, max_batch=1)
+        engine.generate([prompt], max_new_tokens=1, ignore_eos=True)
+        states.append([layer.state[0].clone() for layer in engine._core.context.state_pool.layers])
+        engine.detach()
+    for whole, parts in zip(*states, strict=True):
+        assert (whole - parts).abs().max() <= 1e-5 * whole.abs().max()
+
+
+def test_another_model_of_the_class_is_left_alone():
+    model, other = model_of("bamba"), model_of("bamba", seed=5)
+    expected = [greedy(m, ragged_prompts()[1], NUM_TOKENS) for m in (model, other)]
+    engine = engine_of(model, "eagle")
+    for _ in range(2):
+        assert greedy(other, ragged_prompts()[1], NUM_TOKENS) == expected[1]
+        assert engine.generate([ragged_prompts()[1]], max_new_tokens=NUM_TOKENS).tokens == expected[:1]
+    assert greedy(model, ragged_prompts()[1], NUM_TOKENS) == expected[0], "its own generate, while attached"
+    engine.detach()
+
+
+def test_what_is_kept_is_told_and_counted(monkeypatch):
+    model = model_of("qwen3_next")
+    target = HFTarget(model)
+    specs = target.spec.recurrent
+    target.detach()
+    engine = engine_of(model, "eagle", **TREE)
+    pool = engine._core.context.state_pool
+    assert pool.num_bytes == StatePool.bytes_for(specs, 3, 6, torch.float32)
+    assert len(specs) == 6 and target.spec.num_layers == 4
+    engine.detach()
+    monkeypatch.setattr("specdec.engine.assembly.free_bytes", lambda device: 1 << 10)
+    with pytest.raises(CapacityError, match="states of recurrent layers"):
+        engine_of(model, "eagle")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    with pytest.raises(AttachError):
+        specdec.attach(model_of(name))
