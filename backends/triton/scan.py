@@ -151,7 +151,7 @@ def _scan_extend_kernel(
 def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
     """See `backends.recurrent_ref.scan_tail`."""
     m, spec, bits = metadata, layer.spec, metadata.ancestor_bits
-    out, (tensors, strides) = torch.empty_like(inputs.v, memory_format=torch.contiguous_format), _arguments(inputs)
+    out, (tensors, strides) = torch.empty_like(inputs.v, memory_format=torch.contiguous_format), arguments(inputs)
     words = 0 if bits is None else bits.shape[2]
     _scan_tail_kernel[_grid(spec, m.num_reqs)](
         *tensors,
@@ -179,7 +179,7 @@ def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata)
 def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
     """See `backends.recurrent_ref.scan_extend`."""
     m, spec = metadata, layer.spec
-    out, (tensors, strides) = inputs.v.new_zeros(inputs.v.shape), _arguments(inputs)
+    out, (tensors, strides) = inputs.v.new_zeros(inputs.v.shape), arguments(inputs)
     _scan_extend_kernel[_grid(spec, m.num_reqs)](
         *tensors, out, layer.state, layer.rates, m.rows, m.prefix_lens, m.qo_indptr, *strides, **constants(spec)
     )
@@ -211,7 +211,7 @@ def _grid(spec: ScanSpec, num_reqs: int) -> tuple[int, int, int]:
     return triton.cdiv(spec.v_dim, constants(spec)["BLOCK_P"]), spec.heads, num_reqs
 
 
-def _arguments(inputs: ScanInputs) -> tuple[list[torch.Tensor | None], list[int]]:
+def arguments(inputs: ScanInputs) -> tuple[list[torch.Tensor | None], list[int]]:
     """The tensors of `inputs`, of which the last dims of q, k, v and decays are dense, and their strides."""
     q, k, v, g, beta, rates = inputs
     q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
