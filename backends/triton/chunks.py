@@ -16,6 +16,7 @@ from specdec.backends.triton import scan
 from specdec.batch import AttentionMetadata
 
 CHUNK = {"head": 64, "key": 32}  # tokens; decays by key are taken a column of A at a time
+VALUES = 16  # of a program of states; more would not fit into registers
 FEWEST = 48  # tokens that are worth two launches
 PRECISION = "tf32x3"  # of products: three products of tensor cores, which together are as exact as fp32
 
@@ -91,61 +92,102 @@ def _chunk_kernel(
         tl.store(inverse + square, solved)
 
 
+@triton.jit
+def _load_keys(x, stride, cums, i, n, left, N: tl.constexpr, DECAY: tl.constexpr):
+    """Load keys n of a chunk's vectors and of its log decays, the decays of the whole chunk apart, fp32."""
+    tile = tl.load(x + i[:, None] * stride + n[None, :], mask=(i < left)[:, None] & (n < N)[None, :], other=0.0)
+    if DECAY == "head":
+        return tile.to(tl.float32), tl.load(cums + i)[:, None]
+    else:
+        return tile.to(tl.float32), tl.load(cums + i[:, None] * N + n[None, :], mask=(n < N)[None, :], other=0.0)
+
+
+@triton.jit
+def _read(x, stride, cums, state, total, i, n, left, N: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr):
+    """Return total and what a chunk's vectors read from keys n of the state."""
+    tile, cum = _load_keys(x, stride, cums, i, n, left, N, DECAY)
+    return tl.dot(tile * tl.exp(cum), state, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _written(
+    k, stride, cums, state, u, i, n, left, N: tl.constexpr, DECAY: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return keys n of the state after a chunk."""
+    tile, cum = _load_keys(k, stride, cums, i, n, left, N, DECAY)
+    if DECAY == "head":
+        last = tl.load(cums + CHUNK - 1)
+        state *= tl.exp(last)
+        gap = last - cum
+    else:
+        last = tl.load(cums + (CHUNK - 1) * N + n, mask=n < N, other=0.0)
+        state *= tl.exp(last)[:, None]
+        gap = last[None, :] - cum
+    return tl.dot(tl.trans(tile * tl.exp(gap)), u, state, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["rows", "prefix_lens", "qo_indptr"])
 def _states_kernel(
     q, k, v, beta, scores, inverse, cums, out, state, rows, prefix_lens, qo_indptr, num_reqs,
     q_t, q_h, k_t, k_h, v_t, v_h, beta_t, beta_h,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
     DECAY: tl.constexpr, CORRECTED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some values of one head of one request, chunk by chunk."""
+    """Some values of one head of one request, chunk by chunk; its state is two tiles of keys, for want of registers."""
     head, request = tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(qo_indptr + request).to(tl.int64), tl.load(qo_indptr + request + 1)
     if begin == end:
         return
     _, _, chunk = _chunks_before(qo_indptr, request, num_reqs, CHUNK, BLOCK_R)
     block = chunk.to(tl.int64) * H + head
-    i, n = tl.arange(0, CHUNK), tl.arange(0, BLOCK_N)
+    i, low = tl.arange(0, CHUNK), tl.arange(0, BLOCK_N // 2)
+    high = BLOCK_N // 2 + low
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    is_value, is_low, is_high = (p < P)[None, :], (low < N)[:, None], (high < N)[:, None]
     row = tl.load(rows + request).to(tl.int64)
-    state_at = state + row * (H * N * P) + (head * N + n[:, None]) * P + p[None, :]
-    is_state = (n < N)[:, None] & (p < P)[None, :]
+    state += (row * H + head) * (N * P) + p[None, :]
     has_prefix = tl.load(prefix_lens + request) > 0
-    current = tl.load(state_at, mask=is_state & has_prefix, other=0.0)
-    q += head // (H // G) * q_h + n[None, :]
-    k += head // (H // G) * k_h + n[None, :]
-    for _ in range(0, ((end - begin + CHUNK - 1) // CHUNK).to(tl.int32)):
-        token = begin + i
-        is_token = (token < end)[:, None]
-        k_tile = tl.load(k + token[:, None] * k_t, mask=is_token & (n < N)[None, :], other=0.0).to(tl.float32)
-        q_tile = tl.load(q + token[:, None] * q_t, mask=is_token & (n < N)[None, :], other=0.0).to(tl.float32)
-        inside = is_token & (p < P)[None, :]
-        u = tl.load(v + token[:, None] * v_t + head * v_h + p[None, :], mask=inside, other=0.0).to(tl.float32)
-        if DECAY == "head":
-            cum = tl.load(cums + block * CHUNK + i)[:, None]
-            last = tl.load(cums + block * CHUNK + CHUNK - 1)
-            shrink = tl.exp(last)
-        else:
-            cum_at = cums + block * CHUNK * N + n
-            cum = tl.load(cum_at[None, :] + i[:, None] * N, mask=(n < N)[None, :], other=0.0)
-            last = tl.load(cum_at + (CHUNK - 1) * N, mask=n < N, other=0.0)[None, :]
-            shrink = tl.trans(tl.exp(last))
-        square = block * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
-        decay = tl.exp(cum)
+    lower = tl.load(state + low[:, None] * P, mask=is_low & is_value & has_prefix, other=0.0)
+    upper = tl.load(state + high[:, None] * P, mask=is_high & is_value & has_prefix, other=0.0)
+    q += begin * q_t + head // (H // G) * q_h
+    k += begin * k_t + head // (H // G) * k_h
+    v += begin * v_t + head * v_h
+    out += (begin * H + head) * P
+    scores += block * (CHUNK * CHUNK)
+    cums += block * (CHUNK * WIDTH)
+    if CORRECTED:
+        beta += begin * beta_t + head * beta_h
+        inverse += block * (CHUNK * CHUNK)
+    square = i[:, None] * CHUNK + i[None, :]
+    left = (end - begin).to(tl.int32)
+    for _ in range(0, (left + CHUNK - 1) // CHUNK):
+        inside = (i < left)[:, None] & is_value
+        u = tl.load(v + i[:, None] * v_t + p[None, :], mask=inside, other=0.0).to(tl.float32)
         if CORRECTED:
-            strength = tl.load(beta + token * beta_t + head * beta_h, mask=token < end, other=0.0).to(tl.float32)
-            u = strength[:, None] * (u - tl.dot(k_tile * decay, current, input_precision=PRECISION))
-            u = tl.dot(tl.load(inverse + square), u, input_precision=PRECISION)
-        read = tl.dot(q_tile * decay, current, input_precision=PRECISION)
-        read = tl.dot(tl.load(scores + square), u, read, input_precision=PRECISION)
-        out_at = out + (token[:, None] * H + head) * P + p[None, :]
-        tl.store(out_at, read.to(out.dtype.element_ty), mask=inside)
-        kept = tl.trans(k_tile * tl.exp(last - cum))
-        current = tl.dot(kept, u, current * shrink, input_precision=PRECISION)
-        begin += CHUNK
-        block += H
-    tl.store(state_at, current, mask=is_state)
+            old = tl.zeros([CHUNK, BLOCK_P], tl.float32)
+            old = _read(k, k_t, cums, lower, old, i, low, left, N, DECAY, PRECISION)
+            old = _read(k, k_t, cums, upper, old, i, high, left, N, DECAY, PRECISION)
+            strength = tl.load(beta + i * beta_t, mask=i < left, other=0.0).to(tl.float32)
+            u = tl.dot(tl.load(inverse + square), strength[:, None] * (u - old), input_precision=PRECISION)
+            inverse += H * CHUNK * CHUNK
+            beta += CHUNK * beta_t
+        read = tl.dot(tl.load(scores + square), u, input_precision=PRECISION)
+        read = _read(q, q_t, cums, lower, read, i, low, left, N, DECAY, PRECISION)
+        read = _read(q, q_t, cums, upper, read, i, high, left, N, DECAY, PRECISION)
+        tl.store(out + i[:, None] * (H * P) + p[None, :], read.to(out.dtype.element_ty), mask=inside)
+        lower = _written(k, k_t, cums, lower, u, i, low, left, N, DECAY, CHUNK, PRECISION)
+        upper = _written(k, k_t, cums, upper, u, i, high, left, N, DECAY, CHUNK, PRECISION)
+        q += CHUNK * q_t
+        k += CHUNK * k_t
+        v += CHUNK * v_t
+        out += CHUNK * H * P
+        scores += H * CHUNK * CHUNK
+        cums += H * CHUNK * WIDTH
+        left -= CHUNK
+    tl.store(state + low[:, None] * P, lower, mask=is_low & is_value)
+    tl.store(state + high[:, None] * P, upper, mask=is_high & is_value)
 
 
 class _Scratch(NamedTuple):
@@ -172,7 +214,7 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
         DECAY=spec.decay,
         CORRECTED=spec.is_corrected,
         BLOCK_R=triton.next_power_of_2(m.num_reqs),
-        BLOCK_N=max(triton.next_power_of_2(spec.k_dim), 16),
+        BLOCK_N=max(triton.next_power_of_2(spec.k_dim), 32),
         CHUNK=size,
         PRECISION=PRECISION,
     )
@@ -180,8 +222,7 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
         q, k, g, beta, *scratch, m.qo_indptr, m.num_reqs, *q_k, *of_g, *of_beta, **constants
     )
     out = inputs.v.new_zeros(inputs.v.shape)
-    block_p = min(max(triton.next_power_of_2(spec.v_dim), 16), 32)
-    _states_kernel[(triton.cdiv(spec.v_dim, block_p), spec.heads, m.num_reqs)](
+    _states_kernel[(triton.cdiv(spec.v_dim, VALUES), spec.heads, m.num_reqs)](
         q,
         k,
         v,
@@ -197,7 +238,8 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
         *of_v,
         *of_beta,
         P=spec.v_dim,
-        BLOCK_P=block_p,
+        WIDTH=scan.width(spec),
+        BLOCK_P=VALUES,
         num_stages=1,
         **constants,
     )
