@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.recurrent import StateScope, conv, recurrent_scope, scan
@@ -291,6 +292,16 @@ def test_tensors_are_named_and_counted():
     assert pool.num_bytes == StatePool.bytes_for(specs, NUM_ROWS, MAX_TAIL, torch.bfloat16)
     assert {"target state[0]", "target cum[0]", "target rates[4]", "target tail[5]"} <= set(pool.tensors("target"))
     assert pool.commits_chains
+
+
+def test_ops_are_traced_without_their_state():
+    def layers(x, weight, q, v, g):
+        return scan(q, q, v.transpose(0, 1), 1, g) + conv(x, weight, None, 0).sum()
+
+    given = torch.zeros(6, 3), torch.zeros(3, 2), torch.zeros(6, 2, 4), torch.zeros(2, 6, 5), torch.zeros(6, 2)
+    graph = make_fx(layers, tracing_mode="symbolic")(*given).graph
+    names = [str(node.target) for node in graph.nodes if "specdec" in str(node.target)]
+    assert names == ["specdec.scan.default", "specdec.conv.default"]
 
 
 def test_a_layer_outside_its_engine_is_refused():

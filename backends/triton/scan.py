@@ -204,6 +204,7 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
 def constants(spec: ScanSpec) -> dict[str, Any]:
     """Return what the kernels are compiled for, and how many warps they run in."""
     block_n = triton.next_power_of_2(spec.k_dim)
+    tile = TILE // 2 if spec.decay == "state" else TILE  # there, each element takes an exponential
     return dict(
         H=spec.heads,
         G=spec.key_heads,
@@ -212,7 +213,7 @@ def constants(spec: ScanSpec) -> dict[str, Any]:
         DECAY=spec.decay,
         CORRECTED=spec.is_corrected,
         BLOCK_N=block_n,
-        BLOCK_P=min(max(TILE // block_n, 8), triton.next_power_of_2(spec.v_dim)),
+        BLOCK_P=min(max(tile // block_n, 8), triton.next_power_of_2(spec.v_dim)),
         num_warps=1,
     )
 
