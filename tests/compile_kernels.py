@@ -103,7 +103,7 @@ def recurrent_layers() -> None:
     pool = StatePool(specs, 3, 8, torch.bfloat16, torch.device("cpu"), TRITON_RECURRENT)
     table, rows, lens = torch.ones(3, 600, dtype=torch.int32), torch.arange(2), torch.full((2,), 500)
     bits = torch.ones(2, 8, 1, dtype=torch.int64)
-    plans = [TORCH_METADATA.prefill(table, rows, [500, 3], [40, 7])] + [
+    plans = [TORCH_METADATA.prefill(table, rows, [500, 3], [90, 7])] + [
         TORCH_METADATA.uniform(ForwardMode.TARGET_VERIFY, table, rows, lens, q_len=8, max_prefix=512, ancestor_bits=b)
         for b in (None, bits, bits.expand(-1, -1, 2))
     ]

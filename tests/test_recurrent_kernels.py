@@ -4,22 +4,26 @@ import copy
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.recurrent import StateScope, conv, recurrent_scope, scan
 from specdec.backends.recurrent_ref import TORCH_RECURRENT
 from specdec.backends.state_pool import ConvSpec, ScanSpec, StatePool
+from specdec.backends.triton import chunks
+from specdec.backends.triton import scan as scan_kernels
+from specdec.backends.triton.recurrent import TRITON_RECURRENT
 from specdec.batch import ForwardMode
 from specdec.functional.ops import TORCH_OPS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_ROWS, DUMMY, MAX_TAIL = 5, 4, 12
 KINDS = {
-    "delta": ScanSpec(4, 2, 6, 5, "head", is_corrected=True),
+    "delta": ScanSpec(2, 1, 6, 11, "head", is_corrected=True),
     "delta by key": ScanSpec(2, 2, 8, 4, "key", is_corrected=True),
-    "ssd": ScanSpec(4, 1, 5, 3, "head", is_corrected=False),
+    "ssd": ScanSpec(2, 1, 33, 17, "head", is_corrected=False),
     "by key": ScanSpec(2, 1, 4, 4, "key", is_corrected=False),
-    "s6": ScanSpec(1, 1, 4, 7, "state", is_corrected=False),
+    "s6": ScanSpec(1, 1, 4, 19, "state", is_corrected=False),
     "conv 2": ConvSpec(7, 2),
     "conv 3": ConvSpec(7, 3),
     "conv 4": ConvSpec(9, 4),
@@ -100,12 +104,12 @@ def strided(x):
 class Session:
     """Forwards and commits of one layer in a pool, each held against the naive one."""
 
-    def __init__(self, kind, ops, strength=1.0, dtype=torch.float32, tolerance=2e-5):
+    def __init__(self, kind, ops, strength=1.0, dtype=torch.float32, tolerance=2e-5, max_tail=MAX_TAIL):
         spec, random = KINDS[kind], torch.Generator().manual_seed(len(kind))
         self.naive = (NaiveConv if isinstance(spec, ConvSpec) else NaiveScan)(spec, random, strength)
         self.random, self.dtype, self.tolerance = random, dtype, tolerance
         other = ScanSpec(1, 1, 2, 2, "head", is_corrected=False)
-        self.pool = StatePool([other, ConvSpec(3, 2), spec, spec], NUM_ROWS, MAX_TAIL, torch.float32, DEVICE, ops)
+        self.pool = StatePool([other, ConvSpec(3, 2), spec, spec], NUM_ROWS, max_tail, torch.float32, DEVICE, ops)
         for layer in self.pool.layers:
             layer.state.fill_(float("nan"))  # what begins at 0 must not see what a row held
         self.table = torch.zeros(NUM_ROWS, 256, dtype=torch.int32, device=DEVICE)
@@ -149,7 +153,7 @@ class Session:
         paths = [path_to(parents, node) for node in range(tail_len)]
         bits = None
         if parents != list(range(-1, tail_len - 1)):
-            words = [[sum(1 << n % 64 for n in p if n // 64 == w) for w in range(num_words)] for p in paths[first:]]
+            words = [[word([n % 64 for n in p if n // 64 == w]) for w in range(num_words)] for p in paths[first:]]
             bits = torch.tensor(words, device=DEVICE).expand(len(rows), -1, -1)
         metadata = TORCH_METADATA.uniform(
             ForwardMode.TARGET_VERIFY, self.table, torch.tensor(rows, device=DEVICE), self.lens[rows].to(DEVICE),
@@ -196,21 +200,24 @@ def path_to(parents, node):
     return [] if node < 0 else [*path_to(parents, parents[node]), node]
 
 
+def word(bits):
+    """int64 with these bits set."""
+    return sum(1 << n for n in bits) - (1 << 64 if 63 in bits else 0)
+
+
 def chain(num):
     return list(range(-1, num - 1))
 
 
-def operations(name):
-    if name == "torch":
-        return TORCH_RECURRENT
-    from specdec.backends.triton.recurrent import TRITON_RECURRENT
-
-    return TRITON_RECURRENT
-
-
 @pytest.fixture(params=["torch", "triton"])
-def ops(request):
-    return operations(request.param)
+def ops(request, monkeypatch):
+    """Triton in blocks so small that the layers of this file have several, and as many chunks."""
+    if request.param == "torch":
+        return TORCH_RECURRENT
+    monkeypatch.setattr(scan_kernels, "TILE", 32)
+    monkeypatch.setattr(chunks, "CHUNK", {"head": 16, "key": 16})
+    monkeypatch.setattr(chunks, "FEWEST", 0)
+    return TRITON_RECURRENT
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -246,6 +253,14 @@ def test_a_prefill_in_chunks_equals_a_whole_one(kind, ops):
     whole.assert_close(parts.pool.layers[2].state[1], whole.pool.layers[2].state[1].cpu())
 
 
+@pytest.mark.parametrize("kind", ["delta", "by key"])
+def test_prefills_token_by_token(kind, monkeypatch):
+    monkeypatch.setattr(chunks, "FEWEST", 100)
+    session = Session(kind, TRITON_RECURRENT)
+    session.prefill([1, 0, 2], [17, 0, 3], padding=2)
+    session.prefill([0, 1], [2, 5])
+
+
 @pytest.mark.parametrize("kind", ["delta", "delta by key", "ssd", "by key", "s6"])
 def test_strong_decays_underflow_to_nothing(kind, ops):
     session = Session(kind, ops, strength=120.0, tolerance=2e-4)
@@ -262,12 +277,31 @@ def test_low_precision_inputs(kind, ops):
     session.commit([1, 0], [[0, 2, 5], [0]])
 
 
+@pytest.mark.parametrize("kind", ["delta by key", "s6", "conv 4"])
+def test_trees_of_more_than_a_word(kind, ops):
+    session, parents = Session(kind, ops, max_tail=70), [*chain(66), 0, 65, 67, 66]
+    session.prefill([1], [2])
+    session.nodes([1], parents[:63], 0)
+    session.nodes([1], parents, 63, num_words=2)
+    session.commit([1], [[*range(66), 67, 68]])
+
+
 def test_tensors_are_named_and_counted():
     specs = list(KINDS.values())
     pool = StatePool(specs, NUM_ROWS, MAX_TAIL, torch.bfloat16, DEVICE, TORCH_RECURRENT)
     assert pool.num_bytes == StatePool.bytes_for(specs, NUM_ROWS, MAX_TAIL, torch.bfloat16)
     assert {"target state[0]", "target cum[0]", "target rates[4]", "target tail[5]"} <= set(pool.tensors("target"))
     assert pool.commits_chains
+
+
+def test_ops_are_traced_without_their_state():
+    def layers(x, weight, q, v, g):
+        return scan(q, q, v.transpose(0, 1), 1, g) + conv(x, weight, None, 0).sum()
+
+    given = torch.zeros(6, 3), torch.zeros(3, 2), torch.zeros(6, 2, 4), torch.zeros(2, 6, 5), torch.zeros(6, 2)
+    graph = make_fx(layers, tracing_mode="symbolic")(*given).graph
+    names = [str(node.target) for node in graph.nodes if "specdec" in str(node.target)]
+    assert names == ["specdec.scan.default", "specdec.conv.default"]
 
 
 def test_a_layer_outside_its_engine_is_refused():

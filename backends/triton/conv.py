@@ -65,7 +65,9 @@ def _weight(weight, channel, tap: tl.constexpr, weight_c, weight_k, inside):
     return tl.load(weight + channel * weight_c + tap * weight_k, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["rows", "prefix_lens", "qo_indptr"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_reqs"], do_not_specialize_on_alignment=["rows", "prefix_lens", "qo_indptr"]
+)
 def _conv_extend_kernel(
     x, weight, bias, out, state, rows, prefix_lens, qo_indptr, num_tokens, num_reqs,
     x_t, x_c, weight_c, weight_k,

@@ -1,8 +1,8 @@
 """Scans, a program for some values of one head of one request, whose state stays in registers while tokens pass.
 
 Twins: `backends.recurrent_ref.scan_tail` and `scan_extend`. A node of a tree continues where the node before it ended
-if that is its parent; else its path is taken again, from the state on. So a chain costs one pass over its tokens, and
-decays are multiplied one by one: no exponent is above 0.
+or began, if that is its parent or sibling; else its path is taken again, from the state on. So a chain costs one pass
+over its tokens, and decays are multiplied one by one: no exponent is above 0.
 """
 
 from typing import Any
@@ -25,6 +25,12 @@ from specdec.backends.triton.tokens import (
 from specdec.batch import AttentionMetadata
 
 TILE = 1024  # elements of the state in a program, which is one warp: sums over keys stay within it
+
+
+@triton.jit
+def _bit_of(node, word):
+    """The bit of a node (int64) in a word of ancestor bits, 0 in other words."""
+    return tl.where(word == node // 64, tl.full([], 1, tl.int64) << node % 64, 0)
 
 
 @triton.jit(
@@ -63,22 +69,33 @@ def _scan_tail_kernel(
             current, cum = take_node(
                 current, cum, tail_k, tail_u, tail_cum, node, head, key_head, n, p, rate, H, G, N, P, WIDTH, DECAY
             )
+    parent, parent_cum = current, cum  # of the node before
     w = tl.arange(0, BLOCK_WORDS)
+    first = request.to(tl.int64) * q_len
+    q_n, k_n, v_p, gap, strength = load_token(
+        q, k, v, g, beta, first, head, key_head, n, p, q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h,
+        N, P, DECAY, CORRECTED,
+    )  # fmt: skip
     for i in range(0, q_len):
-        token = request.to(tl.int64) * q_len + i
+        token = first + i
+        following = load_token(  # a token ahead, so that none waits for memory
+            q, k, v, g, beta, first + tl.minimum(i + 1, q_len - 1), head, key_head, n, p,
+            q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, N, P, DECAY, CORRECTED,
+        )  # fmt: skip
         node = tl.zeros([], tl.int64) + first_node + i
         if WORDS:
             bits_at = ancestor_bits + token * WORDS
             bits = tl.load(bits_at + w, mask=w < WORDS, other=0)
-            own = tl.where(w == node // 64, tl.full([], 1, tl.int64) << node % 64, 0)
+            path = bits & ~_bit_of(node, w)
             before = tl.load(bits_at - WORDS + w, mask=(w < WORDS) & (i > 0), other=0)
-            is_next = (i > 0) & (tl.sum(((bits & ~own) != before).to(tl.int32)) == 0)
-            if not is_next:
+            is_next = (i > 0) & (tl.sum((path != before).to(tl.int32)) == 0)
+            is_sibling = (i > 0) & (tl.sum((path != before & ~_bit_of(node - 1, w)).to(tl.int32)) == 0)
+            if is_sibling:
+                current, cum = parent, parent_cum
+            elif not is_next:
                 current, cum = start, no_decay(BLOCK_N, BLOCK_P, DECAY)
                 for word in range(WORDS):
-                    left = tl.load(bits_at + word)
-                    if word == node // 64:
-                        left = left & ~(tl.full([], 1, tl.int64) << node % 64)
+                    left = tl.load(bits_at + word) & ~_bit_of(node, word)
                     while left != 0:
                         ancestor = lowest_bit(left).to(tl.int64) + word * 64
                         left = left & (left - 1)
@@ -89,21 +106,19 @@ def _scan_tail_kernel(
                             )  # fmt: skip
                         else:  # k and log decay of this forward's nodes may not be in the tails yet
                             other = token + ancestor - node
-                            gap = load_decay(g + other * g_t + head * g_h, n, p, N, P, DECAY)
-                            k_n = tl.load(k + other * k_t + key_head * k_h + n, mask=n < N, other=0.0).to(tl.float32)
+                            step = load_decay(g + other * g_t + head * g_h, n, p, N, P, DECAY)
+                            key = tl.load(k + other * k_t + key_head * k_h + n, mask=n < N, other=0.0).to(tl.float32)
                             u = tl.load(tail_u + (ancestor * H + head) * P + p, mask=p < P, other=0.0)
-                            current = decayed(current, gap, rate, DECAY) + k_n[:, None] * u[None, :]
-                            cum += gap
-        q_n, k_n, v_p, gap, strength = load_token(
-            q, k, v, g, beta, token, head, key_head, n, p, q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h,
-            N, P, DECAY, CORRECTED,
-        )  # fmt: skip
+                            current = decayed(current, step, rate, DECAY) + key[:, None] * u[None, :]
+                            cum += step
+            parent, parent_cum = current, cum
         current, u, read = take_token(current, q_n, k_n, v_p, gap, strength, rate, DECAY, CORRECTED)
         cum += gap
         tl.store(out + (token * H + head) * P + p, read.to(out.dtype.element_ty), mask=p < P)
         tl.store(tail_u + (node * H + head) * P + p, u, mask=p < P)
         tl.store(tail_k + (node * G + key_head) * N + n, k_n, mask=(n < N) & is_first & (head == key_head * (H // G)))
         store_decay(tail_cum + (node * H + head) * WIDTH, cum, n, p, is_first, N, P, DECAY)
+        q_n, k_n, v_p, gap, strength = following
         if WORDS:
             tl.debug_barrier()  # other threads may load this u
 
@@ -151,7 +166,7 @@ def _scan_extend_kernel(
 def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
     """See `backends.recurrent_ref.scan_tail`."""
     m, spec, bits = metadata, layer.spec, metadata.ancestor_bits
-    out, (tensors, strides) = torch.empty_like(inputs.v, memory_format=torch.contiguous_format), _arguments(inputs)
+    out, (tensors, strides) = torch.empty_like(inputs.v, memory_format=torch.contiguous_format), arguments(inputs)
     words = 0 if bits is None else bits.shape[2]
     _scan_tail_kernel[_grid(spec, m.num_reqs)](
         *tensors,
@@ -179,7 +194,7 @@ def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata)
 def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
     """See `backends.recurrent_ref.scan_extend`."""
     m, spec = metadata, layer.spec
-    out, (tensors, strides) = inputs.v.new_zeros(inputs.v.shape), _arguments(inputs)
+    out, (tensors, strides) = inputs.v.new_zeros(inputs.v.shape), arguments(inputs)
     _scan_extend_kernel[_grid(spec, m.num_reqs)](
         *tensors, out, layer.state, layer.rates, m.rows, m.prefix_lens, m.qo_indptr, *strides, **constants(spec)
     )
@@ -189,6 +204,7 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
 def constants(spec: ScanSpec) -> dict[str, Any]:
     """Return what the kernels are compiled for, and how many warps they run in."""
     block_n = triton.next_power_of_2(spec.k_dim)
+    tile = TILE // 2 if spec.decay == "state" else TILE  # there, each element takes an exponential
     return dict(
         H=spec.heads,
         G=spec.key_heads,
@@ -197,7 +213,7 @@ def constants(spec: ScanSpec) -> dict[str, Any]:
         DECAY=spec.decay,
         CORRECTED=spec.is_corrected,
         BLOCK_N=block_n,
-        BLOCK_P=min(max(TILE // block_n, 8), triton.next_power_of_2(spec.v_dim)),
+        BLOCK_P=min(max(tile // block_n, 8), triton.next_power_of_2(spec.v_dim)),
         num_warps=1,
     )
 
@@ -211,7 +227,7 @@ def _grid(spec: ScanSpec, num_reqs: int) -> tuple[int, int, int]:
     return triton.cdiv(spec.v_dim, constants(spec)["BLOCK_P"]), spec.heads, num_reqs
 
 
-def _arguments(inputs: ScanInputs) -> tuple[list[torch.Tensor | None], list[int]]:
+def arguments(inputs: ScanInputs) -> tuple[list[torch.Tensor | None], list[int]]:
     """The tensors of `inputs`, of which the last dims of q, k, v and decays are dense, and their strides."""
     q, k, v, g, beta, rates = inputs
     q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
