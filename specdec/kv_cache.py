@@ -60,7 +60,7 @@ class KVPool(LayerState):
 
     def committer(self, ops: CommitOps) -> Commit:
         """Return the function that moves an accepted path's K/V to where a chain's lies."""
-        return ops.committer(self)
+        return ops.committer(self) if self.layers else lambda *_: None
 
     def tensors(self, owner: str) -> dict[str, torch.Tensor]:
         return {f"{owner} {name}": plane for name, plane in self._named_planes.items()}
