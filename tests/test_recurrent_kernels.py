@@ -264,7 +264,7 @@ def test_prefills_token_by_token(kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["delta", "delta by key", "ssd", "by key", "s6"])
 def test_strong_decays_underflow_to_nothing(kind, ops):
     session = Session(kind, ops, strength=120.0, tolerance=2e-4)
-    session.prefill([1], [70])
+    session.prefill([1], [40])
     session.nodes([1], TREES[0], 0)
     session.commit([1], [[0, 2, 5]])
 
