@@ -29,7 +29,7 @@ from specdec.targets.experts import expert_configs
 from specdec.targets.mixers import find_mixers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench.admission import tiny  # noqa: E402
+from bench.admission import tiny
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

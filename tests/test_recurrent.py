@@ -36,7 +36,7 @@ def model_of(name, seed=0):
 
 
 def engine_of(model, draft="eagle", **settings):
-    """An engine whose draft is of the algorithm `draft`, or is that model; nothing that it holds may be read at first."""
+    """An engine whose draft is of the algorithm `draft`, or is that model; states of rows are NaN, until they begin."""
     algo = draft if draft in (None, "lookup") else "auto"
     given = draft if isinstance(draft, torch.nn.Module) else None
     if isinstance(draft, str) and draft != "lookup":
