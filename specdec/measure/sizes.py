@@ -50,7 +50,7 @@ def _llama(theta: float, is_tied: bool, **sizes: int) -> dict[str, Any]:
 
 
 _LONG = {"max_position_embeddings": MAX_POSITIONS}
-_DELTA = (ConvSpec(8192, 4), ScanSpec(32, 16, 128, 128, "head", is_corrected=True))  # as Qwen3-Next has it
+_DELTA = (ConvSpec(8192, 4), ScanSpec(32, 32, 128, 128, "head", is_corrected=True))  # as Qwen3-Next has it
 _DELTA_HEAD = LayerConfig(2048, 6144, 16, 2, 256, rms_norm_eps=1e-6)
 
 SHAPES: dict[str, Shape] = {
@@ -166,7 +166,7 @@ SHAPES: dict[str, Shape] = {
         ),
         draft_vocab=48,
         draft_layer=LayerConfig(32, 48, 2, 2, 16),
-        state=(ConvSpec(80, 4), ScanSpec(4, 2, 8, 12, "head", is_corrected=True)),
+        state=(ConvSpec(80, 4), ScanSpec(4, 4, 8, 12, "head", is_corrected=True)),
     ),
 }
 

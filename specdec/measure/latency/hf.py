@@ -41,7 +41,7 @@ def _call(model: PreTrainedModel, prompt: Sequence[int], new_tokens: int) -> flo
     ids = torch.tensor([list(prompt)], device=model.device)
     wait(model.device.type)
     start = time.perf_counter()
-    out = model.generate(  # type: ignore[operator]
+    out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
