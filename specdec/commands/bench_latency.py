@@ -25,13 +25,14 @@ from specdec.measure.latency.subject import (
 from specdec.measure.latency.table import print_rows
 from specdec.measure.latency.timing import host_probe_ms
 from specdec.measure.results import ResultFile
-from specdec.measure.shapes import check_shape
+from specdec.measure.sizes import check_shape
 from specdec.measure.together import device_of_rank, is_first, num_ranks
 from specdec.targets.pretrained import BUNDLED
 from specdec.text.prompts import chat_ids, read_questions
 from specdec.train.cli import Device, Dtype
 from specdec.train.target import dtype_of, load
 
+ALGOS = ("eagle3", "nextn")
 Numbers = list[str] | None  # such as 1,8,32
 
 
@@ -43,8 +44,12 @@ def latency_command(
         str | None, typer.Option(help="Its draft: folder, Hub id, shipped name, 'lookup', 'none'; default: shipped.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="Instead of a target, random weights of 135m, 8b or tiny; acceptance is imposed.")
+        str | None,
+        typer.Option(help="Instead of a target, random weights of a named shape such as 8b; acceptance is imposed."),
     ] = None,
+    algo: Annotated[
+        str, typer.Option(help="How a --shape drafts: eagle3, or nextn, a layer of the target's own kind.")
+    ] = "eagle3",
     prompts: Annotated[Path | None, typer.Option(help="JSON lines; default: random token ids.")] = None,
     limit: Annotated[int | None, typer.Option(help="Prompts to read from the file.")] = None,
     label: Annotated[str, typer.Option(help="Of these rows, such as before or after.")] = "now",
@@ -73,6 +78,9 @@ def latency_command(
     ] = False,
     new_tokens: Annotated[int | None, typer.Option(help="Tokens of the calls that give the time of a token.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Calls that give the time of the first token.")] = None,
+    hf: Annotated[
+        bool, typer.Option("--hf", help="First time transformers' own generate on the same model, at batch 1.")
+    ] = False,
     budget: Annotated[float, typer.Option(help="Seconds after which nothing new begins.")] = 1e9,
     out: Annotated[Path | None, typer.Option(help="Folder for the result file, written after every engine.")] = None,
     device: Device = "auto",
@@ -93,7 +101,11 @@ def latency_command(
     plan = plan_of(grid or _grid(shape, where), **options)
     if shape is not None:
         check_alone(shape, target=target, draft=draft, prompts=prompts)
-        subject = random_subject(shape, where, dtype_of(dtype, where), read_tokenizer(tokenizer), ranks)
+        if algo not in ALGOS:
+            raise ValueError(f"--algo {algo!r}: expected one of {', '.join(ALGOS)}")
+        subject = random_subject(shape, where, dtype_of(dtype, where), read_tokenizer(tokenizer), ranks, algo)
+    elif algo != ALGOS[0]:
+        raise ValueError(f"--algo {algo!r}: only a --shape takes it; name one, or the draft as --draft")
     elif ranks > 1:
         raise ValueError(f"{ranks} ranks: only a --shape is shared by ranks; name one, or leave torchrun out")
     else:
@@ -101,13 +113,13 @@ def latency_command(
         subject = _real_subject(target or BUNDLED, draft, questions, tokenizer, where, dtype)
     plan = _fitting(plan, subject, is_draft_given=drafts is not None)
     given = {"target": target, "draft": draft, "prompts": None if prompts is None else str(prompts)}
-    _measure(subject, plan, out, {**given, "tokenizer": tokenizer})
+    _measure(subject, plan, out, {**given, "tokenizer": tokenizer}, has_hf=hf)
 
 
 def _grid(shape: str | None, device: str) -> str:
     if shape is None:
         return "small" if device.startswith("cuda") else "quick"
-    return "tiny" if check_shape(shape) == "tiny" else "small"
+    return "tiny" if check_shape(shape).startswith("tiny") else "small"
 
 
 def _real_subject(
@@ -139,7 +151,7 @@ def _tell(row: dict[str, Any]) -> None:
     print(json.dumps(row), file=sys.stderr, flush=True)
 
 
-def _measure(subject: Subject, plan: Plan, out: Path | None, given: dict[str, Any]) -> None:
+def _measure(subject: Subject, plan: Plan, out: Path | None, given: dict[str, Any], has_hf: bool) -> None:
     """Measure, write the file after every engine, print the table and the last line."""
     warnings.filterwarnings("ignore", message="synthetic_acceptance is on")
     config = {"label": plan.label, "version": __version__, "host_probe_ms": host_probe_ms(), **given}
@@ -148,6 +160,9 @@ def _measure(subject: Subject, plan: Plan, out: Path | None, given: dict[str, An
     run = Run(subject, plan, _tell if is_first() else lambda _: None)
     config |= {"skipped": run.skipped, "failed": run.failed}  # lists that grow
     with ResultFile(out, f"latency-{plan.label}", subject.shape, config) as file:
+        if has_hf:
+            run.time_hf()
+            file.write(run.rows)
         for _ in run.engines():
             file.write(run.rows)
     if is_first():

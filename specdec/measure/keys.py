@@ -46,6 +46,7 @@ MEASURES = {
     "tok_s": Measure("tokens/s", "", "higher"),
     "tokens_per_s": Measure("tokens/s", "", "higher"),
     "hf_tok_s": Measure("HF generate", "tokens/s"),
+    "hf_new_tokens": Measure("tokens timed"),
     "plain_tok_s": Measure("plain decoding", "tokens/s", "higher"),
     "spec_tok_s": Measure("speculation", "tokens/s", "higher"),
     "requests_s": Measure("requests/s", "", "higher"),

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from specdec.config import EngineConfig
-from specdec.measure.floors import kv_bytes
+from specdec.measure.floors import kv_bytes, row_bytes
 from specdec.measure.latency.timing import SAMPLINGS
-from specdec.measure.shapes import SHAPES, acceptance_rates
+from specdec.measure.shapes import acceptance_rates
+from specdec.measure.sizes import SHAPES
 
 MODES: dict[str, dict[str, Any]] = {
     "compiled": {"compile": True},
@@ -156,15 +157,16 @@ def capacity(cells: Sequence[Cell], new_tokens: int) -> dict[str, int]:
 
 
 def split_by_memory(shape: str, cells: Sequence[Cell], new_tokens: int, device: str) -> tuple[list[Cell], list[Cell]]:
-    """`cells` whose KV fits the device beside all that is on it, and those whose KV does not.
+    """`cells` whose KV and states fit the device beside all that is on it, and those whose do not.
 
     Known of named shapes on CUDA; of others, attaching says what does not fit.
     """
     if device != "cuda" or shape not in SHAPES:
         return list(cells), []
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    most = KV_SHARE * free / kv_bytes(shape)
-    return [c for c in cells if _slots(c, new_tokens) <= most], [c for c in cells if _slots(c, new_tokens) > most]
+    num_bytes = {c: _slots(c, new_tokens) * kv_bytes(shape) + c.batch * row_bytes(shape, 1) for c in cells}
+    most = KV_SHARE * free
+    return [c for c in cells if num_bytes[c] <= most], [c for c in cells if num_bytes[c] > most]
 
 
 def _slots(cell: Cell, new_tokens: int) -> int:

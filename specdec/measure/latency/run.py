@@ -6,7 +6,8 @@ where the first token comes soon; single calls where it takes seconds. With rand
 them) acceptance is imposed: position j is accepted with chance 0.8 * 0.75**(j-1). With a tokenizer prompts are still
 token ids, but text is decoded. `host_ms`: the host's own work per call or per token, without waiting for the device or
 replaying graphs. `idle_percent`: idle share of the GPU between rounds at batch 1. `eager`, `why_eager`: how often a
-path ran without a graph, and why. `skipped` lists what does not fit the device or the budget.
+path ran without a graph, and why. `skipped` lists what does not fit the device or the budget. `hf_ttft`, `hf_token`:
+transformers' own `generate`, which is measured first, before the model is attached.
 """
 
 import gc
@@ -25,11 +26,13 @@ from specdec.api import Engine, attach
 from specdec.errors import CapacityError
 from specdec.measure.floors import first_floor_ms, token_floor_ms
 from specdec.measure.latency.cases import MODES, Cell, Draft, Plan, capacity, split_by_memory
+from specdec.measure.latency.hf import hf_rows
 from specdec.measure.latency.subject import Subject
 from specdec.measure.latency.timing import QUICK_S, Call, generate, idle_share
 from specdec.measure.together import of_first
 
 SLOW_S = 3.0  # prompts that take longer are timed once
+HF_S = 5.0  # of transformers' own generate, a prompt length: its scans in torch are slow
 ALLOWANCE_S = 15.0  # what must be left of the budget before something of unknown length begins
 
 Row = dict[str, Any]
@@ -54,6 +57,15 @@ class Run:
     def left(self) -> float:
         """Seconds of the budget."""
         return of_first(self.deadline - time.monotonic())
+
+    def time_hf(self) -> None:
+        """Add rows of transformers' own `generate` at batch 1, before an engine attaches."""
+        lengths = sorted({cell.tokens for group in self.plan.groups for cell in group})
+        for tokens in lengths:
+            cell = Cell(1, tokens)
+            prompt = self.subject.prompts(cell)[0]
+            for row in hf_rows(self.subject.model, prompt, self.plan.new_tokens, min(HF_S, self.left)):
+                self._add({**self._key("hf", Draft(), cell), **row})
 
     def engines(self) -> Iterator[None]:
         """Measure engine by engine, those of short contexts first; yields after each, so that rows can be written."""
@@ -120,7 +132,9 @@ class Run:
 
     def _key(self, mode: str, draft: Draft, cell: Cell) -> Row:
         """Return the keys that every row has."""
-        shared = {"tp": self.subject.ranks} if self.subject.ranks > 1 else {}
+        shared: Row = {"tp": self.subject.ranks} if self.subject.ranks > 1 else {}
+        if draft.steps and self.subject.is_random and self.subject.algo != "eagle3":
+            shared["algo"] = self.subject.algo
         return {
             **shared,
             "label": self.plan.label,
@@ -179,7 +193,7 @@ class Run:
         if self._has_floor:
             context = cell.tokens + num / 2
             case = (self.subject.shape, draft.steps, draft.width, cell.batch, context, tau, self.subject.ranks)
-            floor = token_floor_ms(*case)
+            floor = token_floor_ms(*case, algo=self.subject.algo or "eagle3")
         row = {"what": "tpot", "ms": round(a_token, 4), "round_ms": round(a_token * tau, 4), "tau": round(tau, 3)}
         return row | {"host_ms": self._host(host), "floor_ms": floor}
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from specdec.measure.latency.cases import Cell
-from specdec.measure.shapes import fewer_layers, make_head, make_target, shard
+from specdec.measure.shapes import fewer_layers, make_head, make_nextn, make_target, shard
 
 REPLACEMENT = "\ufffd"  # what half a character decodes to
 
@@ -67,9 +67,11 @@ class Subject:
         return self.model.device.type
 
 
-def random_subject(shape: str, device: str, dtype: torch.dtype | None, tokenizer: Any, num_ranks: int = 1) -> Subject:
+def random_subject(
+    shape: str, device: str, dtype: torch.dtype | None, tokenizer: Any, num_ranks: int = 1, algo: str = "eagle3"
+) -> Subject:
     """Return a target, shared by so many ranks, and a head of `shape`; with a tokenizer, they say only what decodes to
-    text."""
+    text. algo: eagle3, or nextn for a layer of the target's own kind."""
     model = make_target(shape, device, dtype, **fewer_layers(shape, num_ranks))
     vocab_size = model.config.vocab_size
     ids = torch.arange(vocab_size) if tokenizer is None else text_ids(tokenizer, vocab_size)
@@ -77,8 +79,8 @@ def random_subject(shape: str, device: str, dtype: torch.dtype | None, tokenizer
         silence_others(model, ids)
     if num_ranks > 1:
         model = shard(model, shape, num_ranks)
-    head = make_head(shape, model, ids)
-    return Subject(shape, model, head, "auto", RandomPrompts(ids), tokenizer, is_random=True, ranks=num_ranks)
+    head = make_nextn(model) if algo == "nextn" else make_head(shape, model, ids)
+    return Subject(shape, model, head, algo, RandomPrompts(ids), tokenizer, is_random=True, ranks=num_ranks)
 
 
 def read_tokenizer(source: str | None) -> Any:

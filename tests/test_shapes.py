@@ -1,0 +1,125 @@
+"""Named shapes with random weights: their sizes, what a forward of them reads, and `bench latency` of a tiny hybrid."""
+
+import pytest
+import torch
+
+from specdec.heads.nextn import NextNHead
+from specdec.measure import floors
+from specdec.measure.latency.hf import hf_rows
+from specdec.measure.latency.subject import random_subject
+from specdec.measure.shapes import fewer_layers, make_head, make_nextn, make_target
+from specdec.measure.sizes import SHAPES, recurrent_layers
+from specdec.targets.expert_weights import ExpertWeights
+from specdec.targets.probe import probe
+from tests.test_bench import last_line
+
+COMMON = ("latency", "--shape", "tiny-hybrid", "--new-tokens", 4, "--repeats", 1, "--modes", "graph", "--batches", 1)
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    return make_target("tiny-hybrid", "cpu")
+
+
+def test_a_shape_keeps_what_the_probe_finds(hybrid):
+    assert probe(hybrid).recurrent == recurrent_layers("tiny-hybrid")
+    assert len(recurrent_layers("35b-a3b")) == 2 * 30 and len(recurrent_layers("mamba2-2.7b")) == 2 * 64
+    assert recurrent_layers("8b") == () and recurrent_layers("30b-a3b") == ()
+
+
+def test_random_weights_stay_finite_far_into_a_text(hybrid):
+    with torch.inference_mode():
+        logits = hybrid(torch.randint(0, 96, (1, 2048), generator=torch.Generator().manual_seed(0))).logits
+    assert logits.isfinite().all() and logits.std() > 0
+
+
+def test_drafts_fit(hybrid):
+    head, layer = make_head("tiny-hybrid", hybrid), make_nextn(hybrid)
+    assert head.target_hidden_size == 32 and head.hot_ids.numel() == 48
+    assert isinstance(layer, NextNHead) and layer.weight.dtype == hybrid.dtype
+    experts = [p for name, p in layer.named_parameters() if "experts." in name and p.dim() == 3]
+    assert experts and all(0.01 < p.std() < 0.03 and p.isfinite().all() for p in experts)
+    options = dict(num_hidden_layers=8, hidden_size=64, num_heads=2, vocab_size=64)
+    mamba = make_target("mamba2-2.7b", "cpu", **options)
+    assert mamba.lm_head.weight is mamba.get_input_embeddings().weight
+    assert random_subject("tiny-hybrid", "cpu", None, None, algo="nextn").algo == "nextn"
+
+
+def test_distinct_experts():
+    experts = ExpertWeights(num_experts=128, per_token=8, num_layers=48, num_bytes=0, num_weights=0)
+    assert [round(experts.distinct(n), 1) for n in (1, 4, 8, 32)] == [8.0, 29.1, 51.6, 111.8]
+
+
+def test_floors_of_a_mixture_of_experts():
+    """Qwen3-30B-A3B: 48 layers of q, k, v, o, a router and experts of 3 * 2048 * 768; an output head."""
+    dense = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 2048 * 128) + 151936 * 2048
+    expert = 48 * 3 * 2048 * 768
+    assert floors.target_weights("30b-a3b") == dense + 8 * expert
+    four = 128 * (1 - (1 - 8 / 128) ** 4)
+    assert floors.round_floor_ms("30b-a3b", 0, tokens=4) == round(2 * (dense + four * expert) / 4.24e9, 3) == 3.691
+    assert floors.kv_bytes("30b-a3b") == 2 * 2 * 49 * 4 * 128
+    head = 2 * 2048 * (4096 + 2 * 512) + 4096 * 2048 + 3 * 2048 * 6144 + 32000 * 2048 + 2048 * 2048
+    whole = 2 * (dense + four * expert + 3 * head) / 4.24e9
+    assert floors.round_floor_ms("30b-a3b", 3, tokens=4) == pytest.approx(whole + 2 * 2 * 2048**2 / 4.24e9, abs=1e-3)
+
+
+def test_floors_of_a_hybrid():
+    """Qwen3.5-35B-A3B, beside the figures of 30 layers of the delta rule, 10 of attention, 256 experts and one more."""
+    delta = 2048 * (8192 + 4096 + 64) + 8192 * 4 + 4096 * 2048
+    attention = 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048
+    mixture = 2048 * 256 + 3 * 2048 * 512 + 2048
+    dense = 30 * delta + 10 * attention + 40 * mixture + 248320 * 2048
+    assert floors.target_weights("35b-a3b") == dense + 8 * 40 * 3 * 2048 * 512
+    reads = [floors.round_floor_ms("35b-a3b", 0, tokens=n) for n in (1, 4, 8, 32, 128)]
+    assert [round(ms, 2) for ms in reads] == [1.39, 2.73, 4.32, 10.61, 15.85]
+    state = 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert floors.state_bytes("35b-a3b") == state and floors.kv_bytes("35b-a3b") == 2 * 2 * 11 * 2 * 256
+    plain = 1000 * 2 * 2 * 11 * 2 * 256 + 2 * state
+    assert floors.token_floor_ms("35b-a3b", 0, 1, 1, 1000, 1.0) == pytest.approx(reads[0] + plain / 4.24e9, abs=1e-4)
+
+
+def test_floors_of_a_nextn_draft():
+    """A pass reads its own layer, with the experts of one token, and the target's output head."""
+    layer = 2 * 2048 * 2048 + 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048 + 2048 * 256 + 9 * 3 * 2048 * 512 + 2048
+    extra = floors.round_floor_ms("35b-a3b", 3, algo="nextn") - floors.round_floor_ms("35b-a3b", 0)
+    assert extra == pytest.approx(3 * 2 * (layer + 248320 * 2048) / 4.24e9, abs=2e-3)
+
+
+def test_floors_of_mamba():
+    weights = 64 * (2560 * (5120 + 5376 + 80) + 5376 * 4 + 5120 * 2560) + 50288 * 2560
+    assert floors.target_weights("mamba2-2.7b") == weights
+    assert floors.state_bytes("mamba2-2.7b") == 64 * (80 * 128 * 64 * 4 + 3 * 5376 * 2)
+    assert floors.kv_bytes("mamba2-2.7b") == 2 * 2 * 5 * 128, "of the draft alone"
+
+
+def test_floors_of_llamas_are_what_they_were():
+    assert floors.target_weights("8b") == 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
+    assert (floors.round_floor_ms("8b", 3), floors.round_floor_ms("8b", 0)) == (4.093, 3.54)
+    assert floors.token_floor_ms("8b", 3, 4, 8, 1000.5, 2.3) == 1.8905
+    assert floors.first_floor_ms("8b", 2, 777) == 29.925
+
+
+def test_shapes_that_ranks_cannot_share():
+    with pytest.raises(ValueError, match="'35b-a3b' on 2 ranks: expected a shape without experts or states"):
+        fewer_layers("35b-a3b", 2)
+    assert all(fewer_layers(shape, 1) == {} for shape in SHAPES)
+
+
+def test_latency_of_a_hybrid_and_of_transformers(capsys, monkeypatch):
+    rows = last_line(capsys, monkeypatch, *COMMON, "--drafts", "plain,2:1:3", "--algo", "nextn", "--hf")["rows"]
+    theirs = [row for row in rows if row["mode"] == "hf"]
+    assert [row["what"] for row in theirs] == ["hf_ttft", "hf_token"] and all(row["ms"] > 0 for row in theirs)
+    assert {row.get("algo") for row in rows if row["steps"]} == {"nextn"}
+    assert {row.get("algo") for row in rows if not row["steps"]} == {None}
+    assert all(row["tau"] > 1 for row in rows if row["what"] == "tpot" and row["steps"])
+
+
+def test_latency_of_a_hybrid_with_eagle3(capsys, monkeypatch):
+    rows = last_line(capsys, monkeypatch, *COMMON, "--drafts", "2:2:4")["rows"]
+    assert [row["what"] for row in rows] == ["attach", "ttft", "tpot"] and "algo" not in rows[0]
+
+
+def test_transformers_is_timed_no_longer_than_asked(hybrid):
+    assert [row["what"] for row in hf_rows(hybrid, [5, 6, 7], 8, seconds=0.0)] == ["hf_ttft"]
+    timed = list(hf_rows(hybrid, [5, 6, 7], 6, seconds=20.0))[1]
+    assert timed["hf_new_tokens"] == 6
