@@ -16,6 +16,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
 from torch._inductor import standalone_compile
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as shape_config
@@ -116,6 +117,7 @@ def compile_pieces(
         torch.inference_mode(False),
         torch.no_grad(),
         shape_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
+        inductor_config.patch(shape_padding=False),  # whether to pad a product depends on T
         compile_lock,
     ):
         mode = FakeTensorMode(shape_env=ShapeEnv())

@@ -218,8 +218,8 @@ class HFTarget:
             output_hidden_states=wanted,
             **({"past_key_values": Positions(positions)} if self.spec.counts_positions else {}),
         )
-        aux = torch.cat([out.hidden_states[i][0] for i in self.tapped], -1) if self.tapped else None
-        return out.last_hidden_state[0], aux
+        aux = torch.cat([out.hidden_states[i][0] for i in self.tapped], -1).to(self.dtype) if self.tapped else None
+        return out.last_hidden_state[0].to(self.dtype), aux
 
     @property
     def tapped(self) -> tuple[int, ...]:

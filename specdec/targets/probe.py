@@ -279,18 +279,19 @@ def _recorded_outputs(modules: Sequence[nn.Module], outputs: dict[nn.Module, Cal
 
 
 def _find_stack(model: PreTrainedModel, first: _Forward, ids: torch.Tensor) -> nn.Module | None:
-    """Find the innermost module from whose last hidden states the rest of `model` makes the same logits, or None."""
-    logits = first.logits
+    """Find the innermost module from whose last hidden states the rest of `model` makes the same logits, or None.
+
+    They are kept in the embedding's type, so a head must round them itself where layers leave more.
+    """
+    logits, dtype = first.logits, model.get_input_embeddings().weight.dtype
     for stack, output in first.outputs.items():
         try:
             with _probing(model, _Recording()):
-                hidden = stack(input_ids=ids, **_cache_arguments(model, first.has_cache)).last_hidden_state
+                hidden = stack(input_ids=ids, **_cache_arguments(model, first.has_cache)).last_hidden_state.to(dtype)
                 with answering(stack, output(last_hidden_state=hidden)):
                     again = model(input_ids=torch.zeros_like(ids), use_cache=False).logits
         except Exception:  # not such a module: try the next
             continue
-        if hidden.dtype is not model.get_input_embeddings().weight.dtype:
-            continue  # what rounds and graphs keep of them would be rounded
         atol = 1e-3 * float(logits.abs().max())
         if torch.allclose(again.float(), logits.float(), rtol=1e-3, atol=atol, equal_nan=True):
             return stack
