@@ -48,7 +48,8 @@ def grouped_linear_twin(
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -56,7 +57,7 @@ def _on_cuda(
     x: torch.Tensor, expert_ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
 ) -> torch.Tensor:
     """Run the kernels; the twin, which waits for the host, where Triton is not installed, and in other dtypes."""
-    if weight.dtype not in KERNEL_DTYPES or not _has_triton():
+    if weight.dtype not in KERNEL_DTYPES or not has_triton():
         return grouped_linear_twin(x, expert_ids, weight, bias, is_transposed)
     from specdec.backends.triton import experts
 

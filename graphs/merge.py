@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+ALIGNMENT = 16  # bytes, of the features of a product that is joined
+
 
 def merge_linears(graph: fx.GraphModule, reals: Sequence[Any]) -> list[list[int]]:
     """Rewrite `graph` in place; return groups of argument positions: the weights, or the biases, of one joined product.
@@ -29,7 +31,11 @@ def merge_linears(graph: fx.GraphModule, reals: Sequence[Any]) -> list[list[int]
         if node.op == "call_function" and node.target is F.linear and not node.kwargs:
             source, weight, bias = (*node.args, None)[:3]
             operands = [places.get(o, -1) for o in (weight, bias) if o is not None and len(o.users) == 1]
-            if len(operands) == 1 + (bias is not None) and own.issuperset(operands) and reals[operands[0]].dim() == 2:
+            if (
+                len(operands) == 1 + (bias is not None)
+                and own.issuperset(operands)
+                and _is_joinable(reals[operands[0]])
+            ):
                 alike[source, bias is not None].append(_Product(number, node, operands))
     mutations = [number for number, node in enumerate(graph.graph.nodes) if _mutates(node)]
     groups: list[list[int]] = []
@@ -40,6 +46,12 @@ def merge_linears(graph: fx.GraphModule, reals: Sequence[Any]) -> list[list[int]
     graph.graph.lint()
     graph.recompile()
     return groups
+
+
+def _is_joinable(weight: torch.Tensor) -> bool:
+    """Whether a product with `weight` may be joined: one of a single feature would put all after it out of alignment,
+    for which cuBLAS has slow kernels only."""
+    return weight.dim() == 2 and weight.shape[0] * weight.element_size() % ALIGNMENT == 0
 
 
 class _Product(NamedTuple):

@@ -57,6 +57,7 @@ def compile_all() -> list[str]:
     round_kernels()
     sums_over_ranks()
     products_of_experts()
+    choices_of_routers()
     recurrent_layers()
     flashinfer_tables()
     return compiled
@@ -82,6 +83,14 @@ def products_of_experts() -> None:
         bias = torch.zeros(16, 96, dtype=dtype) if is_transposed else None
         weight = torch.zeros(16, *((64, 96) if is_transposed else (96, 64)), dtype=dtype)
         grouped_linear(x, ids, weight, bias, is_transposed)
+
+
+def choices_of_routers() -> None:
+    """One warp a row, and four."""
+    from specdec.backends.triton.choices import top_scores
+
+    for num, dtype in ((256, torch.float32), (512, torch.bfloat16), (1000, torch.float32)):
+        top_scores(torch.zeros(3, num, dtype=dtype), 8)
 
 
 def recurrent_layers() -> None:

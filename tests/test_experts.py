@@ -11,9 +11,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import specdec
 from specdec.backends import grouped_linear
+from specdec.backends.choices import top_scores_twin
 from specdec.backends.experts import grouped_linear_twin
+from specdec.backends.triton import choices as chosen
 from specdec.backends.triton import experts as kernels
 from specdec.targets.experts import expert_configs, experts_forward, experts_routed
+from specdec.targets.routers import take_over_choices
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 
@@ -212,3 +215,37 @@ def test_a_captured_product_follows_other_choices(num_tokens, dtype):
         ids.copy_(case((num_tokens, 4, 200, 256), dtype, False, True, num_experts=32, seed=seed)[1])
         graph.replay()
         assert_close(found, grouped_linear_twin(x, ids, *given))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num", "k"), [(256, 8), (60, 4), (5, 5), (1000, 10)])
+def test_choices_are_those_of_a_stable_sort(num, k, dtype):
+    """Also of equal scores, of -inf, and of both zeros."""
+    random = torch.Generator().manual_seed(num)
+    scores = torch.randn(2 * 3, num, generator=random).mul(2).round(decimals=1).to(dtype)
+    scores[0, ::2], scores[1, 1:], scores[2, :3] = float("-inf"), 0.0, -0.0
+    scores = scores.to(DEVICE).view(2, 3, num)
+    values, indices = chosen.top_scores(scores.view(6, num), k)
+    expected = top_scores_twin(scores.view(6, num), k)
+    assert torch.equal(indices, expected[1]) and torch.equal(values, expected[0])
+    assert torch.equal(torch.ops.specdec.top_scores(scores, k)[1].view(6, k), indices)
+    assert torch.equal(values, scores.view(6, num).topk(k).values)
+
+
+def make_graph(fn, x):
+    """The graph that Dynamo makes of fn(x)."""
+    graphs = []
+    torch.compile(fn, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)(x)
+    return graphs[0]
+
+
+def test_traces_choose_by_our_op():
+    def chooses(x):
+        values, indices = torch.topk(x.softmax(-1), 2, dim=-1)
+        return values, x.topk(2)[1], x.topk(3, 0)[0].sum() + values, torch.topk(x, k=2, largest=False)[0]
+
+    x = torch.randn(5, 6)
+    graph = make_graph(chooses, x)
+    assert take_over_choices(graph) == 2
+    for ours, theirs in zip(graph(x), chooses(x), strict=True):
+        assert torch.equal(ours, theirs)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from tqdm import tqdm
 
 from specdec.config import EngineConfig
@@ -17,7 +17,7 @@ from specdec.graphs.kept import TRACES, Record, folder, keeping, num_found, rene
 from specdec.graphs.pieces import start_workers
 from specdec.graphs.structure import structure
 from specdec.graphs.trace import Traced, trace
-from specdec.targets import experts, mixers, primitives, rotation
+from specdec.targets import experts, mixers, primitives, rotation, routers
 from specdec.targets.echo import Expected, compare, expect
 
 # Tokens of the forwards that are compared; the first is traced. At one token, the plain decode, a trace that took
@@ -110,7 +110,7 @@ def _record(subject: Subject, where: Path) -> Record:
         sorted(map(str, (subject.numbers or {}).items())),
         *subject.facts,
     ]
-    facts += [inspect.getsource(module) for module in (experts, mixers, primitives, rotation)]
+    facts += [inspect.getsource(module) for module in (experts, mixers, primitives, rotation, routers)]
     with subject.ready(True):
         told = structure(
             subject.run,
@@ -151,7 +151,7 @@ def _trace(
                     largest=subject.largest,
                     alike=subject.alike,
                     numbers=subject.numbers,
-                    rewrite=lambda graph: rotation.hand_over_rotations(graph, ATTENTION),
+                    rewrite=_rewrite,
                     keep=keep,
                     record=record,
                     progress=lambda: bar.update() and None,
@@ -163,6 +163,12 @@ def _trace(
             if traced is not None:
                 traced.release()
             raise
+
+
+def _rewrite(graph: fx.GraphModule) -> None:
+    """Let what is traced call kernels of ours where it can."""
+    rotation.hand_over_rotations(graph, ATTENTION)
+    routers.take_over_choices(graph)
 
 
 def _compare(traced: Traced, subject: Subject, expected: Sequence[Expected]) -> None:
