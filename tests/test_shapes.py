@@ -9,8 +9,8 @@ from specdec.measure.latency.hf import hf_rows
 from specdec.measure.latency.subject import random_subject
 from specdec.measure.shapes import fewer_layers, make_head, make_nextn, make_target
 from specdec.measure.sizes import SHAPES, recurrent_layers
-from specdec.targets.expert_weights import ExpertWeights
 from specdec.targets.probe import probe
+from specdec.targets.weight_bytes import ExpertWeights
 from tests.test_bench import last_line
 
 COMMON = ("latency", "--shape", "tiny-hybrid", "--new-tokens", 4, "--repeats", 1, "--modes", "graph", "--batches", 1)
