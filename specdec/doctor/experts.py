@@ -31,9 +31,9 @@ def remark(cost: VerifyCost, break_even: float) -> str:
     experts = cost.experts
     what = (
         f"a verify of {cost.num_nodes} tokens reads {cost.distinct:.1f} of {experts.num_experts} experts a layer "
-        f"({experts.distinct(cost.num_nodes):.1f} if choices were random; a step {experts.per_token}), {cost.ratio:.2f} "
-        f"times the bytes of a step: at batch 1 this draft cannot pay below tau {break_even:.2f}, nor any draft below "
-        f"{cost.ratio:.2f}"
+        f"({experts.distinct(cost.num_nodes):.1f} if choices were random; a step {experts.per_token}), "
+        f"{cost.ratio:.2f} times the bytes of a step: at batch 1 this draft cannot pay below tau {break_even:.2f}, nor "
+        f"any draft below {cost.ratio:.2f}"
     )
     if break_even < cost.num_nodes:
         return what
