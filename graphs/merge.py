@@ -31,11 +31,8 @@ def merge_linears(graph: fx.GraphModule, reals: Sequence[Any]) -> list[list[int]
         if node.op == "call_function" and node.target is F.linear and not node.kwargs:
             source, weight, bias = (*node.args, None)[:3]
             operands = [places.get(o, -1) for o in (weight, bias) if o is not None and len(o.users) == 1]
-            if (
-                len(operands) == 1 + (bias is not None)
-                and own.issuperset(operands)
-                and _is_joinable(reals[operands[0]])
-            ):
+            is_whole = len(operands) == 1 + (bias is not None) and own.issuperset(operands)
+            if is_whole and _is_joinable(reals[operands[0]]):
                 alike[source, bias is not None].append(_Product(number, node, operands))
     mutations = [number for number, node in enumerate(graph.graph.nodes) if _mutates(node)]
     groups: list[list[int]] = []

@@ -29,6 +29,7 @@ from specdec.metrics import AcceptanceStats
 from specdec.outputs import GenerationOutput, Report, RequestOutput
 from specdec.targets.hf import HFTarget
 from specdec.targets.sharded import find_group
+from specdec.targets.weight_bytes import verify_cost
 
 
 def attach(
@@ -211,6 +212,7 @@ class Engine:
         """Return the engine's setup, how often each path ran, and the acceptance so far."""
         core = self._attached()
         with core.turns:
+            verify = verify_cost(core.target.model, self.config.verify_width)
             return Report(
                 model=type(core.target.model).__name__,
                 draft=core.round.worker.facts
@@ -226,6 +228,7 @@ class Engine:
                 prefill_graph=core.prefill.name,
                 compile_seconds=core.compile_seconds,
                 compiled=core.how_compiled,
+                experts={} if verify is None else verify.facts,
                 graphs=core.prefill.costs + core.graphs.costs,
                 runners={
                     name: {"replays": c.replays, "eager": c.eager, "rejects": dict(c.rejects)}

@@ -125,6 +125,7 @@ class Report:
     ("piecewise", "breakable" or "off", with "whole, " before it where small ones are one graph); compile_seconds: spent
     on tracing and compiling, 0 without; compiled: whether the target's layers are, and if not, why;
     generation: settings that the model ships, which `generate` honours;
+    experts: where experts are routed, what a verify of one request reads beside a step, choices taken as random;
     graphs: each with its cost; runners: name -> {replays, eager, rejects by reason};
     paths: forward mode -> {replays, eager, attention}, a graph's forwards counting as replays; attention: the kernels
     that attend there.
@@ -143,6 +144,7 @@ class Report:
     prefill_graph: str
     compile_seconds: float
     compiled: str
+    experts: dict[str, Any]
     graphs: list[GraphCost]
     runners: dict[str, dict[str, Any]]
     paths: dict[str, dict[str, Any]]
@@ -179,6 +181,8 @@ class Report:
             f"{self.graph_seconds:.1f} s, {self.graph_bytes / 2**20:.0f} MiB",
             f"layers     {self.compiled}",
         ]
+        if self.experts:
+            lines.append("experts    " + ", ".join(f"{k}={v}" for k, v in self.experts.items()))
         for runner in self.runners:
             own = [g for g in self.graphs if g.runner == runner]
             for variant in dict.fromkeys(g.variant for g in own):

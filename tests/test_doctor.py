@@ -16,11 +16,13 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from specdec.api import attach
 from specdec.commands import main as cli
 from specdec.doctor import cost
 from specdec.doctor import examine as examination
 from specdec.doctor.command import PROMPTS, print_findings, prompt_ids
 from specdec.doctor.examine import examine
+from specdec.doctor.experts import measure_verify, remark
 from specdec.doctor.facts import tokenizer_match, weight_problems
 from specdec.doctor.readings import ALTERNATIVES
 from specdec.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, commonest, coverage, observe
@@ -28,10 +30,12 @@ from specdec.doctor.search import Trial, search, unclear
 from specdec.heads.base import DraftHead
 from specdec.heads.load import save_head
 from specdec.targets.shape import LAST
+from specdec.targets.weight_bytes import verify_cost
 from specdec.train.config import TrainConfig
 from specdec.train.objectives import HeadObjective
 from specdec.train.trainer import Trainer
-from tests.heads import random_head
+from tests.heads import random_draft, random_head
+from tests.recurrent_models import recurrent_model
 from tests.tiny_models import tiny_model
 from tests.train_models import VOCAB, fresh, save_target, tiny_corpus, tiny_head, tiny_target
 
@@ -400,3 +404,50 @@ def test_the_command_on_weights_and_tokenizers_that_are_broken(folders, capsys, 
 def test_mistakes_are_one_line(folders, capsys, monkeypatch, draft, more, message):
     code, _, errors = doctor(capsys, monkeypatch, folders, draft, *more)
     assert code == 2 and len(errors.strip().splitlines()) == 1 and message in errors
+
+
+def test_a_verify_of_a_mixture_of_experts_is_counted():
+    model = tiny_model("qwen3_moe")
+    texts = [([5, 6, 7], [9, 8, 40, 41, 42]), ([3], [8, 9])]
+    found = measure_verify(model, texts, 3)
+    assert measure_verify(tiny_model("llama"), texts, 3) is None
+    chosen = []
+    hooks = [layer.mlp.gate.register_forward_hook(lambda *a: chosen.append(a[2][-1])) for layer in model.model.layers]
+    model(torch.tensor([[5, 6, 7, 9, 8, 40, 41, 42]]))
+    for hook in hooks:
+        hook.remove()
+    counts = [len(set(ids[t : t + 3].flatten().tolist())) for ids in chosen for t in range(3, 6)]
+    assert found.distinct == pytest.approx(sum(counts) / len(counts)) and 2 <= found.distinct <= 4
+    expert = sum(p.nbytes for p in model.model.layers[0].mlp.experts.parameters())  # of 4 in one layer, of 1 in all 4
+    everything = cost.num_bytes(model) - 4 * model.get_input_embeddings().weight.numel()
+    assert found.dense_bytes == everything - 4 * expert and found.facts["expert_bytes"] == expert
+    assert found.step_bytes == found.dense_bytes + 2 * expert
+    assert found.ratio == pytest.approx((found.dense_bytes + found.distinct * expert) / found.step_bytes)
+
+
+def test_floor_of_a_mixture_of_experts_counts_what_is_chosen():
+    model = tiny_model("qwen3_moe")
+    head, verify = random_draft(model, "nextn"), verify_cost(model, 4)
+    found = cost.floor(model, head, 3, 100.0, verify)
+    assert found.target_bytes == verify.step_bytes
+    experts = sum(p.numel() * 4 for name, p in head.named_parameters() if "experts." in name)
+    assert found.draft_bytes == cost.num_bytes(head) + cost.num_bytes(model.lm_head) - experts // 2
+    assert found.break_even == pytest.approx(verify.ratio + 3 * found.draft_bytes / found.target_bytes)
+    assert "of this depth cannot pay" in remark(verify, 4.5) and "cannot pay below tau 1.90" in remark(verify, 1.9)
+    assert "of this depth" not in remark(verify, 1.9)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe"])
+def test_doctor_and_report_say_what_verification_costs(name):
+    model = tiny_model(name) if name == "qwen3_moe" else recurrent_model(name)
+    found = examine(model, random_draft(model, "nextn"), [[5, 6, 7], [9, 8]], max_new_tokens=8, gb_s=10.0)
+    facts = found.json["experts"]
+    assert (facts["num_experts"], facts["per_token"], facts["layers"], facts["verify_tokens"]) == (4, 2, 4, 4)
+    assert facts["distinct_if_random"] == 3.75 and 2 <= facts["distinct"] <= 4
+    assert any(f"{facts['distinct']:.1f} of 4 experts a layer" in text for text in found.remarks)
+    engine = attach(model, None)
+    try:
+        report = engine.report()
+        assert report.experts["verify_over_step"] == 1.0 and "experts    num_experts=4" in str(report)
+    finally:
+        engine.detach()

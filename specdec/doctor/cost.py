@@ -14,6 +14,7 @@ from specdec.api import Engine, attach
 from specdec.heads.base import DraftHead
 from specdec.metrics import AcceptanceStats
 from specdec.outputs import RequestOutput
+from specdec.targets.weight_bytes import VerifyCost, expert_weights, num_bytes, read_bytes
 
 COPY_BYTES = {"cuda": 2**30}  # larger than any cache; elsewhere 2**27
 
@@ -22,13 +23,16 @@ COPY_BYTES = {"cuda": 2**30}  # larger than any cache; elsewhere 2**27
 class Floor:
     """Lower bounds on the time of a plain step and of a round of S draft passes: every weight read once per pass.
 
-    Left out: attention, its cache, compute, and that a mixture of experts reads less than all its weights.
+    Left out: attention, its cache, and compute. target_bytes: of a step of one token, draft_bytes: of a draft pass, of
+    routed experts those that one token uses. verify: what a verify reads where experts are routed; elsewhere it reads
+    what a step does.
     """
 
     target_bytes: int
     draft_bytes: int
     num_steps: int
     gb_s: float  # 1e9 bytes a second
+    verify: VerifyCost | None = None
 
     @property
     def plain_ms(self) -> float:
@@ -43,7 +47,8 @@ class Floor:
     @property
     def break_even(self) -> float:
         """Tau at which a round is as fast as plain decoding."""
-        return 1 + self.num_steps * self.draft_bytes / self.target_bytes
+        verify = 1.0 if self.verify is None else self.verify.ratio
+        return verify + self.num_steps * self.draft_bytes / self.target_bytes
 
 
 @dataclass(frozen=True)
@@ -84,27 +89,28 @@ def run(
     return Run(out.requests, out.stats.acceptance, 1e3 * statistics.median(paces), facts)
 
 
-def floor(model: PreTrainedModel, draft: Any, num_steps: int, gb_s: float) -> Floor:
+def floor(model: PreTrainedModel, draft: Any, num_steps: int, gb_s: float, verify: VerifyCost | None = None) -> Floor:
     """Compute the Floor from the weights of target and draft; a head without its own output head reads the target's."""
     head = model.get_output_embeddings()
-    target_bytes = read_bytes(model, model.get_input_embeddings(), head)
+    target_bytes = read_bytes(model, model.get_input_embeddings(), head) - _unused_bytes(model, model.config)
     if isinstance(draft, DraftHead):
         shared = 0 if draft.lm_head is not None else num_bytes(head)
-        return Floor(target_bytes, read_bytes(draft, draft.embed_tokens, None) + shared, num_steps, gb_s)
-    own = read_bytes(draft, draft.get_input_embeddings(), draft.get_output_embeddings())
-    return Floor(target_bytes, own, num_steps, gb_s)
+        own = (
+            read_bytes(draft, draft.embed_tokens, None)
+            + shared
+            - _unused_bytes(draft, getattr(draft, "hf_config", None))
+        )
+    else:
+        own = read_bytes(draft, draft.get_input_embeddings(), draft.get_output_embeddings())
+        own -= _unused_bytes(draft, draft.config)
+    return Floor(target_bytes, own, num_steps, gb_s, verify)
 
 
-def num_bytes(module: nn.Module) -> int:
-    """Return the bytes of its parameters, tied ones counted once."""
-    return sum(p.numel() * p.element_size() for p in module.parameters())
-
-
-def read_bytes(module: nn.Module, embedding: nn.Module | None, head: nn.Module | None) -> int:
-    """Return the bytes that a forward of one token reads: all but `embedding`, unless `head` is tied to it."""
-    if embedding is None or (head is not None and head.weight is embedding.weight):
-        return num_bytes(module)
-    return num_bytes(module) - num_bytes(embedding)
+def _unused_bytes(module: nn.Module, config: Any) -> int:
+    """Bytes of the routed experts that one token does not use."""
+    text = config.get_text_config() if config is not None else None
+    experts = expert_weights(module, text)
+    return 0 if experts is None else experts.num_bytes - round(experts.read_bytes(experts.per_token))
 
 
 def measure_bandwidth(device: torch.device) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from specdec.doctor.cost import Floor, Run, floor, measure_bandwidth, run
+from specdec.doctor.experts import measure_verify, remark
 from specdec.doctor.facts import embedding_likeness, facts_of, untouched_norm, weight_problems
 from specdec.doctor.rows import Agreement, Observed, commonest, coverage, model_agreement, observe
 from specdec.doctor.search import Trial, search, unclear
@@ -64,6 +65,9 @@ class Findings:
             "plain_ms": round(self.plain.step_ms, 3),
             "chance": round(self.chance, 4),
         }
+        if self.floor.verify is not None:
+            uniform = self.floor.verify.experts.distinct(self.num_steps + 1)
+            found["experts"] = {**self.floor.verify.facts, "distinct_if_random": round(uniform, 2)}
         if self.speculative is not None and self.tau is not None and self.break_even is not None:
             half_width = ci95([output.acceptance for output in self.speculative.outputs])
             found |= {
@@ -103,7 +107,9 @@ def examine(
     """
     bandwidth = measure_bandwidth(model.device) if gb_s is None else gb_s
     plain = run(model, None, prompts, max_new_tokens, 0)
-    found = Findings({**known, **facts_of(draft, model)}, floor(model, draft, num_steps, bandwidth), num_steps, plain)
+    verify = measure_verify(model, list(zip(prompts, plain.tokens, strict=True)), num_steps + 1)
+    least = floor(model, draft, num_steps, bandwidth, verify)
+    found = Findings({**known, **facts_of(draft, model)}, least, num_steps, plain)
     problems = weight_problems(draft, model)
     if not problems:
         found.speculative = run(model, draft, prompts, max_new_tokens, num_steps)
@@ -184,7 +190,8 @@ def _why_low(found: Findings, draft: DraftHead | PreTrainedModel) -> tuple[str |
 
 
 def doubts(found: Findings) -> list[str]:
-    """Return remarks on a reading that may be better, texts that differ, and whether the draft pays."""
+    """Return remarks on a reading that may be better, texts that differ, what a verify reads, and whether the draft
+    pays."""
     remarks = []
     base = found.agreement
     maybe = None if base is None or found.repairs else unclear(found.trials, base)
@@ -199,6 +206,8 @@ def doubts(found: Findings) -> list[str]:
             f"{differing} of {len(found.plain.tokens)} texts differ from plain decoding: in bf16 these are near-ties "
             "(specdec bench lossless traces them); in fp32 please report it"
         )
+    if found.floor.verify is not None:
+        remarks.append(remark(found.floor.verify, found.floor.break_even))
     if found.tau is not None and found.break_even is not None:
         speed = found.tau / found.break_even
         verdict = "it pays" if speed > 1 else "it does not pay"

@@ -7,10 +7,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.checkpoints.fitting import weight_doubts
-from specdec.doctor.cost import num_bytes
 from specdec.heads.base import DraftHead, LayerConfig
 from specdec.heads.nextn import NextNHead
 from specdec.targets.shape import LAST
+from specdec.targets.weight_bytes import num_bytes
 
 SHAPE = {  # our name to the config's
     "hidden": "hidden_size",

@@ -17,7 +17,7 @@ from specdec.backends.state_pool import StatePool
 from specdec.heads.base import LayerConfig
 from specdec.heads.nextn import NextNHead
 from specdec.measure.sizes import SHAPES, recurrent_layers
-from specdec.targets.expert_weights import ExpertWeights, expert_weights
+from specdec.targets.weight_bytes import ExpertWeights, expert_weights
 
 COPY_BYTES_PER_MS = 4.24e9  # of an H200, read and written bytes counted
 FLOPS_PER_MS = 0.79e12  # dense bf16 products of an H200, as measured for 2048 rows
@@ -41,8 +41,7 @@ class Weights:
         """What a forward of so many tokens reads."""
         if self.experts is None:
             return self.dense
-        share = self.experts.distinct(num_tokens) / self.experts.num_experts
-        return self.dense + self.experts.num_weights * share
+        return self.dense + self.experts.num_weights * self.experts.distinct(num_tokens) / self.experts.num_experts
 
 
 def target_weights(shape: str) -> int:

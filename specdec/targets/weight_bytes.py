@@ -1,0 +1,122 @@
+"""What forwards read of a model's weights: all of the dense ones, and of routed experts those that their tokens use."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Routed experts of a model.
+
+    num_experts: of a layer; per_token: those that a token uses; num_layers: layers that have such experts. num_bytes:
+    of all of them; num_weights: the same in numbers.
+    """
+
+    num_experts: int
+    per_token: int
+    num_layers: int
+    num_bytes: int
+    num_weights: int
+
+    def distinct(self, num_tokens: float) -> float:
+        """Experts of a layer that `num_tokens` tokens use together, expected under uniform random choice."""
+        return self.num_experts * (1 - (1 - self.per_token / self.num_experts) ** num_tokens)
+
+    def read_bytes(self, distinct: float) -> float:
+        """Bytes of `distinct` experts of each layer."""
+        return self.num_bytes * distinct / self.num_experts
+
+
+@dataclass(frozen=True)
+class VerifyCost:
+    """What a verify forward of one request reads beside a step of one token, where experts are routed.
+
+    dense_bytes: read by every forward; num_nodes: tokens of the verify; distinct: experts of a layer that they use
+    together, as measured, or as expected.
+    """
+
+    experts: ExpertWeights
+    dense_bytes: int
+    num_nodes: int
+    distinct: float
+
+    @property
+    def step_bytes(self) -> float:
+        """Bytes of a step of one token."""
+        return self.dense_bytes + self.experts.read_bytes(self.experts.per_token)
+
+    @property
+    def verify_bytes(self) -> float:
+        """Bytes of a verify."""
+        return self.dense_bytes + self.experts.read_bytes(self.distinct)
+
+    @property
+    def ratio(self) -> float:
+        """Steps that read as much as a verify: tau below which speculation cannot pay, whatever the draft costs."""
+        return self.verify_bytes / self.step_bytes
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The same for reports."""
+        return {
+            "num_experts": self.experts.num_experts,
+            "per_token": self.experts.per_token,
+            "layers": self.experts.num_layers,
+            "dense_bytes": self.dense_bytes,
+            "expert_bytes": self.experts.num_bytes // self.experts.num_experts,
+            "verify_tokens": self.num_nodes,
+            "distinct": round(self.distinct, 2),
+            "verify_over_step": round(self.ratio, 4),
+        }
+
+
+def verify_cost(model: PreTrainedModel, num_nodes: int, distinct: float | None = None) -> VerifyCost | None:
+    """Return what a verify of `num_nodes` tokens reads of `model`; None if it has no routed experts.
+
+    distinct: experts of a layer that they use together; None: as expected under uniform random choice.
+    """
+    experts = expert_weights(model, model.config.get_text_config())
+    if experts is None:
+        return None
+    everything = read_bytes(model, model.get_input_embeddings(), model.get_output_embeddings())
+    expected = experts.distinct(num_nodes)
+    return VerifyCost(experts, everything - experts.num_bytes, num_nodes, expected if distinct is None else distinct)
+
+
+def expert_modules(model: nn.Module) -> list[Any]:
+    """List the modules of `model` that hold the experts of a layer: those whose product transformers lets us choose."""
+    return [m for m in model.modules() if hasattr(m, "_apply_gate") and getattr(m, "down_proj", None) is not None]
+
+
+def expert_weights(model: nn.Module, config: Any) -> ExpertWeights | None:
+    """Return what the routed experts of `model` weigh, which may lie on the meta device; None if it has none.
+
+    config: the text config of a model, which says how many experts a token uses.
+    """
+    found = expert_modules(model)
+    per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+    if not found or not isinstance(per_token, int):
+        return None
+    weights = [p for module in found for p in module.parameters()]
+    return ExpertWeights(
+        num_experts=found[0].down_proj.shape[0],
+        per_token=per_token,
+        num_layers=len(found),
+        num_bytes=sum(p.numel() * p.element_size() for p in weights),
+        num_weights=sum(p.numel() for p in weights),
+    )
+
+
+def num_bytes(module: nn.Module) -> int:
+    """Return the bytes of its parameters, tied ones counted once."""
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def read_bytes(module: nn.Module, embedding: nn.Module | None, head: nn.Module | None) -> int:
+    """Return the bytes of all but `embedding`, unless `head` is tied to it."""
+    if embedding is None or (head is not None and head.weight is embedding.weight):
+        return num_bytes(module)
+    return num_bytes(module) - num_bytes(embedding)
