@@ -25,9 +25,8 @@ def top_scores_twin(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.T
 
 def takes(scores: torch.Tensor, k: int) -> bool:
     """Whether the op is for such `scores`, whose number of rows may be unknown."""
-    return (
-        scores.dtype in DTYPES and 0 < k <= min(int(scores.shape[-1]), MOST_CHOSEN) and scores.shape[-1] <= MOST_SCORES
-    )
+    num = int(scores.shape[-1])
+    return scores.dtype in DTYPES and num <= MOST_SCORES and 0 < k <= min(num, MOST_CHOSEN)
 
 
 def _on_cuda(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

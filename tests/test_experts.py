@@ -13,7 +13,7 @@ import specdec
 from specdec.backends import grouped_linear
 from specdec.backends.choices import top_scores_twin
 from specdec.backends.experts import grouped_linear_twin
-from specdec.backends.triton import choices as chosen
+from specdec.backends.triton import choices
 from specdec.backends.triton import experts as kernels
 from specdec.targets.experts import expert_configs, experts_forward, experts_routed
 from specdec.targets.routers import take_over_choices
@@ -225,7 +225,7 @@ def test_choices_are_those_of_a_stable_sort(num, k, dtype):
     scores = torch.randn(2 * 3, num, generator=random).mul(2).round(decimals=1).to(dtype)
     scores[0, ::2], scores[1, 1:], scores[2, :3] = float("-inf"), 0.0, -0.0
     scores = scores.to(DEVICE).view(2, 3, num)
-    values, indices = chosen.top_scores(scores.view(6, num), k)
+    values, indices = choices.top_scores(scores.view(6, num), k)
     expected = top_scores_twin(scores.view(6, num), k)
     assert torch.equal(indices, expected[1]) and torch.equal(values, expected[0])
     assert torch.equal(torch.ops.specdec.top_scores(scores, k)[1].view(6, k), indices)
@@ -241,7 +241,7 @@ def make_graph(fn, x):
 
 def test_traces_choose_by_our_op():
     def chooses(x):
-        values, indices = torch.topk(x.softmax(-1), 2, dim=-1)
+        values, _ = torch.topk(x.softmax(-1), 2, dim=-1)
         return values, x.topk(2)[1], x.topk(3, 0)[0].sum() + values, torch.topk(x, k=2, largest=False)[0]
 
     x = torch.randn(5, 6)

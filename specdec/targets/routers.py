@@ -49,11 +49,7 @@ def _arguments(node: fx.Node) -> tuple[fx.Node, int] | None:
     given: dict[str, Any] = {"dim": -1, "largest": True, "sorted": True}
     given |= dict(zip(names, node.args, strict=False)) | node.kwargs
     scores, k = given["input"], given["k"]
-    if (
-        not isinstance(scores, fx.Node)
-        or not isinstance(k, int)
-        or not given["largest"]
-        or given.get("out") is not None
-    ):
+    if not isinstance(scores, fx.Node) or not isinstance(k, int) or given.get("out") is not None:
         return None
-    return (scores, k) if given["dim"] in (-1, scores.meta["example_value"].dim() - 1) else None
+    is_last = given["dim"] in (-1, scores.meta["example_value"].dim() - 1)
+    return (scores, k) if is_last and given["largest"] else None
