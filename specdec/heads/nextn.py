@@ -75,7 +75,7 @@ class NextNHead(DraftHead):
         super().__init__()
         self.config = c = config or NextNConfig()
         decoder, text = target.get_decoder(), target.config.get_text_config()
-        missing = [name for name in ("layers", "norm", "rotary_emb") if not hasattr(decoder, name)]
+        missing = [name for name in ("layers", "norm", "rotary_emb") if getattr(decoder, name, None) is None]
         if missing:
             raise ValueError(f"{type(target).__name__}'s decoder has no {', '.join(missing)}: no NextN layer fits it")
         self.hf_config = copy.deepcopy(text)
