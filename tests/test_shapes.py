@@ -121,5 +121,5 @@ def test_latency_of_a_hybrid_with_eagle3(capsys, monkeypatch):
 
 def test_transformers_is_timed_no_longer_than_asked(hybrid):
     assert [row["what"] for row in hf_rows(hybrid, [5, 6, 7], 8, seconds=0.0)] == ["hf_ttft"]
-    timed = list(hf_rows(hybrid, [5, 6, 7], 6, seconds=20.0))[1]
-    assert timed["hf_new_tokens"] == 6
+    timed = list(hf_rows(hybrid, [5, 6, 7], 6, seconds=20.0, widths=(1, 3)))[1]
+    assert timed["hf_new_tokens"] == 6 and timed["experts_in_use"][1] == 2.0 <= timed["experts_in_use"][3] <= 4.0
