@@ -5,6 +5,7 @@ import torch
 
 from specdec.heads.nextn import NextNHead
 from specdec.measure import floors
+from specdec.measure.experts import distinct_experts
 from specdec.measure.latency.hf import hf_rows
 from specdec.measure.latency.subject import random_subject
 from specdec.measure.shapes import fewer_layers, make_head, make_nextn, make_target
@@ -31,6 +32,15 @@ def test_random_weights_stay_finite_far_into_a_text(hybrid):
     with torch.inference_mode():
         logits = hybrid(torch.randint(0, 96, (1, 2048), generator=torch.Generator().manual_seed(0))).logits
     assert logits.isfinite().all() and logits.std() > 0
+
+
+def test_tokens_of_a_random_mixture_choose_as_if_at_random():
+    sizes = dict(num_hidden_layers=12, hidden_size=128, num_attention_heads=4, head_dim=32, vocab_size=500)
+    model = make_target("30b-a3b", "cpu", **sizes, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=32)
+    text = torch.randint(0, 500, (160,), generator=torch.Generator().manual_seed(0)).tolist()
+    uniform = ExpertWeights(num_experts=32, per_token=4, num_layers=12, num_bytes=0, num_weights=0)
+    for num in (4, 16):
+        assert distinct_experts(model, [(text[:32], text[32:])], num) == pytest.approx(uniform.distinct(num), rel=0.05)
 
 
 def test_drafts_fit(hybrid):
@@ -121,5 +131,5 @@ def test_latency_of_a_hybrid_with_eagle3(capsys, monkeypatch):
 
 def test_transformers_is_timed_no_longer_than_asked(hybrid):
     assert [row["what"] for row in hf_rows(hybrid, [5, 6, 7], 8, seconds=0.0)] == ["hf_ttft"]
-    timed = list(hf_rows(hybrid, [5, 6, 7], 6, seconds=20.0))[1]
-    assert timed["hf_new_tokens"] == 6
+    timed = list(hf_rows(hybrid, [5, 6, 7], 6, seconds=20.0, widths=(1, 3)))[1]
+    assert timed["hf_new_tokens"] == 6 and timed["experts_in_use"][1] == 2.0 <= timed["experts_in_use"][3] <= 4.0

@@ -1,13 +1,11 @@
-"""Experts that verify forwards use, measured on the target's own text in eager forwards."""
+"""What verify forwards of a mixture of experts cost, measured on the target's own text, and said in words."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from transformers import PreTrainedModel
 
-from specdec.targets.weight_bytes import VerifyCost, expert_modules, verify_cost
+from specdec.measure.experts import distinct_experts
+from specdec.targets.weight_bytes import VerifyCost, verify_cost
 
 
 def measure_verify(
@@ -15,14 +13,11 @@ def measure_verify(
 ) -> VerifyCost | None:
     """Return the VerifyCost of chains of `num_nodes` tokens on `texts`, pairs of a prompt and its answer (ids).
 
-    A node's choice depends on its path alone, so that neighbouring tokens of an answer choose what they would as
-    accepted nodes. None if the model has no routed experts.
+    None if the model has no routed experts.
     """
     if verify_cost(model, num_nodes) is None:
         return None
-    counts = [count for prompt, answer in texts for count in _distinct(model, prompt, answer, num_nodes)]
-    distinct = float(torch.cat(counts).float().mean()) if counts else None
-    return verify_cost(model, num_nodes, distinct)
+    return verify_cost(model, num_nodes, distinct_experts(model, texts, num_nodes))
 
 
 def remark(cost: VerifyCost, break_even: float) -> str:
@@ -38,35 +33,3 @@ def remark(cost: VerifyCost, break_even: float) -> str:
     if break_even < cost.num_nodes:
         return what
     return f"{what}; a round yields {cost.num_nodes} at most, so that speculation of this depth cannot pay"
-
-
-@torch.no_grad()
-def _distinct(
-    model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int], num_nodes: int
-) -> Iterator[torch.Tensor]:
-    """Yield, of each layer, [windows] int64: experts that each `num_nodes` neighbouring tokens of the answer use."""
-    with _choices(model) as chosen:
-        model(input_ids=torch.tensor([[*prompt, *answer]], device=model.device), use_cache=False)
-    for ids in chosen:
-        own = ids[len(prompt) :]
-        if len(own) >= num_nodes:
-            windows = own.unfold(0, num_nodes, 1).flatten(1).sort(1).values  # [windows, num_nodes * k]
-            yield 1 + (windows.diff(dim=1) != 0).sum(1)
-
-
-@contextmanager
-def _choices(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Within it, every call of a layer's experts adds their ids [T, k] to the list."""
-    seen: list[torch.Tensor] = []
-
-    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = (*args, *kwargs.values())
-        ids = next(t for t in given if isinstance(t, torch.Tensor) and not t.is_floating_point())
-        seen.append(ids.reshape(-1, ids.shape[-1]))
-
-    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in expert_modules(model)]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -14,7 +14,9 @@ from transformers.distributed import DistributedConfig
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from specdec.heads.nextn import NextNHead
 from specdec.measure.sizes import SHAPES, check_shape
+from specdec.targets.weight_bytes import expert_modules
 
+APART = 8.0  # std of embeddings before experts: else all tokens look alike in deep layers, and choose the same ones
 OWN_LAYERS = 16  # of a sharded target that have weights of their own; the others have copies, as a rank makes all first
 
 
@@ -36,6 +38,8 @@ def make_target(shape: str, device: str, dtype: torch.dtype | None = None, **opt
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for name, buffer in model.named_buffers():
         assert not name.endswith("inv_freq") or buffer.dtype == torch.float32, "rotary frequencies must stay exact"
+    if expert_modules(model):
+        model.get_input_embeddings().weight.data.normal_(0, APART)
     return model.eval()
 
 

@@ -64,8 +64,11 @@ class Run:
         for tokens in lengths:
             cell = Cell(1, tokens)
             prompt = self.subject.prompts(cell)[0]
-            for row in hf_rows(self.subject.model, prompt, self.plan.new_tokens, min(HF_S, self.left)):
+            widths = {Draft.parse(text).width for text in self.plan.drafts}
+            rows = hf_rows(self.subject.model, prompt, self.plan.new_tokens, min(HF_S, self.left), sorted(widths))
+            for row in rows:
                 self._add({**self._key("hf", Draft(), cell), **row})
+        self._free()
 
     def engines(self) -> Iterator[None]:
         """Measure engine by engine, those of short contexts first; yields after each, so that rows can be written."""
@@ -96,9 +99,13 @@ class Run:
             if engine is not None:
                 engine.detach()
             del engine
-            gc.collect()
-            if subject.device == "cuda":
-                torch.cuda.empty_cache()
+            self._free()
+
+    def _free(self) -> None:
+        """Give back what nothing refers to any more."""
+        gc.collect()
+        if self.subject.device == "cuda":
+            torch.cuda.empty_cache()
 
     def _attach(self, mode: str, draft: Draft, cells: list[Cell]) -> Engine | None:
         """Return an engine for `cells`, the largest of which are dropped until it fits; None where none does."""
