@@ -25,10 +25,12 @@ from specdec.graphs.trace import Traced
 from specdec.layer_state import LayerState
 from specdec.targets.equality import differences
 from specdec.targets.experts import expert_configs, experts_routed
-from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
+from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached, layer_id, number_layers
 from specdec.targets.mixers import mixers_routed, mixers_unnumbered
-from specdec.targets.overrides import answering, attention_configs, attention_implementation
-from specdec.targets.probe import ModelSpec, Positions, probe
+from specdec.targets.overrides import answering, attention_configs, attention_implementation, unwarned, warning_models
+from specdec.targets.own_attention import own_replaced
+from specdec.targets.probe import ModelSpec, probe
+from specdec.targets.recording import Positions
 from specdec.targets.ropes import ORIGINAL, constant_ropes, varying_ropes
 from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.sharded import Sharded, find_group, plain
@@ -46,8 +48,13 @@ def _routed_attention(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any = None, **kw: Any
 ) -> tuple[torch.Tensor, None]:
     """Route HF's attention call, q/k/v [1, heads, T, dim], through our op; return [1, T, heads, v_dim]."""
-    out = attention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), getattr(module, LAYER_ID))
+    out = attention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), layer_id(module))
     return out.unsqueeze(0), None
+
+
+def _routed_own(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
+    """Route the attention of a module's own method, q/k/v [1, heads, T, dim]; return [1, heads, T, v_dim]."""
+    return _routed_attention(module, q, k, v)[0].transpose(1, 2)
 
 
 AttentionInterface.register("specdec", _routed_attention)
@@ -95,12 +102,13 @@ class HFTarget:
         self._configs = attention_configs(model)
         self._expert_configs = expert_configs(model)
         self._ropes = varying_ropes(model)
+        self._warning_models = warning_models(model)
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
         self._addresses: dict[str, int] = {}
         self._last_position: int | None = None
         _warn_about_rotary(model)
-        for i, module in enumerate(self.spec.modules):
-            setattr(module, LAYER_ID, i)
+        self._turns = number_layers(self.spec.modules)
+        for module in self.spec.modules:
             setattr(module, ATTACHED, Mark(self))
         setattr(model, ATTACHED, Mark(self))
         self._check_equality()
@@ -212,14 +220,18 @@ class HFTarget:
         """Run the live model's own layers, with the outputs of `tapped`; needs `routed`. This is what gets traced."""
         wanted: Any = list(self.tapped) or False
         out = self.spec.stack(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            output_hidden_states=wanted,
-            **({"past_key_values": Positions(positions)} if self.spec.counts_positions else {}),
+            input_ids=input_ids.unsqueeze(0), use_cache=False, output_hidden_states=wanted, **self._placed(positions)
         )
         aux = torch.cat([out.hidden_states[i][0] for i in self.tapped], -1) if self.tapped else None
         return out.last_hidden_state[0], aux
+
+    def _placed(self, positions: torch.Tensor) -> dict[str, Any]:
+        """Return the arguments by which the live model gets to know `positions` [T]."""
+        arguments: dict[str, Any] = {"past_key_values": Positions(positions)} if self.spec.counts_positions else {}
+        if self.spec.takes_positions:
+            return {"position_ids": positions.unsqueeze(0), **arguments}
+        # Without a mask it would make one as long as the cache and the text.
+        return {"attention_mask": torch.ones_like(positions).unsqueeze(0), **arguments}
 
     @property
     def tapped(self) -> tuple[int, ...]:
@@ -230,8 +242,17 @@ class HFTarget:
     def routed(self) -> Iterator[None]:
         """Route the live model's attention calls, its recurrent layers and its experts' products to us within it."""
         experts, ropes = experts_routed(self._expert_configs), constant_ropes(self._ropes)
-        mixers = mixers_routed(self.spec.mixers)
-        with attention_implementation(self._configs, "specdec"), experts, ropes, mixers:
+        mixers, own = mixers_routed(self.spec.mixers), own_replaced(self.spec.own_attention, _routed_own)
+        for turns in self._turns:
+            turns.begin()
+        with (
+            attention_implementation(self._configs, "specdec"),
+            experts,
+            ropes,
+            mixers,
+            own,
+            unwarned(self._warning_models),
+        ):
             yield
 
     @contextmanager
@@ -244,8 +265,7 @@ class HFTarget:
             with mixers_unnumbered(self.spec.mixers):
                 yield
         finally:
-            for i, module in enumerate(self.spec.modules):
-                setattr(module, LAYER_ID, i)
+            self._turns = number_layers(self.spec.modules)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""
