@@ -5,8 +5,9 @@ and only while we run it (the implementation name is set on its configs inside `
 """
 
 import gc
+import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError, GraphError, RankError
 from specdec.graphs.trace import Traced
 from specdec.layer_state import LayerState
-from specdec.targets.equality import differences
+from specdec.targets.equality import Difference, Run, differences
 from specdec.targets.experts import expert_configs, experts_routed
 from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached, layer_id, number_layers
 from specdec.targets.mixers import mixers_routed, mixers_unnumbered
@@ -58,6 +59,11 @@ def _routed_own(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 
 AttentionInterface.register("specdec", _routed_attention)
+
+_COUNTED = (
+    "{name} has two answers to a text: its generate() counts positions from 0, its forward without position_ids from "
+    "elsewhere. The engine gives the text of generate(), and likelihoods by the same positions."
+)
 
 
 class HFTarget:
@@ -119,23 +125,39 @@ class HFTarget:
         def run(metadata: AttentionMetadata, ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.layers(metadata.mode, ids, metadata.positions)[0])
 
-        def own(ids: torch.Tensor) -> torch.Tensor:
-            return self.model(input_ids=ids, use_cache=False).logits
+        def own(ids: torch.Tensor, **placed: torch.Tensor) -> torch.Tensor:
+            return self.model(input_ids=ids, use_cache=False, **placed).logits
 
+        def generating(ids: torch.Tensor) -> torch.Tensor:
+            return own(ids, position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
+
+        found = self._differences(run, own)
+        if not self._is_refused(found):
+            return
+        is_placed = "position_ids" in inspect.signature(self.model.forward).parameters
+        if is_placed and not self._is_refused(self._differences(run, generating)):
+            warnings.warn(_COUNTED.format(name=type(self.model).__name__), stacklevel=5)
+            return
+        worst = next((d for d in found if d.is_too_large), found[0])
+        raise AttachError(type(self.model).__name__, [str(worst), *self.spec.doubts])
+
+    def _differences(self, run: Run, own: Callable[[torch.Tensor], torch.Tensor]) -> list[Difference]:
+        """Compare our route with `own`, which maps ids [B, L] to logits; AttachError if that cannot be done."""
         try:
-            found = differences(self.spec, run, own, self.dtype, self.device)
+            return differences(self.spec, run, own, self.dtype, self.device)
         except (RankError, DistError):
             raise
         except Exception as error:
             reason = f"it could not be compared with its own forward: {error}"
             raise AttachError(type(self.model).__name__, [reason, *self.spec.doubts]) from error
+
+    def _is_refused(self, found: Sequence[Difference]) -> bool:
+        """Return whether the logits differ on any of the ranks."""
         is_refused = any(d.is_too_large for d in found)
         if self.comm is not None:
             verdict = torch.tensor([float(is_refused)], device=self.device)
             is_refused = bool(self.comm.all_reduce(verdict) > 0)
-        if is_refused:
-            worst = next((d for d in found if d.is_too_large), found[0])
-            raise AttachError(type(self.model).__name__, [str(worst), *self.spec.doubts])
+        return is_refused
 
     @property
     def group(self) -> str:

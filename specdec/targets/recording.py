@@ -26,7 +26,7 @@ HARMLESS_TENSORS = frozenset({"position_ids", "s_aux", "position_embeddings", "c
 
 @dataclass
 class Call:
-    """An attention call. own_window: what the module's own method sees beside the mask. problems: reasons against it."""
+    """An attention call. own_window: what its module's own method lets it see. problems: reasons against it."""
 
     module: nn.Module
     spec: LayerSpec
