@@ -1,4 +1,4 @@
-"""Models whose attention or positions need a seam of their own: own methods, several calls a forward, counted positions."""
+"""Models that need a seam of their own: attention in own methods, modules called several times, counted positions."""
 
 import pytest
 import torch

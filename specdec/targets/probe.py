@@ -9,7 +9,7 @@ model is known by name.
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ def probe(model: PreTrainedModel) -> ModelSpec:
     takes_positions = not recording.asks_length or "position_ids" in inspect.signature(stack.forward).parameters
     return ModelSpec(
         modules=modules,
-        layers=tuple(with_reach(c, recording) for c in recording.calls),
+        layers=_layers(recording),
         sinks=tuple(c.sinks for c in recording.calls),
         hidden_size=config.hidden_size,
         vocab_size=vocab_size_of(model),
@@ -113,6 +113,15 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         recurrent=recurrent,
         num_layers=config.num_hidden_layers if mixers or is_repeated else len(recording.calls),
     )
+
+
+def _layers(recording: Recording) -> tuple[LayerSpec, ...]:
+    """Return the specs of the calls, in their order, with turns of modules that attend several times in a row."""
+    layers: list[LayerSpec] = []
+    for i, call in enumerate(recording.calls):
+        is_again = i > 0 and recording.calls[i - 1].module is call.module
+        layers.append(replace(with_reach(call, recording), turn=layers[-1].turn + 1 if is_again else 0))
+    return tuple(layers)
 
 
 @dataclass
