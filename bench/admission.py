@@ -64,11 +64,21 @@ SIZES: dict[str, Any] = {
     "is_decoder": True,
 }
 _RECURRENT = {"layer_types": ["conv", "full_attention"] * 2}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_INDEXED = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
 OWN: dict[str, dict[str, Any]] = {  # what a type's config wants beside sizes, to have all of its kinds of layers
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "lfm2": _RECURRENT,
     "lfm2_moe": _RECURRENT,
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "qwen4_exp_text": _INDEXED,
     "dbrx": {
         "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96},

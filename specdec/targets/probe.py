@@ -24,7 +24,14 @@ from specdec.targets.mixers import Mixer, find_mixers, mixers_routed, renumber_m
 from specdec.targets.overrides import answering
 from specdec.targets.own_attention import OwnAttention, find_own_attention
 from specdec.targets.placement import placement_reasons
-from specdec.targets.reasons import call_reasons, foreign_layers, static_reasons, unrouted_layers, with_reach
+from specdec.targets.reasons import (
+    call_reasons,
+    failure_reasons,
+    foreign_layers,
+    static_reasons,
+    unrouted_layers,
+    with_reach,
+)
 from specdec.targets.recorder import ConvShape, record_mixers
 from specdec.targets.recording import PassThroughCache, Recording, probing
 from specdec.targets.shape import position_limit, vocab_size_of
@@ -71,10 +78,11 @@ def probe(model: PreTrainedModel) -> ModelSpec:
     config = model.config.get_text_config()
     mixers = find_mixers(model)
     own = find_own_attention(model, position_limit(config)[0])
+    seen: list[Recording] = []
     try:
-        first = _first_forward(model, own, ids, may_cache=not mixers)
+        first = _first_forward(model, own, ids, seen, may_cache=not mixers)
     except Exception as error:
-        reasons = [*static_reasons(model), f"the probe forward failed: {error}", *foreign_layers(model)]
+        reasons = [*static_reasons(model), *failure_reasons(error, seen[-1]), *foreign_layers(model)]
         raise AttachError(name, reasons) from error
     recording, logits = first.recording, first.logits
     reasons = static_reasons(model) + call_reasons(recording, model, bool(mixers))
@@ -136,9 +144,10 @@ class _Forward:
 
 def _first_forward(model: PreTrainedModel, own: Sequence[OwnAttention], ids: torch.Tensor, may_cache: bool) -> _Forward:
     """Run `model` with a cache, which some need, or else without, since a cache may not know its layers' types, and
-    recurrent layers take another way with one."""
+    recurrent layers take another way with one. seen: gets a recording of each try."""
     for has_cache in (True, False) if may_cache else (False,):
         recording, outputs = Recording(), dict[nn.Module, Callable[..., Any]]()
+        seen.append(recording)
         try:
             with probing(model, recording, own), _recorded_outputs(list(model.modules())[1:], outputs):
                 logits = model(input_ids=ids, **_cache_arguments(model, has_cache)).logits

@@ -27,6 +27,13 @@ def static_reasons(model: PreTrainedModel) -> list[str]:
     return reasons
 
 
+def failure_reasons(error: Exception, recording: Recording) -> list[str]:
+    """Return why the probe's forward failed with `error`, after what was recorded."""
+    if recording.masks and not recording.calls:  # masks stand for themselves there, and cannot be computed with
+        return [f"its layers compute with masks themselves, so their attention cannot be routed ({error})"]
+    return [f"the probe forward failed: {error}"]
+
+
 def call_reasons(recording: Recording, model: PreTrainedModel, is_recurrent: bool) -> list[str]:
     """Return reasons found in what was recorded."""
     calls = recording.calls
