@@ -142,7 +142,9 @@ class _Forward:
     has_cache: bool
 
 
-def _first_forward(model: PreTrainedModel, own: Sequence[OwnAttention], ids: torch.Tensor, may_cache: bool) -> _Forward:
+def _first_forward(
+    model: PreTrainedModel, own: Sequence[OwnAttention], ids: torch.Tensor, seen: list[Recording], may_cache: bool
+) -> _Forward:
     """Run `model` with a cache, which some need, or else without, since a cache may not know its layers' types, and
     recurrent layers take another way with one. seen: gets a recording of each try."""
     for has_cache in (True, False) if may_cache else (False,):
