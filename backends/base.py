@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ class LayerSpec:
     softcap: logits become softcap * tanh(logits / softcap).
     has_sinks: a logit per query head joins the softmax denominator.
     v_in_k: V is the first v_dim elements of K (a latent), and is not stored again.
+    turn: calls that its module has made just before, whose answers have not been read when it attends.
     """
 
     num_heads: int
@@ -35,11 +36,17 @@ class LayerSpec:
     has_sinks: bool = False
     v_in_k: bool = False
     chunk: int | None = None
+    turn: int = field(default=0, compare=False)
 
     @property
     def sees_all(self) -> bool:
         """Whether no key is hidden for being far away."""
         return self.window is None and self.chunk is None
+
+    @property
+    def answer(self) -> tuple[int, int, int]:
+        """What an output buffer must fit to be this layer's: heads and dimension of a token, and the turn."""
+        return self.num_heads, self.v_dim, self.turn
 
     @property
     def shape(self) -> LayerShape:

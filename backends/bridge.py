@@ -35,13 +35,13 @@ class AttentionBridge:
         device: torch.device,
         interrupt: Interrupt,
     ):
-        def buffers(shapes: set[tuple[int, int]]) -> dict[tuple[int, int], torch.Tensor]:
-            return {shape: torch.zeros(max_tokens, *shape, dtype=dtype, device=device) for shape in sorted(shapes)}
+        def buffers(shapes: set[tuple[int, ...]]) -> dict[tuple[int, ...], torch.Tensor]:
+            return {shape: torch.zeros(max_tokens, *shape[:2], dtype=dtype, device=device) for shape in sorted(shapes)}
 
         self.context = context
         self._interrupt = interrupt
         self._q = buffers({(s.num_heads, s.qk_dim) for s in context.layers})
-        self._out = buffers({(s.num_heads, s.v_dim) for s in context.layers})
+        self._out = buffers({s.answer for s in context.layers})
         self._live: list[AttentionCall] = []  # of the replay in flight, by layer
         self._requests = None if context.state_pool is None else _Requests(context.state_pool.num_rows, device)
 
@@ -65,7 +65,7 @@ class AttentionBridge:
                 answer[num_tokens:size].zero_()
         q, out = ({shape: t[:num_tokens] for shape, t in own.items()} for own in (self._q, self._out))
         self._live = [
-            AttentionCall(q[s.num_heads, s.qk_dim], None, None, out[s.num_heads, s.v_dim], c.pool, i, s, sinks)
+            AttentionCall(q[s.num_heads, s.qk_dim], None, None, out[s.answer], c.pool, i, s, sinks)
             for i, (s, sinks) in enumerate(zip(c.layers, c.sinks, strict=True))
         ]
 
@@ -81,7 +81,7 @@ class AttentionBridge:
         layer, num_tokens = call.layer, slots.shape[0]
         self.context.backend.store(call, slots, self._q[layer.num_heads, layer.qk_dim][:num_tokens])
         self._interrupt(partial(self._attend_live, call.layer_id))
-        return self._out[layer.num_heads, layer.v_dim][:num_tokens]
+        return self._out[layer.answer][:num_tokens]
 
     def _attend_live(self, layer_id: int) -> None:
         """Run the attention of one layer of the planned forward."""

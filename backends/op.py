@@ -90,7 +90,7 @@ class ForwardContext:
 class _PaddedScope:
     """Answers attention calls with one output for all layers of a shape, zeroed once: backends write live rows only.
 
-    A layer's answer has been read when the next layer attends.
+    A layer's answer has been read when the next layer attends, unless that is another turn of its module.
     """
 
     context: ForwardContext
@@ -99,11 +99,11 @@ class _PaddedScope:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
     ) -> torch.Tensor:
-        shape = q.shape[0], q.shape[1], v.shape[2]
-        if shape not in self.outputs:
-            self.outputs[shape] = q.new_zeros(shape)
-        self.context.backend.run(self.context.call(q, k, v, self.outputs[shape], layer_id, rope))
-        return self.outputs[shape]
+        place = (q.shape[0], *self.context.layers[layer_id].answer)
+        if place not in self.outputs:
+            self.outputs[place] = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+        self.context.backend.run(self.context.call(q, k, v, self.outputs[place], layer_id, rope))
+        return self.outputs[place]
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,29 @@ SIZES: dict[str, Any] = {
     "is_decoder": True,
 }
 _RECURRENT = {"layer_types": ["conv", "full_attention"] * 2}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_INDEXED = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
 OWN: dict[str, dict[str, Any]] = {  # what a type's config wants beside sizes, to have all of its kinds of layers
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "lfm2": _RECURRENT,
     "lfm2_moe": _RECURRENT,
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "qwen4_exp_text": _INDEXED,
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96},
+    },
+    "longcat_flash": {"num_layers": 2, "expert_ffn_hidden_size": 48, "zero_expert_num": 2, "num_key_value_heads": 4},
+    "mamba2": {"num_heads": 8, "n_groups": 1},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2, "attention_head_dim": 32},
     "zaya": {"num_experts_per_tok": 1},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
 }

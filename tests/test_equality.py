@@ -7,7 +7,8 @@ import transformers as tf
 import specdec
 from specdec.backends import TorchBackend, pick_backend, unmet_needs
 from specdec.targets.hf import HFTarget
-from specdec.targets.probe import Positions, probe
+from specdec.targets.probe import probe
+from specdec.targets.recording import Positions
 from tests.tiny_models import _BASE, VOCAB, random_weights, tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -144,5 +144,5 @@ def test_a_draft_serves_one_engine_at_a_time():
 def test_a_model_that_cannot_be_routed_is_no_draft():
     model = tiny_model("llama")
     with pytest.raises(specdec.AttachError, match="AttentionInterface"):
-        specdec.attach(model, tiny_model("gptj"))
+        specdec.attach(model, tiny_model("rwkv"))
     assert untouched(model)

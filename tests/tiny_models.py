@@ -81,11 +81,41 @@ CONFIGS = {
         attn_scale=1.0,
     ),
     "rwkv": lambda: tf.RwkvConfig(vocab_size=VOCAB, context_length=64, hidden_size=32, num_hidden_layers=2),
-    "gptj": lambda: tf.GPTJConfig(vocab_size=VOCAB, n_positions=256, n_embd=64, n_layer=2, n_head=4, rotary_dim=16),
+    "gptj": lambda: tf.GPTJConfig(vocab_size=VOCAB, n_positions=256, n_embd=64, n_layer=4, n_head=4, rotary_dim=16),
+    "gpt_neo": lambda: tf.GPTNeoConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_layers=4,
+        num_heads=4,
+        attention_types=[[["global", "local"], 2]],
+        window_size=WINDOW,
+        max_position_embeddings=256,
+    ),
+    "openai_gpt": lambda: tf.OpenAIGPTConfig(vocab_size=VOCAB, n_positions=128, n_embd=64, n_layer=4, n_head=4),
+    "diffllama": lambda: tf.DiffLlamaConfig(**_BASE, head_dim=HEAD_DIM),
+    "hrm_text": lambda: tf.HrmTextConfig(
+        **{**_BASE, "num_hidden_layers": 8}, head_dim=HEAD_DIM, num_layers_per_stack=2, H_cycles=2, L_cycles=1
+    ),
+    "bart": lambda: tf.BartConfig(
+        vocab_size=VOCAB,
+        d_model=64,
+        decoder_layers=4,
+        encoder_layers=4,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=96,
+        max_position_embeddings=256,
+        is_decoder=True,
+        is_encoder_decoder=False,
+        forced_eos_token_id=None,
+    ),
+    "roberta": lambda: tf.RobertaConfig(**_BASE, is_decoder=True),
 }
 ADMITTED = ("llama", "qwen2_windowed", "qwen3", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3")
 CHUNKED = ("llama4",)  # served by the torch backend only
-REFUSED = ("rwkv", "gptj")
+OWN_METHODS = ("gptj", "gpt_neo", "openai_gpt")  # they attend in a method of their own, not through AttentionInterface
+REPEATED = ("diffllama", "hrm_text")  # their attention modules are called several times a forward
+COUNTED = ("bart", "roberta")  # their positions are counted, or numbered in two ways
+REFUSED = ("rwkv",)
 
 
 def tiny_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tf.PreTrainedModel:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from specdec.backends import LayerSpec
 from specdec.backends.rope import Rope
 from specdec.heads.base import Attend, DraftHead
-from specdec.targets.probe import attention_spec
+from specdec.targets.recording import attention_spec
 from specdec.targets.shape import LAST, vocab_size_of
 
 IMPLEMENTATION = "specdec_head"  # attention of a head's layers: calls what its attention module was handed

@@ -5,8 +5,9 @@ and only while we run it (the implementation name is set on its configs inside `
 """
 
 import gc
+import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +24,14 @@ from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError, GraphError, RankError
 from specdec.graphs.trace import Traced
 from specdec.layer_state import LayerState
-from specdec.targets.equality import differences
+from specdec.targets.equality import Difference, Run, differences
 from specdec.targets.experts import expert_configs, experts_routed
-from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
+from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached, layer_id, number_layers
 from specdec.targets.mixers import mixers_routed, mixers_unnumbered
-from specdec.targets.overrides import answering, attention_configs, attention_implementation
-from specdec.targets.probe import ModelSpec, Positions, probe
+from specdec.targets.overrides import answering, attention_configs, attention_implementation, unwarned, warning_models
+from specdec.targets.own_attention import own_replaced
+from specdec.targets.probe import ModelSpec, probe
+from specdec.targets.recording import Positions
 from specdec.targets.ropes import ORIGINAL, constant_ropes, varying_ropes
 from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.sharded import Sharded, find_group, plain
@@ -46,11 +49,21 @@ def _routed_attention(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any = None, **kw: Any
 ) -> tuple[torch.Tensor, None]:
     """Route HF's attention call, q/k/v [1, heads, T, dim], through our op; return [1, T, heads, v_dim]."""
-    out = attention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), getattr(module, LAYER_ID))
+    out = attention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), layer_id(module))
     return out.unsqueeze(0), None
 
 
+def _routed_own(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
+    """Route the attention of a module's own method, q/k/v [1, heads, T, dim]; return [1, heads, T, v_dim]."""
+    return _routed_attention(module, q, k, v)[0].transpose(1, 2)
+
+
 AttentionInterface.register("specdec", _routed_attention)
+
+_COUNTED = (
+    "{name} has two answers to a text: its generate() counts positions from 0, its forward without position_ids from "
+    "elsewhere. The engine gives the text of generate(), and likelihoods by the same positions."
+)
 
 
 class HFTarget:
@@ -95,12 +108,13 @@ class HFTarget:
         self._configs = attention_configs(model)
         self._expert_configs = expert_configs(model)
         self._ropes = varying_ropes(model)
+        self._warning_models = warning_models(model)
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
         self._addresses: dict[str, int] = {}
         self._last_position: int | None = None
         _warn_about_rotary(model)
-        for i, module in enumerate(self.spec.modules):
-            setattr(module, LAYER_ID, i)
+        self._turns = number_layers(self.spec.modules)
+        for module in self.spec.modules:
             setattr(module, ATTACHED, Mark(self))
         setattr(model, ATTACHED, Mark(self))
         self._check_equality()
@@ -111,23 +125,39 @@ class HFTarget:
         def run(metadata: AttentionMetadata, ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.layers(metadata.mode, ids, metadata.positions)[0])
 
-        def own(ids: torch.Tensor) -> torch.Tensor:
-            return self.model(input_ids=ids, use_cache=False).logits
+        def own(ids: torch.Tensor, **placed: torch.Tensor) -> torch.Tensor:
+            return self.model(input_ids=ids, use_cache=False, **placed).logits
 
+        def generating(ids: torch.Tensor) -> torch.Tensor:
+            return own(ids, position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
+
+        found = self._differences(run, own)
+        if not self._is_refused(found):
+            return
+        is_placed = "position_ids" in inspect.signature(self.model.forward).parameters
+        if is_placed and not self._is_refused(self._differences(run, generating)):
+            warnings.warn(_COUNTED.format(name=type(self.model).__name__), stacklevel=5)
+            return
+        worst = next((d for d in found if d.is_too_large), found[0])
+        raise AttachError(type(self.model).__name__, [str(worst), *self.spec.doubts])
+
+    def _differences(self, run: Run, own: Callable[[torch.Tensor], torch.Tensor]) -> list[Difference]:
+        """Compare our route with `own`, which maps ids [B, L] to logits; AttachError if that cannot be done."""
         try:
-            found = differences(self.spec, run, own, self.dtype, self.device)
+            return differences(self.spec, run, own, self.dtype, self.device)
         except (RankError, DistError):
             raise
         except Exception as error:
             reason = f"it could not be compared with its own forward: {error}"
             raise AttachError(type(self.model).__name__, [reason, *self.spec.doubts]) from error
+
+    def _is_refused(self, found: Sequence[Difference]) -> bool:
+        """Return whether the logits differ on any of the ranks."""
         is_refused = any(d.is_too_large for d in found)
         if self.comm is not None:
             verdict = torch.tensor([float(is_refused)], device=self.device)
             is_refused = bool(self.comm.all_reduce(verdict) > 0)
-        if is_refused:
-            worst = next((d for d in found if d.is_too_large), found[0])
-            raise AttachError(type(self.model).__name__, [str(worst), *self.spec.doubts])
+        return is_refused
 
     @property
     def group(self) -> str:
@@ -212,14 +242,18 @@ class HFTarget:
         """Run the live model's own layers, with the outputs of `tapped`; needs `routed`. This is what gets traced."""
         wanted: Any = list(self.tapped) or False
         out = self.spec.stack(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            output_hidden_states=wanted,
-            **({"past_key_values": Positions(positions)} if self.spec.counts_positions else {}),
+            input_ids=input_ids.unsqueeze(0), use_cache=False, output_hidden_states=wanted, **self._placed(positions)
         )
         aux = torch.cat([out.hidden_states[i][0] for i in self.tapped], -1).to(self.dtype) if self.tapped else None
         return out.last_hidden_state[0].to(self.dtype), aux
+
+    def _placed(self, positions: torch.Tensor) -> dict[str, Any]:
+        """Return the arguments by which the live model gets to know `positions` [T]."""
+        arguments: dict[str, Any] = {"past_key_values": Positions(positions)} if self.spec.counts_positions else {}
+        if self.spec.takes_positions:
+            return {"position_ids": positions.unsqueeze(0), **arguments}
+        # Without a mask it would make one as long as the cache and the text.
+        return {"attention_mask": torch.ones_like(positions).unsqueeze(0), **arguments}
 
     @property
     def tapped(self) -> tuple[int, ...]:
@@ -230,8 +264,17 @@ class HFTarget:
     def routed(self) -> Iterator[None]:
         """Route the live model's attention calls, its recurrent layers and its experts' products to us within it."""
         experts, ropes = experts_routed(self._expert_configs), constant_ropes(self._ropes)
-        mixers = mixers_routed(self.spec.mixers)
-        with attention_implementation(self._configs, "specdec"), experts, ropes, mixers:
+        mixers, own = mixers_routed(self.spec.mixers), own_replaced(self.spec.own_attention, _routed_own)
+        for turns in self._turns:
+            turns.begin()
+        with (
+            attention_implementation(self._configs, "specdec"),
+            experts,
+            ropes,
+            mixers,
+            own,
+            unwarned(self._warning_models),
+        ):
             yield
 
     @contextmanager
@@ -244,8 +287,7 @@ class HFTarget:
             with mixers_unnumbered(self.spec.mixers):
                 yield
         finally:
-            for i, module in enumerate(self.spec.modules):
-                setattr(module, LAYER_ID, i)
+            self._turns = number_layers(self.spec.modules)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""

@@ -1,6 +1,7 @@
 """Marks on the modules of a live model: which target they belong to, and the numbers of its attention layers."""
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -31,3 +32,37 @@ def is_attached(module: nn.Module) -> bool:
     """Return whether `module` belongs to a target that is alive."""
     mark = getattr(module, ATTACHED, None)
     return mark is not None and mark.owner() is not None
+
+
+class Turns:
+    """The layer ids of a module that attends several times a forward, in the order of its calls."""
+
+    def __init__(self, layer_ids: Sequence[int]):
+        self._layer_ids, self._turn = tuple(layer_ids), 0
+
+    def take(self) -> int:
+        """Return the id of the next call; after the last one it is the first one's again."""
+        layer_id = self._layer_ids[self._turn]
+        self._turn = (self._turn + 1) % len(self._layer_ids)
+        return layer_id
+
+    def begin(self) -> None:
+        """Begin a forward, whatever became of the one before."""
+        self._turn = 0
+
+
+def layer_id(module: nn.Module) -> int:
+    """Return the number of the attention call that `module` makes now."""
+    number = getattr(module, LAYER_ID)
+    return number.take() if isinstance(number, Turns) else number
+
+
+def number_layers(modules: Sequence[nn.Module]) -> list[Turns]:
+    """Number `modules`, in the order of their calls; return the turns of those that are called several times."""
+    ids: dict[nn.Module, list[int]] = {}
+    for i, module in enumerate(modules):
+        ids.setdefault(module, []).append(i)
+    turns = {module: Turns(numbers) for module, numbers in ids.items() if len(numbers) > 1}
+    for module, (first, *_) in ids.items():
+        setattr(module, LAYER_ID, turns.get(module, first))
+    return list(turns.values())

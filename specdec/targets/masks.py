@@ -1,6 +1,7 @@
 """Classifies mask functions of transformers by their values far out: causal, a window, chunks, or something else."""
 
 from collections.abc import Callable
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ class Reach(NamedTuple):
 def classify_mask(mask_function: Callable[..., Any], device: torch.device) -> str | Reach:
     """Return how far back queries see by a mask function of transformers, or a phrase that says what else it is."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
+    mask_function = _far_out(mask_function)
 
     def first_visible(q: int) -> int | str:
         keys = torch.arange(FAR + 1, device=device)
@@ -45,3 +47,16 @@ def classify_mask(mask_function: Callable[..., Any], device: torch.device) -> st
     if isinstance(before, int) and all(first == q - q % (firsts[FAR] - before) for q, first in firsts.items()):
         return Reach(chunk=firsts[FAR] - before)
     return "a mask whose width depends on the position"
+
+
+def _far_out(value: Any) -> Any:
+    """Return `value`, found in the closure of a mask function, without the end of the text: a tensor by row and token
+    that puts all tokens in the block -1, which is none (of an image, say), puts those there that follow, too."""
+    if isinstance(value, tuple):
+        return tuple(map(_far_out, value))
+    if isinstance(value, torch.Tensor) and value.dim() == 2 and bool((value == -1).all()):
+        return value[:, :1].expand(-1, FAR + 1)
+    if not isinstance(value, FunctionType) or not value.__closure__:
+        return value
+    cells = tuple(CellType(_far_out(cell.cell_contents)) for cell in value.__closure__)
+    return FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
