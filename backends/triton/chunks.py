@@ -1,11 +1,13 @@
-"""Prefills of scans by chunks of tokens: first what each needs of itself, all at once; then states, one by one.
+"""Prefills of scans by chunks of tokens: what each needs of itself, all at once; states, one by one; outputs, at once.
 
-Twin: `backends.recurrent_ref.scan_extend`, in its notation: with A the strict lower part of beta_i exp(cum_i - cum_j)
-(k_i . k_j), a chunk's u are (I + A)^-1 beta (v - (exp(cum) S)^T k), a row of the inverse at a time. Decays by element
-of the state have no such form, and few tokens no use for it: those pass one by one.
+Twin: `backends.recurrent_ref.scan_extend`, in its notation; `chunk_solve` has the first step, which only corrected
+scans and decays by key take. Decays by element of the state have no such form, and few tokens no use for it: those
+pass one by one.
 """
 
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,244 +15,236 @@ import triton.language as tl
 
 from specdec.backends.state_pool import ScanInputs, ScanLayer, ScanSpec
 from specdec.backends.triton import scan
+from specdec.backends.triton.chunk_solve import solve_kernel, weights_kernel
+from specdec.backends.triton.chunk_tiles import chunks_before, find_chunk, load_tile, product, stored_product
 from specdec.batch import AttentionMetadata
 
-CHUNK = {"head": 64, "key": 32}  # tokens; decays by key are taken a column of A at a time
-VALUES = 16  # of a program of states; more would not fit into registers
-FEWEST = 48  # tokens that are worth two launches
-PRECISION = "tf32x3"  # of products: three products of tensor cores, which together are as exact as fp32
+CHUNK = {"head": 64, "key": 64}  # tokens, 16 to 256
+FEWEST = 48  # tokens that are worth several launches
+PRECISION = "tf32x3"  # of products of fp32: three products of tensor cores, which together are as exact
+PARTS = 3  # bf16 that fp32 is taken apart into where its partner is in bf16; 2 have 16 bits
+SCRATCH = 96 << 20  # bytes; the chunks of longer prefills pass in segments
+WEIGHTS = dict(num_warps=4, num_stages=1)
+SOLVE = dict(BLOCK=64, num_warps=4, num_stages=1)  # BLOCK: columns of a product
+STATES = dict(BLOCK_P=32, STAGES=2, num_warps=4)  # STAGES: chunks under way, one of them computed
+OUTPUTS = dict(BLOCK_P=64, BLOCK_K=64, STAGES=2, num_warps=4)  # BLOCK_K: keys of a product
 
 
-@triton.jit
-def _chunks_before(qo_indptr, request, num_reqs, CHUNK: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Chunks of each request, and of all up to it, [BLOCK_R]; and of those before `request`."""
-    r = tl.arange(0, BLOCK_R)
-    begin = tl.load(qo_indptr + r, mask=r < num_reqs, other=0)
-    end = tl.load(qo_indptr + r + 1, mask=r < num_reqs, other=0)
-    num = (end - begin + CHUNK - 1) // CHUNK
-    return num, tl.cumsum(num, 0), tl.sum(tl.where(r < request, num, 0))
-
-
-@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["qo_indptr"])
-def _chunk_kernel(
-    q, k, g, beta, scores, inverse, cums, qo_indptr, num_reqs, q_t, q_h, k_t, k_h, g_t, g_h, beta_t, beta_h,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, DECAY: tl.constexpr, CORRECTED: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One head of one chunk: cum, weights of its tokens for its queries, and (I + A)^-1."""
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    num, upto, _ = _chunks_before(qo_indptr, 0, num_reqs, CHUNK, BLOCK_R)
-    request = tl.sum((upto <= chunk).to(tl.int32))
-    if request >= num_reqs:
-        return
-    is_it = tl.arange(0, BLOCK_R) == request
-    first = tl.load(qo_indptr + request) + (chunk - tl.sum(tl.where(is_it, upto - num, 0))) * CHUNK
-    end = tl.load(qo_indptr + request + 1)
-    i, n = tl.arange(0, CHUNK), tl.arange(0, BLOCK_N)
-    token = first.to(tl.int64) + i
-    inside = (token < end)[:, None] & (n < N)[None, :]
-    k += head // (H // G) * k_h + n
-    q_tile = tl.load(q + token[:, None] * q_t + head // (H // G) * q_h + n[None, :], mask=inside, other=0.0)
-    k_tile = tl.load(k[None, :] + token[:, None] * k_t, mask=inside, other=0.0).to(tl.float32)
-    q_tile = q_tile.to(tl.float32)
-    block = chunk.to(tl.int64) * H + head
-    square = block * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
-    is_seen = i[:, None] >= i[None, :]
-    if DECAY == "head":
-        cum = tl.cumsum(tl.load(g + token * g_t + head * g_h, mask=token < end, other=0.0).to(tl.float32), 0)
-        tl.store(cums + block * CHUNK + i, cum)
-        decay = tl.exp(tl.where(is_seen, cum[:, None] - cum[None, :], float("-inf")))
-        across = tl.trans(k_tile)
-        qk = tl.dot(q_tile, across, input_precision=PRECISION) * decay
-        kk = tl.dot(k_tile, across, input_precision=PRECISION) * decay
-    else:
-        g_tile = tl.load(g + token[:, None] * g_t + head * g_h + n[None, :], mask=inside, other=0.0)
-        cum = tl.cumsum(g_tile.to(tl.float32), 0)
-        cums += block * CHUNK * N + n
-        tl.store(cums[None, :] + i[:, None] * N, cum, mask=(n < N)[None, :])
-        tl.debug_barrier()  # rows are read by other threads
-        qk = tl.zeros([CHUNK, CHUNK], tl.float32)
-        kk = tl.zeros([CHUNK, CHUNK], tl.float32)
-        for j in range(0, CHUNK):
-            k_j = tl.load(k + (first.to(tl.int64) + j) * k_t, mask=(n < N) & (first + j < end), other=0.0)
-            cum_j = tl.load(cums + j * N, mask=n < N, other=0.0)
-            gap = tl.where((i >= j)[:, None], cum - cum_j[None, :], float("-inf"))
-            reached = k_j.to(tl.float32)[None, :] * tl.exp(gap)
-            qk = tl.where(i[None, :] == j, tl.sum(q_tile * reached, 1)[:, None], qk)
-            kk = tl.where(i[None, :] == j, tl.sum(k_tile * reached, 1)[:, None], kk)
-    tl.store(scores + square, qk)
-    if CORRECTED:
-        strength = tl.load(beta + token * beta_t + head * beta_h, mask=token < end, other=0.0).to(tl.float32)
-        tl.store(inverse + square, tl.where(i[:, None] > i[None, :], kk * strength[:, None], 0.0))
-        tl.debug_barrier()
-        solved = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-        for row in range(1, CHUNK):
-            weights = tl.load(inverse + block * CHUNK * CHUNK + row * CHUNK + i)
-            others = tl.sum(weights[:, None] * solved, 0)
-            solved = tl.where(i[:, None] == row, solved - others[None, :], solved)
-        tl.debug_barrier()
-        tl.store(inverse + square, solved)
-
-
-@triton.jit
-def _load_keys(x, stride, cums, i, n, left, N: tl.constexpr, DECAY: tl.constexpr):
-    """Load keys n of a chunk's vectors and of its log decays, the decays of the whole chunk apart, fp32."""
-    tile = tl.load(x + i[:, None] * stride + n[None, :], mask=(i < left)[:, None] & (n < N)[None, :], other=0.0)
-    if DECAY == "head":
-        return tile.to(tl.float32), tl.load(cums + i)[:, None]
-    else:
-        return tile.to(tl.float32), tl.load(cums + i[:, None] * N + n[None, :], mask=(n < N)[None, :], other=0.0)
-
-
-@triton.jit
-def _read(x, stride, cums, state, total, i, n, left, N: tl.constexpr, DECAY: tl.constexpr, PRECISION: tl.constexpr):
-    """Return total and what a chunk's vectors read from keys n of the state."""
-    tile, cum = _load_keys(x, stride, cums, i, n, left, N, DECAY)
-    return tl.dot(tile * tl.exp(cum), state, total, input_precision=PRECISION)
-
-
-@triton.jit
-def _written(
-    k, stride, cums, state, u, i, n, left, N: tl.constexpr, DECAY: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return keys n of the state after a chunk."""
-    tile, cum = _load_keys(k, stride, cums, i, n, left, N, DECAY)
-    if DECAY == "head":
-        last = tl.load(cums + CHUNK - 1)
-        state *= tl.exp(last)
-        gap = last - cum
-    else:
-        last = tl.load(cums + (CHUNK - 1) * N + n, mask=n < N, other=0.0)
-        state *= tl.exp(last)[:, None]
-        gap = last[None, :] - cum
-    return tl.dot(tl.trans(tile * tl.exp(gap)), u, state, input_precision=PRECISION)
-
-
-@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["rows", "prefix_lens", "qo_indptr"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "first_chunk", "num_chunks"],
+    do_not_specialize_on_alignment=["rows", "prefix_lens", "qo_indptr"],
+)
 def _states_kernel(
-    q, k, v, beta, scores, inverse, cums, out, state, rows, prefix_lens, qo_indptr, num_reqs,
-    q_t, q_h, k_t, k_h, v_t, v_h, beta_t, beta_h,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
-    DECAY: tl.constexpr, CORRECTED: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, g, cums, keys, u, w, states, state, rows, prefix_lens, qo_indptr, num_reqs, first_chunk, num_chunks,
+    k_t, k_h, v_t, v_h, g_t, g_h,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr, CORRECTED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Some values of one head of one request, chunk by chunk; its state is two tiles of keys, for want of registers."""
+    """Some values of one head of one request, chunk by chunk: the state each begins with, and its u (if corrected)."""
     head, request = tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(qo_indptr + request).to(tl.int64), tl.load(qo_indptr + request + 1)
-    if begin == end:
+    before = chunks_before(qo_indptr, request, CHUNK, BLOCK_R)
+    skipped = tl.maximum(first_chunk - before, 0)
+    num = ((end - begin + CHUNK - 1) // CHUNK).to(tl.int32)
+    num = tl.minimum(num, first_chunk + num_chunks - before) - skipped
+    if num <= 0:
         return
-    _, _, chunk = _chunks_before(qo_indptr, request, num_reqs, CHUNK, BLOCK_R)
-    block = chunk.to(tl.int64) * H + head
-    i, low = tl.arange(0, CHUNK), tl.arange(0, BLOCK_N // 2)
-    high = BLOCK_N // 2 + low
-    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    is_value, is_low, is_high = (p < P)[None, :], (low < N)[:, None], (high < N)[:, None]
-    row = tl.load(rows + request).to(tl.int64)
-    state += (row * H + head) * (N * P) + p[None, :]
-    has_prefix = tl.load(prefix_lens + request) > 0
-    lower = tl.load(state + low[:, None] * P, mask=is_low & is_value & has_prefix, other=0.0)
-    upper = tl.load(state + high[:, None] * P, mask=is_high & is_value & has_prefix, other=0.0)
-    q += begin * q_t + head // (H // G) * q_h
-    k += begin * k_t + head // (H // G) * k_h
-    v += begin * v_t + head * v_h
-    out += (begin * H + head) * P
-    scores += block * (CHUNK * CHUNK)
-    cums += block * (CHUNK * WIDTH)
-    if CORRECTED:
-        beta += begin * beta_t + head * beta_h
-        inverse += block * (CHUNK * CHUNK)
-    square = i[:, None] * CHUNK + i[None, :]
+    begin += skipped * CHUNK
     left = (end - begin).to(tl.int32)
-    for _ in range(0, (left + CHUNK - 1) // CHUNK):
-        inside = (i < left)[:, None] & is_value
-        u = tl.load(v + i[:, None] * v_t + p[None, :], mask=inside, other=0.0).to(tl.float32)
+    i, n = tl.arange(0, CHUNK), tl.arange(0, BLOCK_N)
+    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    inside = (n < N)[:, None] & (p < P)[None, :]
+    row = tl.load(rows + request).to(tl.int64)
+    at = n[:, None] * P + p[None, :]
+    state += (row * H + head) * (N * P) + at
+    is_continued = (tl.load(prefix_lens + request) > 0) | (skipped > 0)
+    current = tl.load(state, mask=inside & is_continued, other=0.0)
+    block = (before + skipped - first_chunk).to(tl.int64) * H + head
+    states += block * (N * P) + at
+    k += begin * k_t + head // (H // G) * k_h
+    g += begin * g_t + head * g_h
+    v += begin * v_t + head * v_h
+    for chunk in tl.range(0, num, num_stages=STAGES):
+        c = tl.zeros([], tl.int64) + chunk
+        rest = left - chunk * CHUNK
+        at_chunk = block + c * H
+        parts_at = at_chunk * (PARTS * CHUNK * N) + i[:, None] * N + n[None, :]
+        is_key = (n < N)[None, :]
+        tl.store(states + c * (H * N * P), current, mask=inside)
         if CORRECTED:
-            old = tl.zeros([CHUNK, BLOCK_P], tl.float32)
-            old = _read(k, k_t, cums, lower, old, i, low, left, N, DECAY, PRECISION)
-            old = _read(k, k_t, cums, upper, old, i, high, left, N, DECAY, PRECISION)
-            strength = tl.load(beta + i * beta_t, mask=i < left, other=0.0).to(tl.float32)
-            u = tl.dot(tl.load(inverse + square), strength[:, None] * (u - old), input_precision=PRECISION)
-            inverse += H * CHUNK * CHUNK
-            beta += CHUNK * beta_t
-        read = tl.dot(tl.load(scores + square), u, input_precision=PRECISION)
-        read = _read(q, q_t, cums, lower, read, i, low, left, N, DECAY, PRECISION)
-        read = _read(q, q_t, cums, upper, read, i, high, left, N, DECAY, PRECISION)
-        tl.store(out + i[:, None] * (H * P) + p[None, :], read.to(out.dtype.element_ty), mask=inside)
-        lower = _written(k, k_t, cums, lower, u, i, low, left, N, DECAY, CHUNK, PRECISION)
-        upper = _written(k, k_t, cums, upper, u, i, high, left, N, DECAY, CHUNK, PRECISION)
-        q += CHUNK * q_t
-        k += CHUNK * k_t
-        v += CHUNK * v_t
-        out += CHUNK * H * P
-        scores += H * CHUNK * CHUNK
-        cums += H * CHUNK * WIDTH
-        left -= CHUNK
-    tl.store(state + low[:, None] * P, lower, mask=is_low & is_value)
-    tl.store(state + high[:, None] * P, upper, mask=is_high & is_value)
+            u_at = u + (at_chunk * CHUNK + i[:, None]) * P + p[None, :]
+            given = tl.load(u_at, mask=(p < P)[None, :], other=0.0)
+            given = stored_product(w + parts_at, CHUNK * N, is_key, current, given, False, PRECISION, PARTS)
+            tl.store(u_at, given, mask=(p < P)[None, :])
+        else:
+            given = load_tile(v + c * (CHUNK * v_t), v_t, i, p, rest, P).to(tl.float32)
+        if DECAY == "head":
+            gap = tl.load(g + (c * CHUNK + i) * g_t, mask=i < rest, other=0.0).to(tl.float32)
+            last = tl.sum(gap)
+            given *= tl.exp(last - tl.cumsum(gap, 0))[:, None]
+            tile = load_tile(k + c * (CHUNK * k_t), k_t, i, n, rest, N)
+            current = product(tl.trans(tile), given, current * tl.exp(last), PRECISION, PARTS)
+        else:
+            last = tl.load(cums + (at_chunk * CHUNK + CHUNK - 1) * N + n, mask=n < N, other=0.0)
+            current *= tl.exp(last)[:, None]
+            current = stored_product(keys + parts_at, CHUNK * N, is_key, given, current, True, PRECISION, PARTS)
+    tl.store(state, current, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens", "first_chunk"], do_not_specialize_on_alignment=["qo_indptr"]
+)
+def _outputs_kernel(
+    q, k, v, g, cums, qk, u, states, out, qo_indptr, num_reqs, num_tokens, first_chunk,
+    q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr, CORRECTED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Some values of one head of one chunk: what its queries read. Padding gets zeros."""
+    slot, head = tl.program_id(0), tl.program_id(1)
+    request, first, left = find_chunk(qo_indptr, first_chunk + slot, num_reqs, num_tokens, CHUNK, BLOCK_R)
+    i, low = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    out_at = out + ((first + i)[:, None] * H + head) * P + p[None, :]
+    inside = (i < left)[:, None] & (p < P)[None, :]
+    total = tl.zeros([CHUNK, BLOCK_P], tl.float32)
+    if request >= num_reqs:
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
+        return
+    block = slot.to(tl.int64) * H + head
+    q += first * q_t + head // (H // G) * q_h
+    k += first * k_t + head // (H // G) * k_h
+    seen = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for begin in tl.range(0, BLOCK_N, BLOCK_K, num_stages=STAGES):
+        n = begin + low
+        q_tile = load_tile(q, q_t, i, n, left, N)
+        state_at = states + (block * N + n[:, None]) * P + p[None, :]
+        state = tl.load(state_at, mask=(n < N)[:, None] & (p < P)[None, :], other=0.0)
+        if DECAY == "head":
+            seen = product(q_tile, tl.trans(load_tile(k, k_t, i, n, left, N)), seen, PRECISION, PARTS)
+        else:
+            cum_at = cums + (block * CHUNK + i[:, None]) * N + n[None, :]
+            q_tile = q_tile.to(tl.float32) * tl.exp(tl.load(cum_at, mask=(n < N)[None, :], other=0.0))
+        total = product(q_tile, state, total, PRECISION, PARTS)
+    if DECAY == "head":
+        cum = tl.cumsum(tl.load(g + (first + i) * g_t + head * g_h, mask=i < left, other=0.0).to(tl.float32), 0)
+        total *= tl.exp(cum)[:, None]
+        seen *= tl.exp(tl.where(i[:, None] >= i[None, :], cum[:, None] - cum[None, :], float("-inf")))
+    else:
+        seen = tl.load(qk + (block * CHUNK + i[:, None]) * CHUNK + i[None, :])
+    if CORRECTED:
+        given = tl.load(u + (block * CHUNK + i[:, None]) * P + p[None, :], mask=(p < P)[None, :], other=0.0)
+    else:
+        given = load_tile(v + first * v_t + head * v_h, v_t, i, p, left, P)
+    total = product(seen, given, total, PRECISION, PARTS)
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
 class _Scratch(NamedTuple):
-    """What chunks need of themselves, fp32, [num_chunks, heads, CHUNK, ...]: CHUNK, CHUNK or nothing, decays."""
+    """What passes between kernels, [num_chunks, heads, ...], fp32; SCRATCH bounds its bytes.
 
-    scores: torch.Tensor
-    inverse: torch.Tensor | None
-    cums: torch.Tensor
+    states [k_dim, v_dim], with which chunks begin. Of corrected scans, u [CHUNK, v_dim] and w [CHUNK, k_dim], the latter
+    in bf16 parts [PARTS, ...]. Of decays by key, cums [CHUNK, k_dim], keys as they enter the state, in parts, and
+    weights of tokens for their queries, qk, and keys, kk (if corrected), [CHUNK, CHUNK]. With 32 heads, dims of 128 and
+    chunks of 64, a chunk takes 4.7 MB, with decays by key 8.4 MB; 2048 tokens would be 150 MB, and pass in 2 segments.
+    """
+
+    states: torch.Tensor
+    u: torch.Tensor | None
+    w: torch.Tensor | None
+    cums: torch.Tensor | None
+    keys: torch.Tensor | None
+    qk: torch.Tensor | None
+    kk: torch.Tensor | None
 
 
 def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
     """See `backends.recurrent_ref.scan_extend`."""
     if layer.spec.decay == "state" or inputs.v.shape[0] < FEWEST:
         return scan.scan_extend(inputs, layer, metadata)
-    m, spec, size = metadata, layer.spec, CHUNK[layer.spec.decay]
+    m, spec, num_tokens = metadata, layer.spec, inputs.v.shape[0]
     (q, k, v, g, beta, _), strides = scan.arguments(inputs)
-    q_k, of_v, of_g, of_beta = strides[:4], strides[4:6], strides[6:8], strides[8:10]
-    num_chunks = triton.cdiv(inputs.v.shape[0], size) + m.num_reqs - 1  # or fewer
-    scratch = _scratch(spec, num_chunks, inputs.v.device)
-    constants = dict(
-        H=spec.heads,
-        G=spec.key_heads,
-        N=spec.k_dim,
-        DECAY=spec.decay,
-        CORRECTED=spec.is_corrected,
-        BLOCK_R=triton.next_power_of_2(m.num_reqs),
-        BLOCK_N=max(triton.next_power_of_2(spec.k_dim), 32),
-        CHUNK=size,
-        PRECISION=PRECISION,
-    )
-    _chunk_kernel[(num_chunks, spec.heads)](
-        q, k, g, beta, *scratch, m.qo_indptr, m.num_reqs, *q_k, *of_g, *of_beta, **constants
-    )
-    out = inputs.v.new_zeros(inputs.v.shape)
-    _states_kernel[(triton.cdiv(spec.v_dim, VALUES), spec.heads, m.num_reqs)](
-        q,
-        k,
-        v,
-        beta,
-        *scratch,
-        out,
-        layer.state,
-        m.rows,
-        m.prefix_lens,
-        m.qo_indptr,
-        m.num_reqs,
-        *q_k,
-        *of_v,
-        *of_beta,
-        P=spec.v_dim,
-        WIDTH=scan.width(spec),
-        BLOCK_P=VALUES,
-        num_stages=1,
-        **constants,
-    )
+    of_q, of_k, of_v, of_g, of_beta = (strides[at : at + 2] for at in range(0, 10, 2))
+    out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
+    total = triton.cdiv(num_tokens, CHUNK[spec.decay]) + m.num_reqs  # or fewer, padding included
+    num_segments = triton.cdiv(total * _chunk_bytes(spec), SCRATCH)
+    num_chunks = triton.cdiv(total, num_segments)
+    s = _scratch(spec, num_chunks, inputs.v.device)
+    common = _constants(spec, m.num_reqs)
+    for first in range(0, total, num_chunks):
+        lies = (m.qo_indptr, m.num_reqs, num_tokens, first)
+        if spec.decay == "key":
+            weights_kernel[(num_chunks * (common["CHUNK"] // 16), spec.heads)](
+                q, k, g, s.cums, s.keys, s.qk, s.kk, *lies, *of_q, *of_k, *of_g,
+                CORRECTED=spec.is_corrected, **common, **WEIGHTS,
+            )  # fmt: skip
+        common_p = dict(P=spec.v_dim, DECAY=spec.decay, **common)
+        if spec.is_corrected:
+            solve_kernel[(num_chunks, spec.heads)](
+                k, v, g, beta, s.cums, s.kk, s.u, s.w, *lies, *of_k, *of_v, *of_g, *of_beta,
+                BLOCK_P=triton.next_power_of_2(spec.v_dim), **common_p, **SOLVE,
+            )  # fmt: skip
+        states = _blocks(spec, STATES)
+        _states_kernel[(triton.cdiv(spec.v_dim, states["BLOCK_P"]), spec.heads, m.num_reqs)](
+            k, v, g, s.cums, s.keys, s.u, s.w, s.states, layer.state, m.rows, m.prefix_lens, m.qo_indptr, m.num_reqs,
+            first, num_chunks, *of_k, *of_v, *of_g, CORRECTED=spec.is_corrected, **common_p, **states,
+        )  # fmt: skip
+        outputs = _blocks(spec, OUTPUTS)
+        _outputs_kernel[(num_chunks, spec.heads, triton.cdiv(spec.v_dim, outputs["BLOCK_P"]))](
+            q, k, v, g, s.cums, s.qk, s.u, s.states, out, *lies, *of_q, *of_k, *of_v, *of_g,
+            CORRECTED=spec.is_corrected, **common_p, **outputs,
+        )  # fmt: skip
     return out
 
 
+def _constants(spec: ScanSpec, num_reqs: int) -> dict[str, Any]:
+    return dict(
+        H=spec.heads,
+        G=spec.key_heads,
+        N=spec.k_dim,
+        BLOCK_R=triton.next_power_of_2(num_reqs),
+        BLOCK_N=max(triton.next_power_of_2(spec.k_dim), 16),
+        CHUNK=CHUNK[spec.decay],
+        PRECISION=PRECISION,
+        PARTS=PARTS,
+    )
+
+
+def _blocks(spec: ScanSpec, given: dict[str, int]) -> dict[str, int]:
+    """Blocks of values and keys no wider than they need be."""
+    widths = {"BLOCK_P": spec.v_dim, "BLOCK_K": spec.k_dim}
+    return {
+        name: min(value, max(triton.next_power_of_2(widths[name]), 16)) if name in widths else value
+        for name, value in given.items()
+    }
+
+
+def _chunk_shapes(spec: ScanSpec) -> dict[str, tuple[torch.dtype, Sequence[int]] | None]:
+    """Dtype and shape of each field of `_Scratch`, for one head of one chunk."""
+    size, is_by_key, is_corrected = CHUNK[spec.decay], spec.decay == "key", spec.is_corrected
+    of_keys = torch.bfloat16, (PARTS, size, spec.k_dim)
+    return {
+        "states": (torch.float32, (spec.k_dim, spec.v_dim)),
+        "u": (torch.float32, (size, spec.v_dim)) if is_corrected else None,
+        "w": of_keys if is_corrected else None,
+        "cums": (torch.float32, (size, spec.k_dim)) if is_by_key else None,
+        "keys": of_keys if is_by_key else None,
+        "qk": (torch.float32, (size, size)) if is_by_key else None,
+        "kk": (torch.float32, (size, size)) if is_by_key and is_corrected else None,
+    }
+
+
+def _chunk_bytes(spec: ScanSpec) -> int:
+    return spec.heads * sum(math.prod(f[1]) * f[0].itemsize for f in _chunk_shapes(spec).values() if f)
+
+
 def _scratch(spec: ScanSpec, num_chunks: int, device: torch.device) -> _Scratch:
-    size = CHUNK[spec.decay]
-    squares = (num_chunks, spec.heads, size, size)
+    shapes = _chunk_shapes(spec)
     return _Scratch(
-        scores=torch.empty(squares, device=device),
-        inverse=torch.empty(squares, device=device) if spec.is_corrected else None,
-        cums=torch.empty(num_chunks, spec.heads, size, scan.width(spec), device=device),
+        **{
+            name: torch.empty(num_chunks, spec.heads, *field[1], dtype=field[0], device=device) if field else None
+            for name, field in shapes.items()
+        }
     )
