@@ -124,7 +124,7 @@ def timed(
     num = min(MOST_COMPARED, len(inputs.x)) if is_prompt else len(inputs.x)
     some, shown = (inputs.first(num), prompt_of(num)) if is_prompt else (inputs, metadata)
     pairs = [tuple(run(pool, ids[0], some, shown) for pool in (ours, twin))]
-    pairs += [(ours.layers[ids[0]].state, twin.layers[ids[0]].state)] if is_prompt else []
+    pairs += [(ours.layers[ids[0]].state.clone(), twin.layers[ids[0]].state)] if is_prompt else []
     out = run(ours, ids[0], inputs, metadata)
     tensors = (inputs.x, inputs.weight) if kind == "conv" else (*inputs.scan, *inputs.decays)
     num_bytes = sum(t.nbytes for t in (out, *tensors) if t is not None)
