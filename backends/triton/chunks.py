@@ -92,9 +92,7 @@ def _states_kernel(
     tl.store(state, current, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens", "first_chunk"], do_not_specialize_on_alignment=["qo_indptr"]
-)
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "first_chunk"], do_not_specialize_on_alignment=["qo_indptr"])
 def _outputs_kernel(
     q, k, v, g, cums, qk, u, states, out, qo_indptr, num_reqs, num_tokens, first_chunk,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h,

@@ -6,16 +6,21 @@ between tokens by another way than the recorded attention is seen: a recurrent b
 not read. What begins later than a dozen tokens cannot be seen here; the probe judges that from masks and arguments.
 """
 
+import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import DistError
+from transformers import PreTrainedModel
 
 from specdec.backends import AttentionBackend, ForwardContext, TorchBackend, forward_context
 from specdec.backends.recurrent import TORCH_RECURRENT
 from specdec.backends.state_pool import StatePool
 from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.errors import AttachError, RankError
 from specdec.kv_cache import KVPool
 from specdec.targets.echo import bound, distance, disturbed
 from specdec.targets.probe import ModelSpec
@@ -32,6 +37,10 @@ PLACES = {
     "a chain": tuple((0, 8 + i) for i in range(4)),
     "a tree": ((1, 5), (1, 6), (2, 6), (1, 7)),
 }
+_COUNTED = (
+    "{name} has two answers to a text: its generate() counts positions from 0, its forward without position_ids from "
+    "elsewhere. The engine gives the text of generate(), and likelihoods by the same positions."
+)
 TOLERANCE = 1e-3  # of the largest logit, where rounding is far below
 Run = Callable[[AttentionMetadata, torch.Tensor], torch.Tensor]
 
@@ -55,6 +64,46 @@ class Difference:
             f"size (allowed: {self.allowed:.1e}): something beside its attention calls reads other tokens, or counts "
             "positions"
         )
+
+
+def check_equality(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    run: Run,
+    dtype: torch.dtype,
+    device: torch.device,
+    any_rank: Callable[[bool], bool],
+) -> None:
+    """Raise AttachError if `run` does not give the logits of the model's own forward, on any of the ranks.
+
+    A model whose bare forward and `generate` place tokens differently is held against what `generate` gives it, with a
+    warning. See `differences`; any_rank: whether something is so on any rank, which all ask.
+    """
+
+    def own(ids: torch.Tensor, **placed: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids, use_cache=False, **placed).logits
+
+    def generating(ids: torch.Tensor) -> torch.Tensor:
+        return own(ids, position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
+
+    def compared(theirs: Callable[[torch.Tensor], torch.Tensor]) -> list[Difference]:
+        try:
+            return differences(spec, run, theirs, dtype, device)
+        except (RankError, DistError):
+            raise
+        except Exception as error:
+            reason = f"it could not be compared with its own forward: {error}"
+            raise AttachError(type(model).__name__, [reason, *spec.doubts]) from error
+
+    found = compared(own)
+    if not any_rank(any(d.is_too_large for d in found)):
+        return
+    is_placed = "position_ids" in inspect.signature(model.forward).parameters
+    if is_placed and not any_rank(any(d.is_too_large for d in compared(generating))):
+        warnings.warn(_COUNTED.format(name=type(model).__name__), stacklevel=6)
+        return
+    worst = next((d for d in found if d.is_too_large), found[0])
+    raise AttachError(type(model).__name__, [str(worst), *spec.doubts])
 
 
 @torch.inference_mode()

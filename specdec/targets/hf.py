@@ -5,26 +5,23 @@ and only while we run it (the implementation name is set on its configs inside `
 """
 
 import gc
-import inspect
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import DistError
 from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.backends import ForwardContext, attention, forward_context
 from specdec.backends.comm import Communicator
 from specdec.backends.state_pool import RecurrentOps, StatePool
 from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.errors import AttachError, GraphError, RankError
+from specdec.errors import AttachError, GraphError
 from specdec.graphs.trace import Traced
 from specdec.layer_state import LayerState
-from specdec.targets.equality import Difference, Run, differences
+from specdec.targets.equality import check_equality
 from specdec.targets.experts import expert_configs, experts_routed
 from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached, layer_id, number_layers
 from specdec.targets.mixers import mixers_routed, mixers_unnumbered
@@ -32,7 +29,7 @@ from specdec.targets.overrides import answering, attention_configs, attention_im
 from specdec.targets.own_attention import own_replaced
 from specdec.targets.probe import ModelSpec, probe
 from specdec.targets.recording import Positions
-from specdec.targets.ropes import ORIGINAL, constant_ropes, varying_ropes
+from specdec.targets.ropes import ORIGINAL, constant_ropes, varying_ropes, warn_of_low_precision
 from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.sharded import Sharded, find_group, plain
 
@@ -59,11 +56,6 @@ def _routed_own(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 
 AttentionInterface.register("specdec", _routed_attention)
-
-_COUNTED = (
-    "{name} has two answers to a text: its generate() counts positions from 0, its forward without position_ids from "
-    "elsewhere. The engine gives the text of generate(), and likelihoods by the same positions."
-)
 
 
 class HFTarget:
@@ -112,7 +104,7 @@ class HFTarget:
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
         self._addresses: dict[str, int] = {}
         self._last_position: int | None = None
-        _warn_about_rotary(model)
+        warn_of_low_precision(model)
         self._turns = number_layers(self.spec.modules)
         for module in self.spec.modules:
             setattr(module, ATTACHED, Mark(self))
@@ -125,39 +117,12 @@ class HFTarget:
         def run(metadata: AttentionMetadata, ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.layers(metadata.mode, ids, metadata.positions)[0])
 
-        def own(ids: torch.Tensor, **placed: torch.Tensor) -> torch.Tensor:
-            return self.model(input_ids=ids, use_cache=False, **placed).logits
+        def any_rank(is_so: bool) -> bool:
+            if self.comm is None:
+                return is_so
+            return bool(self.comm.all_reduce(torch.tensor([float(is_so)], device=self.device)) > 0)
 
-        def generating(ids: torch.Tensor) -> torch.Tensor:
-            return own(ids, position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
-
-        found = self._differences(run, own)
-        if not self._is_refused(found):
-            return
-        is_placed = "position_ids" in inspect.signature(self.model.forward).parameters
-        if is_placed and not self._is_refused(self._differences(run, generating)):
-            warnings.warn(_COUNTED.format(name=type(self.model).__name__), stacklevel=5)
-            return
-        worst = next((d for d in found if d.is_too_large), found[0])
-        raise AttachError(type(self.model).__name__, [str(worst), *self.spec.doubts])
-
-    def _differences(self, run: Run, own: Callable[[torch.Tensor], torch.Tensor]) -> list[Difference]:
-        """Compare our route with `own`, which maps ids [B, L] to logits; AttachError if that cannot be done."""
-        try:
-            return differences(self.spec, run, own, self.dtype, self.device)
-        except (RankError, DistError):
-            raise
-        except Exception as error:
-            reason = f"it could not be compared with its own forward: {error}"
-            raise AttachError(type(self.model).__name__, [reason, *self.spec.doubts]) from error
-
-    def _is_refused(self, found: Sequence[Difference]) -> bool:
-        """Return whether the logits differ on any of the ranks."""
-        is_refused = any(d.is_too_large for d in found)
-        if self.comm is not None:
-            verdict = torch.tensor([float(is_refused)], device=self.device)
-            is_refused = bool(self.comm.all_reduce(verdict) > 0)
-        return is_refused
+        check_equality(self.model, self.spec, run, self.dtype, self.device, any_rank)
 
     @property
     def group(self) -> str:
@@ -345,15 +310,3 @@ class HFTarget:
             self._sharded.restore()
         if self.comm is not None:
             self.comm.close()
-
-
-def _warn_about_rotary(model: nn.Module) -> None:
-    """Warn of low-precision rotary frequencies, as `model.to(dtype)` makes them: they change every text a little."""
-    exact = (torch.float32, torch.float64)
-    low = [name for name, b in model.named_buffers() if name.endswith("inv_freq") and b.dtype not in exact]
-    if low:
-        warnings.warn(
-            f"{low[0]} is in low precision: model.to(dtype) rounded the rotary frequencies. The engine reproduces the "
-            "model as it is; load with from_pretrained(..., dtype=...) to keep them in fp32.",
-            stacklevel=4,
-        )

@@ -6,11 +6,13 @@ is, and within `constant_ropes` such modules compute with the original frequenci
 """
 
 import inspect
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 VARYING = ("dynamic", "longrope")
@@ -57,3 +59,15 @@ def constant_ropes(ropes: Sequence[nn.Module]) -> Iterator[None]:
             rope.__dict__.pop("forward")
             if forward is not None:
                 rope.__dict__["forward"] = forward
+
+
+def warn_of_low_precision(model: nn.Module) -> None:
+    """Warn of low-precision rotary frequencies, as `model.to(dtype)` makes them: they change every text a little."""
+    exact = (torch.float32, torch.float64)
+    low = [name for name, b in model.named_buffers() if name.endswith("inv_freq") and b.dtype not in exact]
+    if low:
+        warnings.warn(
+            f"{low[0]} is in low precision: model.to(dtype) rounded the rotary frequencies. The engine reproduces the "
+            "model as it is; load with from_pretrained(..., dtype=...) to keep them in fp32.",
+            stacklevel=4,
+        )
