@@ -285,7 +285,7 @@ def test_a_wrapper_that_hides_the_forward_is_refused():
         find_mixers(nn.ModuleList([Hidden()]))
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "zamba"])
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "zamba"] if torch.cuda.is_available() else ["mamba2"])
 def test_traces_as_one_graph_for_any_number_of_tokens(name):
     model = recurrent_model(name)
     mixers, graphs = find_mixers(model), []

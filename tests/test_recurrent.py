@@ -18,6 +18,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REFUSED = ("qwen4_exp", "inkling")  # their attention takes what we cannot give
 TYPES = [name for name in CONFIGS if name not in REFUSED]
 KINDS = ("qwen3_next", "kimi_linear", "falcon_h1", "zamba", "lfm2")  # of recurrences, a model each
+FEW = KINDS if DEVICE.type == "cuda" else ("qwen3_next", "falcon_h1", "lfm2")  # graphs are slow on a CPU
 NUM_TOKENS = 16
 CHAIN = {"num_steps": 3}
 TREE = {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}
@@ -87,7 +88,7 @@ def test_every_algorithm(draft, shape):
 
 @pytest.mark.parametrize(
     ("name", "graphs"),
-    [*((name, "whole") for name in KINDS), ("qwen3_next", "breakable"), ("falcon_h1", "piecewise")],
+    [*((name, "whole") for name in FEW), ("qwen3_next", "breakable"), *((name, "piecewise") for name in FEW[2:])],
 )
 def test_every_graph_replays(name, graphs):
     """In whole ones a recurrent draft, too."""
@@ -139,7 +140,7 @@ def test_sampled_tokens_follow_the_targets_own_law(name):
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
 def test_states_do_not_drift(name):
     """Folded round by round, the states after a long text are those of one forward over it."""
-    num_tokens = 4096 if DEVICE.type == "cuda" else 600
+    num_tokens = 4096 if DEVICE.type == "cuda" else 150
     model = model_of(name)
     engine = engine_of(model, "lookup", num_steps=3, max_seq_len=num_tokens + 64, max_batch=1)
     prompt = ragged_prompts()[0]

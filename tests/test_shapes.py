@@ -30,7 +30,7 @@ def test_a_shape_keeps_what_the_probe_finds(hybrid):
 
 def test_random_weights_stay_finite_far_into_a_text(hybrid):
     with torch.inference_mode():
-        logits = hybrid(torch.randint(0, 96, (1, 2048), generator=torch.Generator().manual_seed(0))).logits
+        logits = hybrid(torch.randint(0, 96, (1, 512), generator=torch.Generator().manual_seed(0))).logits
     assert logits.isfinite().all() and logits.std() > 0
 
 
