@@ -28,6 +28,7 @@ from tests.layout_heads import (
     target,
     under,
 )
+from tests.test_attach import greedy
 from tests.tiny_models import tiny_model
 
 # ---- EAGLE-1/2
@@ -334,6 +335,12 @@ def test_mtp_of_qwen(tmp_path: Path, family: str) -> None:
     reference = lm.nextn_reference(tensors, names, lm.hf_block(model, layer), model.lm_head.weight, plus_one=True)
     agree(head, reference, last_states(model), last_states(model), model)
     assert inspect(tmp_path).layout == "qwen_mtp"
+    prompt = list(range(5, 16))
+    expected = greedy(model, prompt, 12)
+    for shape in ({"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}):
+        engine = specdec.attach(model, tmp_path, algo="nextn", max_batch=1, max_seq_len=64, **shape)
+        assert engine.generate([prompt], max_new_tokens=12).tokens == [expected]
+        engine.detach()
 
 
 def test_mtp_of_mimo_reads_the_hidden_state_first(tmp_path: Path) -> None:
