@@ -10,9 +10,7 @@ import triton.language as tl
 from specdec.backends.triton.chunk_tiles import find_chunk, load_tile, product, solved, store_parts
 
 
-@triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens", "first_chunk"], do_not_specialize_on_alignment=["qo_indptr"]
-)
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "first_chunk"], do_not_specialize_on_alignment=["qo_indptr"])
 def weights_kernel(
     q, k, g, cums, keys, qk, kk, qo_indptr, num_reqs, num_tokens, first_chunk, q_t, q_h, k_t, k_h, g_t, g_h,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, CORRECTED: tl.constexpr,
@@ -65,9 +63,7 @@ def weights_kernel(
         tl.store(kk + block * (CHUNK * CHUNK) + square, k_seen)
 
 
-@triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens", "first_chunk"], do_not_specialize_on_alignment=["qo_indptr"]
-)
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "first_chunk"], do_not_specialize_on_alignment=["qo_indptr"])
 def solve_kernel(
     k, v, g, beta, cums, kk, u, w, qo_indptr, num_reqs, num_tokens, first_chunk,
     k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h,

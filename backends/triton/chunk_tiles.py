@@ -127,7 +127,7 @@ def stored_product(at, step, mask, b, total, IS_TRANSPOSED: tl.constexpr, PRECIS
 
 @triton.jit
 def solved(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 of a strictly lower [CHUNK, CHUNK], fp32: blocks of 16 by columns, all at once, then twice as wide ones.
+    """(I + a)^-1 of a strictly lower [CHUNK, CHUNK], fp32: blocks of 16 by columns, all at once, then pairs of blocks.
 
     Both are forward substitution: powers of `a` can be large where the inverse is not.
     """

@@ -24,7 +24,7 @@ FEWEST = 48  # tokens that are worth several launches
 PRECISION = "tf32x3"  # of products of fp32: three products of tensor cores, which together are as exact
 PARTS = 3  # bf16 that fp32 is taken apart into where its partner is in bf16; 2 have 16 bits
 SCRATCH = 96 << 20  # bytes; the chunks of longer prefills pass in segments
-SHARED = 232 << 10  # bytes of shared memory of a program, and one u
+SHARED = 227 << 10  # bytes, of a program
 WEIGHTS = dict(num_warps=8, num_stages=1)
 SOLVE = dict(BLOCK=64, num_warps=4, num_stages=1)  # BLOCK: columns of a product
 STATES = dict(BLOCK_P=32, STAGES=3, num_warps=8)  # STAGES: chunks in shared memory, at most; 3, and loads overlap
@@ -95,9 +95,7 @@ def _states_kernel(
     tl.store(state, current, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens", "first_chunk"], do_not_specialize_on_alignment=["qo_indptr"]
-)
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "first_chunk"], do_not_specialize_on_alignment=["qo_indptr"])
 def _outputs_kernel(
     q, k, v, g, cums, qk, u, states, out, qo_indptr, num_reqs, num_tokens, first_chunk,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h,
@@ -151,10 +149,10 @@ def _outputs_kernel(
 class _Scratch(NamedTuple):
     """What passes between kernels, [num_chunks, heads, ...], fp32; SCRATCH bounds its bytes.
 
-    states [k_dim, v_dim], with which chunks begin. Of corrected scans, u [CHUNK, v_dim] and w [CHUNK, k_dim], the latter
-    in bf16 parts [PARTS, ...]. Of decays by key, cums [CHUNK, k_dim], keys as they enter the state, in parts, and
-    weights of tokens for their queries, qk, and keys, kk (if corrected), [CHUNK, CHUNK]. With 32 heads, dims of 128 and
-    chunks of 64, a chunk takes 4.7 MB, with decays by key 8.4 MB; 2048 tokens would be 150 MB, and pass in 2 segments.
+    states [k_dim, v_dim], with which chunks begin. Of corrected scans, u [CHUNK, v_dim], and w [CHUNK, k_dim] in bf16
+    parts, [PARTS, ...]. Of decays by key, cums [CHUNK, k_dim], keys as they enter the state, in parts, and weights of
+    tokens for their queries, qk, and keys, kk (if corrected), [CHUNK, CHUNK]. With 32 heads and dims of 128 a chunk of
+    64 takes 4.7 MB, one of 32 with decays by key 5 MB; 2048 tokens would be 150 MB (320 MB) and pass in segments.
     """
 
     states: torch.Tensor
@@ -192,7 +190,7 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
                 k, v, g, beta, s.cums, s.kk, s.u, s.w, *lies, *of_k, *of_v, *of_g, *of_beta,
                 BLOCK_P=triton.next_power_of_2(spec.v_dim), **common_p, **SOLVE,
             )  # fmt: skip
-        states = _states_constants(spec, k.element_size())
+        states = _states_constants(spec, inputs.k.element_size())
         _states_kernel[(triton.cdiv(spec.v_dim, states["BLOCK_P"]), spec.heads, m.num_reqs)](
             k, v, g, s.cums, s.keys, s.u, s.w, s.states, layer.state, m.rows, m.prefix_lens, m.qo_indptr, m.num_reqs,
             first, num_chunks, *of_k, *of_v, *of_g, CORRECTED=spec.is_corrected, **common_p, **states,
@@ -232,9 +230,9 @@ def _states_constants(spec: ScanSpec, key_bytes: int) -> dict[str, int]:
     found, common = _blocks(spec, STATES), _constants(spec, 1)
     size, width, of_parts = common["CHUNK"], common["BLOCK_N"], 2 * PARTS
     per_key = (of_parts if spec.is_corrected else 0) + (of_parts if spec.decay == "key" else key_bytes)
-    stage = size * (width * per_key + found["BLOCK_P"] * 4)
-    other = width * found["BLOCK_P"] * 4  # a state on its way to memory; u, which takes a stage less, leaves some more
-    return found | dict(STAGES=max(min(found["STAGES"], (SHARED - other) // stage), 1))
+    u, state = size * found["BLOCK_P"] * 4, width * found["BLOCK_P"] * 4  # u takes a stage less
+    num_stages = (SHARED - 1024 - state + u) // (size * width * per_key + u)
+    return found | dict(STAGES=max(min(found["STAGES"], num_stages), 1))
 
 
 def _chunk_shapes(spec: ScanSpec) -> dict[str, tuple[torch.dtype, Sequence[int]] | None]:
@@ -257,10 +255,8 @@ def _chunk_bytes(spec: ScanSpec) -> int:
 
 
 def _scratch(spec: ScanSpec, num_chunks: int, device: torch.device) -> _Scratch:
-    shapes = _chunk_shapes(spec)
-    return _Scratch(
-        **{
-            name: torch.empty(num_chunks, spec.heads, *field[1], dtype=field[0], device=device) if field else None
-            for name, field in shapes.items()
-        }
-    )
+    fields: dict[str, Any] = {
+        name: torch.empty(num_chunks, spec.heads, *field[1], dtype=field[0], device=device) if field else None
+        for name, field in _chunk_shapes(spec).items()
+    }
+    return _Scratch(**fields)
