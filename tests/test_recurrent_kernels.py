@@ -261,6 +261,34 @@ def test_prefills_token_by_token(kind, monkeypatch):
     session.prefill([0, 1], [2, 5])
 
 
+@pytest.mark.parametrize("kind", ["delta", "delta by key", "ssd", "by key"])
+@pytest.mark.parametrize("lens", [[65], [64, 0, 130], [3, 200]])
+def test_chunks_as_large_as_they_are(kind, lens):
+    session = Session(kind, TRITON_RECURRENT)
+    session.prefill([2, 0, 1][: len(lens)], lens, padding=70)
+    session.prefill([1, 2], [1, 66])
+
+
+@pytest.mark.parametrize("kind", ["delta", "delta by key", "ssd"])
+@pytest.mark.parametrize("scratch", [1, 60_000])
+def test_scratch_is_bounded(kind, scratch, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK", {"head": 16, "key": 16})
+    monkeypatch.setattr(chunks, "SCRATCH", scratch)
+    session = Session(kind, TRITON_RECURRENT)
+    session.prefill([2, 0, 1], [33, 0, 50], padding=20)
+    session.prefill([0, 2], [15, 48])
+
+
+@pytest.mark.parametrize("kind", ["delta", "delta by key", "ssd", "by key"])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_inputs_of_16_bits_lose_nothing_more(kind, parts, monkeypatch):
+    monkeypatch.setattr(chunks, "PARTS", parts)
+    session = Session(kind, TRITON_RECURRENT, dtype=torch.bfloat16, tolerance=2e-2)
+    session.prefill([1, 0], [80, 5], padding=1)
+    session.tolerance = 2e-5
+    session.assert_states()
+
+
 @pytest.mark.parametrize("kind", ["delta", "delta by key", "ssd", "by key", "s6"])
 def test_strong_decays_underflow_to_nothing(kind, ops):
     session = Session(kind, ops, strength=120.0, tolerance=2e-4)

@@ -45,7 +45,7 @@ def weights_kernel(
     block = slot.to(tl.int64) * H + head
     place = before + i[:, None]
     is_key = (n < N)[None, :]
-    tl.store(cums + (block * CHUNK + place) * N + n[None, :], start[None, :] + cum, mask=is_key)
+    tl.store(cums + block * (CHUNK * N) + place * N + n[None, :], start[None, :] + cum, mask=is_key)
     until = tl.sum(every, 0)[None, :] - start[None, :] - cum
     keys += block * (PARTS * CHUNK * N) + place * N + n[None, :]
     store_parts(keys, CHUNK * N, k_tile * tl.exp(until), is_key, PARTS)
@@ -57,10 +57,10 @@ def weights_kernel(
         q_seen = tl.where(is_column, tl.sum(q_tile * other, 1)[:, None], q_seen)
         if CORRECTED:
             k_seen = tl.where(is_column, tl.sum(k_tile * other, 1)[:, None], k_seen)
-    square = (block * CHUNK + place) * CHUNK + c[None, :]
-    tl.store(qk + square, q_seen)
+    square = place * CHUNK + c[None, :]
+    tl.store(qk + block * (CHUNK * CHUNK) + square, q_seen)
     if CORRECTED:
-        tl.store(kk + square, k_seen)
+        tl.store(kk + block * (CHUNK * CHUNK) + square, k_seen)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens", "first_chunk"], do_not_specialize_on_alignment=["qo_indptr"])
@@ -95,12 +95,12 @@ def solve_kernel(
     empty = tl.zeros([CHUNK, BLOCK], tl.float32)
     for p in tl.static_range(0, BLOCK_P, BLOCK):
         tile = product(x, load_tile(v, v_t, i, p + column, left, P), empty, PRECISION, PARTS)
-        at = (block * CHUNK + i[:, None]) * P + p + column[None, :]
-        tl.store(u + at, tile, mask=(p + column < P)[None, :])
+        u_at = u + block * (CHUNK * P) + i[:, None] * P + (p + column)[None, :]
+        tl.store(u_at, tile, mask=(p + column < P)[None, :])
     if DECAY == "head":
         x *= tl.exp(cum)[None, :]
     for n in tl.static_range(0, BLOCK_N, BLOCK):
-        at = i[:, None] * N + n + column[None, :]
+        at = i[:, None] * N + (n + column)[None, :]
         is_key = (n + column < N)[None, :]
         tile = load_tile(k, k_t, i, n + column, left, N)
         if DECAY == "key":

@@ -58,12 +58,17 @@ def _dot(a, b, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _rounded(x):
+    """Round fp32 to what bf16 holds, in fp32; a conversion waits till its product, as it takes shared memory."""
+    return (x.to(tl.int32, bitcast=True) + 0x8000 & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _parts(x):
-    """Take fp32 apart into three bf16, first to last: two have 16 bits, three 24."""
-    first = x.to(tl.bfloat16)
-    rest = x - first.to(tl.float32)
-    second = rest.to(tl.bfloat16)
-    return first, second, (rest - second.to(tl.float32)).to(tl.bfloat16)
+    """Take fp32 apart into three that bf16 holds, first to last: two have 16 bits, three 24."""
+    first = _rounded(x)
+    second = _rounded(x - first)
+    return first, second, x - first - second
 
 
 @triton.jit
@@ -74,23 +79,25 @@ def product(a, b, total, PRECISION: tl.constexpr, PARTS: tl.constexpr):
     elif a.dtype == tl.bfloat16:
         first, second, third = _parts(b)
         if PARTS == 3:
-            total = _dot(a, third, total, PRECISION)
-        return _dot(a, first, _dot(a, second, total, PRECISION), PRECISION)
+            total = _dot(a, third.to(tl.bfloat16), total, PRECISION)
+        total = _dot(a, second.to(tl.bfloat16), total, PRECISION)
+        return _dot(a, first.to(tl.bfloat16), total, PRECISION)
     else:
         first, second, third = _parts(a)
         if PARTS == 3:
-            total = _dot(third, b, total, PRECISION)
-        return _dot(first, b, _dot(second, b, total, PRECISION), PRECISION)
+            total = _dot(third.to(tl.bfloat16), b, total, PRECISION)
+        total = _dot(second.to(tl.bfloat16), b, total, PRECISION)
+        return _dot(first.to(tl.bfloat16), b, total, PRECISION)
 
 
 @triton.jit
 def store_parts(at, step, x, mask, PARTS: tl.constexpr):
     """Store fp32 in parts, `step` elements apart, for `stored_product`."""
     first, second, third = _parts(x)
-    tl.store(at, first, mask=mask)
-    tl.store(at + step, second, mask=mask)
+    tl.store(at, first.to(tl.bfloat16), mask=mask)
+    tl.store(at + step, second.to(tl.bfloat16), mask=mask)
     if PARTS == 3:
-        tl.store(at + 2 * step, third, mask=mask)
+        tl.store(at + 2 * step, third.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit
@@ -102,19 +109,25 @@ def stored_product(at, step, mask, b, total, IS_TRANSPOSED: tl.constexpr, PRECIS
         a_first, a_second = tl.trans(a_first), tl.trans(a_second)
     first, second, third = _parts(b)
     if PARTS == 3:
+        part = third.to(tl.bfloat16)
+        total = _dot(a_first, part, total, PRECISION)
+        part = second.to(tl.bfloat16)
+        total = _dot(a_second, part, total, PRECISION)
+    else:
+        part = second.to(tl.bfloat16)
+    total = _dot(a_first, part, total, PRECISION)
+    part = first.to(tl.bfloat16)
+    if PARTS == 3:
         a_third = tl.load(at + 2 * step, mask=mask, other=0.0)
         if IS_TRANSPOSED:
             a_third = tl.trans(a_third)
-        total = _dot(a_third, first, total, PRECISION)
-        total = _dot(a_second, second, total, PRECISION)
-        total = _dot(a_first, third, total, PRECISION)
-    total = _dot(a_second, first, total, PRECISION)
-    return _dot(a_first, first, _dot(a_first, second, total, PRECISION), PRECISION)
+        total = _dot(a_third, part, total, PRECISION)
+    return _dot(a_first, part, _dot(a_second, part, total, PRECISION), PRECISION)
 
 
 @triton.jit
 def solved(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 of a strictly lower [CHUNK, CHUNK], fp32: blocks of 16 by columns, all at once, then twice as wide ones.
+    """(I + a)^-1 of a strictly lower [CHUNK, CHUNK], fp32: blocks of 16 by columns, all at once, then pairs of blocks.
 
     Both are forward substitution: powers of `a` can be large where the inverse is not.
     """

@@ -19,14 +19,15 @@ from specdec.backends.triton.chunk_solve import solve_kernel, weights_kernel
 from specdec.backends.triton.chunk_tiles import chunks_before, find_chunk, load_tile, product, stored_product
 from specdec.batch import AttentionMetadata
 
-CHUNK = {"head": 64, "key": 64}  # tokens, 16 to 256
+CHUNK = {"head": 64, "key": 32}  # tokens, 16 to 256
 FEWEST = 48  # tokens that are worth several launches
 PRECISION = "tf32x3"  # of products of fp32: three products of tensor cores, which together are as exact
 PARTS = 3  # bf16 that fp32 is taken apart into where its partner is in bf16; 2 have 16 bits
 SCRATCH = 96 << 20  # bytes; the chunks of longer prefills pass in segments
-WEIGHTS = dict(num_warps=4, num_stages=1)
+SHARED = 227 << 10  # bytes, of a program
+WEIGHTS = dict(num_warps=8, num_stages=1)
 SOLVE = dict(BLOCK=64, num_warps=4, num_stages=1)  # BLOCK: columns of a product
-STATES = dict(BLOCK_P=32, STAGES=2, num_warps=4)  # STAGES: chunks under way, one of them computed
+STATES = dict(BLOCK_P=32, STAGES=3, num_warps=8)  # STAGES: chunks in shared memory, at most; 3, and loads overlap
 OUTPUTS = dict(BLOCK_P=64, BLOCK_K=64, STAGES=2, num_warps=4)  # BLOCK_K: keys of a product
 
 
@@ -61,22 +62,23 @@ def _states_kernel(
     is_continued = (tl.load(prefix_lens + request) > 0) | (skipped > 0)
     current = tl.load(state, mask=inside & is_continued, other=0.0)
     block = (before + skipped - first_chunk).to(tl.int64) * H + head
-    states += block * (N * P) + at
+    states += block * (N * P)
     k += begin * k_t + head // (H // G) * k_h
     g += begin * g_t + head * g_h
     v += begin * v_t + head * v_h
+    key_at, value_at = i[:, None] * N + n[None, :], i[:, None] * P + p[None, :]
+    is_key, is_value = (n < N)[None, :], (p < P)[None, :]
     for chunk in tl.range(0, num, num_stages=STAGES):
         c = tl.zeros([], tl.int64) + chunk
         rest = left - chunk * CHUNK
         at_chunk = block + c * H
-        parts_at = at_chunk * (PARTS * CHUNK * N) + i[:, None] * N + n[None, :]
-        is_key = (n < N)[None, :]
-        tl.store(states + c * (H * N * P), current, mask=inside)
+        tl.store(states + c * (H * N * P) + at, current, mask=inside)
         if CORRECTED:
-            u_at = u + (at_chunk * CHUNK + i[:, None]) * P + p[None, :]
-            given = tl.load(u_at, mask=(p < P)[None, :], other=0.0)
-            given = stored_product(w + parts_at, CHUNK * N, is_key, current, given, False, PRECISION, PARTS)
-            tl.store(u_at, given, mask=(p < P)[None, :])
+            u_at = u + at_chunk * (CHUNK * P) + value_at
+            given = tl.load(u_at, mask=is_value, other=0.0)
+            w_at = w + at_chunk * (PARTS * CHUNK * N) + key_at
+            given = stored_product(w_at, CHUNK * N, is_key, current, given, False, PRECISION, PARTS)
+            tl.store(u_at, given, mask=is_value)
         else:
             given = load_tile(v + c * (CHUNK * v_t), v_t, i, p, rest, P).to(tl.float32)
         if DECAY == "head":
@@ -88,7 +90,8 @@ def _states_kernel(
         else:
             last = tl.load(cums + (at_chunk * CHUNK + CHUNK - 1) * N + n, mask=n < N, other=0.0)
             current *= tl.exp(last)[:, None]
-            current = stored_product(keys + parts_at, CHUNK * N, is_key, given, current, True, PRECISION, PARTS)
+            keys_at = keys + at_chunk * (PARTS * CHUNK * N) + key_at
+            current = stored_product(keys_at, CHUNK * N, is_key, given, current, True, PRECISION, PARTS)
     tl.store(state, current, mask=inside)
 
 
@@ -105,7 +108,7 @@ def _outputs_kernel(
     request, first, left = find_chunk(qo_indptr, first_chunk + slot, num_reqs, num_tokens, CHUNK, BLOCK_R)
     i, low = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
-    out_at = out + ((first + i)[:, None] * H + head) * P + p[None, :]
+    out_at = out + (first * H + head) * P + i[:, None] * (H * P) + p[None, :]
     inside = (i < left)[:, None] & (p < P)[None, :]
     total = tl.zeros([CHUNK, BLOCK_P], tl.float32)
     if request >= num_reqs:
@@ -114,16 +117,19 @@ def _outputs_kernel(
     block = slot.to(tl.int64) * H + head
     q += first * q_t + head // (H // G) * q_h
     k += first * k_t + head // (H // G) * k_h
+    states += block * (N * P)
+    if DECAY == "key":
+        cums += block * (CHUNK * N)
     seen = tl.zeros([CHUNK, CHUNK], tl.float32)
     for begin in tl.range(0, BLOCK_N, BLOCK_K, num_stages=STAGES):
         n = begin + low
         q_tile = load_tile(q, q_t, i, n, left, N)
-        state_at = states + (block * N + n[:, None]) * P + p[None, :]
+        state_at = states + n[:, None] * P + p[None, :]
         state = tl.load(state_at, mask=(n < N)[:, None] & (p < P)[None, :], other=0.0)
         if DECAY == "head":
             seen = product(q_tile, tl.trans(load_tile(k, k_t, i, n, left, N)), seen, PRECISION, PARTS)
         else:
-            cum_at = cums + (block * CHUNK + i[:, None]) * N + n[None, :]
+            cum_at = cums + i[:, None] * N + n[None, :]
             q_tile = q_tile.to(tl.float32) * tl.exp(tl.load(cum_at, mask=(n < N)[None, :], other=0.0))
         total = product(q_tile, state, total, PRECISION, PARTS)
     if DECAY == "head":
@@ -131,9 +137,9 @@ def _outputs_kernel(
         total *= tl.exp(cum)[:, None]
         seen *= tl.exp(tl.where(i[:, None] >= i[None, :], cum[:, None] - cum[None, :], float("-inf")))
     else:
-        seen = tl.load(qk + (block * CHUNK + i[:, None]) * CHUNK + i[None, :])
+        seen = tl.load(qk + block * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :])
     if CORRECTED:
-        given = tl.load(u + (block * CHUNK + i[:, None]) * P + p[None, :], mask=(p < P)[None, :], other=0.0)
+        given = tl.load(u + block * (CHUNK * P) + i[:, None] * P + p[None, :], mask=(p < P)[None, :], other=0.0)
     else:
         given = load_tile(v + first * v_t + head * v_h, v_t, i, p, left, P)
     total = product(seen, given, total, PRECISION, PARTS)
@@ -143,10 +149,10 @@ def _outputs_kernel(
 class _Scratch(NamedTuple):
     """What passes between kernels, [num_chunks, heads, ...], fp32; SCRATCH bounds its bytes.
 
-    states [k_dim, v_dim], with which chunks begin. Of corrected scans, u [CHUNK, v_dim] and w [CHUNK, k_dim], the latter
-    in bf16 parts [PARTS, ...]. Of decays by key, cums [CHUNK, k_dim], keys as they enter the state, in parts, and
-    weights of tokens for their queries, qk, and keys, kk (if corrected), [CHUNK, CHUNK]. With 32 heads, dims of 128 and
-    chunks of 64, a chunk takes 4.7 MB, with decays by key 8.4 MB; 2048 tokens would be 150 MB, and pass in 2 segments.
+    states [k_dim, v_dim], with which chunks begin. Of corrected scans, u [CHUNK, v_dim], and w [CHUNK, k_dim] in bf16
+    parts, [PARTS, ...]. Of decays by key, cums [CHUNK, k_dim], keys as they enter the state, in parts, and weights of
+    tokens for their queries, qk, and keys, kk (if corrected), [CHUNK, CHUNK]. With 32 heads and dims of 128 a chunk of
+    64 takes 4.7 MB, one of 32 with decays by key 5 MB; 2048 tokens would be 150 MB (320 MB) and pass in segments.
     """
 
     states: torch.Tensor
@@ -184,7 +190,7 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
                 k, v, g, beta, s.cums, s.kk, s.u, s.w, *lies, *of_k, *of_v, *of_g, *of_beta,
                 BLOCK_P=triton.next_power_of_2(spec.v_dim), **common_p, **SOLVE,
             )  # fmt: skip
-        states = _blocks(spec, STATES)
+        states = _states_constants(spec, inputs.k.element_size())
         _states_kernel[(triton.cdiv(spec.v_dim, states["BLOCK_P"]), spec.heads, m.num_reqs)](
             k, v, g, s.cums, s.keys, s.u, s.w, s.states, layer.state, m.rows, m.prefix_lens, m.qo_indptr, m.num_reqs,
             first, num_chunks, *of_k, *of_v, *of_g, CORRECTED=spec.is_corrected, **common_p, **states,
@@ -219,6 +225,16 @@ def _blocks(spec: ScanSpec, given: dict[str, int]) -> dict[str, int]:
     }
 
 
+def _states_constants(spec: ScanSpec, key_bytes: int) -> dict[str, int]:
+    """STATES, in no more stages than there is shared memory for."""
+    found, common = _blocks(spec, STATES), _constants(spec, 1)
+    size, width, of_parts = common["CHUNK"], common["BLOCK_N"], 2 * PARTS
+    per_key = (of_parts if spec.is_corrected else 0) + (of_parts if spec.decay == "key" else key_bytes)
+    u, state = size * found["BLOCK_P"] * 4, width * found["BLOCK_P"] * 4  # u takes a stage less
+    num_stages = (SHARED - 1024 - state + u) // (size * width * per_key + u)
+    return found | dict(STAGES=max(min(found["STAGES"], num_stages), 1))
+
+
 def _chunk_shapes(spec: ScanSpec) -> dict[str, tuple[torch.dtype, Sequence[int]] | None]:
     """Dtype and shape of each field of `_Scratch`, for one head of one chunk."""
     size, is_by_key, is_corrected = CHUNK[spec.decay], spec.decay == "key", spec.is_corrected
@@ -239,10 +255,8 @@ def _chunk_bytes(spec: ScanSpec) -> int:
 
 
 def _scratch(spec: ScanSpec, num_chunks: int, device: torch.device) -> _Scratch:
-    shapes = _chunk_shapes(spec)
-    return _Scratch(
-        **{
-            name: torch.empty(num_chunks, spec.heads, *field[1], dtype=field[0], device=device) if field else None
-            for name, field in shapes.items()
-        }
-    )
+    fields: dict[str, Any] = {
+        name: torch.empty(num_chunks, spec.heads, *field[1], dtype=field[0], device=device) if field else None
+        for name, field in _chunk_shapes(spec).items()
+    }
+    return _Scratch(**fields)

@@ -11,6 +11,7 @@ from specdec.backends.state_pool import ConvLayer
 from specdec.batch import AttentionMetadata
 
 BLOCK_C = 128
+EXTEND = dict(BLOCK=256, BLOCK_T=16, num_warps=4)  # channels and tokens of a prefill's program
 
 
 @triton.jit(
@@ -76,28 +77,33 @@ def _conv_extend_kernel(
 ):  # fmt: skip
     """BLOCK_T tokens of a packed prefill; padding gets zeros."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    r = tl.arange(0, BLOCK_R)
+    begin, t, r = tl.program_id(1).to(tl.int64) * BLOCK_T, tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
+    token = begin + t
     ends = tl.load(qo_indptr + 1 + r, mask=r < num_reqs, other=2147483647)
     owner = tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)
     is_live = (owner < num_reqs) & (token < num_tokens)
     place = token - tl.load(qo_indptr + owner, mask=is_live, other=0)  # in the request
-    row = tl.load(rows + owner, mask=is_live, other=0)
-    has_prefix = tl.load(prefix_lens + owner, mask=is_live, other=0) > 0
     inside = channel < CHANNELS
     tile = is_live[:, None] & inside[None, :]
+    x += begin * x_t
     total = tl.zeros([BLOCK_T, BLOCK], tl.float32)
+    if tl.sum((is_live & (place < KERNEL - 1)).to(tl.int32)) > 0:  # a request begins here
+        row = tl.load(rows + owner, mask=is_live, other=0)
+        has_prefix = tl.load(prefix_lens + owner, mask=is_live, other=0) > 0
+        for tap in tl.static_range(KERNEL - 1):
+            source = place + tap  # in the state
+            is_old = (source < KERNEL - 1) & has_prefix
+            state_at = state + (row * (KERNEL - 1) + source)[:, None] * CHANNELS + channel[None, :]
+            old = tl.load(state_at, mask=tile & is_old[:, None], other=0.0).to(tl.float32)
+            total += old * _weight(weight, channel, tap, weight_c, weight_k, inside)[None, :]
     for tap in tl.static_range(KERNEL):
-        source = place - (KERNEL - 1) + tap
-        is_new = (source >= 0)[:, None]
-        x_at = x + (token - (KERNEL - 1) + tap)[:, None] * x_t + channel[None, :] * x_c
-        new = tl.load(x_at, mask=tile & is_new, other=0.0).to(tl.float32)
-        state_at = state + (row * (KERNEL - 1) + source + KERNEL - 1)[:, None] * CHANNELS + channel[None, :]
-        old = tl.load(state_at, mask=tile & ~is_new & has_prefix[:, None], other=0.0).to(tl.float32)
-        total += (new + old) * _weight(weight, channel, tap, weight_c, weight_k, inside)[None, :]
+        is_new = (place - (KERNEL - 1) + tap >= 0)[:, None]
+        x_at = x + (t - (KERNEL - 1) + tap)[:, None] * x_t + channel[None, :] * x_c
+        new = tl.load(x_at, mask=tile & is_new, other=0.0)
+        total += new.to(tl.float32) * _weight(weight, channel, tap, weight_c, weight_k, inside)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
-    out_at = out + token[:, None] * CHANNELS + channel[None, :]
+    out_at = out + begin * CHANNELS + t[:, None] * CHANNELS + channel[None, :]
     result = tl.where(is_live[:, None], total, 0.0).to(out.dtype.element_ty)
     tl.store(out_at, result, mask=(token < num_tokens)[:, None] & inside[None, :])
 
@@ -162,9 +168,9 @@ def conv_extend(
 ) -> torch.Tensor:
     """See `backends.recurrent_ref.conv_extend`."""
     m, spec, kept = metadata, layer.spec, layer.spec.kernel - 1
-    out, block_t = torch.empty(x.shape, dtype=x.dtype, device=x.device), 16
-    blocks = triton.cdiv(spec.channels, BLOCK_C)
-    _conv_extend_kernel[(blocks, triton.cdiv(x.shape[0], block_t))](
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grid = triton.cdiv(spec.channels, EXTEND["BLOCK"]), triton.cdiv(x.shape[0], EXTEND["BLOCK_T"])
+    _conv_extend_kernel[grid](
         x,
         weight,
         bias,
@@ -181,10 +187,9 @@ def conv_extend(
         KERNEL=spec.kernel,
         HAS_BIAS=bias is not None,
         BLOCK_R=triton.next_power_of_2(m.num_reqs),
-        BLOCK_T=block_t,
-        BLOCK=BLOCK_C,
+        **EXTEND,
     )
-    _keep_inputs_kernel[(blocks, m.num_reqs)](
+    _keep_inputs_kernel[(triton.cdiv(spec.channels, BLOCK_C), m.num_reqs)](
         x,
         layer.state,
         m.rows,
