@@ -31,16 +31,16 @@ BOUND = 2e-2  # share of the norm by which results may differ
 
 
 class Shape(NamedTuple):
-    """A layer's convolution and scan, and the dtype of v; q, k and decays are fp32, as models give them."""
+    """A layer's convolution and scan, and the dtype of q and k; all else is fp32, as models in bf16 give it."""
 
     conv: ConvSpec
     scan: ScanSpec
-    v_dtype: torch.dtype
+    key_dtype: torch.dtype
 
 
 SHAPES = {
     "gdn": Shape(ConvSpec(8192, 4), ScanSpec(32, 32, 128, 128, "head", is_corrected=True), torch.bfloat16),
-    "ssd": Shape(ConvSpec(5376, 4), ScanSpec(80, 1, 128, 64, "head", is_corrected=False), torch.float32),
+    "ssd": Shape(ConvSpec(5376, 4), ScanSpec(80, 1, 128, 64, "head", is_corrected=False), torch.bfloat16),
     "s6": Shape(ConvSpec(8192, 4), ScanSpec(1, 1, 16, 8192, "state", is_corrected=False), torch.float32),
     "tiny": Shape(ConvSpec(24, 4), ScanSpec(2, 2, 8, 4, "head", is_corrected=True), torch.float32),
 }
@@ -183,8 +183,9 @@ def random_inputs(shape: Shape, num: int) -> Inputs:
     rates = -normal(scan.heads, scan.k_dim, scan.v_dim).abs() if scan.decay == "state" else None
     beta = normal(num, scan.heads).sigmoid() if scan.is_corrected else None
     x, weight = normal(num, conv.channels).bfloat16(), normal(conv.channels, conv.kernel).bfloat16()
-    v = normal(num, scan.heads, scan.v_dim).to(shape.v_dtype)
-    return Inputs(x, weight, (q * scan.k_dim**-0.5, k, v), (g if rates is not None else -g, beta, rates))
+    v = normal(num, scan.heads, scan.v_dim)
+    q, k = ((t * scan.k_dim**-0.5).to(shape.key_dtype) for t in (q, k * scan.k_dim**0.5))
+    return Inputs(x, weight, (q, k, v), (g if rates is not None else -g, beta, rates))
 
 
 def nodes_of(batch: int, nodes: int) -> AttentionMetadata:

@@ -6,7 +6,6 @@ primitives ignore them.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -46,14 +45,10 @@ def _conv(
     return out.to(hidden_states.dtype).transpose(0, 1).unsqueeze(0)
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
-    """Divide fp32 rows by their norm, as gated delta nets do."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
-
-
-def _kimi_unit(x: torch.Tensor) -> torch.Tensor:
-    """Divide fp32 rows by their norm, as Kimi's delta attention does."""
-    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + EPS)
+def _norms(x: torch.Tensor) -> torch.Tensor:
+    """Return the inverse norms of rows of x [..., N], fp32: what makes them units."""
+    x = x.float()
+    return torch.rsqrt((x * x).sum(-1) + EPS)
 
 
 def _delta_rule(
@@ -67,19 +62,22 @@ def _delta_rule(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    unit: Callable[[torch.Tensor], torch.Tensor] = _unit,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return [1, T, H, P] in query's dtype and no state; query, key: [1, T, H, N], value: [1, T, H, P].
 
-    g: [1, T, H], or [1, T, H, N] for Kimi; beta: [1, T, H].
+    g: [1, T, H], or [1, T, H, N] for Kimi; beta: [1, T, H]. Queries and keys stay in their dtype, for cheaper
+    products: with c k for k, u = beta (v - S^T c k) writes what c u = beta c^2 (v / c - S^T k) writes under k,
+    and a query's factor is one of its output.
     """
     _check_stateless(initial_state, output_final_state)
-    q, k = _packed(query).float(), _packed(key).float()
-    if use_qk_l2norm_in_kernel:
-        q, k = unit(q), unit(k)
-    q = q * q.shape[-1] ** -0.5
-    out = scan(q, k, _packed(value), layer_id, _packed(g).float(), _packed(beta).float())
+    q, k, v, strength = _packed(query), _packed(key), _packed(value), _packed(beta).float()
+    scale = q.shape[-1] ** -0.5
+    if not use_qk_l2norm_in_kernel:
+        return scan(q.float() * scale, k, v, layer_id, _packed(g).float(), strength).to(q.dtype).unsqueeze(0), None
+    c = _norms(k)
+    out = scan(q, k, v.float() / c.unsqueeze(-1), layer_id, _packed(g).float(), strength * c * c)
+    out = out * (scale * _norms(q)).unsqueeze(-1)
     return out.to(query.dtype).unsqueeze(0), None
 
 
@@ -110,8 +108,7 @@ def _mamba2(
     step = _step_sizes(_packed(dt), dt_bias, dt_softplus)
     step = step.clamp(min=dt_limit[0], max=dt_limit[1]).float()
     x = _packed(hidden_states).float()
-    q, k = _packed(C).float(), _packed(B).float()
-    out = scan(q, k, x * step.unsqueeze(-1), layer_id, A.float() * step)
+    out = scan(_packed(C), _packed(B), x * step.unsqueeze(-1), layer_id, A.float() * step)
     if D is not None:
         out = out + D.unsqueeze(-1) * x
     return out.unsqueeze(0)
@@ -151,7 +148,7 @@ PRIMITIVES: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "causal_conv1d_fn": _conv,
         "torch_chunk_gated_delta_rule": _delta_rule,
-        "chunk_kimi_delta_attention": partial(_delta_rule, unit=_kimi_unit),
+        "chunk_kimi_delta_attention": _delta_rule,
         "mamba2_chunk_scan": _mamba2,
         "mamba_selective_scan": _mamba,
     }
