@@ -142,7 +142,7 @@ def _outputs_kernel(
     if CORRECTED:
         given = tl.load(u + block * (CHUNK * P) + i[:, None] * P + p[None, :], mask=(p < P)[None, :], other=0.0)
     else:
-        given = load_tile(v + first * v_t + head * v_h, v_t, i, p, left, P)
+        given = load_tile(v + first * v_t + head * v_h, v_t, i, p, left, P).to(tl.float32)
     total = product(seen, given, total, PRECISION, PARTS)
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
