@@ -127,7 +127,7 @@ class _Requests:
         num_tokens = slots.shape[0]
         return AttentionMetadata(
             mode=ForwardMode.EXTEND,
-            slot_table=slots.unsqueeze(0).int(),
+            slot_table=self._qo_indptr.unsqueeze(0),  # of no use to them
             rows=self._rows,
             prefix_lens=self._prefix_lens,
             positions=slots,

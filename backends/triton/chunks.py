@@ -24,6 +24,7 @@ FEWEST = 48  # tokens that are worth several launches
 PRECISION = "tf32x3"  # of products of fp32: three products of tensor cores, which together are as exact
 PARTS = 3  # bf16 that fp32 is taken apart into where its partner is in bf16; 2 have 16 bits
 SCRATCH = 96 << 20  # bytes; the chunks of longer prefills pass in segments
+ALIGNED = 8  # of dims; with rows of 16 bits at odd places a test on a GPU fails (Triton 3.6), so they are made fp32
 SHARED = 227 << 10  # bytes, of a program
 WEIGHTS = dict(num_warps=8, num_stages=1)
 SOLVE = dict(BLOCK=64, num_warps=4, num_stages=1)  # BLOCK: columns of a product
@@ -169,6 +170,10 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
     """See `backends.recurrent_ref.scan_extend`."""
     if layer.spec.decay == "state" or inputs.v.shape[0] < FEWEST:
         return scan.scan_extend(inputs, layer, metadata)
+    is_wide = all(t.dtype == torch.float32 for t in inputs[:3])
+    if not is_wide and (layer.spec.k_dim % ALIGNED or layer.spec.v_dim % ALIGNED):
+        whole = inputs._replace(q=inputs.q.float(), k=inputs.k.float(), v=inputs.v.float())
+        return scan_extend(whole, layer, metadata).to(inputs.v.dtype)
     m, spec, num_tokens = metadata, layer.spec, inputs.v.shape[0]
     (q, k, v, g, beta, _), strides = scan.arguments(inputs)
     of_q, of_k, of_v, of_g, of_beta = (strides[at : at + 2] for at in range(0, 10, 2))

@@ -119,15 +119,11 @@ def _assemble(
     worker: DraftWorker = NoDraft(_ops_for(backend))
     if algo is not None:
         row, own = algorithm(algo), backends[-1]
-        states = (
-            draft.row_states(config.num_rows, config.draft_tail, pick_recurrent(own.capabilities))
-            if isinstance(draft, HFTarget)
-            else ()
-        )
+        states = _row_states(draft, config, config.draft_tail, own)
         context = None if shape is None else _context(own, shape, tables, counters, config.draft_words, states)
         worker = row.make(DraftParts(row.spec, target, config, _ops_for(own), context), draft)
     target.aux_layers = worker.aux_layers
-    states = target.row_states(config.num_rows, config.verify_width, pick_recurrent(backend.capabilities))
+    states = _row_states(target, config, config.verify_width, backend)
     parts = Parts(
         target=target,
         config=config,
@@ -210,7 +206,7 @@ def _check_memory(target: HFTarget, config: EngineConfig, draft: ModelShape | No
     def pool(layers: Sequence[LayerSpec], dtype: torch.dtype) -> int:
         return KVPool.bytes_for([s.shape for s in layers], total_slots, dtype)
 
-    num_draft_layers = 1 if draft is None else len(draft.layers)
+    num_draft_layers = 1 if draft is None else len(draft.layers) + len(draft.recurrent)
     lower = "num_slots, max_batch or max_seq_len"
     needs = [MemoryNeed("KV pool", pool(target.spec.layers, target.dtype), lower)]
     recurrent = StatePool.bytes_for(target.spec.recurrent, config.num_rows, config.verify_width, target.dtype)
@@ -263,6 +259,15 @@ def _context(
     pool = KVPool([layer.shape for layer in model.layers], tables.total_slots, model.dtype, device)
     tables.check_pool(pool)
     return ForwardContext(backend, pool, model.layers, model.sinks, counters.count_forward, row_states)
+
+
+def _row_states(
+    model: Draft | None, config: EngineConfig, max_tail: int, backend: type[AttentionBackend]
+) -> tuple[LayerState, ...]:
+    """Make what recurrent layers of a model keep; heads have none."""
+    if not isinstance(model, HFTarget):
+        return ()
+    return model.row_states(config.num_rows, max_tail, pick_recurrent(backend.capabilities))
 
 
 def _ops_for(backend: type[AttentionBackend]) -> RoundOps:
