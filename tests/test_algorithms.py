@@ -75,7 +75,7 @@ def test_trees_of_more_nodes_than_a_word_has_bits(algo):
     eager.detach()
 
 
-@pytest.mark.parametrize("algo", [*ALGOS, MODULES] if DEVICE.type == "cuda" else ["eagle3", MODULES])
+@pytest.mark.parametrize("algo", [*ALGOS, MODULES] if DEVICE.type == "cuda" else [MODULES])
 def test_compiled_layers_feed_every_draft_alike(algo):
     """Traced layers in rounds and prefills: the same text, and the very same drafts accepted."""
     model, prompts, outs = tiny_model("llama").to(DEVICE), ragged_prompts(), []

@@ -67,7 +67,7 @@ def test_every_type_equals_generate(name):
     model = model_of(name)
     expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()]
     own = model(torch.tensor([ragged_prompts()[0]], device=DEVICE)).logits
-    for shape in (None, CHAIN, TREE):
+    for shape in (None, CHAIN, TREE) if name in KINDS or DEVICE.type == "cuda" else (CHAIN, TREE):
         engine = engine_of(model, "eagle" if shape else None, **(shape or {}))
         check_text(engine, expected)
         engine.detach()
@@ -109,7 +109,7 @@ def test_every_graph_replays(name, graphs):
 
 
 @SHAPES
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", FEW)
 def test_a_draft_that_is_the_same_model_is_always_right(name, shape):
     """Its states after drafting, extending and beginning are those of the text: it accepts all S drafts."""
     model, draft = model_of(name), model_of(name)

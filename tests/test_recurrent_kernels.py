@@ -221,7 +221,7 @@ def ops(request, monkeypatch):
     return TRITON_RECURRENT
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS if ON_GPU else [kind for kind in KINDS if kind not in ("by key", "conv 2")])
 def test_prefills_rounds_and_commits_equal_a_loop_over_tokens(kind, ops):
     session = Session(kind, ops)
     session.prefill([2, 0, 1], [9, 1, 4], padding=3)

@@ -197,7 +197,7 @@ def test_poison_in_padding_changes_nothing(shape, round_graph):
     assert engine.generate(prompts, max_new_tokens=12, sampling=laws).tokens == expected
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", [TREE, CHAIN] if DEVICE.type == "cuda" else [TREE])
 def test_batches_that_shrink_and_grow(shape):
     """200 random changes of the batch; every text is the target's own, whoever was beside it."""
     model, rng = model_of(), random.Random(7)

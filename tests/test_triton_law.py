@@ -87,7 +87,7 @@ def test_greedy_rows_take_the_first_of_equal_tokens_of_all_splits(small_blocks):
     assert got[0].argmax(-1).tolist() == [70, 149, 0] and got.sum().item() == 3
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("dtype", DTYPES[:2] if torch.cuda.is_available() else DTYPES[1:2])
 def test_a_law_does_not_depend_on_the_splits(monkeypatch, dtype):
     """So a request's law is the same in any batch."""
     params = [LAWS[i] for i in (6, 7)]

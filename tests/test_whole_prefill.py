@@ -73,7 +73,7 @@ def assert_same(ours, theirs):
         torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+@pytest.mark.parametrize("draft", DRAFTS if DEVICE.type == "cuda" else (None, "eagle3", MODULES, "standalone"), ids=str)
 def test_a_whole_prefill_leaves_what_one_in_parts_leaves(draft):
     """Ragged batches, buckets met and padded, prompts in chunks (prefixes), one request and as many as there can be."""
     batches = [(5, 1, 9), (16,), (33,), (70, 3), (3,) * MOST_REQUESTS]
