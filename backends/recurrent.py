@@ -14,7 +14,7 @@ import torch
 
 from specdec.backends.base import Capabilities
 from specdec.backends.recurrent_ref import TORCH_RECURRENT
-from specdec.backends.state_pool import RecurrentOps, StatePool
+from specdec.backends.state_pool import RecurrentOps, ScanInputs, StatePool
 from specdec.batch import AttentionMetadata
 
 
@@ -25,16 +25,7 @@ class RecurrentScope(Protocol):
         """See `conv`."""
         ...
 
-    def scan(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer_id: int,
-        g: torch.Tensor,
-        beta: torch.Tensor | None,
-        rates: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
         """See `scan`."""
         ...
 
@@ -50,18 +41,9 @@ class StateScope:
         """See `StatePool.conv`."""
         return self.pool.conv(x, weight, bias, layer_id, self.metadata)
 
-    def scan(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer_id: int,
-        g: torch.Tensor,
-        beta: torch.Tensor | None,
-        rates: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
         """See `StatePool.scan`."""
-        return self.pool.scan(q, k, v, layer_id, g, beta, rates, self.metadata)
+        return self.pool.scan(inputs, layer_id, self.metadata)
 
 
 _CURRENT: ContextVar[RecurrentScope] = ContextVar("specdec_recurrent")
@@ -133,7 +115,7 @@ def _scan(
     beta: torch.Tensor | None = None,
     rates: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return _scope().scan(q, k, v, layer_id, g, beta, rates).contiguous()
+    return _scope().scan(ScanInputs(q, k, v, g, beta, rates), layer_id).contiguous()
 
 
 def _conv_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:

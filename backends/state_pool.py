@@ -143,17 +143,7 @@ class StatePool(LayerState):
         run = self._ops.conv_extend if self._is_extend(metadata) else self._ops.conv_tail
         return run(x, weight, bias, layer, metadata)
 
-    def scan(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer_id: int,
-        g: torch.Tensor,
-        beta: torch.Tensor | None,
-        rates: torch.Tensor | None,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+    def scan(self, inputs: ScanInputs, layer_id: int, metadata: AttentionMetadata) -> torch.Tensor:
         """Run the recurrence over tokens, see `ScanInputs`: [T, heads, v_dim] in v's dtype.
 
         S_t = exp(g_t) S_{t-1} + k_t (x) u_t, o_t = S_t^T q_t; u_t = v_t, or, of corrected ones,
@@ -161,10 +151,10 @@ class StatePool(LayerState):
         """
         layer = self.layers[layer_id]
         assert isinstance(layer, ScanLayer), f"layer {layer_id} is {type(layer).__name__}"
-        assert (beta is not None) == layer.spec.is_corrected, "beta is for corrected scans, and they need it"
-        assert (rates is not None) == (layer.rates is not None), "rates are for decays by element of the state"
+        assert (inputs.beta is not None) == layer.spec.is_corrected, "beta is for corrected scans, and they need it"
+        assert (inputs.rates is not None) == (layer.rates is not None), "rates are for decays by element of the state"
         run = self._ops.scan_extend if self._is_extend(metadata) else self._ops.scan_tail
-        return run(ScanInputs(q, k, v, g, beta, rates), layer, metadata)
+        return run(inputs, layer, metadata)
 
     def _is_extend(self, metadata: AttentionMetadata) -> bool:
         if metadata.mode is ForwardMode.EXTEND:

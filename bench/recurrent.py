@@ -18,7 +18,7 @@ from experts import copy_rate, in_graph
 from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.recurrent import pick_recurrent
 from specdec.backends.recurrent_ref import TORCH_RECURRENT
-from specdec.backends.state_pool import ConvSpec, RecurrentOps, ScanSpec, StatePool
+from specdec.backends.state_pool import ConvSpec, RecurrentOps, ScanInputs, ScanSpec, StatePool
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.measure.results import write_results
 
@@ -142,7 +142,7 @@ def run(pool: StatePool, layer_id: int, inputs: Inputs, metadata: AttentionMetad
     """Run a layer."""
     if isinstance(pool.layers[layer_id].spec, ConvSpec):
         return pool.conv(inputs.x, inputs.weight, None, layer_id, metadata)
-    return pool.scan(*inputs.scan, layer_id, *inputs.decays, metadata)
+    return pool.scan(ScanInputs(*inputs.scan, *inputs.decays), layer_id, metadata)
 
 
 def our_ops() -> RecurrentOps:

@@ -96,7 +96,7 @@ def choices_of_routers() -> None:
 def recurrent_layers() -> None:
     """Every kind of recurrent layer, in chains, trees of one and two words, prefills and commits."""
     from specdec.backends.metadata import TORCH_METADATA
-    from specdec.backends.state_pool import ConvSpec, ScanSpec, StatePool
+    from specdec.backends.state_pool import ConvSpec, ScanInputs, ScanSpec, StatePool
     from specdec.backends.triton.recurrent import TRITON_RECURRENT
     from specdec.batch import ForwardMode
 
@@ -125,7 +125,8 @@ def recurrent_layers() -> None:
                 continue
             q, v = torch.zeros(t, spec.key_heads, spec.k_dim), torch.zeros(t, spec.heads, spec.v_dim)
             q, v, g = q.bfloat16(), v.bfloat16(), torch.zeros(t, *spec.decay_shape)
-            pool.scan(q, q, v, i, g, v[:, :, 0] if spec.is_corrected else None, pool.layers[i].rates, plan)
+            beta = v[:, :, 0] if spec.is_corrected else None
+            pool.scan(ScanInputs(q, q, v, g, beta, pool.layers[i].rates), i, plan)
     pool.committer(None)(table, rows, lens, torch.zeros(2, 5, dtype=torch.int64))
 
 

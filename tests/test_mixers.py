@@ -1,7 +1,6 @@
 """Recurrent layers of live models through our ops: every type against its own forward, what stays as it was, traces."""
 
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from transformers import AttentionInterface
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from specdec.backends.recurrent import recurrent_scope
+from specdec.backends.state_pool import ScanInputs
 from specdec.errors import AttachError
 from specdec.targets.mixers import find_mixers, mixers_routed, mixers_unnumbered, renumber_mixers
 from specdec.targets.overrides import attention_configs, attention_implementation
@@ -54,8 +54,8 @@ class Trivial:
     def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
         return x.clone()
 
-    def scan(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return v.clone()
+    def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
+        return inputs.v.clone()
 
 
 def tokens(num_tokens=NUM_TOKENS):
@@ -132,10 +132,11 @@ class Packed:
     def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
         return torch.cat([Recorder().conv(part, weight, bias, layer_id) for part in x.split(self.sizes)])
 
-    def scan(self, q, k, v, layer_id, g, beta, rates):
+    def scan(self, inputs, layer_id):
+        *tensors, beta, rates = inputs
         betas = [None] * len(self.sizes) if beta is None else beta.split(self.sizes)
-        parts = zip(*(t.split(self.sizes) for t in (q, k, v, g)), betas, strict=True)
-        return torch.cat([Recorder().scan(q, k, v, layer_id, g, beta, rates) for q, k, v, g, beta in parts])
+        parts = zip(*(t.split(self.sizes) for t in tensors), betas, strict=True)
+        return torch.cat([Recorder().scan(ScanInputs(*part, rates), layer_id) for part in parts])
 
     @classmethod
     def attend(cls, module, q, k, v, attention_mask=None, scaling=None, **kwargs):

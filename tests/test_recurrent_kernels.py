@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.recurrent import StateScope, conv, recurrent_scope, scan
 from specdec.backends.recurrent_ref import TORCH_RECURRENT
-from specdec.backends.state_pool import ConvSpec, ScanSpec, StatePool
+from specdec.backends.state_pool import ConvSpec, ScanInputs, ScanSpec, StatePool
 from specdec.backends.triton import chunks
 from specdec.backends.triton import scan as scan_kernels
 from specdec.backends.triton.recurrent import TRITON_RECURRENT
@@ -312,7 +312,7 @@ def test_real_sizes_equal_the_twin(kind, dtype):
     outs, states = [], []
     for ops in (TRITON_RECURRENT, TORCH_RECURRENT):
         pool = StatePool([spec], 3, 4, dtype, DEVICE, ops)
-        outs.append(pool.scan(q.to(dtype), k.to(dtype), v, 0, g, beta, rates, metadata))
+        outs.append(pool.scan(ScanInputs(q.to(dtype), k.to(dtype), v, g, beta, rates), 0, metadata))
         states.append(pool.layers[0].state[:2])
     for ours, theirs in (outs, states):
         assert (ours - theirs).norm() <= 2e-5 * theirs.norm()

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-LOWEST = -(1 << 63)  # below every key
+LOWEST = tl.constexpr(-(1 << 63))  # below every key
 
 
 @triton.jit(do_not_specialize_on_alignment=["scores", "values", "indices"])
@@ -19,10 +19,10 @@ def _top_kernel(scores, values, indices, row_stride, NUM: tl.constexpr, K: tl.co
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0.0 and 0.0 are equal
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     keys = (ordered.to(tl.int64) << 32) | (BLOCK - 1 - index).to(tl.int64)
-    keys = tl.where(index < NUM, keys, -(1 << 63))
+    keys = tl.where(index < NUM, keys, LOWEST)
     for i in tl.static_range(K):
         best = tl.max(keys, 0)
-        keys = tl.where(keys == best, -(1 << 63), keys)
+        keys = tl.where(keys == best, LOWEST, keys)
         found = BLOCK - 1 - (best & 0xFFFFFFFF)
         tl.store(indices + row * K + i, found)
         tl.store(values + row * K + i, tl.load(scores + row * row_stride + found))

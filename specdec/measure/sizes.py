@@ -1,6 +1,6 @@
 """The named shapes: models that people run, by their config's class and sizes; nothing here makes weights."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import LlamaConfig, Mamba2Config, PreTrainedConfig, Qwen3_5MoeTextConfig, Qwen3MoeConfig
@@ -25,7 +25,7 @@ class Shape:
     sizes: dict[str, Any]
     draft_vocab: int = 32000
     draft_layer: LayerConfig | None = None
-    state: tuple[RecurrentSpec, ...] = field(default=())
+    state: tuple[RecurrentSpec, ...] = ()
 
     @property
     def is_dense(self) -> bool:

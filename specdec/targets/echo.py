@@ -15,6 +15,7 @@ import torch
 from specdec.backends.op import attention_scope, current_scope
 from specdec.backends.recurrent import current_recurrent, recurrent_scope
 from specdec.backends.rope import Rope, rotate
+from specdec.backends.state_pool import ScanInputs
 from specdec.errors import GraphError
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the norm
@@ -100,17 +101,9 @@ class Echo:
         out = x * weight.sum(1)
         return self._of_layer(out if bias is None else out + bias, layer_id).to(x.dtype)
 
-    def scan(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer_id: int,
-        g: torch.Tensor,
-        beta: torch.Tensor | None,
-        rates: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
         """See `specdec.backends.recurrent.scan`."""
+        q, k, v, g, beta, rates = inputs
         weight = (q.float() * k.float()).sum(-1).repeat_interleave(v.shape[1] // q.shape[1], 1)
         if g.dim() == 3:
             g = g.mean(-1)

@@ -1,7 +1,7 @@
 """The attach layer: runs a live `transformers` causal LM over our KV pool, and restores it afterwards.
 
-The model's own code runs, packed [1, T], without an HF cache and without masks; only its attention calls are routed,
-and only while we run it (the implementation name is set on its configs inside `forward` and put back).
+The model's own code runs, packed [1, T], without an HF cache and without masks; only its attention calls, its recurrent
+layers' primitives and its experts' products are routed, and only while we run it: what is set for that is put back.
 """
 
 import gc

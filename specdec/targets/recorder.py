@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.backends.recurrent import recurrent_scope
-from specdec.backends.state_pool import ConvSpec, Decay, ScanSpec
+from specdec.backends.state_pool import ConvSpec, Decay, ScanInputs, ScanSpec
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,9 @@ class Recorder:
         padded = F.pad(x.transpose(0, 1), (kernel - 1, 0)).unsqueeze(0)
         return F.conv1d(padded, weight.unsqueeze(1), bias, groups=channels)[0].transpose(0, 1)
 
-    def scan(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer_id: int,
-        g: torch.Tensor,
-        beta: torch.Tensor | None,
-        rates: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
         """See `specdec.backends.recurrent.scan`."""
+        q, k, v, g, beta, rates = inputs
         kind: Decay = "state" if rates is not None else "key" if g.dim() == 3 else "head"
         shape = ScanShape(v.shape[1], k.shape[1], k.shape[2], v.shape[2], kind, beta is not None, v.dtype)
         self.calls.append(RecordedCall(layer_id, shape))
