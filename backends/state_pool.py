@@ -124,7 +124,7 @@ class StatePool(LayerState):
     ):
         self.num_rows, self.max_tail = num_rows, max_tail
         self.layers = [_allocate(spec, num_rows, max_tail, dtype, device) for spec in specs]
-        self._ops = ops
+        self.ops = ops
 
     def conv(
         self,
@@ -140,7 +140,7 @@ class StatePool(LayerState):
         """
         layer = self.layers[layer_id]
         assert isinstance(layer, ConvLayer), f"layer {layer_id} is {type(layer).__name__}"
-        run = self._ops.conv_extend if self._is_extend(metadata) else self._ops.conv_tail
+        run = self.ops.conv_extend if self._is_extend(metadata) else self.ops.conv_tail
         return run(x, weight, bias, layer, metadata)
 
     def scan(self, inputs: ScanInputs, layer_id: int, metadata: AttentionMetadata) -> torch.Tensor:
@@ -153,7 +153,7 @@ class StatePool(LayerState):
         assert isinstance(layer, ScanLayer), f"layer {layer_id} is {type(layer).__name__}"
         assert (inputs.beta is not None) == layer.spec.is_corrected, "beta is for corrected scans, and they need it"
         assert (inputs.rates is not None) == (layer.rates is not None), "rates are for decays by element of the state"
-        run = self._ops.scan_extend if self._is_extend(metadata) else self._ops.scan_tail
+        run = self.ops.scan_extend if self._is_extend(metadata) else self.ops.scan_tail
         return run(inputs, layer, metadata)
 
     def _is_extend(self, metadata: AttentionMetadata) -> bool:
@@ -164,7 +164,7 @@ class StatePool(LayerState):
 
     def committer(self, ops: Any) -> Commit:
         """See `LayerState`. The pool's own operations commit, not those of the round."""
-        return self._ops.folder(self.layers)
+        return self.ops.folder(self.layers)
 
     def tensors(self, owner: str) -> dict[str, torch.Tensor]:
         """See `LayerState`."""

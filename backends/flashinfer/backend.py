@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import torch
 
+from specdec.backends.attention_check import attention_checks
 from specdec.backends.base import AttentionCall, LayerSpec
-from specdec.backends.flashinfer.check import check_answers, check_tables
+from specdec.backends.flashinfer.check import check_tables
 from specdec.backends.flashinfer.kernels import (
     HEAD_DIMS,
     Kernel,
@@ -26,6 +27,7 @@ from specdec.backends.flashinfer.kernels import (
 )
 from specdec.backends.flashinfer.prefill import PrefillAttention
 from specdec.backends.flashinfer.uniform import UniformAttention
+from specdec.backends.sample_tree import Tail
 from specdec.backends.triton.backend import TritonBackend
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError
@@ -66,9 +68,9 @@ class FlashInferBackend(TritonBackend):
         self._prefill_families = sorted({prefill_family(s, device) for s in layers})
         self._uniform_families = sorted({uniform_family(s, words) for s in layers for words in {0, mask_words}})
         self._uniform, self._prefill = UniformAttention(modules, device), PrefillAttention(modules, device)
-        modes = ("chain", "tree", "prefill") if mask_words else ("chain", "prefill")
+        tails = [Tail(6, words) for words in {0, mask_words}]
         problems = check_tables(modules, layers, device)
-        problems = problems or check_answers(self, layers, dtype, device, modes, mask_words)
+        problems = problems or [p for c in attention_checks(self, layers, dtype, device, tails) for p in c.problems()]
         if problems:
             raise AttachError("with the installed FlashInfer: it is not what backend='flashinfer' expects", problems)
 
@@ -136,7 +138,7 @@ class MixedBackend(TritonBackend):
         self._prefill = PrefillAttention(load(kernels), device)
         self._from = _from_tokens(taken) if taken else None
         self.min_prefill_flops = 0.0  # for the check, which is short
-        problems = check_answers(self, taken, dtype, device, ("prefill",))
+        problems = [p for check in attention_checks(self, taken, dtype, device, []) for p in check.problems()]
         self.min_prefill_flops = type(self).min_prefill_flops
         if problems:
             raise AttachError("with the installed FlashInfer: its prefill kernel is not what is expected", problems)

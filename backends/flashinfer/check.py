@@ -1,20 +1,15 @@
-"""Holds an installed FlashInfer against what this package knows of it, at attach: its plan's tables, its answers."""
+"""Holds the plan's tables of an installed FlashInfer against what this package knows of them, at attach."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from specdec.backends.base import AttentionBackend, AttentionCall, LayerSpec
+from specdec.backends.base import LayerSpec
 from specdec.backends.flashinfer.kernels import Kernel
 from specdec.backends.flashinfer.tables import NO_WINDOW, Shapes, plan_info, stock_budget, write_tables
 from specdec.backends.flashinfer.tables_reference import read_tables
-from specdec.backends.torch_ref import TorchBackend
-from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.kv_cache import KVPool
 
-TOLERANCE = 2e-2  # of the norm of the output, in 16 bits
 INT_FIELDS = (
     "padded_batch_size",
     "total_num_rows",
@@ -86,71 +81,3 @@ def check_tables(modules: Mapping[Kernel, Any], layers: Sequence[LayerSpec], dev
                 found = table_problems(module, shapes, lens, device)
                 problems += [f"{kernel}, {bs} x {q_len} queries: table {p} (theirs, ours)" for p in found]
     return problems
-
-
-def check_answers(
-    backend: AttentionBackend,
-    layers: Sequence[LayerSpec],
-    dtype: torch.dtype,
-    device: torch.device,
-    modes: Sequence[str],
-    mask_words: int = 1,
-) -> list[str]:
-    """Compare `backend` with the torch backend on one forward of each of `modes` ("chain", "tree", "prefill").
-
-    mask_words: of a tree's ancestor bits.
-    """
-    problems = []
-    for layer in dict.fromkeys(layers):
-        for mode in modes:
-            theirs, ours = (_answer(b, layer, dtype, device, mode, mask_words) for b in (backend, TorchBackend()))
-            error = float((theirs - ours).norm() / ours.norm())
-            if not error < TOLERANCE:  # NaN, too
-                problems.append(f"{mode} of {layer}: differs from torch by {error:.1e} of its norm")
-    return problems
-
-
-def _answer(
-    backend: AttentionBackend, layer: LayerSpec, dtype: torch.dtype, device: torch.device, mode: str, mask_words: int
-) -> torch.Tensor:
-    """The attention of a small batch of two requests over random K and V, in fp32."""
-    generator = torch.Generator(device).manual_seed(1)
-    lens, num_new = [700, 90], 6
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
-
-    pool = KVPool([layer.shape], 1700, dtype, device)
-    for plane in pool.planes:
-        plane.copy_(random(*plane.shape))
-    table = (1 + torch.arange(1600, device=device, dtype=torch.int32)).view(2, 800)
-    metadata = _metadata(backend, table, lens, num_new, mode, mask_words)
-    num_tokens = metadata.positions.shape[0]
-    q, k = random(num_tokens, layer.num_heads, layer.qk_dim), random(num_tokens, layer.num_kv_heads, layer.qk_dim)
-    v = random(num_tokens, layer.num_kv_heads, layer.v_dim)
-    out = torch.empty(num_tokens, layer.num_heads, layer.v_dim, dtype=dtype, device=device)
-    sinks = random(layer.num_heads) if layer.has_sinks else None
-    backend.plan(metadata)
-    backend.run(AttentionCall(q, k, v, out, pool, 0, layer, sinks))
-    return out.float()
-
-
-def _metadata(
-    backend: AttentionBackend, table: torch.Tensor, lens: list[int], num_new: int, mode: str, mask_words: int
-) -> AttentionMetadata:
-    rows = torch.arange(2, device=table.device)
-    if mode == "prefill":
-        return backend.metadata.prefill(table, rows, lens, [40, num_new])
-    options: dict[str, Any] = {}
-    if mode == "tree":
-        depths = torch.tensor([[0, 1, 1, 2, 2, 3]] * 2, device=table.device)
-        bits = torch.tensor([[1, 3, 5, 11, 21, 43]] * 2, device=table.device)  # node 3 hangs on 1, 4 on 2, 5 on 3
-        options = {
-            "depths": depths,
-            "tail_depths": depths,
-            "ancestor_bits": F.pad(bits.unsqueeze(2), (0, mask_words - 1)),
-        }
-    prefix_lens = torch.tensor(lens, device=table.device)
-    return backend.metadata.uniform(
-        ForwardMode.TARGET_VERIFY, table, rows, prefix_lens, q_len=num_new, max_prefix=704, **options
-    )

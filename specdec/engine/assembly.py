@@ -17,6 +17,7 @@ from specdec.config import EngineConfig
 from specdec.draft.algorithms import algorithm
 from specdec.draft.worker import DraftParts, DraftWorker, NoDraft
 from specdec.engine.core import Core
+from specdec.engine.kernel_check import check_kernels
 from specdec.engine.memory import MemoryNeed, check_fits, free_bytes
 from specdec.engine.ranked import RankedCore
 from specdec.engine.ranks import Ranks
@@ -141,6 +142,7 @@ def _assemble(
         counters=counters,
         may_merge=_may_merge(config, backends),
     )
+    check_kernels(parts)
     return Core(parts) if ranks is None else RankedCore(parts, ranks), why
 
 

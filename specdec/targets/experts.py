@@ -5,7 +5,7 @@ Gates, activations and layouts are the module's: it says how its weights lie, an
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -54,3 +54,24 @@ def experts_routed(configs: Sequence[Any]) -> Iterator[None]:
     """Let the experts of `configs` multiply by our op within the context."""
     with replaced(configs, "_experts_implementation_internal", "specdec"):
         yield
+
+
+class ExpertWeights(NamedTuple):
+    """What one of the two products of an experts module multiplies with: arguments of `grouped_linear`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    is_transposed: bool
+
+
+def distinct_weights(model: nn.Module) -> list[ExpertWeights]:
+    """List the weights that experts of `model` multiply with by our op, one of each shape."""
+    found: dict[tuple[object, ...], ExpertWeights] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(module, "_apply_gate") and hasattr(config, "_experts_implementation_internal"):
+            for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+                bias = getattr(module, f"{name}_bias") if module.has_bias else None
+                weights = ExpertWeights(getattr(module, name), bias, bool(module.is_transposed))
+                found.setdefault((weights.weight.shape, weights.weight.dtype, bias is None, weights[2]), weights)
+    return list(found.values())
