@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-# By the dtype of a kernel's results, of the size that a token's have on average (their root mean square). Rounding to
-# 16 bits moves an element by half an eps of itself at most, and the largest of thousands are 5 times the average: 2 to 3
-# eps, and as much again for each intermediate in 16 bits, such as weights of keys, or products before their bias. Allowed
-# are 13 of bf16 and 20 of fp16. Kernels in fp32, in IEEE or three passes of TF32, stay below 1e-4 after hundreds of
-# tokens. A wrong tile is off by about 1.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# By the dtype of a kernel's results, in the shares that `largest_difference` returns. Rounding to 16 bits moves an
+# element by half an eps of it; what is rounded before (weights of keys, parts of split keys, a product before its
+# bias) by as much each time, and the largest of thousands by 5 times the average: 1 to 3 eps in all. Allowed are 8 of
+# bf16 and 10 of fp16. Kernels in fp32, in IEEE or three passes of TF32, stay below 1e-4 after hundreds of tokens. A
+# wrong tile is off by about 1.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 SEED = 1  # of inputs, from generators of their own: the global ones stay where they are
 
 
@@ -51,14 +51,15 @@ class Check:
 
 
 def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Return the largest difference of an element of [N, ...], in shares of the size of its token, [] fp32.
+    """Return the largest difference of an element of [N, ...], [] fp32: in shares of it, or of what elements of its
+    token are on average (their root mean square), if that is more.
 
     Where both are the same infinity, or NaN, as of damaged weights, there is none.
     """
     a, b = ours.float().flatten(1), theirs.float().flatten(1)
-    size = b.nan_to_num(0, 0, 0).square().mean(1, keepdim=True).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+    usual = b.nan_to_num(0, 0, 0).square().mean(1, keepdim=True).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
     is_equal = (a == b) | (a.isnan() & b.isnan())
-    return torch.where(is_equal, 0, (a - b).abs() / size).amax()
+    return torch.where(is_equal, 0, (a - b).abs() / torch.maximum(b.abs(), usual)).amax()
 
 
 def allowed(dtype: torch.dtype, device: torch.device) -> float:
