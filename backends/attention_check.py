@@ -29,7 +29,7 @@ def attention_checks(
 
     The twin gets the same inputs, rounded to `dtype`, in fp32.
     """
-    tails = [Tail(min(tail.num_nodes, MOST_NODES), tail.num_words) for tail in dict.fromkeys(tails)]
+    tails = list(dict.fromkeys(Tail(min(num_nodes, MOST_NODES), num_words) for num_nodes, num_words in tails))
     return [
         Check(
             f"{backend.name}, attention of {layer}",
