@@ -56,7 +56,7 @@ def _target_is_required() -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_garbage() -> None:
-    """Captures collect garbage, which takes 0.3 s where all that lives as long as the process is looked at each time."""
+    """Captures collect garbage: 0.3 s each, if all that lives as long as the process is looked at each time."""
     gc.collect()
     gc.freeze()
 
