@@ -52,8 +52,10 @@ def compile_all() -> list[str]:
 
     driver.set_active(CompileOnly())
     JITFunction.__getitem__ = only_compile
-    attention(torch.bfloat16, LAYERS)
-    attention(torch.float32, LAYERS[1:2])
+    attention(torch.bfloat16, LAYERS[1], range(5))
+    attention(torch.bfloat16, LAYERS[0], (0, 1, 4))
+    attention(torch.bfloat16, LAYERS[2], (1, 4))
+    attention(torch.float32, LAYERS[1], (1, 4))
     round_kernels()
     sums_over_ranks()
     products_of_experts()
@@ -116,9 +118,11 @@ def recurrent_layers() -> None:
         TORCH_METADATA.uniform(ForwardMode.TARGET_VERIFY, table, rows, lens, q_len=8, max_prefix=512, ancestor_bits=b)
         for b in (None, bits, bits.expand(-1, -1, 2))
     ]
-    for plan in plans:
+    for number, plan in enumerate(plans):
         t = plan.positions.numel()
         for i, spec in enumerate(specs):
+            if number == 3 and i in (1, 2, 4):
+                continue  # like 0 and 3
             if isinstance(spec, ConvSpec):
                 x = torch.zeros(t, spec.channels, dtype=torch.bfloat16)
                 pool.conv(x, x.new_zeros(spec.channels, spec.kernel), x[0] if i == 5 else None, i, plan)
@@ -130,8 +134,9 @@ def recurrent_layers() -> None:
     pool.committer(None)(table, rows, lens, torch.zeros(2, 5, dtype=torch.int64))
 
 
-def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
-    """Every flag of the attention kernel, and the kernels that go with it."""
+def attention(dtype: torch.dtype, shape: dict[str, Any], which: Sequence[int]) -> None:
+    """The attention kernel, and those that go with it, in `which` forwards: 0 a token, 1 a tree, 2 one of two words,
+    3 a chain, 4 a prefill."""
     from specdec.backends import AttentionCall, LayerSpec
     from specdec.backends.rope import rope_table
     from specdec.backends.triton.backend import TritonBackend
@@ -150,18 +155,17 @@ def attention(dtype: torch.dtype, shapes: Sequence[dict[str, Any]]) -> None:
         TRITON_METADATA.uniform(ForwardMode.TARGET_VERIFY, table, rows, lens, q_len=32, max_prefix=512),
         TRITON_METADATA.prefill(table, rows, [500, 3], [40, 7]),
     ]
-    for shape in shapes:
-        layer = LayerSpec(**shape)
-        pool = KVPool([layer.shape], 700, dtype, torch.device("cpu"))
-        sinks = torch.zeros(layer.num_heads, dtype=dtype) if layer.has_sinks else None
-        for plan in plans:
-            t = plan.positions.numel()
-            q, k = torch.zeros(t, layer.num_heads, layer.qk_dim), torch.zeros(t, layer.num_kv_heads, layer.qk_dim)
-            v, out = torch.zeros(t, layer.num_kv_heads, layer.v_dim), torch.zeros(t, layer.num_heads, layer.v_dim)
-            backend = TritonBackend()
-            backend.plan(plan)
-            rope = rope_table(torch.arange(t), 64, 1e4, dtype) if layer.has_sinks else None
-            backend.run(AttentionCall(*(x.to(dtype) for x in (q, k, v, out)), pool, 0, layer, sinks, rope))
+    layer = LayerSpec(**shape)
+    pool = KVPool([layer.shape], 700, dtype, torch.device("cpu"))
+    sinks = torch.zeros(layer.num_heads, dtype=dtype) if layer.has_sinks else None
+    for plan in [plans[i] for i in which]:
+        t = plan.positions.numel()
+        q, k = torch.zeros(t, layer.num_heads, layer.qk_dim), torch.zeros(t, layer.num_kv_heads, layer.qk_dim)
+        v, out = torch.zeros(t, layer.num_kv_heads, layer.v_dim), torch.zeros(t, layer.num_heads, layer.v_dim)
+        backend = TritonBackend()
+        backend.plan(plan)
+        rope = rope_table(torch.arange(t), 64, 1e4, dtype) if layer.has_sinks else None
+        backend.run(AttentionCall(*(x.to(dtype) for x in (q, k, v, out)), pool, 0, layer, sinks, rope))
 
 
 def flashinfer_tables() -> None:

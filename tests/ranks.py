@@ -1,6 +1,7 @@
 """Runs a function of a test module on two ranks: processes over gloo, a CPU thread each, or over NCCL, a GPU each."""
 
 import faulthandler
+import gc
 import importlib
 import itertools
 import os
@@ -59,7 +60,10 @@ def _run(rank: int, module: str, name: str, folder: str, device: str, args: tupl
         torch._C._get_accelerator = lambda: torch.device("cpu")  # transformers asks it; CUDA builds say cuda
     renew(rank, folder, device)
     try:
-        outcome = True, getattr(importlib.import_module(module), name)(rank, folder, device, *args)
+        fn = getattr(importlib.import_module(module), name)
+        gc.collect()
+        gc.freeze()  # see conftest
+        outcome = True, fn(rank, folder, device, *args)
     except BaseException:
         outcome = False, f"rank {rank}: {traceback.format_exc()}"
     save(rank, folder, outcome)

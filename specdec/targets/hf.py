@@ -5,16 +5,16 @@ layers' primitives and its experts' products are routed, and only while we run i
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from specdec.backends import ForwardContext, attention, forward_context
+from specdec.backends import ForwardContext, forward_context
 from specdec.backends.comm import Communicator
 from specdec.backends.state_pool import RecurrentOps, StatePool
 from specdec.batch import AttentionMetadata, ForwardMode
@@ -22,14 +22,11 @@ from specdec.errors import AttachError, GraphError
 from specdec.graphs.trace import Traced
 from specdec.layer_state import LayerState
 from specdec.targets.equality import check_equality
-from specdec.targets.experts import expert_configs, experts_routed
-from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached, layer_id, number_layers
-from specdec.targets.mixers import mixers_routed, mixers_unnumbered
-from specdec.targets.overrides import answering, attention_configs, attention_implementation, unwarned, warning_models
-from specdec.targets.own_attention import own_replaced
+from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
 from specdec.targets.probe import ModelSpec, probe
 from specdec.targets.recording import Positions
-from specdec.targets.ropes import ORIGINAL, constant_ropes, varying_ropes, warn_of_low_precision
+from specdec.targets.ropes import ORIGINAL, warn_of_low_precision
+from specdec.targets.route import Route
 from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.sharded import Sharded, find_group, plain
 
@@ -40,22 +37,6 @@ class TargetOutput:
 
     logits: torch.Tensor
     aux: torch.Tensor | None
-
-
-def _routed_attention(
-    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any = None, **kw: Any
-) -> tuple[torch.Tensor, None]:
-    """Route HF's attention call, q/k/v [1, heads, T, dim], through our op; return [1, T, heads, v_dim]."""
-    out = attention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), layer_id(module))
-    return out.unsqueeze(0), None
-
-
-def _routed_own(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
-    """Route the attention of a module's own method, q/k/v [1, heads, T, dim]; return [1, heads, T, v_dim]."""
-    return _routed_attention(module, q, k, v)[0].transpose(1, 2)
-
-
-AttentionInterface.register("specdec", _routed_attention)
 
 
 class HFTarget:
@@ -97,15 +78,11 @@ class HFTarget:
         if any(is_attached(module) for module in self.spec.modules):
             raise AttachError(type(model).__name__, ["some of its layers belong to a model that is attached already"])
         self.aux_layers: tuple[int, ...] = ()
-        self._configs = attention_configs(model)
-        self._expert_configs = expert_configs(model)
-        self._ropes = varying_ropes(model)
-        self._warning_models = warning_models(model)
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
         self._addresses: dict[str, int] = {}
         self._last_position: int | None = None
         warn_of_low_precision(model)
-        self._turns = number_layers(self.spec.modules)
+        self._route = Route(model, self.spec)
         for module in self.spec.modules:
             setattr(module, ATTACHED, Mark(self))
         setattr(model, ATTACHED, Mark(self))
@@ -155,7 +132,7 @@ class HFTarget:
     def weights(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers that forwards read, by name; they stay where they are. Frequencies that transformers
         replaces when it sees a long sequence are not among them: the original ones are read."""
-        ropes = [name for name, module in self.model.named_modules() if module in self._ropes]
+        ropes = [name for name, module in self.model.named_modules() if module in self._route.ropes]
         buffers = {n: b for n, b in self.model.named_buffers() if n.rpartition(".")[0] not in ropes or ORIGINAL in n}
         return {**dict(self.model.named_parameters()), **buffers}
 
@@ -225,41 +202,18 @@ class HFTarget:
         """Layers whose output must be kept during a forward."""
         return tuple(i for i in self.aux_layers if i != LAST)
 
-    @contextmanager
-    def routed(self) -> Iterator[None]:
-        """Route the live model's attention calls, its recurrent layers and its experts' products to us within it."""
-        experts, ropes = experts_routed(self._expert_configs), constant_ropes(self._ropes)
-        mixers, own = mixers_routed(self.spec.mixers), own_replaced(self.spec.own_attention, _routed_own)
-        for turns in self._turns:
-            turns.begin()
-        with (
-            attention_implementation(self._configs, "specdec"),
-            experts,
-            ropes,
-            mixers,
-            own,
-            unwarned(self._warning_models),
-        ):
-            yield
+    def routed(self) -> AbstractContextManager[None]:
+        """See `Route.routed`."""
+        return self._route.routed()
 
-    @contextmanager
-    def unnumbered(self) -> Iterator[None]:
-        """Give all attention modules, and recurrent ones, the layer id 0 within it: a trace can see that layers are
-        equal."""
-        try:
-            for module in self.spec.modules:
-                setattr(module, LAYER_ID, 0)
-            with mixers_unnumbered(self.spec.mixers):
-                yield
-        finally:
-            self._turns = number_layers(self.spec.modules)
+    def unnumbered(self) -> AbstractContextManager[None]:
+        """See `Route.unnumbered`."""
+        return self._route.unnumbered()
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""
-        # We call the model with its decoder stubbed out, so only the head runs; the ids are ignored.
-        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
-        answer = self.spec.stack_output(last_hidden_state=hidden.unsqueeze(0))
-        with attention_implementation(self._configs, "specdec"), answering(self.spec.stack, answer):
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)  # the stubbed decoder reads none
+        with self._route.only_head(hidden.unsqueeze(0)):
             return self.model(input_ids=ids, use_cache=False).logits[0]
 
     def expect_positions(self, count: int) -> None:

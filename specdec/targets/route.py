@@ -1,0 +1,86 @@
+"""What is set on a live model while we run it, and put back: its attention, recurrent layers and experts go to our ops.
+
+A route knows the model and no engine: whoever runs the model says, by scopes, who answers the ops.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from specdec.backends import attention
+from specdec.targets.experts import expert_configs, experts_routed
+from specdec.targets.marks import LAYER_ID, layer_id, number_layers
+from specdec.targets.mixers import mixers_routed, mixers_unnumbered
+from specdec.targets.overrides import answering, attention_configs, attention_implementation, unwarned, warning_models
+from specdec.targets.own_attention import own_replaced
+from specdec.targets.probe import ModelSpec
+from specdec.targets.ropes import constant_ropes, varying_ropes
+
+
+def _routed_attention(
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any = None, **kw: Any
+) -> tuple[torch.Tensor, None]:
+    """Route HF's attention call, q/k/v [1, heads, T, dim], through our op; return [1, T, heads, v_dim]."""
+    out = attention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), layer_id(module))
+    return out.unsqueeze(0), None
+
+
+def _routed_own(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
+    """Route the attention of a module's own method, q/k/v [1, heads, T, dim]; return [1, heads, T, v_dim]."""
+    return _routed_attention(module, q, k, v)[0].transpose(1, 2)
+
+
+AttentionInterface.register("specdec", _routed_attention)
+
+
+class Route:
+    """The way through `model`, of which `spec` is known; its attention modules are numbered from then on.
+
+    ropes: modules whose frequencies transformers replaces when it sees a long sequence, which they may not do here.
+    """
+
+    def __init__(self, model: PreTrainedModel, spec: ModelSpec):
+        self.spec = spec
+        self.ropes = varying_ropes(model)
+        self._configs = attention_configs(model)
+        self._expert_configs = expert_configs(model)
+        self._warning_models = warning_models(model)
+        self._turns = number_layers(spec.modules)
+
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        """Route the live model's attention calls, its recurrent layers and its experts' products to us within it."""
+        for turns in self._turns:
+            turns.begin()
+        with (
+            attention_implementation(self._configs, "specdec"),
+            experts_routed(self._expert_configs),
+            constant_ropes(self.ropes),
+            mixers_routed(self.spec.mixers),
+            own_replaced(self.spec.own_attention, _routed_own),
+            unwarned(self._warning_models),
+        ):
+            yield
+
+    @contextmanager
+    def only_head(self, hidden: torch.Tensor) -> Iterator[None]:
+        """Let the decoder answer with last hidden states [1, N, h] within it: of the model, only the head runs."""
+        answer = self.spec.stack_output(last_hidden_state=hidden)
+        with attention_implementation(self._configs, "specdec"), answering(self.spec.stack, answer):
+            yield
+
+    @contextmanager
+    def unnumbered(self) -> Iterator[None]:
+        """Give all attention modules, and recurrent ones, the layer id 0 within it: a trace can see that layers are
+        equal."""
+        try:
+            for module in self.spec.modules:
+                setattr(module, LAYER_ID, 0)
+            with mixers_unnumbered(self.spec.mixers):
+                yield
+        finally:
+            self._turns = number_layers(self.spec.modules)
