@@ -57,10 +57,10 @@ def attach(
 
     On CUDA all graphs are captured here, which takes seconds; nothing is captured later.
 
-    Raises AttachError (a ValueError) with every reason why the model cannot be attached, a kernel that is wrong at its
-    sizes on this GPU among them, CheckpointError with every problem of the draft, CapacityError if it will not fit the
-    device, ValueError for settings out of range and, under strict, GraphError for a graph that cannot be made;
-    RankError if another rank fails. The model is left unchanged then.
+    Raises AttachError (a ValueError) with every reason why the model cannot be attached (under check_kernels, a kernel
+    that is wrong at its sizes on this GPU is one), CheckpointError with every problem of the draft, CapacityError if
+    it will not fit the device, ValueError for settings out of range and, under strict, GraphError for a graph that
+    cannot be made; RankError if another rank fails. The model is left unchanged then.
     """
     check_target(target)
     check_settings(settings)

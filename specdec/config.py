@@ -51,6 +51,8 @@ class EngineConfig:
         SPECDEC_COMPILE=0 in the environment turns "auto" off.
     compiler: compiler of traced pieces, "inductor" or "eager" (none; for tests).
     strict: raise GraphError where a round, or a prefill that has graphs, cannot replay, instead of running it eagerly.
+    check_kernels: whether attaching first holds the kernels of attention, recurrent layers and experts against their
+        torch twins, at the model's own sizes; AttachError names one that is wrong.
     logprobs: with every emitted token, its log-probability and those of so many best tokens (0: its own alone); None:
         none are computed. Costs a pass over the logits of emitted tokens in every round.
     synthetic_acceptance: for measuring speed only: share of rounds in which draft position 1, 2, .. S is accepted,
@@ -77,6 +79,7 @@ class EngineConfig:
     compile: bool | str = "auto"
     compiler: str = "inductor"
     strict: bool = False
+    check_kernels: bool = False
     logprobs: int | None = None
     synthetic_acceptance: tuple[float, ...] | None = None
 
@@ -115,7 +118,7 @@ class EngineConfig:
 
     def _check_graphs(self) -> None:
         flags = {"cuda_graph": _MAYBE, "round_graph": _MAYBE, "strict": _MAYBE[1:]}
-        flags["sample_drafts"] = _MAYBE[1:]
+        flags |= dict.fromkeys(("sample_drafts", "check_kernels"), _MAYBE[1:])
         for name, choices in {**flags, "prefill_graph": PREFILL_GRAPHS, **_COMPILING}.items():
             value = getattr(self, name)
             if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):

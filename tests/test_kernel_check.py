@@ -20,7 +20,6 @@ from specdec.backends.state_pool import ConvSpec, ScanSpec, StatePool
 from specdec.backends.triton import chunks, recurrent
 from specdec.backends.triton import experts as expert_kernels
 from specdec.backends.triton.backend import TritonBackend
-from specdec.engine import kernel_check
 from specdec.engine.kernel_check import check_kernels
 from specdec.errors import AttachError
 from specdec.targets.experts import distinct_weights
@@ -203,8 +202,7 @@ def test_trees_name_their_ancestors(num_words):
 
 @pytest.fixture
 def subjects(monkeypatch, small):
-    """What is checked at attach, which is forced on a CPU."""
-    monkeypatch.setattr(kernel_check, "are_compiled", lambda device: True)
+    """What is checked at attach."""
     seen, problems = [], Check.problems
     monkeypatch.setattr(Check, "problems", lambda check: seen.append(check.subject) or problems(check))
     return seen
@@ -230,7 +228,7 @@ def test_attach_checks_all_kernels(subjects, monkeypatch):
 
     monkeypatch.setattr("specdec.engine.assembly.check_kernels", watched)
     settings = {"num_steps": 2, "max_batch": 1, "max_seq_len": 64, "backend": "triton", "cuda_graph": False}
-    engine = specdec.attach(model, draft, prefill_graph="off", **settings)
+    engine = specdec.attach(model, draft, prefill_graph="off", check_kernels=True, **settings)
     assert have_stayed == [True]
     kinds = [re.split(r"[(\[]", subject)[0] for subject in subjects]
     assert kinds == [
@@ -248,12 +246,13 @@ def test_attach_refuses_wrong_kernels(field, monkeypatch, subjects):
     monkeypatch.setattr(recurrent, "TRITON_RECURRENT", wrong)
     model = recurrent_model("qwen3_next").to(DEVICE)
     with pytest.raises(AttachError) as caught:
-        attached(model)
+        attached(model, check_kernels=True)
     found, environment, advice = caught.value.reasons[0], *caught.value.reasons[-2:]
     assert re.search(rf"{field} of .* differs from its torch twin by \S+ of its size \(allowed: 1.0e-03\)", found)
     assert re.search(r"with triton \S+, torch \S+", environment) and "backend='torch'" in advice
     count = len(subjects)
-    engine = specdec.attach(model, None, algo=None, backend="torch", max_batch=1, max_seq_len=64)
+    settings = {"backend": "torch", "max_batch": 1, "max_seq_len": 64, "check_kernels": True}
+    engine = specdec.attach(model, None, algo=None, **settings)
     assert all(subject.startswith("experts") for subject in subjects[count:])
     engine.detach()
 
@@ -262,7 +261,8 @@ def test_attach_refuses_wrong_experts(monkeypatch, subjects):
     """What no backend helps against."""
     monkeypatch.setattr(experts, "grouped_linear", nudged(experts.grouped_linear_twin))
     with pytest.raises(AttachError, match=r"experts \[4, 48, 32\]: grouped_linear of .*whatever the backend") as caught:
-        specdec.attach(recurrent_model("qwen3_next").to(DEVICE), algo=None, backend="torch", max_seq_len=64)
+        model, settings = recurrent_model("qwen3_next").to(DEVICE), {"max_seq_len": 64, "check_kernels": True}
+        specdec.attach(model, algo=None, backend="torch", **settings)
     assert "backend='torch'" not in str(caught.value)
 
 
@@ -277,7 +277,7 @@ def test_ranks_fail_alike(is_any, subjects):
     )
     context = SimpleNamespace(backend=TorchBackend(), state_pool=None)
     worker = SimpleNamespace(context=None, module=None)
-    config = specdec.EngineConfig()
+    config = specdec.EngineConfig(check_kernels=True)
     parts = SimpleNamespace(
         target=target, context=context, worker=worker, config=config, compiling_kernels=lambda: None
     )
@@ -289,8 +289,7 @@ def test_ranks_fail_alike(is_any, subjects):
     assert given == [False]
 
 
-@pytest.mark.skipif(ON_GPU, reason="kernels are compiled")
-def test_interpreted_kernels_are_not_checked(monkeypatch):
+def test_nothing_is_checked_unless_it_is_wanted(monkeypatch):
     monkeypatch.setattr(Check, "problems", lambda check: pytest.fail("checked"))
     attached(tiny_model("qwen3_moe")).detach()
 
@@ -299,7 +298,7 @@ def test_interpreted_kernels_are_not_checked(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*inv_freq is in low precision")
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 def test_attach_checks_on_a_gpu(dtype, monkeypatch):
-    """As it is: all kernels are right, the engine works, and next to no memory stays."""
+    """All kernels are right, the engine works, and next to no memory stays."""
     seen, problems = [], Check.problems
     monkeypatch.setattr(Check, "problems", lambda check: seen.append(check.subject) or problems(check))
     peaks = []
@@ -313,7 +312,7 @@ def test_attach_checks_on_a_gpu(dtype, monkeypatch):
 
     monkeypatch.setattr("specdec.engine.assembly.check_kernels", measured)
     model = recurrent_model("qwen3_next", dtype=dtype).to(DEVICE)
-    engine = specdec.attach(model, algo=None, max_batch=2, max_seq_len=128)
+    engine = specdec.attach(model, algo=None, max_batch=2, max_seq_len=128, check_kernels=True)
     assert len(seen) == 5 and {s.split(",")[0].split(" [")[0] for s in seen} >= {"triton", "experts"}
     ((most, left),) = peaks
     assert most < 64 << 20 and left < 4 << 20

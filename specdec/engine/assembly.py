@@ -87,8 +87,8 @@ def assemble(
 ) -> tuple[Core, str]:
     """The core of an engine, its graphs captured, and why it runs on the backend it does. ranks: of a sharded target.
 
-    ValueError, CheckpointError, CapacityError or GraphError for what cannot be put together; AttachError where a kernel
-    that it would run is wrong.
+    ValueError, CheckpointError, CapacityError or GraphError for what cannot be put together; AttachError for a kernel
+    that is wrong, under check_kernels.
     """
     _check_length(config, target, "model")
     if config.logprobs is not None and config.logprobs > target.spec.vocab_size:

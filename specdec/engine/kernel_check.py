@@ -1,4 +1,4 @@
-"""The kernels that an engine will run held against their torch twins, at attach: on its device, at its models' sizes.
+"""The kernels that an engine will run held against their torch twins, if wanted: on its device, at its models' sizes.
 
 `targets.equality` compares our route with the model's own forward on the twins, and tests see some sizes, GPUs and
 versions of Triton. What is compiled elsewhere may be wrong all the same, without an error. Attention, recurrent layers
@@ -31,10 +31,10 @@ ELSEWHERE = "on another rank, kernels differ from their torch twins"
 def check_kernels(parts: Parts) -> None:
     """Raise AttachError, on all ranks, if a kernel differs from its twin by more than rounding can explain on any.
 
-    Nothing is checked where kernels are interpreted.
+    For `EngineConfig.check_kernels`; without it, nothing is checked.
     """
     target = parts.target
-    if not are_compiled(target.device):
+    if not parts.config.check_kernels:
         return
     with torch.no_grad():
         of_backends = [*_target_checks(parts), *_draft_checks(parts)]
@@ -45,11 +45,6 @@ def check_kernels(parts: Parts) -> None:
         advice = BY_TRITON if own else BY_BACKEND
         found = [*problems, *own] or [ELSEWHERE]
         raise AttachError(type(target.model).__name__, [*found, _environment(target.device), advice])
-
-
-def are_compiled(device: torch.device) -> bool:
-    """Whether kernels for `device` are compiled; elsewhere Triton's interpreter runs them, for tests."""
-    return device.type == "cuda"
 
 
 def _compile(checks: Sequence[Check]) -> None:
