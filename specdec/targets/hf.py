@@ -92,8 +92,6 @@ class HFTarget:
     def _admit(self, model: PreTrainedModel) -> None:
         """Probe the model and mark it; AttachError for one that cannot be attached."""
         self.spec: ModelSpec = probe(model)
-        if self.spec.mixers and self.comm is not None:
-            raise AttachError(type(model).__name__, ["its recurrent layers cannot be shared among ranks yet"])
         if any(is_attached(module) for module in self.spec.modules):
             raise AttachError(type(model).__name__, ["some of its layers belong to a model that is attached already"])
         self.aux_layers: tuple[int, ...] = ()
