@@ -280,6 +280,15 @@ class HFTarget:
                 "the old ones. Change weights in place while an engine is attached, or detach() and attach() again"
             )
 
+    def check_shares(self) -> None:
+        """Raise GraphError if weights that ranks share by heads have been written in place since they were cut."""
+        written = [] if self._sharded is None else self._sharded.mixers.written()
+        if written:
+            raise GraphError(
+                f"{', '.join(written[:3])} changed since attach() ({len(written)} weights): ranks have parts of "
+                "them of their own, by heads, which stay as they were. detach(), change weights, attach() again"
+            )
+
     def drop_compiled(self) -> None:
         """Switch back to the live layers; every weight has a storage of its own again.
 
