@@ -23,18 +23,17 @@ from tests.recurrent_models import recurrent_model
 from tests.test_attach import ragged_prompts
 from tests.test_tensor_parallel import error_of, shards_of
 
-BY_HEADS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # where HF's plan gathers, and heads can be shared
+BY_HEADS = ("qwen3_next", "qwen3_5_moe")  # where HF's plan gathers, and heads can be shared
 WHOLE = ("kimi_linear", "one_key_head")  # where every rank runs whole recurrent layers
 NAMES = (*BY_HEADS, *WHOLE)
 MADE = {"one_key_head": ("qwen3_5", {"linear_num_key_heads": 1})}  # type and changes of its config, if not its name
 PROMPTS = ragged_prompts()[:3]
 SHAPES = {"chain": {"num_steps": 3}, "tree": {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}}
 SETTINGS = {"max_batch": 3, "max_seq_len": 64, "graph_sampling": ("greedy",), "prefill_graph": "off"}
-COMPILED = {"prefill_graph": "piecewise", "compile": True, "strict": True, "compiler": "eager"}
-COMPILED |= {"prefill_buckets": (16, 32), "max_prefill_tokens": 32}
 RUNS = {name: [("eagle", "chain", {}), ("eagle", "tree", {"cuda_graph": True})] for name in NAMES}
-RUNS["qwen3_next"] += [("nextn", "chain", {}), ("eagle", "tree", {"cuda_graph": True, **COMPILED})]
-SUMS = {"qwen3_next": 1, "qwen3_5": 1, "qwen3_5_moe": 1, "kimi_linear": 0, "one_key_head": 5}  # collectives of a mixer
+RUNS["qwen3_next"].append(("nextn", "chain", {}))
+ON_GPU = {"qwen3_next": [("eagle", "chain", {"cuda_graph": True, "compile": True})]}  # to trace takes a CPU too long
+SUMS = dict.fromkeys(NAMES, 1) | {"kimi_linear": 0, "one_key_head": 5}  # collectives of a mixer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,13 +51,14 @@ def whole_model(name):
 def texts(model, name):
     """The tokens of every run, and the bytes of states; drafts are made from a whole model, so that they are equal."""
     found, whole, sizes = [], whole_model(name), set()
-    for algo, shape, settings in RUNS[name]:
+    for algo, shape, settings in RUNS[name] + (ON_GPU.get(name, []) if model.device.type == "cuda" else []):
         draft = random_draft(whole, algo).to(model.device)
         engine = specdec.attach(model, draft, **{**SETTINGS, **SHAPES[shape], **settings})
         found.append(engine.generate(PROMPTS, max_new_tokens=8).tokens)
         engine.check_integrity()
-        if "cuda_graph" in settings:
-            assert not engine.report().runners["round"]["eager"]
+        report = engine.report()
+        assert "cuda_graph" not in settings or not report.runners["round"]["eager"]
+        assert "compile" not in settings or report.compiled.startswith("compiled"), report.compiled
         sizes.add((shape, engine._core.context.state_pool.num_bytes))
         engine.detach()
     return {"texts": found, "bytes": sorted(sizes)}
@@ -74,7 +74,7 @@ def play(rank, folder, device, paths):
     """What a rank finds of every model, and then of faults."""
     ranks.BEAT_S = 0.2
     found = {name: found_of(name, path) for name, path in paths.items()}
-    model = sharded(paths["qwen3_5"])
+    model = sharded(paths["qwen3_5_moe"])
     found["miscut"] = {key: miscut(model, key, cut.dim) for key, cut in FORMS[1].items()}
     found["written"] = [error_of(lambda key=key: written(model, key)) for key in ("A_log", "in_proj_z.weight")]
     found["unshared"] = fails_to_share(model, rank)
@@ -209,7 +209,7 @@ def test_logits_are_those_of_one_process(played, device, name):
     assert expected.std() > 0.1  # there is something to compare
     for found in (p[name] for p in played):
         assert (found["logits"] - expected).abs().max() <= 1e-5 * expected.abs().max()
-        assert found["sums"] == [SUMS[name]] * 3
+        assert set(found["sums"]) == {SUMS[name]}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -220,7 +220,7 @@ def test_detach_gives_back_what_was_there(played, name):
 
 @pytest.mark.parametrize("key", FORMS[1])
 def test_what_is_cut_in_another_place_is_seen_and_runs_whole(played, device, key):
-    expected = logits_of(whole_model("qwen3_5").to(device))
+    expected = logits_of(whole_model("qwen3_5_moe").to(device))
     for logits, told, sums in (p["miscut"][key] for p in played):
         assert len(told) == 1 and "every rank runs all heads" in told[0]
         assert "model.layers.0.linear_attn, model.layers.2.linear_attn" in told[0]
