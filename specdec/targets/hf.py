@@ -68,8 +68,8 @@ class HFTarget:
 
     any_rank: Callable[[bool], bool] = staticmethod(bool)
 
-    def __init__(self, model: PreTrainedModel, wait: Callable[[Callable[[], bool]], None] | None = None):
-        """wait: how a sharded model's ranks wait for each other, see `Communicator`."""
+    def __init__(self, model: PreTrainedModel, join: Callable[[Communicator], None] | None = None):
+        """join: gets a sharded model's communicator before it is used: so its ranks can wait for each other."""
         self.model = model
         if is_attached(model):
             gc.collect()  # an engine that nobody holds any more may be waiting for it
@@ -81,7 +81,8 @@ class HFTarget:
         try:
             if group is not None:
                 self.comm = Communicator(group, model.device)
-                self.comm.wait = wait
+                if join is not None:
+                    join(self.comm)
                 self._sharded = plain(model, self.comm.name)
             self._admit(model)
         except BaseException:
