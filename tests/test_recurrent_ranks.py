@@ -226,7 +226,7 @@ def test_logits_are_those_of_one_process(played, device, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_detach_gives_back_what_was_there(played, name):
-    """A checkpoint that is saved before has all of it, too."""
+    """A checkpoint that is saved meanwhile has all of it, too."""
     assert [(p[name]["restored"], p[name]["saved"]) for p in played] == [(True, True)] * 2
 
 

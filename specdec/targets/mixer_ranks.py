@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from specdec.backends.comm import all_gather, all_reduce
 from specdec.targets.echo import bound, distance
@@ -77,10 +76,10 @@ class Share(NamedTuple):
 class SharedMixers:
     """What `share_mixers` changed, and the weights that must not be written until it is undone.
 
-    dtensors: those whose local parts the parameters of a model are. A write to one does not count as one to the other.
+    wholes: of parameters that are a part of something, that: its writes are counted apart, and checkpoints have it.
     """
 
-    dtensors: Mapping[nn.Parameter, DTensor] = field(default_factory=dict)
+    wholes: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     _undo: ExitStack = field(default_factory=ExitStack)
     _versions: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
 
@@ -96,14 +95,12 @@ class SharedMixers:
     def replace_weight(self, name: str, module: nn.Module, key: str, own: torch.Tensor) -> None:
         """Put `own` in the place of the parameter `key` of `module`, `name` in all; a checkpoint that is saved
         meanwhile has what was there."""
-        kept = module._parameters[key]
-        assert kept is not None
-        new = nn.Parameter(own, requires_grad=kept.requires_grad)
+        kept = module.get_parameter(key)
+        whole = self.wholes.get(kept, kept)
+        module._parameters[key] = new = nn.Parameter(own, requires_grad=kept.requires_grad)
         self._undo.callback(_give_back, module, key, kept)
-        self._undo.callback(module.register_state_dict_post_hook(partial(_show_whole, key, kept)).remove)
-        module._parameters[key] = new
-        watched = (kept, self.dtensors.get(kept), new)
-        self._versions += [(name, t, t._version) for t in watched if t is not None and not t.is_inference()]
+        self._undo.callback(module.register_state_dict_post_hook(partial(_show, key, whole)).remove)
+        self._versions += [(name, t, t._version) for t in (kept, whole, new) if not t.is_inference()]
 
     def replace(self, own: dict[str, Any], key: str, value: Any) -> None:
         """Put `value` in the place of own[key]."""
@@ -116,19 +113,19 @@ class SharedMixers:
 
 
 @torch.no_grad()
-def share_mixers(model: nn.Module, share: Share, dtensors: Mapping[nn.Parameter, DTensor]) -> SharedMixers:
+def share_mixers(model: nn.Module, share: Share, wholes: Mapping[nn.Parameter, torch.Tensor]) -> SharedMixers:
     """Let each rank run its heads of the mixers of `model` that are known, until `restore`; others are left alone.
 
-    model: with plain forwards; dtensors: see `SharedMixers`. Where a mixer gives something else then, on any rank, all
+    model: with plain forwards; wholes: see `SharedMixers`. Where a mixer gives something else then, on any rank, all
     are left alone, with a warning. Every rank calls it, at the same point.
     """
-    shared = SharedMixers(dtensors)
+    shared = SharedMixers(wholes)
     found = [(name, module, cuts) for name, module in model.named_modules() if (cuts := _cuts(module, share.size))]
     try:
         others = [name for name, module, cuts in found if not _share(name, module, cuts, share, shared)]
         if found and share.any_rank(bool(others), found[0][1].get_parameter("A_log").device):
             shared.restore()
-            warnings.warn(_TOLD.format(type(model).__name__, ", ".join(others[:3]) or "on another rank"), stacklevel=2)
+            warnings.warn(_TOLD.format(type(model).__name__, ", ".join(others[:3]) or "on another rank"), stacklevel=7)
     except BaseException:
         shared.restore()
         raise
@@ -144,7 +141,7 @@ def _cuts(module: nn.Module, size: int) -> Mapping[str, Cut]:
     return cuts if all(is_gathered_linear(child) for child in _projections(module, cuts).values()) else {}
 
 
-def _projections(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, nn.Module]:
+def _projections(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Any]:
     """Return the projections of a mixer by their weights' names, the one out last."""
     return {name: module.get_submodule(name.removesuffix(".weight")) for name in cuts if "proj" in name}
 
@@ -177,13 +174,12 @@ def _hidden_states(weight: torch.Tensor) -> torch.Tensor:
 
 def _give_back(module: nn.Module, key: str, kept: nn.Parameter) -> None:
     """Put `kept` back, frozen and converted as what stands in its place is."""
-    current = module._parameters[key]
-    assert current is not None
+    current = module.get_parameter(key)
     kept.data = kept.data.to(current.device, current.dtype)
-    module._parameters[key] = kept.requires_grad_(current.requires_grad)
+    module._parameters[key] = kept
+    kept.requires_grad_(current.requires_grad)
 
 
-def _show_whole(key: str, kept: nn.Parameter, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put a weight that no rank had a part of into a state dict: a hook of modules. HF's DTensors are there already."""
-    if not isinstance(state[prefix + key], DTensor):
-        state[prefix + key] = kept.detach()
+def _show(key: str, whole: torch.Tensor, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put a whole weight into a state dict: a hook of modules."""
+    state[prefix + key] = whole.detach()

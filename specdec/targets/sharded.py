@@ -162,8 +162,8 @@ def plain(model: nn.Module, name: str) -> Sharded:
             if module in forwards:
                 sharded._replace_forward(module, forwards[module])
             sharded._replace_parameters(module, done)
-        dtensors: dict[Any, DTensor] = {dtensor._local_tensor: dtensor for *_, dtensor in sharded._parameters}
-        sharded.mixers = share_mixers(model, Share(name, sharded.rank, sharded.size), dtensors)
+        wholes: dict[Any, torch.Tensor] = {dtensor._local_tensor: dtensor for *_, dtensor in sharded._parameters}
+        sharded.mixers = share_mixers(model, Share(name, sharded.rank, sharded.size), wholes)
     except BaseException:
         sharded.restore()
         raise
