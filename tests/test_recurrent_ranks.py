@@ -31,7 +31,7 @@ PROMPTS = ragged_prompts()[:3]
 SHAPES = {"chain": {"num_steps": 3}, "tree": {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}}
 SETTINGS = {"max_batch": 3, "max_seq_len": 64, "graph_sampling": ("greedy",), "prefill_graph": "off"}
 RUNS = {name: [("eagle", "chain", {}), ("eagle", "tree", {"cuda_graph": True})] for name in NAMES}
-RUNS["qwen3_next"].append(("nextn", "chain", {}))
+RUNS["qwen3_next"] += [("nextn", "chain", {}), ("the same model", "tree", {})]
 ON_GPU = {"qwen3_next": [("eagle", "chain", {"cuda_graph": True, "compile": True})]}  # to trace takes a CPU too long
 SUMS = dict.fromkeys(NAMES, 1) | {"kimi_linear": 0, "one_key_head": 5}  # collectives of a mixer
 
@@ -52,10 +52,12 @@ def texts(model, name):
     """The tokens of every run, and the bytes of states; drafts are made from a whole model, so that they are equal."""
     found, whole, sizes = [], whole_model(name), set()
     for algo, shape, settings in RUNS[name] + (ON_GPU.get(name, []) if model.device.type == "cuda" else []):
-        draft = random_draft(whole, algo).to(model.device)
-        engine = specdec.attach(model, draft, **{**SETTINGS, **SHAPES[shape], **settings})
-        found.append(engine.generate(PROMPTS, max_new_tokens=8).tokens)
+        draft = whole_model(name) if algo == "the same model" else random_draft(whole, algo)
+        engine = specdec.attach(model, draft.to(model.device), **{**SETTINGS, **SHAPES[shape], **settings})
+        out = engine.generate(PROMPTS, max_new_tokens=8)
+        found.append(out.tokens)
         engine.check_integrity()
+        assert algo != "the same model" or out.stats.tau > 2, "drafts are accepted, and folded into the states"
         report = engine.report()
         assert "cuda_graph" not in settings or not report.runners["round"]["eager"]
         assert "compile" not in settings or report.compiled.startswith("compiled"), report.compiled
