@@ -119,8 +119,8 @@ class Core:
                 self.scheduler.release(request)
 
     def check_addresses(self) -> None:
-        """GraphError if a weight that graphs or compiled layers read has been replaced or moved, or one changed that
-        only its copies are read of."""
+        """GraphError if a weight that graphs or compiled layers read has been replaced or moved, or one was changed of
+        which ranks read copies."""
         self.target.check_shares()
         if self._watch is None or self._watch.is_intact():
             return
