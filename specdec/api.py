@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.backends.comm import Communicator
 from specdec.batch import on_device
 from specdec.config import EngineConfig
 from specdec.doors.generate import EngineGenerate, install
@@ -69,15 +71,20 @@ def attach(
     group = find_group(target)
     ranks = None if group is None else Ranks.of(group)
     with nullcontext() if ranks is None else ranks.attaching((name, config)):
-        hf = HFTarget(target, None if ranks is None else ranks.wait_for_collective)
-        if ranks is not None and hf.comm is not None:
-            ranks.on_lost, hf.any_rank = hf.comm.give_up, ranks.any_in_attach
+        hf = HFTarget(target, None if ranks is None else partial(_join, ranks))
+        if ranks is not None:
+            hf.any_rank = ranks.any_in_attach
         try:
             with on_device(hf.device):
                 return Engine(hf, config, source, name, tokenizer, ranks)
         except BaseException:
             hf.detach()
             raise
+
+
+def _join(ranks: Ranks, comm: Communicator) -> None:
+    """Let each know of the other: a collective ends where a rank is gone."""
+    comm.wait, ranks.on_lost = ranks.wait_for_collective, comm.give_up
 
 
 class Engine:

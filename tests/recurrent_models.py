@@ -129,10 +129,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def recurrent_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tf.PreTrainedModel:
-    """A random model of `name` in eval mode, in which what recurrent layers remember shows in logits."""
+def recurrent_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> tf.PreTrainedModel:
+    """A random model of `name` in eval mode, in which what recurrent layers remember shows in logits; changes: of its
+    config."""
     torch.manual_seed(seed)
-    model = random_weights(tf.AutoModelForCausalLM.from_config(CONFIGS[name]()), seed)
+    config = CONFIGS[name]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model = random_weights(tf.AutoModelForCausalLM.from_config(config), seed)
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("A_log"):  # of decays, which matrices in some types
             parameter.data = torch.rand(parameter.shape) * 2 - 1

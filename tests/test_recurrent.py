@@ -1,7 +1,6 @@
 """Recurrent models through the whole engine: the text of `generate`, whatever drafts, shapes and graphs."""
 
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -234,16 +233,3 @@ def test_what_is_kept_is_told_and_counted(monkeypatch):
 def test_what_is_refused(name):
     with pytest.raises(AttachError):
         specdec.attach(model_of(name))
-
-
-def test_ranks_cannot_share_recurrent_layers(monkeypatch):
-    """Nor is anything left on a model that was refused so."""
-    closed = []
-    alone = SimpleNamespace(name="alone", wait=None, close=lambda: closed.append(True))
-    monkeypatch.setattr("specdec.targets.hf.find_group", lambda model: object())
-    monkeypatch.setattr("specdec.targets.hf.Communicator", lambda group, device: alone)
-    monkeypatch.setattr("specdec.targets.hf.plain", lambda model, name: SimpleNamespace(restore=lambda: None))
-    model = model_of("lfm2")
-    with pytest.raises(AttachError, match="cannot be shared among ranks yet"):
-        HFTarget(model)
-    assert closed and not [n for module in model.modules() for n in vars(module) if "specdec" in n]

@@ -119,7 +119,9 @@ class Core:
                 self.scheduler.release(request)
 
     def check_addresses(self) -> None:
-        """GraphError if a weight that graphs or compiled layers read has been replaced or moved."""
+        """GraphError if a weight that graphs or compiled layers read has been replaced or moved, or one was changed of
+        which ranks read copies."""
+        self.target.check_shares()
         if self._watch is None or self._watch.is_intact():
             return
         self.target.check_compiled()

@@ -49,8 +49,8 @@ class HFTarget:
 
     any_rank: Callable[[bool], bool] = staticmethod(bool)
 
-    def __init__(self, model: PreTrainedModel, wait: Callable[[Callable[[], bool]], None] | None = None):
-        """wait: how a sharded model's ranks wait for each other, see `Communicator`."""
+    def __init__(self, model: PreTrainedModel, join: Callable[[Communicator], None] | None = None):
+        """join: gets a sharded model's communicator before it is used: so its ranks can wait for each other."""
         self.model = model
         if is_attached(model):
             gc.collect()  # an engine that nobody holds any more may be waiting for it
@@ -62,7 +62,8 @@ class HFTarget:
         try:
             if group is not None:
                 self.comm = Communicator(group, model.device)
-                self.comm.wait = wait
+                if join is not None:
+                    join(self.comm)
                 self._sharded = plain(model, self.comm.name)
             self._admit(model)
         except BaseException:
@@ -73,8 +74,6 @@ class HFTarget:
     def _admit(self, model: PreTrainedModel) -> None:
         """Probe the model and mark it; AttachError for one that cannot be attached."""
         self.spec: ModelSpec = probe(model)
-        if self.spec.mixers and self.comm is not None:
-            raise AttachError(type(model).__name__, ["its recurrent layers cannot be shared among ranks yet"])
         if any(is_attached(module) for module in self.spec.modules):
             raise AttachError(type(model).__name__, ["some of its layers belong to a model that is attached already"])
         self.aux_layers: tuple[int, ...] = ()
@@ -234,6 +233,15 @@ class HFTarget:
             raise GraphError(
                 f"{', '.join(moved[:3])} moved since the layers were compiled ({len(moved)} weights): they would use "
                 "the old ones. Change weights in place while an engine is attached, or detach() and attach() again"
+            )
+
+    def check_shares(self) -> None:
+        """Raise GraphError if weights that ranks share by heads have been written in place since they were cut."""
+        written = [] if self._sharded is None else self._sharded.mixers.written()
+        if written:
+            raise GraphError(
+                f"{', '.join(written[:3])} changed since attach() ({len(written)} weights): ranks have parts of "
+                "them of their own, by heads, which stay as they were. detach(), change weights, attach() again"
             )
 
     def drop_compiled(self) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from specdec.errors import AttachError
+from specdec.targets.mixer_ranks import Share, SharedMixers, share_mixers
 from specdec.targets.styles import HF_STYLES, Forward, Layer, is_sharded, plain_forward
 
 CELLS = frozenset({"self", "original_forward", "mesh", "module"})  # what the closures hold there, by name
@@ -83,12 +84,13 @@ class Sharded:
     """What `plain` replaced in a model, and how to undo it.
 
     While it is in force every DTensor keeps the very parameter that stands in its place as its local tensor. So weights
-    are stored once, and what is written to one is seen in the other.
+    are stored once, and what is written to one is seen in the other; but for those of `mixers`, whose parts are others.
     """
 
     group: dist.ProcessGroup
     rank: int
     size: int
+    mixers: SharedMixers = field(default_factory=SharedMixers)
     _parameters: list[tuple[nn.Module, str, DTensor]] = field(default_factory=list)
     _forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
     _hooks: list[tuple[nn.Module, dict[int, Any]]] = field(default_factory=list)
@@ -98,6 +100,7 @@ class Sharded:
     @torch.inference_mode(False)
     def restore(self) -> None:
         """Put HF's parameters, forwards and hooks back. A second call does nothing, or goes on where one failed."""
+        self.mixers.restore()
         while self._parameters:
             _put_back(*self._parameters[-1])
             self._parameters.pop()
@@ -159,6 +162,8 @@ def plain(model: nn.Module, name: str) -> Sharded:
             if module in forwards:
                 sharded._replace_forward(module, forwards[module])
             sharded._replace_parameters(module, done)
+        wholes: dict[Any, torch.Tensor] = {dtensor._local_tensor: dtensor for *_, dtensor in sharded._parameters}
+        sharded.mixers = share_mixers(model, Share(name, sharded.rank, sharded.size), wholes)
     except BaseException:
         sharded.restore()
         raise

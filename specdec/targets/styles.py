@@ -57,6 +57,14 @@ def plain_forward(layer: Layer) -> Forward | None:
     return None if make is None else make(layer)
 
 
+def is_gathered_linear(module: nn.Module) -> bool:
+    """Return whether the plain forward of `module` is a linear layer's, over some of its rows and put side by side."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, partial) or forward.func is not _gathered:
+        return False
+    return getattr(forward.args[0], "__func__", None) is nn.Linear.forward
+
+
 # ---- forwards of modules, with the arguments of the module's own last; x is [..., features], the same on all ranks
 # unless it says otherwise
 
@@ -69,7 +77,7 @@ def _summed(original: Forward, group: str, *args: Any, **kwargs: Any) -> torch.T
     return all_reduce(original(*args, **kwargs), group)
 
 
-def _row_linear(module: nn.Linear, group: str, x: torch.Tensor) -> torch.Tensor:
+def row_linear(module: nn.Linear, group: str, x: torch.Tensor) -> torch.Tensor:
     """Return the linear product of an x that is cut along its features as the weight is; the bias is added once."""
     out = all_reduce(F.linear(x, module.weight), group)
     return out if module.bias is None else out + module.bias
@@ -77,7 +85,7 @@ def _row_linear(module: nn.Linear, group: str, x: torch.Tensor) -> torch.Tensor:
 
 def _whole_row_linear(module: nn.Linear, first: int, group: str, x: torch.Tensor) -> torch.Tensor:
     """Return the same for a whole x; first: where this rank's features begin."""
-    return _row_linear(module, group, x[..., first : first + module.weight.shape[1]])
+    return row_linear(module, group, x[..., first : first + module.weight.shape[1]])
 
 
 def _vocabulary(
@@ -136,7 +144,7 @@ def _row(layer: Layer) -> Forward | None:
         return None
     if is_whole:
         return partial(_whole_row_linear, module, layer.first(module.weight.shape[1]), layer.group)
-    return partial(_row_linear, module, layer.group)
+    return partial(row_linear, module, layer.group)
 
 
 def _experts(layer: Layer) -> Forward | None:
