@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeGuard
 
 MAX_TOP = 128  # best tokens whose log-probabilities are returned
 MAX_TOPK = 64  # branches a step: its K*K children are ranked by one program
@@ -34,6 +35,8 @@ class EngineConfig:
         that a long prompt slows them down but does not stop them. Prompts submitted together are prefilled first, all.
     sample_drafts: whether chains of sampled requests are drawn from the draft's own law, which accepts more; False
         drafts the most likely tokens. Both are lossless.
+    draft_vocab: target tokens that a draft may propose, of those it scores: their ids, or n for all ids below n and the
+        model's EOS; None: all. Its output head has only these rows (FR-Spec, arXiv 2502.14856); texts stay the same.
     backend: attention backend, "auto" or a name in `specdec.backends`.
     cuda_graph: whether rounds replay from graphs; None: on CUDA. True elsewhere records and re-runs, for tests.
     round_graph: True: the whole round as one graph; False: draft, verify and extend apart; None: one where possible.
@@ -69,6 +72,7 @@ class EngineConfig:
     max_prefill_tokens: int = 8192
     mixed_prefill_tokens: int = 1024
     sample_drafts: bool = True
+    draft_vocab: int | tuple[int, ...] | None = None
     backend: str = "auto"
     cuda_graph: bool | None = None
     round_graph: bool | None = None
@@ -106,6 +110,10 @@ class EngineConfig:
             default = self.num_steps + 1 if self.topk == 1 else min(self.num_candidates + 1, 32)
             object.__setattr__(self, "num_draft_tokens", default)
         self._check_draft_tokens()
+        if _is_int(self.draft_vocab):
+            _at_least("draft_vocab", self.draft_vocab, 2)
+        else:
+            self._check_list("draft_vocab", "token ids", 0, "all")
         if self.num_slots is not None:
             _at_least("num_slots", self.num_slots, self.page_size)
         if self.logprobs is not None:
@@ -125,21 +133,22 @@ class EngineConfig:
                 raise ValueError(f"{name}={value!r}: expected one of {choices}")
         if self.strict and self.cuda_graph is False:
             raise ValueError("strict=True with cuda_graph=False: strict refuses to run eagerly; leave one of them out")
-        self._check_sizes("graph_batches", "batch sizes")
-        self._check_sizes("prefill_buckets", "token counts")
+        self._check_list("graph_batches", "batch sizes")
+        self._check_list("prefill_buckets", "token counts")
         wanted = (self.graph_sampling,) if isinstance(self.graph_sampling, str) else self.graph_sampling
         if not isinstance(wanted, Sequence) or not wanted or any(kind not in GRAPH_SAMPLING for kind in wanted):
             raise ValueError(f"graph_sampling={self.graph_sampling!r}: expected one or more of {GRAPH_SAMPLING}")
         object.__setattr__(self, "graph_sampling", tuple(k for k in GRAPH_SAMPLING if k in wanted))
 
-    def _check_sizes(self, name: str, what: str) -> None:
-        sizes = getattr(self, name)
-        if sizes is None:
+    def _check_list(self, name: str, what: str, least: int = 1, usual: str = "the usual ones") -> None:
+        numbers = getattr(self, name)
+        if numbers is None:
             return
-        is_list = isinstance(sizes, Sequence) and not isinstance(sizes, str)
-        if not is_list or not sizes or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
-            raise ValueError(f"{name}={sizes!r}: expected a list of {what} of at least 1, or None for the usual ones")
-        object.__setattr__(self, name, tuple(sizes))
+        is_list = isinstance(numbers, Sequence) and not isinstance(numbers, str)
+        if not is_list or not numbers or any(not _is_int(n) or n < least for n in numbers):
+            told = repr(numbers) if len(repr(numbers)) < 200 else f"{repr(numbers)[:200]}..."
+            raise ValueError(f"{name}={told}: expected a list of {what} of at least {least}, or None for {usual}")
+        object.__setattr__(self, name, tuple(numbers))
 
     def _check_rates(self) -> None:
         rates = self.synthetic_acceptance
@@ -233,6 +242,10 @@ class EngineConfig:
         return self.max_batch * per_request
 
 
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _is_falling(values: Sequence[float]) -> bool:
     return all(a >= b for a, b in pairwise(values))
 
@@ -242,5 +255,5 @@ _COMPILING = {"compile": COMPILES, "compiler": COMPILERS}
 
 
 def _at_least(name: str, value: int, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+    if not _is_int(value) or value < low:
         raise ValueError(f"{name}={value!r}: expected an integer of at least {low}")

@@ -127,3 +127,11 @@ def test_ids_alone_have_no_template():
     options = {"name": "own", "shape": Shape(2, 1, 3), "max_new_tokens": 6, "by_category": True}
     (row,) = acceptance(model, random_head(model), {"ids": [[5, 6, 7], [8, 9]]}, **options)
     assert (row["template_sha"], row["thinking"], row["turns"], row["category"]) == (None, "not applicable", 1, None)
+
+
+def test_draft_vocabularies_beside_each_other(folder, capsys, monkeypatch):
+    arguments = ("--data", folder, "--prompts", "gsm8k", "--shape", "2,3", "--draft-vocab", "0,40")
+    code, rows, errors = bench(capsys, monkeypatch, folder, *arguments)
+    assert code == 0
+    assert [(r["steps"], r.get("draft_vocab")) for r in rows] == [(2, None), (2, 40), (3, None), (3, 40)]
+    assert "head of 40 tokens 2:1:3 gsm8k T=0: tau" in errors

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from specdec.commands.bench_checks import app as checks_app
 from specdec.commands.bench_latency import latency_command
 from specdec.commands.bench_pages import compare_command, page_command
 from specdec.commands.bench_peers import peers_command
-from specdec.commands.choices import draft_of, listed, name_of_target
+from specdec.commands.choices import draft_of, listed, name_of_target, numbers
 from specdec.functional.sampling import SamplingParams
 from specdec.heads.load import detect_algo
 from specdec.measure.acceptance import Shape, acceptance, print_rows
@@ -57,6 +58,10 @@ def bench_acceptance(
     sample_drafts: Annotated[
         bool, typer.Option("--sample-drafts/--greedy-drafts", help="How chains of sampled requests are drafted.")
     ] = True,
+    draft_vocab: Annotated[
+        list[str] | None,
+        typer.Option(help="Drafts may propose ids below this only, such as 0,8192; 0, the default: all they score."),
+    ] = None,
     predicted: Annotated[
         bool, typer.Option("--predicted", help="Greedy chains: also show what the trainer simulates on the same text.")
     ] = False,
@@ -73,10 +78,11 @@ def bench_acceptance(
 ) -> None:
     """Measure acceptance length (tau) and per-position acceptance of every draft, shape, prompt file and temperature.
 
-    One engine is attached for each draft and shape. The last line is one JSON object.
+    One engine is attached for each draft, shape and draft vocabulary. The last line is one JSON object.
     """
     shapes = [Shape.parse(text) for text in listed(shape, "3:1:4")]
     laws = [_temperature(text) for text in listed(temperature, "0")]
+    vocabs = [size or None for size in numbers("draft-vocab", draft_vocab) or (0,)]
     questions = {name: _questions(text, data, limit) for name, text in _by_name(listed(prompts), "stem").items()}
     drafts = _drafts(listed(draft, SHIPPED))
     for folder, _algo in drafts.values():
@@ -88,7 +94,8 @@ def bench_acceptance(
     config = {"target": target, "drafts": list(drafts), "dtype": str(model.dtype), "max_batch": max_batch}
     with ResultFile(out, "acceptance", target_name or name_of_target(target), config) as file:
         for name, (folder, algo) in drafts.items():
-            for one in shapes if algo is not None else shapes[:1]:
+            pairs = list(product(shapes, vocabs))
+            for one, vocab in pairs if algo is not None else pairs[:1]:
                 measured = acceptance(
                     model,
                     folder,
@@ -101,6 +108,7 @@ def bench_acceptance(
                     max_new_tokens=max_new_tokens,
                     max_batch=max_batch,
                     sample_drafts=sample_drafts,
+                    draft_vocab=vocab,
                     predicted=predicted,
                     by_category=by_category,
                 )
@@ -115,7 +123,8 @@ def bench_acceptance(
 def _tell(row: dict[str, Any], shape: Shape) -> None:
     """Say a row on stderr as it comes."""
     what = row["prompts"] if row["category"] is None else f"{row['prompts']}/{row['category']}"
-    print(f"{row['draft']} {shape} {what} T={row['temperature']:g}: tau {row['tau']:.3f}", file=sys.stderr)
+    of = f" of {row['draft_vocab']} tokens" if "draft_vocab" in row else ""
+    print(f"{row['draft']}{of} {shape} {what} T={row['temperature']:g}: tau {row['tau']:.3f}", file=sys.stderr)
 
 
 def _drafts(values: list[str]) -> dict[str, tuple[Path | str | None, str | None]]:

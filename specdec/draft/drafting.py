@@ -20,7 +20,7 @@ from specdec.functional.verify import VerifyOutput
 
 
 class DraftModelWorker(DraftWorker):
-    """Drafts with a model that scores the target tokens `hot_ids` [dv] int64.
+    """Drafts with a model that scores the target tokens `hot_ids` [dv] int64, or those of a narrow head.
 
     State by row: `logits` [num_rows, dv], and `hidden` [num_rows, h_d] of a model that is fed its own states.
     """
@@ -35,7 +35,9 @@ class DraftModelWorker(DraftWorker):
         dtype: torch.dtype,
     ):
         """state_size: h_d, 0 for a model that is fed tokens only; vocab_size V: the target's."""
-        num_hot, device, config = hot_ids.numel(), hot_ids.device, parts.config
+        self.narrow, config = parts.narrow, parts.config
+        hot_ids = hot_ids if self.narrow is None else self.narrow.ids
+        num_hot, device = hot_ids.numel(), hot_ids.device
         if config.topk > num_hot:
             raise ValueError(f"topk={config.topk}: the draft scores only {num_hot} tokens")
         assert parts.context is not None, "a model has attention layers"
@@ -99,7 +101,7 @@ class DraftModelWorker(DraftWorker):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        own = {"hot_ids": self.hot_ids, "logits": self.logits}
+        own = {"hot_ids": self.hot_ids, "logits": self.logits, **({} if self.narrow is None else self.narrow.tensors)}
         if self.hidden is not None:
             own["hidden"] = self.hidden
         sinks = {f"sinks[{i}]": s for i, s in enumerate(self.context.sinks) if s is not None}

@@ -95,8 +95,9 @@ class HeadWorker(DraftModelWorker):
     def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
         if module in self.compiled_norms:
             (normed,) = self.compiled_norms[module](states.contiguous())
-            return self.head.project(normed, self.target.head)
-        return self.head.logits(states, self.target.head, module)
+        else:
+            normed = self.head.normed(states, module)
+        return self.narrow(normed) if self.narrow is not None else self.head.project(normed, self.target.head)
 
     def inputs(self, features: torch.Tensor | None) -> torch.Tensor:
         assert features is not None, f"{self.spec.name} needs the target's features"

@@ -42,7 +42,7 @@ class StandaloneWorker(DraftModelWorker):
         return self.model.layers(mode, ids, positions)[0]
 
     def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
-        return self.model.head(states)
+        return self.model.head(states) if self.narrow is None else self.narrow(states)
 
     def prefill_layers(
         self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0

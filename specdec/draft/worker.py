@@ -12,6 +12,7 @@ from specdec.backends import ForwardContext
 from specdec.batch import AttentionMetadata
 from specdec.config import MAX_TAIL, EngineConfig
 from specdec.draft.algo_spec import AlgoSpec
+from specdec.draft.narrow import NarrowHead
 from specdec.functional.ops import RoundOps
 from specdec.functional.sampling import SamplingBatch
 from specdec.functional.tree import Tree
@@ -49,7 +50,8 @@ class RoundBatch:
 class DraftParts:
     """What a draft worker is made of besides its model.
 
-    ops: those that go with its backend; context: its attention layers and K/V pool, None if it has no layers.
+    ops: those that go with its backend; context: its attention layers and K/V pool, None if it has no layers; narrow:
+    its output head, if that is not its own.
     """
 
     spec: AlgoSpec
@@ -57,6 +59,7 @@ class DraftParts:
     config: EngineConfig
     ops: RoundOps
     context: ForwardContext | None
+    narrow: NarrowHead | None = None
 
 
 class Draft(NamedTuple):

@@ -2,23 +2,22 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.backends import AttentionBackend, ForwardContext, LayerSpec, pick_backend
+from specdec.backends import AttentionBackend, ForwardContext, pick_backend
 from specdec.backends.checks import is_debug
 from specdec.backends.recurrent import pick_recurrent
-from specdec.backends.state_pool import RecurrentSpec, StatePool
 from specdec.checkpoints.tensors import TensorFiles
 from specdec.config import EngineConfig
 from specdec.draft.algorithms import algorithm
+from specdec.draft.narrow import narrow_head
 from specdec.draft.worker import DraftParts, DraftWorker, NoDraft
 from specdec.engine.core import Core
 from specdec.engine.kernel_check import check_kernels
-from specdec.engine.memory import MemoryNeed, check_fits, free_bytes
+from specdec.engine.needs import Draft, ModelShape, check_memory
 from specdec.engine.ranked import RankedCore
 from specdec.engine.ranks import Ranks
 from specdec.functional.checks import checked
@@ -28,9 +27,6 @@ from specdec.heads.base import DraftHead
 from specdec.heads.load import check_head, load_head, open_draft
 from specdec.kv_cache import KVPool, SlotTables
 from specdec.layer_state import LayerState
-from specdec.prefill.graphs import LOWER as PREFILL_LOWER
-from specdec.prefill.graphs import estimate_prefill_bytes, resolve_prefill_mode
-from specdec.round.graphs import LOWER, estimate_bytes
 from specdec.round.parts import Parts
 from specdec.round.state import EngineState
 from specdec.targets.hf import HFTarget
@@ -38,7 +34,6 @@ from specdec.targets.shape import position_limit
 from specdec.targets.standalone import load_standalone
 
 Source = str | Path | nn.Module | TensorFiles  # of a draft, as `resolve_draft` gives it
-Draft = DraftHead | HFTarget  # a head that reads the target's features, or a model of its own
 
 
 def resolve_draft(draft: Any, algo: str | None) -> tuple[str | None, Any]:
@@ -108,8 +103,9 @@ def _assemble(
     backend, why = pick_backend(config.backend, target.spec.layers, target.dtype, target.device, config.page_size)
     backends = [backend]
     counters = Counters()
-    shape = None if draft is None else ModelShape.of(draft)
-    _check_memory(target, config, shape)
+    narrow = narrow_head(config, draft, target)
+    shape = None if draft is None else ModelShape.of(draft, None if narrow is None else len(narrow.ids))
+    check_memory(target, config, shape)
     tables = SlotTables(config.max_batch, config.table_width, config.pool_slots, config.page_size, target.device)
     target.expect_positions(config.table_width)
     if isinstance(draft, HFTarget):
@@ -123,7 +119,7 @@ def _assemble(
         row, own = algorithm(algo), backends[-1]
         states = _row_states(draft, config, config.draft_tail, own)
         context = None if shape is None else _context(own, shape, tables, counters, config.draft_words, states)
-        worker = row.make(DraftParts(row.spec, target, config, _ops_for(own), context), draft)
+        worker = row.make(DraftParts(row.spec, target, config, _ops_for(own), context, narrow), draft)
     target.aux_layers = worker.aux_layers
     states = _row_states(target, config, config.verify_width, backend)
     parts = Parts(
@@ -172,70 +168,6 @@ def _check_length(config: EngineConfig, model: HFTarget, what: str) -> None:
             f"max_seq_len={config.max_seq_len}: the {what} has positions up to {limit}{why and f' ({why})'}; "
             f"attach with max_seq_len={limit} or less"
         )
-
-
-class ModelShape(NamedTuple):
-    """The layers of a target or a draft, and the sizes that an engine makes room for.
-
-    num_state: elements a row of a draft, logits and recycled states; num_aux: hidden states it reads of the target.
-    """
-
-    layers: Sequence[LayerSpec]
-    sinks: Sequence[torch.Tensor | None]
-    dtype: torch.dtype
-    num_state: int
-    module: nn.Module
-    num_aux: int
-    recurrent: Sequence[RecurrentSpec] = ()
-
-    @classmethod
-    def of(cls, draft: Draft) -> "ModelShape":
-        """Read the sizes off a head or a model."""
-        if isinstance(draft, HFTarget):
-            spec = draft.spec
-            return cls(spec.layers, spec.sinks, draft.dtype, spec.vocab_size, draft.model, 0, spec.recurrent)
-        num_states = 1 if draft.num_modules == 1 else 1 + draft.num_modules
-        num_state = draft.hot_ids.numel() + num_states * draft.hidden_size
-        return cls(draft.attention_layers, draft.sinks, draft.weight.dtype, num_state, draft, len(draft.aux_layers))
-
-
-def _check_memory(target: HFTarget, config: EngineConfig, draft: ModelShape | None) -> None:
-    """CapacityError if pools, tables and graphs will not fit beside the weights."""
-    total_slots = SlotTables.slots_for(config.pool_slots, config.page_size)
-
-    def size(module: nn.Module) -> int:
-        return sum(p.numel() * p.element_size() for p in module.parameters())
-
-    def pool(layers: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-        return KVPool.bytes_for([s.shape for s in layers], total_slots, dtype)
-
-    num_draft_layers = 1 if draft is None else len(draft.layers) + len(draft.recurrent)
-    lower = "num_slots, max_batch or max_seq_len"
-    needs = [MemoryNeed("KV pool", pool(target.spec.layers, target.dtype), lower)]
-    recurrent = StatePool.bytes_for(target.spec.recurrent, config.num_rows, config.verify_width, target.dtype)
-    if draft is not None:
-        recurrent += StatePool.bytes_for(draft.recurrent, config.num_rows, config.draft_tail, draft.dtype)
-    if recurrent:
-        needs.append(MemoryNeed("states of recurrent layers", recurrent, "max_batch or num_draft_tokens"))
-    needs.append(MemoryNeed("slot tables", 4 * config.num_rows * config.table_width, "max_batch or max_seq_len"))
-    by_row = EngineState.bytes_for(config.num_rows, config.table_width, target.spec.vocab_size)
-    needs.append(MemoryNeed("the state of penalties and tokens", by_row, "max_batch or max_seq_len"))
-    resident = [MemoryNeed("weights", size(target.model), "")]
-    if draft is not None:
-        tables = 2 * config.table_width * max((s.qk_dim for s in draft.layers), default=0)
-        state = (config.num_rows * draft.num_state + tables) * draft.dtype.itemsize
-        needs.append(MemoryNeed("the draft's KV pool", pool(draft.layers, draft.dtype), lower))
-        needs.append(MemoryNeed("the draft's state", state, "max_batch or max_seq_len"))
-        resident.append(MemoryNeed("draft", size(draft.module), ""))
-    if config.cuda_graph is not False:
-        spec = target.spec
-        shape = (spec.hidden_size, spec.vocab_size, spec.num_layers, target.dtype.itemsize)
-        needs.append(MemoryNeed("graphs", estimate_bytes(config, *shape, num_draft_layers), LOWER))
-    if resolve_prefill_mode(config, target) != "off":
-        num_aux = 0 if draft is None else draft.num_aux
-        num_bytes = estimate_prefill_bytes(config, target.spec, num_aux, target.dtype.itemsize, num_draft_layers)
-        needs.append(MemoryNeed("prefill graphs", num_bytes, PREFILL_LOWER))
-    check_fits(needs, resident, free_bytes(target.device))
 
 
 def _may_merge(config: EngineConfig, backends: Sequence[type[AttentionBackend]]) -> bool:

@@ -59,16 +59,17 @@ def acceptance(
     max_new_tokens: int = 256,
     max_batch: int = 8,
     sample_drafts: bool = True,
+    draft_vocab: int | None = None,
     predicted: bool = False,
     by_category: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yield acceptance rows of `draft`, called `name` in them: one per file of `prompts` (token ids) and temperature.
 
     One engine serves them all, since attaching captures graphs. prompts: `Conversations`, too; of these every turn is
-    asked and counted. draft, algo: as `attach` takes them; without both it measures plain decoding, and `shape` is
-    ignored. tokenizer: the target's, compared with a standalone draft's; conversations need it. predicted: rows of
-    greedy chains also get what the trainer simulates on the same text. by_category: after each row, one for every
-    category of its prompts.
+    asked and counted. draft, algo: as `attach` takes them; without both it measures plain decoding, and `shape` and
+    draft_vocab (see `EngineConfig`) are ignored. tokenizer: the target's, compared with a standalone draft's;
+    conversations need it. predicted: rows of greedy chains also get what the trainer simulates on the same text.
+    by_category: after each row, one for every category of its prompts.
     """
     asked = {file: Conversations.of(some) for file, some in prompts.items()}
     longest = max(one.longest(max_new_tokens, tokenizer) for one in asked.values())
@@ -76,7 +77,7 @@ def acceptance(
     settings["compile"] = False  # an engine a draft and shape: acceptance is the same
     settings["graph_sampling"] = tuple(dict.fromkeys("sampled" if t else "greedy" for t in temperatures))
     if draft is not None or algo not in (None, "auto"):
-        settings.update(shape._asdict())
+        settings |= {**shape._asdict(), "draft_vocab": draft_vocab}
     engine = attach(model, draft, algo, tokenizer=tokenizer, **settings)
     try:
         for file, some in asked.items():
@@ -106,6 +107,7 @@ def _setting(
         "draft_tokens": config.verify_width,
         "temperature": temperature,
         "sample_drafts": config.sample_drafts,
+        **({} if config.draft_vocab is None else {"draft_vocab": config.draft_vocab}),
         "max_new_tokens": max_new_tokens,
         "first_token": FIRST_TOKEN,
         "template_sha": template_sha(tokenizer),
@@ -175,6 +177,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         for r in own:
             half_width = "-" if r["ci95"] is None else f"{r['ci95']:.3f}"
             what = r["prompts"] if r["category"] is None else f"{r['prompts']}: {r['category']}"
+            what += f", {r['draft_vocab']} tokens" if "draft_vocab" in r else ""
             cells = (what, f"{r['steps']}:{r['topk']}:{r['draft_tokens']}", f"{r['temperature']:g}")
             table.add_row(*cells, f"{r['tau']:.3f}", half_width, str(r["rounds"]), _rates(r["accept_at"]))
         console.print(table)

@@ -113,6 +113,7 @@ LABELS = {
     "tokens": "tokens",
     "tokenizer": "with text",
     "sample_drafts": "drafts sampled",
+    "draft_vocab": "tokens drafted from",
     "max_new_tokens": "new tokens at most",
 }
 IDENTIFYING_FLOATS = frozenset({"temperature", "top_p", "min_p", "repetition_penalty", "alpha"})

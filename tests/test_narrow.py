@@ -1,0 +1,148 @@
+"""`draft_vocab`: drafts that propose some tokens only; the text is the target's all the same."""
+
+import pytest
+import torch
+from scipy import stats
+
+import specdec
+from specdec import SamplingParams
+from specdec.draft.narrow import NarrowHead
+from tests.heads import ALGOS, MODULES, random_draft
+from tests.test_attach import greedy, ragged_prompts
+from tests.tiny_models import VOCAB, tiny_model
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_TOKENS = 16
+SHAPES = {"chain": {"num_steps": 3}, "tree": {"num_steps": 3, "topk": 3, "num_draft_tokens": 8}}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def attached(model, draft, **settings):
+    return specdec.attach(model, draft, **{"max_batch": 3, "max_seq_len": 128, **settings})
+
+
+def proposed(engine, prompts, **options):
+    """What `generate` gives, and every token that was drafted; rounds run eagerly."""
+    worker = engine._core.round.worker
+    draft, seen = worker.draft, set()
+
+    def noted(batch):
+        found = draft(batch)
+        seen.update(found.tree.tokens[:, 1:].flatten().tolist())
+        return found
+
+    worker.draft = noted
+    return engine.generate(prompts, max_new_tokens=NUM_TOKENS, **options), seen
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("algo", [*ALGOS, MODULES])
+def test_drafts_are_of_these_tokens_and_the_text_is_the_targets(algo, shape):
+    model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()[:3]
+    expected, draft = [greedy(model, p, NUM_TOKENS) for p in prompts], random_draft(model, algo).to(DEVICE)
+    ids = [7, 3, *range(40, 90)]
+    if algo == "eagle3":
+        ids = draft.hot_ids[::2].tolist()  # of those that it scores
+    engine = attached(model, draft, draft_vocab=ids, cuda_graph=False, **SHAPES[shape])
+    out, seen = proposed(engine, prompts)
+    assert out.tokens == expected and seen and seen <= set(ids)
+    assert engine.report().draft["draft_vocab_size"] == len(ids)
+    engine.detach()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_draft_that_is_right_stays_right_where_it_may(shape):
+    """From graphs: a copy has all S drafts accepted if it may propose the tokens of the text, and none otherwise."""
+    model, copy, prompts = (tiny_model("llama").to(DEVICE), tiny_model("llama").to(DEVICE), ragged_prompts()[:2])
+    for m in (model, copy):
+        m.get_output_embeddings().weight.data.mul_(50)
+    said = {token for p in prompts for token in greedy(model, p, 13)}
+    others = set(range(VOCAB)) - said - {2}
+    for ids, tau in ((said | set(list(others)[:9]), 4), (others, 1)):
+        settings = {"cuda_graph": True, "prefill_graph": "off", **SHAPES[shape]}
+        engine = attached(model, copy, draft_vocab=sorted(ids), **settings)
+        out = engine.generate(prompts, max_new_tokens=13, ignore_eos=True)
+        assert out.stats.tau == tau and engine.report().runners["round"]["replays"]
+        engine.detach()
+
+
+def test_sampled_tokens_follow_the_targets_own_law():
+    """The second token, drafted and verified, given the first; half of what is likely cannot be drafted."""
+    model, prompt = tiny_model("llama").to(DEVICE), ragged_prompts()[1]
+    engine = attached(
+        model, tiny_model("llama").to(DEVICE), draft_vocab=[*range(0, VOCAB, 2)], num_steps=1, max_batch=250
+    )
+    law = SamplingParams(temperature=1.0, top_k=4, seed=0)
+    pairs = torch.tensor(engine.generate([prompt] * 1000, max_new_tokens=2, sampling=law, ignore_eos=True).tokens)
+    first = int(pairs[:, 0].mode().values)
+    seconds = pairs[pairs[:, 0] == first, 1]
+    best = model(torch.tensor([[*prompt, first]], device=DEVICE)).logits[0, -1].detach().double().cpu().topk(4)
+    observed = torch.stack([(seconds == t).sum() for t in best.indices]).double()
+    assert observed.sum() == len(seconds)
+    expected = best.values.softmax(-1) * observed.sum()
+    assert stats.chisquare(observed.numpy(), expected.numpy()).pvalue > 1e-3
+    engine.detach()
+
+
+def test_a_number_is_for_the_first_ids_and_the_end():
+    model = tiny_model("llama").to(DEVICE)
+    model.generation_config.eos_token_id = [2, 99]
+    engine = attached(model, random_draft(model, "eagle").to(DEVICE), draft_vocab=50)
+    narrow = engine._core.round.worker.narrow
+    assert isinstance(narrow, NarrowHead) and narrow.ids.tolist() == [*range(50), 99]
+    assert torch.equal(narrow.weight, model.lm_head.weight[narrow.ids])
+    assert "narrow head" in engine._core.round.worker.tensors
+    engine.detach()
+
+
+def test_heads_keep_their_own_rows_and_biases():
+    model = tiny_model("llama").to(DEVICE)
+    draft = random_draft(model, "eagle3").to(DEVICE)
+    ids, rows = draft.hot_ids[:20], draft.lm_head.weight[:20].clone()
+    engine = attached(model, draft, draft_vocab=ids.tolist())
+    assert torch.equal(engine._core.round.worker.narrow.weight, rows)
+    engine.detach()
+    assert len(draft.hot_ids) == 64 and draft.lm_head.weight.shape[0] == 64  # the user's head is what it was
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB, device=DEVICE))
+    engine = attached(model, random_draft(model, "eagle").to(DEVICE), draft_vocab=50)
+    assert torch.equal(engine._core.round.worker.narrow.bias, model.lm_head.bias[:50])
+    engine.detach()
+
+
+def test_all_tokens_are_no_narrow_head():
+    model = tiny_model("llama").to(DEVICE)
+    engine = attached(model, random_draft(model, "eagle").to(DEVICE), draft_vocab=VOCAB)
+    assert engine._core.round.worker.narrow is None
+    engine.detach()
+
+
+@pytest.mark.parametrize(
+    ("algo", "settings", "told"),
+    [
+        (
+            "eagle",
+            {"draft_vocab": [3, 500]},
+            r"does not score \[500\] \(1 of them\); expected ids of the 128 it scores",
+        ),
+        ("eagle", {"draft_vocab": [5, 6], "topk": 3}, "leaves 2 tokens; expected at least 3"),
+        ("eagle", {"draft_vocab": []}, "draft_vocab=.*expected a list of token ids of at least 0, or None for all"),
+        ("eagle", {"draft_vocab": "32k"}, "draft_vocab='32k': expected a list of token ids"),
+        ("eagle", {"draft_vocab": 1}, "draft_vocab=1: expected an integer of at least 2"),
+        ("eagle", {"draft_vocab": [1.5]}, "draft_vocab=.*expected a list of token ids"),
+        ("lookup", {"draft_vocab": 50}, "draft_vocab=50: expected a draft with a model"),
+        (None, {"draft_vocab": 50}, "draft_vocab: plain decoding drafts nothing"),
+    ],
+)
+def test_what_is_refused(algo, settings, told):
+    model = tiny_model("llama").to(DEVICE)
+    draft = random_draft(model, "eagle").to(DEVICE) if algo == "eagle" else None
+    with pytest.raises(ValueError, match=told):
+        attached(model, draft, algo=algo, **settings)
+
+
+def test_output_heads_that_do_more_are_refused():
+    model = tiny_model("gemma2").to(DEVICE)  # caps its logits
+    model.config.final_logit_softcapping = 0.05
+    with pytest.raises(ValueError, match="draft_vocab=50: this model's output head does more than multiply"):
+        attached(model, random_draft(model, "eagle").to(DEVICE), draft_vocab=50)
