@@ -135,3 +135,11 @@ def test_draft_vocabularies_beside_each_other(folder, capsys, monkeypatch):
     assert code == 0
     assert [(r["steps"], r.get("draft_vocab")) for r in rows] == [(2, None), (2, 40), (3, None), (3, 40)]
     assert "head of 40 tokens 2:1:3 gsm8k T=0: tau" in errors
+
+
+def test_draft_vocabularies_by_frequency(folder, capsys, monkeypatch):
+    arguments = ("--data", folder, "--prompts", "gsm8k", "--frequent-in", folder / "gsm8k.jsonl")
+    code, (row,), _ = bench(capsys, monkeypatch, folder, *arguments, "--draft-vocab", "40")
+    assert (row["draft_vocab"], row["chosen"]) == (40, "listed") and code == 0
+    code, _, errors = bench(capsys, monkeypatch, folder, *arguments)
+    assert code == 2 and "how many of its tokens? Give --draft-vocab" in errors

@@ -20,6 +20,7 @@ from specdec.measure.acceptance import Shape, acceptance, print_rows
 from specdec.measure.conversations import Conversations
 from specdec.measure.results import ResultFile
 from specdec.targets.pretrained import BUNDLED
+from specdec.text.frequent import frequent_ids, texts_of
 from specdec.text.prompt_sets import Question, read_file, read_set, sets
 from specdec.train.cli import Device, Dtype, Target
 from specdec.train.target import load
@@ -60,7 +61,11 @@ def bench_acceptance(
     ] = True,
     draft_vocab: Annotated[
         list[str] | None,
-        typer.Option(help="Drafts may propose ids below this only, such as 0,8192; 0, the default: all they score."),
+        typer.Option(help="Drafts may propose so many tokens only, the first, such as 0,8192; 0, the default: all."),
+    ] = None,
+    frequent_in: Annotated[
+        Path | None,
+        typer.Option(help="The most frequent of this text, or of the strings in these JSON lines, not the first."),
     ] = None,
     predicted: Annotated[
         bool, typer.Option("--predicted", help="Greedy chains: also show what the trainer simulates on the same text.")
@@ -83,6 +88,8 @@ def bench_acceptance(
     shapes = [Shape.parse(text) for text in listed(shape, "3:1:4")]
     laws = [_temperature(text) for text in listed(temperature, "0")]
     vocabs = [size or None for size in numbers("draft-vocab", draft_vocab) or (0,)]
+    if frequent_in is not None and not any(vocabs):
+        raise ValueError(f"--frequent-in {frequent_in}: how many of its tokens? Give --draft-vocab, such as 8192")
     questions = {name: _questions(text, data, limit) for name, text in _by_name(listed(prompts), "stem").items()}
     drafts = _drafts(listed(draft, SHIPPED))
     for folder, _algo in drafts.values():
@@ -90,6 +97,7 @@ def bench_acceptance(
             detect_algo(folder)  # so that a mistyped path does not wait for the target to load
     model, tokenizer = load(target, dtype, device)
     asked = {name: Conversations.render(own, tokenizer) for name, own in questions.items()}
+    chosen = {size: _chosen(size, frequent_in, tokenizer) for size in vocabs}
     rows: list[dict[str, Any]] = []
     config = {"target": target, "drafts": list(drafts), "dtype": str(model.dtype), "max_batch": max_batch}
     with ResultFile(out, "acceptance", target_name or name_of_target(target), config) as file:
@@ -108,7 +116,7 @@ def bench_acceptance(
                     max_new_tokens=max_new_tokens,
                     max_batch=max_batch,
                     sample_drafts=sample_drafts,
-                    draft_vocab=vocab,
+                    draft_vocab=chosen[vocab],
                     predicted=predicted,
                     by_category=by_category,
                 )
@@ -118,6 +126,13 @@ def bench_acceptance(
                 file.write(rows)
     print_rows(rows)
     print(json.dumps({"rows": rows}))
+
+
+def _chosen(size: int | None, frequent_in: Path | None, tokenizer: Any) -> int | list[int] | None:
+    """Return what `attach` takes as draft_vocab for so many tokens."""
+    if size is None or frequent_in is None:
+        return size
+    return frequent_ids(tokenizer, texts_of(frequent_in), size)
 
 
 def _tell(row: dict[str, Any], shape: Shape) -> None:

@@ -43,8 +43,9 @@ class NarrowHead:
 def narrow_head(config: EngineConfig, draft: DraftHead | HFTarget | None, target: HFTarget) -> NarrowHead | None:
     """Return the output head of `draft` over the tokens of `EngineConfig.draft_vocab`; None where all are scored.
 
-    ValueError for ids that the draft does not score, too few of them, a draft without a model, and output heads that do
-    more than multiply (scaling, softcaps), which rows alone cannot stand for. Ranks that share `target` all call it.
+    ValueError for ids that the target does not have, too few that the draft scores, a draft without a model, and output
+    heads that do more than multiply (scaling, softcaps), which rows alone cannot stand for. Ranks that share `target`
+    all call it.
     """
     if config.draft_vocab is None:
         return None
@@ -58,7 +59,7 @@ def narrow_head(config: EngineConfig, draft: DraftHead | HFTarget | None, target
         score = own or target.head
         rows = target.shape.lm_head_rows() if own is None else own.weight.detach()
         output = target.shape.lm_head if own is None else own
-    places = _places(config, scored, _ends(target))
+    places = _places(config, scored, target)
     if len(places) == len(scored):
         return None
     bias = _bias(output, len(scored))
@@ -79,23 +80,21 @@ def _ends(target: HFTarget) -> list[int]:
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
-def _places(config: EngineConfig, scored: torch.Tensor, ends: list[int]) -> torch.Tensor:
+def _places(config: EngineConfig, scored: torch.Tensor, target: HFTarget) -> torch.Tensor:
     """Return where in `scored` [n] int64, ascending, the wanted ids are: [dv] int64, ascending."""
-    wanted = config.draft_vocab
+    wanted, size = config.draft_vocab, target.spec.vocab_size
     if isinstance(wanted, int):
-        is_wanted = (scored < wanted) | torch.isin(scored, scored.new_tensor(ends))
+        is_wanted = (scored < wanted) | torch.isin(scored, scored.new_tensor(_ends(target)))
     else:
-        ids = scored.new_tensor(wanted)
-        strange = ids[~torch.isin(ids, scored)].tolist()
+        strange = [i for i in wanted or () if i >= size]
         if strange:
-            raise ValueError(
-                f"{_told(config)}: the draft does not score {strange[:5]} ({len(strange)} of them); expected ids of "
-                f"the {len(scored)} it scores, from {int(scored[0])} to {int(scored[-1])}"
-            )
-        is_wanted = torch.isin(scored, ids)
+            raise ValueError(f"{_told(config)}: expected ids from 0 to {size - 1}, not {strange[:5]} ({len(strange)})")
+        is_wanted = torch.isin(scored, scored.new_tensor(wanted))
     places = is_wanted.nonzero().flatten()
     if len(places) < max(config.topk, 2):
-        raise ValueError(f"{_told(config)}: leaves {len(places)} tokens; expected at least {max(config.topk, 2)}")
+        raise ValueError(
+            f"{_told(config)}: the draft scores {len(places)} of them; expected at least {max(config.topk, 2)}"
+        )
     return places
 
 

@@ -59,7 +59,7 @@ def acceptance(
     max_new_tokens: int = 256,
     max_batch: int = 8,
     sample_drafts: bool = True,
-    draft_vocab: int | None = None,
+    draft_vocab: int | Sequence[int] | None = None,
     predicted: bool = False,
     by_category: bool = False,
 ) -> Iterator[dict[str, Any]]:
@@ -107,12 +107,22 @@ def _setting(
         "draft_tokens": config.verify_width,
         "temperature": temperature,
         "sample_drafts": config.sample_drafts,
-        **({} if config.draft_vocab is None else {"draft_vocab": config.draft_vocab}),
+        **_narrowed(engine),
         "max_new_tokens": max_new_tokens,
         "first_token": FIRST_TOKEN,
         "template_sha": template_sha(tokenizer),
         "thinking": thinking_of(tokenizer),
     }
+
+
+def _narrowed(engine: Engine) -> dict[str, Any]:
+    """Return how many tokens a draft may propose, of those it scores, and how they were chosen, if not all."""
+    wanted = engine.config.draft_vocab
+    if wanted is None:
+        return {}
+    if isinstance(wanted, int):
+        return {"draft_vocab": wanted, "chosen": "first"}
+    return {"draft_vocab": len(wanted), "chosen": "listed"}
 
 
 def _measured(answers: Answers) -> dict[str, Any]:
