@@ -17,6 +17,7 @@ from specdec.targets.experts import expert_configs, experts_routed
 from specdec.targets.mixer_ranks import FORMS, SharedMixers
 from specdec.targets.mixers import find_mixers
 from specdec.targets.sharded import find_group, plain
+from tests import shape_ranks
 from tests.heads import random_draft
 from tests.ranks import on_ranks
 from tests.recurrent_models import recurrent_model
@@ -80,7 +81,9 @@ def play(rank, folder, device, paths):
     found["miscut"] = {key: miscut(model, key, cut.dim) for key, cut in FORMS[1].items()}
     found["written"] = [error_of(lambda key=key: written(model, key)) for key in ("A_log", "in_proj_z.weight")]
     found["converted"] = converted(sharded(paths["qwen3_5_moe"]))
-    if device == "cpu":  # on GPUs, processes may end with it: see test_tensor_parallel
+    if device == "cpu":
+        found["shape"] = shape_ranks.found_of_shape()
+        # the last one, as the group is of no use after it; on GPUs, processes may end with it: see test_tensor_parallel
         found["unshared"] = fails_to_share(model, rank)
     return found
 
@@ -258,3 +261,26 @@ def test_a_rank_that_cannot_share_ends_the_others(played, device):
     (ours, is_ours_whole), (theirs, is_theirs_whole) = (p["unshared"] for p in played)
     assert theirs == "MemoryError: none left" and "rank 1 failed: MemoryError: none left" in ours
     assert is_ours_whole and is_theirs_whole
+
+
+def test_layers_of_a_shape_repeat_in_their_order_and_keep_weights_of_their_own(played, device):
+    if device == "cuda":
+        pytest.skip("on CPUs only")
+    expected, num_bytes = shape_ranks.logits_of_one()
+    for found in (p["shape"] for p in played):
+        assert (found["logits"] - expected).abs().max() <= 1e-5 * expected.abs().max() and expected.std() > 0.01
+        held, stored = found["bytes"]
+        assert found["storages"] and held == stored < 0.6 * num_bytes, "nothing keeps the whole weights"
+    assert played[0]["shape"]["drafts"] == played[1]["shape"]["drafts"]
+
+
+@pytest.mark.parametrize("algo", shape_ranks.DRAFTS)
+def test_latency_of_a_shape_that_ranks_share(played, device, algo):
+    if device == "cuda":
+        pytest.skip("on CPUs only")
+    (rows,), others = (p["shape"]["rows"][algo] for p in played)
+    assert not others, "the first rank alone prints"
+    assert [row["what"] for row in rows] == ["attach", "ttft", "tpot"] * (2 if algo == "eagle3" else 1)
+    assert {row["tp"] for row in rows} == {2}
+    assert {row.get("algo") for row in rows if row["steps"]} == ({None} if algo == "eagle3" else {"nextn"})
+    assert all(row["tau"] > 1 for row in rows if row["what"] == "tpot" and row["steps"])

@@ -107,12 +107,18 @@ def test_floors_of_llamas_are_what_they_were():
     assert (floors.round_floor_ms("8b", 3), floors.round_floor_ms("8b", 0)) == (4.093, 3.54)
     assert floors.token_floor_ms("8b", 3, 4, 8, 1000.5, 2.3) == 1.8905
     assert floors.first_floor_ms("8b", 2, 777) == 29.925
+    assert (floors.round_floor_ms("8b", 0, 2), floors.first_floor_ms("8b", 2, 777, 2)) == (1.77, 14.963)
 
 
 def test_shapes_that_ranks_cannot_share():
-    with pytest.raises(ValueError, match="'35b-a3b' on 2 ranks: expected a shape without experts or states"):
-        fewer_layers("35b-a3b", 2)
+    known = "135m, 8b, 70b, tiny, 30b-a3b, 35b-a3b, qwen3-next-12, tiny-hybrid"
+    with pytest.raises(ValueError, match=rf"'mamba2-2.7b' on 2 ranks: .* a mamba2 model; leave .* one of {known}$"):
+        fewer_layers("mamba2-2.7b", 2)
+    with pytest.raises(ValueError, match=r"'35b-a3b' on 4 ranks: expected .* divides its 2 key/value heads; give"):
+        fewer_layers("35b-a3b", 4)
     assert all(fewer_layers(shape, 1) == {} for shape in SHAPES)
+    layers = {"30b-a3b": 16, "35b-a3b": 16, "qwen3-next-12": 12, "tiny-hybrid": 8, "70b": 16}
+    assert {shape: fewer_layers(shape, 2)["num_hidden_layers"] for shape in layers} == layers
 
 
 def test_latency_of_a_hybrid_and_of_transformers(capsys, monkeypatch):
@@ -127,6 +133,34 @@ def test_latency_of_a_hybrid_and_of_transformers(capsys, monkeypatch):
 def test_latency_of_a_hybrid_with_eagle3(capsys, monkeypatch):
     rows = last_line(capsys, monkeypatch, *COMMON, "--drafts", "2:2:4")["rows"]
     assert [row["what"] for row in rows] == ["attach", "ttft", "tpot"] and "algo" not in rows[0]
+
+
+def test_floors_of_a_hybrid_that_two_ranks_share():
+    """A rank reads half of experts, projections, convolutions and output head, but whole routers and gates of shared
+    experts, and whole drafts, which score by half the output head."""
+    delta = 2048 * (8192 + 4096 + 64) + 8192 * 4 + 4096 * 2048
+    attention = 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048
+    head, expert, routers = 248320 * 2048, 40 * 3 * 2048 * 512, 40 * (2048 * 256 + 2048)
+    dense = (30 * delta + 10 * attention + expert + head) / 2 + routers
+    assert dense == 980336640 and floors.target_weights("35b-a3b", 2) == dense + 8 * expert / 2
+    reads = {n: 2 * (dense + 256 * (1 - (1 - 8 / 256) ** n) * expert / 2) / 4.24e9 for n in (1, 4)}
+    assert [floors.round_floor_ms("35b-a3b", 0, 2, n) for n in reads] == [round(ms, 3) for ms in reads.values()]
+    assert [round(ms, 3) for ms in reads.values()] == [0.7, 1.368]
+    token, state = 2 * 2 * (10 * 2 * 256 // 2 + 2 * 256), 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) // 2
+    assert floors.kv_bytes("35b-a3b", ranks=2) == token and floors.state_bytes("35b-a3b", 2) == state
+    kept = (1000 * token + 2 * state) / 4.24e9
+    assert floors.token_floor_ms("35b-a3b", 0, 1, 1, 1000, 1.0, 2) == pytest.approx(reads[1] + kept, abs=6e-4)
+    layer = 2 * 2048 * 2048 + 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048 + 2048 * 256 + 9 * 3 * 2048 * 512 + 2048
+    whole = reads[4] + 3 * 2 * (layer + head / 2) / 4.24e9
+    assert floors.round_floor_ms("35b-a3b", 3, 2, 4, algo="nextn") == pytest.approx(whole, abs=6e-4)
+    products = 2 * ((dense - head / 2 + 8 * expert / 2) * 8192 + head / 2) + 2 * 10 * 16 * 256 * 8192**2 / 2
+    assert floors.first_floor_ms("35b-a3b", 1, 8192, 2) == pytest.approx(products / 0.79e12, abs=6e-4)
+
+
+def test_floors_of_states_that_ranks_do_not_share():
+    """16 heads do not fall to 3 ranks: each has all recurrent layers, whose projections alone are cut."""
+    assert floors.state_bytes("35b-a3b", 3) == floors.state_bytes("35b-a3b")
+    assert floors.state_bytes("8b", 2) == 0
 
 
 def test_transformers_is_timed_no_longer_than_asked(hybrid):

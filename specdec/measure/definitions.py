@@ -102,7 +102,8 @@ DEFINITIONS = (
         "floor",
         "What no implementation on that device can be below: reading weights (and keys and values) once at the "
         "measured copy rate, or multiplying at the measured rate, whichever is more. Rows give it per call (TTFT) or "
-        "per token (TPOT).",
+        "per token (TPOT). Where ranks share the target (`tp`) it is one rank's: its part of the weights, K/V and "
+        "states that are cut, all of the others (routers, the draft and its K/V), and no time for collectives.",
         "Roofline, speed of light (SOL).",
     ),
     Definition(

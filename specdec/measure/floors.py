@@ -1,11 +1,13 @@
 """Lower bounds on times of the named shapes on an H200: the slower of reading what must be read and of multiplying.
 
 Of experts, a forward reads those that its tokens choose, in expectation under uniform random choice; states of
-recurrent layers are read once and written once a round. ranks: H200s that share the target; each has all of the draft.
-What they tell each other takes no time here.
+recurrent layers are read once and written once a round. ranks: H200s that share the target; floors are those of one,
+which reads its part of the weights, K/V and states that are cut, and all of what is not, such as routers and the draft.
+What ranks tell each other takes no time here.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +19,7 @@ from specdec.backends.state_pool import StatePool
 from specdec.heads.base import LayerConfig
 from specdec.heads.nextn import NextNHead
 from specdec.measure.sizes import SHAPES, recurrent_layers
+from specdec.targets.mixer_ranks import form_of
 from specdec.targets.weight_bytes import ExpertWeights, expert_weights
 
 COPY_BYTES_PER_MS = 4.24e9  # of an H200, read and written bytes counted
@@ -25,7 +28,8 @@ FLOPS_PER_MS = 0.79e12  # dense bf16 products of an H200, as measured for 2048 r
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters of the products of a forward. dense: those that every token meets, the output head among them."""
+    """Parameters of the products of a forward, on one rank. dense: those that every token meets, the output head among
+    them."""
 
     dense: int
     head: int
@@ -44,9 +48,9 @@ class Weights:
         return self.dense + self.experts.num_weights * self.experts.distinct(num_tokens) / self.experts.num_experts
 
 
-def target_weights(shape: str) -> int:
-    """Parameters of the products of a forward that one token meets: layers and output head."""
-    return _weights(shape).active
+def target_weights(shape: str, ranks: int = 1) -> int:
+    """Parameters of the products of a forward that one token meets on a rank: layers and output head."""
+    return _weights(shape, ranks).active
 
 
 def round_floor_ms(
@@ -56,7 +60,7 @@ def round_floor_ms(
 
     tokens: of the verify forward; batch: of a draft pass, both together for all requests. algo: eagle3 or nextn.
     """
-    weights = _weights(shape).read(tokens) / ranks + _draft_weights(shape, steps, batch, algo)
+    weights = _weights(shape, ranks).read(tokens) + _draft_weights(shape, steps, batch, algo, ranks)
     return round(2 * weights / COPY_BYTES_PER_MS, 3)
 
 
@@ -73,9 +77,9 @@ def token_floor_ms(
     """ms a token of the slower of reading, weights, states and the KV of the mean context, and multiplying `width`
     rows."""
     reading = round_floor_ms(shape, steps, ranks, batch * width, batch, algo)
-    reading += batch * context * kv_bytes(shape, algo) / ranks / COPY_BYTES_PER_MS
-    reading += 2 * batch * state_bytes(shape) / COPY_BYTES_PER_MS
-    products = 2 * target_weights(shape) / ranks * batch * width / FLOPS_PER_MS
+    reading += batch * context * kv_bytes(shape, algo, ranks) / COPY_BYTES_PER_MS
+    reading += 2 * batch * state_bytes(shape, ranks) / COPY_BYTES_PER_MS
+    products = 2 * target_weights(shape, ranks) * batch * width / FLOPS_PER_MS
     return round(max(reading, products) / tau, 4)
 
 
@@ -85,30 +89,33 @@ def first_floor_ms(shape: str, batch: int, tokens: int, ranks: int = 1) -> float
     Llama shapes multiply every row by the output head here, as their published floors do; others only the last one.
     """
     layers, num_heads, _, head_dim = attention_sizes(shape)
-    weights = _weights(shape)
-    attention = 2 * layers * num_heads * head_dim * tokens**2  # q·k and p·v of the causal half
+    weights = _weights(shape, ranks)
+    attention = 2 * layers * num_heads * head_dim * tokens**2 / ranks  # q·k and p·v of the causal half
     rows = tokens if SHAPES[shape].is_dense else 1
     products = 2 * ((weights.active - weights.head) * tokens + weights.head * rows)
     reading = 2 * weights.read(batch * tokens) / COPY_BYTES_PER_MS
-    return round(max(reading, batch * (products + attention) / FLOPS_PER_MS) / ranks, 3)
+    return round(max(reading, batch * (products + attention) / FLOPS_PER_MS), 3)
 
 
-def kv_bytes(shape: str, algo: str = "eagle3") -> int:
-    """Bytes of one token in bfloat16: keys and values of the target's layers and of one draft layer."""
+def kv_bytes(shape: str, algo: str = "eagle3", ranks: int = 1) -> int:
+    """Bytes of one token in bfloat16: keys and values of a rank's heads of the target's layers, and of one draft layer,
+    whose heads each rank has all of."""
     layers, _, num_kv_heads, head_dim = attention_sizes(shape)
     draft = _draft_layer(shape)
     own = draft.num_kv_heads * draft.head_dim if algo == "eagle3" else num_kv_heads * head_dim
-    return 2 * 2 * (layers * num_kv_heads * head_dim + own)
+    return 2 * 2 * (layers * num_kv_heads * head_dim // ranks + own)
 
 
-def state_bytes(shape: str) -> int:
-    """Bytes of the states of one request: of the target's recurrent layers, convolutions in bfloat16, scans in fp32."""
-    return StatePool.bytes_for(recurrent_layers(shape), 1, 0, torch.bfloat16)
+def state_bytes(shape: str, ranks: int = 1) -> int:
+    """Bytes of a rank's states of one request: of the target's recurrent layers, convolutions in bfloat16, scans in
+    fp32."""
+    return row_bytes(shape, 0, ranks)
 
 
-def row_bytes(shape: str, max_tail: int) -> int:
-    """Bytes that a state pool keeps of one request: states, and tails of so many nodes."""
-    return StatePool.bytes_for(recurrent_layers(shape), 1, max_tail, torch.bfloat16)
+def row_bytes(shape: str, max_tail: int, ranks: int = 1) -> int:
+    """Bytes that a rank's state pool keeps of one request: states, and tails of so many nodes."""
+    num_bytes = StatePool.bytes_for(recurrent_layers(shape), 1, max_tail, torch.bfloat16)
+    return num_bytes // ranks if _shared_mixers(_without_storage(shape), ranks) else num_bytes
 
 
 def attention_sizes(shape: str) -> tuple[int, int, int, int]:
@@ -121,10 +128,10 @@ def attention_sizes(shape: str) -> tuple[int, int, int, int]:
     return layers, heads, c.num_key_value_heads, getattr(c, "head_dim", None) or c.hidden_size // heads
 
 
-def _draft_weights(shape: str, steps: int, tokens: int, algo: str) -> float:
+def _draft_weights(shape: str, steps: int, tokens: int, algo: str, ranks: int) -> float:
     """Parameters that S passes of `tokens` rows read, S-1 drafts and an extend, and what is read once a round."""
     if algo == "nextn":
-        return steps * _nextn_weights(shape).read(tokens)
+        return steps * _nextn_weights(shape, ranks).read(tokens)
     layer, h = _draft_layer(shape), SHAPES[shape].make_config().hidden_size
     q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     attention = 2 * h * (q + 2 * kv) + q * h  # q, k, v see two widths
@@ -138,29 +145,54 @@ def _draft_layer(shape: str) -> LayerConfig:
 
 
 @cache
-def _weights(shape: str) -> Weights:
-    """Count a model of `shape` that has no storage."""
+def _weights(shape: str, ranks: int) -> Weights:
+    """Count a rank's part of a model of `shape` that has no storage."""
     model = _without_storage(shape)
     head = model.get_output_embeddings().weight
-    return _counted(model, model.config, head.numel(), {model.get_input_embeddings().weight, head})
+    apart = {model.get_input_embeddings().weight, head}
+    matrices = {p for p in model.parameters() if p.dim() > 1 and p not in apart}
+    experts = expert_weights(model, model.config)
+    cut = matrices & _cut(model, ranks)
+    whole = sum(p.numel() for p in matrices - cut)
+    parts = sum(p.numel() for p in cut) + head.numel() - (0 if experts is None else experts.num_weights)
+    return Weights(whole + parts // ranks, head.numel() // ranks, experts and _share(experts, ranks))
+
+
+def _share(experts: ExpertWeights, ranks: int) -> ExpertWeights:
+    """Return what a rank has of `experts`: a part of each one."""
+    return replace(experts, num_bytes=experts.num_bytes // ranks, num_weights=experts.num_weights // ranks)
 
 
 @cache
-def _nextn_weights(shape: str) -> Weights:
-    """Count a NextN layer of a model of `shape`, with the target's output head."""
+def _nextn_weights(shape: str, ranks: int) -> Weights:
+    """Count a NextN layer of a model of `shape`, which each rank has all of, with its rows of the target's output
+    head."""
     model = _without_storage(shape)
     with torch.device("meta"):
         layer = NextNHead(model)
-    return _counted(layer, model.config, model.get_output_embeddings().weight.numel(), set())
+    head = model.get_output_embeddings().weight.numel() // ranks
+    experts = expert_weights(layer, model.config)
+    total = sum(p.numel() for p in layer.parameters() if p.dim() > 1)
+    return Weights(total + head - (0 if experts is None else experts.num_weights), head, experts)
 
 
+@cache
 def _without_storage(shape: str) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(SHAPES[shape].make_config(), dtype=torch.bfloat16)
 
 
-def _counted(module: nn.Module, config: Any, head: int, apart: set[nn.Parameter]) -> Weights:
-    """Count the matrices of `module` but `apart`, and an output head of so many parameters."""
-    total = sum(p.numel() for p in module.parameters() if p.dim() > 1 and p not in apart)
-    experts = expert_weights(module, config)
-    return Weights(total + head - (0 if experts is None else experts.num_weights), head, experts)
+def _cut(model: Any, ranks: int) -> set[nn.Parameter]:
+    """Return the parameters that a rank has a part of: those that transformers' plan names, themselves or their
+    modules, and those of recurrent layers that ranks share by heads."""
+    plan, cut = model.tp_plan, {p for mixer in _shared_mixers(model, ranks) for p in mixer.parameters()}
+    for name, parameter in model.named_parameters():
+        pattern = re.sub(r"\.\d+\.", ".*.", name)
+        if pattern in plan or pattern.rpartition(".")[0] in plan:
+            cut.add(parameter)
+    return cut
+
+
+def _shared_mixers(model: nn.Module, ranks: int) -> list[nn.Module]:
+    """List the recurrent layers of `model` that so many ranks share by heads."""
+    return [module for module in model.modules() if form_of(module, ranks)]

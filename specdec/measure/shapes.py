@@ -1,14 +1,14 @@
 """Targets of named shapes with random weights, whose speed is a trained one's, whole or sharded over ranks, drafts for
 them, and the acceptance that is imposed on those."""
 
-import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
@@ -56,34 +56,61 @@ def _made_on(device: torch.device | str, dtype: torch.dtype) -> Iterator[None]:
 
 
 def fewer_layers(shape: str, num_ranks: int) -> dict[str, Any]:
-    """Return the options of `make_target` for a model that `shard` is going to share among so many ranks."""
-    found = SHAPES[check_shape(shape)]
+    """Return the options of `make_target` for a model that `shard` is going to share among so many ranks.
+
+    ValueError for a shape that transformers has no plan for, or whose heads so many ranks cannot share.
+    """
+    config = SHAPES[check_shape(shape)].make_config()
     if num_ranks == 1:
         return {}
-    if not found.is_dense:
-        raise ValueError(f"--shape {shape!r} on {num_ranks} ranks: expected a shape without experts or states")
-    return {"num_hidden_layers": min(OWN_LAYERS, found.sizes["num_hidden_layers"])}
+    if not config.base_model_tp_plan:
+        known = ", ".join(name for name, other in SHAPES.items() if other.config.base_model_tp_plan)
+        raise ValueError(
+            f"--shape {shape!r} on {num_ranks} ranks: transformers has no plan by which ranks share a "
+            f"{config.model_type} model; leave torchrun out, or name one of {known}"
+        )
+    if config.num_key_value_heads % num_ranks:
+        raise ValueError(
+            f"--shape {shape!r} on {num_ranks} ranks: expected a number of ranks that divides its "
+            f"{config.num_key_value_heads} key/value heads; give torchrun another --nproc-per-node"
+        )
+    return {"num_hidden_layers": min(OWN_LAYERS, config.num_hidden_layers)}
 
 
-def shard(model: LlamaForCausalLM, shape: str, num_ranks: int) -> LlamaForCausalLM:
+def shard(model: Any, shape: str, num_ranks: int) -> Any:
     """Return `model` as transformers loads it for one of `num_ranks` ranks, all of which call this, with the layers of
-    `shape`; those that `model` lacks repeat its own."""
-    own, config = model.config.num_hidden_layers, copy.deepcopy(model.config)
-    config.num_hidden_layers = SHAPES[shape].sizes["num_hidden_layers"]
+    `shape`; those that `model` lacks repeat its own, kind by kind.
+
+    Until the caller forgets `model`, a rank has both: of 35b-a3b in bfloat16 29 GB of 16 whole layers, and 36 GB of its
+    part of 40 (computed); of 70b 32 and 71 GB.
+    """
+    config, own = SHAPES[shape].make_config(dtype=model.dtype), model.config.num_hidden_layers
     state = model.state_dict()
     for name in list(state):
         found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
         if found is not None:
             for layer in range(int(found[1]) + own, config.num_hidden_layers, own):
                 state[f"model.layers.{layer}.{found[2]}"] = state[name]
-    sharded = LlamaForCausalLM.from_pretrained(
+    sharded, told = type(model).from_pretrained(
         None,
         config=config,
         state_dict=state,
         dtype=model.dtype,
         distributed_config=DistributedConfig(tp_size=num_ranks),
+        output_loading_info=True,
     )
+    assert not any(told.values()), f"layers of {shape} do not repeat those of {own}: {told}"
+    _separate(sharded)
+    torch.manual_seed(0)  # loading may have drawn: ranks make equal drafts next
     return sharded.eval()
+
+
+def _separate(model: nn.Module) -> None:
+    """Give every weight a storage of its own. Transformers' parts are views of what they were loaded from where they
+    can be: they keep all of that in memory, and layers that repeat others would be read once for both."""
+    for parameter in model.parameters():
+        local: torch.Tensor = getattr(parameter, "_local_tensor", parameter)  # of a DTensor, what this rank has
+        local.data = local.data.clone(memory_format=torch.contiguous_format)
 
 
 def make_head(shape: str, model: Any, ids: torch.Tensor | None = None) -> Eagle3Head:

@@ -132,12 +132,18 @@ def share_mixers(model: nn.Module, share: Share, wholes: Mapping[nn.Parameter, t
     return shared
 
 
-def _cuts(module: nn.Module, size: int) -> Mapping[str, Cut]:
-    """Return how the weights of `module` are cut for so many ranks; nothing if it is no mixer that can be shared."""
+def form_of(module: nn.Module, size: int) -> Mapping[str, Cut]:
+    """Return how the weights of `module` are cut for so many ranks; nothing if it is no mixer whose heads so many can
+    share. What its forwards are is not asked."""
     names = {name for name, _ in module.named_parameters()} - WITHIN
-    cuts = next((form for form in FORMS if form.keys() == names), {})
     if not all(count in vars(module) for count in COUNTS) or vars(module)["num_k_heads"] % size:
         return {}
+    return next((form for form in FORMS if form.keys() == names), {})
+
+
+def _cuts(module: nn.Module, size: int) -> Mapping[str, Cut]:
+    """Return how the weights of `module` are cut; nothing if it cannot be shared, or is not gathered."""
+    cuts = form_of(module, size)
     return cuts if all(is_gathered_linear(child) for child in _projections(module, cuts).values()) else {}
 
 

@@ -156,15 +156,19 @@ def capacity(cells: Sequence[Cell], new_tokens: int) -> dict[str, int]:
     return {**most, "max_seq_len": longest} if longest > SHORT else most  # left open, it fits models of few positions
 
 
-def split_by_memory(shape: str, cells: Sequence[Cell], new_tokens: int, device: str) -> tuple[list[Cell], list[Cell]]:
-    """`cells` whose KV and states fit the device beside all that is on it, and those whose do not.
+def split_by_memory(
+    shape: str, cells: Sequence[Cell], new_tokens: int, device: str, ranks: int = 1
+) -> tuple[list[Cell], list[Cell]]:
+    """`cells` whose KV and states, a rank's part of them, fit the device beside all that is on it, and those whose do
+    not.
 
     Known of named shapes on CUDA; of others, attaching says what does not fit.
     """
     if device != "cuda" or shape not in SHAPES:
         return list(cells), []
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    num_bytes = {c: _slots(c, new_tokens) * kv_bytes(shape) + c.batch * row_bytes(shape, 1) for c in cells}
+    token, row = kv_bytes(shape, ranks=ranks), row_bytes(shape, 1, ranks)
+    num_bytes = {c: _slots(c, new_tokens) * token + c.batch * row for c in cells}
     most = KV_SHARE * free
     return [c for c in cells if num_bytes[c] <= most], [c for c in cells if num_bytes[c] > most]
 

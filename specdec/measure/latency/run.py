@@ -10,7 +10,6 @@ path ran without a graph, and why. `skipped` lists what does not fit the device 
 transformers' own `generate`, which is measured first, before the model is attached.
 """
 
-import gc
 import time
 import traceback
 from collections import Counter
@@ -20,14 +19,12 @@ from itertools import product
 from statistics import median
 from typing import Any
 
-import torch
-
 from specdec.api import Engine, attach
 from specdec.errors import CapacityError
 from specdec.measure.floors import first_floor_ms, token_floor_ms
 from specdec.measure.latency.cases import MODES, Cell, Draft, Plan, capacity, split_by_memory
 from specdec.measure.latency.hf import hf_rows
-from specdec.measure.latency.subject import Subject
+from specdec.measure.latency.subject import Subject, free
 from specdec.measure.latency.timing import QUICK_S, Call, generate, idle_share
 from specdec.measure.together import of_first
 
@@ -68,7 +65,7 @@ class Run:
             rows = hf_rows(self.subject.model, prompt, self.plan.new_tokens, min(HF_S, self.left), sorted(widths))
             for row in rows:
                 self._add({**self._key("hf", Draft(), cell), **row})
-        self._free()
+        free(self.subject.device)
 
     def engines(self) -> Iterator[None]:
         """Measure engine by engine, those of short contexts first; yields after each, so that rows can be written."""
@@ -81,7 +78,9 @@ class Run:
     def _serve(self, mode: str, draft: Draft, group: list[Cell]) -> None:
         """Measure all cells of a group by one engine. One that fails is told of, and the next ones still run."""
         name, subject = f"{mode} {draft}", self.subject
-        cells, too_large = split_by_memory(subject.shape, group, self.plan.new_tokens, subject.device)
+        cells, too_large = of_first(
+            split_by_memory(subject.shape, group, self.plan.new_tokens, subject.device, subject.ranks)
+        )
         self.skipped += [f"{name}, {cell}: does not fit" for cell in too_large]
         if self.left < self.longest_attach + ALLOWANCE_S:
             self.skipped += [f"{name}, {cell}: budget" for cell in cells]
@@ -99,13 +98,7 @@ class Run:
             if engine is not None:
                 engine.detach()
             del engine
-            self._free()
-
-    def _free(self) -> None:
-        """Give back what nothing refers to any more."""
-        gc.collect()
-        if self.subject.device == "cuda":
-            torch.cuda.empty_cache()
+            free(subject.device)
 
     def _attach(self, mode: str, draft: Draft, cells: list[Cell]) -> Engine | None:
         """Return an engine for `cells`, the largest of which are dropped until it fits; None where none does."""

@@ -1,5 +1,6 @@
 """What `specdec bench latency` measures: a named shape with random weights, or a real target, and its draft."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -79,8 +80,16 @@ def random_subject(
         silence_others(model, ids)
     if num_ranks > 1:
         model = shard(model, shape, num_ranks)
+        free(model.device.type)
     head = make_nextn(model) if algo == "nextn" else make_head(shape, model, ids)
     return Subject(shape, model, head, algo, RandomPrompts(ids), tokenizer, is_random=True, ranks=num_ranks)
+
+
+def free(device: str) -> None:
+    """Give the memory of a device of that kind back that nothing refers to any more."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def read_tokenizer(source: str | None) -> Any:
