@@ -278,6 +278,8 @@ def test_latency_engines():
     assert room == {"max_batch": 8, "max_seq_len": 8192 + 257, "num_slots": 8 * (8192 + 257 + cases.SPARE)}
     with pytest.raises(ValueError, match=r"--drafts '3:1': expected plain or S:K:D"):
         cases.Draft.parse("3:1")
+    for text in ("plain", "3:1:4", "5:8:32@16384"):
+        assert str(cases.Draft.parse(text)) == text
 
 
 def test_peers_say_the_same_or_why_not(folders, tmp_path, capsys, monkeypatch):

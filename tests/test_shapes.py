@@ -93,6 +93,8 @@ def test_floors_of_a_nextn_draft():
     layer = 2 * 2048 * 2048 + 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048 + 2048 * 256 + 9 * 3 * 2048 * 512 + 2048
     extra = floors.round_floor_ms("35b-a3b", 3, algo="nextn") - floors.round_floor_ms("35b-a3b", 0)
     assert extra == pytest.approx(3 * 2 * (layer + 248320 * 2048) / 4.24e9, abs=2e-3)
+    narrow = floors.round_floor_ms("35b-a3b", 3, algo="nextn", vocab=32768) - floors.round_floor_ms("35b-a3b", 0)
+    assert narrow == pytest.approx(3 * 2 * (layer + 32768 * 2048) / 4.24e9, abs=2e-3)
 
 
 def test_floors_of_mamba():
@@ -105,6 +107,8 @@ def test_floors_of_mamba():
 def test_floors_of_llamas_are_what_they_were():
     assert floors.target_weights("8b") == 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
     assert (floors.round_floor_ms("8b", 3), floors.round_floor_ms("8b", 0)) == (4.093, 3.54)
+    narrow = floors.round_floor_ms("8b", 3, vocab=8000)  # of 32,000 rows of 4,096, three times
+    assert floors.round_floor_ms("8b", 3) - narrow == pytest.approx(2 * 3 * 24000 * 4096 / 4.24e9, abs=1e-3)
     assert floors.token_floor_ms("8b", 3, 4, 8, 1000.5, 2.3) == 1.8905
     assert floors.first_floor_ms("8b", 2, 777) == 29.925
     assert (floors.round_floor_ms("8b", 0, 2), floors.first_floor_ms("8b", 2, 777, 2)) == (1.77, 14.963)
@@ -122,6 +126,7 @@ def test_shapes_that_ranks_cannot_share():
 
 
 def test_latency_of_a_hybrid_and_of_transformers(capsys, monkeypatch):
+    monkeypatch.setattr("specdec.measure.latency.run.HF_S", 100.0)  # a machine may be busy
     rows = last_line(capsys, monkeypatch, *COMMON, "--drafts", "plain,2:1:3", "--algo", "nextn", "--hf")["rows"]
     theirs = [row for row in rows if row["mode"] == "hf"]
     assert [row["what"] for row in theirs] == ["hf_ttft", "hf_token"] and all(row["ms"] > 0 for row in theirs)
@@ -131,8 +136,9 @@ def test_latency_of_a_hybrid_and_of_transformers(capsys, monkeypatch):
 
 
 def test_latency_of_a_hybrid_with_eagle3(capsys, monkeypatch):
-    rows = last_line(capsys, monkeypatch, *COMMON, "--drafts", "2:2:4")["rows"]
+    rows = last_line(capsys, monkeypatch, *COMMON, "--drafts", "2:2:4@30")["rows"]
     assert [row["what"] for row in rows] == ["attach", "ttft", "tpot"] and "algo" not in rows[0]
+    assert {row["draft_vocab"] for row in rows} == {30}
 
 
 def test_floors_of_a_hybrid_that_two_ranks_share():

@@ -66,7 +66,10 @@ def latency_command(
         list[str] | None,
         typer.Option(help="Of compiled, graph, or an attention backend: torch, triton, flashinfer, triton+flashinfer."),
     ] = None,
-    drafts: Annotated[list[str] | None, typer.Option(help="How rounds draft: plain, or S:K:D such as 3:1:4.")] = None,
+    drafts: Annotated[
+        list[str] | None,
+        typer.Option(help="How rounds draft: plain, or S:K:D such as 3:1:4, or S:K:D@N to draft from N tokens only."),
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="'bundled' or a folder; adds rows that end in text. 'own': a --target's.")
     ] = None,

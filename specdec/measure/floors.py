@@ -54,13 +54,20 @@ def target_weights(shape: str, ranks: int = 1) -> int:
 
 
 def round_floor_ms(
-    shape: str, steps: int, ranks: int = 1, tokens: int = 1, batch: int = 1, algo: str = "eagle3"
+    shape: str,
+    steps: int,
+    ranks: int = 1,
+    tokens: int = 1,
+    batch: int = 1,
+    algo: str = "eagle3",
+    vocab: int | None = None,
 ) -> float:
     """Bytes that must be read, over the copy rate: the target's weights once and the draft's once a pass.
 
     tokens: of the verify forward; batch: of a draft pass, both together for all requests. algo: eagle3 or nextn.
+    vocab: rows of the draft's output head, if `EngineConfig.draft_vocab` makes it narrow.
     """
-    weights = _weights(shape, ranks).read(tokens) + _draft_weights(shape, steps, batch, algo, ranks)
+    weights = _weights(shape, ranks).read(tokens) + _draft_weights(shape, steps, batch, algo, ranks, vocab)
     return round(2 * weights / COPY_BYTES_PER_MS, 3)
 
 
@@ -73,10 +80,11 @@ def token_floor_ms(
     tau: float,
     ranks: int = 1,
     algo: str = "eagle3",
+    vocab: int | None = None,
 ) -> float:
     """ms a token of the slower of reading, weights, states and the KV of the mean context, and multiplying `width`
     rows."""
-    reading = round_floor_ms(shape, steps, ranks, batch * width, batch, algo)
+    reading = round_floor_ms(shape, steps, ranks, batch * width, batch, algo, vocab)
     reading += batch * context * kv_bytes(shape, algo, ranks) / COPY_BYTES_PER_MS
     reading += 2 * batch * state_bytes(shape, ranks) / COPY_BYTES_PER_MS
     products = 2 * target_weights(shape, ranks) * batch * width / FLOPS_PER_MS
@@ -128,14 +136,19 @@ def attention_sizes(shape: str) -> tuple[int, int, int, int]:
     return layers, heads, c.num_key_value_heads, getattr(c, "head_dim", None) or c.hidden_size // heads
 
 
-def _draft_weights(shape: str, steps: int, tokens: int, algo: str, ranks: int) -> float:
-    """Parameters that S passes of `tokens` rows read, S-1 drafts and an extend, and what is read once a round."""
-    if algo == "nextn":
-        return steps * _nextn_weights(shape, ranks).read(tokens)
+def _draft_weights(shape: str, steps: int, tokens: int, algo: str, ranks: int, vocab: int | None) -> float:
+    """Parameters that S passes of `tokens` rows read, S-1 drafts and an extend, and what is read once a round.
+
+    A narrow output head is a draft's own, whole on each rank.
+    """
     layer, h = _draft_layer(shape), SHAPES[shape].make_config().hidden_size
+    if algo == "nextn":
+        found = _nextn_weights(shape, ranks)
+        return steps * (found.read(tokens) - (0 if vocab is None else found.head - vocab * h))
+    scored = min(SHAPES[shape].draft_vocab, vocab or SHAPES[shape].draft_vocab)
     q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     attention = 2 * h * (q + 2 * kv) + q * h  # q, k, v see two widths
-    head = attention + 3 * h * layer.intermediate_size + SHAPES[shape].draft_vocab * h
+    head = attention + 3 * h * layer.intermediate_size + scored * h
     features = 3 * h * h if steps else 0
     return steps * head + features
 

@@ -1,5 +1,6 @@
 """What a run of `specdec bench latency` measures: drafts, cells of batch and context, groups that share an engine."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -43,31 +44,40 @@ KV_SHARE = 0.8  # of the free memory that KV may take: graphs, compiling and pre
 
 @dataclass(frozen=True)
 class Draft:
-    """How rounds draft: S steps, K branches, D nodes verified; S = 0 is plain decoding."""
+    """How rounds draft: S steps, K branches, D nodes verified; S = 0 is plain decoding.
+
+    vocab: `EngineConfig.draft_vocab`, None for all tokens.
+    """
 
     steps: int = 0
     topk: int = 1
     width: int = 1
+    vocab: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Draft":
-        """Parse "plain" or "S:K:D"; ValueError says what was expected."""
+        """Parse "plain", "S:K:D" or "S:K:D@VOCAB"; ValueError says what was expected."""
         if text == "plain":
             return cls()
-        parts = text.split(":")
-        if len(parts) != 3 or not all(p.isdecimal() and int(p) for p in parts):
-            raise ValueError(f"--drafts {text!r}: expected plain or S:K:D, such as 3:1:4 (a chain) or 5:8:32 (a tree)")
-        return cls(*map(int, parts))
+        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*):([1-9]\d*)(?:@([1-9]\d*))?", text)
+        if found is None:
+            raise ValueError(
+                f"--drafts {text!r}: expected plain or S:K:D, such as 3:1:4 (a chain) or 5:8:32 (a tree), or with "
+                "@VOCAB behind it, to draft from so many tokens"
+            )
+        return cls(*(None if part is None else int(part) for part in found.groups()))  # type: ignore[arg-type]
 
     def settings(self, imposed: bool) -> dict[str, Any]:
         """For `attach`. imposed: random weights are timed at an acceptance length that trained ones have."""
         if not self.steps:
             return {}
-        shape = {"num_steps": self.steps, "topk": self.topk, "num_draft_tokens": self.width}
+        shape: dict[str, Any] = {"num_steps": self.steps, "topk": self.topk, "num_draft_tokens": self.width}
+        shape["draft_vocab"] = self.vocab
         return {**shape, "synthetic_acceptance": acceptance_rates(self.steps)} if imposed else shape
 
     def __str__(self) -> str:
-        return f"{self.steps}:{self.topk}:{self.width}" if self.steps else "plain"
+        of = "" if self.vocab is None else f"@{self.vocab}"
+        return f"{self.steps}:{self.topk}:{self.width}{of}" if self.steps else "plain"
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,8 @@ class Run:
         shared: Row = {"tp": self.subject.ranks} if self.subject.ranks > 1 else {}
         if draft.steps and self.subject.is_random and self.subject.algo != "eagle3":
             shared["algo"] = self.subject.algo
+        if draft.vocab is not None:
+            shared["draft_vocab"] = draft.vocab
         return {
             **shared,
             "label": self.plan.label,
@@ -193,7 +195,7 @@ class Run:
         if self._has_floor:
             context = cell.tokens + num / 2
             case = (self.subject.shape, draft.steps, draft.width, cell.batch, context, tau, self.subject.ranks)
-            floor = token_floor_ms(*case, algo=self.subject.algo or "eagle3")
+            floor = token_floor_ms(*case, algo=self.subject.algo or "eagle3", vocab=draft.vocab)
         row = {"what": "tpot", "ms": round(a_token, 4), "round_ms": round(a_token * tau, 4), "tau": round(tau, 3)}
         return row | {"host_ms": self._host(host), "floor_ms": floor}
 
