@@ -81,6 +81,7 @@ MODELS: dict[str, tuple[Callable[[], tf.PretrainedConfig], dict[str, Any]]] = {
     "gpt_oss_experts": (CONFIGS["gpt_oss"], {"enable_expert_parallel": True}),
     "qwen3_next": (CONFIGS["qwen3_next"], {}),
     "glm4_moe": (_glm4, {}),
+    "llama4": (CONFIGS["llama4"], {}),
 }
 
 

@@ -37,8 +37,10 @@ STYLES = {  # what the plans of transformers make of the models; the cases are e
     "gpt_oss_experts": {"GptOssTopKRouter EpRouterParallel", "GptOssExperts MoeExpertsParallel"},
     "qwen3_next": {GATHERED, COLUMN, ROW, "Qwen3NextExperts MoeExpertsParallel"},
     "glm4_moe": {GATHERED, COLUMN, ROW, "Glm4MoeExperts MoeExpertsParallel"},
+    "llama4": {GATHERED, COLUMN, ROW, "Llama4TextExperts MoeExpertsParallel"},
 }
-SUMS = {"deepseek_v3": (7, 4), "qwen3_next": (12, 8), "glm4_moe": (11, 8)}  # apart, and once a mixture of experts
+# sums of a forward where those of a mixture of experts are apart, and where they are one
+SUMS = {"deepseek_v3": (7, 4), "qwen3_next": (12, 8), "glm4_moe": (11, 8), "llama4": (12, 8)}
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
