@@ -1,6 +1,7 @@
 """What a rank finds of a named shape that two share on CPUs: its weights, drafts for it, and `bench latency`."""
 
 import contextlib
+import gc
 import io
 import json
 import re
@@ -28,6 +29,7 @@ def logits_of(model):
 
 def found_of_shape():
     """Facts of the shape, and the rows of its bench."""
+    gc.freeze()  # benches collect often: see conftest
     with mock.patch.object(shapes, "OWN_LAYERS", OWN_LAYERS):
         model = shard(make_target(SHAPE, "cpu", **fewer_layers(SHAPE, 2)), SHAPE, 2)
         drafts = [make_head(SHAPE, model), make_nextn(model)]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,13 @@ def _phi3() -> tf.PretrainedConfig:
     return tf.Phi3Config(**{key: getattr(llama, key) for key in _SMALL}, num_hidden_layers=2, pad_token_id=0)
 
 
+def _glm4() -> tf.PretrainedConfig:
+    llama = CONFIGS["llama"]()
+    sizes = {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    few = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "n_shared_experts": 1, "pad_token_id": 0}
+    return tf.Glm4MoeConfig(**{key: getattr(llama, key) for key in _SMALL}, **sizes, **few)
+
+
 # by case: how to make its config, and what DistributedConfig takes besides the number of ranks
 MODELS: dict[str, tuple[Callable[[], tf.PretrainedConfig], dict[str, Any]]] = {
     "llama": (CONFIGS["llama"], {}),
@@ -72,6 +80,8 @@ MODELS: dict[str, tuple[Callable[[], tf.PretrainedConfig], dict[str, Any]]] = {
     "gpt_oss": (CONFIGS["gpt_oss"], {}),
     "gpt_oss_experts": (CONFIGS["gpt_oss"], {"enable_expert_parallel": True}),
     "qwen3_next": (CONFIGS["qwen3_next"], {}),
+    "glm4_moe": (_glm4, {}),
+    "llama4": (CONFIGS["llama4"], {}),
 }
 
 
@@ -113,11 +123,14 @@ class Cases:
             facts = {
                 "rank": (sharded.rank, sharded.size),
                 "logits": _logits(model),
+                "sums": _num_sums(model),
                 "left": [n for n, p in model.named_parameters() if type(p) is not nn.Parameter],
                 "shared_storage": [n for n, p in model.named_parameters() if not _owns_storage(p)],
                 "hooked": [n for n, m in model.named_modules() if m._backward_hooks],
                 "group_while_plain": find_group(model),
             }
+            sharded.sums.restore()
+            facts |= {"apart": _num_sums(model), "logits_apart": _logits(model)}
         sharded.restore()  # a second time
         return facts | {
             "whole": _logits(whole),
@@ -220,6 +233,32 @@ class Cases:
             "distributed": [name for name in called if "c10d" in name or "dtensor" in name.lower()],
         }
 
+    def deferred(self) -> dict[str, Any]:
+        """Mixtures that bend what the shared expert gives, shift it a little, and add a bias to it."""
+        model, _ = self.load("glm4_moe")
+        blocks = [layer.mlp for layer in model.model.layers[1:]]
+        for block, after in zip(blocks, (nn.Tanh(), _Shift()), strict=False):
+            block.shared_experts = nn.Sequential(block.shared_experts, after)
+        blocks[2].shared_experts.down_proj.bias = nn.Parameter(torch.arange(float(model.config.hidden_size)).cos())
+        before, graphs = _logits(model), []
+        x = torch.arange(2.0 * model.config.hidden_size).sin().view(1, 2, -1)
+
+        def keep(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+            graphs.append(graph)
+            return graph
+
+        with self.made_plain(model), experts_routed(expert_configs(model)), torch.no_grad():
+            logits, counts = _logits(model), [_num_sums(block, x) for block in blocks]
+            traced = torch.compile(lambda x: blocks[2](x), backend=keep, fullgraph=True)
+            equal = torch.equal(traced(x), blocks[2](x))
+        called = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+        return {
+            "error": float((logits - before).abs().max() / before.abs().max()),
+            "counts": counts,
+            "traced": (equal, len(graphs), sum("all_reduce" in name for name in called)),
+            "left": [block for block in blocks if "forward" in vars(block)],
+        }
+
     def saved(self) -> dict[str, Any]:
         """A checkpoint that is saved while the parallelism is plain holds whole weights."""
         model, whole = self.load("tied")
@@ -261,6 +300,13 @@ class _OtherStyle(ColwiseParallel):
     """A user's own."""
 
 
+class _Shift(nn.Module):
+    """Adds what is too little to show in sums that are compared."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1e-6
+
+
 def _random_model(config: tf.PretrainedConfig) -> tf.PreTrainedModel:
     """A model none of whose weights, biases and norms is zero or one."""
     torch.manual_seed(0)
@@ -274,6 +320,20 @@ def _random_model(config: tf.PretrainedConfig) -> tf.PreTrainedModel:
 @torch.no_grad()
 def _logits(model: nn.Module) -> torch.Tensor:
     return model(IDS, use_cache=False).logits
+
+
+def _num_sums(module: nn.Module, x: torch.Tensor = IDS) -> int:
+    """Return how many sums over ranks a forward runs."""
+    calls: list[int] = []
+    run = Communicator.all_reduce
+
+    def noted(self: Communicator, x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return run(self, x)
+
+    with mock.patch.object(Communicator, "all_reduce", noted), torch.no_grad():
+        module(x)
+    return len(calls)
 
 
 def _owns_storage(tensor: torch.Tensor) -> bool:
@@ -331,7 +391,7 @@ def main(folder: Path, rank: int) -> None:
     store = dist.FileStore(str(folder / "store"), SIZE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=30))
     cases = Cases(folder, rank)
-    others = ("weights", "refused", "half_way", "traced", "saved", "by_hand", "other_ways")
+    others = ("weights", "refused", "half_way", "traced", "deferred", "saved", "by_hand", "other_ways")
     runs: dict[str, Callable[[], Any]] = {case: lambda case=case: cases.model(case) for case in MODELS}
     runs |= {name: getattr(cases, name) for name in others}
     facts: dict[str, Any] = {}

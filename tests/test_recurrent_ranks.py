@@ -34,6 +34,7 @@ SETTINGS = {"max_batch": 3, "max_seq_len": 64, "graph_sampling": ("greedy",), "p
 RUNS = {name: [("eagle", "chain", {}), ("eagle", "tree", {"cuda_graph": True})] for name in NAMES}
 RUNS["qwen3_next"] += [("nextn", "chain", {}), ("the same model", "tree", {})]
 ON_GPU = {"qwen3_next": [("eagle", "chain", {"cuda_graph": True, "compile": True})]}  # to trace takes a CPU too long
+EVERY = {"qwen3_next": 9, "qwen3_5_moe": 9, "kimi_linear": 5, "one_key_head": 21}  # collectives of a forward
 SUMS = dict.fromkeys(NAMES, 1) | {"kimi_linear": 0, "one_key_head": 5}  # collectives of a mixer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,6 +100,7 @@ def found_of(name, path):
     shards, attributes, saved = shards_of(model), attributes_of(model), saved_of(model)
     with made_plain(model):
         found = {"logits": logits_of(model), "sums": sums_of(model), "saved": saved == saved_of(model)}
+        found["collectives"] = collectives(lambda: logits_of(model))
     found |= texts(model, name)
     pairs = zip(shards, shards_of(model), strict=True)
     is_restored = all(kind is now and torch.equal(t, u) for (kind, t), (now, u) in pairs)
@@ -130,18 +132,20 @@ def saved_of(model):
     return {name: (type(t), t.shape, float(local.double().sum())) for name, (t, local) in state.items()}
 
 
-def sums_of(model):
-    """How many collectives each mixer runs."""
-    calls, counts = [], []
+def collectives(call):
+    """How many collectives a call runs."""
+    calls = []
     kinds = {kind: getattr(Communicator, kind) for kind in ("all_reduce", "all_gather")}
     noted = {kind: lambda self, x, run=run: calls.append(x) or run(self, x) for kind, run in kinds.items()}
+    with mock.patch.multiple(Communicator, **noted), torch.no_grad():
+        call()
+    return len(calls)
+
+
+def sums_of(model):
+    """How many collectives each mixer runs."""
     x = torch.ones(1, 3, model.config.hidden_size, device=model.device)
-    for mixer in find_mixers(model):
-        with mock.patch.multiple(Communicator, **noted), torch.no_grad():
-            mixer.module(x)
-        counts.append(len(calls))
-        calls.clear()
-    return counts
+    return [collectives(lambda mixer=mixer: mixer.module(x)) for mixer in find_mixers(model)]
 
 
 def miscut(model, key, dim):
@@ -226,7 +230,7 @@ def test_logits_are_those_of_one_process(played, device, name):
     assert expected.std() > 0.1  # there is something to compare
     for found in (p[name] for p in played):
         assert (found["logits"] - expected).abs().max() <= 1e-5 * expected.abs().max()
-        assert set(found["sums"]) == {SUMS[name]}
+        assert set(found["sums"]) == {SUMS[name]} and found["collectives"] == EVERY[name]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -81,8 +81,8 @@ def shard(model: Any, shape: str, num_ranks: int) -> Any:
     """Return `model` as transformers loads it for one of `num_ranks` ranks, all of which call this, with the layers of
     `shape`; those that `model` lacks repeat its own, kind by kind.
 
-    Until the caller forgets `model`, a rank has both: of 35b-a3b in bfloat16 29 GB of 16 whole layers, and 36 GB of its
-    part of 40 (computed); of 70b 32 and 71 GB.
+    Until the caller forgets `model`, a rank has both. Computed, in bfloat16: of 35b-a3b 29 GB (16 whole layers) and
+    35 GB (half of 40), of 70b 32 and 72 GB. Afterwards nothing keeps the whole ones.
     """
     config, own = SHAPES[shape].make_config(dtype=model.dtype), model.config.num_hidden_layers
     state = model.state_dict()

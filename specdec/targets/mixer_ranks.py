@@ -8,7 +8,6 @@ What a weight's rows are is told by names; whether that is so, by what the layer
 
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from specdec.backends.comm import all_gather, all_reduce
-from specdec.targets.echo import bound, distance
+from specdec.backends.comm import all_gather
 from specdec.targets.styles import is_gathered_linear, row_linear
+from specdec.targets.trials import Changes, any_rank, hidden_states, is_same
 
-NUM_TOKENS = 8  # tokens of the forwards that are compared
 COUNTS = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")  # attributes that count heads
 
 
@@ -67,10 +65,6 @@ class Share(NamedTuple):
         """Return all ranks' rows [n, ...], by rank: [size*n, ...]."""
         return all_gather(rows.reshape(-1), self.size, self.group).view(-1, *rows.shape[1:])
 
-    def any_rank(self, is_so: bool, device: torch.device) -> bool:
-        """Return whether `is_so` on any rank; all of them ask."""
-        return bool(all_reduce(torch.tensor([float(is_so)], device=device), self.group) > 0)
-
 
 @dataclass
 class SharedMixers:
@@ -80,13 +74,13 @@ class SharedMixers:
     """
 
     wholes: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
-    _undo: ExitStack = field(default_factory=ExitStack)
+    changes: Changes = field(default_factory=Changes)
     _versions: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
 
     def restore(self) -> None:
         """Put back what was there. A second call does nothing."""
         self._versions.clear()
-        self._undo.close()
+        self.changes.restore()
 
     def written(self) -> list[str]:
         """Return the names of weights that were written in place: a rank's heads do not see what HF's shards get."""
@@ -98,18 +92,9 @@ class SharedMixers:
         kept = module.get_parameter(key)
         whole = self.wholes.get(kept, kept)
         module._parameters[key] = new = nn.Parameter(own, requires_grad=kept.requires_grad)
-        self._undo.callback(_give_back, module, key, kept)
-        self._undo.callback(module.register_state_dict_post_hook(partial(_show, key, whole)).remove)
+        self.changes.on_restore(_give_back, module, key, kept)
+        self.changes.on_restore(module.register_state_dict_post_hook(partial(_show, key, whole)).remove)
         self._versions += [(name, t, t._version) for t in (kept, whole, new) if not t.is_inference()]
-
-    def replace(self, own: dict[str, Any], key: str, value: Any) -> None:
-        """Put `value` in the place of own[key]."""
-        self._undo.callback(own.__setitem__, key, own[key])
-        own[key] = value
-
-    def remove(self, own: dict[str, Any], key: str) -> None:
-        """Take own[key] away."""
-        self._undo.callback(own.__setitem__, key, own.pop(key))
 
 
 @torch.no_grad()
@@ -123,7 +108,7 @@ def share_mixers(model: nn.Module, share: Share, wholes: Mapping[nn.Parameter, t
     found = [(name, module, cuts) for name, module in model.named_modules() if (cuts := _cuts(module, share.size))]
     try:
         others = [name for name, module, cuts in found if not _share(name, module, cuts, share, shared)]
-        if found and share.any_rank(bool(others), found[0][1].get_parameter("A_log").device):
+        if found and any_rank(bool(others), share.group, found[0][1].get_parameter("A_log").device):
             shared.restore()
             warnings.warn(_TOLD.format(type(model).__name__, ", ".join(others[:3]) or "on another rank"), stacklevel=7)
     except BaseException:
@@ -155,7 +140,8 @@ def _projections(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Any]:
 def _share(name: str, module: nn.Module, cuts: Mapping[str, Cut], share: Share, shared: SharedMixers) -> bool:
     """Cut the mixer `module`, named `name`; return whether it gives what it gave before."""
     projections = _projections(module, cuts)
-    x = _hidden_states(module.get_parameter(next(iter(projections))))
+    weight = module.get_parameter(next(iter(projections)))
+    x = hidden_states(weight.shape[1], weight)
     before = module(x)
     lengths = {count: vars(module)[count] for count in COUNTS}
     for key, cut in cuts.items():
@@ -164,18 +150,12 @@ def _share(name: str, module: nn.Module, cuts: Mapping[str, Cut], share: Share, 
         owner, _, short = key.rpartition(".")
         shared.replace_weight(f"{name}.{key}", module.get_submodule(owner), short, own)
     for count, length in lengths.items():
-        shared.replace(vars(module), count, length // share.size)
+        shared.changes.replace(vars(module), count, length // share.size)
     *inner, out = projections.values()
     for projection in inner:
-        shared.remove(vars(projection), "forward")
-    shared.replace(vars(out), "forward", partial(row_linear, out, share.group))
-    return distance(module(x), before) <= bound(x.dtype, 0.0)
-
-
-def _hidden_states(weight: torch.Tensor) -> torch.Tensor:
-    """Return hidden states [1, NUM_TOKENS, h] for a projection of `weight` [n, h], the same on all ranks."""
-    numbers = torch.arange(NUM_TOKENS * weight.shape[1], device=weight.device)
-    return numbers.mul(2.4).sin().to(weight.dtype).view(1, NUM_TOKENS, -1)
+        shared.changes.replace_forward(projection, vars(projection)["forward"].args[0])  # not gathered
+    shared.changes.replace_forward(out, partial(row_linear, out, share.group))
+    return is_same(module(x), before)
 
 
 def _give_back(module: nn.Module, key: str, kept: nn.Parameter) -> None:

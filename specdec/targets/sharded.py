@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from specdec.errors import AttachError
+from specdec.targets.deferred_sums import defer_sums
 from specdec.targets.mixer_ranks import Share, SharedMixers, share_mixers
 from specdec.targets.styles import HF_STYLES, Forward, Layer, is_sharded, plain_forward
+from specdec.targets.trials import Changes
 
 CELLS = frozenset({"self", "original_forward", "mesh", "module"})  # what the closures hold there, by name
 OTHER_WAYS = frozenset({"pp", "fsdp"})  # names of HF's meshes that are not of tensor parallelism
@@ -91,6 +93,7 @@ class Sharded:
     rank: int
     size: int
     mixers: SharedMixers = field(default_factory=SharedMixers)
+    sums: Changes = field(default_factory=Changes)
     _parameters: list[tuple[nn.Module, str, DTensor]] = field(default_factory=list)
     _forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
     _hooks: list[tuple[nn.Module, dict[int, Any]]] = field(default_factory=list)
@@ -100,6 +103,7 @@ class Sharded:
     @torch.inference_mode(False)
     def restore(self) -> None:
         """Put HF's parameters, forwards and hooks back. A second call does nothing, or goes on where one failed."""
+        self.sums.restore()
         self.mixers.restore()
         while self._parameters:
             _put_back(*self._parameters[-1])
@@ -164,6 +168,7 @@ def plain(model: nn.Module, name: str) -> Sharded:
             sharded._replace_parameters(module, done)
         wholes: dict[Any, torch.Tensor] = {dtensor._local_tensor: dtensor for *_, dtensor in sharded._parameters}
         sharded.mixers = share_mixers(model, Share(name, sharded.rank, sharded.size), wholes)
+        sharded.sums = defer_sums(model, name, sharded.size)
     except BaseException:
         sharded.restore()
         raise

@@ -7,6 +7,7 @@ can be traced and captured. A style, or an option of it, that has none here is n
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -65,6 +66,25 @@ def is_gathered_linear(module: nn.Module) -> bool:
     return getattr(forward.args[0], "__func__", None) is nn.Linear.forward
 
 
+def is_summed(module: nn.Module) -> bool:
+    """Return whether the plain forward of `module` sums what its own gives on a rank's part of the weights."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, partial) and forward.func is _summed
+
+
+def part_forward(module: nn.Module, size: int) -> Forward | None:
+    """Return a forward whose results on `size` ranks add up to what the plain one of `module` gives; None if that does
+    not end in a sum."""
+    forward: Any = vars(module).get("forward")
+    kind = forward.func if isinstance(forward, partial) else None
+    if kind is _summed:
+        return forward.args[0]
+    if kind is not row_linear:
+        return None
+    linear = forward.args[0]
+    return MethodType(nn.Linear.forward, linear) if linear.bias is None else partial(_row_part, linear, size)
+
+
 # ---- forwards of modules, with the arguments of the module's own last; x is [..., features], the same on all ranks
 # unless it says otherwise
 
@@ -81,6 +101,11 @@ def row_linear(module: nn.Linear, group: str, x: torch.Tensor) -> torch.Tensor:
     """Return the linear product of an x that is cut along its features as the weight is; the bias is added once."""
     out = all_reduce(F.linear(x, module.weight), group)
     return out if module.bias is None else out + module.bias
+
+
+def _row_part(module: nn.Linear, size: int, x: torch.Tensor) -> torch.Tensor:
+    """Return a rank's part of `row_linear`, of the bias, too."""
+    return F.linear(x, module.weight, module.bias / size)
 
 
 def _whole_row_linear(module: nn.Linear, first: int, group: str, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,63 @@
+"""Changes that ranks try on modules together: how to undo them, and whether a module still gives what it gave."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from specdec.backends.comm import all_reduce
+from specdec.targets.echo import bound, distance
+
+NUM_TOKENS = 8  # tokens of the forwards that are compared
+
+
+@dataclass
+class Changes:
+    """What was put in the place of something else in modules, until `restore`."""
+
+    _undo: ExitStack = field(default_factory=ExitStack)
+
+    def restore(self) -> None:
+        """Put back what was there, the last first. A second call does nothing."""
+        self._undo.close()
+
+    def on_restore(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Call fn(*args) at `restore`."""
+        self._undo.callback(fn, *args)
+
+    def replace(self, own: dict[str, Any], key: str, value: Any) -> None:
+        """Put `value` in the place of own[key]."""
+        self.on_restore(own.__setitem__, key, own[key])
+        own[key] = value
+
+    def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Let `module` run `forward`; the method of its class is simply uncovered."""
+        self.on_restore(_set_forward, module, vars(module).get("forward"))
+        is_of_class = getattr(forward, "__func__", None) is type(module).forward
+        _set_forward(module, None if is_of_class else forward)
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Let `module` run `forward`; None: that of its class."""
+    vars(module).pop("forward", None)
+    if forward is not None:
+        vars(module)["forward"] = forward
+
+
+def hidden_states(size: int, like: torch.Tensor) -> torch.Tensor:
+    """Return hidden states [1, NUM_TOKENS, size], the same on all ranks, of the type and on the device of `like`."""
+    numbers = torch.arange(NUM_TOKENS * size, device=like.device)
+    return numbers.mul(2.4).sin().to(like.dtype).view(1, NUM_TOKENS, size)
+
+
+def is_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Return whether two outputs [.., h] of a module differ by no more than rounding."""
+    return distance(ours, theirs) <= bound(ours.dtype, 0.0)
+
+
+def any_rank(is_so: bool, group: str, device: torch.device) -> bool:
+    """Return whether `is_so` on any rank of a process group, by its name; all of them ask."""
+    return bool(all_reduce(torch.tensor([float(is_so)], device=device), group) > 0)
