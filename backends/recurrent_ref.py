@@ -16,7 +16,9 @@ from specdec.backends.state_pool import ConvLayer, RecurrentLayer, RecurrentOps,
 from specdec.batch import AttentionMetadata
 from specdec.layer_state import Commit
 
-CHUNK = {"head": 64, "key": 16, "state": 16}  # tokens; decays by key make [CHUNK, CHUNK, heads, k_dim]
+# Tokens. Decays by key make [CHUNK, CHUNK, heads, k_dim]; by element they multiply differences of cum by rates, and so
+# their rounding: one at a time there are none, and no state is made twice.
+CHUNK = {"head": 64, "key": 16, "state": 1}
 NEVER = float("-inf")
 
 

@@ -329,6 +329,13 @@ def test_strong_decays_underflow_to_nothing(kind, ops):
     session.commit([1], [[0, 2, 5]])
 
 
+def test_prefills_of_strong_rates_round_as_a_loop_does(ops):
+    """Decays by element are no differences of sums there, whose rounding strong rates would multiply."""
+    session = Session("s6", ops, strength=20.0, tolerance=4e-6)
+    session.naive.rates *= 20
+    session.prefill([1], [80])
+
+
 @pytest.mark.parametrize("kind", ["delta", "s6", "conv 4"])
 def test_low_precision_inputs(kind, ops):
     session = Session(kind, ops, dtype=torch.bfloat16, tolerance=2e-2)
