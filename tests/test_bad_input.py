@@ -207,3 +207,18 @@ def test_debug_mode_names_indices_of_the_round_that_are_out_of_bounds(name):
         commit(table, rows, torch.tensor([12], device=device), ids)
     with pytest.raises(ValueError, match=r"slot of the accepted path\[0, 0\] is 28: .* 19 \(the last slot of the pool"):
         commit(table + 20, rows, torch.tensor([4], device=device), ids)
+
+
+def test_autocast_is_refused_by_name():
+    model = tiny_model("llama")
+    engine = specdec.attach(model, algo="lookup", max_seq_len=64)
+    told = r"torch.autocast\(device_type='cpu', dtype=torch.bfloat16\) is on: .*model.to\(torch.bfloat16\)"
+    with torch.autocast("cpu", torch.bfloat16):
+        for call in (lambda: engine.generate([[5, 6]], max_new_tokens=4), lambda: engine.score([[5]], [[6]])):
+            with pytest.raises(ValueError, match=told):
+                call()
+    engine.check_integrity()
+    assert len(engine.generate([[5, 6]], max_new_tokens=4).tokens[0]) == 4
+    engine.detach()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=told):
+        specdec.attach(model, algo="lookup", max_seq_len=64)

@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from specdec.checkpoints.advice import follow_advice
@@ -57,6 +58,16 @@ def check_target(target: Any) -> None:
     else:
         what, cure = f"a {type(target).__name__}", "expected a transformers causal LM (a PreTrainedModel)"
     raise AttachError(what, [cure])
+
+
+def refuse_autocast(device: torch.device) -> None:
+    """Raise ValueError within `torch.autocast`, which would change dtypes between the parts of a forward."""
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        raise ValueError(
+            f"torch.autocast(device_type={device.type!r}, dtype={dtype}) is on: an engine runs the model in the "
+            f"dtype of its weights. Leave autocast around it, or convert the model before attach(): model.to({dtype})"
+        )
 
 
 def check_settings(settings: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from specdec.batch import ForwardMode, on_device
 from specdec.draft.compiled import compile_draft
+from specdec.engine.arguments import refuse_autocast
 from specdec.engine.mailbox import Mailbox, Results
 from specdec.engine.packing import copy_to, pack_chunk, pack_piece, pack_requests, rewrite_row, write_requests
 from specdec.engine.scheduler import Request, Scheduler
@@ -82,7 +83,9 @@ class Core:
         self._watch = ModuleWatch(modules, free) if is_watched else None
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue checked requests; DetachedError once the core is closed, GraphError if a weight has moved."""
+        """Queue checked requests; DetachedError once the core is closed, GraphError if a weight has moved, ValueError
+        within autocast."""
+        refuse_autocast(self.device)
         with self.turns:
             self._require_open()
             self.check_addresses()
