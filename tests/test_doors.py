@@ -22,6 +22,7 @@ import specdec
 from specdec import shipped
 from specdec.doors.lockstep import Lockstep
 from tests.heads import random_draft
+from tests.recurrent_models import recurrent_model
 from tests.tiny_models import tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -144,6 +145,21 @@ def test_greedy_calls_equal_transformers(engine, model, name, door):
         expected, got = expected.sequences, got.sequences
     assert torch.equal(got, expected) and got.device == expected.device
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba"])
+def test_models_whose_cache_has_a_name_of_its_own(name):
+    """transformers prepares `cache_params` for them; an empty one is nobody's argument, one with a state is refused."""
+    model, batch = recurrent_model(name).to(DEVICE), {**padded(), "max_new_tokens": 10, "eos_token_id": [3]}
+    expected = plain(model, **batch)
+    read = model(batch["input_ids"], use_cache=True).cache_params
+    engine = specdec.attach(model, algo="lookup", max_batch=4, max_seq_len=64)
+    assert torch.equal(model.generate(**batch, custom_generate=engine.as_generate()), expected)
+    with engine.install():
+        assert torch.equal(model.generate(**batch), expected)
+        with pytest.raises(ValueError, match="cache_params holds tokens"):
+            model.generate(**batch, cache_params=read)
+    engine.detach()
 
 
 def test_a_right_padded_prompt_goes_on_after_its_own_last_token(engine, model):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import CacheLayerMixin
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -30,7 +31,8 @@ from specdec.engine.scoring import continuation_logits
 
 WAYS = ("raise", "fallback")
 # Arguments of a model's forward that transformers adds to every call, or that change nothing here.
-FORWARD_ARGUMENTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
+CACHES = ("past_key_values", "cache_params")  # models with nothing but recurrent layers name theirs so
+FORWARD_ARGUMENTS = frozenset({"attention_mask", "position_ids", *CACHES, "use_cache", "logits_to_keep"})
 COUNTS_PADDING = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
@@ -249,9 +251,9 @@ def _check_forward_arguments(model_kwargs: dict[str, Any]) -> None:
     for name, value in model_kwargs.items():
         if value is not None and name not in FORWARD_ARGUMENTS:
             raise ValueError(f"{name} is an argument of the model that the engine does not pass on")
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError("past_key_values holds tokens: the engine has a KV pool of its own; give the whole prompt")
+    for name in CACHES:
+        if _holds_tokens(model_kwargs.get(name)):
+            raise ValueError(f"{name} holds tokens: the engine has a cache of its own; give the whole prompt")
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is not None and mask.dim() != 2:
         raise ValueError(f"attention_mask has {mask.dim()} dimensions: expected [batch, tokens]")
@@ -259,6 +261,16 @@ def _check_forward_arguments(model_kwargs: dict[str, Any]) -> None:
         counted = mask.long().cumsum(-1) - 1
         if positions.shape != counted.shape or not torch.equal(positions[mask.bool()], counted[mask.bool()]):
             raise ValueError("position_ids: the engine counts from 0 along the mask; leave them out")
+
+
+def _holds_tokens(cache: Any) -> bool:
+    """Whether a cache of transformers has read anything; recurrent layers do not count tokens, they have a state."""
+    if cache is None:
+        return False
+    layers = getattr(cache, "layers", ())
+    if not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers):
+        return bool(cache.get_seq_length() > 0)
+    return bool(cache.has_previous_state())
 
 
 def _check_processors(
