@@ -235,6 +235,15 @@ class HFTarget:
                 "the old ones. Change weights in place while an engine is attached, or detach() and attach() again"
             )
 
+    def check_routed(self) -> None:
+        """Raise GraphError if a module that calls our ops, or one around it, is no longer where it was at attach."""
+        displaced = self._route.displaced()
+        if displaced:
+            raise GraphError(
+                f"module {', '.join(displaced[:3])} was replaced since attach() ({len(displaced)} in all): the engine "
+                "does not know what stands there now, and its text would be wrong. detach() and attach() again"
+            )
+
     def check_shares(self) -> None:
         """Raise GraphError if weights that ranks share by heads have been written in place since they were cut."""
         written = [] if self._sharded is None else self._sharded.mixers.written()
