@@ -157,6 +157,31 @@ def test_an_engine_that_is_dropped_leaves_the_model_free(settings):
     assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
 
 
+def test_the_engine_of_a_model_is_told_and_not_kept():
+    model, prompt = tiny_model("llama"), ragged_prompts()[0]
+    draft = tiny_model("llama", seed=1)
+    expected = greedy(model, prompt)
+    assert specdec.engine_of(model) is None
+    engine = specdec.attach(model, draft)
+    assert specdec.engine_of(model) is specdec.engine_of(draft) is engine
+    assert specdec.engine_of(copy.deepcopy(model)) is None
+    gc.disable()
+    try:
+        engine.install()
+        gone = weakref.ref(engine)
+        del engine
+        with pytest.raises(specdec.AttachError, match=r"attached already.*specdec\.engine_of\(model\)"):
+            specdec.attach(model)
+        assert greedy(model, prompt) == expected, "installed, it goes on"
+        specdec.engine_of(model).detach()
+        assert gone() is None and specdec.engine_of(model) is specdec.engine_of(draft) is None
+        engine = specdec.attach(model)
+        del engine
+        assert specdec.engine_of(model) is None, "dropped, and not installed"
+    finally:
+        gc.enable()
+
+
 def test_an_engine_in_a_cycle_is_found_when_the_model_is_attached_again():
     model = tiny_model("llama")
     engine = specdec.attach(model)

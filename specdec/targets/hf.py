@@ -30,6 +30,8 @@ from specdec.targets.route import Route
 from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.sharded import Sharded, find_group, plain
 
+ATTACHED_ALREADY = "it is attached already; call detach() on that engine first, which is specdec.engine_of(model)"
+
 
 @dataclass(frozen=True)
 class TargetOutput:
@@ -44,10 +46,12 @@ class HFTarget:
 
     aux_layers: indices of layers whose output the draft reads, low to high, or (LAST,) for the last hidden states.
     compiled: what replaces the live model's layers, if anything, in prefills and in rounds. any_rank: whether something
-    is so on any of the ranks that share the model, which all ask.
+    is so on any of the ranks that share the model, which all ask. used_by: returns the engine that runs it, while there
+    is one; set by that engine, which it does not keep alive.
     """
 
     any_rank: Callable[[bool], bool] = staticmethod(bool)
+    used_by: Callable[[], Any] = staticmethod(lambda: None)
 
     def __init__(self, model: PreTrainedModel, join: Callable[[Communicator], None] | None = None):
         """join: gets a sharded model's communicator before it is used: so its ranks can wait for each other."""
@@ -55,7 +59,7 @@ class HFTarget:
         if is_attached(model):
             gc.collect()  # an engine that nobody holds any more may be waiting for it
         if is_attached(model):
-            raise AttachError(type(model).__name__, ["it is attached already; call detach() on that engine first"])
+            raise AttachError(type(model).__name__, [ATTACHED_ALREADY])
         self.comm: Communicator | None = None
         self._sharded: Sharded | None = None
         group = find_group(model)

@@ -62,7 +62,7 @@ class Route:
         self._places = _places(model, {*spec.modules, *(mixer.module for mixer in spec.mixers)})
 
     def displaced(self) -> list[str]:
-        """Return the names of modules that were replaced where the way led through: routed ones, or those around them."""
+        """Return the names of modules that were replaced: routed ones, or those around them."""
         return [name for parent, key, module, name in self._places if parent._modules.get(key) is not module]
 
     @contextmanager
