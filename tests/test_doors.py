@@ -1,9 +1,11 @@
 """`model.generate` by an engine, held against transformers' own loop: equal tokens, or refused by name."""
 
 import copy
+import pickle
 import threading
 import time
 import types
+import weakref
 
 import pytest
 import torch
@@ -313,7 +315,7 @@ def test_a_model_is_given_its_generate_back():
         assert "generate" in vars(model)
         twin = copy.deepcopy(model)
         with pytest.raises(ValueError, match="not the model that the engine is attached to"):
-            twin.generate(ids_of([5, 6, 7]), max_new_tokens=4)
+            twin.generate(ids_of([5, 6, 7]), max_new_tokens=4, custom_generate=engine.as_generate())
         with pytest.raises(ValueError, match="replaced already"):
             engine.install()
         with pytest.raises(ValueError, match="assistant_model: the engine has a draft"):
@@ -325,6 +327,25 @@ def test_a_model_is_given_its_generate_back():
     assert "generate" not in vars(model)
     with pytest.raises(ValueError, match="on_unsupported='maybe': expected one of"):
         specdec.doors.generate.EngineGenerate(engine, "maybe")
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_with_an_engine_has_its_own_generate(make):
+    model, ids = tiny_model("llama").to(DEVICE), ids_of([5, 6, 7])
+    expected = plain(model, ids, max_new_tokens=6)
+    engine = specdec.attach(model, algo="lookup", max_batch=2, max_seq_len=64)
+    with engine.install():
+        twin = make(make(model))
+    gone = weakref.ref(engine)
+    engine.detach()
+    del engine
+    assert gone() is None and torch.equal(twin.generate(ids, max_new_tokens=6), expected)
+    other = specdec.attach(twin, algo="lookup", max_batch=2, max_seq_len=64)
+    with other.install():
+        assert torch.equal(twin.generate(ids, max_new_tokens=6), expected)
+        assert other.report().acceptance.num_rounds > 0
+    assert "generate" not in vars(twin)
+    other.detach()
 
 
 def test_a_generate_that_others_have_put_there_stays():

@@ -92,13 +92,33 @@ class EngineGenerate:
         )
 
 
+class InstalledGenerate:
+    """`generate` of an attached model, by an engine. A copy of the model, or a pickle, gets transformers' own."""
+
+    def __init__(self, decode: EngineGenerate, model: Any):
+        self._model = model
+        self._generate = generate_by(decode)
+        self.__doc__ = self._generate.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._generate(self._model, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _own_generate, (self._model,)
+
+
+def _own_generate(model: Any) -> types.MethodType:
+    """Return the `generate` of the model's type, as a method of `model`."""
+    return types.MethodType(type(model).generate, model)
+
+
 def install(engine: Any, on_unsupported: str) -> Callable[[], None]:
     """Replace `generate` of the attached model; returns the function that undoes it."""
     model = engine.target_module
-    if "generate" in vars(model):
+    if vars(model).get("generate", _own_generate(model)) != _own_generate(model):  # a copy has its own as an attribute
         raise ValueError("model.generate is replaced already; uninstall() that engine, or delete model.generate, first")
     decode = EngineGenerate(engine, on_unsupported)
-    model.generate = ours = types.MethodType(generate_by(decode), model)
+    model.generate = ours = InstalledGenerate(decode, model)
 
     def undo() -> None:
         if vars(model).get("generate") is ours:  # what others have put there since is theirs
@@ -121,7 +141,7 @@ def generate_by(decode: EngineGenerate) -> Callable[..., Any]:
             error = "assistant_model: the engine has a draft of its own; attach another one, or leave this one out"
             if decode.on_unsupported == "raise":
                 raise ValueError(error)
-            warnings.warn(f"decoded by transformers: {error}", stacklevel=2)
+            warnings.warn(f"decoded by transformers: {error}", stacklevel=3)
             return own(model, **options)
         streamer = options.get("streamer")  # stays in options, too: the prompt is put by transformers
 
