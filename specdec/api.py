@@ -279,15 +279,23 @@ class Engine:
             core.slot_tables.check_integrity()
 
     def detach(self) -> None:
-        """Restore the model and free the pools. The engine cannot generate afterwards.
+        """Restore the model and free the pools. The engine cannot generate afterwards; a second call does nothing.
 
         If it raises (out of memory while compiled layers give weights back), the model is usable and the engine still
-        attached: free some memory and call it again.
+        attached: free some memory and call it again. `with attach(...) as engine:` detaches at its end.
         """
-        self._attached().close()
+        if self._core is None:
+            return
+        self._core.close()
         self.uninstall()
         self._release.detach()
         self._core = None
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
 
     def _attached(self) -> Core:
         if self._core is None:

@@ -79,10 +79,24 @@ def test_attach_twice_and_generate_after_detach():
     with pytest.raises(specdec.AttachError, match=r"attached already.*detach\(\)"):
         specdec.attach(model)
     engine.detach()
-    for call in (lambda: engine.generate([[3]]), engine.report, engine.detach):
+    for call in (lambda: engine.generate([[3]]), engine.report):
         with pytest.raises(specdec.DetachedError, match="detached"):
             call()
+    engine.detach()  # as what ends a `with`, or a notebook's cell run twice: there is nothing left to do
     specdec.attach(model).detach()
+
+
+def test_an_engine_is_detached_at_the_end_of_a_with():
+    model = tiny_model("llama")
+    with specdec.attach(model) as engine:
+        assert specdec.engine_of(model) is engine and engine.generate([[3]], max_new_tokens=2).tokens
+    assert specdec.engine_of(model) is None
+    with pytest.raises(KeyError), specdec.attach(model) as engine:
+        engine.install()
+        raise KeyError("of the user's")
+    assert specdec.engine_of(model) is None and "generate" not in vars(model)
+    with specdec.attach(model) as engine:
+        engine.detach()
 
 
 def test_a_run_that_is_under_way_at_detach_says_so():
