@@ -126,6 +126,7 @@ class Engine:
         self._release = weakref.finalize(self, core.close)
         self._release.atexit = False
         self._installed = ExitStack()
+        self._on_detach = ExitStack()
         for model in (self.target_module, self.draft_module):
             owner = None if model is None else owner_of(model)
             if owner is not None:
@@ -288,6 +289,7 @@ class Engine:
             return
         self._core.close()
         self.uninstall()
+        self._on_detach.close()
         self._release.detach()
         self._core = None
 

@@ -85,6 +85,7 @@ def _engine_for(model: PreTrainedModel, source: str, settings: dict[str, Any] | 
         engine = attach(model, source, **(settings or {}))
         _leave_to_model(engine, model)
         setattr(model, HOLDER, _Held(engine, source, settings or {}))
+        engine._on_detach.callback(vars(model).pop, HOLDER, None)
         return engine
 
 

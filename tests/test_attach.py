@@ -73,6 +73,22 @@ def test_detach_leaves_the_model_as_it_was():
     assert [c._attn_implementation for c in attention_configs(model)] == implementations
 
 
+def test_hooks_that_transformers_installs_for_us_go_with_us():
+    """EAGLE-3 reads the outputs of layers, which transformers keeps by hooks that cannot be pickled."""
+    model, prompt = tiny_model("llama"), ragged_prompts()[0]
+    names = [sorted(vars(m)) for m in model.modules()]
+    with specdec.attach(model, random_head(model), max_seq_len=64) as engine:
+        engine.generate([prompt], max_new_tokens=2)
+    assert [sorted(vars(m)) for m in model.modules()] == names and pickle.dumps(model)
+    assert not any(m._forward_hooks for m in model.modules())
+    model(torch.tensor([prompt]), output_hidden_states=True)  # by its owner: these stay
+    hooks = [list(m._forward_hooks) for m in model.modules()]
+    with specdec.attach(model, random_head(model), max_seq_len=64) as engine:
+        engine.generate([prompt], max_new_tokens=2)
+    assert [list(m._forward_hooks) for m in model.modules()] == hooks
+    assert len(model(torch.tensor([prompt]), output_hidden_states=True).hidden_states) == 1 + len(model.model.layers)
+
+
 def test_attach_twice_and_generate_after_detach():
     model = tiny_model("llama")
     engine = specdec.attach(model)

@@ -21,6 +21,7 @@ from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError, GraphError
 from specdec.graphs.trace import Traced
 from specdec.layer_state import LayerState
+from specdec.targets.capturing import CapturingHooks
 from specdec.targets.equality import check_equality
 from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
 from specdec.targets.probe import ModelSpec, probe
@@ -60,6 +61,7 @@ class HFTarget:
             gc.collect()  # an engine that nobody holds any more may be waiting for it
         if is_attached(model):
             raise AttachError(type(model).__name__, [ATTACHED_ALREADY])
+        self._capturing = CapturingHooks(model)
         self.comm: Communicator | None = None
         self._sharded: Sharded | None = None
         group = find_group(model)
@@ -71,8 +73,7 @@ class HFTarget:
                 self._sharded = plain(model, self.comm.name)
             self._admit(model)
         except BaseException:
-            self._unmark()
-            self._release_ranks()
+            self._restore()
             raise
 
     def _admit(self, model: PreTrainedModel) -> None:
@@ -269,7 +270,11 @@ class HFTarget:
     def detach(self) -> None:
         """Remove our marks and restore the model. A second call does nothing, or goes on where the first failed."""
         self.drop_compiled()
+        self._restore()
+
+    def _restore(self) -> None:
         self._unmark()
+        self._capturing.restore()
         self._release_ranks()
 
     def _unmark(self) -> None:
