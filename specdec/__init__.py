@@ -7,7 +7,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from specdec.api import Engine, attach
+    from specdec.api import Engine, attach, engine_of
     from specdec.config import EngineConfig
     from specdec.errors import AttachError, CapacityError, CheckpointError, DetachedError, GraphError, RankError
     from specdec.metrics import AcceptanceStats, acceptance_length
@@ -34,10 +34,11 @@ __all__ = [
     "SamplingParams",
     "acceptance_length",
     "attach",
+    "engine_of",
 ]
 
 _NAMES_OF = {
-    "api": ("Engine", "attach"),
+    "api": ("Engine", "attach", "engine_of"),
     "config": ("EngineConfig",),
     "errors": ("AttachError", "CapacityError", "CheckpointError", "DetachedError", "GraphError", "RankError"),
     "metrics": ("AcceptanceStats", "acceptance_length"),

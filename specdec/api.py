@@ -30,6 +30,7 @@ from specdec.errors import DetachedError
 from specdec.metrics import AcceptanceStats
 from specdec.outputs import GenerationOutput, Report, RequestOutput
 from specdec.targets.hf import HFTarget
+from specdec.targets.marks import owner_of
 from specdec.targets.sharded import find_group
 from specdec.targets.weight_bytes import verify_cost
 
@@ -83,6 +84,15 @@ def attach(
             raise
 
 
+def engine_of(model: nn.Module) -> "Engine | None":
+    """Return the engine that is attached to a live model, as its target or as its draft; None if there is none.
+
+    An engine that `install` or `custom_generate=FOLDER` has left with its model is found so, too.
+    """
+    target = owner_of(model)
+    return None if target is None else target.used_by()
+
+
 def _join(ranks: Ranks, comm: Communicator) -> None:
     """Let each know of the other: a collective ends where a rank is gone."""
     comm.wait, ranks.on_lost = ranks.wait_for_collective, comm.give_up
@@ -117,6 +127,11 @@ class Engine:
         self._release = weakref.finalize(self, core.close)
         self._release.atexit = False
         self._installed = ExitStack()
+        self._on_detach = ExitStack()
+        for model in (self.target_module, self.draft_module):
+            owner = None if model is None else owner_of(model)
+            if owner is not None:
+                owner.used_by = weakref.ref(self)
 
     def generate(self, prompts: Any, **options: Any) -> GenerationOutput:
         """Generate for one prompt or a ragged batch; see `specdec.text.inputs.prompts_to_ids` for what a prompt can be.
@@ -266,15 +281,24 @@ class Engine:
             core.slot_tables.check_integrity()
 
     def detach(self) -> None:
-        """Restore the model and free the pools. The engine cannot generate afterwards.
+        """Restore the model and free the pools. The engine cannot generate afterwards; a second call does nothing.
 
         If it raises (out of memory while compiled layers give weights back), the model is usable and the engine still
-        attached: free some memory and call it again.
+        attached: free some memory and call it again. `with attach(...) as engine:` detaches at its end.
         """
-        self._attached().close()
+        if self._core is None:
+            return
+        self._core.close()
         self.uninstall()
+        self._on_detach.close()
         self._release.detach()
         self._core = None
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
 
     def _attached(self) -> Core:
         if self._core is None:

@@ -23,8 +23,8 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from specdec.api import Engine, attach
+from specdec.api import engine_of as attached_engine
 from specdec.doors.generate import EngineGenerate, generate_by
-from specdec.errors import DetachedError
 
 HOLDER = "_specdec_engine"  # attribute of the model
 _ATTACHING = threading.Lock()
@@ -54,8 +54,8 @@ def generate_with_draft(
 def engine_of(model: PreTrainedModel) -> Engine | None:
     """Return the engine that calls with `custom_generate=FOLDER` have attached to `model`, to ask for its report or to
     detach it; None if there is none."""
-    held = vars(model).get(HOLDER)
-    return held.engine if held is not None and held.is_attached else None
+    held, attached = vars(model).get(HOLDER), attached_engine(model)
+    return attached if held is not None and held.engine is attached else None
 
 
 class _Held:
@@ -65,16 +65,6 @@ class _Held:
         self.engine = engine
         self.source = source
         self.settings = settings
-
-    @property
-    def is_attached(self) -> bool:
-        """False once somebody has detached the engine."""
-        if self.engine is None:
-            return False
-        try:
-            return self.engine.target_module is not None
-        except DetachedError:
-            return False
 
     def fits(self, source: str, settings: dict[str, Any] | None) -> bool:
         """Whether the engine is what a call with `source` and `settings` asks for."""
@@ -95,6 +85,7 @@ def _engine_for(model: PreTrainedModel, source: str, settings: dict[str, Any] | 
         engine = attach(model, source, **(settings or {}))
         _leave_to_model(engine, model)
         setattr(model, HOLDER, _Held(engine, source, settings or {}))
+        engine._on_detach.callback(vars(model).pop, HOLDER, None)
         return engine
 
 

@@ -73,16 +73,46 @@ def test_detach_leaves_the_model_as_it_was():
     assert [c._attn_implementation for c in attention_configs(model)] == implementations
 
 
+def test_hooks_that_transformers_installs_for_us_go_with_us():
+    """EAGLE-3 reads the outputs of layers, which transformers keeps by hooks that cannot be pickled."""
+    model, prompt = tiny_model("llama"), ragged_prompts()[0]
+    names = [sorted(vars(m)) for m in model.modules()]
+    with specdec.attach(model, random_head(model), max_seq_len=64) as engine:
+        engine.generate([prompt], max_new_tokens=2)
+    assert [sorted(vars(m)) for m in model.modules()] == names and pickle.dumps(model)
+    assert not any(m._forward_hooks for m in model.modules())
+    model(torch.tensor([prompt]), output_hidden_states=True)  # by its owner: these stay
+    hooks = [list(m._forward_hooks) for m in model.modules()]
+    with specdec.attach(model, random_head(model), max_seq_len=64) as engine:
+        engine.generate([prompt], max_new_tokens=2)
+    assert [list(m._forward_hooks) for m in model.modules()] == hooks
+    assert len(model(torch.tensor([prompt]), output_hidden_states=True).hidden_states) == 1 + len(model.model.layers)
+
+
 def test_attach_twice_and_generate_after_detach():
     model = tiny_model("llama")
     engine = specdec.attach(model)
     with pytest.raises(specdec.AttachError, match=r"attached already.*detach\(\)"):
         specdec.attach(model)
     engine.detach()
-    for call in (lambda: engine.generate([[3]]), engine.report, engine.detach):
+    for call in (lambda: engine.generate([[3]]), engine.report):
         with pytest.raises(specdec.DetachedError, match="detached"):
             call()
+    engine.detach()  # as what ends a `with`, or a notebook's cell run twice: there is nothing left to do
     specdec.attach(model).detach()
+
+
+def test_an_engine_is_detached_at_the_end_of_a_with():
+    model = tiny_model("llama")
+    with specdec.attach(model) as engine:
+        assert specdec.engine_of(model) is engine and engine.generate([[3]], max_new_tokens=2).tokens
+    assert specdec.engine_of(model) is None
+    with pytest.raises(KeyError), specdec.attach(model) as engine:
+        engine.install()
+        raise KeyError("of the user's")
+    assert specdec.engine_of(model) is None and "generate" not in vars(model)
+    with specdec.attach(model) as engine:
+        engine.detach()
 
 
 def test_a_run_that_is_under_way_at_detach_says_so():
@@ -155,6 +185,31 @@ def test_an_engine_that_is_dropped_leaves_the_model_free(settings):
     finally:
         gc.enable()
     assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_the_engine_of_a_model_is_told_and_not_kept():
+    model, prompt = tiny_model("llama"), ragged_prompts()[0]
+    draft = tiny_model("llama", seed=1)
+    expected = greedy(model, prompt)
+    assert specdec.engine_of(model) is None
+    engine = specdec.attach(model, draft)
+    assert specdec.engine_of(model) is specdec.engine_of(draft) is engine
+    assert specdec.engine_of(copy.deepcopy(model)) is None
+    gc.disable()
+    try:
+        engine.install()
+        gone = weakref.ref(engine)
+        del engine
+        with pytest.raises(specdec.AttachError, match=r"attached already.*specdec\.engine_of\(model\)"):
+            specdec.attach(model)
+        assert greedy(model, prompt) == expected, "installed, it goes on"
+        specdec.engine_of(model).detach()
+        assert gone() is None and specdec.engine_of(model) is specdec.engine_of(draft) is None
+        engine = specdec.attach(model)
+        del engine
+        assert specdec.engine_of(model) is None, "dropped, and not installed"
+    finally:
+        gc.enable()
 
 
 def test_an_engine_in_a_cycle_is_found_when_the_model_is_attached_again():

@@ -1,9 +1,11 @@
 """`model.generate` by an engine, held against transformers' own loop: equal tokens, or refused by name."""
 
 import copy
+import pickle
 import threading
 import time
 import types
+import weakref
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ import specdec
 from specdec import shipped
 from specdec.doors.lockstep import Lockstep
 from tests.heads import random_draft
+from tests.recurrent_models import recurrent_model
 from tests.tiny_models import tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -144,6 +147,21 @@ def test_greedy_calls_equal_transformers(engine, model, name, door):
         expected, got = expected.sequences, got.sequences
     assert torch.equal(got, expected) and got.device == expected.device
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba"])
+def test_models_whose_cache_has_a_name_of_its_own(name):
+    """transformers prepares `cache_params` for them; an empty one is nobody's argument, one with a state is refused."""
+    model, batch = recurrent_model(name).to(DEVICE), {**padded(), "max_new_tokens": 10, "eos_token_id": [3]}
+    expected = plain(model, **batch)
+    read = model(batch["input_ids"], use_cache=True).cache_params
+    engine = specdec.attach(model, algo="lookup", max_batch=4, max_seq_len=64)
+    assert torch.equal(model.generate(**batch, custom_generate=engine.as_generate()), expected)
+    with engine.install():
+        assert torch.equal(model.generate(**batch), expected)
+        with pytest.raises(ValueError, match="cache_params holds tokens"):
+            model.generate(**batch, cache_params=read)
+    engine.detach()
 
 
 def test_a_right_padded_prompt_goes_on_after_its_own_last_token(engine, model):
@@ -297,7 +315,7 @@ def test_a_model_is_given_its_generate_back():
         assert "generate" in vars(model)
         twin = copy.deepcopy(model)
         with pytest.raises(ValueError, match="not the model that the engine is attached to"):
-            twin.generate(ids_of([5, 6, 7]), max_new_tokens=4)
+            twin.generate(ids_of([5, 6, 7]), max_new_tokens=4, custom_generate=engine.as_generate())
         with pytest.raises(ValueError, match="replaced already"):
             engine.install()
         with pytest.raises(ValueError, match="assistant_model: the engine has a draft"):
@@ -309,6 +327,25 @@ def test_a_model_is_given_its_generate_back():
     assert "generate" not in vars(model)
     with pytest.raises(ValueError, match="on_unsupported='maybe': expected one of"):
         specdec.doors.generate.EngineGenerate(engine, "maybe")
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_with_an_engine_has_its_own_generate(make):
+    model, ids = tiny_model("llama").to(DEVICE), ids_of([5, 6, 7])
+    expected = plain(model, ids, max_new_tokens=6)
+    engine = specdec.attach(model, algo="lookup", max_batch=2, max_seq_len=64)
+    with engine.install():
+        twin = make(make(model))
+    gone = weakref.ref(engine)
+    engine.detach()
+    del engine
+    assert gone() is None and torch.equal(twin.generate(ids, max_new_tokens=6), expected)
+    other = specdec.attach(twin, algo="lookup", max_batch=2, max_seq_len=64)
+    with other.install():
+        assert torch.equal(twin.generate(ids, max_new_tokens=6), expected)
+        assert other.report().acceptance.num_rounds > 0
+    assert "generate" not in vars(twin)
+    other.detach()
 
 
 def test_a_generate_that_others_have_put_there_stays():

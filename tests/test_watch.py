@@ -10,6 +10,7 @@ import specdec
 from specdec.errors import GraphError
 from specdec.graphs import ModuleWatch
 from tests.heads import random_head
+from tests.recurrent_models import recurrent_model
 from tests.tiny_models import tiny_model
 
 
@@ -95,3 +96,50 @@ def test_an_engine_without_graphs_takes_what_is_there():
     engine = specdec.attach(model)
     replace(model)
     assert engine.generate([[3, 4]], max_new_tokens=2).tokens
+
+
+def _swap(path):
+    """Return what puts the module at `path` of another model in the place of a model's own."""
+
+    def swap(model, other):
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, other.get_submodule(path))
+
+    return swap
+
+
+def _shorten(model, other):
+    del model.model.layers[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("llama", _swap("model.layers.0.self_attn"), "model.layers.0.self_attn was replaced since"),
+        ("llama", _swap("model.layers.1"), r"model.layers.1 was replaced.*detach\(\) and attach\(\) again"),
+        ("llama", _shorten, "model.layers.1, model.layers.2"),
+        ("mamba2", _swap("backbone.layers.0.mixer"), "backbone.layers.0.mixer was replaced"),
+        ("qwen3_next", _swap("model.layers.0.linear_attn"), "model.layers.0.linear_attn was replaced"),
+    ],
+    ids=["attention", "layer", "fewer layers", "mamba2", "qwen3_next"],
+)
+def test_a_module_that_calls_our_ops_is_missed_without_graphs(name, change, told):
+    """The new one would attend in its own way, over no cache."""
+    make = tiny_model if name == "llama" else recurrent_model
+    model, other = make(name), make(name, seed=1)
+    engine = specdec.attach(model, max_seq_len=64)
+    assert not engine.report().graphs and not engine.report().compile_seconds
+    change(model, other)
+    for call in (lambda: engine.generate([[3, 4]], max_new_tokens=2), lambda: engine.score([[3, 4]], [[5]])):
+        with pytest.raises(GraphError, match=told):
+            call()
+    engine.detach()
+
+
+def test_modules_that_call_no_op_of_ours_may_change_without_graphs():
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    engine = specdec.attach(model, max_seq_len=64)
+    model.model.layers[1].mlp = other.model.layers[1].mlp
+    ids = torch.tensor([[3, 4]])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    assert engine.generate([[3, 4]], max_new_tokens=6).tokens[0] == expected[0, 2:].tolist()

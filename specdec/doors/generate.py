@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import CacheLayerMixin
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -30,7 +31,8 @@ from specdec.engine.scoring import continuation_logits
 
 WAYS = ("raise", "fallback")
 # Arguments of a model's forward that transformers adds to every call, or that change nothing here.
-FORWARD_ARGUMENTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
+CACHES = ("past_key_values", "cache_params")  # models with nothing but recurrent layers name theirs so
+FORWARD_ARGUMENTS = frozenset({"attention_mask", "position_ids", *CACHES, "use_cache", "logits_to_keep"})
 COUNTS_PADDING = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
@@ -90,13 +92,33 @@ class EngineGenerate:
         )
 
 
+class InstalledGenerate:
+    """`generate` of an attached model, by an engine. A copy of the model, or a pickle, gets transformers' own."""
+
+    def __init__(self, decode: EngineGenerate, model: Any):
+        self._model = model
+        self._generate = generate_by(decode)
+        self.__doc__ = self._generate.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._generate(self._model, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _own_generate, (self._model,)
+
+
+def _own_generate(model: Any) -> types.MethodType:
+    """Return the `generate` of the model's type, as a method of `model`."""
+    return types.MethodType(type(model).generate, model)
+
+
 def install(engine: Any, on_unsupported: str) -> Callable[[], None]:
     """Replace `generate` of the attached model; returns the function that undoes it."""
     model = engine.target_module
-    if "generate" in vars(model):
+    if vars(model).get("generate", _own_generate(model)) != _own_generate(model):  # a copy has its own as an attribute
         raise ValueError("model.generate is replaced already; uninstall() that engine, or delete model.generate, first")
     decode = EngineGenerate(engine, on_unsupported)
-    model.generate = ours = types.MethodType(generate_by(decode), model)
+    model.generate = ours = InstalledGenerate(decode, model)
 
     def undo() -> None:
         if vars(model).get("generate") is ours:  # what others have put there since is theirs
@@ -119,7 +141,7 @@ def generate_by(decode: EngineGenerate) -> Callable[..., Any]:
             error = "assistant_model: the engine has a draft of its own; attach another one, or leave this one out"
             if decode.on_unsupported == "raise":
                 raise ValueError(error)
-            warnings.warn(f"decoded by transformers: {error}", stacklevel=2)
+            warnings.warn(f"decoded by transformers: {error}", stacklevel=3)
             return own(model, **options)
         streamer = options.get("streamer")  # stays in options, too: the prompt is put by transformers
 
@@ -249,9 +271,9 @@ def _check_forward_arguments(model_kwargs: dict[str, Any]) -> None:
     for name, value in model_kwargs.items():
         if value is not None and name not in FORWARD_ARGUMENTS:
             raise ValueError(f"{name} is an argument of the model that the engine does not pass on")
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError("past_key_values holds tokens: the engine has a KV pool of its own; give the whole prompt")
+    for name in CACHES:
+        if _holds_tokens(model_kwargs.get(name)):
+            raise ValueError(f"{name} holds tokens: the engine has a cache of its own; give the whole prompt")
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is not None and mask.dim() != 2:
         raise ValueError(f"attention_mask has {mask.dim()} dimensions: expected [batch, tokens]")
@@ -259,6 +281,16 @@ def _check_forward_arguments(model_kwargs: dict[str, Any]) -> None:
         counted = mask.long().cumsum(-1) - 1
         if positions.shape != counted.shape or not torch.equal(positions[mask.bool()], counted[mask.bool()]):
             raise ValueError("position_ids: the engine counts from 0 along the mask; leave them out")
+
+
+def _holds_tokens(cache: Any) -> bool:
+    """Whether a cache of transformers has read anything; recurrent layers do not count tokens, they have a state."""
+    if cache is None:
+        return False
+    layers = getattr(cache, "layers", ())
+    if not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers):
+        return bool(cache.get_seq_length() > 0)
+    return bool(cache.has_previous_state())
 
 
 def _check_processors(

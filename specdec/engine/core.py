@@ -122,9 +122,10 @@ class Core:
                 self.scheduler.release(request)
 
     def check_addresses(self) -> None:
-        """GraphError if a weight that graphs or compiled layers read has been replaced or moved, or one was changed of
-        which ranks read copies."""
+        """GraphError if a weight that graphs or compiled layers read has been replaced or moved, one was changed of
+        which ranks read copies, or a module was replaced that calls our ops."""
         self.target.check_shares()
+        self.target.check_routed()
         if self._watch is None or self._watch.is_intact():
             return
         self.target.check_compiled()

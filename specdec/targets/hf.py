@@ -21,6 +21,7 @@ from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError, GraphError
 from specdec.graphs.trace import Traced
 from specdec.layer_state import LayerState
+from specdec.targets.capturing import CapturingHooks
 from specdec.targets.equality import check_equality
 from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
 from specdec.targets.probe import ModelSpec, probe
@@ -29,6 +30,8 @@ from specdec.targets.ropes import ORIGINAL, warn_of_low_precision
 from specdec.targets.route import Route
 from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.sharded import Sharded, find_group, plain
+
+ATTACHED_ALREADY = "it is attached already; call detach() on that engine first, which is specdec.engine_of(model)"
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,12 @@ class HFTarget:
 
     aux_layers: indices of layers whose output the draft reads, low to high, or (LAST,) for the last hidden states.
     compiled: what replaces the live model's layers, if anything, in prefills and in rounds. any_rank: whether something
-    is so on any of the ranks that share the model, which all ask.
+    is so on any of the ranks that share the model, which all ask. used_by: returns the engine that runs it, while there
+    is one; set by that engine, which it does not keep alive.
     """
 
     any_rank: Callable[[bool], bool] = staticmethod(bool)
+    used_by: Callable[[], Any] = staticmethod(lambda: None)
 
     def __init__(self, model: PreTrainedModel, join: Callable[[Communicator], None] | None = None):
         """join: gets a sharded model's communicator before it is used: so its ranks can wait for each other."""
@@ -55,7 +60,8 @@ class HFTarget:
         if is_attached(model):
             gc.collect()  # an engine that nobody holds any more may be waiting for it
         if is_attached(model):
-            raise AttachError(type(model).__name__, ["it is attached already; call detach() on that engine first"])
+            raise AttachError(type(model).__name__, [ATTACHED_ALREADY])
+        self._capturing = CapturingHooks(model)
         self.comm: Communicator | None = None
         self._sharded: Sharded | None = None
         group = find_group(model)
@@ -67,8 +73,7 @@ class HFTarget:
                 self._sharded = plain(model, self.comm.name)
             self._admit(model)
         except BaseException:
-            self._unmark()
-            self._release_ranks()
+            self._restore()
             raise
 
     def _admit(self, model: PreTrainedModel) -> None:
@@ -235,6 +240,15 @@ class HFTarget:
                 "the old ones. Change weights in place while an engine is attached, or detach() and attach() again"
             )
 
+    def check_routed(self) -> None:
+        """Raise GraphError if a module that calls our ops, or one around it, is no longer where it was at attach."""
+        displaced = self._route.displaced()
+        if displaced:
+            raise GraphError(
+                f"module {', '.join(displaced[:3])} was replaced since attach() ({len(displaced)} in all): the engine "
+                "does not know what stands there now, and its text would be wrong. detach() and attach() again"
+            )
+
     def check_shares(self) -> None:
         """Raise GraphError if weights that ranks share by heads have been written in place since they were cut."""
         written = [] if self._sharded is None else self._sharded.mixers.written()
@@ -256,7 +270,11 @@ class HFTarget:
     def detach(self) -> None:
         """Remove our marks and restore the model. A second call does nothing, or goes on where the first failed."""
         self.drop_compiled()
+        self._restore()
+
+    def _restore(self) -> None:
         self._unmark()
+        self._capturing.restore()
         self._release_ranks()
 
     def _unmark(self) -> None:

@@ -30,8 +30,13 @@ class Mark:
 
 def is_attached(module: nn.Module) -> bool:
     """Return whether `module` belongs to a target that is alive."""
+    return owner_of(module) is not None
+
+
+def owner_of(module: nn.Module) -> "HFTarget | None":
+    """Return the target that `module` belongs to, if it is alive."""
     mark = getattr(module, ATTACHED, None)
-    return mark is not None and mark.owner() is not None
+    return None if mark is None else mark.owner()
 
 
 class Turns:

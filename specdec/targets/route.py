@@ -3,7 +3,7 @@
 A route knows the model and no engine: whoever runs the model says, by scopes, who answers the ops.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,15 @@ def _routed_own(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 AttentionInterface.register("specdec", _routed_attention)
 
 
+def _places(model: nn.Module, routed: Collection[nn.Module]) -> list[tuple[nn.Module, str, nn.Module, str]]:
+    """Return where modules on the paths to `routed` stand: parent, name in it, the module, and its full name."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    paths = [name.split(".") for name, module in modules.items() if name and module in routed]
+    names = dict.fromkeys(".".join(path[:i]) for path in paths for i in range(1, len(path) + 1))
+    parts = [(name.rpartition("."), name) for name in names]
+    return [(modules[parent], key, modules[name], name) for (parent, _, key), name in parts]
+
+
 class Route:
     """The way through `model`, of which `spec` is known; its attention modules are numbered from then on.
 
@@ -50,6 +59,11 @@ class Route:
         self._expert_configs = expert_configs(model)
         self._warning_models = warning_models(model)
         self._turns = number_layers(spec.modules)
+        self._places = _places(model, {*spec.modules, *(mixer.module for mixer in spec.mixers)})
+
+    def displaced(self) -> list[str]:
+        """Return the names of modules that were replaced: routed ones, or those around them."""
+        return [name for parent, key, module, name in self._places if parent._modules.get(key) is not module]
 
     @contextmanager
     def routed(self) -> Iterator[None]:
