@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from specdec.api import attach
 from specdec.heads.load import detect_algo
 from specdec.targets.pretrained import load_pretrained
 from specdec.text.prompts import tokenizer_fingerprint
-from specdec.train.cli import app
+from specdec.train.cli import _print_json, app
 from specdec.train.data import Corpus
+from specdec.train.divergence import Watch
 from specdec.train.generation import Generation, shard_jobs
 from tests.train_models import save_target, tiny_corpus, tiny_target
 
@@ -113,6 +115,47 @@ def test_a_fit_goes_on_from_its_checkpoint_and_from_a_head(folder: Path, tmp_pat
         assert detect_algo(other) == algo
     tuned = fit(folder, "eagle", tmp_path / "tuned", "--max-steps", 1, "--lr", "1e-9", "--init", out)
     assert tuned["loss"] == pytest.approx(second["loss"], rel=1e-3)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_run_that_diverges_ends_with_its_step_and_leaves_the_older_draft(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    fit(folder, "eagle", out, "--max-steps", 1)
+    before = contents(tmp_path)
+    told = r"the loss is not finite at step 2, so .*lower lr=1e\+37.*--lr 2\.5e\+36.*Nothing was exported, and a draft"
+    with pytest.raises(FloatingPointError, match=told):
+        fit(folder, "eagle", out, "--max-steps", 3, "--lr", "1e37", "--overwrite")
+    with pytest.raises(FloatingPointError, match=r"the held-out loss is not finite after step 1, so .*lower lr"):
+        fit(folder, "eagle", out, "--max-steps", 1, "--lr", "1e37", "--overwrite")
+    assert contents(tmp_path) == before, "the draft and its checkpoint"
+
+
+def test_a_start_that_is_not_finite_is_not_blamed_on_the_learning_rate() -> None:
+    watch = Watch(1e-3, torch.device("cpu"))
+    for step, loss in enumerate([1.0, math.inf, 1.0, math.nan], 1):
+        watch.note(step, torch.tensor(loss))
+    with pytest.raises(FloatingPointError, match=r"at step 2, .*lower lr=0\.001"):
+        watch.check(4, [torch.ones(2)])
+    broken = Watch(1e-3, torch.device("cpu"))
+    broken.check(0, [torch.ones(2)])
+    broken.note(1, torch.tensor(math.nan))
+    with pytest.raises(FloatingPointError, match="at step 1, so the training was ended; no update came before it"):
+        broken.check(1, [torch.ones(2)])
+    with pytest.raises(FloatingPointError, match=r"the weights are not finite after step 3, .*lower lr"):
+        Watch(1e-3, torch.device("cpu")).check(3, [torch.ones(2), torch.tensor([1.0, math.nan])])
+
+
+def test_the_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    _print_json({"loss": [math.nan, 1.5], "data": {"pace": -math.inf, "name": "NaN"}, "steps": 3})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    said = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert said == {"loss": [None, 1.5], "data": {"pace": None, "name": "NaN"}, "steps": 3}
 
 
 def test_a_corpus_is_made_in_disjoint_shards(folder: Path, tmp_path: Path) -> None:
