@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,18 @@ def test_shards_share_out_the_same_jobs() -> None:
             Generation(chats=1, shard=wrong)
     with pytest.raises(ValueError, match="nothing to generate"):
         Generation()
+
+
+@pytest.mark.parametrize("num_questions", [0, 1])
+def test_run_says_what_its_user_can_do_about_too_few_prompts(folder: Path, tmp_path: Path, num_questions: int) -> None:
+    questions = (folder / "questions.jsonl").read_text("utf-8").splitlines()
+    (tmp_path / "few.jsonl").write_text("\n".join(questions[:num_questions]), "utf-8")
+    options = ["--max-new-tokens", 4, "--max-steps", 1, "--target", folder / "target", *SHORT[-4:]]
+    with pytest.raises(ValueError, match=rf"of {num_questions} prompts; .*: --gsm8k with more questions") as told:
+        invoke("run", "--gsm8k", tmp_path / "few.jsonl", "--out", tmp_path / "h", *options)
+    run = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).stdout
+    named = re.findall(r"--[a-z0-9-]+", str(told.value).partition("`specdec train fit`")[0])
+    assert len(named) == 3 and all(option in run for option in named)
 
 
 def test_run_generates_and_fits(folder: Path, tmp_path: Path) -> None:
