@@ -23,13 +23,13 @@ from specdec.doctor import examine as examination
 from specdec.doctor.command import PROMPTS, print_findings, prompt_ids
 from specdec.doctor.examine import examine
 from specdec.doctor.experts import measure_verify, remark
-from specdec.doctor.facts import tokenizer_match, weight_problems
+from specdec.doctor.facts import facts_of, tokenizer_match, weight_problems
 from specdec.doctor.readings import ALTERNATIVES
 from specdec.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, commonest, coverage, observe
 from specdec.doctor.search import Trial, search, unclear
 from specdec.heads.base import DraftHead
-from specdec.heads.load import save_head
-from specdec.targets.shape import LAST
+from specdec.heads.load import load_head, save_head
+from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.weight_bytes import verify_cost
 from specdec.train.config import TrainConfig
 from specdec.train.objectives import HeadObjective
@@ -249,10 +249,26 @@ def test_a_good_head_through_the_engine(good, model, prompts, capsys):
     facts = found.json
     assert facts["tau"] > 2 and facts["equal"] and not facts["defects"] and facts["coverage"] == 1.0
     assert facts["tau"] == pytest.approx(1 + sum(facts["accept_at"]), abs=1e-3)
-    assert facts["shape"]["hidden"] == 64 and facts["draft_vocab"] == VOCAB and facts["own"] == ["output head"]
+    assert facts["shape"]["hidden"] == 64 and facts["draft_vocab"] == VOCAB and facts["own"] == []
     print_findings(Console(width=100), found)
     printed = capsys.readouterr().out
     assert "as it is read" in printed and "no defect found" in printed and "break-even tau" in printed
+
+
+def test_rows_of_the_targets_output_head_are_not_the_heads_own(model, tmp_path):
+    head = tiny_head(model)
+    save_head(tmp_path / "head", head, dtype=torch.float32, lm_head_from_target=True, num_layers=5)
+    tensors = load_file(tmp_path / "head" / "model.safetensors").values()
+    stored = sum(t.numel() for t in tensors if t.is_floating_point())
+    loaded = load_head(tmp_path / "head", TargetShape.of(model), torch.float32, torch.device("cpu"))
+    facts = facts_of(loaded, model)
+    assert facts["own"] == [] and facts["from_target"] == ["embedding", "64 rows of the output head"]
+    assert (facts["draft_parameters"], facts["draft_bytes"]) == (stored, 4 * stored)
+    loaded.lm_head.weight.data[3] += 1  # as after training it
+    facts = facts_of(loaded, model)
+    assert facts["own"] == ["output head"] and facts["from_target"] == ["embedding"]
+    assert facts["draft_parameters"] == stored + loaded.lm_head.weight.numel()
+    assert facts_of(fresh("eagle", model), model)["from_target"] == ["embedding", "output head"]
 
 
 def test_a_broken_head_through_the_engine(good, model, prompts, capsys):

@@ -181,7 +181,7 @@ def test_models_of_unusual_names_are_standalone(tmp_path):
 
 def test_estimates_count_the_drafts_layers(monkeypatch):
     seen = []
-    monkeypatch.setattr(assembly, "check_fits", lambda needs, *_: seen.append({n.name: n.num_bytes for n in needs}))
+    monkeypatch.setattr(needs, "check_fits", lambda needs, *_: seen.append({n.name: n.num_bytes for n in needs}))
     model, config = tiny_model("llama"), CONFIGS["qwen3"]()
     config.num_hidden_layers, config.layer_types = 30, ["full_attention"] * 30
     deep = tf.AutoModelForCausalLM.from_config(config).eval()

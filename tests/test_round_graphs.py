@@ -520,7 +520,7 @@ def test_memory_is_counted_before_anything_is_allocated():
 
 
 def test_an_engine_that_cannot_fit_is_refused_and_leaves_the_model_alone(monkeypatch):
-    monkeypatch.setattr("specdec.engine.assembly.free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("specdec.engine.needs.free_bytes", lambda device: 1 << 20)
     model = model_of()
     with pytest.raises(CapacityError, match=r"the engine needs .* \(KV pool .*, the draft's KV pool .*, graphs .*\)"):
         engine_of(model, CHAIN, max_batch=64)

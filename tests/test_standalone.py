@@ -1,12 +1,14 @@
 """Standalone drafts that do not fit are refused, and nothing is left on either model."""
 
 import json
+import shutil
+import warnings
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import specdec
 from specdec import shipped
@@ -127,6 +129,43 @@ def test_another_vocabulary_the_target_itself_and_short_positions_are_refused():
     with pytest.raises(ValueError, match="the draft has positions up to 64"):
         specdec.attach(model, short, max_seq_len=128)
     assert untouched(model) and untouched(other) and untouched(short)
+
+
+def told(model, draft, **options):
+    """What attaching warns of, and where from."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        specdec.attach(model, draft, max_seq_len=64, **options).detach()
+    return [str(w.message) for w in found if w.filename == __file__]
+
+
+def test_the_targets_own_folder_as_its_draft_is_warned_of(tmp_path, monkeypatch):
+    folder, copy = tmp_path / "model", tmp_path / "copy"
+    tiny_model("llama").save_pretrained(folder)
+    shutil.copytree(folder, copy)
+    model = load_target(folder)
+    same = told(model, folder)
+    assert len(same) == 1 and "the draft is the same model as the target (a LlamaForCausalLM of " in same[0]
+    assert "smaller model" in same[0] and told(model, load_target(folder)) == same
+    monkeypatch.chdir(tmp_path)
+    assert told(model, "model") == same, "the same folder under another name"
+    assert not told(model, copy) and not told(tiny_model("llama"), folder), "what was loaded elsewhere may differ"
+    assert untouched(model)
+
+
+def load_target(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def test_a_checkpoint_without_mtp_layers_says_what_was_looked_for(folder):
+    model = tiny_model("qwen3")
+    with pytest.raises(ValueError, match="is a draft for 'standalone': an MTP layer is not in this checkpoint") as why:
+        specdec.attach(model, folder, algo="nextn")
+    for name in ("mtp.fc.*", "model.layers.N.eh_proj.*", "model.mtp_layers.0.", "take the original repository"):
+        assert name in str(why.value)
+    with pytest.raises(ValueError, match=r"is a draft for 'standalone'$"):
+        specdec.attach(model, folder, algo="eagle")
+    assert untouched(model)
 
 
 def test_a_draft_serves_one_engine_at_a_time():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from specdec.backends.rope import Rope
 from specdec.backends.torch_ref import TorchBackend
 from specdec.batch import ForwardMode
 from specdec.heads.base import DraftHead
+from specdec.heads.fresh import new_nextn
 from specdec.heads.load import load_head, save_head
 from specdec.kv_cache import KVPool
 from specdec.targets.shape import LAST, TargetShape
@@ -32,6 +34,7 @@ from specdec.train.tally import Tally, accepted_prefixes
 from specdec.train.teacher import Teacher
 from specdec.train.trainer import Trainer
 from specdec.train.ttt import TTTAttention, unroll
+from tests.tiny_models import tiny_model
 from tests.train_models import AUX, fresh, tiny_corpus, tiny_head, tiny_target
 
 CPU = torch.device("cpu")
@@ -280,6 +283,39 @@ def test_a_fresh_head_passes_the_targets_state_through(corpus: Corpus, algo: str
             p.zero_()
     states = next(unroll(head, target.get_input_embeddings(), batch.tokens, features, 1))
     assert (states - features).norm() / features.norm() < 0.02 < quiet < 1
+
+
+@pytest.fixture
+def nan_memory() -> Iterator[None]:
+    """What torch hands out uninitialised holds NaN, not whatever lay there."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_memory")
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss"])
+def test_a_fresh_layer_with_experts_is_of_its_seed_alone(name: str) -> None:
+    model = tiny_model(name)
+    first = new_nextn(model, 1).state_dict()
+    assert all(bool(p.isfinite().all()) for p in first.values())
+    torch.manual_seed(123)
+    again, other = new_nextn(model, 1).state_dict(), new_nextn(model, 2).state_dict()
+    assert all(torch.equal(p, again[name]) for name, p in first.items())
+    gate_up, down = (f"mtp.0.layer.mlp.experts.{p}_proj" for p in ("gate_up", "down"))
+    assert not torch.equal(first[gate_up], other[gate_up]) and 0 < first[down].std() < first[gate_up].std() / 5
+
+
+@pytest.mark.usefixtures("nan_memory")
+def test_a_head_with_experts_learns() -> None:
+    model = tiny_model("qwen3_moe").requires_grad_(False)
+    corpus = tiny_corpus(model, 4)  # type: ignore[arg-type]
+    head = new_nextn(model, 1)
+    experts = head.get_parameter("mtp.0.layer.mlp.experts.down_proj")
+    before = experts.detach().clone()
+    result = head_trainer(model, head, corpus, config(max_steps=30)).fit()  # type: ignore[arg-type]
+    assert result["acc"][0] > 0.5 and not torch.equal(experts, before)
 
 
 def test_noise_is_of_the_step_and_spares_evaluations(target: LlamaForCausalLM, corpus: Corpus) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from specdec.api import attach
 from specdec.heads.load import detect_algo
 from specdec.targets.pretrained import load_pretrained
 from specdec.text.prompts import tokenizer_fingerprint
-from specdec.train.cli import app
+from specdec.train.cli import _print_json, app
 from specdec.train.data import Corpus
+from specdec.train.divergence import Watch
 from specdec.train.generation import Generation, shard_jobs
 from tests.train_models import save_target, tiny_corpus, tiny_target
 
@@ -115,6 +118,47 @@ def test_a_fit_goes_on_from_its_checkpoint_and_from_a_head(folder: Path, tmp_pat
     assert tuned["loss"] == pytest.approx(second["loss"], rel=1e-3)
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_run_that_diverges_ends_with_its_step_and_leaves_the_older_draft(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    fit(folder, "eagle", out, "--max-steps", 1)
+    before = contents(tmp_path)
+    told = r"the loss is not finite at step 2, so .*lower lr=1e\+37.*--lr 2\.5e\+36.*Nothing was exported, and a draft"
+    with pytest.raises(FloatingPointError, match=told):
+        fit(folder, "eagle", out, "--max-steps", 3, "--lr", "1e37", "--overwrite")
+    with pytest.raises(FloatingPointError, match=r"the held-out loss is not finite after step 1, so .*lower lr"):
+        fit(folder, "eagle", out, "--max-steps", 1, "--lr", "1e37", "--overwrite")
+    assert contents(tmp_path) == before, "the draft and its checkpoint"
+
+
+def test_a_start_that_is_not_finite_is_not_blamed_on_the_learning_rate() -> None:
+    watch = Watch(1e-3, torch.device("cpu"))
+    for step, loss in enumerate([1.0, math.inf, 1.0, math.nan], 1):
+        watch.note(step, torch.tensor(loss))
+    with pytest.raises(FloatingPointError, match=r"at step 2, .*lower lr=0\.001"):
+        watch.check(4, [torch.ones(2)])
+    broken = Watch(1e-3, torch.device("cpu"))
+    broken.check(0, [torch.ones(2)])
+    broken.note(1, torch.tensor(math.nan))
+    with pytest.raises(FloatingPointError, match="at step 1, so the training was ended; no update came before it"):
+        broken.check(1, [torch.ones(2)])
+    with pytest.raises(FloatingPointError, match=r"the weights are not finite after step 3, .*lower lr"):
+        Watch(1e-3, torch.device("cpu")).check(3, [torch.ones(2), torch.tensor([1.0, math.nan])])
+
+
+def test_the_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    _print_json({"loss": [math.nan, 1.5], "data": {"pace": -math.inf, "name": "NaN"}, "steps": 3})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    said = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert said == {"loss": [None, 1.5], "data": {"pace": None, "name": "NaN"}, "steps": 3}
+
+
 def test_a_corpus_is_made_in_disjoint_shards(folder: Path, tmp_path: Path) -> None:
     common = ["--gsm8k", folder / "questions.jsonl", "--target", folder / "target", "--max-new-tokens", 6]
     common += ["--samples-per-question", 2, "--max-batch", 4, "--chats", 4, "--temperatures", "0,1", "--device", "cpu"]
@@ -140,6 +184,18 @@ def test_shards_share_out_the_same_jobs() -> None:
             Generation(chats=1, shard=wrong)
     with pytest.raises(ValueError, match="nothing to generate"):
         Generation()
+
+
+@pytest.mark.parametrize("num_questions", [0, 1])
+def test_run_says_what_its_user_can_do_about_too_few_prompts(folder: Path, tmp_path: Path, num_questions: int) -> None:
+    questions = (folder / "questions.jsonl").read_text("utf-8").splitlines()
+    (tmp_path / "few.jsonl").write_text("\n".join(questions[:num_questions]), "utf-8")
+    options = ["--max-new-tokens", 4, "--max-steps", 1, "--target", folder / "target", *SHORT[-4:]]
+    with pytest.raises(ValueError, match=rf"of {num_questions} prompts; .*: --gsm8k with more questions") as told:
+        invoke("run", "--gsm8k", tmp_path / "few.jsonl", "--out", tmp_path / "h", *options)
+    run = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).stdout
+    named = re.findall(r"--[a-z0-9-]+", str(told.value).partition("`specdec train fit`")[0])
+    assert len(named) == 3 and all(option in run for option in named)
 
 
 def test_run_generates_and_fits(folder: Path, tmp_path: Path) -> None:

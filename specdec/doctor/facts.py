@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.checkpoints.fitting import weight_doubts
+from specdec.checkpoints.fitting import is_copy, weight_doubts
 from specdec.heads.base import DraftHead, LayerConfig
 from specdec.heads.nextn import NextNHead
 from specdec.targets.shape import LAST
@@ -27,20 +27,45 @@ def facts_of(draft: DraftHead | PreTrainedModel, model: PreTrainedModel) -> dict
     vocab_size = model.get_output_embeddings().weight.shape[0]
     facts: dict[str, Any] = {"shape": shape_of(draft), "target_shape": shape_of(model), "target_vocab": vocab_size}
     if isinstance(draft, DraftHead):
-        own = {"embedding": draft.embed_tokens, "output head": draft.lm_head}
         facts |= {
             "draft_vocab": draft.hot_ids.numel(),
             "reads": "last hidden state" if draft.aux_layers == (LAST,) else "outputs of aux layers",
             "aux_layers": [i for i in draft.aux_layers if i != LAST],
             "recycles": "state after the out norm" if draft.recycles_normed else "state before the out norm",
-            "own": [name for name, module in own.items() if module is not None],
+            **_owners(draft, model),
         }
     else:
         facts["draft_vocab"] = draft.get_output_embeddings().weight.shape[0]
     for name, module in (("draft", draft), ("target", model)):
         facts[f"{name}_parameters"] = sum(p.numel() for p in module.parameters())
         facts[f"{name}_bytes"] = num_bytes(module)
+    if isinstance(draft, DraftHead) and draft.lm_head is not None and _has_targets_rows(draft, model):
+        facts["draft_parameters"] -= sum(p.numel() for p in draft.lm_head.parameters())
+        facts["draft_bytes"] -= num_bytes(draft.lm_head)
     return facts
+
+
+def _owners(head: DraftHead, model: PreTrainedModel) -> dict[str, list[str]]:
+    """Say what of embedding and output head is the head's own, and what is the target's."""
+    own = {"embedding": head.embed_tokens is not None, "output head": not _has_targets_rows(head, model)}
+    rows = head.hot_ids.numel()
+    words = {"output head": f"{rows:,} rows of the output head"} if rows < head.vocab_size else {}
+    return {
+        "own": [name for name, is_own in own.items() if is_own],
+        "from_target": [words.get(name, name) for name, is_own in own.items() if not is_own],
+    }
+
+
+def _has_targets_rows(head: DraftHead, model: PreTrainedModel) -> bool:
+    """Return whether the head scores with rows of the target's output head: with that itself, or with a copy of them,
+    as EAGLE-3 heads are loaded that leave them to the target."""
+    if head.lm_head is None:
+        return True
+    ours, theirs = head.lm_head.weight, model.get_output_embeddings().weight
+    hot = head.hot_ids
+    if ours.shape[1] != theirs.shape[1] or int(hot.min()) < 0 or int(hot.max()) >= theirs.shape[0]:
+        return False
+    return is_copy(ours.detach().cpu(), theirs[hot.to(theirs.device)])
 
 
 def shape_of(module: nn.Module) -> dict[str, int]:

@@ -25,6 +25,7 @@ from specdec.functional.ops import RoundOps, pick_ops
 from specdec.graphs import Counters
 from specdec.heads.base import DraftHead
 from specdec.heads.load import check_head, load_head, open_draft
+from specdec.heads.open import why_absent
 from specdec.kv_cache import KVPool, SlotTables
 from specdec.layer_state import LayerState
 from specdec.round.parts import Parts
@@ -54,9 +55,10 @@ def resolve_draft(draft: Any, algo: str | None) -> tuple[str | None, Any]:
     if draft is None:
         return None, None
     found, opened = _open(draft, None if algo == "auto" else algo)
-    if algo not in ("auto", found):
+    if algo is not None and algo not in ("auto", found):
         what = type(draft).__name__ if isinstance(draft, nn.Module) else repr(str(draft))
-        raise ValueError(f"algo={algo!r}, but {what} is a draft for {found!r}")
+        why = "" if isinstance(draft, nn.Module) else why_absent(algo, found)
+        raise ValueError(f"algo={algo!r}, but {what} is a draft for {found!r}{why}")
     return found, draft if opened is None else opened
 
 

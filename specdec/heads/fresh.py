@@ -92,18 +92,19 @@ def new_nextn(model: PreTrainedModel, seed: int, copy_layer: bool = False) -> Ne
     """Make a NextN head in fp32 on the target's device.
 
     Its out norm starts as the target's and hnorm undoes that, so the target's state comes out unchanged but for what
-    the layer adds. copy_layer: the layer starts as the target's last one with full attention, its outputs scaled down;
-    else random.
+    the layer adds. copy_layer: the layer starts as the target's last one with full attention; else random. Its
+    outputs are scaled down either way.
     """
     head = NextNHead(model)
     decoder: Any = model.get_decoder()
     mtp: Any = head.mtp[0]
     random = torch.Generator().manual_seed(seed)
+    _initialise(mtp, decoder, seed)
     if copy_layer:
         own = decoder.layers[full_attention_layer(model.config.get_text_config())]
         mtp.layer.load_state_dict(own.state_dict())
-        _scale_outputs(mtp.layer, QUIET_OUT)
-    else:
+    _scale_outputs(mtp.layer, QUIET_OUT)
+    if not copy_layer:
         _quiet(mtp.layer, random)
     mtp.norm.load_state_dict(decoder.norm.state_dict())
     gain = _final_norm_weight(model, head.hidden_size)
@@ -111,6 +112,14 @@ def new_nextn(model: PreTrainedModel, seed: int, copy_layer: bool = False) -> Ne
     mtp.hnorm.weight += undone.to(mtp.hnorm.weight) - 1  # a fresh norm's gain is one, whether its weight is 1 or 0
     _pass_last(mtp.eh_proj, random)
     return head.to(model.get_input_embeddings().weight.device)
+
+
+def _initialise(module: nn.Module, decoder: Any, seed: int) -> None:
+    """Initialise `module` as transformers does a new model of the decoder's kind: experts, routers and sinks hold
+    whatever lay in memory until then. That draws from torch's own generator, which is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        module.apply(decoder._init_weights)
 
 
 def _scale_outputs(layer: nn.Module, factor: float) -> None:

@@ -12,10 +12,6 @@ from specdec.heads.files import HeadFiles
 from specdec.heads.formats import formats, layouts_of
 from specdec.heads.layouts import IGNORED, STANDALONE, WHOLE_MODEL, Layout
 
-DROPPED = (
-    "an MTP layer is not in this checkpoint (transformers drops it when it saves a model; take the original repository)"
-)
-
 
 def open_head(files: TensorFiles, algo: str | None = None) -> HeadFiles:
     """Open the head in `files`, with the shapes of its own tensors only. CheckpointError if there is none."""
@@ -60,9 +56,20 @@ def pick_layout(folder: Path, names: list[str], algo: str | None) -> Layout:
     asked = [layout for layout in layouts if layout.algo == algo]
     if algo is not None and not asked:
         found = " and ".join(layout.algo for layout in layouts)
-        is_dropped = algo == "nextn" and layouts[0].name == STANDALONE
-        raise CheckpointError(str(folder), [f"algo={algo!r}, but it holds {found!r}" + f": {DROPPED}" * is_dropped])
+        raise CheckpointError(str(folder), [f"algo={algo!r}, but it holds {found!r}{why_absent(algo, found)}"])
     return (asked or layouts)[0]
+
+
+def why_absent(algo: str, found: str) -> str:
+    """Say why a checkpoint of `found` has nothing for `algo`, after a colon; "" if no cause is known."""
+    if algo != "nextn" or found != STANDALONE:
+        return ""
+    names = [layout.prefixes[0][0].format(m=0, at="N") + "*" for layout in formats()[algo].layouts]
+    return (
+        f": an MTP layer is not in this checkpoint; looked for {', '.join(names)} (transformers drops it when it saves "
+        "a model; take the original repository). For a target that never had one, `specdec train run --algo nextn` "
+        "trains one"
+    )
 
 
 def _is_causal_lm(folder: Path) -> bool:

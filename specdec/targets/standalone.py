@@ -1,5 +1,6 @@
 """Standalone drafts: live causal LMs, admitted as targets are, that must have the target's vocabulary."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from specdec.targets.pretrained import load_draft
 from specdec.text.prompts import tokenizer_fingerprint
 
 NOTE = "specdec.json"  # beside an exported draft without a tokenizer: `tokenizer_sha256` of the target's
+LOADED = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})  # of a config: they may differ
 
 
 def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: Any) -> HFTarget:
@@ -29,6 +31,7 @@ def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: 
     if model is target.model:
         raise ValueError("the draft is the target itself: it would propose what it then verifies; give a smaller model")
     assert isinstance(model, PreTrainedModel)
+    _warn_if_same(model, target.model)
     warn_of_weights(model, type(draft).__name__ if isinstance(draft, nn.Module) else str(draft))
     _check_vocabulary(model, target, own, tokenizer)
     if own is None and tokenizer is not None and not isinstance(draft, nn.Module):
@@ -38,6 +41,31 @@ def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: 
         attached.detach()
         raise ValueError(f"the draft is on {attached.device}, the target on {target.device}; move one of them")
     return attached
+
+
+def _warn_if_same(model: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Warn of a draft that was loaded from where the target was, and has its config."""
+    place = _place(target)
+    if not target.name_or_path or _place(model) != place or _described(model) != _described(target):
+        return
+    warnings.warn(
+        f"the draft is the same model as the target (a {type(target).__name__} of {place!r}): it drafts no faster than "
+        "the target decodes, so nothing is gained. Give a smaller model of the same vocabulary, a trained head, or "
+        "algo='lookup' without a draft; for MTP layers, the original repository that holds them",
+        stacklevel=7,  # at the call of attach
+    )
+
+
+def _place(model: PreTrainedModel) -> str:
+    """Return the folder that `model` was loaded from, or its Hub id."""
+    path = local_path(model.name_or_path or ".")
+    return str(path.resolve()) if path.exists() else str(model.name_or_path)
+
+
+def _described(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the config of `model` without what a load decides."""
+    config = model.config.to_dict()
+    return {name: value for name, value in config.items() if name not in LOADED}
 
 
 def _check_vocabulary(model: PreTrainedModel, target: HFTarget, own: Any, tokenizer: Any) -> None:

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -174,7 +175,16 @@ def _where(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print_json(result: dict[str, Any]) -> None:
-    print(json.dumps(result))
+    print(json.dumps(_without_nan(result), allow_nan=False))
+
+
+def _without_nan(value: Any) -> Any:
+    """Return `value` with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _without_nan(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

@@ -159,7 +159,9 @@ def split_held_out(corpus: Corpus, num_held_out: int, seed: int) -> tuple[Corpus
     train = sorted(i for g in order for i in members[g])
     if not train:
         raise ValueError(
-            f"num_held_out={num_held_out} leaves nothing to train on: the corpus has {len(corpus)} sequences of "
-            f"{len(members)} prompts; lower num_held_out or add data"
+            f"the corpus has {len(corpus)} sequences of {len(members)} prompts; {num_held_out} or more sequences are "
+            "held out, with all of their prompts, and nothing is left to train on. Generate from more prompts: --gsm8k "
+            "with more questions, --chats, a longer --gen-minutes; `specdec train fit` takes several --corpus, and "
+            "--held-out 0"
         )
     return corpus.select(train), corpus.select(sorted(held_out))

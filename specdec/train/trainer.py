@@ -17,6 +17,7 @@ from specdec.train.batches import Batch, Batches
 from specdec.train.checkpoint import load_checkpoint, save_checkpoint
 from specdec.train.config import FREE
 from specdec.train.data import Corpus
+from specdec.train.divergence import Watch
 from specdec.train.losses import Goal
 from specdec.train.objectives import Objective
 from specdec.train.rounds import play_rounds
@@ -37,6 +38,7 @@ class Trainer:
         self.batches = Batches(train, c.num_steps, c.tokens_per_batch, c.max_len, self.device)
         self.held_out = Batches(held_out, c.num_steps, c.tokens_per_batch, c.max_len, self.device)
         self.step = self.epoch = self.cursor = self.tokens_seen = 0
+        self._watch = Watch(c.lr, self.device)
         self.seconds_before = 0.0  # spent by the runs that this one resumes
         self._began = time.monotonic()
         self._plan = self.batches.plan(self._seed(self.epoch))
@@ -44,7 +46,10 @@ class Trainer:
         self.max_steps = min((n for n in limits if n), default=None)
 
     def fit(self) -> dict[str, Any]:
-        """Train to the end of the run; return the held-out rates there (`evaluate`) with steps, tokens, minutes."""
+        """Train to the end of the run; return the held-out rates there (`evaluate`) with steps, tokens, minutes.
+
+        FloatingPointError for a loss that is not finite, when it is logged, saved or over: no step waits for that.
+        """
         self._began = time.monotonic()
         tally = Tally.zero(self.config.num_steps, self.device)
         with tqdm(total=self.max_steps, initial=self.step, unit="step", dynamic_ncols=True) as bar:
@@ -52,6 +57,7 @@ class Trainer:
                 self.train_step(share, tally)
                 bar.update()
                 if self.step % self.config.log_every == 0:
+                    self._check_finite()
                     bar.set_postfix_str(self._postfix(tally.read()))
                     tally = Tally.zero(self.config.num_steps, self.device)
                 if self.step % self.config.eval_every == 0:
@@ -59,7 +65,9 @@ class Trainer:
                 if self.checkpoint and self.step % self.config.save_every == 0:
                     self.save(self.checkpoint)
         seconds = self.seconds
+        self._check_finite()
         result = self.evaluate()
+        self._watch.check_held_out(self.step, result["loss"])
         if self.checkpoint:
             self.save(self.checkpoint)
         pace = {"minutes": seconds / 60, "tokens_per_s": self.tokens_seen / max(seconds, 1e-9)}
@@ -70,6 +78,7 @@ class Trainer:
         batch = self._next_batch()
         random = torch.Generator(self.device).manual_seed(self._seed(self.step))
         outcome = self.objective.forward(batch, random)
+        self._watch.note(self.step + 1, outcome.loss.detach())
         outcome.loss.backward()
         self.objective.optimizer.step(learning_rate(self.config.lr, share, self.config.warmup))
         tally.add(batch, outcome.goal, [loss.detach() for loss in outcome.losses], outcome.drafted)
@@ -112,7 +121,8 @@ class Trainer:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint from which `resume` continues as if nothing had happened."""
+        """Write a checkpoint from which `resume` continues as if nothing had happened; none of a run that diverged."""
+        self._check_finite()
         state = {
             "identity": self._identity(),
             "optimizer": self.objective.optimizer.state_dict(),
@@ -128,6 +138,10 @@ class Trainer:
         self.step, self.epoch, self.cursor, self.tokens_seen = state["place"]
         self.seconds_before = state["seconds"]
         self._plan = self.batches.plan(self._seed(self.epoch))
+
+    def _check_finite(self) -> None:
+        """Raise FloatingPointError if the run diverged; costs a sync."""
+        self._watch.check(self.step, self.objective.optimizer.module.parameters())
 
     def _next_batch(self) -> Batch:
         if self.cursor == len(self._plan):
@@ -146,8 +160,6 @@ class Trainer:
         return {**recipe, "student": self.objective.shape, "corpus": self._digest}
 
     def _postfix(self, rates: dict[str, Any]) -> str:
-        if not all(np.isfinite(rates["loss"])):
-            raise FloatingPointError(f"the loss is {rates['loss']} at step {self.step}; lower lr={self.config.lr}")
         return f"{describe(rates)} {self.tokens_seen / self.seconds:.0f} tok/s"
 
 
