@@ -121,7 +121,8 @@ class Engine:
         """Generate for one prompt or a ragged batch; see `specdec.text.inputs.prompts_to_ids` for what a prompt can be.
 
         Without options it does what `model.generate` would: the model's own `generation_config` decides about
-        sampling, penalties, lengths and EOS; if that sets no length, at most 256 tokens are emitted. Options:
+        sampling, penalties, lengths and EOS; if that sets no length, at most 256 tokens are emitted, fewer where
+        fewer fit. Options:
         max_new_tokens: one number, or one per prompt. attention_mask: the ids that count.
         do_sample, temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens,
         min_length, max_length, suppress_tokens, begin_suppress_tokens, bad_words_ids, sequence_bias (single tokens),

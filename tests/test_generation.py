@@ -169,6 +169,22 @@ def test_the_models_own_limit_is_kept_as_far_as_the_engine_holds_it(engine, mode
         model.generation_config.max_new_tokens = None
 
 
+@pytest.mark.parametrize(("settings", "most"), [({"max_seq_len": 64}, 64), ({"max_seq_len": 512, "num_slots": 48}, 46)])
+def test_a_length_that_nobody_asked_for_is_cut_to_what_fits(model, settings, most):
+    engine = specdec.attach(model, **settings)
+    try:
+        for size in (2, most - 1):
+            for options in ({}, {"max_length": None}):
+                out = engine.generate([[3] * size, [3]], ignore_eos=True, **options)
+                assert list(map(len, out.tokens)) == [most - size, most - 1] and set(out.finish_reasons) == {"length"}
+        for prompt, options in (([3] * most, {}), ([3, 4], {"max_new_tokens": 256}), ([3, 4], {"max_length": 258})):
+            with pytest.raises(specdec.CapacityError):
+                engine.generate([prompt], **options)
+        assert len(engine.generate([[3, 4]], max_new_tokens=most - 2, ignore_eos=True).tokens[0]) == most - 2
+    finally:
+        engine.detach()
+
+
 def test_eos_ids_of_the_call(engine, model):
     text = engine.generate([[3, 4]], max_new_tokens=12).tokens[0]
     out = engine.generate([[3, 4]], max_new_tokens=12, eos_token_id=[text[2], 99])
