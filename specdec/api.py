@@ -18,7 +18,7 @@ from specdec.batch import on_device
 from specdec.config import EngineConfig
 from specdec.doors.generate import EngineGenerate, install
 from specdec.engine.admission import make_requests
-from specdec.engine.arguments import advised, check_settings, check_target, engine_config
+from specdec.engine.arguments import advised, check_settings, check_target, check_tokenizer, engine_config
 from specdec.engine.assembly import Source, assemble, resolve_draft
 from specdec.engine.core import Core
 from specdec.engine.finished import output_of
@@ -66,6 +66,7 @@ def attach(
     """
     check_target(target)
     check_settings(settings)
+    check_tokenizer(tokenizer)
     name, source = resolve_draft(draft, algo)
     config = engine_config(target, name, advised(target, draft, source, settings))
     group = find_group(target)

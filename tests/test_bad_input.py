@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import specdec
 from specdec.backends import BACKENDS
@@ -106,6 +107,16 @@ def test_attach_refuses_settings(model, settings, message):
     with pytest.raises(ValueError, match=message):
         specdec.attach(model, head, **settings)
     specdec.attach(model).detach()  # nothing was left on the model
+
+
+@pytest.mark.parametrize(
+    "tokenizer", ["gpt2", Path("gpt2"), AutoTokenizer, PreTrainedTokenizerFast, 7, lambda text: []]
+)
+def test_attach_refuses_what_is_no_tokenizer(model, tokenizer):
+    name = "'gpt2'" if "gpt2" in str(tokenizer) else "..."
+    with pytest.raises(ValueError, match=rf"^tokenizer=.*AutoTokenizer\.from_pretrained\({name}\)"):
+        specdec.attach(model, tokenizer=tokenizer)
+    specdec.attach(model).detach()
 
 
 @pytest.mark.parametrize(
