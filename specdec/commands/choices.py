@@ -1,9 +1,8 @@
-"""What options of several commands stand for: devices, drafting, drafts, lists, names of targets."""
+"""What options of several commands stand for: drafting, drafts, lists, names of targets."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from specdec import shipped
@@ -16,11 +15,6 @@ Steps = Annotated[
 ]
 TopK = Annotated[int | None, typer.Option(help="Branches per step K; 1, the default, drafts a chain.")]
 DraftTokens = Annotated[int | None, typer.Option(help="Nodes verified per round D, root included.")]
-
-
-def device_of(device: str) -> str:
-    """Return `device`, for "auto" CUDA where there is any."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def named_draft(draft: str | None, target: str | None) -> str:

@@ -11,7 +11,7 @@ from specdec.commands.backends import app as backends_app
 from specdec.commands.bench import app as bench_app
 from specdec.commands.cache import cache_command
 from specdec.commands.chat import print_stream, run_chat, statistics, typed_lines
-from specdec.commands.choices import DraftTokens, Steps, TopK, device_of, draft_of, drafting_of, named_draft
+from specdec.commands.choices import DraftTokens, Steps, TopK, draft_of, drafting_of, named_draft
 from specdec.commands.convert import convert_command
 from specdec.commands.demo import run_demo
 from specdec.commands.env import env_command
@@ -22,7 +22,7 @@ from specdec.doctor.command import doctor_command
 from specdec.targets.pretrained import BUNDLED, load_pretrained
 from specdec.train.cli import Device, Dtype, Target
 from specdec.train.cli import app as train_app
-from specdec.train.target import load
+from specdec.train.target import device_of, load
 
 app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
