@@ -13,6 +13,7 @@ from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
 from specdec import AcceptanceStats, RequestOutput, attach
 from specdec.commands import main as cli
+from specdec.commands.backends import list_backends
 from specdec.commands.chat import run_chat
 from specdec.commands.demo import PROMPTS, Marking, exchange, marked, run_demo
 from specdec.commands.env import env_command
@@ -165,6 +166,19 @@ def test_env_says_what_bug_reports_need(capsys):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["torch"] == torch.__version__ or torch.__version__.startswith(found["torch"])
     assert found["backends"]["torch"] is None and found["devices"]
+
+
+def test_tables_show_brackets(capsys, monkeypatch):
+    monkeypatch.setattr(
+        "specdec.commands.env.unusable", lambda name, device: "pip install 'specdec-toolkit[flashinfer]'"
+    )
+    monkeypatch.setattr("specdec.commands.backends.unusable", lambda name, device: "'specdec-toolkit[flashinfer]'")
+    monkeypatch.setenv("COLUMNS", "200")
+    env_command()
+    *table, _json = capsys.readouterr().out.splitlines()
+    assert "torch: pip install 'specdec-toolkit[flashinfer]'" in "".join(table)
+    list_backends()
+    assert "'specdec-toolkit[flashinfer]'" in capsys.readouterr().out
 
 
 def test_bars_are_for_terminals(capsys, monkeypatch):
