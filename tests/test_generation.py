@@ -147,6 +147,13 @@ def test_sampling_is_as_in_transformers():
     assert settings_of(temperature=0.0).params(3).is_greedy
 
 
+@pytest.mark.parametrize(("name", "value"), [("temperature", -1), ("top_p", 1.5), ("min_p", -0.1), ("top_k", -2)])
+@pytest.mark.parametrize("more", [{}, {"do_sample": False}, {"do_sample": True}])
+def test_a_wrong_value_is_told_before_one_that_does_nothing(engine, name, value, more):
+    with pytest.raises(ValueError, match=rf"{name} must be .*got {value}"):
+        engine.generate([[3, 4]], max_new_tokens=2, **{name: value}, **more)
+
+
 def test_lengths_are_as_in_transformers():
     assert settings_of({"max_new_tokens": 7}).max_new_tokens(3) == 7
     assert settings_of({"max_length": 7}).max_new_tokens(3) == 4
