@@ -187,6 +187,17 @@ def test_training_mode_is_refused(model):
     model.eval()
 
 
+@pytest.mark.parametrize("place", ["model.layers.1.self_attn", "model.layers.1", "model.embed_tokens", "lm_head"])
+def test_parameters_of_several_dtypes_are_told(place):
+    model = tiny_model("llama").bfloat16()
+    model.get_submodule(place).float()
+    expected = r"several dtypes.*torch\.(float32|bfloat16) \(model\..*model\.to\(torch\."
+    with pytest.raises(specdec.AttachError, match=expected) as refused:
+        specdec.attach(model)
+    assert "masks" not in str(refused.value)
+    specdec.attach(model.to(model.get_input_embeddings().weight.dtype)).detach()
+
+
 def test_slot_tables_that_overrun_the_pool_are_told():
     cpu = torch.device("cpu")
     tables = SlotTables(max_batch=2, width=64, num_slots=128, page_size=16, device=cpu)
