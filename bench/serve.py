@@ -27,14 +27,13 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec import Engine, attach, shipped
-from specdec.commands.choices import device_of
 from specdec.doctor.command import PROMPTS
 from specdec.measure.results import write_results
 from specdec.measure.shapes import acceptance_rates, make_head, make_target
 from specdec.serve.server import build_app
 from specdec.targets.pretrained import BUNDLED
 from specdec.text.prompts import chat_ids
-from specdec.train.target import load
+from specdec.train.target import device_of, load
 
 
 class Letters:

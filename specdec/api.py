@@ -18,7 +18,14 @@ from specdec.batch import on_device
 from specdec.config import EngineConfig
 from specdec.doors.generate import EngineGenerate, install
 from specdec.engine.admission import make_requests
-from specdec.engine.arguments import advised, check_settings, check_target, engine_config, refuse_autocast
+from specdec.engine.arguments import (
+    advised,
+    check_settings,
+    check_target,
+    check_tokenizer,
+    engine_config,
+    refuse_autocast,
+)
 from specdec.engine.assembly import Source, assemble, resolve_draft
 from specdec.engine.core import Core
 from specdec.engine.finished import output_of
@@ -68,6 +75,7 @@ def attach(
     check_target(target)
     refuse_autocast(target.device)
     check_settings(settings)
+    check_tokenizer(tokenizer)
     name, source = resolve_draft(draft, algo)
     config = engine_config(target, name, advised(target, draft, source, settings))
     group = find_group(target)
@@ -137,7 +145,8 @@ class Engine:
         """Generate for one prompt or a ragged batch; see `specdec.text.inputs.prompts_to_ids` for what a prompt can be.
 
         Without options it does what `model.generate` would: the model's own `generation_config` decides about
-        sampling, penalties, lengths and EOS; if that sets no length, at most 256 tokens are emitted. Options:
+        sampling, penalties, lengths and EOS; if that sets no length, at most 256 tokens are emitted, fewer where
+        fewer fit. Options:
         max_new_tokens: one number, or one per prompt. attention_mask: the ids that count.
         do_sample, temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens,
         min_length, max_length, suppress_tokens, begin_suppress_tokens, bad_words_ids, sequence_bias (single tokens),

@@ -134,6 +134,11 @@ class SlotTables:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
+    @property
+    def most_tokens(self) -> int:
+        """The most slots that one request can have."""
+        return min(self.num_pages * self.page_size, self.table.shape[1])
+
     def check_fits(self, num_tokens: int) -> None:
         """Raise CapacityError if a request of `num_tokens` slots could not run even alone."""
         if self.pages_for(num_tokens) > self.num_pages:

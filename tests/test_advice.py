@@ -114,6 +114,10 @@ def run(monkeypatch):
         ("generate w5 --draft none", (0, 1, 1), (0, 1, 1)),
         ("chat --draft none", (0, 1, 1), (0, 1, 1)),
         ("serve bundled --draft none", (0, 1, 1), (0, 1, 1)),
+        ("generate w5 --target other", (0, 1, 1), (0, 1, 1)),  # the shipped draft is for the bundled target only
+        ("chat --target other", (0, 1, 1), (0, 1, 1)),
+        ("serve other", (0, 1, 1), (0, 1, 1)),
+        ("generate w5 --target other --draft lookup", (2, 1, 3), (3, 1, 4)),
     ],
 )
 def test_commands_leave_to_the_draft_what_is_not_given(run, command, on_cpu, on_cuda):
@@ -126,5 +130,14 @@ def test_commands_leave_to_the_draft_what_is_not_given(run, command, on_cpu, on_
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_demo_without_a_draft_is_refused(run, device):
-    ended = run(device, "demo --draft none")
-    assert isinstance(ended, ValueError) and "name a draft" in str(ended)
+    for command in ("demo --draft none", "demo --target other"):
+        ended = run(device, command)
+        assert isinstance(ended, ValueError) and "name a draft" in str(ended)
+
+
+@pytest.mark.parametrize("command", ["generate w5 --target other", "chat --draft none", "serve other"])
+def test_settings_of_drafting_without_a_draft_are_refused(run, command):
+    if command.startswith("serve"):
+        pytest.importorskip("specdec.serve.server")
+    ended = run("cpu", f"{command} --steps 3")
+    assert isinstance(ended, ValueError) and "num_steps: plain decoding drafts nothing" in str(ended)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import specdec
 from specdec.backends import BACKENDS
@@ -109,6 +110,16 @@ def test_attach_refuses_settings(model, settings, message):
 
 
 @pytest.mark.parametrize(
+    "tokenizer", ["gpt2", Path("gpt2"), AutoTokenizer, PreTrainedTokenizerFast, 7, lambda text: []]
+)
+def test_attach_refuses_what_is_no_tokenizer(model, tokenizer):
+    name = "'gpt2'" if "gpt2" in str(tokenizer) else "..."
+    with pytest.raises(ValueError, match=rf"^tokenizer=.*AutoTokenizer\.from_pretrained\({name}\)"):
+        specdec.attach(model, tokenizer=tokenizer)
+    specdec.attach(model).detach()
+
+
+@pytest.mark.parametrize(
     ("draft", "algo", "message"),
     [
         (None, "medusa", "algo='medusa'"),
@@ -174,6 +185,17 @@ def test_training_mode_is_refused(model):
     with pytest.raises(specdec.AttachError, match=r"model.eval\(\)"):
         specdec.attach(model.train())
     model.eval()
+
+
+@pytest.mark.parametrize("place", ["model.layers.1.self_attn", "model.layers.1", "model.embed_tokens", "lm_head"])
+def test_parameters_of_several_dtypes_are_told(place):
+    model = tiny_model("llama").bfloat16()
+    model.get_submodule(place).float()
+    expected = r"several dtypes.*torch\.(float32|bfloat16) \(model\..*model\.to\(torch\."
+    with pytest.raises(specdec.AttachError, match=expected) as refused:
+        specdec.attach(model)
+    assert "masks" not in str(refused.value)
+    specdec.attach(model.to(model.get_input_embeddings().weight.dtype)).detach()
 
 
 def test_slot_tables_that_overrun_the_pool_are_told():

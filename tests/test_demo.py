@@ -13,6 +13,7 @@ from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
 from specdec import AcceptanceStats, RequestOutput, attach
 from specdec.commands import main as cli
+from specdec.commands.backends import list_backends
 from specdec.commands.chat import run_chat
 from specdec.commands.demo import PROMPTS, Marking, exchange, marked, run_demo
 from specdec.commands.env import env_command
@@ -134,11 +135,50 @@ def test_a_chat_remembers_starts_again_and_survives_what_does_not_fit(folder, ca
     engine.detach()
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("generate hi --device cuda:99", r"device='cuda:99': PyTorch .* sees \d+ CUDA devices here; take cpu or auto"),
+        ("demo --device tpu", "device='tpu': expected auto, cpu, cuda"),
+        ("bench latency --device tpu", "device='tpu': expected auto, cpu, cuda"),
+        ("chat --device nosuch", "device='nosuch': expected auto, cpu, cuda"),
+        ("generate hi --target nosuch", "target 'nosuch' cannot be loaded: expected 'bundled', a folder .*says: "),
+        ("serve nosuch", "target 'nosuch' cannot be loaded"),
+        ("doctor nosuch shipped", "target 'nosuch' cannot be loaded"),
+        ("generate hi --target {empty}", "target '{empty}' cannot be loaded"),
+        ("demo --target {empty} --draft lookup", "target '{empty}' cannot be loaded"),
+    ],
+)
+def test_a_device_or_a_target_that_is_not_there_is_one_line(command, message, tmp_path, capsys, monkeypatch):
+    if command.startswith("serve"):
+        pytest.importorskip("specdec.serve.server")
+    command, message = (text.replace("{empty}", str(tmp_path)) for text in (command, message))
+    monkeypatch.setattr(sys, "argv", ["specdec", *command.split()])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    printed = capsys.readouterr()
+    assert stop.value.code == 2 and printed.out == ""
+    assert re.fullmatch(f"specdec: {message}.*\n", printed.err), printed.err
+
+
 def test_env_says_what_bug_reports_need(capsys):
     env_command()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["torch"] == torch.__version__ or torch.__version__.startswith(found["torch"])
     assert found["backends"]["torch"] is None and found["devices"]
+
+
+def test_tables_show_brackets(capsys, monkeypatch):
+    monkeypatch.setattr(
+        "specdec.commands.env.unusable", lambda name, device: "pip install 'specdec-toolkit[flashinfer]'"
+    )
+    monkeypatch.setattr("specdec.commands.backends.unusable", lambda name, device: "'specdec-toolkit[flashinfer]'")
+    monkeypatch.setenv("COLUMNS", "200")
+    env_command()
+    *table, _json = capsys.readouterr().out.splitlines()
+    assert "torch: pip install 'specdec-toolkit[flashinfer]'" in "".join(table)
+    list_backends()
+    assert "'specdec-toolkit[flashinfer]'" in capsys.readouterr().out
 
 
 def test_bars_are_for_terminals(capsys, monkeypatch):

@@ -12,7 +12,7 @@ import specdec
 from specdec import SamplingParams
 from specdec.batch import ForwardMode
 from specdec.commands.convert import convert
-from specdec.engine import assembly
+from specdec.engine import needs
 from specdec.engine.core import PREFIX_STEP
 from specdec.heads.fresh import new_eagle
 from specdec.heads.load import detect_algo, load_head, save_head
@@ -181,7 +181,7 @@ def test_models_of_unusual_names_are_standalone(tmp_path):
 
 def test_estimates_count_the_drafts_layers(monkeypatch):
     seen = []
-    monkeypatch.setattr(needs, "check_fits", lambda needs, *_: seen.append({n.name: n.num_bytes for n in needs}))
+    monkeypatch.setattr(needs, "check_fits", lambda parts, *_: seen.append({n.name: n.num_bytes for n in parts}))
     model, config = tiny_model("llama"), CONFIGS["qwen3"]()
     config.num_hidden_layers, config.layer_types = 30, ["full_attention"] * 30
     deep = tf.AutoModelForCausalLM.from_config(config).eval()

@@ -147,6 +147,13 @@ def test_sampling_is_as_in_transformers():
     assert settings_of(temperature=0.0).params(3).is_greedy
 
 
+@pytest.mark.parametrize(("name", "value"), [("temperature", -1), ("top_p", 1.5), ("min_p", -0.1), ("top_k", -2)])
+@pytest.mark.parametrize("more", [{}, {"do_sample": False}, {"do_sample": True}])
+def test_a_wrong_value_is_told_before_one_that_does_nothing(engine, name, value, more):
+    with pytest.raises(ValueError, match=rf"{name} must be .*got {value}"):
+        engine.generate([[3, 4]], max_new_tokens=2, **{name: value}, **more)
+
+
 def test_lengths_are_as_in_transformers():
     assert settings_of({"max_new_tokens": 7}).max_new_tokens(3) == 7
     assert settings_of({"max_length": 7}).max_new_tokens(3) == 4
@@ -167,6 +174,22 @@ def test_the_models_own_limit_is_kept_as_far_as_the_engine_holds_it(engine, mode
         assert len(engine.generate([[3, 4]], ignore_eos=True).tokens[0]) == 5
     finally:
         model.generation_config.max_new_tokens = None
+
+
+@pytest.mark.parametrize(("settings", "most"), [({"max_seq_len": 64}, 64), ({"max_seq_len": 512, "num_slots": 48}, 46)])
+def test_a_length_that_nobody_asked_for_is_cut_to_what_fits(model, settings, most):
+    engine = specdec.attach(model, **settings)
+    try:
+        for size in (2, most - 1):
+            for options in ({}, {"max_length": None}):
+                out = engine.generate([[3] * size, [3]], ignore_eos=True, **options)
+                assert list(map(len, out.tokens)) == [most - size, most - 1] and set(out.finish_reasons) == {"length"}
+        for prompt, options in (([3] * most, {}), ([3, 4], {"max_new_tokens": 256}), ([3, 4], {"max_length": 258})):
+            with pytest.raises(specdec.CapacityError):
+                engine.generate([prompt], **options)
+        assert len(engine.generate([[3, 4]], max_new_tokens=most - 2, ignore_eos=True).tokens[0]) == most - 2
+    finally:
+        engine.detach()
 
 
 def test_eos_ids_of_the_call(engine, model):

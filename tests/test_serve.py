@@ -252,7 +252,8 @@ BAD_CHATS = [  # fields, the field at fault, what the message says
     ({"messages": HALF}, "messages", "surrogates"),
     ({"messages": IMAGE}, "messages", "text"),
     ({"messages": [{"role": "bot", "content": "x"}]}, "messages", "assistant"),
-    ({"max_tokens": 1000}, None, "max_seq_len"),
+    ({"max_tokens": 1000}, "max_tokens", "max_seq_len"),
+    ({"max_tokens": None, "max_completion_tokens": 1000}, "max_completion_tokens", "max_seq_len"),
     ({"max_tokens": None, "messages": [{"role": "user", "content": "word " * 300}]}, None, "max_seq_len"),
 ]
 
@@ -291,7 +292,9 @@ def test_bad_bodies(smol):
 
 
 def test_models_health_and_metrics(smol):
-    assert [m.id for m in smol.api.models.list()] == [NAME]
+    assert [m.id for m in smol.api.models.list()] == [NAME] == [smol.api.models.retrieve(NAME).id]
+    with pytest.raises(openai.NotFoundError, match="only 'smollm2' is served"):
+        smol.api.models.retrieve("owner/other")
     assert smol.http.get("/health").json() == {"status": "ok"}
     smol.post({"messages": CHAT, "max_tokens": 6})
     found = smol.metrics()
@@ -312,6 +315,18 @@ def long_stream(served, **more):
         lines = response.iter_lines()
         next(lines)
         yield lines
+
+
+def test_lengths_that_do_not_fit_are_told_by_their_name(tiny):
+    with pytest.raises(openai.BadRequestError, match=r"max_tokens=499: .*give 498 at most") as refused:
+        tiny.api.completions.create(model="tiny", prompt=[5, 6], max_tokens=499)
+    assert refused.value.param == "max_tokens" and "max_new_tokens" not in str(refused.value)
+    with pytest.raises(openai.BadRequestError, match="prompt has 500 tokens"):
+        tiny.api.completions.create(model="tiny", prompt=[5] * 500)
+    cut = tiny.api.completions.create(model="tiny", prompt=[5] * 497, extra_body={"ignore_eos": True})
+    assert cut.usage.completion_tokens == 3  # nobody asked for the 16 that are the default
+    with serving(tiny.engine, name="owner/tiny") as other:
+        assert other.api.models.retrieve("owner/tiny").id == "owner/tiny"
 
 
 def test_too_many_requests(tiny):

@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -155,6 +156,29 @@ def test_every_form_of_prompt():
     assert prompts_to_ids(ids, None, mask.tolist()) == [[5, 6], [7, 8, 9, 9]]
     assert prompts_to_ids(ids[:1], None, mask[:1]) == prompts_to_ids(ids[0], None, mask[0]) == [[5, 6]]
     assert prompts_to_ids([ids[0], ids[1:]], None) == [[0, 0, 5, 6], [7, 8, 9, 9]]
+
+
+def test_numpys_integers_are_token_ids():
+    rows, mask = np.array([[0, 5, 6], [7, 8, 9]], dtype=np.uint16), np.array([[0, 1, 1], [1, 1, 1]])
+    one, texts = rows[0], [[0, 5, 6], [7, 8, 9]]
+    assert prompts_to_ids(one, None) == prompts_to_ids(list(one), None) == texts[:1]
+    assert prompts_to_ids(rows, None) == prompts_to_ids(list(rows), None) == prompts_to_ids(tuple(rows), None) == texts
+    assert prompts_to_ids([list(one), rows[1:], [7, np.int64(8)]], None) == [*texts, [7, 8]]
+    for batch in (rows, list(rows), [list(row) for row in rows]):
+        found = prompts_to_ids({"input_ids": batch, "attention_mask": mask}, None)
+        assert found == [[5, 6], [7, 8, 9]] and all(type(t) is int for ids in found for t in ids)
+    assert all(type(t) is int for ids in prompts_to_ids([one, list(one)], None) for t in ids)
+    assert prompts_to_ids({"input_ids": one, "attention_mask": mask[0]}, None) == [[5, 6]]
+    for wrong in (rows.astype(float), [rows.astype(bool)[0]], rows[None], np.array("text"), [rows]):
+        with pytest.raises(ValueError, match=r"integers|tensor of 2 rows"):
+            prompts_to_ids(wrong, None)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_bytes_are_refused_by_name(kind):
+    for prompts, name in ((kind(b"hi"), "prompts"), ([kind(b"hi")], "prompt 0"), ([[5], kind(b"hi")], "prompt 1")):
+        with pytest.raises(ValueError, match=rf"{name} is {kind.__name__}: .*decode\('utf-8'\)"):
+            prompts_to_ids(prompts, TOKENIZER)
 
 
 def test_what_a_tokenizer_returns_without_padding():

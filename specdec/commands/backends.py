@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from specdec.api import attach
@@ -26,7 +27,7 @@ def list_backends() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table = Table("backend", f"on {device.type}")
     for name in BACKENDS:
-        table.add_row(name, unusable(name, device) or "usable")
+        table.add_row(name, escape(unusable(name, device) or "usable"))
     Console().print(table)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from specdec import shipped
-from specdec.commands.choices import device_of, draft_of, listed, name_of_target
+from specdec.commands.choices import draft_of, listed, name_of_target
 from specdec.measure import gsm8k, lossless
 from specdec.measure.results import ResultFile
 from specdec.measure.statistics import scipy_stats
@@ -16,7 +16,7 @@ from specdec.targets.pretrained import BUNDLED
 from specdec.text.prompt_sets import read_set
 from specdec.text.prompts import chat_ids
 from specdec.train.cli import Device, Dtype, Target
-from specdec.train.target import load
+from specdec.train.target import device_of, load
 
 app = typer.Typer()
 

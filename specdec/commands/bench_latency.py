@@ -11,7 +11,7 @@ import torch
 import typer
 
 from specdec import __version__
-from specdec.commands.choices import check_alone, device_of, draft_of, listed, numbers
+from specdec.commands.choices import check_alone, draft_of, listed, named_draft, numbers
 from specdec.measure.latency.cases import Plan, plan_of
 from specdec.measure.latency.run import Run
 from specdec.measure.latency.subject import (
@@ -30,7 +30,7 @@ from specdec.measure.together import device_of_rank, is_first, num_ranks
 from specdec.targets.pretrained import BUNDLED
 from specdec.text.prompts import chat_ids, read_questions
 from specdec.train.cli import Device, Dtype
-from specdec.train.target import dtype_of, load
+from specdec.train.target import device_of, dtype_of, load
 
 ALGOS = ("eagle3", "nextn")
 Numbers = list[str] | None  # such as 1,8,32
@@ -129,7 +129,7 @@ def _real_subject(
     target: str, draft: str | None, questions: list[str] | None, tokenizer: str | None, device: str, dtype: str
 ) -> Subject:
     """Load a target, with the draft of that name; prompts are questions in its chat template, or random ids."""
-    source, algo = draft_of(draft or ("shipped" if target == BUNDLED else "none"))
+    source, algo = draft_of(named_draft(draft, target))
     model, own = load(target, dtype, device)
     vocab_size = model.get_output_embeddings().weight.shape[0]
     prompts: Prompts = RandomPrompts(torch.arange(vocab_size))

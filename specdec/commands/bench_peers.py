@@ -13,7 +13,7 @@ import typer
 from transformers.utils import logging
 
 from specdec import __version__, shipped
-from specdec.commands.choices import check_alone, device_of, draft_of
+from specdec.commands.choices import check_alone, draft_of, named_draft
 from specdec.commands.demo import PROMPTS
 from specdec.heads.load import detect_algo
 from specdec.measure.peers.rows import measure, print_rows
@@ -23,7 +23,7 @@ from specdec.measure.shapes import make_head, make_target
 from specdec.targets.pretrained import BUNDLED, load_draft
 from specdec.text.prompts import chat_ids, read_questions
 from specdec.train.cli import Device, Dtype
-from specdec.train.target import dtype_of, load
+from specdec.train.target import device_of, dtype_of, load
 
 
 def peers_command(
@@ -90,7 +90,7 @@ def peers_command(
 
 def _draft(draft: str | None, target: str | None) -> tuple[Path | str | None, str | None]:
     """Return the engine's draft and its algorithm, by default the shipped head of the bundled target."""
-    source, algo = draft_of(draft or ("shipped" if target in (None, BUNDLED) else "none"))
+    source, algo = draft_of(named_draft(draft, target))
     return source, detect_algo(source) if source is not None else algo
 
 

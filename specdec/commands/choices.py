@@ -1,9 +1,8 @@
-"""What options of several commands stand for: devices, drafting, drafts, lists, names of targets."""
+"""What options of several commands stand for: drafting, drafts, lists, names of targets."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from specdec import shipped
@@ -18,20 +17,21 @@ TopK = Annotated[int | None, typer.Option(help="Branches per step K; 1, the defa
 DraftTokens = Annotated[int | None, typer.Option(help="Nodes verified per round D, root included.")]
 
 
-def device_of(device: str) -> str:
-    """Return `device`, for "auto" CUDA where there is any."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+def named_draft(draft: str | None, target: str | None) -> str:
+    """Return the draft's name; if none is given, the shipped head for the bundled target, and "none" for others."""
+    return draft or ("shipped" if target in (None, BUNDLED) else "none")
 
 
 def drafting_of(
-    device: str, steps: int | None, topk: int | None = None, draft_tokens: int | None = None
+    draft: str, device: str, steps: int | None, topk: int | None = None, draft_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Return the settings of `attach` for the options of drafting that were given, None for those that were not.
+    """Return the settings of `attach` for the options of drafting that were given, None for those that were not;
+    beside the draft "none", `attach` refuses them.
 
     On a CPU the depth is 2 by default: a product of up to three rows costs what one row costs. Elsewhere nothing is
     added, so that `attach` follows what the draft advises on CUDA.
     """
-    if steps is None and device == "cpu":
+    if draft != "none" and steps is None and device == "cpu":
         steps = 2
     drafting = {"num_steps": steps, "topk": topk, "num_draft_tokens": draft_tokens}
     return {name: value for name, value in drafting.items() if value is not None}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from specdec.backends import BACKENDS
@@ -37,7 +38,7 @@ def env_command() -> None:
     backends = [f"{name}: {reason or 'usable'}" for name, reason in found["backends"].items()]
     table = Table(show_header=False)
     for name, value in {**found, "devices": "\n".join(found["devices"]), "backends": "\n".join(backends)}.items():
-        table.add_row(name, str(value or ("none" if name == "cuda" else "not installed")))
+        table.add_row(name, escape(str(value or ("none" if name == "cuda" else "not installed"))))
     Console().print(table)
     print(json.dumps(found))
 

@@ -11,7 +11,7 @@ from specdec.commands.backends import app as backends_app
 from specdec.commands.bench import app as bench_app
 from specdec.commands.cache import cache_command
 from specdec.commands.chat import print_stream, run_chat, statistics, typed_lines
-from specdec.commands.choices import DraftTokens, Steps, TopK, device_of, draft_of, drafting_of
+from specdec.commands.choices import DraftTokens, Steps, TopK, draft_of, drafting_of, named_draft
 from specdec.commands.convert import convert_command
 from specdec.commands.demo import run_demo
 from specdec.commands.env import env_command
@@ -22,7 +22,7 @@ from specdec.doctor.command import doctor_command
 from specdec.targets.pretrained import BUNDLED, load_pretrained
 from specdec.train.cli import Device, Dtype, Target
 from specdec.train.cli import app as train_app
-from specdec.train.target import load
+from specdec.train.target import device_of, load
 
 app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
@@ -35,17 +35,22 @@ app.command("env")(env_command)
 app.command("serve")(serve_command)
 app.command("eval", context_settings=AS_THEY_ARE)(evaluate_command)
 
-SHIPPED = "shipped"
-
-DemoDraft = Annotated[str, typer.Option(help="Folder, .gguf file, Hub id, 'lookup', 'shipped' or a shipped name.")]
-Draft = Annotated[str, typer.Option(help="As for `demo`, or 'none'. 'shipped' is the EAGLE-3 head.")]
+DemoDraft = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder, .gguf file, Hub id, 'lookup', 'shipped' (EAGLE-3, the default for bundled) or a shipped name."
+    ),
+]
+Draft = Annotated[
+    str | None, typer.Option(help="As for `demo`, or 'none', the default for other targets than bundled.")
+]
 MaxNew = Annotated[int, typer.Option(help="Tokens to emit at most.")]
 
 
 @app.command()
 def demo(
     target: Target = BUNDLED,
-    draft: DemoDraft = SHIPPED,
+    draft: DemoDraft = None,
     steps: Steps = None,
     topk: TopK = None,
     draft_tokens: DraftTokens = None,
@@ -56,15 +61,19 @@ def demo(
 
     The last line is one JSON object.
     """
+    draft = named_draft(draft, target)
     if draft == "none":
-        raise ValueError("--draft 'none': the demo compares drafting with plain decoding; name a draft or leave it out")
+        raise ValueError(
+            "--draft 'none', the default for other targets than bundled: the demo compares drafting with plain "
+            "decoding; name a draft made for the target, or 'lookup'"
+        )
     model, tokenizer = load_pretrained(target, dtype=torch.float32, device=device_of(device))
     run_demo(
         model,
         tokenizer,
         *draft_of(draft),
         max_new_tokens=max_new_tokens,
-        **drafting_of(model.device.type, steps, topk, draft_tokens),
+        **drafting_of(draft, model.device.type, steps, topk, draft_tokens),
     )
 
 
@@ -72,7 +81,7 @@ def demo(
 def generate(
     prompt: str,
     target: Target = BUNDLED,
-    draft: Draft = SHIPPED,
+    draft: Draft = None,
     steps: Steps = None,
     topk: TopK = None,
     draft_tokens: DraftTokens = None,
@@ -98,9 +107,9 @@ def generate(
     if temperature is not None:
         given["do_sample"] = temperature > 0
     model, tokenizer = load(target, dtype, device)
-    settings: dict[str, Any] = {"compile": False}  # one text would not earn it back
-    if draft != "none":
-        settings |= drafting_of(model.device.type, steps, topk, draft_tokens)
+    draft = named_draft(draft, target)
+    settings = drafting_of(draft, model.device.type, steps, topk, draft_tokens)
+    settings["compile"] = False  # one text would not earn it back
     engine = attach(model, *draft_of(draft), tokenizer=tokenizer, **settings)
     question: Any = prompt if raw else [{"role": "user", "content": prompt}]
     pieces = engine.stream(question, max_new_tokens=max_new_tokens, stop=stop, **given)
@@ -110,7 +119,7 @@ def generate(
 @app.command()
 def chat(
     target: Target = BUNDLED,
-    draft: Draft = SHIPPED,
+    draft: Draft = None,
     steps: Steps = None,
     max_new_tokens: MaxNew = 512,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; left out, the model's own default.")] = None,
@@ -120,7 +129,8 @@ def chat(
 ) -> None:
     """Chat in the terminal; an empty line starts again, Ctrl-C ends an answer, Ctrl-D the chat."""
     model, tokenizer = load(target, dtype, device)
-    settings: dict[str, Any] = {} if draft == "none" else drafting_of(model.device.type, steps)
+    draft = named_draft(draft, target)
+    settings = drafting_of(draft, model.device.type, steps)
     engine = attach(model, *draft_of(draft), tokenizer=tokenizer, **settings)
     law: dict[str, Any] = {}
     if temperature is not None:

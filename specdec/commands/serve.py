@@ -6,10 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from specdec import shipped
 from specdec.api import attach
-from specdec.commands.choices import DraftTokens, Steps, TopK, draft_of, drafting_of
-from specdec.targets.pretrained import BUNDLED
+from specdec.commands.choices import DraftTokens, Steps, TopK, draft_of, drafting_of, named_draft
 from specdec.train.cli import Device, Dtype
 from specdec.train.target import load
 
@@ -56,9 +54,8 @@ def serve_command(
         settings["compile"] = compile
     if max_seq_len is not None:
         settings["max_seq_len"] = max_seq_len
-    draft = draft or (shipped.SMOLLM2_EAGLE3 if target == BUNDLED else "none")
-    if draft != "none":
-        settings |= drafting_of(model.device.type, steps, topk, draft_tokens)
+    draft = named_draft(draft, target)
+    settings |= drafting_of(draft, model.device.type, steps, topk, draft_tokens)
     engine = attach(model, *draft_of(draft), tokenizer=tokenizer, **settings)
     app = build_app(engine, name or target, max_waiting)
 

@@ -123,7 +123,7 @@ def print_findings(console: Console, found: Findings) -> None:
     for remark in found.remarks:
         console.print(f"- {remark}", markup=False, highlight=False)
     if found.defects:
-        console.print(f"[bold red]likely defect: {', and '.join(found.defects)}", highlight=False)
+        console.print(f"[bold red]likely defect: {escape(', and '.join(found.defects))}", highlight=False)
     else:
         console.print("[bold green]no defect found", highlight=False)
 

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
 from operator import add
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -78,21 +78,24 @@ def _refuse_two_laws(settings: dict[str, Any]) -> None:
 
 
 def _limits(core: Core, settings: Settings, given: Any, batch: list[list[int]]) -> list[int]:
-    """Return max_new_tokens of every prompt: the caller's, else the model's up to what the engine holds, else 256."""
+    """Return max_new_tokens of every prompt: the caller's, else the model's or 256, up to what the engine holds."""
     if given is not None:
         return _per_prompt("max_new_tokens", given, len(batch))
     limits = [settings.max_new_tokens(len(prompt)) for prompt in batch]
-    if any(name in settings.given for name in LENGTHS):
-        return [DEFAULT_NEW_TOKENS if limit is None else limit for limit in limits]
-    room = [core.config.max_seq_len - len(prompt) for prompt in batch]
+    if any(name in settings.given and settings.get(name) is not None for name in LENGTHS):
+        return cast(list[int], limits)
+    longest = min(core.config.max_seq_len, core.scheduler.longest_request)
+    room = [longest - len(prompt) for prompt in batch]
     if any(limit is not None and limit > most >= 1 for limit, most in zip(limits, room, strict=True)):
+        setting = "max_seq_len" if longest == core.config.max_seq_len else "num_slots"
         warnings.warn(
-            f"the model's generation_config allows more tokens than max_seq_len={core.config.max_seq_len} holds: texts "
-            "end there. Attach with a larger max_seq_len, or give max_new_tokens",
+            f"the model's generation_config allows more tokens than {setting}={getattr(core.config, setting)} holds: "
+            f"texts end there. Attach with a larger {setting}, or give max_new_tokens",
             stacklevel=5,
         )
+    # One token at least: a prompt that leaves no room for it is refused, as everything else that does not fit.
     return [
-        DEFAULT_NEW_TOKENS if limit is None else min(limit, max(most, 1))
+        min(DEFAULT_NEW_TOKENS if limit is None else limit, max(most, 1))
         for limit, most in zip(limits, room, strict=True)
     ]
 

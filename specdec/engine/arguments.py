@@ -70,6 +70,16 @@ def refuse_autocast(device: torch.device) -> None:
         )
 
 
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise ValueError for what cannot turn ids into text, such as a tokenizer's name."""
+    if tokenizer is not None and (isinstance(tokenizer, type) or not callable(getattr(tokenizer, "decode", None))):
+        name = repr(str(tokenizer)) if isinstance(tokenizer, str | Path) else "..."
+        raise ValueError(
+            f"tokenizer={tokenizer!r}: expected a tokenizer, which has a decode method, not its name or class; pass "
+            f"AutoTokenizer.from_pretrained({name})"
+        )
+
+
 def check_settings(settings: dict[str, Any]) -> None:
     """Raise ValueError for settings that are not fields of EngineConfig."""
     known = [field.name for field in fields(EngineConfig)]

@@ -127,6 +127,7 @@ class Settings:
         settings._check()
         idle = [n for n in LAW if arguments.get(n) not in (None, 0.0) and not settings.samples]
         if idle:
+            SamplingParams(**{name: arguments[name] for name in idle})  # a value that is wrong anyway is told as such
             raise ValueError(
                 f"{idle[0]}={arguments[idle[0]]!r} does nothing with do_sample=False, which is the default: pass "
                 f"do_sample=True, or sampling=SamplingParams({idle[0]}={arguments[idle[0]]!r})"

@@ -142,6 +142,11 @@ class Scheduler:
         """Return the KV slots a request reserves: prompt, output, and what a round may write past L."""
         return prompt_len + max_new_tokens + self.tail_reserve
 
+    @property
+    def longest_request(self) -> int:
+        """The most tokens, prompt and output, of a request that could run alone."""
+        return self.slot_tables.most_tokens - self.tail_reserve
+
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests that have passed `check_fits`."""
         now = time.perf_counter()

@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, g
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from specdec.api import Engine
+from specdec.errors import CapacityError
 from specdec.serve.forms import STATUS, Form, as_json, event, problem
 from specdec.serve.metrics import EngineCollector
 from specdec.serve.schema import Body, ChatBody, TextBody
@@ -43,12 +44,13 @@ def build_app(engine: Engine, name: str, max_waiting: int = 256) -> FastAPI:
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, max_body_size=MOST_BYTES)
     app.state.stepper = stepper
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "-"}
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         if None not in (body.max_tokens, body.max_completion_tokens):
             raise ValueError("max_tokens and max_completion_tokens: give one of the two")
-        jobs = await make_jobs(body, [m.plain() for m in body.messages], body.max_completion_tokens)
+        jobs = await make_jobs(body, [m.plain() for m in body.messages], None)
         return await answer(body, request, jobs)
 
     @app.post("/v1/completions")
@@ -57,7 +59,12 @@ def build_app(engine: Engine, name: str, max_waiting: int = 256) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return as_json({"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "-"}]})
+        return as_json({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{wanted:path}")
+    async def one_model(wanted: str) -> Response:
+        check_name(wanted)
+        return as_json(model)
 
     @app.get("/health")
     async def health() -> Response:
@@ -67,16 +74,19 @@ def build_app(engine: Engine, name: str, max_waiting: int = 256) -> FastAPI:
     async def metrics() -> Response:
         return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
 
+    def check_name(wanted: str | None) -> None:
+        if wanted not in (None, name):
+            raise HTTPException(404, f"model={wanted!r}: only {name!r} is served")
+
     async def make_jobs(body: Body, prompts: Any, length: int | None) -> list[Job]:
-        """A job a choice; length: of texts if max_tokens is not given; None: what fits."""
-        if body.model not in (None, name):
-            raise HTTPException(404, f"model={body.model!r}: only {name!r} is served")
-        options, length = body.options(samples), body.max_tokens or length
+        """A job a choice; length: of texts if the body gives none; None: what fits."""
+        check_name(body.model)
+        options = body.options(samples)
         ids = await asyncio.to_thread(prompts_to_ids, prompts, engine.tokenizer)
         events: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         jobs = []
         for index, prompt in enumerate(p for p in ids for _ in range(body.n or 1)):
-            own = {**options, "max_new_tokens": length or max(engine.config.max_seq_len - len(prompt), 1)}
+            own = {**options, "max_new_tokens": new_tokens(body, len(prompt), engine.config.max_seq_len, length)}
             if body.seed is not None:
                 own["seed"] = (body.seed + index) % 2**63  # as `Engine.generate` for a batch
             jobs.append(Job(index, prompt, own, events))
@@ -129,6 +139,25 @@ def build_app(engine: Engine, name: str, max_waiting: int = 256) -> FastAPI:
     for kind in (StarletteHTTPException, Gone, Exception, *(kind for kind, _ in STATUS)):
         app.add_exception_handler(kind, fail)
     return app
+
+
+def new_tokens(body: Body, prompt_len: int, max_seq_len: int, default: int | None) -> int:
+    """Return the length of a text: what the body asks for, else what fits, up to `default`. CapacityError if none fits,
+    or less than was asked for."""
+    room = max_seq_len - prompt_len
+    if room < 1:
+        raise CapacityError(
+            f"the prompt has {prompt_len} tokens: with one of text they exceed max_seq_len={max_seq_len}; shorten it"
+        )
+    lengths = {name: getattr(body, name, None) for name in ("max_tokens", "max_completion_tokens")}
+    for name, asked in lengths.items():
+        if asked is not None and asked > room:
+            raise CapacityError(
+                f"{name}={asked}: with the prompt's {prompt_len} tokens they exceed max_seq_len={max_seq_len}; give "
+                f"{room} at most, or shorten the prompt"
+            )
+    given = next((asked for asked in lengths.values() if asked is not None), None)
+    return given or min(default or room, room)
 
 
 async def follow(jobs: Sequence[Job], request: Request) -> AsyncGenerator[Piece, None]:

@@ -52,13 +52,28 @@ def load_pretrained(
     """Load target and tokenizer in `dtype` on `device`.
 
     name: "bundled", a .gguf file, a folder as `save_pretrained` writes it, or a Hub id. Custom code in a repository is
-    not run: ValueError.
+    not run, and what cannot be read is refused: ValueError.
     """
     source, extra = _source(name)
-    with no_foreign_code(source), _gguf_read_once():
+    with _as_target_error(name), no_foreign_code(source), _gguf_read_once():
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False, **extra)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **extra)
     return model.to(device).eval(), tokenizer
+
+
+@contextmanager
+def _as_target_error(name: str | Path) -> Iterator[None]:
+    """Turn transformers' errors about a model that is not there, or that it does not know, into one line."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:
+        said = shortened(" ".join(str(error).split()), 300)
+        raise ValueError(
+            f"target {str(name)!r} cannot be loaded: expected 'bundled', a folder with a causal LM and its tokenizer, "
+            f"a .gguf file, or a Hub id that can be reached or is cached; transformers says: {said}"
+        ) from error
 
 
 def load_draft(

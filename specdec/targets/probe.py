@@ -82,7 +82,7 @@ def probe(model: PreTrainedModel) -> ModelSpec:
     try:
         first = _first_forward(model, own, ids, seen, may_cache=not mixers)
     except Exception as error:
-        reasons = [*static_reasons(model), *failure_reasons(error, seen[-1]), *foreign_layers(model)]
+        reasons = [*static_reasons(model), *failure_reasons(error, seen[-1], model), *foreign_layers(model)]
         raise AttachError(name, reasons) from error
     recording, logits = first.recording, first.logits
     reasons = static_reasons(model) + call_reasons(recording, model, bool(mixers))

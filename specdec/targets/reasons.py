@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from transformers import PreTrainedModel
 
 from specdec.backends import LayerSpec
@@ -27,8 +28,17 @@ def static_reasons(model: PreTrainedModel) -> list[str]:
     return reasons
 
 
-def failure_reasons(error: Exception, recording: Recording) -> list[str]:
+def failure_reasons(error: Exception, recording: Recording, model: PreTrainedModel) -> list[str]:
     """Return why the probe's forward failed with `error`, after what was recorded."""
+    firsts: dict[torch.dtype, str] = {}
+    for name, parameter in model.named_parameters():
+        firsts.setdefault(parameter.dtype, name)
+    if "dtype" in str(error) and len(firsts) > 1:
+        found = ", ".join(f"{dtype} ({name})" for dtype, name in firsts.items())
+        return [
+            f"its parameters have several dtypes, which its forward cannot compute with: {found}; expected one: "
+            f"model.to({model.get_input_embeddings().weight.dtype}), or load it with dtype=... ({error})"
+        ]
     if recording.masks and not recording.calls:  # masks stand for themselves there, and cannot be computed with
         return [f"its layers compute with masks themselves, so their attention cannot be routed ({error})"]
     return [f"the probe forward failed: {error}"]

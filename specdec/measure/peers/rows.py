@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from specdec import __version__
@@ -76,7 +77,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         requests = f"{r['requests']}, one by one" if r["one_at_a_time"] else str(r["requests"])
         start = (r["what"], r["version"] or "-", requests)
         if "error" in r:
-            table.add_row(*start, "-", "-", "-", r["error"][:ERROR_WIDTH])
+            table.add_row(*start, "-", "-", "-", escape(r["error"][:ERROR_WIDTH]))
             continue
         ratio = f"{r['tokens_per_s'] / base:.2f}x" if base else "-"
         equal = f"{r['equal']} of {r['requests']}" if "equal" in r else "-"
