@@ -81,7 +81,7 @@ def test_every_type_equals_generate(name):
     model = model_of(name)
     expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()]
     own = model(torch.tensor([ragged_prompts()[0]], device=DEVICE)).logits
-    for shape in (None, CHAIN, TREE):
+    for shape in (None, CHAIN, TREE) if DEVICE.type == "cuda" else (None, TREE):
         engine = engine_of(model, "eagle" if shape else None, **(shape or {}))
         check_text(engine, expected)
         engine.detach()
