@@ -64,6 +64,14 @@ def _little_garbage() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where two ranks run: on a CPU, over gloo, or on a GPU each."""
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    return str(request.param)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Thousands of small operations: on a busy machine, threads that wait for each other take ten times as long."""

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from scipy import stats
 
 import specdec
 from specdec import SamplingParams
@@ -12,6 +11,7 @@ from specdec.backends.rope import rotate
 from specdec.draft.algorithms import algorithms
 from specdec.targets.shape import LAST
 from tests.heads import ALGOS, MODULES, poison, random_draft
+from tests.laws import assert_own_law
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_round_graphs import past_prefill
 from tests.tiny_models import VOCAB, tiny_model
@@ -122,16 +122,7 @@ def test_chains_sample_the_targets_own_law(algo, draws):
     """The second token, drafted and verified, given the first: chi-square over 1000 seeds."""
     model, prompt = tiny_model("llama").to(DEVICE), ragged_prompts()[1]
     engine = engine_of(model, algo, {"num_steps": 1}, max_batch=250, max_seq_len=32, sample_drafts=draws)
-    law = SamplingParams(temperature=1.0, top_k=4, seed=0)
-    out = engine.generate([prompt] * 1000, max_new_tokens=2, sampling=law, ignore_eos=True)
-    pairs = torch.tensor(out.tokens)
-    first = int(pairs[:, 0].mode().values)
-    seconds = pairs[pairs[:, 0] == first, 1]
-    best = model(torch.tensor([[*prompt, first]], device=DEVICE)).logits[0, -1].detach().double().cpu().topk(4)
-    observed = torch.stack([(seconds == t).sum() for t in best.indices]).double()
-    assert observed.sum() == len(seconds)
-    expected = best.values.softmax(-1) * observed.sum()
-    assert stats.chisquare(observed.numpy(), expected.numpy()).pvalue > 1e-3
+    assert_own_law(engine, model, prompt)
 
 
 class FromScratch:

@@ -4,12 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 import specdec
-from specdec import SamplingParams
 from specdec.functional.ops import TORCH_OPS, pick_ops
 from tests.heads import random_head
+from tests.laws import assert_own_law
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import tiny_model
 
@@ -114,17 +113,8 @@ def test_sampled_text_follows_the_targets_law():
     """The second token, drafted and verified, given the first: chi-square over 1000 seeds."""
     model, prompt = tiny_model("llama").to(DEVICE), [5, 6, 7, 5, 6, 7, 5, 6]
     engine = looked_up(model, num_steps=1, max_batch=250, max_seq_len=32)
-    law = SamplingParams(temperature=1.0, top_k=4, seed=0)
-    out = engine.generate([prompt] * 1000, max_new_tokens=3, sampling=law, ignore_eos=True)
+    assert_own_law(engine, model, prompt, num_tokens=3)
     engine.detach()
-    tokens = torch.tensor(out.tokens)
-    first = int(tokens[:, 0].mode().values)
-    seconds = tokens[tokens[:, 0] == first, 1]
-    best = model(torch.tensor([[*prompt, first]], device=DEVICE)).logits[0, -1].detach().double().cpu().topk(4)
-    observed = torch.stack([(seconds == t).sum() for t in best.indices]).double()
-    assert observed.sum() == len(seconds)
-    expected = best.values.softmax(-1) * observed.sum()
-    assert stats.chisquare(observed.numpy(), expected.numpy()).pvalue > 1e-3
 
 
 def test_what_lookup_does_not_take():

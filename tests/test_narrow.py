@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from scipy import stats
 
 import specdec
-from specdec import SamplingParams
 from specdec.draft.narrow import NarrowHead
 from tests.heads import ALGOS, MODULES, random_draft
+from tests.laws import assert_own_law
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
 
@@ -72,15 +71,7 @@ def test_sampled_tokens_follow_the_targets_own_law():
     engine = attached(
         model, tiny_model("llama").to(DEVICE), draft_vocab=[*range(0, VOCAB, 2)], num_steps=1, max_batch=250
     )
-    law = SamplingParams(temperature=1.0, top_k=4, seed=0)
-    pairs = torch.tensor(engine.generate([prompt] * 1000, max_new_tokens=2, sampling=law, ignore_eos=True).tokens)
-    first = int(pairs[:, 0].mode().values)
-    seconds = pairs[pairs[:, 0] == first, 1]
-    best = model(torch.tensor([[*prompt, first]], device=DEVICE)).logits[0, -1].detach().double().cpu().topk(4)
-    observed = torch.stack([(seconds == t).sum() for t in best.indices]).double()
-    assert observed.sum() == len(seconds)
-    expected = best.values.softmax(-1) * observed.sum()
-    assert stats.chisquare(observed.numpy(), expected.numpy()).pvalue > 1e-3
+    assert_own_law(engine, model, prompt)
     engine.detach()
 
 

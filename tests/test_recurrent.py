@@ -4,14 +4,13 @@ from itertools import product
 
 import pytest
 import torch
-from scipy import stats
 
 import specdec
-from specdec import SamplingParams
 from specdec.backends.state_pool import StatePool
 from specdec.errors import AttachError, CapacityError
 from specdec.targets.hf import HFTarget
 from tests.heads import random_draft
+from tests.laws import assert_own_law
 from tests.recurrent_models import CONFIGS, recurrent_model
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB
@@ -149,15 +148,7 @@ def test_sampled_tokens_follow_the_targets_own_law(name):
     """The second token, drafted and verified, given the first: chi-square over 1000 seeds."""
     model, prompt = model_of(name), ragged_prompts()[1]
     engine = engine_of(model, "eagle", num_steps=1, max_batch=250, max_seq_len=32, max_prefill_tokens=1024)
-    law = SamplingParams(temperature=1.0, top_k=4, seed=0)
-    pairs = torch.tensor(engine.generate([prompt] * 1000, max_new_tokens=2, sampling=law, ignore_eos=True).tokens)
-    first = int(pairs[:, 0].mode().values)
-    seconds = pairs[pairs[:, 0] == first, 1]
-    best = model(torch.tensor([[*prompt, first]], device=DEVICE)).logits[0, -1].double().cpu().topk(4)
-    observed = torch.stack([(seconds == t).sum() for t in best.indices]).double()
-    assert observed.sum() == len(seconds)
-    expected = best.values.softmax(-1) * observed.sum()
-    assert stats.chisquare(observed.numpy(), expected.numpy()).pvalue > 1e-3
+    assert_own_law(engine, model, prompt)
     engine.detach()
 
 

@@ -199,13 +199,6 @@ def fails_to_share(model, rank):
     return told, before == attributes_of(model)
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def played(tmp_path_factory, device):
     """What each rank found."""

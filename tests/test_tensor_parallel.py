@@ -243,13 +243,6 @@ def is_killed(model, rank):
 FAULTS = {"step": fails_in_a_step, "attach": fails_to_attach, "killed": is_killed}  # the last one's process ends in it
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory, device):
     """What both ranks found, and the exit codes of the last fault."""

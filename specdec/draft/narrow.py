@@ -90,7 +90,7 @@ def _places(config: EngineConfig, scored: torch.Tensor, target: HFTarget) -> tor
         if strange:
             raise ValueError(f"{_told(config)}: expected ids from 0 to {size - 1}, not {strange[:5]} ({len(strange)})")
         is_wanted = torch.isin(scored, scored.new_tensor(wanted))
-    places = is_wanted.nonzero().flatten()
+    places = is_wanted.nonzero().flatten()  # a sync, as in `_check`: at attach, once
     if len(places) < max(config.topk, 2):
         raise ValueError(
             f"{_told(config)}: the draft scores {len(places)} of them; expected at least {max(config.topk, 2)}"
