@@ -14,7 +14,7 @@ from specdec.graphs.pool import GraphPool
 from specdec.graphs.prefill import PrefillRunner
 from specdec.graphs.runner import GraphRunner, Setup
 from specdec.graphs.shapes import Decision, ShapeKey, batch_buckets, token_buckets
-from specdec.graphs.watch import ModuleWatch
+from specdec.graphs.watch import ChangeWatch, ModuleWatch
 
 __all__ = [
     "BreakableCapture",
@@ -26,6 +26,7 @@ __all__ = [
     "FullCapture",
     "GraphPool",
     "GraphRunner",
+    "ChangeWatch",
     "ModuleWatch",
     "PathCounters",
     "PrefillRunner",

@@ -22,13 +22,22 @@ from specdec.batch import ForwardMode, on_device
 from specdec.draft.compiled import compile_draft
 from specdec.engine.arguments import refuse_autocast
 from specdec.engine.mailbox import Mailbox, Results
-from specdec.engine.packing import copy_to, pack_chunk, pack_piece, pack_requests, rewrite_row, write_requests
-from specdec.engine.scheduler import Request, Scheduler
+from specdec.engine.packing import (
+    copy_to,
+    pack_chunk,
+    pack_piece,
+    pack_requests,
+    rewrite_row,
+    write_history,
+    write_requests,
+)
+from specdec.engine.request import Request
+from specdec.engine.scheduler import Scheduler
 from specdec.engine.turns import Turns
 from specdec.errors import DetachedError, GraphError
 from specdec.functional.results import first_tokens, line_width, unpack
 from specdec.functional.sampling import SamplingKind
-from specdec.graphs import GraphPool, ModuleWatch
+from specdec.graphs import ChangeWatch, GraphPool, ModuleWatch
 from specdec.metrics import AcceptanceStats
 from specdec.prefill.graphs import PrefillGraphs, resolve_prefill_mode
 from specdec.round.graphs import RoundGraphs
@@ -50,7 +59,7 @@ class Core:
         self.config = config
         self.counters = parts.counters
         self.slot_tables = parts.tables
-        self.scheduler = Scheduler(parts.tables, config.tail_reserve)
+        self.scheduler = Scheduler(parts.tables, config.tail_reserve, parts.worker.looks_ahead)
         self.state = parts.state
         self.device = device
         self.context = parts.context
@@ -81,6 +90,7 @@ class Core:
         modules = [m for m in (target.model, worker.module) if m is not None]
         free = [rope for module in modules for rope in varying_ropes(module)]  # their original frequencies are read
         self._watch = ModuleWatch(modules, free) if is_watched else None
+        self._changes = ChangeWatch(modules, free) if parts.tables.prefixes is not None else None
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue checked requests; DetachedError once the core is closed, GraphError if a weight has moved, ValueError
@@ -89,6 +99,8 @@ class Core:
         with self.turns:
             self._require_open()
             self.check_addresses()
+            if self.weights_changed():
+                self.forget_prefixes()
             self.scheduler.add(requests)
 
     @torch.inference_mode()
@@ -120,6 +132,17 @@ class Core:
         with self.turns:
             for request in requests:
                 self.scheduler.release(request)
+
+    def weights_changed(self) -> bool:
+        """Whether K/V that is kept is of other weights: they were changed since the last call."""
+        return self._changes is not None and self._changes.has_changed()
+
+    def forget_prefixes(self) -> None:
+        """Keep no K/V of what was served, or is being served, for other requests."""
+        if self.slot_tables.prefixes is not None:
+            self.slot_tables.prefixes.clear()
+            for request in self.scheduler.running:
+                request.is_kept = False
 
     def check_addresses(self) -> None:
         """GraphError if a weight that graphs or compiled layers read has been replaced or moved, one was changed of
@@ -215,6 +238,8 @@ class Core:
                 return
             constants = pack_requests(self.scheduler.admitted)
         write_requests(self.state, self.slot_tables, self.scheduler.admitted, constants, self.round.ops)
+        if self.round.worker.reads_history:
+            write_history(self.state, self.scheduler.admitted)
         self.scheduler.admitted = []
 
     def _end_unpackable(self) -> None:
@@ -245,6 +270,8 @@ class Core:
         else:
             self._prefill_in_parts(pieces, done, kind)
         self._is_launching = False
+        for request in finished:
+            self.scheduler.sharing.keep(request)
         return bool(done)
 
     def _begin_launch(self, pieces: list[tuple[Request, int]]) -> None:
@@ -326,6 +353,7 @@ class Core:
         request.num_certain += len(emitted.tokens) - 1
         if emitted.is_invalid:
             request.finish_reason = "error"
+            self.forget_prefixes()  # its prompt's K/V may be in there
             message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"
             warnings.warn(message, stacklevel=7)
             return
