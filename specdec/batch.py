@@ -84,7 +84,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy `host` to `device` without waiting for the device."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def host_zeros(num: int, device: torch.device) -> torch.Tensor:
