@@ -1,4 +1,4 @@
-"""Whether the host waits for the device in a round or a prefill of mixtures of experts and recurrent models.
+"""Whether the host waits for the device as it admits, prefills and plays rounds of experts and recurrent models.
 
     python bench/waits.py --out DIR                       # every causal-LM type of transformers that has such layers
     python bench/waits.py --types qwen3_moe qwen3_next    # only these
@@ -85,7 +85,8 @@ def outcome(model: PreTrainedModel) -> str:
     try:
         engine.generate(PROMPTS, max_new_tokens=8, ignore_eos=True)  # a first run compiles kernels
         core: Any = engine._core
-        core._round, core._prefill = guarded(core._round), guarded(core._prefill)
+        for name in ("_fill", "_prefill", "_round"):
+            setattr(core, name, guarded(getattr(core, name)))
         engine.generate(PROMPTS, max_new_tokens=8, ignore_eos=True)
     except RuntimeError as error:
         return f"waits: {str(error).splitlines()[0][:160]}"
