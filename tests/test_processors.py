@@ -140,7 +140,7 @@ def test_the_kernels_equal_the_twin(seed):
 def test_no_request_is_waited_for():
     state = ProcessorState.empty(torch.zeros(3, 20, dtype=torch.int64), VOCAB)
     with waits_raise():
-        for law in (SamplingParams(repetition_penalty=1.2, bad_words=[[5, 6]]), SamplingParams()):
+        for law in (SamplingParams(repetition_penalty=1.2, no_repeat_ngram_size=2), SamplingParams()):
             state.fill(1, [1, 2], law, EOS)
 
 
