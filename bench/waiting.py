@@ -2,8 +2,8 @@
 
 `torch.cuda.set_sync_debug_mode("error")` needs a GPU. Here the operations tell: those that read values of tensors, or
 have a shape that depends on them, and copies between device and host that are not `non_blocking`. All tensors count as
-the device's but those that are made within, with no device named, and what is computed from them alone. Custom ops
-are not looked into: on a GPU, others than a CPU's run in them.
+the device's but those that are made within, with no device named or "cpu", and what is computed from them alone. Custom
+ops are not looked into: on a GPU, others than a CPU's run in them.
 """
 
 import sys
@@ -85,7 +85,7 @@ class _Calls(TorchFunctionMode):
         data = args[0] if args and name in ("tensor", "as_tensor", "asarray") else None
         if isinstance(data, list | tuple) and any(map(_is_on_device, tree_leaves(data))):
             raise HostWait(f"torch.{name} of tensors")
-        if kwargs.get("device") is None:
+        if kwargs.get("device") in (None, "cpu"):
             setattr(out, HOST, not _is_on_device(data))
         elif data is not None and not _is_on_device(data):
             raise HostWait(f"a copy from the host (torch.{name})")
