@@ -1,10 +1,12 @@
-"""Whether the host waits for the device in a round or a prefill of mixtures of experts and recurrent models.
+"""Whether the host waits for the device as it admits, prefills and plays rounds of experts and recurrent models.
 
     python bench/waits.py --out DIR                       # every causal-LM type of transformers that has such layers
     python bench/waits.py --types qwen3_moe qwen3_next    # only these
 
-Each is a tiny random model (see bench/admission.py) in bf16, fp16 and fp32, without graphs, since a replay cannot wait:
-PyTorch raises an error where an operation would. Without CUDA it only runs. The last line is one JSON object.
+Each is a tiny random model (see bench/admission.py) in bf16, fp16 and fp32, without graphs, since a replay cannot wait.
+On CUDA, PyTorch's sync debug mode raises an error where an operation waits. Without it, operations are told by their
+names and arguments (bench/waiting.py): that holds for what PyTorch runs in models, rounds and prefills of the torch
+backend, not for branches that only CUDA takes, nor for our kernels. The last line is one JSON object.
 """
 
 import argparse
@@ -30,9 +32,11 @@ from specdec.targets.mixers import find_mixers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.admission import tiny
+from bench.waiting import waits_raise
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SEEN_BY = "sync debug mode" if DEVICE.type == "cuda" else "operations on a CPU"
 PROMPTS = [list(range(20, 20 + n)) for n in (13, 5)]
 
 
@@ -67,6 +71,7 @@ def examine(model_type: str) -> Iterator[dict[str, Any]]:
             "type": model_type,
             "layers": ", ".join(kinds),
             "dtype": str(dtype).removeprefix("torch."),
+            "seen_by": SEEN_BY,
             "says": outcome(model.to(DEVICE, dtype)),
         }
 
@@ -80,7 +85,8 @@ def outcome(model: PreTrainedModel) -> str:
     try:
         engine.generate(PROMPTS, max_new_tokens=8, ignore_eos=True)  # a first run compiles kernels
         core: Any = engine._core
-        core._round, core._prefill = guarded(core._round), guarded(core._prefill)
+        for name in ("_fill", "_prefill", "_round"):
+            setattr(core, name, guarded(getattr(core, name)))
         engine.generate(PROMPTS, max_new_tokens=8, ignore_eos=True)
     except RuntimeError as error:
         return f"waits: {str(error).splitlines()[0][:160]}"
@@ -101,13 +107,16 @@ def guarded(call: Any) -> Any:
 
 @contextmanager
 def waits_are_errors() -> Iterator[None]:
-    if DEVICE.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
+    """RuntimeError within it where the host waits for the device, or, without one, where it would."""
+    if DEVICE.type != "cuda":
+        with waits_raise():
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        if DEVICE.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode("default")
 
 
 if __name__ == "__main__":

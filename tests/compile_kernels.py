@@ -108,6 +108,7 @@ def recurrent_layers() -> None:
         ScanSpec(80, 8, 128, 64, "head", is_corrected=False),
         ScanSpec(1, 1, 16, 8192, "state", is_corrected=False),
         ScanSpec(8, 8, 96, 192, "key", is_corrected=False),
+        ScanSpec(4, 2, 10, 12, "head", is_corrected=False),
         ConvSpec(8192, 4),
         ConvSpec(2048, 3),
     )
@@ -121,14 +122,15 @@ def recurrent_layers() -> None:
     for number, plan in enumerate(plans):
         t = plan.positions.numel()
         for i, spec in enumerate(specs):
-            if number == 3 and i in (1, 2, 4):
+            if number == 3 and i in (1, 2, 4, 5):
                 continue  # like 0 and 3
             if isinstance(spec, ConvSpec):
                 x = torch.zeros(t, spec.channels, dtype=torch.bfloat16)
-                pool.conv(x, x.new_zeros(spec.channels, spec.kernel), x[0] if i == 5 else None, i, plan)
+                pool.conv(x, x.new_zeros(spec.channels, spec.kernel), x[0] if i == 6 else None, i, plan)
                 continue
             q, v = torch.zeros(t, spec.key_heads, spec.k_dim), torch.zeros(t, spec.heads, spec.v_dim)
-            q, v, g = q.bfloat16(), v.bfloat16(), torch.zeros(t, *spec.decay_shape)
+            q, g = q.bfloat16(), torch.zeros(t, *spec.decay_shape)
+            v = v.bfloat16() if spec.decay == "key" else v  # as models have it
             beta = v[:, :, 0] if spec.is_corrected else None
             pool.scan(ScanInputs(q, q, v, g, beta, pool.layers[i].rates), i, plan)
     pool.committer(None)(table, rows, lens, torch.zeros(2, 5, dtype=torch.int64))

@@ -1,7 +1,8 @@
 """What the folders promise, read from the source with `ast`: nothing here imports specdec.
 
 Imports point down, no module keeps mutable state, every module has a docstring, `backends/` names no algorithm,
-`graphs/` knows no models, and no file names the machine it was written on. Each checker is shown offences, too.
+`graphs/` knows no models, tensors of an engine say where they are, and no file names the machine it was written on.
+Each checker is shown offences, too.
 """
 
 from __future__ import annotations
@@ -53,6 +54,25 @@ STRANGERS = {
 }
 
 ALGORITHM_NAMES = ("eagle", "nextn")
+
+# What an engine makes, some of it on the host for a reason: torch's default device, which users set, is not asked.
+PLACED = ("", "backends", "graphs", "functional", "targets", "draft", "round", "prefill", "engine", "doors", "batch")
+MAKERS = frozenset(
+    {
+        "tensor",
+        "as_tensor",
+        "empty",
+        "empty_strided",
+        "zeros",
+        "ones",
+        "full",
+        "arange",
+        "linspace",
+        "eye",
+        "scalar_tensor",
+    }
+    | {"rand", "randn", "randint", "randperm", "normal", "tril_indices", "triu_indices"}
+)
 
 MUTABLE_CALLS = frozenset(
     {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "ChainMap"}
@@ -252,6 +272,16 @@ def algorithm_offences(module: Module) -> Iterator[Offence]:
                     yield Offence(module.path, line, f"{word!r} names an algorithm: backends know none")
 
 
+def device_offences(module: Module) -> Iterator[Offence]:
+    """Tensors that an engine makes without a device."""
+    for node in ast.walk(module.tree) if module.component in PLACED else ():
+        if not isinstance(node, ast.Call) or any(k.arg in ("device", None) for k in node.keywords):
+            continue
+        module_name, _, name = ast.unparse(node.func).rpartition(".")
+        if module_name == "torch" and name in MAKERS:
+            yield Offence(module.path, node.lineno, f"torch.{name} without a device: torch's default is the user's")
+
+
 CHECKS: tuple[Callable[[Module], Iterator[Offence]], ...] = (
     direction_offences,
     stranger_offences,
@@ -259,6 +289,7 @@ CHECKS: tuple[Callable[[Module], Iterator[Offence]], ...] = (
     state_offences,
     docstring_offences,
     algorithm_offences,
+    device_offences,
 )
 
 
@@ -324,6 +355,10 @@ SELF_CHECKS = (
     (algorithm_offences, "backends/base.py", "from specdec.draft import nextn", "nextn"),
     (algorithm_offences, "backends/base.py", "'''Trees of eagle.'''  # eagle\nx = 1", ""),
     (algorithm_offences, "specdec/api.py", "algo = 'eagle3'", ""),
+    (device_offences, "specdec/engine/core.py", "torch.zeros(3, pin_memory=True)", "core.py:1: torch.zeros"),
+    (device_offences, "backends/base.py", "def f(x):\n    return torch.tensor([1]).to(x)", "base.py:2: torch.tensor"),
+    (device_offences, "backends/base.py", "torch.zeros(3, device='cpu') + torch.zeros_like(x) + torch.ones(**o)", ""),
+    (device_offences, "specdec/train/data.py", "torch.zeros(3)", ""),
 )
 
 

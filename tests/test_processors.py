@@ -10,6 +10,7 @@ from scipy import stats
 from transformers.generation import logits_process as hf
 
 import specdec
+from bench.waiting import waits_raise
 from specdec import SamplingParams, shipped
 from specdec.functional.processors import MAX_BAD_WORDS, ProcessorState, mark_seen, process
 from specdec.functional.tree import Tree, ancestor_bits
@@ -134,6 +135,13 @@ def test_the_kernels_equal_the_twin(seed):
     tree, logits = Tree(*(t.to(DEVICE) for t in tree)), logits.to(DEVICE, torch.bfloat16 if seed % 2 else torch.float32)
     got = triton.process(logits, *tree, rows, context, state)
     torch.testing.assert_close(got, process(logits, tree, rows, context, state), rtol=1e-6, atol=0)
+
+
+def test_no_request_is_waited_for():
+    state = ProcessorState.empty(torch.zeros(3, 20, dtype=torch.int64), VOCAB)
+    with waits_raise():
+        for law in (SamplingParams(repetition_penalty=1.2, no_repeat_ngram_size=2), SamplingParams()):
+            state.fill(1, [1, 2], law, EOS)
 
 
 def test_a_row_is_neutral_again_after_a_request_without_rules():

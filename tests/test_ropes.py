@@ -24,7 +24,17 @@ def dynamic():
     return tf.LlamaConfig(**{**_BASE, "max_position_embeddings": LIMIT}, rope_parameters=rope)
 
 
-@pytest.mark.parametrize(("config", "settings"), [(longrope, {"compile": True, "compiler": "eager"}), (dynamic, {})])
+def anew():
+    """Frequencies are computed in every forward, and on the host."""
+    scales = {"short_mscale": 1.2, "long_mscale": 1.4, "original_max_position_embeddings": LIMIT}
+    rope = {"rope_theta": 1e4, **LONGROPE, **scales}
+    return tf.PhimoeConfig(**_BASE, num_local_experts=2, rope_parameters=rope)
+
+
+TRACED = {"compile": True, "compiler": "eager"}
+
+
+@pytest.mark.parametrize(("config", "settings"), [(longrope, TRACED), (dynamic, {}), (anew, {})])
 def test_text_within_the_limit_is_the_models_own(config, settings):
     """Also after transformers has seen a longer text, and changed the frequencies, while the engine is attached."""
     model, prompt = random_weights(tf.AutoModelForCausalLM.from_config(config())), list(range(3, 33))

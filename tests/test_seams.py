@@ -145,6 +145,22 @@ def test_what_a_method_computes_far_out_decides(settings, num_positions, expecte
         assert measured.scaling == pytest.approx(0.3, rel=1e-4) and measured.sliding_window is None
 
 
+def test_the_scaling_is_the_exact_one_where_products_are_rounded():
+    """As where a user has put fp32 products on TF32: weights come back with 11 bits."""
+
+    class Rounding(Attending):
+        def _attn(self, query, key, value, attention_mask=None):
+            weights = super()._attn(query, key, torch.eye(key.shape[2]), attention_mask)[0]
+            return (weights.view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32) @ value, None
+
+    for scaling in (8**-0.5, 1 / 8, 1.0):
+        (own,) = find_own_attention(Rounding(scaling), 64)
+        first, *_, measured = own._scalings(8, is_masked=False)
+        assert first == scaling and measured == pytest.approx(scaling, abs=2e-4)
+    (own,) = find_own_attention(Attending(8**-0.5 + 1e-4), 64)
+    assert own.measure(8, is_masked=False).scaling == pytest.approx(8**-0.5 + 1e-4, rel=1e-6), "seen to be another one"
+
+
 def test_own_methods_that_are_replaced_or_of_another_form_are_left_alone():
     module = Attending()
     module._attn = lambda *args: None

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from specdec.targets.deferred_sums import _is_linear
 from specdec.targets.sharded import find_group
 from tests.sharded_ranks import MODELS, SIZE
 from tests.tiny_models import tiny_model
@@ -97,6 +98,25 @@ def test_a_mixture_that_is_not_linear_is_left_alone_and_a_bias_is_added_once(ran
         assert facts["error"] < TOLERANCE
         assert (facts["counts"], facts["left"]) == ([2, 2, 1], [])
         assert facts["traced"] == (True, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_small_products_of_fp16_do_not_hide_that_a_block_is_linear(dtype: torch.dtype) -> None:
+    """Where they underflow, they do not scale to the bit."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, shift: float):
+            super().__init__()
+            self.experts, self.shared, self.shift = torch.nn.Identity(), torch.nn.Identity(), shift
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.experts(x) + x.sigmoid() * self.shared(x.flip(-1)) + self.shift
+
+    x = (torch.randn(1, 8, 512, generator=torch.Generator().manual_seed(0)) * 1e-3).to(dtype)
+    for shift, expected in ((0.0, True), (1e-5, False)):
+        block = Block(shift).to(dtype)
+        parts = {module: module.forward for module in (block.experts, block.shared)}
+        assert _is_linear(block, parts, x, block(x)) is expected
 
 
 @pytest.mark.parametrize("case", MODELS)

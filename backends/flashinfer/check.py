@@ -39,9 +39,9 @@ def table_problems(module: Any, shapes: Shapes, prefix_lens: Sequence[int], devi
     # A plan only counts what it would need of the float workspace, which is large: one byte stands for it.
     floats = torch.empty(1, dtype=torch.uint8, device=device).expand(1 << 30)
     ints = torch.empty(8 << 20, dtype=torch.uint8, device=device)
-    pinned = torch.empty(8 << 20, dtype=torch.uint8, pin_memory=True)
-    lens = torch.tensor([n + tail_len for n in prefix_lens], dtype=torch.int32)
-    qo_indptr = torch.arange(bs + 1, dtype=torch.int32) * shapes.q_len
+    pinned = torch.empty(8 << 20, dtype=torch.uint8, device="cpu", pin_memory=True)
+    lens = torch.tensor([n + tail_len for n in prefix_lens], dtype=torch.int32, device="cpu")
+    qo_indptr = torch.arange(bs + 1, dtype=torch.int32, device="cpu") * shapes.q_len
     kv_indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
     window_left = -1 if shapes.window_left == NO_WINDOW else shapes.window_left
     heads, dims = (shapes.num_heads, shapes.num_kv_heads), (shapes.head_dim, shapes.head_dim)
@@ -77,7 +77,7 @@ def check_tables(modules: Mapping[Kernel, Any], layers: Sequence[LayerSpec], dev
             for bs, q_len, window in ((1, 1, NO_WINDOW), (3, 4, NO_WINDOW), (5, 40, 700), (2, 8, NO_WINDOW)):
                 budget = stock_budget(processors, num_kv_heads)
                 shapes = Shapes(bs, q_len, num_heads, num_kv_heads, kernel.head_dim, budget, window)
-                lens = torch.randint(0, 9000, (bs,), generator=generator).tolist()
+                lens = torch.randint(0, 9000, (bs,), generator=generator, device="cpu").tolist()
                 found = table_problems(module, shapes, lens, device)
                 problems += [f"{kernel}, {bs} x {q_len} queries: table {p} (theirs, ours)" for p in found]
     return problems

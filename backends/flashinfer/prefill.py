@@ -38,7 +38,7 @@ class PinnedRing:
 
 
 def _pinned(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class _Lengths(NamedTuple):
@@ -144,9 +144,9 @@ def _lengths(m: AttentionMetadata) -> _Lengths:
     kv_lens = [start + n for start, n in zip(m.starts, m.q_lens, strict=True)]
     longest = max(kv_lens)
     pages = m.slot_table[:, :longest].index_select(0, m.rows)
-    starts = torch.arange(m.num_reqs + 1, dtype=torch.int32) * longest
-    lens = torch.tensor(kv_lens, dtype=torch.int32)
-    qo_indptr = torch.tensor([0, *m.q_lens], dtype=torch.int32).cumsum(0).to(torch.int32)
+    starts = torch.arange(m.num_reqs + 1, dtype=torch.int32, device="cpu") * longest
+    lens = torch.tensor(kv_lens, dtype=torch.int32, device="cpu")
+    qo_indptr = torch.tensor([0, *m.q_lens], dtype=torch.int32, device="cpu").cumsum(0).to(torch.int32)
     device = m.rows.device
     starts_on_device = torch.arange(m.num_reqs + 1, dtype=torch.int32, device=device) * longest
     q_lens = m.qo_indptr.diff()

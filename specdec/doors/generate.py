@@ -253,10 +253,10 @@ def _put(streamer: Any, columns: list[list[int]]) -> None:
     if streamer is None or not columns:
         return
     if len(columns[0]) == 1:
-        streamer.put(torch.tensor([token for (token,) in columns]))
+        streamer.put(torch.tensor([token for (token,) in columns], device="cpu"))
         return
     for column in columns:
-        streamer.put(torch.tensor(column))
+        streamer.put(torch.tensor(column, device="cpu"))
 
 
 def _without_ends(config: Any) -> Any:

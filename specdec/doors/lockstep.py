@@ -45,7 +45,7 @@ class Lockstep:
 
     def sequences(self) -> torch.Tensor:
         """Return prompts and new tokens, [B, T + columns] int64, where the prompts are."""
-        new = torch.tensor(self._columns, dtype=torch.int64).reshape(-1, len(self.is_done)).T
+        new = torch.tensor(self._columns, dtype=torch.int64, device="cpu").reshape(-1, len(self.is_done)).T
         return torch.cat([self._input_ids, new.to(self._input_ids)], 1)
 
     def _next_column(self) -> list[int] | None:

@@ -83,8 +83,8 @@ def _examples(worker: HeadWorker) -> list[list[Batch]]:
     groups: list[list[Batch]] = []
     for sizes in EXAMPLES:
         num_tokens = sum(sizes)
-        ids = torch.randint(0, worker.vocab_size, (num_tokens,), generator=random).to(device)
+        ids = torch.randint(0, worker.vocab_size, (num_tokens,), generator=random, device="cpu").to(device)
         positions = torch.arange(num_tokens, device=device) % worker.rope_tables.shape[0]
-        states = torch.randn(num_tokens, worker.hidden_size, generator=random).to(device, worker.dtype)
+        states = torch.randn(num_tokens, worker.hidden_size, generator=random, device="cpu").to(device, worker.dtype)
         groups.append(list(zip(*(t.split(list(sizes)) for t in (ids, positions, states)), strict=True)))
     return groups

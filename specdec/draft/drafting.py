@@ -272,12 +272,12 @@ class Steps:
 def candidate_depths(config: EngineConfig) -> torch.Tensor:
     """[N] int64: depth of every tree candidate in creation order: K at depth 1, then K*K a step."""
     k = config.topk
-    return torch.tensor([1] * k + [d for d in range(2, config.num_steps + 1) for _ in range(k * k)])
+    return torch.tensor([1] * k + [d for d in range(2, config.num_steps + 1) for _ in range(k * k)], device="cpu")
 
 
 def node_bits(config: EngineConfig) -> torch.Tensor:
     """[S-1, K, W] int64: the bits of the draft nodes of each step: K of them, numbered through the draft's tail."""
     num_later = max(config.num_steps - 1, 0)
     num_nodes = config.topk * num_later
-    bits = own_bits(torch.arange(num_nodes), num_nodes)
+    bits = own_bits(torch.arange(num_nodes, device="cpu"), num_nodes)
     return bits.view(num_later, config.topk, bits.shape[1])

@@ -112,7 +112,7 @@ def _check(
     """Score a few states with both heads."""
     weight = narrow.weight
     random = torch.Generator().manual_seed(0)
-    states = torch.randn(NUM_STATES, weight.shape[1], generator=random).to(weight.device, weight.dtype)
+    states = torch.randn(NUM_STATES, weight.shape[1], generator=random, device="cpu").to(weight.device, weight.dtype)
     whole, own = score(states)[:, places].float(), narrow(states).float()
     if not (whole - own).abs().max() <= TOLERANCE[weight.dtype] * whole.abs().max():
         raise ValueError(

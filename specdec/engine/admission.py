@@ -198,7 +198,7 @@ def _seeded(law: SamplingParams, index: int) -> SamplingParams:
     """Return `law` with a seed of its own: its seed + index, or one drawn from torch's generator."""
     if law.seed is None and law.is_greedy:
         return law
-    seed = int(torch.randint(2**63 - 1, ())) if law.seed is None else (law.seed + index) % 2**63
+    seed = int(torch.randint(2**63 - 1, (), device="cpu")) if law.seed is None else (law.seed + index) % 2**63
     return law if seed == law.seed else law.with_seed(seed)
 
 

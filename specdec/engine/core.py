@@ -75,7 +75,7 @@ class Core:
         self.prefill = PrefillGraphs(parts, self.round, graph_pool, mode)
         self.graphs = RoundGraphs(self.round, parts, graph_pool)
         self._mailbox = Mailbox(device, most=config.max_batch * line_width(config.num_steps + 1, config.logprobs))
-        self._batch = Batch([], torch.empty(0), SamplingKind.GREEDY)
+        self._batch = Batch([], torch.empty(0, device=device), SamplingKind.GREEDY)
         self.acceptance = AcceptanceStats()  # of all requests, also those that others step or abandon
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
         self._owes_round = False  # whether the last step was a prefill

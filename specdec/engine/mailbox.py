@@ -73,4 +73,4 @@ class Mailbox:
         self._pending.clear()  # buffers are not reused: copies may still be writing to them
 
     def _new_buffer(self) -> tuple[torch.Tensor, torch.cuda.Event]:
-        return torch.empty(self._most, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+        return torch.empty(self._most, dtype=torch.int64, device="cpu", pin_memory=True), torch.cuda.Event()

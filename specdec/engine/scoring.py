@@ -226,6 +226,6 @@ def _scored_places(pieces: Sequence[Piece], lens: Sequence[int]) -> tuple[np.nda
 def _sums(owners: np.ndarray, logprobs: torch.Tensor, is_best: torch.Tensor, count: int) -> list[Score]:
     """Add up tokens by pair, on the host: the only place that waits for the device."""
     index = torch.from_numpy(owners)
-    totals = torch.zeros(count, dtype=torch.float64).index_add_(0, index, logprobs.cpu().double())
-    num_missed = torch.zeros(count, dtype=torch.float64).index_add_(0, index, (~is_best).cpu().double())
+    totals = torch.zeros(count, dtype=torch.float64, device="cpu").index_add_(0, index, logprobs.cpu().double())
+    num_missed = torch.zeros(count, dtype=torch.float64, device="cpu").index_add_(0, index, (~is_best).cpu().double())
     return [Score(t, m == 0) for t, m in zip(totals.tolist(), num_missed.tolist(), strict=True)]

@@ -117,8 +117,8 @@ class ProcessorState:
         elif row in self.used:
             self.used.discard(row)
             for constant in (self.ngram_sizes, self.num_entries, self.num_bad_words):
-                constant[row] = 0
-            self.penalties[row] = 1.0
+                constant[row : row + 1] = 0  # a fill; to an element a number is copied, and waited for
+            self.penalties[row : row + 1] = 1.0
 
     def _write(self, row: int, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int]) -> None:
         """The rules of a request and its prompt, in two copies."""
@@ -128,7 +128,9 @@ class ProcessorState:
         lists = (constants, prompt_ids, rules.tokens, rules.untils, [token for word in words for token in word])
         packed = ints_to_device([value for values in lists for value in values], device)
         constant, prompt, tokens, untils, bad_words = packed.split([len(values) for values in lists])
-        floats = to_device(torch.tensor([params.repetition_penalty, *rules.biases], dtype=torch.float32), device)
+        floats = to_device(
+            torch.tensor([params.repetition_penalty, *rules.biases], dtype=torch.float32, device="cpu"), device
+        )
         named = (self.prompt_lens, self.ngram_sizes, self.num_entries, self.num_bad_words)
         for target, value in zip(named, constant, strict=True):
             target[row] = value

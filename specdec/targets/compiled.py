@@ -130,7 +130,7 @@ def _examples(target: HFTarget) -> list[list[Batch]]:
     for sizes in EXAMPLES:
         size = min(sizes[0], target.spec.max_positions)
         num_tokens = min(size * len(sizes), target.spec.max_positions)
-        ids = torch.randint(0, target.spec.vocab_size, (num_tokens,), generator=random).to(target.device)
+        ids = torch.randint(0, target.spec.vocab_size, (num_tokens,), generator=random, device="cpu").to(target.device)
         positions = torch.arange(num_tokens, device=target.device)
         groups.append(list(zip(ids.split(size), positions.split(size), strict=True)))
     return groups

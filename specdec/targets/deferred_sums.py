@@ -19,6 +19,7 @@ from specdec.targets.styles import Forward, is_summed, part_forward
 from specdec.targets.trials import Changes, any_rank, hidden_states, is_same
 
 SCALE = -2.0  # of parts, when it is asked whether a block is linear in them: exact, and of the other sign
+UNDERFLOWS = {torch.float16: 0.05}  # share of elements that may differ all the same: products below 6e-5 lose bits
 
 
 @torch.no_grad()
@@ -74,7 +75,8 @@ def _defer(block: nn.Module, hidden_size: int, group: str, size: int, trial: Cha
 
 
 def _is_linear(block: nn.Module, parts: dict[nn.Module, Forward], x: torch.Tensor, own: torch.Tensor) -> bool:
-    """Return whether `own`, what `block` gives of x, scales with its parts: to the bit, by a power of two.
+    """Return whether `own`, what `block` gives of x, scales with its parts: to the bit, by a power of two, but for a
+    few elements in fp16.
 
     So what is no part, but small, is seen, too, which rounding would hide in 16 bits.
     """
@@ -82,7 +84,8 @@ def _is_linear(block: nn.Module, parts: dict[nn.Module, Forward], x: torch.Tenso
     for module, part in parts.items():
         scaled.replace_forward(module, partial(_scaled, part))
     try:
-        return torch.equal(_hidden(block(x)), SCALE * own)
+        differing = (_hidden(block(x)) != SCALE * own).float().mean()
+        return bool(differing <= UNDERFLOWS.get(own.dtype, 0.0))
     finally:
         scaled.restore()
 

@@ -192,7 +192,7 @@ def _scored(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, tor
     without the rows that it makes NaN itself, as of a damaged embedding; where nothing is left, they are equal."""
     is_banned, is_sound = theirs <= torch.finfo(theirs.dtype).min, ~theirs.isnan().any(-1)
     if not is_sound.any():
-        return torch.ones(1, 1), torch.ones(1, 1)
+        return theirs.new_ones(1, 1), theirs.new_ones(1, 1)
     both = (logits.double().masked_fill(is_banned, 0)[is_sound] for logits in (ours, theirs))
     return next(both), next(both)
 

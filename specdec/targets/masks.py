@@ -24,7 +24,9 @@ def classify_mask(mask_function: Callable[..., Any], device: torch.device) -> st
     def first_visible(q: int) -> int | str:
         keys = torch.arange(FAR + 1, device=device)
         try:
-            visible = torch.as_tensor(mask_function(zero, zero, torch.tensor(q, device=device), keys)).expand(FAR + 1)
+            visible = torch.as_tensor(
+                mask_function(zero, zero, torch.tensor(q, device=device), keys), device=device
+            ).expand(FAR + 1)
         except Exception as error:
             return f"a mask that cannot be evaluated alone ({type(error).__name__})"
         count = int(visible.sum())

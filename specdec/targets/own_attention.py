@@ -19,6 +19,7 @@ METHOD = "_attn"
 FIRST_ARGUMENTS = (["query", "key", "value"], ["q", "k", "v"])
 FARTHEST = 4096  # positions: methods are called with all of them at once
 STRONG = 8.0  # a product of a query and a key, whose weight gives the scaling away
+ROUNDED = 2e-4  # how far off that is where the user has put products on TF32, whose weights have 11 bits
 
 
 class Measure(NamedTuple):
@@ -60,11 +61,13 @@ class OwnAttention:
         if count is None or count > FARTHEST:
             return f"its {METHOD} cannot be judged as far as its positions go ({count}; at most {FARTHEST})"
         try:
-            measure = Measure(self._scaling(head_dim, is_masked), self._window(head_dim, is_masked, count))
-            is_known = self._is_attention(head_dim, is_masked, count, measure)
+            window = self._window(head_dim, is_masked, count)
+            for measure in (Measure(scaling, window) for scaling in self._scalings(head_dim, is_masked)):
+                if self._is_attention(head_dim, is_masked, count, measure):
+                    return measure
         except RuntimeError as error:
             return f"its {METHOD} cannot be called alone: {error}"
-        return measure if is_known else f"its {METHOD} computes something else than causal softmax attention"
+        return f"its {METHOD} computes something else than causal softmax attention"
 
     def _call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_masked: bool) -> torch.Tensor:
         """Return [T, dim] for q, k and v [T, dim]."""
@@ -72,15 +75,14 @@ class OwnAttention:
         mask.masked_fill_(~_visible(len(q), None, q.device), torch.finfo(mask.dtype).min)
         return _call(self.module, self.form.has_transposed_keys, q, k, v, mask if is_masked else None)[0][0, 0]
 
-    def _scaling(self, head_dim: int, is_masked: bool) -> float:
-        """Return the scaling of scores, from the weights of two keys."""
+    def _scalings(self, head_dim: int, is_masked: bool) -> list[float]:
+        """Return what the scaling of scores may be, from the weights of two keys: what is usual comes first."""
         device = _device(self.module)
         k, v = torch.zeros(2, head_dim, device=device), torch.eye(2, head_dim, device=device)
         k[0, 0] = 1
         weights = self._call(STRONG * k.flip(0), k, v, is_masked)[1, :2].double()
         scaling = float((weights[0] / weights[1]).log()) / STRONG
-        likely = (1.0, head_dim**-0.5, 1 / head_dim)
-        return next((s for s in likely if abs(s - scaling) < 1e-5 * s), scaling)
+        return [*(s for s in (1.0, head_dim**-0.5, 1 / head_dim) if abs(s - scaling) < ROUNDED), scaling]
 
     def _window(self, head_dim: int, is_masked: bool, count: int) -> int | None:
         """Return how many tokens the last of `count` queries sees, from the mean of their numbers; None: all."""
@@ -94,7 +96,7 @@ class OwnAttention:
         """Return whether `count` random tokens get what softmax attention by `measure` gives them."""
         random = torch.Generator().manual_seed(0)
         device = _device(self.module)
-        q, k, v = torch.randn(3, count, head_dim, generator=random).to(device)
+        q, k, v = torch.randn(3, count, head_dim, generator=random, device="cpu").to(device)
         scores = (q @ k.T * measure.scaling).masked_fill(~_visible(count, measure.sliding_window, device), -torch.inf)
         return torch.allclose(self._call(q, k, v, is_masked), scores.softmax(-1) @ v, rtol=1e-3, atol=1e-4)
 

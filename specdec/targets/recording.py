@@ -133,7 +133,7 @@ def record_attention(
 def _record_mask(mask_function: Callable[..., Any], device: Any = "cpu", **kw: Any) -> torch.Tensor:
     recording = _recording()
     recording.masks.append(classify_mask(mask_function, torch.device(device)))
-    return torch.tensor(len(recording.masks) - 1)
+    return torch.tensor(len(recording.masks) - 1, device="cpu")
 
 
 AttentionInterface.register("specdec_probe", record_attention)

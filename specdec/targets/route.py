@@ -18,7 +18,7 @@ from specdec.targets.mixers import mixers_routed, mixers_unnumbered
 from specdec.targets.overrides import answering, attention_configs, attention_implementation, unwarned, warning_models
 from specdec.targets.own_attention import own_replaced
 from specdec.targets.probe import ModelSpec
-from specdec.targets.ropes import constant_ropes, varying_ropes
+from specdec.targets.ropes import constant_ropes, tabled_ropes, varying_ropes
 
 
 def _routed_attention(
@@ -55,6 +55,7 @@ class Route:
     def __init__(self, model: PreTrainedModel, spec: ModelSpec):
         self.spec = spec
         self.ropes = varying_ropes(model)
+        self._rope_tables = tabled_ropes(model, spec.max_positions)
         self._configs = attention_configs(model)
         self._expert_configs = expert_configs(model)
         self._warning_models = warning_models(model)
@@ -73,7 +74,7 @@ class Route:
         with (
             attention_implementation(self._configs, "specdec"),
             experts_routed(self._expert_configs),
-            constant_ropes(self.ropes),
+            constant_ropes(self.ropes, self._rope_tables),
             mixers_routed(self.spec.mixers),
             own_replaced(self.spec.own_attention, _routed_own),
             unwarned(self._warning_models),
