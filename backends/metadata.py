@@ -51,8 +51,8 @@ class MetadataBuilder:
         """
         if q_len < 1 or rows.shape != prefix_lens.shape or rows.dim() != 1:
             raise ValueError(
-                f"q_len={q_len}, rows {list(rows.shape)}, prefix_lens {list(prefix_lens.shape)}: expected a q_len of at "
-                "least 1, and a row and a length for each request"
+                f"q_len={q_len}, rows {list(rows.shape)}, prefix_lens {list(prefix_lens.shape)}: expected a q_len of "
+                "at least 1, and a row and a length for each request"
             )
         placement = self.uniform_placement(slot_table, rows, prefix_lens, q_len, first_node, depths, tail_depths)
         return AttentionMetadata(
@@ -133,7 +133,9 @@ class MetadataBuilder:
 def _check_lengths(rows: torch.Tensor, starts: Sequence[int], q_lens: Sequence[int], width: int) -> None:
     """Raise ValueError for a prefill that cannot be: host numbers only."""
     if not len(starts) == len(q_lens) == rows.shape[0]:
-        raise ValueError(f"{rows.shape[0]} rows, {len(starts)} starts, {len(q_lens)} q_lens: expected one for each request")
+        raise ValueError(
+            f"{rows.shape[0]} rows, {len(starts)} starts, {len(q_lens)} q_lens: expected one for each request"
+        )
     for start, num in zip(starts, q_lens, strict=True):
         if start < 0 or num < 1 or start + num > width:
             raise ValueError(f"{num} tokens from position {start} on: expected 1 or more within the table's {width}")

@@ -225,7 +225,9 @@ class GraphRunner:
             value = inputs.get(name)
             if value is not None and spec.axis is not None:
                 if not isinstance(value, torch.Tensor) or value.dim() <= spec.axis:
-                    raise ValueError(f"input {name!r} of {self.name} is {value!r}: expected a tensor with axis {spec.axis}")
+                    raise ValueError(
+                        f"input {name!r} of {self.name} is {value!r}: expected a tensor with axis {spec.axis}"
+                    )
                 return value.shape[spec.axis]
         raise ValueError(f"{self.name} got none of its inputs {sorted(self._buffers.specs)}")
 

@@ -48,7 +48,9 @@ def generate_with_draft(
     if arguments.pop("revision", None) not in (None, "main"):
         raise ValueError("revision with custom_generate: download that revision, and give its folder")
     check_mapping("engine_settings", engine_settings)
-    check_settings({name: value for name, value in (engine_settings or {}).items() if name not in ("algo", "tokenizer")})
+    check_settings(
+        {name: value for name, value in (engine_settings or {}).items() if name not in ("algo", "tokenizer")}
+    )
     source = _local(draft if draft is not None else _named_by_caller(model))
     engine = _engine_for(model, source, engine_settings)
     return generate_by(EngineGenerate(engine, on_unsupported))(model, **arguments)

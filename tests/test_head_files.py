@@ -202,7 +202,7 @@ def test_a_crash_while_writing_leaves_what_was_there(tmp_path: Path, monkeypatch
 
 
 def test_tensors_that_share_memory_are_stored_apart(tmp_path: Path) -> None:
-    """safetensors refuses them, and readers look for every name: an output head that is rows of the embedding, or it."""
+    """safetensors refuses them, and readers look for every name: an output head that is the embedding, or its rows."""
     layer, sizes = LayerConfig(lm.HIDDEN, 40, 4, 2, 8), (40, lm.VOCAB)
     configs = [Eagle3Config(layer, lm.HIDDEN, lm.VOCAB, n, (0, 1, 2), own_embedding=True) for n in sizes]
     narrow, wide = map(Eagle3Head, configs)
@@ -214,6 +214,7 @@ def test_tensors_that_share_memory_are_stored_apart(tmp_path: Path) -> None:
         folder = tmp_path / str(head.config.draft_vocab_size)
         save_head(folder, head, dtype=torch.bfloat16)
         stored = load_file(str(folder / "model.safetensors"))
+        assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
         rows = stored["embed_tokens.weight"][: head.config.draft_vocab_size]
         assert rows.dtype is torch.bfloat16 and torch.equal(stored["lm_head.weight"], rows)
         assert torch.equal(load(folder).lm_head.weight, rows.float())

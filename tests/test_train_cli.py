@@ -125,7 +125,9 @@ def test_what_a_run_left_is_not_overwritten_unasked(folder: Path, tmp_path: Path
         file.write_bytes(b"hours of work")
     run = ["run", "--out", tmp_path / "h", "--max-steps", 1, "--chats", 1, "--target", folder / "target"]
     for args in (run, ["fit", "--corpus", folder / "a.safetensors", *run[1:5]]):
-        with pytest.raises(ValueError, match=r"h.checkpoint.pt' is a checkpoint of another run: .*--resume.*--overwrite"):
+        with pytest.raises(
+            ValueError, match=r"h.checkpoint.pt' is a checkpoint of another run: .*--resume.*--overwrite"
+        ):
             invoke(*args)
     with pytest.raises(ValueError, match=r"checkpoint .*h.checkpoint.pt' cannot be read"):
         fit(folder, "eagle", tmp_path / "h", "--max-steps", 1, "--resume")
@@ -133,7 +135,7 @@ def test_what_a_run_left_is_not_overwritten_unasked(folder: Path, tmp_path: Path
     for args in (run, ["data", "--out", corpus, *run[5:]]):
         with pytest.raises(ValueError, match=r"is there already: train on it with .*fit --corpus.*--overwrite"):
             invoke(*args)
-    with pytest.raises(ValueError, match="there is no checkpoint .* to resume"):
+    with pytest.raises(ValueError, match=r"there is no checkpoint .* to resume"):
         invoke("fit", "--corpus", "nowhere", *run[1:5], "--resume")
     assert corpus.read_bytes() == b"hours of work"
 

@@ -69,6 +69,8 @@ def test_save_load_merge_and_select(tmp_path: Path) -> None:
     merged = Corpus.merge([one, two])
     merged.save(tmp_path / "c.safetensors")
     back = Corpus.load(tmp_path / "c.safetensors")
+    (tmp_path / "new").touch()
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1, "readable by whom other new files are"
     assert (len(back), back.num_tokens, back.num_answer_tokens) == (3, 10, 4)
     assert back.tokens.dtype == torch.int32 and back.tokens.tolist() == merged.tokens.tolist()
     picked = back.select([2, 0])

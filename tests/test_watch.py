@@ -103,7 +103,11 @@ def test_converted_parameters_are_named(converted, cuda_graph):
     told = r"(LlamaForCausalLM's model.embed_tokens|Eagle3Head's fc).weight is torch.bfloat16 .* was torch.float32"
     prompt = torch.tensor([[3, 4]])
     with engine.install():
-        calls = [lambda: engine.generate([[3, 4]]), lambda: engine.score([[3, 4]], [[5]]), lambda: engine.submit([3, 4])]
+        calls = [
+            lambda: engine.generate([[3, 4]]),
+            lambda: engine.score([[3, 4]], [[5]]),
+            lambda: engine.submit([3, 4]),
+        ]
         for call in (*calls, lambda: model.generate(prompt, max_new_tokens=2)):
             with pytest.raises(GraphError, match=told):
                 call()

@@ -75,6 +75,7 @@ def replacing(folder: str | Path, stale: Sequence[str] = ()) -> Iterator[Path]:
     partial = Path(mkdtemp(prefix=".partial-", dir=folder))
     try:
         yield partial
+        _share(partial)
         written = [file.name for file in _weights_first(list(partial.iterdir()))]
         for name in written:
             os.replace(partial / name, folder / name)
@@ -84,6 +85,16 @@ def replacing(folder: str | Path, stale: Sequence[str] = ()) -> Iterator[Path]:
         rmtree(partial)
         if is_new and not any(folder.iterdir()):
             folder.rmdir()
+
+
+def _share(folder: Path) -> None:
+    """Give all files in `folder` the mode that new files have here; safetensors makes its own for their owner alone."""
+    probe = folder / ".probe"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for file in folder.iterdir():
+        file.chmod(mode)
 
 
 def _weights_first(files: Sequence[Path]) -> list[Path]:

@@ -4,7 +4,6 @@ It knows nothing about models or batches: `regenerate` fills it, `batches` reads
 """
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from specdec.checkpoints.replacing import replacing
 
 _NARROW = 1 << 16  # ids below it are stored in two bytes
 _OTHER = "expected one that this target wrote; make it with `specdec train data --target`"
@@ -101,10 +102,8 @@ class Corpus:
             "answer": self.answer.to(torch.uint8),
         }
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        save_file(tensors, str(partial), {"tokenizer_sha256": tokenizer} if tokenizer else None)
-        os.replace(partial, path)
+        with replacing(path.parent) as partial:
+            save_file(tensors, str(partial / path.name), {"tokenizer_sha256": tokenizer} if tokenizer else None)
 
     def __len__(self) -> int:
         return self.offsets.numel() - 1

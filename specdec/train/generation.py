@@ -119,8 +119,8 @@ def check_corpus_free(out: Path, overwrite: bool) -> None:
     """ValueError if there is a corpus already, which may have taken hours, unless it is to be overwritten."""
     if out.exists() and not overwrite:
         raise ValueError(
-            f"{str(out)!r} is there already: train on it with `specdec train fit --corpus {out}`, name another, or pass "
-            "overwrite=True (--overwrite)"
+            f"{str(out)!r} is there already: train on it with `specdec train fit --corpus {out}`, name another, or "
+            "pass overwrite=True (--overwrite)"
         )
 
 
@@ -174,8 +174,8 @@ def _check_length(model: PreTrainedModel, longest: int, max_new_tokens: int) -> 
     limit, _ = position_limit(model.config.get_text_config())
     if limit is not None and longest + max_new_tokens > limit:
         raise ValueError(
-            f"the longest prompt has {longest} tokens, and max_new_tokens={max_new_tokens}: the target has positions up "
-            f"to {limit}; leave such questions out, or take fewer new tokens"
+            f"the longest prompt has {longest} tokens, and max_new_tokens={max_new_tokens}: the target has positions "
+            f"up to {limit}; leave such questions out, or take fewer new tokens"
         )
 
 

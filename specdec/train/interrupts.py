@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps of training: the first is noted, so that a checkpoint can be saved; the second takes effect."""
+"""Ctrl-C between two steps of training: the first is noted, so that a checkpoint can be saved; the second raises."""
 
 import signal
 import threading
