@@ -29,6 +29,7 @@ from specdec.errors import DetachedError, GraphError
 from specdec.functional.results import first_tokens, line_width, unpack
 from specdec.functional.sampling import SamplingKind
 from specdec.graphs import GraphPool, ModuleWatch
+from specdec.graphs.watch import KindWatch
 from specdec.metrics import AcceptanceStats
 from specdec.prefill.graphs import PrefillGraphs, resolve_prefill_mode
 from specdec.round.graphs import RoundGraphs
@@ -81,6 +82,7 @@ class Core:
         modules = [m for m in (target.model, worker.module) if m is not None]
         free = [rope for module in modules for rope in varying_ropes(module)]  # their original frequencies are read
         self._watch = ModuleWatch(modules, free) if is_watched else None
+        self._kinds = KindWatch(modules)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue checked requests; DetachedError once the core is closed, GraphError if a weight has moved, ValueError
@@ -123,9 +125,10 @@ class Core:
 
     def check_addresses(self) -> None:
         """GraphError if a weight that graphs or compiled layers read has been replaced or moved, one was changed of
-        which ranks read copies, or a module was replaced that calls our ops."""
+        which ranks read copies, or a module was replaced that calls our ops, or parameters were converted."""
         self.target.check_shares()
         self.target.check_routed()
+        self._kinds.check()
         if self._watch is None or self._watch.is_intact():
             return
         self.target.check_compiled()
