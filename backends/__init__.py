@@ -3,20 +3,28 @@
 from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec, unmet_needs
 from specdec.backends.bridge import AttentionBridge
 from specdec.backends.experts import grouped_linear
+from specdec.backends.metadata import MetadataBuilder
 from specdec.backends.op import ForwardContext, attention, before_attention, forward_context
 from specdec.backends.registry import BACKENDS, compiling_kernels, pick_backend
 from specdec.backends.rope import Rope
 from specdec.backends.torch_ref import TorchBackend
+from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.kv_cache import KVPool, SlotTables
 
 __all__ = [
     "BACKENDS",
     "AttentionBackend",
     "AttentionBridge",
     "AttentionCall",
+    "AttentionMetadata",
     "Capabilities",
     "ForwardContext",
+    "ForwardMode",
+    "KVPool",
     "LayerSpec",
+    "MetadataBuilder",
     "Rope",
+    "SlotTables",
     "TorchBackend",
     "attention",
     "before_attention",

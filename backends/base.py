@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.backends.checks import check_indices, check_shapes, is_debug
+from specdec.backends.checks import check_call, check_indices, check_shapes, is_debug
 from specdec.backends.metadata import MetadataBuilder
 from specdec.backends.rope import Rope
 from specdec.batch import AttentionMetadata, ForwardMode
@@ -129,7 +129,8 @@ class AttentionBackend(ABC):
 
     `run` is `store`, then `attend`; a graph that breaks at attention captures the one and leaves the other outside.
     metadata: builds what it is given. With SPECDEC_DEBUG=1 in the environment every index of a plan
-    is checked against its bounds, on the device, before it is used; each forward waits for the host then.
+    is checked against its bounds, on the device, before it is used; each forward waits for the host then. Shapes and
+    dtypes of calls are checked then, too, and of each layer's first call always.
     rehearses: whether a forward may run with its launches left out (`backends.triton.ahead`).
     """
 
@@ -141,6 +142,7 @@ class AttentionBackend(ABC):
     def __init__(self) -> None:
         self._debug = is_debug()
         self._unchecked: AttentionMetadata | None = None
+        self._known: set[tuple[int, int]] = set()  # pools and layers whose calls fit them
         self._planned: AttentionMetadata | None = None
 
     @classmethod
@@ -198,6 +200,9 @@ class AttentionBackend(ABC):
         """
 
     def _check(self, call: AttentionCall) -> None:
+        if (id(call.pool), call.layer_id) not in self._known or self._debug:
+            check_call(call)
+            self._known.add((id(call.pool), call.layer_id))
         if self._unchecked is not None:
             check_indices(self._unchecked, num_slots=call.pool.num_slots)
             self._unchecked = None

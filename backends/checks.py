@@ -1,6 +1,7 @@
 """Checks of a plan: limits that the host can see, always; bounds of every index on the device, in debug mode."""
 
 import os
+from typing import Any
 
 import torch
 
@@ -11,6 +12,8 @@ from specdec.config import MAX_TAIL
 def check_shapes(m: AttentionMetadata) -> None:
     """Raise ValueError for a plan that no backend can run. Looks at shapes and host numbers only."""
     bs, width = m.num_reqs, m.slot_table.shape[1]
+    if m.ancestor_bits is not None and m.ancestor_bits.shape[:2] != (bs, m.q_len):
+        raise ValueError(f"ancestor_bits {list(m.ancestor_bits.shape)}: expected [{bs}, {m.q_len}, words of 64 bits]")
     if m.ancestor_bits is not None and m.tail_len > MAX_TAIL:
         raise ValueError(f"a tree tail of {m.tail_len} nodes: at most {MAX_TAIL}, the bits of an ancestor mask")
     if m.ancestor_bits is not None and 64 * m.ancestor_bits.shape[-1] < m.tail_len:
@@ -31,6 +34,27 @@ def check_shapes(m: AttentionMetadata) -> None:
         tensor, dtype = getattr(m, name), torch.int32 if name == "slot_table" else torch.int64
         if tensor is not None and (tensor.dtype != dtype or tensor.device != m.prefix_lens.device):
             raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}: expected {dtype} on {m.prefix_lens.device}")
+
+
+def check_call(call: Any) -> None:
+    """Raise ValueError for an AttentionCall whose tensors are not what its layer and pool take."""
+    layer, like = call.layer, call.pool.k[call.layer_id]
+    heads = {"q": (layer.num_heads, layer.qk_dim), "k": (layer.num_kv_heads, layer.qk_dim)}
+    heads |= {"v": (layer.num_kv_heads, layer.v_dim), "out": (layer.num_heads, layer.v_dim)}
+    for name, expected in heads.items():
+        given = getattr(call, name)
+        if given is None:
+            continue
+        if given.shape != (call.q.shape[0], *expected):
+            raise ValueError(
+                f"{name} of layer {call.layer_id} is {list(given.shape)}: expected [T, {expected[0]}, {expected[1]}] "
+                f"with T={call.q.shape[0]}, as many tokens as q"
+            )
+        if given.dtype != like.dtype or given.device != like.device:
+            raise ValueError(
+                f"{name} of layer {call.layer_id} is {given.dtype} on {given.device}: expected {like.dtype} on "
+                f"{like.device}, as the pool"
+            )
 
 
 def check_indices(m: AttentionMetadata, num_slots: int) -> None:

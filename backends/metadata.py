@@ -49,6 +49,11 @@ class MetadataBuilder:
         from the end of the prefix (None: its node number, a chain); tail_depths [bs, first_node + q_len]: the same for
         all tail nodes; ancestor_bits [bs, q_len, W] int64, or None for a chain, which is causal.
         """
+        if q_len < 1 or rows.shape != prefix_lens.shape or rows.dim() != 1:
+            raise ValueError(
+                f"q_len={q_len}, rows {list(rows.shape)}, prefix_lens {list(prefix_lens.shape)}: expected a q_len of "
+                "at least 1, and a row and a length for each request"
+            )
         placement = self.uniform_placement(slot_table, rows, prefix_lens, q_len, first_node, depths, tail_depths)
         return AttentionMetadata(
             mode=mode,
@@ -77,6 +82,7 @@ class MetadataBuilder:
         on_device: starts and q_lens [bs] int64 if they are on the device already. into: two int64 tensors whose first T
         elements become positions and out_cache_loc, if they have as many; None: new ones.
         """
+        _check_lengths(rows, starts, q_lens, slot_table.shape[1])
         if on_device is None:
             on_device = ints_to_device([list(starts), list(q_lens)], rows.device).unbind()
         longest, num_tokens = max(q_lens), sum(q_lens)
@@ -122,6 +128,17 @@ class MetadataBuilder:
             max_prefix=max_prefix,
             **placement._asdict(),
         )
+
+
+def _check_lengths(rows: torch.Tensor, starts: Sequence[int], q_lens: Sequence[int], width: int) -> None:
+    """Raise ValueError for a prefill that cannot be: host numbers only."""
+    if not len(starts) == len(q_lens) == rows.shape[0]:
+        raise ValueError(
+            f"{rows.shape[0]} rows, {len(starts)} starts, {len(q_lens)} q_lens: expected one for each request"
+        )
+    for start, num in zip(starts, q_lens, strict=True):
+        if start < 0 or num < 1 or start + num > width:
+            raise ValueError(f"{num} tokens from position {start} on: expected 1 or more within the table's {width}")
 
 
 def slots_at(slot_table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,15 @@ class ForwardContext:
     on_forward: Callable[[ForwardMode], None]
     row_states: tuple[LayerState, ...] = ()
 
+    def __post_init__(self) -> None:
+        stored, needed = list(self.pool.layers), [layer.shape for layer in self.layers]
+        if stored != needed:
+            raise ValueError(f"the pool holds layers {stored}: expected {needed}, as the layers need them")
+        expected = [(layer.num_heads,) if layer.has_sinks else None for layer in self.layers]
+        given = [None if sink is None else tuple(sink.shape) for sink in self.sinks]
+        if given != expected:
+            raise ValueError(f"sinks of shapes {given}: expected {expected}, one entry a layer")
+
     @property
     def states(self) -> tuple[LayerState, ...]:
         """All that the layers keep between forwards."""
@@ -83,6 +92,8 @@ class ForwardContext:
         rope: Rope | None,
     ) -> AttentionCall:
         """The call of one layer, for the backend."""
+        if not 0 <= layer_id < len(self.layers):
+            raise ValueError(f"layer_id={layer_id}: expected one of the context's {len(self.layers)} layers")
         return AttentionCall(q, k, v, out, self.pool, layer_id, self.layers[layer_id], self.sinks[layer_id], rope)
 
 
@@ -171,7 +182,7 @@ def _attn(
         raise RuntimeError(
             "an attached model's attention was called outside its engine: the model ran in one thread while the engine "
             "stepped in another, or its forward was compiled. While an engine works, use engine.generate() or wait; "
-            "detach() before compiling the model"
+            "detach() before compiling the model. Code of your own calls attention() within forward_context()"
         )
     rope = None if cos is None or sin is None else Rope(cos, sin)
     return scope.attend(q, k, v, layer_id, rope)

@@ -24,6 +24,11 @@ class BufferSpec:
     axis: int | None = 0
     variants: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        stored = torch.tensor(self.pad, dtype=self.dtype).item()
+        if stored != self.pad and not self.dtype.is_floating_point:
+            raise ValueError(f"pad={self.pad!r} of input {self.name!r}: {self.dtype} holds {stored!r} instead")
+
     def is_used_by(self, variant: str) -> bool:
         """Return whether graphs of `variant` read this input."""
         return not self.variants or variant in self.variants
@@ -41,7 +46,8 @@ class StaticBuffers:
     ):
         """shared: tensors to use as the buffers of these names; an input already in its buffer is not copied."""
         self.specs = {s.name: s for s in specs}
-        assert len(self.specs) == len(specs), "two inputs of one name"
+        if len(self.specs) != len(specs):
+            raise ValueError(f"inputs {[s.name for s in specs]}: expected names that differ")
         self.tensors = {
             s.name: shared[s.name]
             if s.name in shared

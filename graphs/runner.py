@@ -58,6 +58,11 @@ class Setup:
     unit: str = "requests"
     shared: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        sizes = list(self.buckets)
+        if sizes != sorted(set(sizes)) or min(sizes, default=1) < 1:
+            raise ValueError(f"buckets={self.buckets!r}: expected sizes of at least 1, ascending")
+
 
 class GraphRunner:
     """Runs body(variant, **inputs, **hints) from graphs.
@@ -130,6 +135,8 @@ class GraphRunner:
             return Decision(False, self._setup.capture.refusal)
         if self._captured_key(size, variant) is not None:
             return Decision(True)
+        if self.phase is not Phase.SEALED:
+            return Decision(False, "its graphs are not made yet: build() makes them")
         bucket = bucket_for(size, self.buckets)
         if bucket is None:
             return Decision(False, "the batch is larger than the largest bucket")
@@ -217,6 +224,10 @@ class GraphRunner:
         for name, spec in self._buffers.specs.items():
             value = inputs.get(name)
             if value is not None and spec.axis is not None:
+                if not isinstance(value, torch.Tensor) or value.dim() <= spec.axis:
+                    raise ValueError(
+                        f"input {name!r} of {self.name} is {value!r}: expected a tensor with axis {spec.axis}"
+                    )
                 return value.shape[spec.axis]
         raise ValueError(f"{self.name} got none of its inputs {sorted(self._buffers.specs)}")
 

@@ -35,6 +35,7 @@ def batch_buckets(max_batch: int, wanted: Sequence[int] | None = None) -> tuple[
     """
     if wanted is not None:
         return clamped(wanted, max_batch)
+    clamped([max_batch], max_batch)
     ladder = [size for power in range(MOST_CAPTURED.bit_length()) for size in (1 << power, 3 << power)]
     top = min(max_batch, MOST_CAPTURED)
     return tuple(sorted({n for n in ladder if n < top} | {top}))
@@ -49,6 +50,7 @@ def token_buckets(max_tokens: int, wanted: Sequence[int] | None = None) -> tuple
     """
     if wanted is not None:
         return clamped(wanted, max_tokens)
+    clamped([max_tokens], max_tokens)
     sizes, size = {1, 2, max_tokens}, 4
     while size < max_tokens:
         sizes.add(size)
@@ -59,8 +61,8 @@ def token_buckets(max_tokens: int, wanted: Sequence[int] | None = None) -> tuple
 
 def clamped(wanted: Sequence[int], most: int) -> tuple[int, ...]:
     """Return `wanted` ascending, sizes above `most` as `most`; ValueError for an empty list and for sizes below 1."""
-    if not wanted or min(wanted) < 1:
-        raise ValueError(f"buckets {wanted!r}: expected sizes of at least 1")
+    if not wanted or min(*wanted, most) < 1:
+        raise ValueError(f"buckets {wanted!r}, {most} at most: expected sizes of at least 1")
     return tuple(sorted({min(n, most) for n in wanted}))
 
 

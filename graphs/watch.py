@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from specdec.errors import GraphError
+
 
 class ModuleWatch:
     """Detects replaced, moved (`.to()`, `.data =`) and re-tied tensors, and replaced submodules, of `modules`.
@@ -83,6 +85,33 @@ class ChangeWatch:
 
     def _versions(self) -> list[int]:
         return [weight._version for weight in self._weights]
+
+
+class KindWatch:
+    """Knows dtype and device of the parameters of `modules`, for engines without graphs: pools were made for them."""
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        self._then = [
+            (module._parameters, key, f"{type(root).__name__}'s {path}{'.' * bool(path)}{key}", p.dtype, p.device)
+            for root in modules
+            for path, module in root.named_modules()
+            for key, p in module._parameters.items()
+            if p is not None
+        ]
+
+    def check(self) -> None:
+        """Raise GraphError if parameters have another dtype or device; parameters that are gone do not count."""
+        changed = [
+            (name, f"{now.dtype} on {now.device}", f"{dtype} on {device}")
+            for owned, key, name, dtype, device in self._then
+            if (now := owned.get(key)) is not None and (now.dtype is not dtype or now.device != device)
+        ]
+        if changed:
+            name, is_now, was = changed[0]
+            raise GraphError(
+                f"{name} is {is_now} now and was {was} at attach() ({len(changed)} parameters in all): the engine's "
+                "pools were made for that. detach(), convert and attach() again"
+            )
 
 
 def _is_single(value: Any) -> bool:

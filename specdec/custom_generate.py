@@ -25,6 +25,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from specdec.api import Engine, attach
 from specdec.api import engine_of as attached_engine
 from specdec.doors.generate import EngineGenerate, generate_by
+from specdec.engine.arguments import check_mapping, check_settings
 
 HOLDER = "_specdec_engine"  # attribute of the model
 _ATTACHING = threading.Lock()
@@ -46,6 +47,10 @@ def generate_with_draft(
     """
     if arguments.pop("revision", None) not in (None, "main"):
         raise ValueError("revision with custom_generate: download that revision, and give its folder")
+    check_mapping("engine_settings", engine_settings)
+    check_settings(
+        {name: value for name, value in (engine_settings or {}).items() if name not in ("algo", "tokenizer")}
+    )
     source = _local(draft if draft is not None else _named_by_caller(model))
     engine = _engine_for(model, source, engine_settings)
     return generate_by(EngineGenerate(engine, on_unsupported))(model, **arguments)

@@ -18,6 +18,7 @@ import numpy as np
 
 from specdec import shipped
 from specdec.api import Engine, attach
+from specdec.engine.arguments import check_mapping, check_settings
 from specdec.outputs import GenerationOutput
 from specdec.targets.pretrained import BUNDLED
 from specdec.train.target import load
@@ -48,6 +49,7 @@ class Replica:
         settings: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
     ):
+        _check_mappings({"settings": settings, "options": options})
         model, tokenizer = load(target, dtype, device)
         source = None if draft is None else shipped.find(draft)
         self.engine: Engine = attach(model, source, algo, tokenizer=tokenizer, **(settings or {}))
@@ -95,6 +97,7 @@ def generate(
     """
     for name, value in (("replicas", replicas), ("batch_size", batch_size)):
         _at_least_one(name, value)
+    _check_mappings(kwargs)
     resources = _resources(num_cpus)
     return dataset.map_batches(
         replica,
@@ -123,6 +126,7 @@ def serve_app(
     """
     for name, value in (("replicas", replicas), ("max_ongoing_requests", max_ongoing_requests)):
         _at_least_one(name, value)
+    _check_mappings(kwargs)
     from ray import serve
 
     deploy = serve.deployment(
@@ -174,6 +178,13 @@ def _resources(num_cpus: float | None) -> dict[str, Any]:
 def _at_least_one(name: str, value: Any) -> None:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r}: expected an integer of at least 1")
+
+
+def _check_mappings(kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError for settings of another type here, and not in a replica that Ray starts again and again."""
+    for name in ("settings", "options"):
+        check_mapping(name, kwargs.get(name))
+    check_settings(dict(kwargs.get("settings") or {}))
 
 
 def _prompt_of(value: Any) -> Any:

@@ -23,7 +23,17 @@ from tests.heads import random_head
 from tests.tiny_models import VOCAB, tiny_model
 
 NUM_TOKENS = 12
-FAULTY = ("api.py", "kv_cache.py", "pages.py", "prefix_cache.py", "engine/", "functional/", "prefill/", "round/", "text/")
+FAULTY = (
+    "api.py",
+    "kv_cache.py",
+    "pages.py",
+    "prefix_cache.py",
+    "engine/",
+    "functional/",
+    "prefill/",
+    "round/",
+    "text/",
+)
 SOUND = "engine/turns.py"  # defers signals, so that no interrupt comes in between its lines
 BAD_ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"max_new_tokens": 0},

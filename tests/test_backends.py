@@ -22,6 +22,7 @@ from specdec.backends import (
     AttentionCall,
     LayerSpec,
     TorchBackend,
+    attention,
     forward_context,
     pick_backend,
     unmet_needs,
@@ -504,6 +505,51 @@ def test_plans_that_no_backend_can_run(kind):
         setup.backend.plan(
             replace(setup.uniform(1), rows=setup.rows[:2], positions=setup.rows[:2], out_cache_loc=setup.rows[:2])
         )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_that_do_not_fit_their_layer(kind):
+    """A layer's first call is looked at: a kernel would read past what is there, or attend with heads left out."""
+    setup, layer = Setup(LAYERS["gqa"], kind), LAYERS["gqa"]
+    metadata = setup.uniform(1)
+    q, k = (torch.randn(3, n, layer.qk_dim, device=DEVICE) for n in (layer.num_heads, layer.num_kv_heads))
+
+    def run(q=q, k=k, v=k, layer_id=0):
+        pool = KVPool([layer.shape], setup.num_slots, torch.float32, DEVICE)
+        context = ForwardContext(type(setup.backend)(), pool, [layer], [None], lambda mode: None)
+        with forward_context(context, metadata):
+            return attention(q, k, v, layer_id)
+
+    assert run().shape == q.shape
+    told = {
+        r"q of layer 0 is \[3, \d+, \d+\]: expected \[T, ": {"q": q.repeat(1, 2, 1)},
+        r"k of layer 0 is .*with T=3, as many tokens as q": {"k": k[:2]},
+        "v of layer 0 is torch.float64 on .*: expected torch.float32 on .*, as the pool": {"v": k.double()},
+        "layer_id=1: expected one of the context's 1 layers": {"layer_id": 1},
+    }
+    for message, wrong in told.items():
+        with pytest.raises(ValueError, match=message):
+            run(**wrong)
+    other = KVPool([replace(layer, num_kv_heads=1).shape], 9, torch.float32, DEVICE)
+    with pytest.raises(
+        ValueError, match=r"the pool holds layers .*num_kv_heads=1.*: expected .*as the layers need them"
+    ):
+        ForwardContext(setup.backend, other, [layer], [None], lambda mode: None)
+    with pytest.raises(ValueError, match=r"sinks of shapes \[\]: expected \[None\], one entry a layer"):
+        ForwardContext(setup.backend, KVPool([layer.shape], 9, torch.float32, DEVICE), [layer], [], lambda mode: None)
+
+
+def test_lengths_of_prefills_are_checked():
+    setup = Setup(LAYERS["gqa"], "torch")
+    rows = setup.rows[:1]
+    for starts, lens in (([0, 1], [5]), ([-1], [5]), ([0], [0]), ([190], [5])):
+        with pytest.raises(ValueError, match=r"expected (one for each request|1 or more within the table's 192)"):
+            setup.backend.metadata.prefill(setup.slot_table, rows, starts, lens)
+    with pytest.raises(
+        ValueError, match=r"rows \[1\], prefix_lens \[3\]: expected a q_len of at least 1, and a row and"
+    ):
+        mode = ForwardMode.DECODE
+        setup.backend.metadata.uniform(mode, setup.slot_table, rows, setup.lens, q_len=1, max_prefix=9)
 
 
 @pytest.mark.parametrize("kind", KINDS)

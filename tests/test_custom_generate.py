@@ -139,8 +139,13 @@ def test_what_goes_wrong_is_named(tmp_path, monkeypatch):
         generate(model, folder, num_beams=2, on_unsupported="fallback")
     with pytest.raises(ValueError, match="revision with custom_generate"):
         generate(model, folder, revision="v2")
+    engine = engine_of(model)
     with pytest.raises(ValueError, match=r"num_step=2: attach\(\) has no such setting"):
         generate(model, folder, engine_settings={"num_step": 2})
+    for wrong in ([("max_batch", 2)], "max_batch=2", {2: 2}, 5):
+        with pytest.raises(ValueError, match=r"engine_settings=.*: expected a dict from names to values"):
+            generate(model, folder, engine_settings=wrong)
+    assert engine_of(model) is engine, "what was there is not lost"
     assert generate(model, folder).shape == (1, 13), "a failed call leaves the model usable"
     with pytest.raises(ValueError, match=r"add draft=FOLDER"):
         specdec.custom_generate.generate_with_draft(model, inputs=PROMPT)

@@ -151,6 +151,28 @@ def test_wrong_inputs_are_named():
         runner("", {"x": x_of(2).double()})
     with pytest.raises(ValueError, match=r"shape \(2, 2\)"):
         runner("", {"x": x_of(2)[:, :2]})
+    with pytest.raises(ValueError, match=r"input 'x' of toy is \[1\]: expected a tensor with axis 0"):
+        runner("", {"x": [1]})
+
+
+def test_mistakes_in_a_setup_are_named():
+    for wrong in ((4, 2), (0, 2), (2, 2)):
+        with pytest.raises(ValueError, match=r"buckets=.*: expected sizes of at least 1, ascending"):
+            make(buckets=wrong)
+    with pytest.raises(ValueError, match=r"inputs \['x', 'x'\]: expected names that differ"):
+        make(inputs=(X, X))
+    with pytest.raises(ValueError, match=r"pad=0.5 of input 'x': torch.int64 holds 0 instead"):
+        BufferSpec("x", lambda n: (n,), torch.int64, pad=0.5)
+    with pytest.raises(ValueError, match="device='cpu': CUDA graphs need a CUDA device; elsewhere RecordedCapture"):
+        FullCapture(torch.device("cpu"))
+    for buckets in (batch_buckets, token_buckets):
+        with pytest.raises(ValueError, match="0 at most: expected sizes of at least 1"):
+            buckets(0)
+    runner = GraphRunner(
+        "toy", Toy(Counters()), [X], Setup(RecordedCapture(), Counters(), DEVICE, BUCKETS, strict=True)
+    )
+    with pytest.raises(GraphError, match=r"not made yet: build\(\) makes them"):
+        runner("", {"x": x_of(2)})
 
 
 def test_outputs_belong_to_the_batch_until_the_next_run():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specdec.errors import CheckpointError
 from specdec.heads.base import DraftHead, LayerConfig
@@ -198,6 +199,25 @@ def test_a_crash_while_writing_leaves_what_was_there(tmp_path: Path, monkeypatch
         with pytest.raises(OSError, match="no space left"):
             save_head(folder, head, dtype=torch.bfloat16, overwrite=True)
     assert listing(tmp_path / "head") == before and not (tmp_path / "new").exists()
+
+
+def test_tensors_that_share_memory_are_stored_apart(tmp_path: Path) -> None:
+    """safetensors refuses them, and readers look for every name: an output head that is the embedding, or its rows."""
+    layer, sizes = LayerConfig(lm.HIDDEN, 40, 4, 2, 8), (40, lm.VOCAB)
+    configs = [Eagle3Config(layer, lm.HIDDEN, lm.VOCAB, n, (0, 1, 2), own_embedding=True) for n in sizes]
+    narrow, wide = map(Eagle3Head, configs)
+    narrow.set_hot_vocab(lm.hot_ids(40))
+    narrow.lm_head.weight.data = narrow.embed_tokens.weight.data[:40]
+    wide.set_hot_vocab(torch.arange(lm.VOCAB))
+    wide.lm_head.weight = wide.embed_tokens.weight
+    for head in (narrow, wide):
+        folder = tmp_path / str(head.config.draft_vocab_size)
+        save_head(folder, head, dtype=torch.bfloat16)
+        stored = load_file(str(folder / "model.safetensors"))
+        assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
+        rows = stored["embed_tokens.weight"][: head.config.draft_vocab_size]
+        assert rows.dtype is torch.bfloat16 and torch.equal(stored["lm_head.weight"], rows)
+        assert torch.equal(load(folder).lm_head.weight, rows.float())
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])

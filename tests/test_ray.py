@@ -135,5 +135,9 @@ def test_mistakes_are_named(cluster):
 
     with pytest.raises(ValueError, match="replicas=0: expected an integer of at least 1"):
         specdec.ray.generate(None, replicas=0)
+    with pytest.raises(ValueError, match=r"settings=\['max_batch'\]: expected a dict"):
+        specdec.ray.generate(None, settings=["max_batch"])
+    with pytest.raises(ValueError, match="max_bach=4: attach"):
+        specdec.ray.serve_app(settings={"max_bach": 4})
     with pytest.raises(ValueError, match="max_ongoing_requests='many'"):
         specdec.ray.serve_app(max_ongoing_requests="many")

@@ -1,4 +1,4 @@
-"""README's Python blocks are run as they stand, on the real model; only the loading and the port are ours."""
+"""Python blocks of README and docs/ are run as they stand, README's on the real model, but for loading and port."""
 
 import doctest
 import re
@@ -37,8 +37,8 @@ def port(smollm2):
     engine.detach()
 
 
-def blocks():
-    return re.findall(r"^```python\n(.*?)^```", README.read_text("utf-8"), re.M | re.S)
+def blocks(path=README):
+    return re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), re.M | re.S)
 
 
 def run(text, names):
@@ -64,3 +64,9 @@ def test_every_block_says_what_happens(smollm2, request, monkeypatch):
     assert used is not None and used.report().acceptance.num_rounds > 0, "the folder's engine decoded"
     used.detach()
     run(found[3].replace("8000", str(request.getfixturevalue("port"))), names)
+
+
+@pytest.mark.parametrize("page", ["graphs", "backends"])
+def test_packages_are_used_alone_as_their_pages_say(page):
+    (text,) = blocks(README.with_name("docs") / f"{page}.md")
+    run(text, {})

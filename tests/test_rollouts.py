@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import specdec
 from tests.heads import random_draft
@@ -44,4 +45,21 @@ def test_texts_follow_the_weights(example, mode, algo):
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == inside, "nothing was moved or copied"
     if mode != "compiled":  # whose products are joined, so that weights move once, at attach
         assert inside == addresses
+    engine.detach()
+
+
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_nothing_is_dropped_out_between_steps_of_training(mode):
+    """model.train() is the trainer's: the engine decodes in eval mode, and leaves the mode as it is."""
+    dropped = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.5)
+    ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=128, n_positions=128, **ids, **dropped)
+    model = GPT2LMHeadModel(config).to(DEVICE).eval()
+    engine = specdec.attach(model, algo="lookup", num_steps=2, max_seq_len=64, max_batch=1, **MODES[mode])
+    before = engine.generate([[3, 4, 5]], max_new_tokens=12).tokens, engine.score([[3, 4]], [[5]])
+    model.train()
+    model.gradient_checkpointing_enable()
+    assert (engine.generate([[3, 4, 5]], max_new_tokens=12).tokens, engine.score([[3, 4]], [[5]])) == before
+    assert all(module.training for module in model.modules())
+    assert model(torch.tensor([[3, 4]], device=DEVICE)).logits.requires_grad
     engine.detach()

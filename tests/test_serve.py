@@ -250,8 +250,10 @@ BAD_CHATS = [  # fields, the field at fault, what the message says
     ({"messages": []}, "messages", "at least 1"),
     ({"messages": "hi"}, "messages", "list"),
     ({"messages": HALF}, "messages", "surrogates"),
-    ({"messages": IMAGE}, "messages", "text"),
-    ({"messages": [{"role": "bot", "content": "x"}]}, "messages", "assistant"),
+    ({"messages": IMAGE}, "messages", "messages[0].content[0].type: Input should be 'text'"),
+    ({"messages": [*CHAT * 3, *HALF]}, "messages", "messages[3].content: "),
+    ({"messages": [*CHAT, {"role": "bot", "content": "x"}]}, "messages", "messages[1].role: Input should be 'system'"),
+    ({"stop_token_ids": [1, "a"]}, "stop_token_ids", "stop_token_ids[1]: "),
     ({"max_tokens": 1000}, "max_tokens", "max_seq_len"),
     ({"max_tokens": None, "max_completion_tokens": 1000}, "max_completion_tokens", "max_seq_len"),
     ({"max_tokens": None, "messages": [{"role": "user", "content": "word " * 300}]}, None, "max_seq_len"),
@@ -283,6 +285,8 @@ def test_bad_bodies(smol):
         assert response.status_code == 400 and response.json()["error"]["message"], body
     neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logprobs": None, "best_of": 1, "echo": False, "n": 1}
     assert smol.post({"prompt": "x", "max_tokens": 1, **neutral}, "/v1/completions").status_code == 200
+    said = smol.post({"prompt": [[1], [2, "a"]]}, "/v1/completions").json()["error"]["message"]
+    assert "prompt[1][1]: Input should be a valid integer" in said and "prompt: " not in said and "list[" not in said
     assert smol.post({"prompt": "x" * 17_000_000}, "/v1/completions").status_code == 413
     with pytest.raises(openai.NotFoundError, match="only 'smollm2' is served"):
         smol.api.completions.create(model="other", prompt="x")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -360,6 +362,9 @@ def test_schedule_follows_whichever_share_is_largest() -> None:
     assert learning_rate(1.0, 0.51, 0.02) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="one at least"):
         TrainConfig()
+    for wrong in ({"max_steps": -1}, {"minutes": 0.0}, {"max_steps": 1, "lr": math.nan}, {"max_steps": 1, "clip": 0.0}):
+        with pytest.raises(ValueError, match=rf"{list(wrong)[-1]}=.*: expected a (limit|finite number) above 0"):
+            TrainConfig(**wrong)
 
 
 def test_recipes_are_configs_of_their_own() -> None:
@@ -405,19 +410,34 @@ def test_lm_head_stays_the_targets_unless_asked(target: LlamaForCausalLM, corpus
         assert torch.equal(head.lm_head.weight, rows) is not train_lm_head
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises within it, as in a program of one's own; test runners may have it otherwise."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("algo", ["eagle", "eagle3"])
 def test_resumed_run_equals_the_uninterrupted_one(
-    target: LlamaForCausalLM, corpus: Corpus, tmp_path: Path, algo: str
+    target: LlamaForCausalLM, corpus: Corpus, tmp_path: Path, algo: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ctrl-C comes within a step, and takes effect after it."""
     settings = config(feature_noise=0.1)
     whole = head_trainer(target, fresh(algo, target), corpus, settings)
     expected = whole.fit()
     path = tmp_path / "run.pt"
     first = head_trainer(target, fresh(algo, target), corpus, settings, path)
-    tally = Tally.zero(3, CPU)
-    for _ in range(5):
-        first.train_step(first.progress, tally)
-    first.save(path)
+    step = first.train_step
+    monkeypatch.setattr(
+        first, "train_step", lambda *args: (first.step == 4 and signal.raise_signal(signal.SIGINT), step(*args))
+    )
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        first.fit()
+    assert first.step == 5
     second = head_trainer(target, fresh(algo, target, seed=2), corpus, settings)
     second.resume(path)
     result = second.fit()

@@ -118,6 +118,28 @@ def test_a_fit_goes_on_from_its_checkpoint_and_from_a_head(folder: Path, tmp_pat
     assert tuned["loss"] == pytest.approx(second["loss"], rel=1e-3)
 
 
+def test_what_a_run_left_is_not_overwritten_unasked(folder: Path, tmp_path: Path) -> None:
+    """A run that is broken off has no draft yet: its corpus and its checkpoint are what there is."""
+    corpus, checkpoint = tmp_path / "h.corpus.safetensors", tmp_path / "h.checkpoint.pt"
+    for file in (corpus, checkpoint):
+        file.write_bytes(b"hours of work")
+    run = ["run", "--out", tmp_path / "h", "--max-steps", 1, "--chats", 1, "--target", folder / "target"]
+    for args in (run, ["fit", "--corpus", folder / "a.safetensors", *run[1:5]]):
+        with pytest.raises(
+            ValueError, match=r"h.checkpoint.pt' is a checkpoint of another run: .*--resume.*--overwrite"
+        ):
+            invoke(*args)
+    with pytest.raises(ValueError, match=r"checkpoint .*h.checkpoint.pt' cannot be read"):
+        fit(folder, "eagle", tmp_path / "h", "--max-steps", 1, "--resume")
+    checkpoint.unlink()
+    for args in (run, ["data", "--out", corpus, *run[5:]]):
+        with pytest.raises(ValueError, match=r"is there already: train on it with .*fit --corpus.*--overwrite"):
+            invoke(*args)
+    with pytest.raises(ValueError, match=r"there is no checkpoint .* to resume"):
+        invoke("fit", "--corpus", "nowhere", *run[1:5], "--resume")
+    assert corpus.read_bytes() == b"hours of work"
+
+
 def contents(folder: Path) -> dict[Path, bytes]:
     return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
@@ -186,12 +208,11 @@ def test_shards_share_out_the_same_jobs() -> None:
         Generation()
 
 
-@pytest.mark.parametrize("num_questions", [0, 1])
-def test_run_says_what_its_user_can_do_about_too_few_prompts(folder: Path, tmp_path: Path, num_questions: int) -> None:
+def test_run_says_what_its_user_can_do_about_too_few_prompts(folder: Path, tmp_path: Path) -> None:
     questions = (folder / "questions.jsonl").read_text("utf-8").splitlines()
-    (tmp_path / "few.jsonl").write_text("\n".join(questions[:num_questions]), "utf-8")
+    (tmp_path / "few.jsonl").write_text("\n".join(questions[:1]), "utf-8")
     options = ["--max-new-tokens", 4, "--max-steps", 1, "--target", folder / "target", *SHORT[-4:]]
-    with pytest.raises(ValueError, match=rf"of {num_questions} prompts; .*: --gsm8k with more questions") as told:
+    with pytest.raises(ValueError, match=r"of 1 prompts; .*: --gsm8k with more questions") as told:
         invoke("run", "--gsm8k", tmp_path / "few.jsonl", "--out", tmp_path / "h", *options)
     run = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).stdout
     named = re.findall(r"--[a-z0-9-]+", str(told.value).partition("`specdec train fit`")[0])
@@ -200,6 +221,11 @@ def test_run_says_what_its_user_can_do_about_too_few_prompts(folder: Path, tmp_p
 
 def test_run_generates_and_fits(folder: Path, tmp_path: Path) -> None:
     options = ["--gsm8k", folder / "questions.jsonl", "--max-new-tokens", 12, "--max-batch", 8, "--max-steps", 2]
+    with pytest.raises(ValueError, match=r"the longest prompt has \d+ tokens, and max_new_tokens=256: .* up to 256"):
+        invoke("data", "--out", tmp_path / "c", *options[:2], "--target", folder / "target")
+    for name, value in (("chats", -1), ("max_batch", 0), ("gen_minutes", 0.0), ("num_questions", 0)):
+        with pytest.raises(ValueError, match=f"{name}={value}: expected"):
+            Generation(**{"chats": 1, name: value})
     report = invoke(
         "run", "--out", tmp_path / "h", "--algo", "nextn", *options, "--target", folder / "target", *SHORT[-4:]
     )

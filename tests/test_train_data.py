@@ -69,6 +69,8 @@ def test_save_load_merge_and_select(tmp_path: Path) -> None:
     merged = Corpus.merge([one, two])
     merged.save(tmp_path / "c.safetensors")
     back = Corpus.load(tmp_path / "c.safetensors")
+    (tmp_path / "new").touch()
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1, "readable by whom other new files are"
     assert (len(back), back.num_tokens, back.num_answer_tokens) == (3, 10, 4)
     assert back.tokens.dtype == torch.int32 and back.tokens.tolist() == merged.tokens.tolist()
     picked = back.select([2, 0])
@@ -89,6 +91,22 @@ def test_bad_corpora_are_named(tmp_path: Path) -> None:
         Corpus.of([([], [])])
     with pytest.raises(ValueError, match=r"nowhere.*specdec train data"):
         Corpus.load(tmp_path / "nowhere.safetensors")
+
+
+def test_a_corpus_knows_its_tokenizer(tmp_path: Path) -> None:
+    path, other = tmp_path / "c.safetensors", tmp_path / "other.safetensors"
+    Corpus.of([([3], [4])]).save(path, "sha")
+    Corpus.of([([5], [6])]).save(other)
+    merged = Corpus.merge([Corpus.load(other), Corpus.load(path)])
+    assert merged.tokenizer == merged.select([0]).tokenizer == "sha" and merged.digest == merged.select([0, 1]).digest
+    merged.check_ids(7, "sha")
+    with pytest.raises(ValueError, match=r"another tokenizer than the target's: .* train data --target"):
+        merged.check_ids(7, "else")
+    with pytest.raises(ValueError, match="ids up to 6, and the target 6 tokens: expected one that this target wrote"):
+        merged.check_ids(6, "sha")
+    Corpus.load(other).save(other, "else")
+    with pytest.raises(ValueError, match="were made with different tokenizers"):
+        Corpus.merge([Corpus.load(other), merged])
 
 
 def test_show_brackets_what_was_generated() -> None:
@@ -162,6 +180,24 @@ def test_the_frame_is_found_for_any_template(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n", "utf-8")
     assert gsm8k_prompts(path, tokenizer) == [encode(tokenizer, "sys|u:1+1?\0|a:")]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"question": ', r"line 3: no JSON \(Expecting value"),
+        ('{"prompt": "1+1?"}', r'line 3: expected \{"question": "some text".*got \{"prompt"'),
+        ("[1]", "line 3: expected"),
+        ('{"question": 5}', "line 3: expected"),
+        ('{"question": " "}', "line 3: expected"),
+        (None, "is empty: expected one question a line"),
+    ],
+)
+def test_bad_questions_are_named_by_their_line(tmp_path: Path, line: str | None, said: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text("" if line is None else f'{{"question": "1+1?"}}\n\n{line}\n', "utf-8")
+    with pytest.raises(ValueError, match=said):
+        gsm8k_prompts(path, None)
 
 
 def test_the_target_writes_user_turns() -> None:

@@ -91,6 +91,32 @@ def test_an_engine_with_graphs_refuses_to_go_on(where):
         engine.generate([[3, 4]], max_new_tokens=2)
 
 
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("converted", ["target", "head", "standalone"])
+def test_converted_parameters_are_named(converted, cuda_graph):
+    """The KV pool stays in the dtype of attach(); detach() leaves the model as it is then."""
+    model = tiny_model("llama")
+    draft = tiny_model("llama", seed=1) if converted == "standalone" else random_head(model)
+    settings = {"graph_sampling": "greedy", "max_batch": 1, "num_steps": 1, "max_seq_len": 64}
+    engine = specdec.attach(model, draft, cuda_graph=cuda_graph, **settings)
+    (model if converted == "target" else engine.draft_module).bfloat16()
+    told = r"(LlamaForCausalLM's model.embed_tokens|Eagle3Head's fc).weight is torch.bfloat16 .* was torch.float32"
+    prompt = torch.tensor([[3, 4]])
+    with engine.install():
+        calls = [
+            lambda: engine.generate([[3, 4]]),
+            lambda: engine.score([[3, 4]], [[5]]),
+            lambda: engine.submit([3, 4]),
+        ]
+        for call in (*calls, lambda: model.generate(prompt, max_new_tokens=2)):
+            with pytest.raises(GraphError, match=told):
+                call()
+    engine.detach()
+    assert model.generate(prompt, max_new_tokens=2).shape == (1, 4)
+    dtype = torch.bfloat16 if converted == "target" else torch.float32
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
 def test_an_engine_without_graphs_takes_what_is_there():
     model = tiny_model("llama")
     engine = specdec.attach(model)

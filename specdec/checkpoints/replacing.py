@@ -2,6 +2,7 @@
 checkpoint is overwritten unless that was asked for."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,8 +44,16 @@ def check_free(folder: str | Path, overwrite: bool) -> None:
 def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
     """Write config.json and model.safetensors to `folder`, replacing those there; see `check_free`."""
     with replacing(folder, CHECKPOINT) as partial:
-        save_file(dict(tensors), str(partial / WEIGHTS), metadata={"format": "pt"})
+        save_file(_apart(tensors), str(partial / WEIGHTS), metadata={"format": "pt"})
         (partial / CONFIG).write_text(json_text(config), "utf-8")
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `tensors`, copies of those that share memory with others: tied ones are stored as often as they are named,
+    since readers look for every name, and safetensors refuses them."""
+    places = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+    many = Counter(places.values())
+    return {name: t.clone() if many[places[name]] > 1 else t for name, t in tensors.items()}
 
 
 def write_text(path: Path, text: str) -> None:
@@ -66,6 +75,7 @@ def replacing(folder: str | Path, stale: Sequence[str] = ()) -> Iterator[Path]:
     partial = Path(mkdtemp(prefix=".partial-", dir=folder))
     try:
         yield partial
+        _share(partial)
         written = [file.name for file in _weights_first(list(partial.iterdir()))]
         for name in written:
             os.replace(partial / name, folder / name)
@@ -75,6 +85,16 @@ def replacing(folder: str | Path, stale: Sequence[str] = ()) -> Iterator[Path]:
         rmtree(partial)
         if is_new and not any(folder.iterdir()):
             folder.rmdir()
+
+
+def _share(folder: Path) -> None:
+    """Give all files in `folder` the mode that new files have here; safetensors makes its own for their owner alone."""
+    probe = folder / ".probe"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for file in folder.iterdir():
+        file.chmod(mode)
 
 
 def _weights_first(files: Sequence[Path]) -> list[Path]:

@@ -1,6 +1,7 @@
 """The arguments of `attach`: refused by name before any work, and made into an EngineConfig."""
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,13 @@ def check_settings(settings: dict[str, Any]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}? It takes" if near else "expected one of"
             raise ValueError(f"{name}={settings[name]!r}: attach() has no such setting; {hint} {', '.join(known)}")
+
+
+def check_mapping(name: str, settings: Any) -> None:
+    """Raise ValueError unless `settings`, the argument `name`, is None or a mapping from names."""
+    if settings is None or (isinstance(settings, Mapping) and all(isinstance(key, str) for key in settings)):
+        return
+    raise ValueError(f'{name}={settings!r}: expected a dict from names to values, such as {{"max_batch": 32}}')
 
 
 def _refuse_draft_settings(settings: dict[str, Any]) -> None:

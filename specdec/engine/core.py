@@ -34,10 +34,11 @@ from specdec.engine.packing import (
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.turns import Turns
-from specdec.errors import DetachedError, GraphError
+from specdec.engine.weights import Weights
+from specdec.errors import DetachedError
 from specdec.functional.results import first_tokens, line_width, unpack
 from specdec.functional.sampling import SamplingKind
-from specdec.graphs import ChangeWatch, GraphPool, ModuleWatch
+from specdec.graphs import GraphPool
 from specdec.metrics import AcceptanceStats
 from specdec.prefill.graphs import PrefillGraphs, resolve_prefill_mode
 from specdec.round.graphs import RoundGraphs
@@ -45,7 +46,6 @@ from specdec.round.parts import Parts
 from specdec.round.program import Round
 from specdec.targets.compiled import compile_layers, start_compilers
 from specdec.targets.exclusive import make_exclusive
-from specdec.targets.ropes import varying_ropes
 
 PREFIX_STEP = 32  # host bounds of L are rounded up to this, so that shapes of eager rounds seldom change
 
@@ -86,11 +86,7 @@ class Core:
         live = [m for m in (target.model, worker.module) if isinstance(m, PreTrainedModel)]
         self._exclusive = [make_exclusive(model, self.turns) for model in live]
         runners = (*self.prefill.runners, *self.graphs.runners.values())
-        is_watched = bool(target.compiled) or any(runner.captured for runner in runners)
-        modules = [m for m in (target.model, worker.module) if m is not None]
-        free = [rope for module in modules for rope in varying_ropes(module)]  # their original frequencies are read
-        self._watch = ModuleWatch(modules, free) if is_watched else None
-        self._changes = ChangeWatch(modules, free) if parts.tables.prefixes is not None else None
+        self.weights = Weights(target, worker.module, runners, keeps_kv=config.prefix_cache is True)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue checked requests; DetachedError once the core is closed, GraphError if a weight has moved, ValueError
@@ -98,8 +94,8 @@ class Core:
         refuse_autocast(self.device)
         with self.turns:
             self._require_open()
-            self.check_addresses()
-            if self.weights_changed():
+            self.weights.check()
+            if self.weights.have_changed():
                 self.forget_prefixes()
             self.scheduler.add(requests)
 
@@ -133,33 +129,12 @@ class Core:
             for request in requests:
                 self.scheduler.release(request)
 
-    def weights_changed(self) -> bool:
-        """Whether K/V that is kept is of other weights: they were changed since the last call."""
-        return self._changes is not None and self._changes.has_changed()
-
     def forget_prefixes(self) -> None:
         """Keep no K/V of what was served, or is being served, for other requests."""
         if self.slot_tables.prefixes is not None:
             self.slot_tables.prefixes.clear()
             for request in self.scheduler.running:
                 request.is_kept = False
-
-    def check_addresses(self) -> None:
-        """GraphError if a weight that graphs or compiled layers read has been replaced or moved, one was changed of
-        which ranks read copies, or a module was replaced that calls our ops."""
-        self.target.check_shares()
-        self.target.check_routed()
-        if self._watch is None or self._watch.is_intact():
-            return
-        self.target.check_compiled()
-        self.prefill.check_addresses()
-        self.graphs.check_addresses()
-        moved = self._watch.moved()
-        raise GraphError(
-            f"{', '.join(moved[:3])} moved since graphs were captured or layers compiled ({len(moved)} in all): they "
-            "would use what was there before. Do not replace parts of a model while an engine is attached; detach() "
-            "and attach() again"
-        )
 
     def close(self) -> None:
         """End what runs, take our marks off the model, and wait for what is on its way: one round may be."""

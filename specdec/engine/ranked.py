@@ -20,7 +20,7 @@ class RankedCore(Core):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As `Core.submit`, if all ranks submit the same; seeds are rank 0's. ValueError if not."""
-        seeds, own = [r.sampling.seed for r in requests], self.weights_changed()
+        seeds, own = [r.sampling.seed for r in requests], self.weights.have_changed()
         given = self._ranks.same("generate()", [told_of(r) for r in requests], [seeds, own])
         for request, seed in zip(requests, given[0][0], strict=True):
             request.sampling = request.sampling.with_seed(seed)

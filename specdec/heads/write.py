@@ -43,7 +43,7 @@ def save_head(
     state = {n: t.detach().cpu() for n, t in head.state_dict().items()}
     if lm_head_from_target:
         del state["lm_head.weight"]
-    weights = dict(head.named_parameters())  # buffers that transformers keeps in fp32 stay so
+    weights = dict(head.named_parameters(remove_duplicate=False))  # buffers that transformers keeps in fp32 stay so
     state = {n: t.to(dtype) if n in weights else t for n, t in state.items()}
     state, depth = kind.to_write(head, state)
     named = {layouts()[name].theirs(n, depth): t.contiguous() for n, t in state.items()}

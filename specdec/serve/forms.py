@@ -24,6 +24,8 @@ STATUS = (
 )
 FIELDS = (frozenset(ChatBody.model_fields) | frozenset(TextBody.model_fields)) - {"prompt"}  # "prompt 0": of any body
 
+_TYPE = re.compile(r"^(str|int)$|\]$")  # list[Part], function-after[.., str], [key]
+
 
 @dataclass(frozen=True)
 class Form:
@@ -87,9 +89,8 @@ def problem(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, RequestValidationError):
-        said = [(_field(e["loc"]), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
-        param = said[0][0]
-        message = "; ".join(dict.fromkeys(f"{name}: {text}" if name else text for name, text in said))
+        param = _field(error.errors()[0]["loc"])
+        message = "; ".join(_said(error))
     elif isinstance(error, CapacityError):
         code = "context_length_exceeded"
     if param is None and status < 500:
@@ -102,3 +103,23 @@ def problem(error: Exception) -> tuple[int, dict[str, Any]]:
 def _field(place: Sequence[str | int]) -> str | None:
     """The field of a body that `place` ("body", field, ...) is in; a place in text that is no JSON is a number."""
     return str(place[1]) if len(place) > 1 and isinstance(place[1], str) else None
+
+
+def _said(error: RequestValidationError) -> list[str]:
+    """What is wrong, each with its place as one would write it: messages[3].content[1].text. Of alternatives those are
+    named that went on furthest: where parts of a message are bad, nobody meant its content to be a string."""
+    said = [(_keys(e["loc"]), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
+    within = {keys[:i] for keys, _ in said for i in range(len(keys))}
+    last = [(_written(keys), text) for keys, text in said if not keys or keys not in within]
+    return list(dict.fromkeys(f"{place}: {text}" if place else text for place, text in last))
+
+
+def _keys(place: Sequence[str | int]) -> tuple[str | int, ...]:
+    """The keys and indices of `place`, without the names of types that pydantic puts between them."""
+    if _field(place) is None:
+        return ()
+    return (place[1], *(k for k in place[2:] if isinstance(k, int) or not _TYPE.search(k)))
+
+
+def _written(keys: Sequence[str | int]) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")

@@ -49,6 +49,20 @@ def answering(module: nn.Module, output: Any) -> Iterator[None]:
         module.__dict__.update(own)
 
 
+@contextmanager
+def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Have `model` in eval mode within the context, so that nothing is dropped out. modules: what it had at first,
+    which is looked at where the model itself is in eval mode: walking it takes longer."""
+    training = [m for m in (model.modules() if model.training else modules) if m.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def warning_models(model: nn.Module) -> list[nn.Module]:
     """List the models in `model`, which warn of padding without a mask where their class does."""
     return [m for m in model.modules() if isinstance(m, PreTrainedModel) and _WARNING not in m.__dict__]

@@ -15,7 +15,14 @@ from specdec.backends import attention
 from specdec.targets.experts import expert_configs, experts_routed
 from specdec.targets.marks import LAYER_ID, layer_id, number_layers
 from specdec.targets.mixers import mixers_routed, mixers_unnumbered
-from specdec.targets.overrides import answering, attention_configs, attention_implementation, unwarned, warning_models
+from specdec.targets.overrides import (
+    answering,
+    attention_configs,
+    attention_implementation,
+    evaluating,
+    unwarned,
+    warning_models,
+)
 from specdec.targets.own_attention import own_replaced
 from specdec.targets.probe import ModelSpec
 from specdec.targets.ropes import constant_ropes, tabled_ropes, varying_ropes
@@ -54,6 +61,8 @@ class Route:
 
     def __init__(self, model: PreTrainedModel, spec: ModelSpec):
         self.spec = spec
+        self._model = model
+        self._modules = list(model.modules())
         self.ropes = varying_ropes(model)
         self._rope_tables = tabled_ropes(model, spec.max_positions)
         self._configs = attention_configs(model)
@@ -78,6 +87,7 @@ class Route:
             mixers_routed(self.spec.mixers),
             own_replaced(self.spec.own_attention, _routed_own),
             unwarned(self._warning_models),
+            evaluating(self._model, self._modules),
         ):
             yield
 
@@ -85,7 +95,11 @@ class Route:
     def only_head(self, hidden: torch.Tensor) -> Iterator[None]:
         """Let the decoder answer with last hidden states [1, N, h] within it: of the model, only the head runs."""
         answer = self.spec.stack_output(last_hidden_state=hidden)
-        with attention_implementation(self._configs, "specdec"), answering(self.spec.stack, answer):
+        with (
+            attention_implementation(self._configs, "specdec"),
+            answering(self.spec.stack, answer),
+            evaluating(self._model, self._modules),
+        ):
             yield
 
     @contextmanager

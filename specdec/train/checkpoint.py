@@ -1,6 +1,7 @@
 """Training checkpoints: one file, replaced atomically, refused when it belongs to another run."""
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ def load_checkpoint(path: str | Path, identity: dict[str, Any], device: torch.de
     """Read what `save_checkpoint` wrote; ValueError if its "identity" differs from `identity`: it is another run's."""
     if not Path(path).is_file():
         raise ValueError(f"there is no checkpoint {str(path)!r} to resume; start without resume")
-    state = torch.load(path, map_location=device, weights_only=True)
-    saved = state["identity"]
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        saved = state["identity"]
+    except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"checkpoint {str(path)!r} cannot be read ({error}): take it away, and start anew") from error
     differing = [f"{k}: {saved.get(k)!r} there, {v!r} here" for k, v in identity.items() if saved.get(k) != v]
     if differing:
         raise ValueError(f"checkpoint {str(path)!r} is of another run ({'; '.join(differing)}); use its settings")

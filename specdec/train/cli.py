@@ -14,7 +14,7 @@ import typer
 from specdec.checkpoints.replacing import check_free
 from specdec.targets.pretrained import BUNDLED
 from specdec.train.config import TrainConfig, recipe
-from specdec.train.fit import train
+from specdec.train.fit import check_checkpoint, checkpoint_of, train
 from specdec.train.generation import Generation, prepare
 from specdec.train.students import Shape
 
@@ -65,12 +65,13 @@ def data(
     shard: Shard = "0/1",
     compile: Compile = False,
     seed: int = 0,
+    overwrite: Annotated[bool, typer.Option(help="Replace a corpus that is there.")] = False,
     target: Target = BUNDLED,
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
     """Regenerate a corpus: GSM8K answers, and chats that the target writes by itself."""
-    _print_json(prepare(**_picked(Generation, locals()), **_where(locals()), out=out))
+    _print_json(prepare(**_picked(Generation, locals()), **_where(locals()), out=out, overwrite=overwrite))
 
 
 @app.command()
@@ -153,8 +154,9 @@ def run(
     values = dict(locals())
     config = recipe(algo, **_picked(TrainConfig, values))
     check_free(out, overwrite)
+    check_checkpoint(checkpoint_of(out), False, overwrite)
     corpus = out.with_name(out.name + ".corpus.safetensors")
-    made = prepare(**_picked(Generation, values), **_where(values), out=corpus)
+    made = prepare(**_picked(Generation, values), **_where(values), out=corpus, overwrite=overwrite)
     _print_json({"data": made, **train([corpus], out, config, algo=algo, overwrite=overwrite, **_where(values))})
 
 

@@ -1,5 +1,6 @@
 """The training recipe as frozen data, and the recipe each algorithm starts from."""
 
+import math
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -53,11 +54,17 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         limits = {name: getattr(self, name) for name in LIMITS}
+        for name, value in limits.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value}: expected a limit above 0; leave it out for none")
         if not any(limits.values()):
             raise ValueError(f"{limits}: expected one at least that ends the run; pass minutes=10, say")
         for name in ("num_steps", "tokens_per_batch", "max_len", "chunk_rows", "log_every", "eval_every", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected 1 or more")
+        for name in ("lr", "clip", "step_decay"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: expected a finite number above 0")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup={self.warmup}: expected a share of the run in [0, 1)")
         if self.soft_weight < 0 or self.feature_weight < 0 or not self.soft_weight + self.feature_weight:

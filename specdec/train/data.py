@@ -4,7 +4,6 @@ It knows nothing about models or batches: `regenerate` fills it, `batches` reads
 """
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from specdec.checkpoints.replacing import replacing
 
 _NARROW = 1 << 16  # ids below it are stored in two bytes
+_OTHER = "expected one that this target wrote; make it with `specdec train data --target`"
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +28,13 @@ class Corpus:
     answer: [num_tokens] bool, set on tokens that the target generated, EOS included. Mask semantics: target row t
     (whose logits predict token t+1) is trained iff answer[t+1]. So the row of the last prompt token is trained, as is
     the row that predicts EOS; the EOS row itself and rows inside the prompt are not (standalone drafts can include the
-    latter: prompt_weight).
+    latter: prompt_weight). tokenizer: fingerprint of the one whose ids they are, if known.
     """
 
     tokens: torch.Tensor
     offsets: torch.Tensor
     answer: torch.Tensor
+    tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.shape != self.answer.shape or self.tokens.dim() != 1:
@@ -60,29 +63,38 @@ class Corpus:
 
     @classmethod
     def merge(cls, parts: Sequence["Corpus"]) -> "Corpus":
-        """Concatenate `parts`, in order."""
+        """Concatenate `parts`, in order. ValueError if their tokenizers differ."""
+        tokenizers = {part.tokenizer for part in parts} - {None}
+        if len(tokenizers) > 1:
+            raise ValueError("the corpora were made with different tokenizers: expected those of one target")
         lengths = torch.cat([part.lengths for part in parts]) if parts else torch.zeros(0, dtype=torch.int64)
         empty = cls.of([])
         return cls(
             torch.cat([empty.tokens, *(part.tokens for part in parts)]),
             torch.cat([empty.offsets, lengths.cumsum(0)]),
             torch.cat([empty.answer, *(part.answer for part in parts)]),
+            next(iter(tokenizers), None),
         )
 
     @classmethod
     def load(cls, path: str | Path) -> "Corpus":
         """Read a corpus that `save` wrote."""
         try:
-            raw = load_file(str(path))
+            with safe_open(str(path), "pt") as file:
+                raw, noted = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ValueError(f"corpus {str(path)!r}: {error}; `specdec train data` makes one") from error
         missing = sorted({"tokens", "offsets", "answer"} - set(raw))
         if missing:
             raise ValueError(f"{str(path)!r} is no corpus: it lacks {missing}; expected tokens, offsets and answer")
-        return cls(raw["tokens"].to(torch.int32), raw["offsets"], raw["answer"].bool())
+        return cls(raw["tokens"].to(torch.int32), raw["offsets"], raw["answer"].bool(), noted.get("tokenizer_sha256"))
 
-    def save(self, path: str | Path) -> None:
-        """Write one .safetensors file, atomically; ids take two bytes if all are below 2**16."""
+    def save(self, path: str | Path, tokenizer: str | None = None) -> None:
+        """Write one .safetensors file, atomically; ids take two bytes if all are below 2**16.
+
+        tokenizer: its fingerprint, if the corpus does not know it.
+        """
+        tokenizer = tokenizer or self.tokenizer
         is_narrow = not len(self) or int(self.tokens.max()) < _NARROW
         tensors = {
             "tokens": self.tokens.to(torch.uint16 if is_narrow else torch.int32),
@@ -90,10 +102,8 @@ class Corpus:
             "answer": self.answer.to(torch.uint8),
         }
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        save_file(tensors, str(partial))
-        os.replace(partial, path)
+        with replacing(path.parent) as partial:
+            save_file(tensors, str(partial / path.name), {"tokenizer_sha256": tokenizer} if tokenizer else None)
 
     def __len__(self) -> int:
         return self.offsets.numel() - 1
@@ -131,7 +141,15 @@ class Corpus:
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         shift = (self.offsets[chosen] - offsets[:-1]).repeat_interleave(lengths)
         source = torch.arange(int(offsets[-1])) + shift
-        return Corpus(self.tokens[source], offsets, self.answer[source])
+        return Corpus(self.tokens[source], offsets, self.answer[source], self.tokenizer)
+
+    def check_ids(self, vocab_size: int, tokenizer: str) -> None:
+        """Raise ValueError if the ids are not those of a target of `vocab_size` with the fingerprint `tokenizer`."""
+        most = int(self.tokens.max()) if self.num_tokens else 0
+        if most >= vocab_size or int(self.tokens.min() if self.num_tokens else 0) < 0:
+            raise ValueError(f"the corpus has ids up to {most}, and the target {vocab_size} tokens: {_OTHER}")
+        if self.tokenizer not in (None, tokenizer):
+            raise ValueError(f"the corpus was made with another tokenizer than the target's: {_OTHER}")
 
     def show(self, tokenizer: Any, i: int) -> str:
         """Return sequence `i` as text, with the trained part in brackets: ⟦generated by the target⟧."""

@@ -7,6 +7,8 @@ import torch
 
 from specdec.checkpoints.replacing import check_free
 from specdec.targets.pretrained import BUNDLED
+from specdec.targets.shape import vocab_size_of
+from specdec.text.prompts import tokenizer_fingerprint
 from specdec.train.card import write_card
 from specdec.train.config import TrainConfig
 from specdec.train.data import Corpus, split_held_out
@@ -34,14 +36,16 @@ def train(
     """Fit a draft of `algo` to `corpora`, export it with its card to the folder `out`, return facts and held-out rates.
 
     The checkpoint is `<out>.checkpoint.pt`, beside `out`; resume continues from it and exports again. overwrite:
-    replace another draft in `out`.
+    replace another draft in `out`, and the checkpoint of a run that was broken off.
     """
     check_free(out, overwrite or resume)  # now, not after hours of training
-    model, tokenizer = load(target, dtype, device)
+    checkpoint = checkpoint_of(out)
+    check_checkpoint(checkpoint, resume, overwrite)
     corpus = Corpus.merge([Corpus.load(path) for path in corpora])
+    model, tokenizer = load(target, dtype, device)
+    corpus.check_ids(vocab_size_of(model), tokenizer_fingerprint(tokenizer))
     fit, held = split_held_out(corpus, min(held_out, max(1, len(corpus) // HELD_OUT_SHARE)), config.seed)
     student = make_student(algo, Setup(target, model, tokenizer, fit, config, shape or Shape()))
-    checkpoint = out.with_name(out.name + ".checkpoint.pt")
     trainer = Trainer(student.objective, fit, held, checkpoint)
     if resume:
         trainer.resume(checkpoint)
@@ -61,6 +65,22 @@ def train(
     }
     write_card(out, facts)
     return facts
+
+
+def checkpoint_of(out: Path) -> Path:
+    """The checkpoint of a run that exports to `out`."""
+    return out.with_name(out.name + ".checkpoint.pt")
+
+
+def check_checkpoint(path: Path, resume: bool, overwrite: bool) -> None:
+    """Raise ValueError where there is none to resume, or one that a new run would replace."""
+    if resume and not path.is_file():
+        raise ValueError(f"there is no checkpoint {str(path)!r} to resume; start without resume")
+    if path.exists() and not (resume or overwrite):
+        raise ValueError(
+            f"{str(path)!r} is a checkpoint of another run: resume=True (--resume) goes on from it, overwrite=True "
+            "(--overwrite) begins anew"
+        )
 
 
 def sizes(corpus: Corpus) -> dict[str, int]:

@@ -3,6 +3,7 @@
 A corpus can be generated in shards, one process per device; merged, they hold every job once.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from transformers import PreTrainedModel
 
 from specdec.api import Engine, attach
 from specdec.targets.pretrained import BUNDLED
+from specdec.targets.shape import position_limit
 from specdec.text.inputs import encode
+from specdec.text.prompts import tokenizer_fingerprint
 from specdec.train.fit import sizes
 from specdec.train.regenerate import (
     Budget,
@@ -59,13 +62,14 @@ class Generation:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         if self.gsm8k is None and not self.chats:
             raise ValueError("nothing to generate: pass gsm8k=PATH of train.jsonl, or chats=N, or both")
         index, _, count = self.shard.partition("/")
         if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
             raise ValueError(f"shard={self.shard!r}: expected i/n with i of 0..n-1, such as 0/4")
         try:
-            valid = all(law >= 0 for law in self.laws)
+            valid = all(0 <= law < math.inf for law in self.laws)
         except ValueError:
             valid = False
         if not valid:
@@ -100,19 +104,48 @@ class Generation:
         return self.seed * 1009 + self.shard_index
 
 
+def _check_numbers(g: Generation) -> None:
+    """Raise ValueError for counts below their least, and times that are over before they begin."""
+    least = {"chats": 0, "seed": 0, "num_questions": 1, "samples_per_question": 1, "max_new_tokens": 1, "max_batch": 1}
+    for name, low in least.items():
+        value = getattr(g, name)
+        if value is not None and value < low:
+            raise ValueError(f"{name}={value}: expected {low} or more")
+    if g.gen_minutes is not None and not g.gen_minutes > 0:
+        raise ValueError(f"gen_minutes={g.gen_minutes}: expected a time above 0; leave it out for no limit")
+
+
+def check_corpus_free(out: Path, overwrite: bool) -> None:
+    """ValueError if there is a corpus already, which may have taken hours, unless it is to be overwritten."""
+    if out.exists() and not overwrite:
+        raise ValueError(
+            f"{str(out)!r} is there already: train on it with `specdec train fit --corpus {out}`, name another, or "
+            "pass overwrite=True (--overwrite)"
+        )
+
+
 def prepare(
-    out: Path, *, target: str = BUNDLED, dtype: str = "auto", device: str = "auto", **options: Any
+    out: Path,
+    *,
+    target: str = BUNDLED,
+    dtype: str = "auto",
+    device: str = "auto",
+    overwrite: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Regenerate a corpus with the target, write it to `out`, and return a report of its sizes and generation times.
 
-    options: fields of Generation.
+    overwrite: replace a file that is there. options: fields of Generation.
     """
     g = Generation(**options)
+    check_corpus_free(out, overwrite)
     model, tokenizer = load(target, dtype, device)
+    fingerprint = tokenizer_fingerprint(tokenizer)
     questions = gsm8k_prompts(g.gsm8k, tokenizer)[: g.num_questions] if g.gsm8k else []
     turn_tokens = min(g.max_new_tokens, USER_TURN_TOKENS) if g.chats else 0
     frame = sum(len(encode(tokenizer, part)) for part in user_turn_frame(tokenizer))
     longest = max([frame + turn_tokens, *map(len, questions)])
+    _check_length(model, longest, g.max_new_tokens)
     engine = generating_engine(model, g, longest + g.max_new_tokens)
     chunk = CHUNK_BATCHES * engine.config.max_batch
     turns = Budget(g.gen_minutes * USER_TURN_SHARE if g.gen_minutes and g.chats else None)
@@ -120,9 +153,9 @@ def prepare(
     turns_report = turns.report()
     rest = Budget(g.gen_minutes - turns.seconds / 60 if g.gen_minutes else None)
     jobs = shard_jobs(g, questions, chats)
-    corpus = answer(engine, jobs, g.max_new_tokens, chunk=chunk, budget=rest, keep=lambda c: c.save(out))
+    corpus = answer(engine, jobs, g.max_new_tokens, chunk=chunk, budget=rest, keep=lambda c: c.save(out, fingerprint))
     engine.detach()
-    corpus.save(out)
+    corpus.save(out, fingerprint)
     if len(corpus):
         print(corpus.show(tokenizer, 0))
     return {
@@ -135,6 +168,15 @@ def prepare(
         "answers": rest.report(),
         **sizes(corpus),
     }
+
+
+def _check_length(model: PreTrainedModel, longest: int, max_new_tokens: int) -> None:
+    limit, _ = position_limit(model.config.get_text_config())
+    if limit is not None and longest + max_new_tokens > limit:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens, and max_new_tokens={max_new_tokens}: the target has positions "
+            f"up to {limit}; leave such questions out, or take fewer new tokens"
+        )
 
 
 def shard_jobs(g: Generation, questions: Sequence[list[int]], chats: Sequence[list[int]]) -> list[Job]:

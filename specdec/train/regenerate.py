@@ -77,13 +77,30 @@ class Budget:
 
 
 def gsm8k_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
-    """Return token ids of every question in a GSM8K .jsonl file, rendered with the chat template up to the answer."""
+    """Return token ids of every question in a GSM8K .jsonl file, rendered with the chat template up to the answer.
+
+    ValueError names the line that holds none.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"gsm8k={str(path)!r}: no such file; expected GSM8K's train.jsonl")
-    questions = [json.loads(line)["question"] for line in path.read_text("utf-8").splitlines() if line.strip()]
+    lines = enumerate(path.read_text("utf-8").split("\n"), 1)
+    questions = [_question(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+    if not questions:
+        raise ValueError(f"gsm8k={str(path)!r} is empty: expected one question a line, as in GSM8K's train.jsonl")
     prefix, suffix = user_turn_frame(tokenizer)
     return [encode(tokenizer, prefix + question + suffix) for question in questions]
+
+
+def _question(line: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: no JSON ({error}); correct the line or leave it out") from error
+    question = row.get("question") if isinstance(row, dict) else None
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f'{where}: expected {{"question": "some text", ...}}, got {line[:80]}')
+    return question
 
 
 def user_turn_frame(tokenizer: Any) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 It knows neither heads nor losses; an `Objective` does.
 """
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from specdec.train.checkpoint import load_checkpoint, save_checkpoint
 from specdec.train.config import FREE
 from specdec.train.data import Corpus
 from specdec.train.divergence import Watch
+from specdec.train.interrupts import noted
 from specdec.train.losses import Goal
 from specdec.train.objectives import Objective
 from specdec.train.rounds import play_rounds
@@ -49,10 +51,12 @@ class Trainer:
         """Train to the end of the run; return the held-out rates there (`evaluate`) with steps, tokens, minutes.
 
         FloatingPointError for a loss that is not finite, when it is logged, saved or over: no step waits for that.
+        KeyboardInterrupt after the step at which Ctrl-C came, when a checkpoint is saved.
         """
         self._began = time.monotonic()
         tally = Tally.zero(self.config.num_steps, self.device)
-        with tqdm(total=self.max_steps, initial=self.step, unit="step", dynamic_ncols=True) as bar:
+        bar = tqdm(total=self.max_steps, initial=self.step, unit="step", dynamic_ncols=True)
+        with bar, noted() as is_interrupted:
             while (share := self.progress) < 1:
                 self.train_step(share, tally)
                 bar.update()
@@ -64,6 +68,8 @@ class Trainer:
                     bar.write(f"step {self.step} held out: {describe(self.evaluate())}")
                 if self.checkpoint and self.step % self.config.save_every == 0:
                     self.save(self.checkpoint)
+                if is_interrupted():
+                    self._break_off()
         seconds = self.seconds
         self._check_finite()
         result = self.evaluate()
@@ -72,6 +78,12 @@ class Trainer:
             self.save(self.checkpoint)
         pace = {"minutes": seconds / 60, "tokens_per_s": self.tokens_seen / max(seconds, 1e-9)}
         return {"steps": self.step, "tokens": self.tokens_seen, **pace, **result}
+
+    def _break_off(self) -> None:
+        if self.checkpoint:
+            self.save(self.checkpoint)
+            print(f"interrupted after step {self.step}; --resume goes on from {self.checkpoint}", file=sys.stderr)
+        raise KeyboardInterrupt
 
     def train_step(self, share: float, tally: Tally) -> None:
         """Update once, at `share` of the run."""
