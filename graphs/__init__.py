@@ -14,18 +14,20 @@ from specdec.graphs.pool import GraphPool
 from specdec.graphs.prefill import PrefillRunner
 from specdec.graphs.runner import GraphRunner, Setup
 from specdec.graphs.shapes import Decision, ShapeKey, batch_buckets, token_buckets
-from specdec.graphs.watch import ModuleWatch
+from specdec.graphs.watch import ChangeWatch, KindWatch, ModuleWatch
 
 __all__ = [
     "BreakableCapture",
     "BufferSpec",
     "Capture",
+    "ChangeWatch",
     "Counters",
     "Decision",
     "EagerCapture",
     "FullCapture",
     "GraphPool",
     "GraphRunner",
+    "KindWatch",
     "ModuleWatch",
     "PathCounters",
     "PrefillRunner",

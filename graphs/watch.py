@@ -59,6 +59,34 @@ class ModuleWatch:
             return False
 
 
+class ChangeWatch:
+    """Detects that weights of `modules` were changed since the last look: replaced, moved, or written in place.
+
+    What is written through `.data`, or by kernels that PyTorch does not know of, leaves no trace. free: see
+    `ModuleWatch`.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], free: Collection[nn.Module] = ()):
+        self._modules, self._free = list(modules), free
+        self._look()
+
+    def has_changed(self) -> bool:
+        """Return whether weights were changed since the last call, or since the watch was set."""
+        if self._places.is_intact() and self._versions() == self._then:
+            return False
+        self._look()
+        return True
+
+    def _look(self) -> None:
+        self._places = ModuleWatch(self._modules, self._free)
+        weights = (weight for module in self._modules for weight in module.parameters())
+        self._weights = [weight for weight in weights if not weight.is_inference()]  # those have no versions
+        self._then = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [weight._version for weight in self._weights]
+
+
 class KindWatch:
     """Knows dtype and device of the parameters of `modules`, for engines without graphs: pools were made for them."""
 

@@ -31,7 +31,7 @@ from specdec.engine.core import Core
 from specdec.engine.finished import output_of
 from specdec.engine.generation import shipped_settings
 from specdec.engine.ranks import Ranks
-from specdec.engine.scheduler import Request
+from specdec.engine.request import Request
 from specdec.engine.scoring import Score, score
 from specdec.errors import DetachedError
 from specdec.metrics import AcceptanceStats
@@ -256,6 +256,7 @@ class Engine:
                 kv_bytes=core.context.pool.num_bytes,
                 num_free_pages=core.slot_tables.num_free_pages,
                 num_pages=core.slot_tables.num_pages,
+                prefix_cache=core.slot_tables.prefix_facts,
                 capture=core.graphs.capture.name,
                 prefill_graph=core.prefill.name,
                 compile_seconds=core.compile_seconds,
@@ -283,8 +284,15 @@ class Engine:
         """The head or the standalone model that drafts, if any."""
         return self._attached().round.worker.module
 
+    def clear_prefix_cache(self) -> None:
+        """Forget the K/V of all that was served, as after a change of weights that could not be noticed: one through
+        `.data`, another adapter. Does nothing without a prefix cache; on several ranks, call it on all."""
+        core = self._attached()
+        with core.turns:
+            core.forget_prefixes()
+
     def check_integrity(self) -> None:
-        """Assert that every KV slot is free or owned by exactly one running request."""
+        """Assert that every KV slot is free, or held by running requests and the prefix cache."""
         core = self._attached()
         with core.turns:
             core.slot_tables.check_integrity()

@@ -30,6 +30,10 @@ class EngineConfig:
     max_seq_len: longest prompt plus output of one request, in tokens.
     num_slots: KV slots (tokens) of the pool; None holds `max_batch` requests of `max_seq_len`.
     page_size: KV slots allocated together.
+    prefix_cache: whether K/V of what was served stays while there is room, so that of prompts which begin alike (turns
+        of a chat, many samples of one prompt, the same examples before every question) only what is new is prefilled.
+        "auto": where model and draft allow it. Weights that change in place are noticed, but not what is written
+        through `.data`: call `Engine.clear_prefix_cache` then.
     max_prefill_tokens: prompt tokens of one prefill forward; longer prompts are prefilled in chunks.
     mixed_prefill_tokens: the same while requests that came earlier decode: a round of theirs follows each forward, so
         that a long prompt slows them down but does not stop them. Prompts submitted together are prefilled first, all.
@@ -69,6 +73,7 @@ class EngineConfig:
     max_seq_len: int = 2048
     num_slots: int | None = None
     page_size: int = 1
+    prefix_cache: bool | str = False
     max_prefill_tokens: int = 8192
     mixed_prefill_tokens: int = 1024
     sample_drafts: bool = True
@@ -127,7 +132,7 @@ class EngineConfig:
     def _check_graphs(self) -> None:
         flags = {"cuda_graph": _MAYBE, "round_graph": _MAYBE, "strict": _MAYBE[1:]}
         flags |= dict.fromkeys(("sample_drafts", "check_kernels"), _MAYBE[1:])
-        for name, choices in {**flags, "prefill_graph": PREFILL_GRAPHS, **_COMPILING}.items():
+        for name, choices in {**flags, "prefill_graph": PREFILL_GRAPHS, **_AUTOMATIC}.items():
             value = getattr(self, name)
             if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
                 raise ValueError(f"{name}={value!r}: expected one of {choices}")
@@ -251,7 +256,7 @@ def _is_falling(values: Sequence[float]) -> bool:
 
 
 _MAYBE = (None, True, False)
-_COMPILING = {"compile": COMPILES, "compiler": COMPILERS}
+_AUTOMATIC = {"prefix_cache": COMPILES, "compile": COMPILES, "compiler": COMPILERS}
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -1,4 +1,4 @@
-"""The paged KV pool, the slot tables of running requests, and who owns which page. Knows no model and no algorithm.
+"""The paged KV pool, and the slot tables of running requests. Knows no model and no algorithm.
 
 Slot = page * page_size + offset. Page 0 is the dummy page: padding writes there and nobody reads it.
 """
@@ -11,6 +11,8 @@ import torch
 
 from specdec.errors import CapacityError
 from specdec.layer_state import Commit, CommitOps, LayerState
+from specdec.pages import NO_PAGES, Pages
+from specdec.prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True)
@@ -90,26 +92,34 @@ def write_pages(table: torch.Tensor, rows: torch.Tensor, pages: torch.Tensor, pa
 
 
 class SlotTables:
-    """Which slots each running request owns: `table` [max_batch + 1, width] int32 on the device, ownership on the host.
+    """Which slots each running request uses: `table` [max_batch + 1, width] int32 on the device, pages on the host.
 
     A row is reserved with all the slots its request may ever need, so nothing is allocated inside a round and no
     running request can be starved by another; `write` then tells the device. The last row is the dummy row: it names
-    slot 0 and nobody takes it.
+    slot 0 and nobody takes it. prefixes: what ended requests left, if that is kept; a row's first pages may be of it.
 
     A released row keeps its old table. That is safe: a round in flight may still write through it, but it was launched
     before the pages were free, so before anything of their next owner, on the same stream; no later launch names the
     row until it is reserved again, and `write` replaces its table as a whole.
     """
 
-    def __init__(self, max_batch: int, width: int, num_slots: int, page_size: int, device: torch.device):
+    def __init__(
+        self,
+        max_batch: int,
+        width: int,
+        num_slots: int,
+        page_size: int,
+        device: torch.device,
+        keeps_prefixes: bool = False,
+    ):
         self.page_size = page_size
         self.num_pages = num_slots // page_size
         self.max_batch = max_batch
         self.table = torch.zeros(max_batch + 1, width, dtype=torch.int32, device=device)
-        self._owned: dict[int, np.ndarray] = {}  # row -> its pages, in order of position
+        self._pages = Pages(self.num_pages)
+        self.prefixes = PrefixCache(self._pages, page_size) if keeps_prefixes else None
+        self._of_row: dict[int, np.ndarray] = {}  # row -> its pages, in order of position
         self._free_rows: list[int] = []
-        self._free_pages = np.zeros(self.num_pages, dtype=np.int64)  # a stack, its top at `_num_free_pages`
-        self._num_free_pages = 0
         self.repair([])
 
     @property
@@ -152,46 +162,55 @@ class SlotTables:
                 "shorten the prompt, lower max_new_tokens, or attach with a larger max_seq_len"
             )
 
-    def reserve(self, num_tokens: int) -> int | None:
-        """Reserve a row with slots for `num_tokens` tokens; None if rows or pages have run out."""
-        need = self.pages_for(num_tokens)
-        if not self._free_rows or need > self._num_free_pages:
+    def reserve(self, num_tokens: int, shared: np.ndarray = NO_PAGES) -> int | None:
+        """Reserve a row with slots for `num_tokens` tokens, the first in pages `shared` [n] int64, which others hold;
+        None if rows or pages have run out."""
+        if not self._free_rows:
             return None
-        row, rest = self._free_rows.pop(), self._num_free_pages - need
-        self._owned[row] = self._free_pages[rest : self._num_free_pages][::-1].copy()
-        self._num_free_pages = rest
+        self._pages.hold(shared)  # first, so that making room does not take them
+        own = self._take(self.pages_for(num_tokens) - len(shared))
+        if own is None:
+            self._pages.drop(shared)
+            return None
+        row = self._free_rows.pop()
+        self._of_row[row] = np.concatenate([shared, own])
         return row
 
+    def _take(self, count: int) -> np.ndarray | None:
+        missing = count - self._pages.num_free
+        if missing > 0 and self.prefixes is not None:
+            self.prefixes.evict(missing)
+        return self._pages.take(count)
+
     def release(self, row: int) -> None:
-        """Return a row and its pages."""
-        pages = self._owned.pop(row)
-        self._free_pages[self._num_free_pages : self._num_free_pages + len(pages)] = pages[::-1]
-        self._num_free_pages += len(pages)
+        """Return a row, and its pages as far as nobody else holds them."""
+        self._pages.drop(self._of_row.pop(row))
         self._free_rows.append(row)
+
+    def keep(self, row: int, keys: np.ndarray) -> None:
+        """Keep K/V of the first positions of a reserved `row` for texts that begin alike; keys: see `PrefixCache`."""
+        if self.prefixes is not None:
+            self.prefixes.keep(keys, self._of_row[row])
 
     def pages_of(self, rows: Sequence[int]) -> np.ndarray:
         """Pages of reserved `rows`, [n, longest] int64; the shorter are filled up with the dummy page."""
-        owned = [self._owned[row] for row in rows]
-        pages = np.zeros((len(owned), max(map(len, owned))), dtype=np.int64)
-        for line, own in zip(pages, owned, strict=True):
+        found = [self._of_row[row] for row in rows]
+        pages = np.zeros((len(found), max(map(len, found))), dtype=np.int64)
+        for line, own in zip(pages, found, strict=True):
             line[: len(own)] = own
         return pages
 
     def write(self, rows: torch.Tensor, pages: torch.Tensor) -> None:
-        """Tell the device: reserved `rows` [n] int64 own `pages` [n, P] int64, see `pages_of`."""
+        """Tell the device: reserved `rows` [n] int64 use `pages` [n, P] int64, see `pages_of`."""
         write_pages(self.table, rows, pages, self.page_size)
 
     def repair(self, rows: Sequence[int]) -> None:
-        """Everything that is not owned by one of the reserved `rows` is free again."""
-        self._owned = {row: self._owned[row] for row in rows}
-        self._free_rows = [row for row in reversed(range(self.max_batch)) if row not in self._owned]
-        is_free = np.ones(self.num_pages + 1, dtype=bool)
-        is_free[0] = False
-        for pages in self._owned.values():
-            is_free[pages] = False
-        free = np.flatnonzero(is_free)[::-1]
-        self._num_free_pages = len(free)
-        self._free_pages[: len(free)] = free
+        """Everything that is not held by one of the reserved `rows` is free again; what was kept is forgotten."""
+        self._of_row = {row: self._of_row[row] for row in rows}
+        self._free_rows = [row for row in reversed(range(self.max_batch)) if row not in self._of_row]
+        if self.prefixes is not None:
+            self.prefixes.forget()
+        self._pages.repair(self._of_row.values())
 
     @property
     def num_free_rows(self) -> int:
@@ -200,17 +219,24 @@ class SlotTables:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages nobody owns."""
-        return self._num_free_pages
+        """Pages that no row holds; what is kept counts as free, since it gives way."""
+        return self._pages.num_free + (0 if self.prefixes is None else self.prefixes.num_idle)
+
+    @property
+    def prefix_facts(self) -> dict[str, int]:
+        """What `Report.prefix_cache` says."""
+        cache = self.prefixes
+        if cache is None:
+            return {}
+        return {"kept": cache.num_pages * self.page_size, "asked": cache.num_asked, "found": cache.num_found}
 
     def check_integrity(self) -> None:
-        """Assert the invariant: every page but page 0 is free or owned by exactly one row, and the tables of owned
-        rows and of the dummy row say the same."""
-        owned = [page for pages in self._owned.values() for page in pages.tolist()]
-        everything = sorted(owned + self._free_pages[: self._num_free_pages].tolist())
-        assert everything == list(range(1, self.num_pages + 1)), "a page is lost or owned twice"
-        assert sorted([*self._owned, *self._free_rows]) == list(range(self.max_batch)), "a row is lost or doubled"
-        for row in (*self._owned, self.max_batch):
+        """Assert the invariants: every page but page 0 is free or held by those that count as its holders, and the
+        tables of reserved rows and of the dummy row name their pages."""
+        kept = [] if self.prefixes is None else self.prefixes.held()
+        self._pages.check_integrity([*self._of_row.values(), *kept])
+        assert sorted([*self._of_row, *self._free_rows]) == list(range(self.max_batch)), "a row is lost or doubled"
+        for row in (*self._of_row, self.max_batch):
             pages = self.table[row].unique() // self.page_size
-            expected = set(self._owned[row].tolist()) if row in self._owned else set()
+            expected = set(self._of_row[row].tolist()) if row in self._of_row else set()
             assert set(pages.unique().tolist()) - {0} == expected, f"slot table of row {row} names foreign pages"

@@ -25,6 +25,7 @@ class RequestOutput:
     acceptance: rounds and acceptance of this request; first_token_s, time_s: seconds since it was queued.
     round_lens: tokens that each verify round emitted, in order; `tokens` begins with one more, the prefill's.
     logprobs: of each of `tokens`; None unless the engine was attached with `logprobs`.
+    num_cached: prompt tokens whose K/V the prefix cache had.
     """
 
     prompt_ids: list[int]
@@ -36,6 +37,7 @@ class RequestOutput:
     time_s: float
     round_lens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    num_cached: int = 0
 
     @property
     def is_drafted(self) -> list[bool]:
@@ -52,7 +54,8 @@ class RequestOutput:
 class GenerationStats:
     """Totals of one call of `generate`.
 
-    acceptance: over all requests; time_s: seconds of the whole call; num_tokens: emitted, the prefills' included.
+    acceptance: over all requests; time_s: seconds of the whole call; num_tokens: emitted, the prefills' included;
+    num_cached_tokens: prompt tokens whose K/V the prefix cache had.
     """
 
     num_requests: int
@@ -60,6 +63,7 @@ class GenerationStats:
     num_tokens: int
     acceptance: AcceptanceStats
     time_s: float
+    num_cached_tokens: int = 0
 
     @property
     def tau(self) -> float:
@@ -126,6 +130,8 @@ class Report:
     on tracing and compiling, 0 without; compiled: whether the target's layers are, and if not, why;
     generation: settings that the model ships, which `generate` honours;
     experts: where experts are routed, what a verify of one request reads beside a step, choices taken as random;
+    prefix_cache: tokens that it keeps (kept), prompt tokens of all requests (asked) and those it had (found); empty if
+    it is off;
     graphs: each with its cost; runners: name -> {replays, eager, rejects by reason};
     paths: forward mode -> {replays, eager, attention}, a graph's forwards counting as replays; attention: the kernels
     that attend there.
@@ -140,6 +146,7 @@ class Report:
     kv_bytes: int
     num_free_pages: int
     num_pages: int
+    prefix_cache: dict[str, int]
     capture: str
     prefill_graph: str
     compile_seconds: float
@@ -181,6 +188,9 @@ class Report:
             f"{self.graph_seconds:.1f} s, {self.graph_bytes / 2**20:.0f} MiB",
             f"layers     {self.compiled}",
         ]
+        if self.prefix_cache:
+            told = "{kept} tokens kept, {found} of {asked} prompt tokens found"
+            lines.append(f"prefixes   {told.format(**self.prefix_cache)}")
         if self.experts:
             lines.append("experts    " + ", ".join(f"{k}={v}" for k, v in self.experts.items()))
         for runner in self.runners:

@@ -24,7 +24,10 @@ PACKAGES = ("specdec", "graphs", "backends")  # the last two are read where they
 # in this listing. "" is specdec/__init__.py.
 LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (
-        frozenset({"errors", "config", "batch", "kv_cache", "layer_state", "metrics", "outputs", "sampling_params"}),
+        frozenset(
+            {"errors", "config", "batch", "kv_cache", "layer_state", "metrics", "outputs", "pages"}
+            | {"prefix_cache", "sampling_params"}
+        ),
         frozenset({"shipped"}),
         frozenset({"text"}),
     ),

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,6 +220,16 @@ def test_a_gain_that_may_be_chance_is_a_remark(good, model, prompts):
     found = examine(model, good["eagle3"], prompts[:3], max_new_tokens=8, gb_s=10.0)
     found.trials, found.agreement = [better], base
     assert "rows do not tell" in examination.doubts(found)[0]
+
+
+def test_rounds_timed_below_a_plain_step_are_doubted():
+    """Times of a busy machine: a round holds a plain step."""
+    nothing = dict.fromkeys(("agreement", "repairs", "speculative"))
+    found = SimpleNamespace(**nothing, floor=SimpleNamespace(verify=None), tau=1.09, break_even=0.69)
+    (said,) = examination.doubts(found)
+    assert "the times are not to be trusted; run it again" in said and "it pays" not in said
+    found.break_even = 1.05
+    assert examination.doubts(found) == ["a round costs 1.05 plain steps and yields 1.09: it pays (1.04x)"]
 
 
 def test_noise_is_untrained_or_random():

@@ -81,8 +81,8 @@ def test_slot_tables_are_recomputed_from_who_holds_a_row():
     assert rows == [0, 1, 2] and tables.reserve(1) is None
     tables.write(torch.tensor(rows), torch.from_numpy(tables.pages_of(rows)))
     tables.check_integrity()
-    tables._free_pages[:] = 0  # what a fault may leave
-    tables._num_free_pages, tables._free_rows = 1, [0]
+    tables._pages._free[:] = 0  # what a fault may leave
+    tables._pages.num_free, tables._free_rows = 1, [0]
     tables.repair([1])
     tables.check_integrity()
     assert tables.num_free_rows == 2 and tables.num_free_pages == tables.num_pages - 1

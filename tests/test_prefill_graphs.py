@@ -64,7 +64,7 @@ def batch_of(engine, lens, starts=None, seed=0):
     """Metadata and ids of prompts of `lens` tokens from `starts` on, in rows of their own."""
     core = engine._core
     starts = starts or [0] * len(lens)
-    for row in list(core.slot_tables._owned):
+    for row in list(core.slot_tables._of_row):
         core.slot_tables.release(row)
     numbers = [core.slot_tables.reserve(s + n + 8) for s, n in zip(starts, lens, strict=True)]
     rows = torch.tensor(numbers, device=DEVICE)
@@ -384,7 +384,7 @@ def test_two_engines_do_not_meet(mode):
         for engine in engines:
             assert_same(engine, lens)
     for e in engines:
-        for row in list(e._core.slot_tables._owned):
+        for row in list(e._core.slot_tables._of_row):
             e._core.slot_tables.release(row)
     requests = [e.submit(prompts, max_new_tokens=12) for e in engines]
     for _ in range(3):

@@ -130,7 +130,7 @@ def chat(
     """Chat in the terminal; an empty line starts again, Ctrl-C ends an answer, Ctrl-D the chat."""
     model, tokenizer = load(target, dtype, device)
     draft = named_draft(draft, target)
-    settings = drafting_of(draft, model.device.type, steps)
+    settings = {**drafting_of(draft, model.device.type, steps), "prefix_cache": "auto"}
     engine = attach(model, *draft_of(draft), tokenizer=tokenizer, **settings)
     law: dict[str, Any] = {}
     if temperature is not None:

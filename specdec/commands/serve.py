@@ -34,6 +34,9 @@ def serve_command(
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Compile the target's layers; default: on CUDA.")
     ] = None,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Keep K/V of what was served for prompts that begin alike, where the model allows it.")
+    ] = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -50,6 +53,7 @@ def serve_command(
 
     model, tokenizer = load(target, dtype, device)
     settings: dict[str, Any] = {"max_batch": max_batch, "num_slots": num_slots}
+    settings["prefix_cache"] = "auto" if prefix_cache else False
     if compile is not None:
         settings["compile"] = compile
     if max_seq_len is not None:

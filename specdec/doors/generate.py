@@ -26,7 +26,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDeco
 
 from specdec.doors.lockstep import Lockstep
 from specdec.engine.generation import Settings
-from specdec.engine.scheduler import Request
+from specdec.engine.request import Request
 from specdec.engine.scoring import continuation_logits
 
 WAYS = ("raise", "fallback")

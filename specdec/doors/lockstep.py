@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specdec.engine.scheduler import Request
+from specdec.engine.request import Request
 
 
 class Lockstep:

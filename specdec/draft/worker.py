@@ -103,6 +103,11 @@ class DraftWorker(ABC):
     num_modules: int = 1  # forwards of a prefill, one after the other: MTP modules
     reads_history: bool = False  # it reads `RoundBatch.history`, prompts included
 
+    @property
+    def looks_ahead(self) -> int:
+        """Tokens after a position on which the draft's K/V there depends."""
+        return 0 if self.context is None else self.id_shift
+
     def prefill_layers(
         self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
     ) -> torch.Tensor:

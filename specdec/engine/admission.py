@@ -11,7 +11,7 @@ import torch
 
 from specdec.engine.core import Core
 from specdec.engine.generation import HONOURED, LENGTHS, Settings
-from specdec.engine.scheduler import Request
+from specdec.engine.request import Request
 from specdec.errors import CapacityError
 from specdec.functional.processors import MAX_BAD_WORDS, MAX_ENTRIES, TokenRules
 from specdec.round.state import MAX_STOP_IDS

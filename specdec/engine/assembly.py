@@ -1,6 +1,7 @@
 """Putting an engine together: which draft, which backends, whether it fits the device, and the core of all parts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from specdec.draft.narrow import narrow_head
 from specdec.draft.worker import DraftParts, DraftWorker, NoDraft
 from specdec.engine.core import Core
 from specdec.engine.kernel_check import check_kernels
-from specdec.engine.needs import Draft, ModelShape, check_memory
+from specdec.engine.needs import Draft, ModelShape, check_memory, keeps_prefixes
 from specdec.engine.ranked import RankedCore
 from specdec.engine.ranks import Ranks
 from specdec.functional.checks import checked
@@ -103,12 +104,14 @@ def _assemble(
     target: HFTarget, config: EngineConfig, draft: Draft | None, algo: str | None, ranks: Ranks | None
 ) -> tuple[Core, str]:
     backend, why = pick_backend(config.backend, target.spec.layers, target.dtype, target.device, config.page_size)
+    config = replace(config, prefix_cache=keeps_prefixes(config, target, draft))
     backends = [backend]
     counters = Counters()
     narrow = narrow_head(config, draft, target)
     shape = None if draft is None else ModelShape.of(draft, None if narrow is None else len(narrow.ids))
     check_memory(target, config, shape)
-    tables = SlotTables(config.max_batch, config.table_width, config.pool_slots, config.page_size, target.device)
+    sizes = (config.max_batch, config.table_width, config.pool_slots, config.page_size)
+    tables = SlotTables(*sizes, target.device, bool(config.prefix_cache))
     target.expect_positions(config.table_width)
     if isinstance(draft, HFTarget):
         draft.expect_positions(config.table_width)

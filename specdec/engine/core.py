@@ -22,14 +22,23 @@ from specdec.batch import ForwardMode, on_device
 from specdec.draft.compiled import compile_draft
 from specdec.engine.arguments import refuse_autocast
 from specdec.engine.mailbox import Mailbox, Results
-from specdec.engine.packing import copy_to, pack_chunk, pack_piece, pack_requests, rewrite_row, write_requests
-from specdec.engine.scheduler import Request, Scheduler
+from specdec.engine.packing import (
+    copy_to,
+    pack_chunk,
+    pack_piece,
+    pack_requests,
+    rewrite_row,
+    write_history,
+    write_requests,
+)
+from specdec.engine.request import Request
+from specdec.engine.scheduler import Scheduler
 from specdec.engine.turns import Turns
-from specdec.errors import DetachedError, GraphError
+from specdec.engine.weights import Weights
+from specdec.errors import DetachedError
 from specdec.functional.results import first_tokens, line_width, unpack
 from specdec.functional.sampling import SamplingKind
-from specdec.graphs import GraphPool, ModuleWatch
-from specdec.graphs.watch import KindWatch
+from specdec.graphs import GraphPool
 from specdec.metrics import AcceptanceStats
 from specdec.prefill.graphs import PrefillGraphs, resolve_prefill_mode
 from specdec.round.graphs import RoundGraphs
@@ -37,7 +46,6 @@ from specdec.round.parts import Parts
 from specdec.round.program import Round
 from specdec.targets.compiled import compile_layers, start_compilers
 from specdec.targets.exclusive import make_exclusive
-from specdec.targets.ropes import varying_ropes
 
 PREFIX_STEP = 32  # host bounds of L are rounded up to this, so that shapes of eager rounds seldom change
 
@@ -51,7 +59,7 @@ class Core:
         self.config = config
         self.counters = parts.counters
         self.slot_tables = parts.tables
-        self.scheduler = Scheduler(parts.tables, config.tail_reserve)
+        self.scheduler = Scheduler(parts.tables, config.tail_reserve, parts.worker.looks_ahead)
         self.state = parts.state
         self.device = device
         self.context = parts.context
@@ -78,11 +86,7 @@ class Core:
         live = [m for m in (target.model, worker.module) if isinstance(m, PreTrainedModel)]
         self._exclusive = [make_exclusive(model, self.turns) for model in live]
         runners = (*self.prefill.runners, *self.graphs.runners.values())
-        is_watched = bool(target.compiled) or any(runner.captured for runner in runners)
-        modules = [m for m in (target.model, worker.module) if m is not None]
-        free = [rope for module in modules for rope in varying_ropes(module)]  # their original frequencies are read
-        self._watch = ModuleWatch(modules, free) if is_watched else None
-        self._kinds = KindWatch(modules)
+        self.weights = Weights(target, worker.module, runners, keeps_kv=config.prefix_cache is True)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue checked requests; DetachedError once the core is closed, GraphError if a weight has moved, ValueError
@@ -90,7 +94,9 @@ class Core:
         refuse_autocast(self.device)
         with self.turns:
             self._require_open()
-            self.check_addresses()
+            self.weights.check()
+            if self.weights.have_changed():
+                self.forget_prefixes()
             self.scheduler.add(requests)
 
     @torch.inference_mode()
@@ -123,23 +129,12 @@ class Core:
             for request in requests:
                 self.scheduler.release(request)
 
-    def check_addresses(self) -> None:
-        """GraphError if a weight that graphs or compiled layers read has been replaced or moved, one was changed of
-        which ranks read copies, or a module was replaced that calls our ops, or parameters were converted."""
-        self.target.check_shares()
-        self.target.check_routed()
-        self._kinds.check()
-        if self._watch is None or self._watch.is_intact():
-            return
-        self.target.check_compiled()
-        self.prefill.check_addresses()
-        self.graphs.check_addresses()
-        moved = self._watch.moved()
-        raise GraphError(
-            f"{', '.join(moved[:3])} moved since graphs were captured or layers compiled ({len(moved)} in all): they "
-            "would use what was there before. Do not replace parts of a model while an engine is attached; detach() "
-            "and attach() again"
-        )
+    def forget_prefixes(self) -> None:
+        """Keep no K/V of what was served, or is being served, for other requests."""
+        if self.slot_tables.prefixes is not None:
+            self.slot_tables.prefixes.clear()
+            for request in self.scheduler.running:
+                request.is_kept = False
 
     def close(self) -> None:
         """End what runs, take our marks off the model, and wait for what is on its way: one round may be."""
@@ -218,6 +213,8 @@ class Core:
                 return
             constants = pack_requests(self.scheduler.admitted)
         write_requests(self.state, self.slot_tables, self.scheduler.admitted, constants, self.round.ops)
+        if self.round.worker.reads_history:
+            write_history(self.state, self.scheduler.admitted)
         self.scheduler.admitted = []
 
     def _end_unpackable(self) -> None:
@@ -248,6 +245,8 @@ class Core:
         else:
             self._prefill_in_parts(pieces, done, kind)
         self._is_launching = False
+        for request in finished:
+            self.scheduler.sharing.keep(request)
         return bool(done)
 
     def _begin_launch(self, pieces: list[tuple[Request, int]]) -> None:
@@ -329,6 +328,7 @@ class Core:
         request.num_certain += len(emitted.tokens) - 1
         if emitted.is_invalid:
             request.finish_reason = "error"
+            self.forget_prefixes()  # its prompt's K/V may be in there
             message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"
             warnings.warn(message, stacklevel=7)
             return

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from specdec.engine.scheduler import Request
+from specdec.engine.request import Request
 from specdec.metrics import AcceptanceStats
 from specdec.outputs import GenerationOutput, GenerationStats, RequestOutput
 
@@ -14,10 +14,11 @@ def output_of(requests: Sequence[Request], time_s: float) -> GenerationOutput:
         assert r.finish_reason is not None and r.time_s is not None
         first = r.first_token_s if r.first_token_s is not None else r.time_s
         known = (r.prompt_ids, r.tokens, r.decode(), r.finish_reason, r.acceptance, first, r.time_s, r.round_lens)
-        outputs.append(RequestOutput(*known, logprobs=r.logprobs))
+        outputs.append(RequestOutput(*known, logprobs=r.logprobs, num_cached=r.num_cached))
     stats = GenerationStats(
         num_requests=len(outputs),
         num_prompt_tokens=sum(len(r.prompt_ids) for r in outputs),
+        num_cached_tokens=sum(r.num_cached for r in outputs),
         num_tokens=sum(len(r.tokens) for r in outputs),
         acceptance=AcceptanceStats().merge([r.acceptance for r in outputs]),
         time_s=time_s,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.engine.scheduler import Request
+from specdec.engine.request import Request
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from specdec.backends.metadata import MetadataBuilder
 from specdec.batch import to_device
 from specdec.draft.worker import PrefillChunk
-from specdec.engine.scheduler import Request
+from specdec.engine.request import Request
 from specdec.functional.ops import RoundOps
 from specdec.kv_cache import SlotTables
 from specdec.prefill.whole import Piece
@@ -54,6 +54,13 @@ def _write_rules(state: EngineState, requests: Sequence[Request]) -> None:
     for r in requests:
         if r.row is not None and (r.sampling.has_processors or r.row in state.processors.used):
             state.processors.fill(r.row, r.prompt_ids, r.sampling, sorted(r.eos_ids))
+
+
+def write_history(state: EngineState, requests: Sequence[Request]) -> None:
+    """Write the tokens of `requests` that no prefill will see, since their K/V is there already, to the history."""
+    for r in requests:
+        if r.row is not None and r.num_cached:
+            state.history[r.row, : r.num_cached] = copy_to(state.history.device, r.prompt[: r.num_cached])
 
 
 def rewrite_row(state: EngineState, slot_tables: SlotTables, ops: RoundOps, row: int) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from specdec.engine.core import Core
 from specdec.engine.ranks import ATTACH_TIMEOUT_S, Ranks
-from specdec.engine.scheduler import Request
+from specdec.engine.request import Request
 from specdec.graphs import GraphRunner
 from specdec.round.parts import Parts
 
@@ -20,9 +20,12 @@ class RankedCore(Core):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As `Core.submit`, if all ranks submit the same; seeds are rank 0's. ValueError if not."""
-        seeds = self._ranks.same("generate()", [told_of(r) for r in requests], [r.sampling.seed for r in requests])[0]
-        for request, seed in zip(requests, seeds, strict=True):
+        seeds, own = [r.sampling.seed for r in requests], self.weights.have_changed()
+        given = self._ranks.same("generate()", [told_of(r) for r in requests], [seeds, own])
+        for request, seed in zip(requests, given[0][0], strict=True):
             request.sampling = request.sampling.with_seed(seed)
+        if any(is_changed for _, is_changed in given):
+            self.forget_prefixes()
         with self._ranks.reporting():
             super().submit(requests)
 

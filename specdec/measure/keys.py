@@ -39,6 +39,7 @@ MEASURES = {
     "ms": Measure("time", "ms", "lower"),
     "round_ms": Measure("round", "ms", "lower"),
     "floor_ms": Measure("floor", "ms"),
+    "cached_tokens": Measure("cached", "tokens"),
     "experts_in_use": Measure("experts in use"),
     "host_ms": Measure("host", "ms"),
     "gap_us": Measure("gap", "µs"),

@@ -41,6 +41,8 @@ FRESH = ", fresh"  # after a kind: no prompt has tokens in the cache, so short o
 # Token counts of whole graphs under "auto": few, since each holds all layers; larger prefills are the device's anyway.
 WHOLE_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
+SHORT_SIZES = (1, 2, 4)  # besides, where most of a prompt may be cached
+
 
 class Piece(NamedTuple):
     """What one request brings: its row, how many of its tokens are cached, ids [n] and next_ids [n] int64 on the host.
@@ -186,7 +188,7 @@ def whole_graphs(parts: Parts, program: Round, pool: GraphPool | None) -> WholeP
     variants = tuple(f"{kind}{FRESH}" for kind in KINDS if kind in config.graph_sampling)
     if reason or not variants:
         return None
-    if config.prefill_graph == "whole":
+    if config.prefill_graph == "whole" or config.prefix_cache:
         variants += tuple(variant.removesuffix(FRESH) for variant in variants)
     capture = pick_capture(True, parts.tables.table.device, pool)
     setup = Setup(
@@ -214,7 +216,7 @@ def whole_sizes(config: EngineConfig) -> tuple[int, ...]:
         return token_buckets(config.prefill_tokens, config.prefill_buckets)
     if config.prefill_graph != "auto":
         return ()
-    sizes = config.prefill_buckets or WHOLE_SIZES
+    sizes = config.prefill_buckets or (SHORT_SIZES if config.prefix_cache else ()) + WHOLE_SIZES
     return tuple(n for n in sizes if n <= min(config.prefill_tokens, WHOLE_SIZES[-1]))
 
 

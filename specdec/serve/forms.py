@@ -36,7 +36,7 @@ class Form:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, texts: list[str], reasons: list[str], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, texts: list[str], reasons: list[str], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer in one piece."""
         parts = [{"message": {"role": "assistant", "content": t}} if self.is_chat else {"text": t} for t in texts]
         choices = [self._choice(i, part, reason) for i, (part, reason) in enumerate(zip(parts, reasons, strict=True))]
@@ -55,7 +55,7 @@ class Form:
         if piece.finish_reason:
             yield self._chunk(piece.choice, {"delta": {}} if self.is_chat else {"text": ""}, piece.finish_reason)
 
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The last chunk, where usage was asked for."""
         return {**self._head(".chunk"), "choices": [], "usage": usage}
 

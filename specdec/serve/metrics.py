@@ -31,6 +31,9 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("specdec_kv_pages", "Pages of the KV pool", report.num_pages)
         yield GaugeMetricFamily("specdec_tau", "Tokens emitted over verify rounds", report.acceptance.tau)
         yield CounterMetricFamily("specdec_tokens", "Tokens emitted", stepper.num_tokens)
+        for key, what in (("asked", "Prompt tokens"), ("found", "Prompt tokens that the prefix cache had")):
+            if report.prefix_cache:
+                yield CounterMetricFamily(f"specdec_prefix_tokens_{key}", what, report.prefix_cache[key])
         for path, what in (("replays", "Graph replays"), ("eager", "Runs without a graph")):
             family = CounterMetricFamily(f"specdec_{path}", f"{what}, by runner", labels=["runner"])
             for runner, counts in report.runners.items():

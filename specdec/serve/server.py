@@ -183,8 +183,11 @@ async def _say_when_gone(request: Request, events: asyncio.Queue[Piece | Excepti
     events.put_nowait(Gone())
 
 
-def usage(body: Body, jobs: Sequence[Job]) -> dict[str, int]:
+def usage(body: Body, jobs: Sequence[Job]) -> dict[str, Any]:
     """Tokens of the prompts, each counted once whatever `n` is, and of the texts."""
-    prompt = sum(len(job.prompt) for job in jobs[:: body.n or 1])
+    firsts = jobs[:: body.n or 1]
+    prompt = sum(len(job.prompt) for job in firsts)
+    cached = sum(job.request.num_cached for job in firsts if job.request is not None)
     completion = sum(len(job.request.tokens) for job in jobs if job.request is not None)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}

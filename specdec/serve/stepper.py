@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specdec.api import Engine
-from specdec.engine.scheduler import Request
+from specdec.engine.request import Request
 from specdec.errors import DetachedError
 
 
