@@ -45,9 +45,8 @@ class Check:
         """Run both; yield of each call its name, the largest difference, and what is allowed."""
         ours, theirs = self.ours(), self.theirs()
         pairs = list(zip(ours, theirs, strict=True))
-        found = torch.stack(
-            [largest_difference(a.value, b.value) for a, b in pairs]
-        ).tolist()  # the one sync of a check
+        errors = [largest_difference(a.value, b.value) for a, b in pairs]
+        found = torch.stack(errors).tolist()  # the one sync of a check, at attach
         for (answer, _), error in zip(pairs, found, strict=True):
             yield answer.what, error, allowed(answer.value.dtype, answer.value.device)
 

@@ -25,7 +25,7 @@ class BufferSpec:
     variants: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        stored = torch.tensor(self.pad, dtype=self.dtype, device="cpu").item()
+        stored = torch.tensor(self.pad, dtype=self.dtype, device="cpu").item()  # on the host: no sync
         if stored != self.pad and not self.dtype.is_floating_point:
             raise ValueError(f"pad={self.pad!r} of input {self.name!r}: {self.dtype} holds {stored!r} instead")
 

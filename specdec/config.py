@@ -132,7 +132,7 @@ class EngineConfig:
     def _check_graphs(self) -> None:
         flags = {"cuda_graph": _MAYBE, "round_graph": _MAYBE, "strict": _MAYBE[1:]}
         flags |= dict.fromkeys(("sample_drafts", "check_kernels"), _MAYBE[1:])
-        for name, choices in {**flags, "prefill_graph": PREFILL_GRAPHS, **_AUTOMATIC}.items():
+        for name, choices in {**flags, "prefill_graph": PREFILL_GRAPHS, **_CHOICES}.items():
             value = getattr(self, name)
             if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
                 raise ValueError(f"{name}={value!r}: expected one of {choices}")
@@ -256,7 +256,7 @@ def _is_falling(values: Sequence[float]) -> bool:
 
 
 _MAYBE = (None, True, False)
-_AUTOMATIC = {"prefix_cache": COMPILES, "compile": COMPILES, "compiler": COMPILERS}
+_CHOICES = {"prefix_cache": COMPILES, "compile": COMPILES, "compiler": COMPILERS}
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -18,9 +18,10 @@ from specdec.draft.narrow import narrow_head
 from specdec.draft.worker import DraftParts, DraftWorker, NoDraft
 from specdec.engine.core import Core
 from specdec.engine.kernel_check import check_kernels
-from specdec.engine.needs import Draft, ModelShape, check_memory, keeps_prefixes
+from specdec.engine.needs import Draft, ModelShape, check_memory
 from specdec.engine.ranked import RankedCore
 from specdec.engine.ranks import Ranks
+from specdec.engine.sharing import keeps_prefixes
 from specdec.functional.checks import checked
 from specdec.functional.ops import RoundOps, pick_ops
 from specdec.graphs import Counters

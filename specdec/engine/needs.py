@@ -47,19 +47,6 @@ class ModelShape(NamedTuple):
         return cls(draft.attention_layers, draft.sinks, draft.weight.dtype, num_state, draft, len(draft.aux_layers))
 
 
-def keeps_prefixes(config: EngineConfig, target: HFTarget, draft: Draft | None) -> bool:
-    """Return whether K/V of what was served can serve others, if it is wanted; ValueError if it must be and cannot."""
-    reasons = []
-    for what, model in (("target", target), ("draft", draft)):
-        if isinstance(model, HFTarget) and model.spec.recurrent:
-            reasons.append(f"the {what} has recurrent layers, whose state is not kept by token")
-    if isinstance(draft, DraftHead) and draft.num_modules > 1:
-        reasons.append(f"the draft has {draft.num_modules} modules that read each other's last states")
-    if config.prefix_cache is True and reasons:
-        raise ValueError(f"prefix_cache=True: {'; '.join(reasons)}; leave prefix_cache out")
-    return config.prefix_cache is not False and not reasons
-
-
 def check_memory(target: HFTarget, config: EngineConfig, draft: ModelShape | None) -> None:
     """CapacityError if pools, tables and graphs will not fit beside the weights."""
     total_slots = SlotTables.slots_for(config.pool_slots, config.page_size)
