@@ -16,7 +16,9 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +46,30 @@ def main() -> None:
     """One row a type and dtype."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="only these; default: all of transformers")
+    parser.add_argument("--processes", type=int, default=1, help="that share the types; compiling keeps them busy")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     args = parser.parse_args()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    types = args.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     rows = []
-    for model_type in args.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        for row in examine(model_type):
-            rows.append(row)
-            print(*row.values(), sep="  ", flush=True)
+    with ProcessPoolExecutor(args.processes, get_context("spawn"), initializer=be_quiet) as pool:
+        for found in pool.map(rows_of, types):
+            rows += found
+            for row in found:
+                print(*row.values(), sep="  ", flush=True)
     if args.out:
         write_results(args.out, "waits", "tiny", vars(args), rows)
     print(json.dumps(Counter(row["says"].partition(":")[0] for row in rows)))
+
+
+def be_quiet() -> None:
+    """What transformers says of tiny models is not of interest."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+
+def rows_of(model_type: str) -> list[dict[str, Any]]:
+    """Return what `examine` yields, from a process of the pool."""
+    return list(examine(model_type))
 
 
 def examine(model_type: str) -> Iterator[dict[str, Any]]:
