@@ -286,10 +286,8 @@ class Engine:
 
     def clear_prefix_cache(self) -> None:
         """Forget the K/V of all that was served, as after a change of weights that could not be noticed: one through
-        `.data`, another adapter. Does nothing without a prefix cache; on several ranks, call it on all."""
-        core = self._attached()
-        with core.turns:
-            core.forget_prefixes()
+        `.data`, another adapter. Does nothing without a prefix cache; of several ranks, one that calls it is enough."""
+        self._attached().clear_prefixes()
 
     def check_integrity(self) -> None:
         """Assert that every KV slot is free, or held by running requests and the prefix cache."""

@@ -96,7 +96,8 @@ class SlotTables:
 
     A row is reserved with all the slots its request may ever need, so nothing is allocated inside a round and no
     running request can be starved by another; `write` then tells the device. The last row is the dummy row: it names
-    slot 0 and nobody takes it. prefixes: what ended requests left, if that is kept; a row's first pages may be of it.
+    slot 0 and nobody takes it. A row's first pages may be those of others: `prefixes` is what ended requests left, if
+    that is kept; `scored`, what the target alone has read.
 
     A released row keeps its old table. That is safe: a round in flight may still write through it, but it was launched
     before the pages were free, so before anything of their next owner, on the same stream; no later launch names the
@@ -118,6 +119,8 @@ class SlotTables:
         self.table = torch.zeros(max_batch + 1, width, dtype=torch.int32, device=device)
         self._pages = Pages(self.num_pages)
         self.prefixes = PrefixCache(self._pages, page_size) if keeps_prefixes else None
+        self.scored = PrefixCache(self._pages, page_size)
+        self._kept = [self.scored, *([] if self.prefixes is None else [self.prefixes])]
         self._of_row: dict[int, np.ndarray] = {}  # row -> its pages, in order of position
         self._free_rows: list[int] = []
         self.repair([])
@@ -177,9 +180,9 @@ class SlotTables:
         return row
 
     def _take(self, count: int) -> np.ndarray | None:
-        missing = count - self._pages.num_free
-        if missing > 0 and self.prefixes is not None:
-            self.prefixes.evict(missing)
+        for kept in self._kept:
+            if count > self._pages.num_free:
+                kept.evict(count - self._pages.num_free)
         return self._pages.take(count)
 
     def release(self, row: int) -> None:
@@ -191,6 +194,15 @@ class SlotTables:
         """Keep K/V of the first positions of a reserved `row` for texts that begin alike; keys: see `PrefixCache`."""
         if self.prefixes is not None:
             self.prefixes.keep(keys, self._of_row[row])
+
+    def keep_scored(self, row: int, tokens: np.ndarray) -> None:
+        """Keep the target's K/V of the first `tokens` [T] int64 of a reserved `row` for others that it reads alone."""
+        self.scored.keep(tokens, self._of_row[row])
+
+    def forget_kept(self) -> None:
+        """Keep nothing of what is kept now; pages of reserved rows stay theirs."""
+        for kept in self._kept:
+            kept.clear()
 
     def pages_of(self, rows: Sequence[int]) -> np.ndarray:
         """Pages of reserved `rows`, [n, longest] int64; the shorter are filled up with the dummy page."""
@@ -208,8 +220,8 @@ class SlotTables:
         """Everything that is not held by one of the reserved `rows` is free again; what was kept is forgotten."""
         self._of_row = {row: self._of_row[row] for row in rows}
         self._free_rows = [row for row in reversed(range(self.max_batch)) if row not in self._of_row]
-        if self.prefixes is not None:
-            self.prefixes.forget()
+        for kept in self._kept:
+            kept.forget()
         self._pages.repair(self._of_row.values())
 
     @property
@@ -220,7 +232,7 @@ class SlotTables:
     @property
     def num_free_pages(self) -> int:
         """Pages that no row holds; what is kept counts as free, since it gives way."""
-        return self._pages.num_free + (0 if self.prefixes is None else self.prefixes.num_idle)
+        return self._pages.num_free + sum(kept.num_idle for kept in self._kept)
 
     @property
     def prefix_facts(self) -> dict[str, int]:
@@ -233,8 +245,7 @@ class SlotTables:
     def check_integrity(self) -> None:
         """Assert the invariants: every page but page 0 is free or held by those that count as its holders, and the
         tables of reserved rows and of the dummy row name their pages."""
-        kept = [] if self.prefixes is None else self.prefixes.held()
-        self._pages.check_integrity([*self._of_row.values(), *kept])
+        self._pages.check_integrity([*self._of_row.values(), *(pages for kept in self._kept for pages in kept.held())])
         assert sorted([*self._of_row, *self._free_rows]) == list(range(self.max_batch)), "a row is lost or doubled"
         for row in (*self._of_row, self.max_batch):
             pages = self.table[row].unique() // self.page_size

@@ -17,8 +17,10 @@ import specdec
 from specdec import shipped
 from specdec.commands.main import main
 from tests.heads import random_draft
+from tests.recurrent_models import recurrent_model
 from tests.tiny_models import tiny_model
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18, 19], [3, 4]]
 AFTER = [[8, 9], [10, 11, 12, 13, 14], [20], [44, 45, 46]]
 
@@ -43,7 +45,7 @@ def assert_equal(got, expected):
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model("llama").to("cuda" if torch.cuda.is_available() else "cpu")
+    return tiny_model("llama").to(DEVICE)
 
 
 SETTINGS = {
@@ -52,7 +54,7 @@ SETTINGS = {
     "prompts in chunks": {"max_prefill_tokens": 4},
     "one row": {"max_batch": 1},
     "few slots": {"num_slots": 40, "page_size": 4},
-    "recorded graphs": {"prefill_graph": "breakable", "prefill_buckets": (8, 32), "cuda_graph": True},
+    "recorded graphs": {"prefill_graph": "breakable", "prefill_buckets": (8, 16, 32), "cuda_graph": True},
 }
 
 
@@ -77,7 +79,7 @@ def test_choices_of_one_token_share_a_prefill(engine, model, monkeypatch):
     sizes, run = [], engine._core.prefill.target
     monkeypatch.setattr(engine._core.prefill, "target", lambda m, ids: sizes.append(len(ids)) or run(m, ids))
     got = engine.score(prompts, after)
-    assert sizes == [6]
+    assert sizes == [5], "and the last one the first token of the others"
     assert_equal(got, expected_scores(model, prompts, after))
 
 
@@ -300,3 +302,57 @@ def test_a_reader_that_breaks_off_leaves_turn_and_rows(monkeypatch):
     with ThreadPoolExecutor(1) as other:
         assert len(other.submit(engine.generate, [[5, 6]], max_new_tokens=3).result(timeout=60).tokens[0]) == 3
     assert kept.value is not None and engine.report().num_free_pages == free
+
+
+STEM = [5, 6, 7, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+CHOICES = [[3, 4], [3, 9, 9], [20]]
+ALIKE = {  # prompts that begin alike, and how many tokens are read of them and their continuations
+    "one prefill": ({}, 33),
+    "pages": ({"page_size": 4}, 48),
+    "a prefill for each": ({"max_batch": 1}, 33),
+    "prompts in chunks": ({"max_prefill_tokens": 5}, 33),
+    "few slots": ({"num_slots": 24, "max_batch": 3}, None),
+    "beside a prefix cache": ({"prefix_cache": True}, 33),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_prompts_have_in_common_is_read_once(name, monkeypatch):
+    """Questions after the same examples, and answers of one token or more to each."""
+    model = tiny_model("llama").to(DEVICE)
+    questions = [[*STEM, *rest] for rest in ([8, 9], [8, 10, 21, 22], [8, 9, 30])]
+    prompts, after = [[q for q in questions for _ in CHOICES], CHOICES * len(questions)]
+    settings, expected = ALIKE[name]
+    engine = specdec.attach(model, algo="lookup", max_seq_len=24, **{"max_batch": 8, **settings})
+    engine.generate([STEM], max_new_tokens=2)
+    sizes, run = [], engine._core.prefill.target
+    monkeypatch.setattr(engine._core.prefill, "target", lambda m, ids: sizes.append(len(ids)) or run(m, ids))
+    assert_equal(engine.score(prompts, after), expected_scores(model, prompts, after))
+    whole = sum(len({tuple(q + c[:-1]) for c in CHOICES}) for q in questions)
+    assert len(sizes) <= whole
+    assert sum(sizes) == expected or (expected is None and sum(sizes) < 0.7 * sum(len(q) + 2 for q in prompts))
+    engine.check_integrity()
+    assert (engine._core.slot_tables.scored.num_pages > 0) == (name == "beside a prefix cache")
+    engine.detach()
+
+
+def test_weights_that_change_are_read_anew():
+    """Between two calls; within one they are the caller's to leave alone."""
+    model = tiny_model("llama").to(DEVICE)
+    prompts, after = [STEM, STEM], [[3, 4], [8]]
+    for prefix_cache in (False, True):
+        engine = specdec.attach(model, algo=None, max_batch=2, max_seq_len=24, prefix_cache=prefix_cache)
+        assert_equal(engine.score(prompts, after), expected_scores(model, prompts, after))
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+        assert_equal(engine.score(prompts, after), expected_scores(model, prompts, after))
+        engine.detach()
+
+
+def test_recurrent_targets_read_everything():
+    model = recurrent_model("qwen3_next").to(DEVICE)
+    engine = specdec.attach(model, algo=None, max_batch=4, max_seq_len=24)
+    prompts = [STEM] * len(CHOICES)
+    assert_equal(engine.score(prompts, CHOICES), expected_scores(model, prompts, CHOICES))
+    assert engine._core.slot_tables.scored.num_pages == 0
+    engine.detach()

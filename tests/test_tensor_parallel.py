@@ -80,6 +80,7 @@ def play(rank, folder, device, path, *faults):
     note(restored=all(kind is now and torch.equal(t, u) for (kind, t), (now, u) in pairs))
     note(**disagree(model, rank))
     note(replayed={graph: replayed(model, graph) for graph in ("piecewise", "whole")})
+    note(prefixes=shares_prefixes(model, rank))
     note(capture=fails_to_capture(model, rank))
     note(uncompiled=fails_to_compile(model, rank))
     for fault in faults:
@@ -170,6 +171,21 @@ def replayed(model, prefill_graph):
     report = engine.report()
     engine.detach()
     return tokens, sum(r["eager"] for r in report.runners.values()), report.compiled.split(" in ")[0], calls
+
+
+def shares_prefixes(model, rank):
+    """Tokens and what was found of prompts that begin alike: first, again, and after one rank has cleared; beside it,
+    scores of continuations whose prompts begin alike."""
+    found = []
+    with engine_of(model, "eagle3", prefix_cache=True) as engine:
+        for _ in range(3):
+            out = engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS)
+            found.append((out.tokens, [r.num_cached for r in out.requests]))
+            if rank and len(found) == 2:
+                engine.clear_prefix_cache()
+        scores = engine.score([PROMPTS[0]] * 2, [[5, 6], [7, 8]])
+        engine.check_integrity()
+    return found, [score.logprob for score in scores]
 
 
 def fails_to_capture(model, rank):
@@ -323,6 +339,13 @@ def test_everything_replays_on_ranks_and_sums_come_in_one_order(played, expected
         "not compiled: compile=False" if is_live else "compiled"
     )
     assert sums == theirs[3] and len(sums) > 50
+
+
+def test_ranks_find_the_same_prefixes_and_forget_them_when_one_does(played, expected):
+    (found, scores), theirs = (p["prefixes"] for p in played)
+    assert found == theirs[0] and scores == theirs[1]
+    assert [tokens for tokens, _ in found] == [expected["eagle3", "chain", "greedy"]] * 3
+    assert [cached for _, cached in found] == [[0, 0, 0], [9, 3, 3], [0, 0, 0]]
 
 
 def test_a_graph_that_one_rank_cannot_make_is_used_by_none(played, expected):

@@ -129,12 +129,16 @@ class Core:
             for request in requests:
                 self.scheduler.release(request)
 
+    def clear_prefixes(self) -> None:
+        """Serve no later request with what is kept now."""
+        with self.turns:
+            self.forget_prefixes()
+
     def forget_prefixes(self) -> None:
         """Keep no K/V of what was served, or is being served, for other requests."""
-        if self.slot_tables.prefixes is not None:
-            self.slot_tables.prefixes.clear()
-            for request in self.scheduler.running:
-                request.is_kept = False
+        self.slot_tables.forget_kept()
+        for request in self.scheduler.running:
+            request.is_kept = False
 
     def close(self) -> None:
         """End what runs, take our marks off the model, and wait for what is on its way: one round may be."""

@@ -14,20 +14,26 @@ class RankedCore(Core):
 
     def __init__(self, parts: Parts, ranks: Ranks):
         self._ranks = ranks
+        self._is_to_forget = False
         super().__init__(parts)
         self._mailbox.wait = lambda event: ranks.wait(event.query, "a round")
         agree_on_graphs(ranks, [*self.prefill.runners, *self.graphs.runners.values()])
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As `Core.submit`, if all ranks submit the same; seeds are rank 0's. ValueError if not."""
-        seeds, own = [r.sampling.seed for r in requests], self.weights.have_changed()
+        seeds, own = [r.sampling.seed for r in requests], self.weights.have_changed() or self._is_to_forget
         given = self._ranks.same("generate()", [told_of(r) for r in requests], [seeds, own])
+        self._is_to_forget = False
         for request, seed in zip(requests, given[0][0], strict=True):
             request.sampling = request.sampling.with_seed(seed)
-        if any(is_changed for _, is_changed in given):
+        if any(is_to_forget for _, is_to_forget in given):
             self.forget_prefixes()
         with self._ranks.reporting():
             super().submit(requests)
+
+    def clear_prefixes(self) -> None:
+        """As `Core.clear_prefixes`, on all ranks at their next call: what one has kept, all have."""
+        self._is_to_forget = True
 
     def step(self, waiting_for: Sequence[Request] = ()) -> None:
         """As `Core.step`; RankError if another rank fails in it, or is gone."""

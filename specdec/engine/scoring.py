@@ -1,7 +1,8 @@
 """Likelihoods of given continuations: several prompts packed in a prefill, the target's layers only.
 
 It uses what generation uses: turns, rows and slots, prefill graphs. A group of sequences takes one turn, so requests
-that run beside it go on in between.
+that run beside it go on in between. What sequences have in common before their first scored token, such as the examples
+before all questions, or a question before its answers, is read once.
 """
 
 from collections import deque
@@ -19,6 +20,7 @@ from specdec.engine.core import Core
 from specdec.engine.packing import copy_to
 from specdec.errors import CapacityError
 from specdec.functional.logprobs import token_logprobs
+from specdec.pages import NO_PAGES
 from specdec.text.inputs import prompts_to_ids
 
 HEAD_ROWS = 512  # positions whose logits are held at once
@@ -55,6 +57,24 @@ class Scorable:
     def num_fed(self) -> int:
         """Tokens that the target reads."""
         return len(self.fed)
+
+    @property
+    def unscored(self) -> np.ndarray:
+        """The first of them, after which nothing is scored: others may have read them."""
+        return self.fed[: min(pair.start for pair in self.pairs) - 1]
+
+
+class Placed(NamedTuple):
+    """A sequence in its row, where K/V of its first `begin` tokens is, or will be once those before it are read."""
+
+    sequence: Scorable
+    row: int
+    begin: int
+
+    @property
+    def rest(self) -> int:
+        """Tokens that are left to read."""
+        return self.sequence.num_fed - self.begin
 
 
 class Piece(NamedTuple):
@@ -111,16 +131,19 @@ def _scored(core: Core, pairs: Sequence[Pair]) -> Generator[Scored, None, None]:
     while waiting:
         with core.turns, on_device(core.device), torch.inference_mode():
             core.submit(())  # nothing but its checks: attached, and no weight has moved
-            rows = _reserve(core, waiting)
-            assert rows or core.has_work, "rows are taken, and nobody runs"
+            group = _reserve(core, waiting)
+            assert group or core.has_work, "rows are taken, and nobody runs"
             try:
-                group = [(waiting.popleft(), row) for row in rows]
+                for _ in group:
+                    waiting.popleft()
                 for pieces in _prefills(group, core.config.max_prefill_tokens):
                     yield from _prefill(core, pieces)
             finally:
-                for row in rows:
-                    core.slot_tables.release(row)
-        if not rows:
+                for placed in group:
+                    core.slot_tables.release(placed.row)
+            if not waiting and core.slot_tables.prefixes is None:
+                core.slot_tables.scored.clear()  # nobody watches whether weights change
+        if not group:
             core.step()  # they are other requests' rows, and their callers may be in this very thread
 
 
@@ -152,12 +175,12 @@ def _checked(core: Core, tokenizer: Any, prompts: Any, continuations: Any) -> li
 
 
 def _grouped(pairs: Iterable[Pair]) -> list[Scorable]:
-    """Put pairs together that the target reads the same tokens of."""
+    """Put pairs together that the target reads the same tokens of, and next to each other what begins alike."""
     found: dict[bytes, Scorable] = {}
     for pair in pairs:
         fed = pair.ids[:-1]
         found.setdefault(fed.tobytes(), Scorable(fed, [])).pairs.append(pair)
-    return list(found.values())
+    return [found[key] for key in sorted(found)]
 
 
 def _continuation_ids(continuations: Any, tokenizer: Any) -> list[list[int]]:
@@ -170,28 +193,36 @@ def _continuation_ids(continuations: Any, tokenizer: Any) -> list[list[int]]:
     return prompts_to_ids(texts, tokenizer)
 
 
-def _reserve(core: Core, waiting: Iterable[Scorable]) -> list[int]:
-    """Reserve rows for the first of `waiting`: what one prefill holds, or one sequence that takes several."""
-    rows: list[int] = []
+def _reserve(core: Core, waiting: Iterable[Scorable]) -> list[Placed]:
+    """Reserve rows for the first of `waiting`: what one prefill holds, or one sequence that takes several.
+
+    What one of them shares may be written in the same prefill: all K/V of a layer is stored before it attends.
+    """
+    tables, can_share = core.slot_tables, not core.target.spec.recurrent
+    group: list[Placed] = []
     num_tokens = 0
     for sequence in waiting:
-        num_tokens += sequence.num_fed
-        if rows and num_tokens > core.config.max_prefill_tokens:
+        shared = tables.scored.find(sequence.unscored) if can_share else NO_PAGES
+        begin = len(shared) * tables.page_size
+        num_tokens += sequence.num_fed - begin
+        if group and num_tokens > core.config.max_prefill_tokens:
             break
-        row = core.slot_tables.reserve(sequence.num_fed)
+        row = tables.reserve(sequence.num_fed, shared)
         if row is None:
             break
-        rows.append(row)
-    return rows
+        if can_share:
+            tables.keep_scored(row, sequence.fed)
+        group.append(Placed(sequence, row, begin))
+    return group
 
 
-def _prefills(group: Sequence[tuple[Scorable, int]], most: int) -> list[list[Piece]]:
+def _prefills(group: Sequence[Placed], most: int) -> list[list[Piece]]:
     """Cut `group` into prefills of at most `most` tokens; only a single sequence is ever longer."""
-    if sum(sequence.num_fed for sequence, _ in group) <= most:
-        return [[Piece(sequence, row, 0, sequence.num_fed) for sequence, row in group]] if group else []
-    ((sequence, row),) = group
-    begins = range(0, sequence.num_fed, most)
-    return [[Piece(sequence, row, begin, min(begin + most, sequence.num_fed))] for begin in begins]
+    if sum(placed.rest for placed in group) <= most:
+        return [[Piece(*placed, placed.sequence.num_fed) for placed in group]] if group else []
+    ((sequence, row, begin),) = group
+    begins = range(begin, sequence.num_fed, most)
+    return [[Piece(sequence, row, at, min(at + most, sequence.num_fed))] for at in begins]
 
 
 def _prefill(core: Core, pieces: Sequence[Piece]) -> Iterator[Scored]:
