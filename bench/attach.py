@@ -29,15 +29,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="135m", help="random weights of 135m, 8b or tiny")
     parser.add_argument("--draft", default="3:1:4", help="S:K:D")
+    parser.add_argument("--check-kernels", action="store_true", help="the setting of that name is on")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(measure(args.shape, args.draft)))
+        print(json.dumps(measure(args.shape, args.draft, args.check_kernels)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        rows = [{"process": i + 1, **run(args.shape, args.draft, folder)} for i in range(args.processes)]
+        given = ["--shape", args.shape, "--draft", args.draft, *["--check-kernels"] * args.check_kernels]
+        rows = [{"process": i + 1, **run(given, folder)} for i in range(args.processes)]
     if args.out:
         from specdec.measure.results import write_results
 
@@ -45,17 +47,17 @@ def main() -> None:
     print(json.dumps({"rows": rows}))
 
 
-def run(shape: str, draft: str, folder: str) -> dict[str, Any]:
-    """Return the row of a fresh process that keeps what it compiles in `folder`."""
+def run(given: list[str], folder: str) -> dict[str, Any]:
+    """Return the row of a fresh process with options `given` that keeps what it compiles in `folder`."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "PYTHONPATH": path, **{name: f"{folder}/{name}" for name in FOLDERS}}
-    command = [sys.executable, __file__, "--child", "--shape", shape, "--draft", draft]
+    command = [sys.executable, __file__, "--child", *given]
     out = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
     print(out.splitlines()[-1], flush=True)
     return json.loads(out.splitlines()[-1])
 
 
-def measure(shape: str, text: str) -> dict[str, Any]:
+def measure(shape: str, text: str, checks: bool) -> dict[str, Any]:
     """Attach once, and time first tokens."""
     import torch
 
@@ -67,12 +69,14 @@ def measure(shape: str, text: str) -> dict[str, Any]:
     target = make_target(shape, "cuda" if torch.cuda.is_available() else "cpu")
     head = make_head(shape, target)
     settings = {**draft.settings(imposed=True), "graph_sampling": ("greedy",), "max_batch": 1, "max_seq_len": 4096}
+    settings["check_kernels"] = checks
     samples = Samples()
     start = time.perf_counter()
     with samples:
         engine = attach(target, head, **settings)
     seconds, report = time.perf_counter() - start, engine.report()
     row = {"shape": shape, "steps": draft.steps, "topk": draft.topk, "draft_tokens": draft.width}
+    row |= {"check_kernels": True} if checks else {}
     row |= {"attach_s": round(seconds, 2), "compile_s": round(report.compile_seconds, 2)}
     row |= {"capture_s": round(report.graph_seconds, 2), "num_graphs": len(report.graphs), "notes": report.compiled}
     row["where_s"] = {name: round(share * seconds, 2) for name, share in samples.shares(24)}

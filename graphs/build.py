@@ -1,9 +1,8 @@
 """Builds all graphs of an engine: warms everything up, captures the largest first, seals."""
 
-import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 
 import torch
 from tqdm import tqdm
@@ -73,7 +72,7 @@ def _make_all(
 ) -> None:
     jobs.sort(key=lambda job: -job[1].size)  # stable: runners and variants keep their order within a size
     progress = tqdm(total=2 * len(jobs), desc="graphs", unit="graph", leave=False, disable=None)
-    with progress as bar, _collection_paused():
+    with progress as bar, capture.undisturbed():
         for phase in (GraphRunner.warm_up, GraphRunner.capture):
             for runner, key in jobs:
                 bar.set_postfix_str(f"{phase.__name__} {key}", refresh=False)
@@ -83,19 +82,6 @@ def _make_all(
                         settle()
                 bar.update()
             capture.release_cache()
-
-
-@contextmanager
-def _collection_paused() -> Iterator[None]:
-    """Pause garbage collection, which could destroy graphs of a dropped engine and so break the running capture."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _make(

@@ -1,7 +1,9 @@
 """Captures turn a callable into a graph: not at all (eager), as one CUDA graph (full), or recorded and re-run (CPU)."""
 
+import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,6 +40,10 @@ class Capture(ABC):
     @abstractmethod
     def capture(self, body: Body) -> Graph:
         """Capture `body`; its exceptions propagate, and this object can capture again afterwards."""
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Within it are captures, and nothing that would break one."""
+        return nullcontext()
 
     def divide(self) -> None:
         """Called by a body: what follows may be launched apart, so that the device has work while the host launches."""
@@ -144,6 +150,18 @@ class FullCapture(Capture):
             finally:
                 self._parts = []
         return _Full(parts, outputs)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Pause garbage collection: it could destroy graphs of a dropped engine, which breaks a running capture."""
+        gc.collect()
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
     def divide(self) -> None:
         if self._parts:

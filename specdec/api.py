@@ -186,7 +186,8 @@ class Engine:
         prompts: as in `generate`; continuations: one string or list of ids for each. Text is tokenised by itself, so a
         word that begins a continuation keeps its space: score("The capital of France is", " Paris"). Log-probabilities
         are the target's own, before temperature and penalties. Only the target works, through prefill graphs, several
-        prompts at a time; requests that run beside it go on. A result is the pair (logprob, is_greedy).
+        prompts at a time, and reads what they have in common once; requests that run beside it go on. A result is the
+        pair (logprob, is_greedy).
 
         ValueError names an empty prompt or continuation, CapacityError what is longer than max_seq_len.
         """

@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,6 +121,12 @@ class Victim:
         self.prompts = [stem * (i % 2) + end for i, end in enumerate(ends)]
         self.engine = self.attach()
         self.expected = [self.engine.generate([p], max_new_tokens=NUM_TOKENS).tokens[0] for p in self.prompts]
+        self.scores = [self.score([i])[0] for i in range(len(self.prompts))]
+
+    def score(self, which: Sequence[int]) -> list[float]:
+        """Log-likelihoods of the texts of these prompts."""
+        scores = self.engine.score([self.prompts[i] for i in which], [self.expected[i] for i in which])
+        return [score.logprob for score in scores]
 
     def attach(self) -> Any:
         """A fresh engine on the model."""
@@ -135,6 +141,7 @@ class Victim:
             ("tokenizer", self.broken_tokenizer, 15),
             ("interrupt", self.interrupt, 30),
             ("exception", self.exception, 10),
+            ("score", self.broken_score, 10),
             ("NaN logits", self.nan_logits, 6),
             ("detach", self.detach, 2),
             ("threads", self.threads, 2),
@@ -239,6 +246,19 @@ class Victim:
     def exception(self) -> None:
         with interrupting(self.rng, RuntimeError, 900):
             self.call()
+
+    def broken_score(self) -> None:
+        """Scores are broken off; the next ones are right, whatever was about to be kept for them."""
+        which = self.rng.sample(range(len(self.prompts)), 4)
+        with interrupting(self.rng, RuntimeError, 900):
+            try:
+                self.score(which)
+                self.tally.outcomes["returned"] += 1
+            except RuntimeError as error:
+                self.tally.outcomes[type(error).__name__] += 1
+        got, expected = self.score(which), [self.scores[i] for i in which]
+        if max(abs(a - b) for a, b in zip(got, expected, strict=True)) > 1e-3:
+            self._accuse(f"scores: {got} are not {expected}")
 
     def nan_logits(self) -> None:
         """The first row of one verify forward is NaN; that one request ends, whoever it belongs to."""

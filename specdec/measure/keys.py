@@ -42,6 +42,8 @@ MEASURES = {
     "cached_tokens": Measure("cached", "tokens"),
     "experts_in_use": Measure("experts in use"),
     "host_ms": Measure("host", "ms"),
+    "us": Measure("time", "µs", "lower"),
+    "calls": Measure("calls"),
     "gap_us": Measure("gap", "µs"),
     "idle_percent": Measure("GPU idle", "%"),
     "tok_s": Measure("tokens/s", "", "higher"),

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# What only a GPU can show: `bash bench/on_gpu.sh OUT PART...`, from the repository's root. Parts: tests waits check
+# models 30b prefixes kernels, and on two GPUs: ranks. Each takes up to ten minutes on an H200; logs and results are in
+# OUT, the end of every log is printed, and what fails does not stop the rest.
+set -u
+export PYTHONPATH="${PYTHONPATH:-}:." PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+out=$1
+shift
+mkdir -p "$out"
+
+timed() { # name, seconds at most, lines to print, command
+    local name=$1 seconds=$2 lines=$3 start=$SECONDS
+    shift 3
+    timeout "$seconds" "$@" > "$out/$name.log" 2>&1
+    echo "=== $name: exit status $?, $((SECONDS - start)) s"
+    tail -n "$lines" "$out/$name.log" | cut -c1-2000
+}
+
+latency() { # shape, seconds at most, drafts, more options
+    local shape=$1 seconds=$2 drafts=$3
+    shift 3
+    timed "latency-$shape" "$seconds" 30 python3 -m specdec.commands.main bench latency --shape "$shape" --drafts "$drafts" \
+        --modes compiled --batches 1,8,32 --tokens 128 --ttft-tokens 512,2048 --new-tokens 65 --repeats 3 \
+        --budget $((seconds - 40)) ${TOKENIZER:+--tokenizer "$TOKENIZER"} --out "$out" "$@"
+}
+
+tests() { # all but those that need no GPU, or two
+    local files
+    files=$(ls tests/test_*.py | grep -vE "tensor_parallel|ranks|train|page|test_bench|demo|readme|architecture|serve|compare")
+    SPECDEC_TEST_GPUS=1 OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 timed tests 520 60 python3 -m pytest -n 18 \
+        --dist worksteal -q -W ignore --show-capture=no --tb=short --durations=10 $files
+}
+
+waits() { timed waits 400 3 python3 bench/waits.py --processes 12 --out "$out"; }
+
+check() { # what attach takes with its kernels checked, and whether a check finds a wrong one
+    timed attach 250 3 python3 bench/attach.py --shape 8b --processes 2 --out "$out"
+    timed attach-checked 250 3 python3 bench/attach.py --shape 8b --processes 2 --check-kernels --out "$out"
+    local wrong="import pytest; from specdec.backends.triton import chunks; chunks.STATES['num_warps'] = 8
+raise SystemExit(pytest.main(['-q', '--tb=line', 'tests/test_kernel_check.py', '-k', 'real_sizes']))"
+    timed wrong-kernel 120 12 python3 -c "$wrong"
+}
+
+models() {
+    latency 35b-a3b 280 plain,3:1:4,3:1:4@32768 --algo nextn --hf
+    latency qwen3-next-12 160 plain,3:1:4 --algo nextn --hf
+    latency mamba2-2.7b 140 plain,3:1:4 --hf
+}
+
+30b() { latency 30b-a3b 200 plain,3:1:4 --hf; }
+
+prefixes() { timed prefixes 150 16 python3 bench/prefixes.py --out "$out"; }
+
+kernels() {
+    timed kernels-35b 150 130 python3 bench/round_kernels.py --shape 35b-a3b --layers 8 --algo nextn --out "$out"
+}
+
+ranks() {
+    timed ranks 300 20 python3 -m pytest -q -W ignore --tb=short tests/test_tensor_parallel.py tests/test_recurrent_ranks.py -k cuda
+    local sharded=(torchrun --nproc-per-node 2 -m specdec.commands.main bench latency --modes compiled --tokens 128 --out "$out")
+    timed tp2-8b 240 25 "${sharded[@]}" --shape 8b --drafts plain,3:1:4 --batches 1,8,32 --budget 200
+    timed tp2-70b 200 25 "${sharded[@]}" --shape 70b --drafts plain,3:1:4 --batches 1,8 --budget 160
+    timed tp2-35b 200 25 "${sharded[@]}" --shape 35b-a3b --algo nextn --drafts plain,3:1:4 --batches 1,8 --budget 160
+}
+
+for part in "$@"; do "$part"; done

@@ -1,0 +1,96 @@
+"""Which kernels a round runs, and for how long: `python bench/round_kernels.py --shape 35b-a3b --layers 8 --batches 1`.
+
+Random weights, imposed acceptance, rounds replayed from graphs as users run them, under PyTorch's profiler, which makes
+them slower: this finds causes and gives no figures to publish. A table a batch size, the kernels that take longest
+first; the last line is one JSON object. On a CPU it counts operations in place of kernels, to try this file.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from specdec import attach
+from specdec.api import Engine
+from specdec.measure.latency.cases import Draft
+from specdec.measure.results import write_results
+from specdec.measure.shapes import make_head, make_nextn, make_target
+
+IS_CUDA = torch.cuda.is_available()
+ACTIVITY = ProfilerActivity.CUDA if IS_CUDA else ProfilerActivity.CPU
+KIND = torch.autograd.DeviceType.CUDA if IS_CUDA else torch.autograd.DeviceType.CPU
+PROMPT, NEW = 128, 33  # tokens
+
+Spent = dict[str, tuple[float, int]]  # by kernel: µs, calls
+
+
+def main() -> None:
+    """One engine, and its rounds at every batch size."""
+    args = arguments()
+    fewer = {"num_hidden_layers": args.layers} if args.layers else {}
+    model = make_target(args.shape, "cuda" if IS_CUDA else "cpu", **fewer)
+    draft = Draft.parse(args.draft)
+    head = None if not draft.steps else make_nextn(model) if args.algo == "nextn" else make_head(args.shape, model)
+    settings = {**draft.settings(imposed=True), "max_batch": max(args.batches), "max_seq_len": 256}
+    engine = attach(model, head, args.algo if draft.steps else None, graph_sampling=("greedy",), **settings)
+    rows: list[dict[str, Any]] = []
+    for batch in args.batches:
+        spent, rounds = rounds_of(engine, batch, model.config.vocab_size)
+        found = sorted(((us / rounds, calls / rounds, name) for name, (us, calls) in spent.items()), reverse=True)
+        key = {"what": "kernel", "shape": args.shape, "layers": args.layers, "draft": args.draft, "batch": batch}
+        rows += [{**key, "kernel": name, "us": round(us, 2), "calls": round(calls, 2)} for us, calls, name in found]
+        print_rows(f"{args.shape}, {args.draft}, batch {batch}", rows[-len(found) :], args.most)
+    engine.detach()
+    if args.out:
+        write_results(args.out, "round-kernels", args.shape, {"algo": args.algo, "new_tokens": NEW}, rows)
+    print(json.dumps({"rows": len(rows)}))
+
+
+def rounds_of(engine: Engine, batch: int, vocab: int) -> tuple[Spent, int]:
+    """Return what the rounds of a call spent, less what a call for one token spends, and how many there were."""
+    prompts = torch.randint(5, vocab - 5, (batch, PROMPT)).tolist()
+    engine.generate(prompts, max_new_tokens=NEW, ignore_eos=True)  # not counted: kernels may still have to be loaded
+    total: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    for sign, num_new in ((1, NEW), (-1, 1)):
+        with profile(activities=[ACTIVITY]) as found:
+            out = engine.generate(prompts, max_new_tokens=num_new, ignore_eos=True)
+        if sign == 1:
+            rounds = max(request.acceptance.num_rounds for request in out.requests)
+        for event in found.events() or ():
+            if event.device_type == KIND:
+                us, calls = total[event.name]
+                total[event.name] = us + sign * (event.device_time if IS_CUDA else event.cpu_time), calls + sign
+    return total, rounds
+
+
+def print_rows(title: str, rows: list[dict[str, Any]], most: int) -> None:
+    """The first `most` of `rows`, and all of them together."""
+    table = Table("µs a round", "calls a round", "µs a call", "kernel", title=title)
+    for row in rows[:most]:
+        a_call = row["us"] / row["calls"] if row["calls"] else 0.0
+        table.add_row(f"{row['us']:.1f}", f"{row['calls']:.1f}", f"{a_call:.2f}", row["kernel"][:90])
+    table.add_row(f"{sum(r['us'] for r in rows):.1f}", f"{sum(r['calls'] for r in rows):.1f}", "", "all")
+    Console(width=130).print(table)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="35b-a3b", help="as `specdec bench latency` has it")
+    parser.add_argument("--layers", type=int, default=None, help="fewer than the shape's")
+    parser.add_argument("--algo", default="eagle3", choices=("eagle3", "nextn"))
+    parser.add_argument("--draft", default="3:1:4", help="S:K:D, or plain")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--most", type=int, default=40, help="kernels to print")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
