@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from specdec.engine.packing import copy_to
 from specdec.errors import CapacityError
 from specdec.functional.logprobs import token_logprobs
 from specdec.pages import NO_PAGES
+from specdec.prefix_cache import num_alike
 from specdec.text.inputs import prompts_to_ids
 
 HEAD_ROWS = 512  # positions whose logits are held at once
@@ -175,12 +176,16 @@ def _checked(core: Core, tokenizer: Any, prompts: Any, continuations: Any) -> li
 
 
 def _grouped(pairs: Iterable[Pair]) -> list[Scorable]:
-    """Put pairs together that the target reads the same tokens of, and next to each other what begins alike."""
+    """Put pairs together that the target reads the same tokens of; what brings most that is new comes first, so that
+    the others find it, and prefills are of sequences that are about as long."""
     found: dict[bytes, Scorable] = {}
     for pair in pairs:
         fed = pair.ids[:-1]
         found.setdefault(fed.tobytes(), Scorable(fed, [])).pairs.append(pair)
-    return [found[key] for key in sorted(found)]
+    alike = [found[key] for key in sorted(found)]  # each shares with the one before it as much as with any before
+    shared = [0, *(num_alike(before.fed, after.unscored) for before, after in pairwise(alike))]
+    new = [(sequence.num_fed - count, sequence) for sequence, count in zip(alike, shared, strict=True)]
+    return [sequence for _, sequence in sorted(new, key=lambda both: -both[0])]
 
 
 def _continuation_ids(continuations: Any, tokenizer: Any) -> list[list[int]]:
@@ -196,7 +201,8 @@ def _continuation_ids(continuations: Any, tokenizer: Any) -> list[list[int]]:
 def _reserve(core: Core, waiting: Iterable[Scorable]) -> list[Placed]:
     """Reserve rows for the first of `waiting`: what one prefill holds, or one sequence that takes several.
 
-    What one of them shares may be written in the same prefill: all K/V of a layer is stored before it attends.
+    What one of them shares may be written in the same prefill: all K/V of a layer is stored before it attends. They are
+    about as long, since some backends pad them all to the longest.
     """
     tables, can_share = core.slot_tables, not core.target.spec.recurrent
     group: list[Placed] = []
@@ -204,8 +210,9 @@ def _reserve(core: Core, waiting: Iterable[Scorable]) -> list[Placed]:
     for sequence in waiting:
         shared = tables.scored.find(sequence.unscored) if can_share else NO_PAGES
         begin = len(shared) * tables.page_size
-        num_tokens += sequence.num_fed - begin
-        if group and num_tokens > core.config.max_prefill_tokens:
+        rest = sequence.num_fed - begin
+        num_tokens += rest
+        if group and (num_tokens > core.config.max_prefill_tokens or rest < group[0].rest / 2):
             break
         row = tables.reserve(sequence.num_fed, shared)
         if row is None:
