@@ -29,7 +29,8 @@ class SpecdecLM(EngineLM):
     the name of a shipped draft; None decodes plainly. algo: as for `attach`; "lookup" needs no draft. max_length:
     longest context in tokens, the engine's max_seq_len (at most 2048 unless it is given). max_batch: requests decoded
     together; lm-eval's batch_size if that is above 1, else 8. dtype: "auto", "float32", "bfloat16", ... options:
-    settings of `EngineConfig`, and those of HFLM in `HFLM_OPTIONS`.
+    settings of `EngineConfig`, and those of HFLM in `HFLM_OPTIONS`; prefix_cache is "auto" unless it is given, since
+    items of a task begin alike.
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class SpecdecLM(EngineLM):
         max_batch_size: int | None = None,
         **options: Any,
     ):
-        settings = {name: value for name, value in options.items() if name not in HFLM_OPTIONS}
+        settings: dict[str, Any] = {"prefix_cache": "auto"}
+        settings |= {name: value for name, value in options.items() if name not in HFLM_OPTIONS}
         if max_length is not None:
             if "max_seq_len" in settings:
                 raise ValueError(f"max_length={max_length} and max_seq_len: two names of one setting; leave one out")

@@ -84,9 +84,10 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything; pages that running requests use stay theirs."""
-        for pages in self.held():
+        held = self.held()
+        self.forget()  # first: what breaks off here must not leave pages in the tree that are free
+        for pages in held:
             self._pages.drop(pages)
-        self.forget()
 
     def forget(self) -> None:
         """Become empty without giving pages back: for `Pages.repair`."""

@@ -90,8 +90,9 @@ def interrupting(rng: random.Random, kind: type[BaseException], most: int) -> It
         path = frame.f_code.co_filename
         if not is_faulty(path):
             return None
-        # A `with` is traced once more before its `__exit__` is called; CPython lets no interrupt come in between.
-        if event == "line" and not linecache.getline(path, frame.f_lineno).lstrip().startswith("with"):
+        # A `with` is traced once more before its `__exit__` is called, and the line of a `try` in it is a no-operation
+        # that its exception table leaves out: CPython lets no interrupt come in at either.
+        if event == "line" and not linecache.getline(path, frame.f_lineno).lstrip().startswith(("with", "try:")):
             left -= 1
             if left == 0:
                 sys.settrace(None)

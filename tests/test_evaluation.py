@@ -232,11 +232,12 @@ def test_lm_eval_answers_equal_those_of_its_own_model(smollm2, tasks):
     model, tokenizer = smollm2
     for length in (1024, LENGTH):
         expected = responses(HFLM(model, tokenizer=tokenizer, max_length=length, batch_size=3), tasks)
-        settings = {"max_batch": 2, "num_steps": 2, "max_prefill_tokens": 256}
+        settings = {"max_batch": 2, "num_steps": 2, "max_prefill_tokens": 256, "prefix_cache": length > LENGTH}
         engine = specdec.attach(model, shipped.path(), tokenizer=tokenizer, max_seq_len=length, **settings)
         got = responses(EngineLM(engine), tasks)
         engine.check_integrity()
         assert engine.report().acceptance.num_rounds > 0
+        assert (engine.report().prefix_cache.get("found", 0) > 0) == (length > LENGTH)
         engine.detach()
         assert got["toy_gsm8k"] == expected["toy_gsm8k"] and got["toy_sampled"] == expected["toy_sampled"]
         for ours, theirs in zip(got["toy_choices"], expected["toy_choices"], strict=True):
@@ -283,6 +284,10 @@ def test_mistakes_in_model_args_are_named(smollm2, monkeypatch):
         lm._generate([("text", {"max_gen_toks": 40})])
     with pytest.raises(ValueError, match="a continuation has 40 tokens, the engine reads 32"):
         lm._loglikelihood_tokens([(None, [5], [6] * 40)])
+    assert lm.engine.report().prefix_cache
+    lm.engine.detach()
+    lm = make(algo="lookup", max_length=32, prefix_cache=False)
+    assert not lm.engine.report().prefix_cache
     lm.engine.detach()
     engine = specdec.attach(smollm2[0], max_batch=1, max_seq_len=16)
     with pytest.raises(ValueError, match="the engine has no tokenizer"):
