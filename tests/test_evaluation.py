@@ -337,7 +337,9 @@ def test_what_prompts_have_in_common_is_read_once(name, monkeypatch):
     assert len(sizes) <= whole
     assert sum(sizes) == expected or (expected is None and sum(sizes) < 0.7 * sum(len(q) + 2 for q in prompts))
     engine.check_integrity()
-    assert (engine._core.slot_tables.scored.num_pages > 0) == (name == "beside a prefix cache")
+    first, sizes[:] = sum(sizes), []
+    assert_equal(engine.score(prompts, after), expected_scores(model, prompts, after))
+    assert sum(sizes) < first if name == "beside a prefix cache" else sum(sizes) == first, "kept from call to call"
     engine.detach()
 
 
@@ -352,6 +354,29 @@ def test_weights_that_change_are_read_anew():
             model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
         assert_equal(engine.score(prompts, after), expected_scores(model, prompts, after))
         engine.detach()
+
+
+def test_a_call_that_ends_between_two_turns_leaves_nothing_to_the_next(monkeypatch):
+    """Ctrl-C takes effect there, where no turn is broken off."""
+    model = tiny_model("llama").to(DEVICE)
+    prompts, after = [STEM, STEM], [[3, 4], [8, 9]]
+    engine = specdec.attach(model, algo=None, max_batch=1, max_seq_len=24)
+    let_go, turns = engine._core.turns._interrupts.let_go, []
+
+    def interrupted():
+        let_go()
+        turns.append(1)
+        if len(turns) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine._core.turns._interrupts, "let_go", interrupted)
+        engine.score(prompts, after)
+    assert engine._core.slot_tables.scored.num_pages > 0 and not engine._core.turns._is_dirty
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    assert_equal(engine.score(prompts, after), expected_scores(model, prompts, after))
+    engine.detach()
 
 
 def test_recurrent_targets_read_everything():

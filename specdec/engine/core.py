@@ -130,15 +130,15 @@ class Core:
                 self.scheduler.release(request)
 
     def clear_prefixes(self) -> None:
-        """Serve no later request with what is kept now."""
-        with self.turns:
-            self.forget_prefixes()
+        """Serve no later request with what is kept now: what `Engine.clear_prefix_cache` does."""
+        self.forget_prefixes()
 
     def forget_prefixes(self) -> None:
         """Keep no K/V of what was served, or is being served, for other requests."""
-        self.slot_tables.forget_kept()
-        for request in self.scheduler.running:
-            request.is_kept = False
+        with self.turns:
+            self.slot_tables.forget_kept()
+            for request in self.scheduler.running:
+                request.is_kept = False
 
     def close(self) -> None:
         """End what runs, take our marks off the model, and wait for what is on its way: one round may be."""

@@ -21,8 +21,9 @@ class RankedCore(Core):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As `Core.submit`, if all ranks submit the same; seeds are rank 0's. ValueError if not."""
-        seeds, own = [r.sampling.seed for r in requests], self.weights.have_changed() or self._is_to_forget
-        given = self._ranks.same("generate()", [told_of(r) for r in requests], [seeds, own])
+        self._is_to_forget |= self.weights.have_changed()  # until the others know: ranks may not agree this time
+        own = [[r.sampling.seed for r in requests], self._is_to_forget]
+        given = self._ranks.same("generate()", [told_of(r) for r in requests], own)
         self._is_to_forget = False
         for request, seed in zip(requests, given[0][0], strict=True):
             request.sampling = request.sampling.with_seed(seed)

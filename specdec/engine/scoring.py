@@ -129,6 +129,9 @@ def _scored(core: Core, pairs: Sequence[Pair]) -> Generator[Scored, None, None]:
     The engine's turn and rows are held while a reader works, so it must close this if it breaks off.
     """
     waiting = deque(_grouped(pairs))
+    if core.slot_tables.prefixes is None:  # nobody watches whether weights have changed since the last call
+        with core.turns:
+            core.slot_tables.scored.clear()
     while waiting:
         with core.turns, on_device(core.device), torch.inference_mode():
             core.submit(())  # nothing but its checks: attached, and no weight has moved
@@ -142,8 +145,6 @@ def _scored(core: Core, pairs: Sequence[Pair]) -> Generator[Scored, None, None]:
             finally:
                 for placed in group:
                     core.slot_tables.release(placed.row)
-            if not waiting and core.slot_tables.prefixes is None:
-                core.slot_tables.scored.clear()  # nobody watches whether weights change
         if not group:
             core.step()  # they are other requests' rows, and their callers may be in this very thread
 
