@@ -64,12 +64,29 @@ def cut(graph: fx.GraphModule, split_at: Sequence[Any]) -> fx.GraphModule:
             part += 2
         else:
             parts[node] = part
+    _repeat_shapes(graph, parts)
     split = split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
     first: dict[tuple[Any, ...], fx.GraphModule] = {}
     for name, module in list(split.named_children()):
         assert isinstance(module, fx.GraphModule)
         setattr(split, name, first.setdefault(fingerprint(module), module))
     return split
+
+
+def _repeat_shapes(graph: fx.GraphModule, parts: dict[fx.Node, int]) -> None:
+    """Have every part that uses a tensor's whole shape ask for it itself: parts pass tensors and ints, no `torch.Size`,
+    which Inductor cannot return."""
+    for node in [n for n in parts if n.op == "call_method" and n.target == "size" and len(n.args) == 1]:
+        asked = {parts[node]: node}
+        for user in sorted(u for u in node.users if parts.get(u, parts[node]) != parts[node]):
+            part = parts[user]
+            if part not in asked:
+                with graph.graph.inserting_before(user):
+                    asked[part] = graph.graph.node_copy(node)
+                parts[asked[part]] = part
+            user.replace_input_with(node, asked[part])
+        if not node.users:
+            graph.graph.erase_node(node)
 
 
 def is_call(node: fx.Node, ops: Sequence[Any]) -> bool:
