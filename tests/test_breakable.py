@@ -227,6 +227,23 @@ def test_a_trace_serves_every_size_and_compiles_equal_pieces_once(compiler, bias
     compare(model, traced)
 
 
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_pieces_pass_no_shapes(compiler):
+    """A shape of before the op, used after it twice: Inductor's pieces return tensors and ints alone."""
+    norm = torch.nn.RMSNorm(8).to(DEVICE).requires_grad_(False)
+
+    def fn(x):
+        y = norm(x)
+        shape = y.shape
+        z = torch.ops.aten.sin.default(y.reshape(1, *shape))
+        z = torch.ops.aten.sin.default(z.reshape(shape) + y)
+        return ((z * 2).reshape(shape) + z.view(1, *shape).reshape(shape),)
+
+    traced = trace(fn, (torch.randn(16, 8, device=DEVICE),), SIN, compiler)
+    assert traced.num_pieces == 3
+    compare(lambda x: fn(x)[0], traced)
+
+
 def test_joined_weights_are_views_until_they_part():
     model = blocks(2, bias=True)
     before = {name: p.clone() for name, p in model.named_parameters()}

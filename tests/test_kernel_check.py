@@ -291,7 +291,7 @@ def test_ranks_fail_alike(is_any, subjects):
 
 def test_nothing_is_checked_unless_it_is_wanted(monkeypatch):
     monkeypatch.setattr(Check, "problems", lambda check: pytest.fail("checked"))
-    attached(tiny_model("qwen3_moe")).detach()
+    attached(tiny_model("qwen3_moe").to(DEVICE)).detach()
 
 
 @pytest.mark.gpu

@@ -50,6 +50,9 @@ def compare(layers: Layers, batches: Sequence[Sequence[torch.Tensor]], expected:
     num_tokens = batches[0][0].shape[0]
     for a, b, limit in zip(_outputs(layers, batches, False), *expected, strict=True):
         error = distance(a, b)
+        if error != error:
+            ours, theirs = (int((~t.isfinite().all(-1)).sum()) for t in (a, b))
+            raise GraphError(f"of {len(a)} rows {ours} are not finite compiled, {theirs} in the live model's")
         if not error <= limit:
             raise GraphError(
                 f"compiled, they differ from the live model's by {error:.1e} of the norm, in forwards of {num_tokens} "
