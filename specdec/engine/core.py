@@ -46,6 +46,7 @@ from specdec.round.parts import Parts
 from specdec.round.program import Round
 from specdec.targets.compiled import compile_layers, start_compilers
 from specdec.targets.exclusive import make_exclusive
+from specdec.targets.few_rows import FewRows
 
 PREFIX_STEP = 32  # host bounds of L are rounded up to this, so that shapes of eager rounds seldom change
 
@@ -87,6 +88,7 @@ class Core:
         self._exclusive = [make_exclusive(model, self.turns) for model in live]
         runners = (*self.prefill.runners, *self.graphs.runners.values())
         self.weights = Weights(target, worker.module, runners, keeps_kv=config.prefix_cache is True)
+        self._few_rows = FewRows(filter(None, (target.model, worker.module)))
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue checked requests; DetachedError once the core is closed, GraphError if a weight has moved, ValueError
@@ -158,7 +160,7 @@ class Core:
             raise DetachedError("this engine was detached from its model; call specdec.attach() for a new one")
 
     def _step_or_give_up(self, waiting_for: Sequence[Request]) -> None:
-        with on_device(self.device):
+        with on_device(self.device), self._few_rows.active():
             try:
                 self._step()
                 self._require_known(waiting_for)
