@@ -1,4 +1,4 @@
-"""What products of a few rows cost on a CPU, with torch's `linear` and as specdec chooses: `python bench/few_rows.py --out DIR`.
+"""What products of a few rows cost on a CPU, by torch's `linear` and as specdec chooses: `python bench/few_rows.py`.
 
 The demo's prompts by plain decoding and by the shipped head, token ids of a chat, prefill included, and transformers'
 own `generate` beside them. "linear" has no layer go the other way (see specdec/targets/few_rows.py). Both versions take
@@ -53,7 +53,8 @@ def main() -> None:
         for (name, version), found in speeds.items()
     ]
     config = {"new_tokens": args.new_tokens, "turns": args.turns, "threads": torch.get_num_threads()}
-    config |= {"equal": len({json.dumps(t) for t in texts.values()}) == 1, "each": {str(k): v for k, v in speeds.items()}}
+    config["equal"] = len({json.dumps(tokens) for tokens in texts.values()}) == 1
+    config["each"] = {", ".join(key): [round(speed, 2) for speed in found] for key, found in speeds.items()}
     if args.out:
         write_results(args.out, "few-rows", "135m", config, rows)
     print(json.dumps({**config, "rows": rows}))

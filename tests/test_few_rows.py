@@ -19,11 +19,8 @@ MOST = MEASURED[-1]
 @pytest.fixture
 def always(monkeypatch):
     """Every layer is large enough, and faster transposed."""
-    measured = []
-    monkeypatch.setattr(few_rows, "_found", {})
     monkeypatch.setattr(few_rows, "LEAST_SIZE", 0)
-    monkeypatch.setattr(few_rows, "measure", lambda weights: measured.append(weights) or (False, *[True] * MOST))
-    return measured
+    monkeypatch.setattr(few_rows, "measure", lambda *_: (False, *[True] * MOST))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -42,7 +39,6 @@ def test_layers_go_the_other_way_within_a_step_alone(bias, always, monkeypatch):
     monkeypatch.setattr(few_rows, "transposed", lambda *args: calls.append(len(args[0])) or original(*args))
     own = model[1].forward = lambda x: F.linear(x, model[1].weight, model[1].bias)  # as hooks of accelerate are
     chosen = FewRows([model, model])
-    assert [len(weights) for weights in always] == [2, 1], "once a shape"
     for shape in ((8,), (1, 8), (2, 3, 8), (MOST + 1, 8), (0, 8)):
         x, calls[:] = torch.randn(shape), []
         expected = model(x)
@@ -60,8 +56,7 @@ def test_only_large_layers_of_torchs_own_kind_are_asked(monkeypatch):
         def forward(self, x):
             return 2 * super().forward(x)
 
-    monkeypatch.setattr(few_rows, "measure", lambda weights: pytest.fail("measured"))
-    monkeypatch.setattr(few_rows, "_found", {})
+    monkeypatch.setattr(few_rows, "measure", lambda *_: pytest.fail("measured"))
     ints = nn.Linear(512, 512)
     ints.weight = nn.Parameter(ints.weight.to(torch.int8), requires_grad=False)
     others = [Scaled(512, 512), nn.Linear(16, 16), nn.Linear(512, 512, device="meta"), nn.Conv1d(512, 512, 1), ints]
@@ -69,21 +64,22 @@ def test_only_large_layers_of_torchs_own_kind_are_asked(monkeypatch):
         assert not any("forward" in vars(module) for module in others)
 
 
-def test_the_faster_way_is_taken(monkeypatch):
-    """Four and more rows are faster as they are; those between the measured ones go as the next of them."""
-    weights = [torch.randn(64, 32)] * 3
+@pytest.mark.parametrize(("columns", "shape"), [(64, (1024, 64, 32)), (1 << 30, (1, 1 << 16, 32))])
+def test_the_faster_way_is_taken(columns, shape, monkeypatch):
+    """Four and more rows are faster as they are; those between the measured ones go as the next of them. Weights are as
+    many as do not stay in caches, and no more."""
+    monkeypatch.setattr(few_rows, "READ_BYTES", 1 << 23)
 
-    def seconds(product, given):
+    def seconds(product, weights):
         num_rows = len(product.args[0])
-        assert len(given) == 3 and product(given[0]).shape == (num_rows, 64)
+        assert weights.shape == shape and product(weights[0]).shape == (num_rows, shape[1])
         return 1.0 if product.func is F.linear else 0.5 if num_rows < 4 else 0.9
 
-    monkeypatch.setattr(few_rows, "_seconds", seconds)
-    state = torch.get_rng_state()
-    assert measure(weights) == (False, True, True, True, *[False] * (MOST - 3))
-    assert torch.equal(state, torch.get_rng_state()), "the user's random numbers"
-    monkeypatch.undo()
-    assert len(measure(weights)) == MOST + 1
+    with monkeypatch.context() as patch:
+        patch.setattr(few_rows, "_seconds", seconds)
+        assert measure.__wrapped__(columns, 32, torch.float32, 1) == (False, True, True, True, *[False] * (MOST - 3))
+    assert len(measure(64, 32, torch.bfloat16, 1)) == MOST + 1
+    assert measure(64, 32, torch.bfloat16, 1) is measure(64, 32, torch.bfloat16, 1), "once a process"
 
 
 def test_engines_give_transformers_text_that_way(always, monkeypatch):

@@ -1,14 +1,14 @@
-"""Products of a few rows on a CPU, as weight times rows transposed where that is faster: a step or a round at small batch.
+"""Products of a few rows on a CPU, as weight times rows transposed where that is faster: plain steps, and small rounds.
 
-Both ways read the same weights and give the same sums, in another order. Which is faster depends on the processor, the
-BLAS library and the shape, not always as one would think: with torch 2.13 on an AMD EPYC an output head of 49,152 tokens
-takes 10 ms for one row, 33 for three, and 7 transposed (docs/results.md). So it is measured, once a process and shape.
+Both ways read the same weights and give the same sums, in another order. Which is faster depends on processor, BLAS
+library and shape, not always as one would think: with torch 2.13 on an AMD EPYC, an output head of 49,152 tokens takes
+10 ms for one row, 35 for three, and 7 transposed (docs/results.md). So it is measured, once a process and shape.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -21,23 +21,19 @@ READ_BYTES = 1 << 25  # of weights in turn, which come from memory then, as in a
 REPEATS = 3
 
 Ways = tuple[bool, ...]  # by the number of rows, whether they go transposed
-_found: dict[tuple[object, ...], Ways] = {}
 
 
 class FewRows:
     """The linear layers in `modules` whose products of a few rows are faster transposed here; none on a GPU."""
 
     def __init__(self, modules: Iterable[nn.Module]):
-        layers = [m for module in dict.fromkeys(modules) for m in module.modules() if _is_plain(m)]
-        by_shape: dict[tuple[object, ...], list[nn.Linear]] = {}
-        for layer in dict.fromkeys(layers):
-            by_shape.setdefault((layer.weight.shape, layer.weight.dtype, torch.get_num_threads()), []).append(layer)
+        found = (layer for module in modules for layer in module.modules())
         self._forwards: dict[nn.Linear, Callable[[torch.Tensor], torch.Tensor]] = {}
-        for key, alike in by_shape.items():
-            if key not in _found:
-                _found[key] = measure([layer.weight.detach() for layer in alike])
-            if any(_found[key]):
-                self._forwards |= {layer: partial(few_rows, layer, _found[key]) for layer in alike}
+        for layer in found:
+            if isinstance(layer, nn.Linear) and layer not in self._forwards and _is_plain(layer):
+                chosen = measure(*layer.weight.shape, layer.weight.dtype, torch.get_num_threads())
+                if any(chosen):
+                    self._forwards[layer] = partial(few_rows, layer, chosen)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -52,13 +48,13 @@ class FewRows:
                 layer.__dict__.pop("forward", None)
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether `module` is a linear layer on the CPU that does what `nn.Linear` does, and large enough."""
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether `layer` is on the CPU, does what `nn.Linear` does, and is large enough."""
+    if type(layer).forward is not nn.Linear.forward or type(layer.weight) is not nn.Parameter:
         return False
-    weight = module.weight
-    is_torchs = type(weight) is nn.Parameter and weight.is_floating_point() and weight.is_contiguous()
-    return is_torchs and weight.device.type == "cpu" and weight.numel() >= LEAST_SIZE
+    weight = layer.weight
+    is_dense = weight.is_floating_point() and weight.is_contiguous()
+    return is_dense and weight.device.type == "cpu" and weight.numel() >= LEAST_SIZE
 
 
 def few_rows(layer: nn.Linear, ways: Ways, x: torch.Tensor) -> torch.Tensor:
@@ -77,24 +73,29 @@ def transposed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (weight @ given.t()).t()[: len(rows)].contiguous()
 
 
+@cache
 @torch.inference_mode()
-def measure(weights: Sequence[torch.Tensor]) -> Ways:
-    """Return which numbers of rows are faster transposed with `weights` [N, K], all of one shape."""
-    used = weights[: max(1, READ_BYTES // weights[0].nbytes)]
+def measure(num_columns: int, num_features: int, dtype: torch.dtype, num_threads: int) -> Ways:
+    """Return which numbers of rows are faster transposed with weights [num_columns, num_features] of `dtype`; of large
+    ones, with part of the columns. num_threads: of torch, now."""
+    row_bytes = num_features * dtype.itemsize
+    num_columns = min(num_columns, max(1, READ_BYTES // row_bytes))
+    num_weights = max(1, READ_BYTES // (num_columns * row_bytes))
+    weights = torch.ones(num_weights, num_columns, num_features, dtype=dtype, device="cpu")
     ways = [False] * (MEASURED[-1] + 1)
     for before, num_rows in zip((0, *MEASURED), MEASURED, strict=False):
-        rows = torch.arange(num_rows * used[0].shape[1]).cos().view(num_rows, -1).to(used[0].dtype)
-        times = [_seconds(partial(way, rows), used) for way in (F.linear, transposed)]
-        ways[before + 1 : num_rows + 1] = [times[0] > MARGIN * times[1]] * (num_rows - before)
+        rows = weights.new_ones(num_rows, num_features)
+        as_it_is, other = (_seconds(partial(way, rows), weights) for way in (F.linear, transposed))
+        ways[before + 1 : num_rows + 1] = [as_it_is > MARGIN * other] * (num_rows - before)
     return tuple(ways)
 
 
-def _seconds(product: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> float:
-    """Return how long the products with all `weights` take, at best."""
+def _seconds(product: Callable[[torch.Tensor], object], weights: torch.Tensor) -> float:
+    """Return how long the products with all of `weights` [W, N, K] take, at best."""
     best = float("inf")
     for _ in range(REPEATS):
         start = time.perf_counter()
-        for weight in weights:
+        for weight in weights.unbind():
             product(weight)
         best = min(best, time.perf_counter() - start)
     return best
