@@ -1,4 +1,4 @@
-"""A pytest plugin, `-p tests.told_at_once`: prints failures as they happen, as a run that is cut off sums up nothing."""
+"""A pytest plugin, `-p tests.told_at_once`: prints failures as they happen, since a run cut off sums up nothing."""
 
 import pytest
 
