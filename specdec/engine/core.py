@@ -146,6 +146,7 @@ class Core:
         """End what runs, take our marks off the model, and wait for what is on its way: one round may be."""
         with self.turns:
             self.is_closed = True
+            self._few_rows.restore()
             for release in self._exclusive:
                 release()
             try:

@@ -38,14 +38,18 @@ class FewRows:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Within it, those layers multiply that way, but for any whose forward someone else has replaced."""
-        replaced = [layer for layer in self._forwards if "forward" not in layer.__dict__]
         try:
-            for layer in replaced:
-                layer.__dict__["forward"] = self._forwards[layer]
+            for layer, forward in self._forwards.items():
+                layer.__dict__.setdefault("forward", forward)
             yield
         finally:
-            for layer in replaced:
-                layer.__dict__.pop("forward", None)
+            self.restore()
+
+    def restore(self) -> None:
+        """Have all layers multiply as they did, also after a step that broke off anywhere."""
+        for layer, forward in self._forwards.items():
+            if layer.__dict__.get("forward") is forward:
+                del layer.__dict__["forward"]
 
 
 def _is_plain(layer: nn.Linear) -> bool:
