@@ -129,6 +129,18 @@ def test_every_graph_replays(name, graphs):
     engine.detach()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe"])
+def test_nextn_layers_compile(name):
+    """As Inductor compiles pieces, whose graphs are stricter than torch's own."""
+    model = model_of(name)
+    expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()]
+    engine = engine_of(model, "nextn", **CHAIN, compile=True, compiler="inductor", cuda_graph=True, strict=True)
+    assert engine._core.how_draft_compiled == "compiled"
+    check_text(engine, expected)
+    engine.detach()
+
+
 @SHAPES
 @pytest.mark.parametrize("name", FEW)
 def test_a_draft_that_is_the_same_model_is_always_right(name, shape):
