@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
 from specdec.api import Engine, attach
+from specdec.measure.lossless import reference
 from specdec.outputs import RequestOutput
 from specdec.text.detokenizer import Detokenizer
 from specdec.text.prompts import chat_ids
@@ -61,8 +61,8 @@ def run_demo(
     """
     console = Console()
     ids = chat_ids(list(prompts), tokenizer)
-    hf = _run_hf(model, ids, max_new_tokens)
-    plain = _run_engine("plain", lambda: attach(model, tokenizer=tokenizer, compile=False), ids, max_new_tokens)
+    hf = run_hf(model, ids, max_new_tokens)
+    plain = run_engine("plain", lambda: attach(model, tokenizer=tokenizer, compile=False), ids, max_new_tokens)
     mark = Marking.of(console)
     console.print(mark.legend)
 
@@ -74,7 +74,7 @@ def run_demo(
         settings: dict[str, Any] = {**drafting, "compile": False}
         return attach(model, draft, algo, tokenizer=tokenizer, **settings)
 
-    spec = _run_engine("speculative", speculative, ids, max_new_tokens, show)
+    spec = run_engine("speculative", speculative, ids, max_new_tokens, show)
     equal = hf.tokens == plain.tokens == spec.tokens
     _print_table(console, [hf, plain, spec], equal)
     result = {
@@ -146,25 +146,18 @@ def _runs(output: RequestOutput) -> Iterable[tuple[bool, list[int]]]:
         start += n
 
 
-def _run_hf(model: Any, prompts: list[list[int]], max_new_tokens: int) -> Run:
+def run_hf(model: Any, prompts: list[list[int]], max_new_tokens: int) -> Run:
     """Run `model.generate`, one prompt at a time, after a short warm-up."""
     run = Run("HF generate")
-    _hf_tokens(model, prompts[0], 4)
+    reference(model, prompts[0], 4)
     for prompt in _progress(prompts, run.name):
         start = time.perf_counter()
-        run.tokens.append(_hf_tokens(model, prompt, max_new_tokens))
+        run.tokens.append(reference(model, prompt, max_new_tokens))
         run.seconds += time.perf_counter() - start
     return run
 
 
-def _hf_tokens(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
-    ids = torch.tensor([prompt], device=model.device)
-    mask = torch.ones_like(ids)
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
-    return out[0, len(prompt) :].tolist()
-
-
-def _run_engine(
+def run_engine(
     name: str,
     make: Callable[[], Engine],
     prompts: list[list[int]],

@@ -5,6 +5,7 @@ and on the batch: a fixed bound accuses some models of nothing. So the live laye
 last bit of what attention returns disturbed; how far that moves them is what rounding can do.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def compare(layers: Layers, batches: Sequence[Sequence[torch.Tensor]], expected:
     num_tokens = batches[0][0].shape[0]
     for a, b, limit in zip(_outputs(layers, batches, False), *expected, strict=True):
         error = distance(a, b)
-        if error != error:
+        if math.isnan(error):
             ours, theirs = (int((~t.isfinite().all(-1)).sum()) for t in (a, b))
             raise GraphError(f"of {len(a)} rows {ours} are not finite compiled, {theirs} in the live model's")
         if not error <= limit:
