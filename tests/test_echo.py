@@ -1,11 +1,13 @@
 """How far traced layers may be from the live ones: as far as rounding moves the live ones themselves."""
 
+import math
+
 import pytest
 import torch
 
 from specdec.backends.op import attention
 from specdec.errors import GraphError
-from specdec.targets.echo import MOST, compare, expect
+from specdec.targets.echo import MOST, compare, distance, expect
 
 ROWS = torch.arange(32)
 
@@ -37,3 +39,16 @@ def test_it_is_said_on_which_side_rows_are_not_finite():
     for live, ours, told in ((whole, broken, "1 are not finite compiled, 0 in"), (broken, whole, "0 are .* 1 in")):
         with pytest.raises(GraphError, match=rf"of 32 rows {told}"):
             compare(ours, [(ROWS,)], expect(live, [(ROWS,)]))
+
+
+def test_rows_that_are_zero_tell_nothing():
+    """Most of these are: a median over all rows would be 0, whatever the others are."""
+    is_whole = (ROWS < 8).unsqueeze(1)
+    live, same, other = (layers(0, scale=is_whole * 1.0, shift=shift) for shift in (0, 0, 1))
+    expected = expect(live, [(ROWS,)])
+    assert 0 < expected.bounds[0] < 0.1
+    compare(same, [(ROWS,)], expected)
+    with pytest.raises(GraphError, match="differ from the live model's by 1"):
+        compare(other, [(ROWS,)], expected)
+    assert distance(torch.ones(3, 2), torch.zeros(3, 2)) == math.inf
+    assert distance(torch.zeros(3, 2), torch.zeros(3, 2)) == 0

@@ -140,3 +140,13 @@ def test_a_token_whose_embedding_is_damaged_is_no_reason(dtype):
     model = converted(tiny_model("llama"), dtype)
     model.get_input_embeddings().weight.data[VOCAB // 4 : VOCAB // 2 : 2] = float("nan")  # ids of the texts among them
     HFTarget(model).detach()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_whose_embeddings_are_zero_are_no_reason(dtype):
+    """As those that pad a vocabulary: without biases, all that follows is zero, too."""
+    model = converted(tiny_model("llama"), dtype)
+    model.get_input_embeddings().weight.data[VOCAB // 4 : VOCAB // 2 : 2] = 0
+    HFTarget(model).detach()
+    model.get_input_embeddings().weight.data.zero_()
+    HFTarget(model).detach()

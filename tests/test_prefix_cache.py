@@ -34,7 +34,7 @@ def prompt_of(length, seed=0):
 
 
 def engine_of(model, algo="eagle3", **options):
-    draft = () if algo is None else (None,) if algo == "lookup" else (random_draft(model, algo),)
+    draft = () if algo is None else (None,) if algo == "lookup" else (random_draft(model, algo).to(DEVICE),)
     given = {"max_batch": 3, "max_seq_len": 160, "prefix_cache": True, "cuda_graph": False, **options}
     return specdec.attach(model, *draft, algo=algo, **given)
 
@@ -304,6 +304,6 @@ def test_where_nothing_can_be_kept():
     engine.detach()
     model = model_of()
     with pytest.raises(ValueError, match="the draft has 3 modules"):
-        specdec.attach(model, random_draft(model, MODULES), prefix_cache=True)
+        specdec.attach(model, random_draft(model, MODULES).to(DEVICE), prefix_cache=True)
     with pytest.raises(ValueError, match="prefix_cache='yes': expected one of"):
         engine_of(model, None, prefix_cache="yes")

@@ -70,8 +70,14 @@ def _outputs(layers: Layers, batches: Sequence[Sequence[torch.Tensor]], is_distu
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the difference of [rows, ...], in shares of the norm: the rows' median, as rounding can flip an expert."""
-    return float(((ours.double() - theirs.double()).norm(dim=-1) / theirs.double().norm(dim=-1)).median())
+    """Return the difference of [rows, ...], in shares of the norm: the rows' median, as rounding can flip an expert.
+
+    Rows that are zero in both have no norm and tell nothing: a token whose embedding is zero stays so through layers
+    without biases. They are left out; where nothing is left, it is 0.
+    """
+    off, norm = (ours.double() - theirs.double()).norm(dim=-1), theirs.double().norm(dim=-1)
+    shares = (off / norm)[(off != 0) | (norm != 0)]
+    return float(shares.median()) if shares.numel() else 0.0
 
 
 def lowered(x: torch.Tensor, unit: float) -> torch.Tensor:

@@ -200,4 +200,4 @@ def _scored(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, tor
 def _largest(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Return the largest difference, in shares of the largest logit."""
     a, b = _scored(ours, theirs)
-    return float((a - b).abs().max() / b.abs().max())
+    return float((a - b).abs().max() / b.abs().max().clamp(min=torch.finfo(b.dtype).tiny))
