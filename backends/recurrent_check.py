@@ -1,13 +1,14 @@
 """Kernels of recurrent layers held against their twins, at the sizes of a model's layers.
 
 Two requests are prefilled by chunks, one of them on top of a prefix, then again by a few tokens each, one by one; nodes
-come in two forwards, and a path of them is folded. Each set of operations works on a pool of its own.
+come in two forwards, and a path of them is folded, before a plain step. Each set of operations works on a pool of its own.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import torch
 
@@ -63,6 +64,7 @@ def _answers(
     session.run_nodes(0, half)
     session.run_nodes(min(half, tail.num_nodes - 1), tail.num_nodes)  # a single one again
     session.fold(path_width)
+    session.step()
     return session.answers
 
 
@@ -143,17 +145,16 @@ class _Session:
     def run_nodes(self, first: int, end: int) -> None:
         """Run nodes [first, end) of both requests."""
         bits = self._tree.bits
-        metadata = TORCH_METADATA.uniform(
-            ForwardMode.TARGET_VERIFY,
-            self._table,
-            self._rows,
-            torch.tensor(self._lens, device=self._device),
-            q_len=end - first,
-            max_prefix=WIDTH,
-            first_node=first,
-            ancestor_bits=None if bits is None else bits[first:end].expand(2, -1, -1),
+        bits = None if bits is None else bits[first:end].expand(2, -1, -1)
+        metadata = self._uniform(
+            ForwardMode.TARGET_VERIFY, q_len=end - first, first_node=first, ancestor_bits=bits
         )
         self._run(f"{self._op}_tail of nodes {first} to {end - 1}", metadata, 2 * (end - first))
+
+    def step(self) -> None:
+        """Decode a token of both requests."""
+        self._run(f"{self._op}_step of both requests", self._uniform(ForwardMode.DECODE, q_len=1), 2)
+        self._note_state("the state after a step")
 
     def fold(self, path_width: int) -> None:
         """Fold a path of one request, and the root of the other."""
@@ -162,6 +163,10 @@ class _Session:
         lens, index = (torch.tensor(values, device=self._device) for values in (self._lens, accepted))
         self._pool.committer(None)(self._table, self._rows, lens, index)
         self._note_state("the fold")
+
+    def _uniform(self, mode: ForwardMode, **shape: Any) -> AttentionMetadata:
+        lens = torch.tensor(self._lens, device=self._device)
+        return TORCH_METADATA.uniform(mode, self._table, self._rows, lens, max_prefix=WIDTH, **shape)
 
     def _run(self, what: str, metadata: AttentionMetadata, num_tokens: int) -> None:
         self.answers.append(Answer(what, self._call(self._pool, num_tokens, metadata)))

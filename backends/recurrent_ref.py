@@ -72,6 +72,15 @@ def conv_tail(
     return _convolve(windows, weight, bias, x.dtype).view(x.shape)
 
 
+def conv_step(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """See `StatePool.conv`: a tail of one node, which is folded at once."""
+    out = conv_tail(x, weight, bias, layer, metadata)
+    _fold_conv(layer, metadata.rows, metadata.prefix_lens, torch.zeros_like(metadata.rows).unsqueeze(1))
+    return out
+
+
 def conv_extend(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
 ) -> torch.Tensor:
@@ -228,6 +237,13 @@ def _keep_rates(rates: torch.Tensor | None, layer: ScanLayer) -> torch.Tensor | 
     return None if rates is None or layer.rates is None else layer.rates.copy_(rates)
 
 
+def scan_step(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
+    """See `StatePool.scan`: a tail of one node, which is folded at once."""
+    out = scan_tail(inputs, layer, metadata)
+    _fold_scan(layer, metadata.rows, metadata.prefix_lens, torch.zeros_like(metadata.rows).unsqueeze(1))
+    return out
+
+
 def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
     """See `StatePool.scan`: every request's tokens run after its row's state, which is updated."""
     m, spec = metadata, layer.spec
@@ -280,4 +296,6 @@ def folder(layers: Sequence[RecurrentLayer]) -> Commit:
     return commit
 
 
-TORCH_RECURRENT = RecurrentOps("torch", conv_extend, conv_tail, scan_extend, scan_tail, folder)
+TORCH_RECURRENT = RecurrentOps(
+    "torch", conv_extend, conv_step, conv_tail, scan_extend, scan_step, scan_tail, folder
+)

@@ -1,13 +1,13 @@
 """State of recurrent layers: short convolutions, and linear recurrences ("scans") whose state is a matrix a head.
 
 What is committed lies by row; the inputs of a round's nodes lie in a tail beside it, like K/V of tail nodes. A node
-sees the row's state and the tail nodes of its path, and a commit folds the accepted ones into the state. This file
-knows shapes; `backends.recurrent_ref` says what is computed.
+sees the row's state and the tail nodes of its path, and a commit folds the accepted ones into the state. A plain step's
+only node is accepted whatever the logits are, so it goes into the state at once. This file knows shapes; `backends.recurrent_ref` says what is computed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -92,20 +92,24 @@ class ScanInputs(NamedTuple):
 
 Conv = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, ConvLayer, AttentionMetadata], torch.Tensor]
 Scan = Callable[[ScanInputs, ScanLayer, AttentionMetadata], torch.Tensor]
+Op = TypeVar("Op", Conv, Scan)
 
 
 @dataclass(frozen=True)
 class RecurrentOps:
     """The device operations of recurrent layers; `backends.recurrent_ref` specifies them.
 
-    conv_extend, scan_extend: prefills, which update states. conv_tail, scan_tail: the rest, which write tails.
+    conv_extend, scan_extend: prefills, which update states. conv_step, scan_step: plain decoding, a token a request,
+    which update them, too. conv_tail, scan_tail: the rest, which write tails.
     folder(layers): made once a pool; it gives the `Commit` of all layers.
     """
 
     name: str
     conv_extend: Conv
+    conv_step: Conv
     conv_tail: Conv
     scan_extend: Scan
+    scan_step: Scan
     scan_tail: Scan
     folder: Callable[[Sequence[RecurrentLayer]], Commit]
 
@@ -140,8 +144,8 @@ class StatePool(LayerState):
         """
         layer = self.layers[layer_id]
         assert isinstance(layer, ConvLayer), f"layer {layer_id} is {type(layer).__name__}"
-        run = self.ops.conv_extend if self._is_extend(metadata) else self.ops.conv_tail
-        return run(x, weight, bias, layer, metadata)
+        of_mode = {ForwardMode.EXTEND: self.ops.conv_extend, ForwardMode.DECODE: self.ops.conv_step}
+        return self._pick(of_mode, self.ops.conv_tail, metadata)(x, weight, bias, layer, metadata)
 
     def scan(self, inputs: ScanInputs, layer_id: int, metadata: AttentionMetadata) -> torch.Tensor:
         """Run the recurrence over tokens, see `ScanInputs`: [T, heads, v_dim] in v's dtype.
@@ -153,14 +157,14 @@ class StatePool(LayerState):
         assert isinstance(layer, ScanLayer), f"layer {layer_id} is {type(layer).__name__}"
         assert (inputs.beta is not None) == layer.spec.is_corrected, "beta is for corrected scans, and they need it"
         assert (inputs.rates is not None) == (layer.rates is not None), "rates are for decays by element of the state"
-        run = self.ops.scan_extend if self._is_extend(metadata) else self.ops.scan_tail
-        return run(inputs, layer, metadata)
+        of_mode = {ForwardMode.EXTEND: self.ops.scan_extend, ForwardMode.DECODE: self.ops.scan_step}
+        return self._pick(of_mode, self.ops.scan_tail, metadata)(inputs, layer, metadata)
 
-    def _is_extend(self, metadata: AttentionMetadata) -> bool:
-        if metadata.mode is ForwardMode.EXTEND:
-            return True
+    def _pick(self, of_mode: Mapping[ForwardMode, Op], of_nodes: Op, metadata: AttentionMetadata) -> Op:
+        if metadata.mode in of_mode:
+            return of_mode[metadata.mode]
         assert metadata.tail_len <= self.max_tail, f"{metadata.tail_len} nodes in a tail of {self.max_tail}"
-        return False
+        return of_nodes
 
     def committer(self, ops: Any) -> Commit:
         """See `LayerState`. The pool's own operations commit, not those of the round."""

@@ -1,9 +1,10 @@
 """Times the kernels of recurrent layers, replayed from CUDA graphs: `python bench/recurrent.py --shape gdn --out DIR`.
 
 A row a case, µs a layer beside the floor, its bytes at the rate that a copy reaches here: `conv_tail`, `scan_tail` and
-`fold` (of an accepted path of all nodes) at each batch and number of nodes; `conv_extend` and `scan_extend` of a prompt
-of each length. Inputs are random. Results are compared with the torch twins' first. Layers take turns until their
-states exceed what caches hold. On a CPU it only runs, on tiny sizes. The last line is one JSON object.
+`fold` (of an accepted path of all nodes) at each batch and number of nodes; `conv_step` and `scan_step`, which take
+their place in plain decoding; `conv_extend` and `scan_extend` of a prompt of each length. Inputs are random. Results
+are compared with the torch twins' first. Layers take turns until their states exceed what caches hold. On a CPU it
+only runs, on tiny sizes. The last line is one JSON object.
 """
 
 import argparse
@@ -77,6 +78,7 @@ def main() -> None:
         rate = copy_rate(DEVICE)
         for batch in args.batches:
             rows += [row for nodes in args.nodes for row in round_rows(args.shape, batch, nodes, rate)]
+            rows += step_rows(args.shape, batch, rate)
         rows += [row for tokens in args.tokens for row in prompt_rows(args.shape, tokens, rate)]
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items() if key != "shape"))
@@ -105,6 +107,16 @@ def round_rows(shape: str, batch: int, nodes: int, rate: float) -> list[dict[str
     return [*rows, {"what": "fold", **key, **found, "floor_us": at_rate(floor, rate), "says": says}]
 
 
+def step_rows(shape: str, batch: int, rate: float) -> list[dict[str, Any]]:
+    """Time a plain step."""
+    ours, twin = (make_pool(shape, batch, 1, ops, num) for ops, num in ((our_ops(), None), (TORCH_RECURRENT, 1)))
+    inputs, metadata = random_inputs(SHAPES[shape], batch), nodes_of(batch, 1, ForwardMode.DECODE)
+    key = {"shape": shape, "batch": batch, "draft_tokens": 1}
+    return [
+        {"what": f"{kind}_step", **key, **timed(kind, ours, twin, inputs, metadata, rate)} for kind in ("conv", "scan")
+    ]
+
+
 def prompt_rows(shape: str, tokens: int, rate: float) -> list[dict[str, Any]]:
     """Time the prefill of one prompt."""
     ours, twin = (make_pool(shape, 1, 1, ops, num) for ops, num in ((our_ops(), 4), (TORCH_RECURRENT, 1)))
@@ -120,16 +132,16 @@ def timed(
 ) -> dict[str, Any]:
     """Return µs a layer of `kind`, conv or scan, the floor, and how far results are from the twin's."""
     ids = range(("conv", "scan").index(kind), len(ours.layers), 2)
-    is_prompt = metadata.mode is ForwardMode.EXTEND
+    is_prompt, is_step = metadata.mode is ForwardMode.EXTEND, metadata.mode is ForwardMode.DECODE
     num = min(MOST_COMPARED, len(inputs.x)) if is_prompt else len(inputs.x)
     some, shown = (inputs.first(num), prompt_of(num)) if is_prompt else (inputs, metadata)
     pairs = [tuple(run(pool, ids[0], some, shown) for pool in (ours, twin))]
-    pairs += [(ours.layers[ids[0]].state.clone(), twin.layers[ids[0]].state)] if is_prompt else []
+    pairs += [(ours.layers[ids[0]].state.clone(), twin.layers[ids[0]].state)] if is_prompt or is_step else []
     out = run(ours, ids[0], inputs, metadata)
     tensors = (inputs.x, inputs.weight) if kind == "conv" else (*inputs.scan, *inputs.decays)
     num_bytes = sum(t.nbytes for t in (out, *tensors) if t is not None)
-    num_bytes += used(ours.layers[ids[0]].state, metadata.num_reqs)
-    num_bytes += 0 if is_prompt else tail_bytes(ours, ids[0], metadata.num_reqs)
+    num_bytes += (2 if is_step else 1) * used(ours.layers[ids[0]].state, metadata.num_reqs)
+    num_bytes += 0 if is_prompt or is_step else tail_bytes(ours, ids[0], metadata.num_reqs)
     found = {"floor_us": at_rate(num_bytes, rate), "says": compared(pairs)}
     if not rate:
         return {"us": 0.0, **found}
@@ -188,12 +200,12 @@ def random_inputs(shape: Shape, num: int) -> Inputs:
     return Inputs(x, weight, (q, k, v), (g if rates is not None else -g, beta, rates))
 
 
-def nodes_of(batch: int, nodes: int) -> AttentionMetadata:
+def nodes_of(batch: int, nodes: int, mode: ForwardMode = ForwardMode.TARGET_VERIFY) -> AttentionMetadata:
     """Describe chains of `nodes` nodes behind PREFIX tokens, one a row."""
     table = torch.zeros(batch + 1, PREFIX + nodes, dtype=torch.int32, device=DEVICE)
     rows = torch.arange(batch, device=DEVICE)
     lens = torch.full((batch,), PREFIX, dtype=torch.int64, device=DEVICE)
-    return TORCH_METADATA.uniform(ForwardMode.TARGET_VERIFY, table, rows, lens, q_len=nodes, max_prefix=PREFIX)
+    return TORCH_METADATA.uniform(mode, table, rows, lens, q_len=nodes, max_prefix=PREFIX)
 
 
 def prompt_of(tokens: int) -> AttentionMetadata:

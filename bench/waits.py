@@ -12,12 +12,15 @@ backend, not for branches that only CUDA takes, nor for our kernels. The last li
 import argparse
 import json
 import logging
+import math
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -47,17 +50,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="only these; default: all of transformers")
     parser.add_argument("--processes", type=int, default=1, help="that share the types; compiling keeps them busy")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no type is begun")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     args = parser.parse_args()
     types = args.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    rows = []
+    rows, left, end = [], [], time.time() + args.budget
     with ProcessPoolExecutor(args.processes, get_context("spawn"), initializer=be_quiet) as pool:
-        for found in pool.map(rows_of, types):
-            rows += found
-            for row in found:
+        for model_type, found in zip(types, pool.map(rows_of, types, repeat(end)), strict=True):
+            left += [model_type] if found is None else []
+            rows += found or []
+            for row in found or []:
                 print(*row.values(), sep="  ", flush=True)
+    print("not begun within the budget:", ", ".join(left) or "none")
     if args.out:
-        write_results(args.out, "waits", "tiny", vars(args), rows)
+        write_results(args.out, "waits", "tiny", vars(args) | {"not_begun": left}, rows)
     print(json.dumps(Counter(row["says"].partition(":")[0] for row in rows)))
 
 
@@ -67,9 +73,9 @@ def be_quiet() -> None:
     warnings.simplefilter("ignore")
 
 
-def rows_of(model_type: str) -> list[dict[str, Any]]:
-    """Return what `examine` yields, from a process of the pool."""
-    return list(examine(model_type))
+def rows_of(model_type: str, end: float) -> list[dict[str, Any]] | None:
+    """Return what `examine` yields, from a process of the pool; None if it is `end` by now, in seconds of the epoch."""
+    return None if time.time() > end else list(examine(model_type))
 
 
 def examine(model_type: str) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The contract of what layers keep of a request between forwards. K/V by slot is the first kind; others go by row.
 
-Layers write while a forward runs, each kind by a `write` of its own. What a prefill writes counts at once. What a round
-writes of the nodes it verifies counts once the round commits the accepted path; the rest is dropped.
+Layers write while a forward runs, each kind by a `write` of its own. What a prefill or a plain step writes counts at
+once. What a round writes of the nodes it verifies counts once the round commits the accepted path; the rest is dropped.
 """
 
 from abc import ABC, abstractmethod

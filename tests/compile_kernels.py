@@ -96,7 +96,7 @@ def choices_of_routers() -> None:
 
 
 def recurrent_layers() -> None:
-    """Every kind of recurrent layer, in chains, trees of one and two words, prefills and commits."""
+    """Every kind of recurrent layer, in chains, trees of one and two words, prefills, plain steps and commits."""
     from specdec.backends.metadata import TORCH_METADATA
     from specdec.backends.state_pool import ConvSpec, ScanInputs, ScanSpec, StatePool
     from specdec.backends.triton.recurrent import TRITON_RECURRENT
@@ -119,6 +119,7 @@ def recurrent_layers() -> None:
         TORCH_METADATA.uniform(ForwardMode.TARGET_VERIFY, table, rows, lens, q_len=8, max_prefix=512, ancestor_bits=b)
         for b in (None, bits, bits.expand(-1, -1, 2))
     ]
+    plans += [TORCH_METADATA.uniform(ForwardMode.DECODE, table, rows, lens, q_len=1, max_prefix=512)]
     for number, plan in enumerate(plans):
         t = plan.positions.numel()
         for i, spec in enumerate(specs):

@@ -240,7 +240,7 @@ def test_attach_checks_all_kernels(subjects, monkeypatch):
     engine.detach()
 
 
-@pytest.mark.parametrize("field", ["scan_extend", "conv_tail"])
+@pytest.mark.parametrize("field", ["scan_extend", "conv_tail", "scan_step"])
 def test_attach_refuses_wrong_kernels(field, monkeypatch, subjects):
     wrong = replace(TORCH_RECURRENT, name="triton", **{field: nudged(getattr(TORCH_RECURRENT, field))})
     monkeypatch.setattr(recurrent, "TRITON_RECURRENT", wrong)

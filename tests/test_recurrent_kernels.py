@@ -175,6 +175,27 @@ class Session:
         after = self.pool.tensors("")
         assert all(torch.equal(value, after[name]) or value.isnan().any() for name, value in before.items())
 
+    def step(self, rows):
+        """A token for each row, which counts at once."""
+        metadata = TORCH_METADATA.uniform(
+            ForwardMode.DECODE, self.table, torch.tensor(rows, device=DEVICE), self.lens[rows].to(DEVICE),
+            q_len=1, max_prefix=256,
+        )  # fmt: skip
+        inputs = self.naive.inputs(len(rows))
+        others = [row for row in range(NUM_ROWS) if row not in rows]
+        before = self.pool.layers[2].state[others].clone()
+        found = self.forward(metadata, inputs)
+        for i, row in enumerate(rows):
+            if row == DUMMY:
+                continue
+            state = self.states[row] if self.lens[row] else self.naive.empty()
+            self.states[row], out = self.naive.step(state, self.token(inputs, i))
+            self.assert_close(found[i], out)
+            self.lens[row] += 1
+        self.assert_states()
+        assert found.isfinite().all()
+        torch.testing.assert_close(self.pool.layers[2].state[others], before, rtol=0, atol=0, equal_nan=True)
+
     def commit(self, rows, paths):
         width = max(map(len, paths)) + 1
         index = torch.tensor([p + [-1] * (width - len(p)) for p in paths], device=DEVICE)
@@ -239,6 +260,12 @@ def test_prefills_rounds_and_commits_equal_a_loop_over_tokens(kind, ops):
     session.commit([0, 1], [[0], [0, 1, 2, 3, 4]])
     session.nodes([2], chain(1), 0)
     session.commit([2], [[0]])
+    session.step([1, DUMMY, 2, DUMMY])
+    session.step([2, 1])
+    session.prefill([2], [3])
+    session.nodes([2, 1], chain(2), 0)
+    session.commit([2, 1], [[0, 1], [0]])
+    session.step([3])  # a state that begins with a step
     session.lens[3] = 0
     session.nodes([3], chain(2), 0)  # a state that begins with a round
     session.commit([3], [[0, 1]])

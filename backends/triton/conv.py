@@ -1,6 +1,6 @@
 """Causal convolutions over paths of nodes and over packed prefills, a tile of channels at a time.
 
-Twins: `backends.recurrent_ref.conv_tail` and `conv_extend`.
+Twins: `backends.recurrent_ref.conv_tail`, `conv_step` and `conv_extend`.
 """
 
 import torch
@@ -59,6 +59,30 @@ def _conv_tail_kernel(
         value = own + older + kept
         total += value * _weight(weight, channel, KERNEL - 1 - back, weight_c, weight_k, inside)
     tl.store(out + token * CHANNELS + channel, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "prefix_lens"])
+def _conv_step_kernel(
+    x, weight, bias, out, state, rows, prefix_lens, x_t, x_c, weight_c, weight_k,
+    CHANNELS: tl.constexpr, KEPT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token of a request, which becomes the newest of its row's inputs."""
+    channel, request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
+    j, inside = tl.arange(0, BLOCK_K)[:, None], channel < CHANNELS
+    state += tl.load(rows + request) * (KEPT * CHANNELS) + channel
+    has_prefix = tl.load(prefix_lens + request) > 0
+    kept = (j < KEPT) & inside[None, :]
+    old = tl.load(state[None, :] + j * CHANNELS, mask=kept & has_prefix, other=0.0)
+    taps = tl.load(weight + channel[None, :] * weight_c + j * weight_k, mask=kept, other=0.0)
+    given = tl.load(x + request * x_t + channel * x_c, mask=inside, other=0.0)
+    total = given.to(tl.float32) * _weight(weight, channel, KEPT, weight_c, weight_k, inside)
+    total += tl.sum(old.to(tl.float32) * taps.to(tl.float32), 0)
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + request * CHANNELS + channel, total.to(out.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # what one thread overwrites may be another's source
+    tl.store(state[None, :] + (j - 1) * CHANNELS, old, mask=kept & (j > 0))
+    tl.store(state + (KEPT - 1) * CHANNELS, given.to(state.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -157,6 +181,32 @@ def conv_tail(
         HAS_BIAS=bias is not None,
         WORDS=0 if bits is None else bits.shape[2],
         BLOCK_NODES=triton.next_power_of_2(m.tail_len),
+        BLOCK=BLOCK_C,
+        num_warps=BLOCK_C // 32,
+    )
+    return out
+
+
+def conv_step(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """See `backends.recurrent_ref.conv_step`."""
+    spec, kept = layer.spec, layer.spec.kernel - 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _conv_step_kernel[(triton.cdiv(spec.channels, BLOCK_C), x.shape[0])](
+        x,
+        weight,
+        bias,
+        out,
+        layer.state,
+        metadata.rows,
+        metadata.prefix_lens,
+        *x.stride(),
+        *weight.stride(),
+        CHANNELS=spec.channels,
+        KEPT=kept,
+        HAS_BIAS=bias is not None,
+        BLOCK_K=triton.next_power_of_2(kept),
         BLOCK=BLOCK_C,
         num_warps=BLOCK_C // 32,
     )

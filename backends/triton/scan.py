@@ -1,6 +1,6 @@
 """Scans, a program for some values of one head of one request, whose state stays in registers while tokens pass.
 
-Twins: `backends.recurrent_ref.scan_tail` and `scan_extend`. A node of a tree continues where the node before it ended
+Twins: `backends.recurrent_ref.scan_tail`, `scan_extend` and `scan_step`. A node of a tree continues where the node before it ended
 or began, if that is its parent or sibling; else its path is taken again, from the state on. So a chain costs one pass
 over its tokens, and decays are multiplied one by one: no exponent is above 0.
 """
@@ -193,8 +193,19 @@ def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata)
 
 def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
     """See `backends.recurrent_ref.scan_extend`."""
-    m, spec = metadata, layer.spec
-    out, (tensors, strides) = inputs.v.new_zeros(inputs.v.shape), arguments(inputs)
+    return _token_by_token(inputs, layer, metadata, inputs.v.new_zeros(inputs.v.shape))  # where padding stays zero
+
+
+def scan_step(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
+    """See `backends.recurrent_ref.scan_step`: a prefill of one token, so that states are read once and written once."""
+    out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+    return _token_by_token(inputs, layer, metadata, out)
+
+
+def _token_by_token(
+    inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata, out: torch.Tensor
+) -> torch.Tensor:
+    m, spec, (tensors, strides) = metadata, layer.spec, arguments(inputs)
     _scan_extend_kernel[_grid(spec, m.num_reqs)](
         *tensors, out, layer.state, layer.rates, m.rows, m.prefix_lens, m.qo_indptr, *strides, **constants(spec)
     )

@@ -39,9 +39,9 @@ class Round:
         self.ops = parts.ops
         self.slot_table = parts.tables.table
         self.state = parts.state
-        is_tree = parts.config.topk > 1
+        is_plain, is_tree = parts.config.verify_width == 1, parts.config.topk > 1
         states = [state for state in parts.context.states if is_tree or state.commits_chains]
-        self._commits = [state.committer(parts.ops) for state in states]
+        self._commits = [] if is_plain else [state.committer(parts.ops) for state in states]
         rates, device = parts.config.synthetic_acceptance, self.slot_table.device
         self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)
 
