@@ -1,7 +1,8 @@
 """Kernels of recurrent layers held against their twins, at the sizes of a model's layers.
 
 Two requests are prefilled by chunks, one of them on top of a prefix, then again by a few tokens each, one by one; nodes
-come in two forwards, and a path of them is folded, before a plain step. Each set of operations works on a pool of its own.
+come in two forwards, and a path of them is folded; a plain step follows. Each set of operations works on a pool of its
+own.
 """
 
 from collections.abc import Callable, Sequence
@@ -146,9 +147,7 @@ class _Session:
         """Run nodes [first, end) of both requests."""
         bits = self._tree.bits
         bits = None if bits is None else bits[first:end].expand(2, -1, -1)
-        metadata = self._uniform(
-            ForwardMode.TARGET_VERIFY, q_len=end - first, first_node=first, ancestor_bits=bits
-        )
+        metadata = self._uniform(ForwardMode.TARGET_VERIFY, q_len=end - first, first_node=first, ancestor_bits=bits)
         self._run(f"{self._op}_tail of nodes {first} to {end - 1}", metadata, 2 * (end - first))
 
     def step(self) -> None:

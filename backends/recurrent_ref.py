@@ -296,6 +296,4 @@ def folder(layers: Sequence[RecurrentLayer]) -> Commit:
     return commit
 
 
-TORCH_RECURRENT = RecurrentOps(
-    "torch", conv_extend, conv_step, conv_tail, scan_extend, scan_step, scan_tail, folder
-)
+TORCH_RECURRENT = RecurrentOps("torch", conv_extend, conv_step, conv_tail, scan_extend, scan_step, scan_tail, folder)

@@ -2,7 +2,8 @@
 
 What is committed lies by row; the inputs of a round's nodes lie in a tail beside it, like K/V of tail nodes. A node
 sees the row's state and the tail nodes of its path, and a commit folds the accepted ones into the state. A plain step's
-only node is accepted whatever the logits are, so it goes into the state at once. This file knows shapes; `backends.recurrent_ref` says what is computed.
+only node is accepted whatever the logits are, so it goes into the state at once. This file knows shapes;
+`backends.recurrent_ref` says what is computed.
 """
 
 from collections.abc import Callable, Mapping, Sequence

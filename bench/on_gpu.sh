@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only a GPU can show: `bash bench/on_gpu.sh OUT PART...`, from the repository's root. Parts: tests waits check
-# models 30b prefixes kernels, and on two GPUs: ranks. Each takes up to ten minutes on an H200; logs and results are in
+# models experts prefixes kernels, and on two GPUs: ranks. Each takes up to ten minutes on an H200; logs and results are in
 # OUT, the end of every log is printed, and what fails does not stop the rest.
 set -u
 export PYTHONPATH="${PYTHONPATH:-}:." PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
@@ -43,11 +43,11 @@ raise SystemExit(pytest.main(['-q', '--tb=line', 'tests/test_kernel_check.py', '
 }
 
 models() { # what the results of 2026-11-23 leave open, without transformers' own generate
-    latency 35b-a3b 240 3:1:4,3:1:4@32768 --algo nextn
-    latency mamba2-2.7b 300 plain,3:1:4
+    latency 35b-a3b 300 plain,3:1:4@32768 --algo nextn
+    latency qwen3-next-12 200 plain,3:1:4 --algo nextn
 }
 
-30b() { latency 30b-a3b 200 3:1:4; }
+experts() { timed experts-float32 150 16 python3 bench/experts.py --dtype float32 --out "$out"; }
 
 prefixes() { timed prefixes 150 16 python3 bench/prefixes.py --out "$out"; }
 

@@ -1,8 +1,8 @@
 """Scans, a program for some values of one head of one request, whose state stays in registers while tokens pass.
 
-Twins: `backends.recurrent_ref.scan_tail`, `scan_extend` and `scan_step`. A node of a tree continues where the node before it ended
-or began, if that is its parent or sibling; else its path is taken again, from the state on. So a chain costs one pass
-over its tokens, and decays are multiplied one by one: no exponent is above 0.
+Twins: `backends.recurrent_ref.scan_tail`, `scan_extend` and `scan_step`. A node of a tree continues where the node
+before it ended or began, if that is its parent or sibling; else its path is taken again, from the state on. So a chain
+costs one pass over its tokens, and decays are multiplied one by one: no exponent is above 0.
 """
 
 from typing import Any
