@@ -4,6 +4,7 @@ Compiling is apart from tracing: the arguments' sizes get a symbol of their own,
 a piece is the same to Inductor whether its graph was just traced or read from a file.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -222,11 +223,17 @@ def _compile(module: fx.GraphModule, args: Sequence[Any], compiler: str, keep: P
     if compiler == "eager":
         return module.forward
     try:
-        return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")
+        return _by_inductor(module, args)
     except Exception:
         if keep is None:
             raise
     with renewing(keep) as fresh, keeping(fresh):
+        return _by_inductor(module, args)
+
+
+def _by_inductor(module: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # an advice to round what has to stay exact
         return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")
 
 

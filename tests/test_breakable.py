@@ -1,6 +1,7 @@
 """Breakable captures and traces on toy callables: real CUDA graphs where there is a GPU, re-runs elsewhere."""
 
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -8,7 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from specdec.errors import GraphError
-from specdec.graphs import BreakableCapture, BufferSpec, Counters, GraphRunner, RecordedBreakable, Setup, pick_breakable
+from specdec.graphs import (
+    BreakableCapture,
+    BufferSpec,
+    Counters,
+    GraphRunner,
+    RecordedBreakable,
+    Setup,
+    pick_breakable,
+    pieces,
+)
 from specdec.graphs.build import build
 from specdec.graphs.trace import trace
 
@@ -242,6 +252,23 @@ def test_pieces_pass_no_shapes(compiler):
     traced = trace(fn, (torch.randn(16, 8, device=DEVICE),), SIN, compiler)
     assert traced.num_pieces == 3
     compare(lambda x: fn(x)[0], traced)
+
+
+def test_inductor_advises_no_rounding(monkeypatch):
+    """Its other warnings are shown."""
+    compile_piece = pieces.standalone_compile
+
+    def warning(*args, **options):
+        warnings.warn(
+            "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled.", stacklevel=2
+        )
+        warnings.warn("a kernel spills", stacklevel=2)
+        return compile_piece(*args, **options)
+
+    monkeypatch.setattr(pieces, "standalone_compile", warning)
+    with pytest.warns(UserWarning) as caught:
+        trace(lambda x: (torch.ops.aten.sin.default(x * 2) + 1,), (torch.randn(16, 8, device=DEVICE),), SIN, "inductor")
+    assert {str(w.message) for w in caught if w.category is UserWarning} == {"a kernel spills"}
 
 
 def test_joined_weights_are_views_until_they_part():
