@@ -15,17 +15,18 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.faults import Tally, Victim
+from tests.faults import SUBJECTS, Tally, Victim
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-faults", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--subject", choices=SUBJECTS, default="attention", help="see tests/faults.py")
     args = parser.parse_args()
     torch.set_num_threads(1)
     tally, start = Tally(), time.perf_counter()
-    Victim(args.seed, tally).run(args.num_faults)
+    Victim(args.seed, tally, args.subject).run(args.num_faults)
     table = Table("fault", "times")
     for name, num in tally.faults.most_common():
         table.add_row(name, str(num))
@@ -33,6 +34,7 @@ def main() -> None:
     for what in (*tally.wrong[:10], *tally.lost[:10]):
         print(what)
     result = {
+        "subject": args.subject,
         "num_faults": sum(tally.faults.values()),
         "faults": dict(tally.faults),
         "callers_saw": dict(tally.outcomes),

@@ -1,4 +1,5 @@
-"""Joins linear products of one input into one product in a traced graph: Q, K and V, or gate and up.
+"""Joins linear products of one input into one product in a traced graph: Q, K and V, or gate and up, or a router, a
+shared expert and its gate.
 
 Small batches are bound by launches and by how well one product fills the GPU. The joined weight replaces its parts,
 which become views of it, so nothing is stored twice; `part` gives every weight its own storage again.
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-ALIGNMENT = 16  # bytes, of the features of a product that is joined
+ALIGNMENT = 16  # bytes, of the features of a joined product: for others, cuBLAS has slow kernels only
 
 
 def merge_linears(graph: fx.GraphModule, reals: Sequence[Any]) -> list[list[int]]:
@@ -32,31 +33,54 @@ def merge_linears(graph: fx.GraphModule, reals: Sequence[Any]) -> list[list[int]
             source, weight, bias = (*node.args, None)[:3]
             operands = [places.get(o, -1) for o in (weight, bias) if o is not None and len(o.users) == 1]
             is_whole = len(operands) == 1 + (bias is not None) and own.issuperset(operands)
-            if is_whole and _is_joinable(reals[operands[0]]):
-                alike[source, bias is not None].append(_Product(number, node, operands))
+            if is_whole and reals[operands[0]].dim() == 2:
+                alike[_viewed(source), bias is not None].append(_Product(number, node, operands, reals[operands[0]]))
     mutations = [number for number, node in enumerate(graph.graph.nodes) if _mutates(node)]
     groups: list[list[int]] = []
     for products in alike.values():
         first, last = products[0].number, products[-1].number
         if len(products) > 1 and not any(first < number < last for number in mutations):
-            groups += _join_products(graph, products, reals)
+            groups += _join_products(graph, products)
     graph.graph.lint()
     graph.recompile()
     return groups
 
 
-def _is_joinable(weight: torch.Tensor) -> bool:
-    """Whether a product with `weight` may be joined: one of a single feature would put all after it out of alignment,
-    for which cuBLAS has slow kernels only."""
-    return weight.dim() == 2 and weight.shape[0] * weight.element_size() % ALIGNMENT == 0
+def join(members: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return `members`, weights or biases, one after another, and zeros up to a multiple of ALIGNMENT of features."""
+    joined = torch.cat([m.detach() for m in members])
+    rest = _unaligned(joined.shape[0], joined)
+    return torch.cat([joined, joined.new_zeros(rest, *joined.shape[1:])]) if rest else joined
+
+
+def _unaligned(num_features: int, weight: torch.Tensor) -> int:
+    """Return how many more features of the dtype of `weight` a multiple of ALIGNMENT takes."""
+    return -num_features % (ALIGNMENT // weight.element_size())
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """Return the tensor that `node` is a view of, of the same shape and dtype: products of both are of one input."""
+    while node.op == "call_method" and node.target in ("view", "reshape"):
+        viewed = node.args[0]
+        if not isinstance(viewed, fx.Node) or _kind(viewed) != _kind(node):
+            break
+        node = viewed
+    return node
+
+
+def _kind(node: fx.Node) -> tuple[torch.dtype, str]:
+    value = node.meta["example_value"]
+    return value.dtype, str(tuple(value.shape))
 
 
 class _Product(NamedTuple):
-    """A linear product: its number in the graph, its node, and the argument positions of its weight (and bias)."""
+    """A linear product: its number in the graph, its node, the argument positions of its weight (and bias), and the
+    weight."""
 
     number: int
     node: fx.Node
     operands: list[int]
+    weight: torch.Tensor
 
 
 def places_with_own_storage(reals: Sequence[Any]) -> set[int]:
@@ -82,20 +106,27 @@ def _mutates(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and (is_in_place or name == "setitem" or "out" in node.kwargs)
 
 
-def _join_products(graph: fx.GraphModule, products: Sequence[_Product], reals: Sequence[Any]) -> list[list[int]]:
-    """Replace `products` of one input by one product and a split of its output; return the groups of operands."""
-    groups = [list(group) for group in zip(*(p.operands for p in products), strict=True)]
-    sizes = [reals[i].shape[0] for i in groups[0]]
+def _join_products(graph: fx.GraphModule, products: Sequence[_Product]) -> list[list[int]]:
+    """Replace `products` of one input by one product and a split of its output; return the groups of operands.
+
+    Those whose features are no multiple of ALIGNMENT come last: they put what follows them out of alignment.
+    """
     first = products[0].node
+    products = sorted(products, key=lambda p: _unaligned(p.weight.shape[0], p.weight) > 0)
+    groups = [list(group) for group in zip(*(p.operands for p in products), strict=True)]
+    sizes = [p.weight.shape[0] for p in products]
+    rest = _unaligned(sum(sizes), products[0].weight)
+    joined = []
     for operands in zip(*(p.node.args[1 : 1 + len(groups)] for p in products), strict=True):
         values = [o.meta["example_value"] for o in operands if isinstance(o, fx.Node)]
         with values[0].fake_mode:
-            operands[0].meta["example_value"] = torch.cat(values)
+            operands[0].meta["example_value"] = join(values)
+        joined.append(operands[0])
     with graph.graph.inserting_before(first):
-        product = graph.graph.call_function(F.linear, first.args)
-        parts = graph.graph.call_function(torch.split, (product, sizes, -1))
+        product = graph.graph.call_function(F.linear, (first.args[0], *joined))
+        parts = graph.graph.call_function(torch.split, (product, [*sizes, rest] if rest else sizes, -1))
         chosen = [graph.graph.call_function(operator.getitem, (parts, i)) for i in range(len(products))]
-    for (_, node, _), part in zip(products, chosen, strict=True):
+    for (_, node, _, _), part in zip(products, chosen, strict=True):
         part.meta = dict(node.meta)
         node.replace_all_uses_with(part)
         graph.graph.erase_node(node)
@@ -116,11 +147,13 @@ class MergedWeights:
         try:
             for group in self._groups:
                 members = [self._args[i] for i in group]
-                joined = torch.cat([m.detach() for m in members])
+                joined = join(members)
                 self._members.append(members)
                 self._args[group[0]] = joined
-                for member, rows in zip(members, joined.split([m.shape[0] for m in members]), strict=True):
-                    member.data = rows
+                at = 0
+                for member in members:
+                    member.data = joined[at : at + member.shape[0]]
+                    at += member.shape[0]
         except BaseException:
             self.part()
             raise

@@ -26,6 +26,9 @@ from torch.fx.passes.split_module import split_module
 
 from specdec.errors import GraphError
 from specdec.graphs.kept import keeping, num_found, renewing
+from specdec.graphs.merge import join
+
+UNROLLED = 16  # terms of a sum over a token's experts. As a reduction, Inductor tunes it for the T that it has seen
 
 
 @dataclass
@@ -136,6 +139,7 @@ def compile_pieces(
         torch.no_grad(),
         shape_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
         inductor_config.patch(shape_padding=False),  # whether to pad a product depends on T
+        inductor_config.patch(unroll_reductions_threshold=UNROLLED + 1),
         compile_lock,
     ):
         mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -168,7 +172,7 @@ def _fakes(mode: FakeTensorMode, chain: Chain, inputs: Sequence[torch.Tensor]) -
     fakes = [fake(arg) for arg in chain.args]
     for group in chain.groups:
         with mode:
-            fakes[group[0]] = torch.cat([fakes[i] for i in group])
+            fakes[group[0]] = join([fakes[i] for i in group])
     return fakes
 
 

@@ -19,7 +19,8 @@ import torch
 
 import specdec
 from specdec import DetachedError
-from tests.heads import random_head
+from tests.heads import random_draft, random_head
+from tests.recurrent_models import recurrent_model
 from tests.tiny_models import VOCAB, tiny_model
 
 NUM_TOKENS = 12
@@ -107,15 +108,34 @@ def interrupting(rng: random.Random, kind: type[BaseException], most: int) -> It
         sys.settrace(before)
 
 
+def attention() -> tuple[Any, dict[str, Any]]:
+    """A model whose K/V are kept by page, for other requests, too; and how an engine is attached to it."""
+    model = tiny_model("llama")
+    return model, {"draft": random_head(model), "num_steps": 2, "prefix_cache": True}
+
+
+def hybrid() -> tuple[Any, dict[str, Any]]:
+    """A model with states by row, too, into which accepted paths are folded."""
+    model = recurrent_model("qwen3_next")
+    return model, {"draft": random_draft(model, "eagle"), "algo": "eagle", "num_steps": 2}
+
+
+def plain_hybrid() -> tuple[Any, dict[str, Any]]:
+    """The same; what a step writes counts at once."""
+    return recurrent_model("qwen3_next"), {"algo": None}
+
+
+SUBJECTS = {make.__name__: make for make in (attention, hybrid, plain_hybrid)}
+
+
 class Victim:
     """An engine, what its requests yield alone, and the faults it is put to."""
 
-    def __init__(self, seed: int, tally: Tally):
+    def __init__(self, seed: int, tally: Tally, subject: str = "attention"):
         self.rng = random.Random(seed)
         self.tally = tally
-        self.model = tiny_model("llama")
+        self.model, self.options = SUBJECTS[subject]()
         self.spoilt: list[Any] = []  # requests whose logits were made NaN
-        self.head = random_head(self.model)
         self.tokenizer = Letters()
         stem = [self.rng.randrange(3, VOCAB) for _ in range(10)]  # the prefix cache has it for every second prompt
         ends = [[self.rng.randrange(3, VOCAB) for _ in range(self.rng.randrange(1, 12))] for _ in range(8)]
@@ -131,8 +151,7 @@ class Victim:
 
     def attach(self) -> Any:
         """A fresh engine on the model."""
-        options: dict[str, Any] = {"max_batch": 4, "num_steps": 2, "max_seq_len": 64, "prefix_cache": True}
-        return specdec.attach(self.model, self.head, tokenizer=self.tokenizer, **options)
+        return specdec.attach(self.model, tokenizer=self.tokenizer, max_batch=4, max_seq_len=64, **self.options)
 
     def run(self, num_faults: int) -> None:
         """`num_faults` faults of all kinds, with neighbours beside them."""

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from specdec.errors import GraphError
 from specdec.graphs import (
@@ -271,6 +272,19 @@ def test_inductor_advises_no_rounding(monkeypatch):
     assert {str(w.message) for w in caught if w.category is UserWarning} == {"a kernel spills"}
 
 
+@pytest.mark.gpu
+def test_sums_over_a_tokens_experts_are_no_reductions():
+    """Those are tuned for the tokens of the trace, and a prefill has a hundred times as many."""
+    x = torch.randn(16, 8 * 64, device=DEVICE)
+    traced = trace(lambda x: ((SIN[0](x) * 2).view(-1, 8, 64).sum(1),), (x,), SIN, "inductor")
+    traced(x)
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        traced(x)
+        torch.cuda.synchronize()
+    kernels = [e.name for e in found.events() if e.name.startswith("triton_")]
+    assert kernels and all(name.startswith("triton_poi") for name in kernels), kernels
+
+
 def test_joined_weights_are_views_until_they_part():
     model = blocks(2, bias=True)
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -375,7 +389,8 @@ class Products(torch.nn.Module):
     def __init__(self, form):
         super().__init__()
         self.form = form
-        self.a, self.b = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+        sizes = {"odd": (8, 1), "odd first": (3, 8)}.get(form, (8, 8))
+        self.a, self.b = (torch.nn.Linear(8, size, bias="odd" in form) for size in sizes)
         self.vector = torch.nn.Parameter(torch.randn(8))
 
     def forward(self, x):
@@ -385,10 +400,15 @@ class Products(torch.nn.Module):
             x.add_(1.0)
         if self.form == "vector":
             return a * F.linear(x, self.vector).unsqueeze(-1)
-        return a + self.b(x)
+        if self.form == "viewed":
+            x = x.reshape(-1, 8).view(-1, 8)
+        return torch.cat([a, self.b(x)], -1)
 
 
-@pytest.mark.parametrize("form", ["plain", "mixed", "mutated", "vector", "tied", "slices"])
+JOINED = ("plain", "mixed", "viewed", "odd", "odd first")
+
+
+@pytest.mark.parametrize("form", [*JOINED, "mutated", "vector", "tied", "slices"])
 def test_products_are_joined_where_nothing_forbids_it(form):
     torch.manual_seed(0)
     model = Products(form).to(DEVICE).requires_grad_(False)
@@ -401,7 +421,7 @@ def test_products_are_joined_where_nothing_forbids_it(form):
     traced = trace(model, (torch.randn(16, 8, device=DEVICE),), SIN, "eager")
     compare(model, traced)
     are_joined = [p.untyped_storage().data_ptr() for p in model.parameters()] != storages
-    assert are_joined == (form in ("plain", "mixed"))
+    assert are_joined == (form in JOINED)
     traced.release()
 
 

@@ -19,13 +19,14 @@ from tests.tiny_models import tiny_model
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_random_faults_lose_nothing():
+@pytest.mark.parametrize(("subject", "nums"), [("attention", [100, 100]), ("hybrid", [50]), ("plain_hybrid", [50])])
+def test_random_faults_lose_nothing(subject, nums):
     tally = Tally()
-    num = 3 if torch.cuda.is_available() else 2  # bench/faults.py has 10,000 steps
-    for seed in range(num):
-        Victim(seed, tally).run(100)
+    nums = [*nums, 100] if torch.cuda.is_available() else nums  # bench/faults.py has 10,000
+    for seed, num in enumerate(nums):
+        Victim(seed, tally, subject).run(num)
     assert not tally.wrong and not tally.lost
-    assert tally.faults["interrupt"] > 13 * num and tally.neighbours > 33 * num
+    assert tally.faults["interrupt"] > 0.13 * sum(nums) and tally.neighbours > 0.33 * sum(nums)
     assert tally.told < tally.neighbours / 2
 
 

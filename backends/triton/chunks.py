@@ -17,6 +17,7 @@ from specdec.backends.state_pool import ScanInputs, ScanLayer, ScanSpec
 from specdec.backends.triton import scan
 from specdec.backends.triton.chunk_solve import solve_kernel, weights_kernel
 from specdec.backends.triton.chunk_tiles import chunks_before, find_chunk, load_tile, product, stored_product
+from specdec.backends.triton.shared_memory import shared_memory
 from specdec.batch import AttentionMetadata
 
 CHUNK = {"head": 64, "key": 32}  # tokens, 16 to 256
@@ -25,7 +26,6 @@ PRECISION = "tf32x3"  # of products of fp32: three products of tensor cores, whi
 PARTS = 3  # bf16 that fp32 is taken apart into where its partner is in bf16; 2 have 16 bits
 SCRATCH = 96 << 20  # bytes; the chunks of longer prefills pass in segments
 ALIGNED = 8  # of dims; with rows of 16 bits at odd places a test on a GPU fails (Triton 3.6), so they are made fp32
-SHARED = 227 << 10  # bytes, of a program
 WEIGHTS = dict(num_warps=8, num_stages=1)
 SOLVE = dict(BLOCK=64, num_warps=4, num_stages=1)  # BLOCK: columns of a product
 # STAGES: chunks in shared memory, at most. With 8 warps Triton 3.6 gives wrong results for corrected scans.
@@ -196,7 +196,7 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
                 k, v, g, beta, s.cums, s.kk, s.u, s.w, *lies, *of_k, *of_v, *of_g, *of_beta,
                 BLOCK_P=triton.next_power_of_2(spec.v_dim), **common_p, **SOLVE,
             )  # fmt: skip
-        states = _states_constants(spec, inputs.k.element_size())
+        states = _states_constants(spec, inputs.k.element_size(), shared_memory(inputs.k.device))
         _states_kernel[(triton.cdiv(spec.v_dim, states["BLOCK_P"]), spec.heads, m.num_reqs)](
             k, v, g, s.cums, s.keys, s.u, s.w, s.states, layer.state, m.rows, m.prefix_lens, m.qo_indptr, m.num_reqs,
             first, num_chunks, *of_k, *of_v, *of_g, CORRECTED=spec.is_corrected, **common_p, **states,
@@ -231,13 +231,13 @@ def _blocks(spec: ScanSpec, given: dict[str, int]) -> dict[str, int]:
     }
 
 
-def _states_constants(spec: ScanSpec, key_bytes: int) -> dict[str, int]:
-    """STATES, in no more stages than there is shared memory for."""
+def _states_constants(spec: ScanSpec, key_bytes: int, shared: int) -> dict[str, int]:
+    """STATES, in no more stages than `shared` memory has bytes for."""
     found, common = _blocks(spec, STATES), _constants(spec, 1)
     size, width, of_parts = common["CHUNK"], common["BLOCK_N"], 2 * PARTS
     per_key = (of_parts if spec.is_corrected else 0) + (of_parts if spec.decay == "key" else key_bytes)
     u, state = size * found["BLOCK_P"] * 4, width * found["BLOCK_P"] * 4  # u takes a stage less
-    num_stages = (SHARED - 1024 - state + u) // (size * width * per_key + u)
+    num_stages = (shared - 1024 - state + u) // (size * width * per_key + u)
     return found | dict(STAGES=max(min(found["STAGES"], num_stages), 1))
 
 

@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 
 from specdec.backends.triton.relaunch import INTERPRETED
+from specdec.backends.triton.shared_memory import shared_memory
 
 SCANNED = 512  # rows, a power of two; above, comparing each of a block with all of them costs more than another launch
 SCANNED_AN_EXPERT = 8  # rows on average; above, some experts would have more than a tile, and be read again for them
+PRECISION = tl.constexpr("tf32x3")  # of products of fp32: three on tensor cores, which leave out 2^-22 of a term
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ids"])
@@ -120,7 +122,7 @@ def _grouped_linear_kernel(
                 b = tl.load(matrix + n * stride_row + k[:, None], mask=inside, other=0.0)
             if UPCAST:  # the interpreter cannot multiply bf16
                 a, b = a.to(tl.float32), b.to(tl.float32)
-            total = tl.dot(a, b, total, input_precision="ieee")
+            total = tl.dot(a, b, total, input_precision=PRECISION)
         product = total.to(out.dtype.element_ty)
         if HAS_BIAS:
             added = tl.load(bias + expert * N + n, mask=(n < N) & (expert < E), other=0.0)
@@ -143,17 +145,20 @@ def is_scanned(num_rows: int, num_experts: int) -> bool:
     return num_rows <= min(SCANNED, SCANNED_AN_EXPERT * num_experts)
 
 
-def tiling(num_rows: int, num_experts: int, itemsize: int) -> Tiling:
+def tiling(num_rows: int, num_experts: int, itemsize: int, shared: int) -> Tiling:
     """Return the tile for `num_rows` rows of all experts together, of elements of `itemsize` bytes.
 
-    Few rows: narrow tiles, so that many programs read weights at once. Many: tiles that reuse what they have loaded.
+    Few rows: narrow tiles, so that many programs read weights at once. Many: a tile that reuses what it has loaded, as
+    far ahead as `shared` memory has bytes for.
     """
-    average = num_rows // num_experts
+    if itemsize > 2:  # its parts take registers: larger tiles would not fit them
+        return Tiling(16, 64, 32, 4, 4) if is_scanned(num_rows, num_experts) else Tiling(32, 128, 32, 4, 3)
     if is_scanned(num_rows, num_experts):
-        return Tiling(16, 32, 256 // itemsize, 4, 4)
-    if average < 48 or itemsize > 2:  # fp32 has no tensor cores: larger tiles would not fit registers
-        return Tiling(32, 64, 128 // itemsize, 4, 4)
-    return Tiling(64, 128, 64, 4, 3) if average < 96 else Tiling(128, 128, 64, 8, 3)
+        return Tiling(16, 32, 128, 4, 4)
+    if num_rows < 32 * num_experts:
+        return Tiling(32, 64, 64, 4, 4)
+    loaded = (128 + 256) * 64 * itemsize
+    return Tiling(128, 256, 64, 8, max(min(shared // loaded, 4), 1))
 
 
 def grouped_linear(
@@ -169,7 +174,8 @@ def grouped_linear(
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    tile, is_routed = tiling(num_rows, num_experts, x.element_size()), not is_scanned(num_rows, num_experts)
+    tile = tiling(num_rows, num_experts, x.element_size(), shared_memory(x.device))
+    is_routed = not is_scanned(num_rows, num_experts)
     order, starts = _route(ids, num_experts) if is_routed else (ids, ids)
     block_ids = triton.next_power_of_2(num_experts + 1) if is_routed else 64 if num_rows <= 64 else SCANNED
     num_groups = num_rows // tile.m + min(num_experts + 1, num_rows) if is_routed else min(num_experts + 1, num_rows)
@@ -207,5 +213,5 @@ def _route(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Ten
     """Return the rows [num_rows] in the order of experts, and where each expert's begin [E + 1], both int32."""
     order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
-    _route_kernel[(num_experts + 1,)](ids, order, starts, ids.numel(), E=num_experts, BLOCK=1024)
+    _route_kernel[(num_experts + 1,)](ids, order, starts, ids.numel(), E=num_experts, BLOCK=4096, num_warps=8)
     return order, starts
