@@ -1,10 +1,13 @@
-"""Compile every Triton kernel for an H100-class GPU on a machine without one: `python -m tests.compile_kernels`.
+"""Compile every Triton kernel for a GPU on a machine without one: `python -m tests.compile_kernels`, for an H100.
 
-The interpreter forgives what the compiler does not (types of loop-carried variables, shapes of masks). Launchers run as
-they are, on CPU tensors, against a driver that only names its target; kernels are compiled and never launched.
+`python -m tests.compile_kernels 80 89 120` does it for other compute capabilities (A100, RTX 4090, RTX 5090). It fails
+if a kernel wants more shared memory than they have. The interpreter forgives what the compiler does not (types of
+loop-carried variables, shapes of masks). Launchers run as they are, on CPU tensors, against a driver that only names
+its target; kernels are compiled and never launched.
 """
 
 import os
+import sys
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -17,12 +20,19 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from specdec.backends.triton import chunks, experts, tiling
+
+SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # what one program can have, by compute capability
+
 
 class CompileOnly:
     """What triton.jit asks of a driver before it launches."""
 
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
     def get_current_device(self):
         return 0
@@ -31,31 +41,45 @@ class CompileOnly:
         return 0
 
 
+# Heads of SmolLM2, of an 8B with all that gpt-oss and Gemma 2 add, of latents, of Qwen3.5, of gpt-oss.
 LAYERS: Sequence[dict[str, Any]] = (
     {"num_heads": 9, "num_kv_heads": 3, "qk_dim": 64, "v_dim": 64, "scaling": 0.1},
     {"num_heads": 32, "num_kv_heads": 8, "qk_dim": 128, "v_dim": 128, "scaling": 0.1}
     | {"window": 64, "softcap": 30.0, "has_sinks": True},
     {"num_heads": 2, "num_kv_heads": 1, "qk_dim": 192, "v_dim": 128, "scaling": 0.1},
+    {"num_heads": 16, "num_kv_heads": 2, "qk_dim": 256, "v_dim": 256, "scaling": 0.1},
+    {"num_heads": 64, "num_kv_heads": 8, "qk_dim": 64, "v_dim": 64, "scaling": 0.1, "window": 128, "has_sinks": True},
 )
 
 
-def compile_all() -> list[str]:
+def compile_all(capability: int) -> list[str]:
     """Names of the kernels that were compiled."""
     compiled: list[str] = []
+    most = SHARED_KB[capability] << 10
 
     def only_compile(kernel, grid):
         def run(*args, **kwargs):
-            kernel.run(*args, grid=grid, warmup=True, **kwargs)
-            compiled.append(kernel.fn.__name__)
+            shared = kernel.run(*args, grid=grid, warmup=True, **kwargs).metadata.shared
+            name = kernel.fn.__name__
+            assert shared <= most, (
+                f"{name} takes {shared} bytes of shared memory of {most} on sm_{capability}: {kwargs}"
+            )
+            compiled.append(name)
 
         return run
 
-    driver.set_active(CompileOnly())
+    driver.set_active(CompileOnly(capability))
+    for module in (chunks, experts, tiling):
+        module.shared_memory = lambda device: most
     JITFunction.__getitem__ = only_compile
     attention(torch.bfloat16, LAYERS[1], range(5))
     attention(torch.bfloat16, LAYERS[0], (0, 1, 4))
     attention(torch.bfloat16, LAYERS[2], (1, 4))
     attention(torch.float32, LAYERS[1], (1, 4))
+    if capability != 90:  # less shared memory: what takes the most
+        for layer in LAYERS:
+            attention(torch.float32, layer, (0, 2, 3, 4))
+            attention(torch.bfloat16, layer, (0, 2, 3, 4))
     round_kernels()
     sums_over_ranks()
     products_of_experts()
@@ -235,4 +259,5 @@ def round_kernels() -> None:
 
 
 if __name__ == "__main__":
-    print(triton.__version__, *sorted(set(compile_all())))
+    for capability in map(int, sys.argv[1:] or ["90"]):
+        print(f"sm_{capability}", triton.__version__, *sorted(set(compile_all(capability))))

@@ -35,7 +35,7 @@ from specdec.kv_cache import KVPool
 from specdec.targets.masks import Reach, classify_mask
 
 triton = pytest.importorskip("triton")
-from specdec.backends.triton import backend  # noqa: E402
+from specdec.backends.triton import backend, tiling  # noqa: E402
 from specdec.backends.triton.backend import TritonBackend  # noqa: E402
 from specdec.backends.triton.merge import merge, merge_reference  # noqa: E402
 from specdec.backends.triton.metadata import TRITON_METADATA  # noqa: E402
@@ -190,6 +190,22 @@ def test_causal_tails(name, kind, first, q_len):
 @pytest.mark.parametrize("name", LAYERS)
 def test_trees_see_their_ancestors(name, kind):
     Setup(LAYERS[name], kind).check_tree([0, 0, 0, 1, 3])
+
+
+@pytest.mark.parametrize("name", ["window", "widest"])
+def test_narrow_tiles_for_little_shared_memory(name, monkeypatch):
+    """As an RTX 4090 takes them; tests.compile_kernels compiles them, and asks whether they fit."""
+    wide = Setup(LAYERS[name], "triton")
+    metadata = wide.uniform(4)
+    tilings = [tiling.choose_tiling(metadata, wide.layer, torch.float32)]
+    monkeypatch.setattr(tiling, "shared_memory", lambda device: 99 << 10)
+    tilings.append(tiling.choose_tiling(metadata, wide.layer, torch.float32))
+    assert tilings[1].block_n == tilings[0].block_n // 2 >= 16
+    assert tilings[1] == replace(tilings[0], block_n=tilings[1].block_n), "the rest decides how work is cut"
+    setup = Setup(LAYERS[name], "triton, split")
+    setup.check_tree([0, 0, 0, 1, 3])
+    metadata = setup.backend.metadata.prefill(setup.slot_table, setup.rows, PREFIXES, (2, 7, 15))
+    setup.check_causal(metadata, *setup.run(metadata))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,6 @@
 """The launch shape of attention, by the kind of forward and of layer, and the number of tiles of a forward."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -8,6 +8,7 @@ import triton
 
 from specdec.backends.base import LayerSpec
 from specdec.backends.triton.merge import padded_dim
+from specdec.backends.triton.shared_memory import shared_memory
 from specdec.batch import AttentionMetadata, ForwardMode
 
 
@@ -35,10 +36,20 @@ _NARROW_TILINGS = MappingProxyType(
     {16: Tiling(16, 64, 2, 3, 4, min_chunk=64), 32: Tiling(32, 64, 2, 3, 4), 64: Tiling(64, 64, 4, 3, 3)}
 )
 
+_AMPLE = 128 << 10  # bytes of shared memory that every tile below fits; an RTX 4090 or 5090 has 99 KB
+
 
 def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> Tiling:
     """Return the launch shape for the forward's kind and the layer's shape; it never depends on a live length, so
-    nothing is compiled on live traffic. Chosen by measurement on an H200 in bf16 (bench/attention_kernels.py)."""
+    nothing is compiled on live traffic. Where shared memory is small, a tile has half the keys."""
+    tiling = _tiling_of_hopper(m, layer, dtype)
+    if shared_memory(m.positions.device) >= _AMPLE:
+        return tiling
+    return replace(tiling, block_n=max(tiling.block_n // 2, 16))
+
+
+def _tiling_of_hopper(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> Tiling:
+    """Chosen by measurement on an H200 in bf16 (bench/attention_kernels.py)."""
     row_bytes = max(padded_dim(layer.qk_dim), padded_dim(layer.v_dim)) * dtype.itemsize
     rows = m.q_len * (layer.num_heads // layer.num_kv_heads)
     kind = 64 if m.mode is ForwardMode.EXTEND else min(max(16, triton.next_power_of_2(rows)), 64)
