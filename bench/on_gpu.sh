@@ -43,9 +43,9 @@ raise SystemExit(pytest.main(['-q', '--tb=line', 'tests/test_kernel_check.py', '
 }
 
 models() { # without transformers' own generate; a first attach takes up to two minutes
-    latency 35b-a3b 330 plain,3:1:4 --algo nextn
-    latency qwen3-next-12 200 plain,3:1:4 --algo nextn
-    latency 30b-a3b 200 plain,3:1:4
+    latency 35b-a3b 260 plain,3:1:4 --algo nextn
+    latency qwen3-next-12 160 plain,3:1:4 --algo nextn
+    latency 30b-a3b 170 plain,3:1:4
 }
 
 experts() { timed experts-float32 150 16 python3 bench/experts.py --dtype float32 --out "$out"; }
