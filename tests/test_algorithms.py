@@ -1,6 +1,7 @@
 """Every algorithm through the whole engine: the target's text, and drafts that are what the draft model really says."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,6 +115,26 @@ def test_sampled_text_depends_on_neither_batch_nor_graphs(algo, shape):
         texts.append(engine.generate(prompts, max_new_tokens=10, sampling=law).tokens)
         engine.detach()
     assert texts[0] == texts[1] and len({tuple(t) for t in texts[0]}) > 1
+
+
+@SHAPES
+@pytest.mark.parametrize("algo", ["eagle3", "standalone", MODULES])
+def test_no_random_number_is_used_twice(algo, shape):
+    """What drafts and verification draw must be independent: of a seed, each (counter, stream) serves once."""
+    model, prompts, used = tiny_model("llama").to(DEVICE), ragged_prompts(), []
+    engine = engine_of(model, algo, shape, **GRAPHS["eager"])
+    played = engine._core.round
+    ops = played.ops
+
+    def uniforms(seeds, counters, first_stream, num):
+        streams = range(first_stream, first_stream + num)
+        used.extend((s, c, n) for s, c in zip(seeds.tolist(), counters.tolist(), strict=True) for n in streams)
+        return ops.uniforms(seeds, counters, first_stream, num)
+
+    played.ops = played.worker.ops = replace(ops, uniforms=uniforms)
+    engine.generate(prompts, max_new_tokens=10, do_sample=True, seed=11, ignore_eos=True)
+    engine.detach()
+    assert len(used) > 100 and len(used) == len(set(used))
 
 
 @pytest.mark.parametrize("draws", [True, False], ids=["drawn", "greedy drafts"])

@@ -6,10 +6,11 @@ import transformers as tf
 
 import specdec
 from specdec.backends import TorchBackend, pick_backend, unmet_needs
+from specdec.targets.equality import LENGTH
 from specdec.targets.hf import HFTarget
 from specdec.targets.probe import probe
 from specdec.targets.recording import Positions
-from tests.tiny_models import _BASE, VOCAB, random_weights, tiny_model
+from tests.tiny_models import _BASE, VOCAB, WINDOW, random_weights, tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -75,10 +76,29 @@ def test_models_that_would_write_another_text_are_refused(doctored, dtype, monke
     assert not [name for module in model.modules() for name in vars(module) if "specdec" in name]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_that_are_nan_over_our_pool_alone_are_refused(dtype):
+    """NaN compares as neither more nor less than what is allowed."""
+    model = converted(tiny_model("llama"), dtype)
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) * (1 if x.shape[1] == LENGTH else float("nan"))
+    with pytest.raises(specdec.AttachError, match=r"differ from its own forward's by nan"):
+        HFTarget(model)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "qwen3_moe"])
 def test_what_rounding_does_is_no_reason(name, dtype):
     HFTarget(converted(tiny_model(name), dtype)).detach()
+
+
+def test_windows_are_those_of_masks():
+    """A dozen tokens show a window of 8 only; the keyword argument, which most layers pass beside it, is no mask."""
+    model = tiny_model("gemma2")
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    assert [layer.window for layer in probe(model).layers] == [WINDOW, None] * 2
 
 
 def test_masks_passed_by_name_are_read():

@@ -3,6 +3,8 @@ implementations, and engines whose prefills and rounds all replay, in fp32 and b
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import nn
 from transformers.integrations.moe import batched_mm_experts_forward
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -122,6 +124,26 @@ def test_rows_are_put_in_the_order_of_experts(num_rows):
     ours = ids.clamp(max=E)
     assert torch.equal(order.long(), ours.argsort(stable=True))
     assert torch.equal(starts.long(), torch.searchsorted(ours.sort().values, torch.arange(E + 1, device=DEVICE)))
+
+
+@triton.jit
+def _blocks_kernel(starts, out, num_rows, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    block = tl.program_id(0)
+    expert, begin, end = kernels._routed_block(starts, block, num_rows, E, BLOCK_E, 16)
+    tl.store(out + block * 3, expert)
+    tl.store(out + block * 3 + 1, begin)
+    tl.store(out + block * 3 + 2, end)
+
+
+def test_blocks_hold_rows_of_one_expert():
+    """A row in two blocks would be written by both, in any order."""
+    ids = torch.tensor([0] * 5 + [2] * 40 + [3] * 16 + [E] * 3, device=DEVICE)
+    _, starts = kernels._route(ids, E)
+    blocks = torch.empty(10, 3, dtype=torch.int32, device=DEVICE)
+    _blocks_kernel[(10,)](starts, blocks, ids.numel(), E=E, BLOCK_E=8)
+    held = [(0, 0, 5), (2, 5, 21), (2, 21, 37), (2, 37, 45), (3, 45, 61), (E, 61, 64)]
+    assert [tuple(block) for block in blocks.tolist()][:6] == held
+    assert (blocks[6:, 2] <= blocks[6:, 1]).all(), "programs past the last block have no rows"
 
 
 class NoLaunch:

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton.runtime import interpreter
 
 from specdec.backends.triton import walk
 from specdec.backends.triton.backend import TritonBackend
@@ -252,6 +253,36 @@ def test_a_chain_whose_draft_is_the_target_draws_from_the_law_if_rounding_reject
     got = OPS.verify_chain(probs, probs[:, :1].contiguous(), draft, uniforms)
     same(got, verify.verify_chain(probs, probs[:, :1], draft, uniforms))
     assert got.tokens[:, 0].tolist() == [3 if u < 0.5 else 4500] * 2
+
+
+def scanned_in_parallel(values: torch.Tensor) -> torch.Tensor:
+    """Cumulative sums along the last dim in the order of a GPU's scan, which differs from one entry to the next."""
+    step = 1
+    while step < values.shape[-1]:
+        values = values + torch.nn.functional.pad(values, (step, 0))[..., : values.shape[-1]]
+        step *= 2
+    return values
+
+
+def test_a_sum_that_rounds_past_the_laws_mass_accepts_no_impossible_token(monkeypatch):
+    """The first three children carry the law; in a parallel scan their sum is above its mass where the fourth's turn
+    comes, and u * residual, below 0, would be less than its probability, 0."""
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda values, *_, **__: scanned_in_parallel(values))
+    if DEVICE == "cpu":
+        scan = interpreter.ScanOps
+        monkeypatch.setattr(
+            scan,
+            "cumsum",
+            lambda own, x: [own.to_tensor(scanned_in_parallel(torch.from_numpy(x.handle.data)).numpy(), x.dtype)],
+        )
+    tiny = 1.2 * 2.0**-53
+    probs = torch.tensor([1.0, 0, 0, 0, tiny, tiny], device=DEVICE).expand(1, 6, 6)
+    root = torch.zeros(1, 6, dtype=torch.int64, device=DEVICE)
+    draft = Tree(torch.tensor([[2, 0, 4, 5, 1, 3]], device=DEVICE), root, root, root)
+    uniforms = torch.tensor([[0.5, BELOW_ONE, 0.9, 0.9, 0.5, 0.5]], dtype=torch.float64, device=DEVICE)
+    for ops in (OPS, TORCH_OPS):
+        got = ops.verify_tree(probs, draft, 1, uniforms)
+        assert got.accept_lens.tolist() == [1] and got.tokens[0, 0] in (0, 4, 5)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
