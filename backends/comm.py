@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PUSHED_BYTES = 2 << 20  # up to here our kernel is the fastest, on two H200s (bench/all_reduce.py)
+PUSHED_BYTES = 2 << 20  # up to here our kernel is the fastest, on two H200s (results/all-reduce_2-ranks)
 TWO_SHOT_BYTES = 16 << 20  # up to here the two-shot kernel is, of what is left
 TWO_SHOT_DTYPES = (torch.bfloat16, torch.float32)
 ALIGNMENT = 16  # bytes, of what a kernel of torch sums, a rank

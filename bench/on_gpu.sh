@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What only a GPU can show: `bash bench/on_gpu.sh OUT PART...`, from the repository's root. Parts: tests waits check
-# models experts prefixes kernels, and on two GPUs: ranks. Each takes up to ten minutes on an H200; logs and results are in
+# What only a GPU can show: `bash bench/on_gpu.sh OUT PART...`, from the repository's root. Parts: tests check
+# models experts kernels, and on two GPUs: ranks. Each takes up to ten minutes on an H200; logs and results are in
 # OUT, the end of every log is printed, and what fails does not stop the rest.
 set -u
 export PYTHONPATH="${PYTHONPATH:-}:." PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
@@ -32,8 +32,6 @@ tests() { # all but those that need no GPU, or two
     grep -a "^=== tests/" "$out/tests.log" # what failed, though a run that is cut off sums up nothing
 }
 
-waits() { timed waits 400 3 python3 bench/waits.py --processes 12 --out "$out"; }
-
 check() { # what attach takes with its kernels checked, and whether a check finds a wrong one
     timed attach 250 3 python3 bench/attach.py --shape 8b --processes 2 --out "$out"
     timed attach-checked 250 3 python3 bench/attach.py --shape 8b --processes 2 --check-kernels --out "$out"
@@ -49,8 +47,6 @@ models() { # without transformers' own generate; a first attach takes up to two 
 }
 
 experts() { timed experts-float32 150 16 python3 bench/experts.py --dtype float32 --out "$out"; }
-
-prefixes() { timed prefixes 150 16 python3 bench/prefixes.py --out "$out"; }
 
 kernels() {
     timed kernels-35b 150 130 python3 bench/round_kernels.py --shape 35b-a3b --layers 8 --algo nextn --out "$out"

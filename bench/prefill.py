@@ -20,8 +20,8 @@ from rich.table import Table
 from round_cases import target_and_head
 
 import specdec
-from specdec.measure.floors import COPY_BYTES_PER_MS, FLOPS_PER_MS, target_weights
 from specdec.measure.results import write_results
+from specdec.measure.roofline import COPY_BYTES_PER_MS, FLOPS_PER_MS, target_weights
 from specdec.prefill.graphs import estimate_prefill_bytes
 
 MODES: dict[str, dict[str, Any]] = {

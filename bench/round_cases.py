@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from specdec.functional.sampling import SamplingParams
-from specdec.measure.floors import round_floor_ms
+from specdec.measure.roofline import round_floor_ms
 from specdec.measure.shapes import acceptance_rates, make_head, make_target
 from specdec.targets.pretrained import load_pretrained
 

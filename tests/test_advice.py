@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 
 from specdec import shipped
 from specdec.checkpoints.advice import ADVICE, follow_advice, read_advice
+from specdec.commands import chat, choices, demo, generate, serve
 from specdec.commands import main as cli
-from specdec.commands import serve
 from specdec.config import EngineConfig
 from specdec.engine.arguments import advised, engine_config
 from specdec.engine.assembly import resolve_draft
 from specdec.errors import CheckpointError
+from specdec.measure.break_even import BreakEven
 
 TREE = {"num_steps": 4, "topk": 2, "num_draft_tokens": 6}
 
@@ -88,13 +89,15 @@ def run(monkeypatch):
 
     def ended(device, command):
         target = SimpleNamespace(device=torch.device(device), config=LlamaConfig())
-        for module, name in ((cli, "load"), (cli, "load_pretrained"), (serve, "load")):
+        for module, name in ((chat, "load"), (generate, "load"), (demo, "load_pretrained"), (serve, "load")):
             monkeypatch.setattr(module, name, lambda *args, **settings: (target, None))
         return CliRunner().invoke(cli.app, command.split()).exception
 
-    monkeypatch.setattr(cli, "attach", attach)
-    monkeypatch.setattr(serve, "attach", attach)
-    monkeypatch.setattr(cli, "run_demo", lambda model, _, *draft, **settings: attach(model, *draft, **settings))
+    monkeypatch.setattr(choices, "attach", attach)
+    monkeypatch.setattr(choices, "draft_module", lambda *_: None)
+    monkeypatch.setattr(choices, "cpu_break_even", lambda *_: BreakEven(lambda rows: rows**0.5, 0.0))  # S=2 is fastest
+    monkeypatch.setattr(demo, "slow_products", lambda *_: [])
+    monkeypatch.setattr(demo, "run_demo", lambda model, _, drafting, **settings: drafting.attach(model, None))
     return ended
 
 

@@ -53,7 +53,7 @@ def run(capsys, monkeypatch, *arguments: object) -> tuple[int, list[str], str]:
 
 def bench(capsys, monkeypatch, root: Path, *arguments: object):
     files = f"{root / 'a.jsonl'},{root / 'b.jsonl'}"
-    common = ("--target", root / "target", "--prompts", files, "--max-new-tokens", 12, "--device", "cpu")
+    common = ("--json", "--target", root / "target", "--prompts", files, "--max-new-tokens", 12, "--device", "cpu")
     return run(capsys, monkeypatch, "bench", "acceptance", *common, *arguments)
 
 
@@ -176,7 +176,7 @@ def test_results_leave_other_runs_alone(tmp_path):
 
 def last_line(capsys, monkeypatch, *arguments: object) -> dict:
     """The JSON line of `specdec bench ARGUMENTS`, on a CPU."""
-    code, lines, _ = run(capsys, monkeypatch, "bench", *arguments, "--device", "cpu")
+    code, lines, _ = run(capsys, monkeypatch, "bench", *arguments, "--device", "cpu", "--json")
     assert code == 0
     return json.loads(lines[-1])
 
@@ -238,7 +238,7 @@ def test_latency_stops_for_its_budget(tmp_path, capsys, monkeypatch):
         (("latency", "--shape", "tiny", "--samplings", "warm"), "--samplings 'warm': expected of greedy"),
         (("latency", "--grid", "huge"), "--grid 'huge': expected one of quick"),
         (("peers", "--shape", "tiny", "--target", "bundled"), "--target 'bundled' with --shape tiny"),
-        (("peers", "--requests", "-1"), "--requests -1: expected at least 1"),
+        (("peers", "--limit", "-1"), "--limit -1: expected at least 1"),
     ],
 )
 def test_mistakes_of_latency_and_peers_are_one_line(capsys, monkeypatch, arguments, message):
@@ -285,7 +285,7 @@ def test_latency_engines():
 def test_peers_say_the_same_or_why_not(folders, tmp_path, capsys, monkeypatch):
     """Every way that is installed writes `generate`'s text; one that is not, or fails, is a row that says so."""
     drafts = ("--draft", folders / "head", "--assistant", folders / "twin", "--prompts", folders / "a.jsonl")
-    arguments = ("--requests", 3, "--few", 2, "--new-tokens", 6, "--out", tmp_path)
+    arguments = ("--limit", 3, "--few", 2, "--new-tokens", 6, "--out", tmp_path)
     found = last_line(capsys, monkeypatch, "peers", "--target", folders / "target", *drafts, *arguments)
     rows = {r["what"]: r for r in found["rows"]}
     assert json.loads(Path(found["file"]).read_text())["rows"] == found["rows"]
@@ -303,7 +303,7 @@ def test_peers_say_the_same_or_why_not(folders, tmp_path, capsys, monkeypatch):
 
 def test_peers_with_random_weights(capsys, monkeypatch):
     """One request is enough for every way; acceptance is imposed, and nothing is compared."""
-    arguments = ("--shape", "tiny", "--requests", 1, "--tokens", 5, "--new-tokens", 5)
+    arguments = ("--shape", "tiny", "--limit", 1, "--tokens", 5, "--new-tokens", 5)
     rows = {r["what"]: r for r in last_line(capsys, monkeypatch, "peers", *arguments)["rows"]}
     assert all(r["tokens"] == 5 for r in rows.values() if "error" not in r)
     assert rows["specdec, eagle3"]["tau"] > 1 and not any("equal" in r for r in rows.values())

@@ -42,7 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bench(capsys, monkeypatch, folder: Path, *arguments: object) -> tuple[int, list[dict], str]:
-    common = ("--target", folder / "target", "--draft", folder / "head", "--max-new-tokens", 10, "--device", "cpu")
+    common = ("--json", "--device", "cpu", "--target", folder / "target")
+    common = (*common, "--draft", folder / "head", "--max-new-tokens", 10)
     monkeypatch.setattr(sys, "argv", ["specdec", "bench", "acceptance", *map(str, (*common, *arguments))])
     with pytest.raises(SystemExit) as stop:
         cli.main()

@@ -56,7 +56,7 @@ def run(capsys, monkeypatch, *arguments: object) -> tuple[int, list[str], str]:
 def gsm8k_run(capsys, monkeypatch, folder: Path, *arguments: object) -> tuple[int, dict, list[str], str]:
     monkeypatch.setattr("specdec.commands.bench_checks.CPU_SETTINGS", {**SMALL, "max_seq_len": 64})
     common = ("--target", folder / "target", "--draft", folder / "head", "--data", folder, "--device", "cpu")
-    counts = ("--items", 12, "--answers", 12, "--mode", "off,breakable")
+    counts = ("--json", "--limit", 12, "--answers", 12, "--mode", "off,breakable")
     code, lines, errors = run(capsys, monkeypatch, "gsm8k", *common, *counts, *arguments)
     return code, json.loads(lines[-1]), lines, errors
 
@@ -193,10 +193,10 @@ def test_lossless_compares_greedy_and_sampled_text():
 
 def test_lossless_command(folder, tmp_path, capsys, monkeypatch):
     common = ("--data", folder, "--target", folder / "target", "--draft", folder / "head", "--device", "cpu")
-    counts = ("--gsm8k", 2, "--mt-bench", 1, "--batch", 2, "--max-new-tokens", 8)
+    counts = ("--json", "--limit", 2, "--batch", 2, "--max-new-tokens", 8)
     code, lines, _ = run(capsys, monkeypatch, "lossless", *common, *counts, "--temperature", 0, "--out", tmp_path)
     found = json.loads(lines[-1])
-    assert code == 0 and (found["compared"], found["equal"], found["unexplained"]) == (6, 6, 0)
+    assert code == 0 and (found["compared"], found["equal"], found["unexplained"]) == (8, 8, 0)
     assert [(r["draft"], r["topk"], r["batch"], r["check"]) for r in found["configs"]] == [
         ("head", 1, 2, "greedy"),
         ("head", 4, 2, "greedy"),

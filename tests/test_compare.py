@@ -98,7 +98,7 @@ def test_what_could_not_be_matched_is_kept():
 
 
 def run(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["specdec", "bench", "compare", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["specdec", "bench", "compare", "--json", *map(str, arguments)])
     monkeypatch.setenv("COLUMNS", "160")
     with pytest.raises(SystemExit) as stop:
         cli.main()

@@ -13,7 +13,11 @@ from typer.testing import CliRunner
 
 from specdec.commands.convert import convert
 from specdec.commands.main import app
+from specdec.heads.load import load_head, save_head
+from specdec.targets.shape import TargetShape
 from tests import layout_models as lm
+from tests.heads import random_head
+from tests.train_models import tiny_target
 
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "rms_norm_eps")
 OFFICIAL = (*SHAPE, "draft_vocab_size", "head_dim", "rope_theta", "max_position_embeddings", "fc_norm", "eagle_config")
@@ -112,7 +116,7 @@ def test_what_convert_refuses(tmp_path: Path) -> None:
         convert(eagle, tmp_path / "b", "speculators")
     del tensors["lm_head.weight"]
     shared = lm.write(tmp_path / "s", lm.official_config(lm_head_from_target=True), tensors)
-    with pytest.raises(ValueError, match="cannot express lm_head_from_target"):
+    with pytest.raises(ValueError, match=r"leaves its lm_head to the target.*give its target as --target"):
         convert(shared, tmp_path / "b", "speculators")
     broken = lm.write(tmp_path / "x", lm.official_config(), {**tensors, "extra": torch.ones(1)})
     with pytest.raises(ValueError, match=r"missing tensor lm_head.weight .*; unexpected tensor extra"):
@@ -120,9 +124,23 @@ def test_what_convert_refuses(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
+def test_a_head_without_an_lm_head_gets_its_targets_rows(tmp_path: Path) -> None:
+    """As shipped heads and those of `train run` are."""
+    model = tiny_target()
+    head = random_head(model)
+    save_head(tmp_path / "a", head, lm_head_from_target=True, dtype=torch.float32, num_layers=5)
+    assert "lm_head.weight" not in load_file(str(tmp_path / "a" / "model.safetensors"))
+    shape = TargetShape.of(model)
+    convert(tmp_path / "a", tmp_path / "b", "speculators", target=shape)
+    before, after = (load_head(tmp_path / n, shape, torch.float32, torch.device("cpu")) for n in "ab")
+    written = load_file(str(tmp_path / "b" / "model.safetensors"))["lm_head.weight"]
+    assert torch.equal(written, model.lm_head.weight[head.hot_ids])
+    assert same_tensors(before.state_dict(), after.state_dict())
+
+
 def test_the_command(tmp_path: Path) -> None:
     lm.write(tmp_path / "a", lm.official_config(), lm.eagle3_tensors("midlayer"))
-    command = ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "speculators"]
+    command = ["convert", "--json", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "speculators"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert json.loads(done.output.splitlines()[-1])["dst"] == str(tmp_path / "b")

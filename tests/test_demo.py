@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -11,14 +12,16 @@ from rich.console import Console
 from transformers import AutoTokenizer
 from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
-from specdec import AcceptanceStats, RequestOutput, attach
-from specdec.commands import main as cli
+from specdec import AcceptanceStats, RequestOutput, __version__, attach
+from specdec.commands import chat, generate, main
 from specdec.commands.backends import list_backends
 from specdec.commands.chat import run_chat
+from specdec.commands.choices import Drafting, drafting_of
 from specdec.commands.demo import PROMPTS, Marking, exchange, marked, run_demo
-from specdec.commands.env import env_command
+from specdec.commands.env import command as env_command
 from specdec.commands.terminal import quiet_pipes
 from specdec.heads.load import save_head
+from specdec.measure.break_even import BreakEven, cpu_break_even
 from specdec.targets.pretrained import load_pretrained
 from tests.heads import random_head
 from tests.train_models import save_target, tiny_target
@@ -67,6 +70,8 @@ def test_drafted_tokens_are_marked(folder):
     text = marked(out, tokenizer, colour, 1000)
     assert "[" not in text.plain and [text.plain[s.start : s.end].replace(" ", "") for s in text.spans] == ["w8w9"]
     assert "green" in colour.style
+    (span,) = colour.legend.spans
+    assert not colour.legend.style and colour.legend.plain[: span.end] == "drafted and accepted", "no more than that"
     assert Marking.of(Console(file=io.StringIO(), no_color=True, **terminal)).style == "underline"
 
 
@@ -74,13 +79,14 @@ def test_demo_prints_each_text_once(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     model, tokenizer = tiny_target(), AutoTokenizer.from_pretrained(folder / "target")
     prompts = ("w5 w9 w17", "w20 w21")
-    result = run_demo(model, tokenizer, folder / "head", num_steps=2, max_new_tokens=12, prompts=prompts)
+    drafting = Drafting(folder / "head", "auto", {"num_steps": 2})
+    result = run_demo(model, tokenizer, drafting, max_new_tokens=12, prompts=prompts)
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
-    assert json.loads(lines[-1]) == result and result["equal"] and printed.err == ""
+    assert result["equal"] and printed.err == ""
     assert [line.removeprefix("prompt").strip() for line in lines if line.startswith("prompt")] == list(prompts)
     assert sum(line.startswith("answer") for line in lines) == len(prompts)
-    assert len(lines) - len(prompts) * 3 == 1 + 7 + 1 + 1  # legend, table, verdict, JSON; blank, prompt, answer
+    assert len(lines) - len(prompts) * 3 == 1 + 7 + 1  # legend, table, verdict; blank, prompt, answer
 
 
 @pytest.mark.parametrize("file", [io.StringIO(), None])
@@ -100,7 +106,7 @@ def test_generate_in_a_pipe_prints_the_text_only(folder, capsys, monkeypatch):
     common = ("--target", folder / "target", "--draft", folder / "head", "--max-new-tokens", "8", "--device", "cpu")
     monkeypatch.setattr(sys, "argv", ["specdec", "generate", "w5 w9", *map(str, common), "--seed", "3"])
     with pytest.raises(SystemExit) as stop:
-        cli.main()
+        main.main()
     printed = capsys.readouterr()
     assert not stop.value.code
     assert re.fullmatch(r"(\s*w\d+)+\n", printed.out) and re.fullmatch(r"\[\d+ tokens, .*\]\n", printed.err)
@@ -155,14 +161,14 @@ def test_a_device_or_a_target_that_is_not_there_is_one_line(command, message, tm
     command, message = (text.replace("{empty}", str(tmp_path)) for text in (command, message))
     monkeypatch.setattr(sys, "argv", ["specdec", *command.split()])
     with pytest.raises(SystemExit) as stop:
-        cli.main()
+        main.main()
     printed = capsys.readouterr()
     assert stop.value.code == 2 and printed.out == ""
     assert re.fullmatch(f"specdec: {message}.*\n", printed.err), printed.err
 
 
 def test_env_says_what_bug_reports_need(capsys):
-    env_command()
+    env_command(json=True)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["torch"] == torch.__version__ or torch.__version__.startswith(found["torch"])
     assert found["backends"]["torch"] is None and found["devices"]
@@ -175,7 +181,7 @@ def test_tables_show_brackets(capsys, monkeypatch):
     monkeypatch.setattr("specdec.commands.backends.unusable", lambda name, device: "'specdec-toolkit[flashinfer]'")
     monkeypatch.setenv("COLUMNS", "200")
     env_command()
-    *table, _json = capsys.readouterr().out.splitlines()
+    table = capsys.readouterr().out.splitlines()
     assert "torch: pip install 'specdec-toolkit[flashinfer]'" in "".join(table)
     list_backends()
     assert "'specdec-toolkit[flashinfer]'" in capsys.readouterr().out
@@ -186,3 +192,68 @@ def test_bars_are_for_terminals(capsys, monkeypatch):
     quiet_pipes()
     assert list(gguf_reader.tqdm(range(3), desc="x")) == [0, 1, 2]
     assert capsys.readouterr().err == ""
+
+
+def test_help_imports_no_torch():
+    """Of what takes seconds to import, nothing is until a command is called."""
+    code = "import sys; from specdec.commands.main import main; sys.argv = ['specdec', sys.argv[1]]\n"
+    code += "try: main()\nfinally: print('LOADED', sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    for option, said in (("--help", "doctor"), ("--version", __version__)):
+        done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=True)
+        assert said in done.stdout and done.stdout.rstrip().endswith("LOADED []")
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_the_list_of_commands_says_what_they_say(name):
+    shown = main.load(name).help
+    assert main.COMMANDS[name][1] in " ".join(shown.split())
+
+
+def test_a_prompt_comes_from_stdin(folder, capsys, monkeypatch):
+    common = {"target": str(folder / "target"), "draft": "none", "max_new_tokens": 4, "device": "cpu", "raw": True}
+    said = []
+    for prompt, typed in (("w5 w9", ""), ("-", "w5 w9\n")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        generate.command(prompt, **common)
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with pytest.raises(ValueError, match="stdin is empty"):
+        generate.command("-", **common)
+
+
+def test_a_chat_says_what_answers_and_how_to_leave(folder, capsys, monkeypatch):
+    monkeypatch.setattr(chat, "typed_lines", lambda: [])
+    chat.command(target=str(folder / "target"), draft=str(folder / "head"), steps=2, device="cpu")
+    said = capsys.readouterr().err
+    assert re.search(r"LlamaForCausalLM on cpu, eagle3, S=2, up to 1 request of [\d,]+ tokens, KV pool \d+ MiB", said)
+    assert chat.LEAVE in said
+
+
+@pytest.mark.parametrize(
+    ("growth", "batch", "steps"),
+    [
+        (lambda rows: 1.0, 32, 3),  # rows are free, as on a GPU: the deepest
+        (lambda rows: 1.0 if rows < 3 else 2.0, 1, 1),  # three rows cost twice one
+        (lambda rows: float(rows), 1, 0),  # each row costs the same: nothing pays
+        (lambda rows: max(1.0, rows / 4), 1, 3),
+        (lambda rows: max(1.0, rows / 4), 4, 0),
+    ],
+)
+def test_a_cpu_drafts_where_it_pays(growth, batch, steps, folder, monkeypatch):
+    found = BreakEven(growth, 0.02)
+    assert found.best_steps(batch) == steps
+    monkeypatch.setattr("specdec.commands.choices.cpu_break_even", lambda model, draft: found)
+    model, name = tiny_target(), str(folder / "head")
+    drafting = drafting_of(name, model, batch)
+    assert drafting.settings == ({"num_steps": steps} if steps else {}) and (drafting.algo is None) is (steps == 0)
+    assert "plain steps" in drafting.note
+    assert ("--max-batch 3;" in drafting.note) is (steps == 0 and batch == 4)
+    assert drafting_of(name, model, batch, steps=4).settings == {"num_steps": 4}, "what is named is honoured"
+
+
+def test_forwards_are_timed_for_the_break_even():
+    model = tiny_target()
+    found = cpu_break_even(model, random_head(model))
+    assert found.cost(1, 1) > 0 and 0 < found.draft_share < 1
+    assert found.seconds(2) == found.seconds(2), "timed once"

@@ -19,7 +19,6 @@ from torch import nn
 
 from specdec.api import attach
 from specdec.commands import main as cli
-from specdec.doctor import cost
 from specdec.doctor import examine as examination
 from specdec.doctor.command import PROMPTS, print_findings, prompt_ids
 from specdec.doctor.examine import examine
@@ -30,6 +29,7 @@ from specdec.doctor.rows import NORMED, Agreement, Observed, Reading, agreement,
 from specdec.doctor.search import Trial, search, unclear
 from specdec.heads.base import DraftHead
 from specdec.heads.load import load_head, save_head
+from specdec.measure import roofline
 from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.weight_bytes import verify_cost
 from specdec.train.config import TrainConfig
@@ -320,15 +320,15 @@ def test_rows_are_what_a_head_sees(model, texts):
 
 def test_floor_counts_what_is_read():
     model = tiny_model("llama")
-    body = cost.num_bytes(model) - 4 * model.get_input_embeddings().weight.numel()
+    body = roofline.num_bytes(model) - 4 * model.get_input_embeddings().weight.numel()
     own = random_head(model)
-    found = cost.floor(model, own, 3, 100.0)
-    assert (found.target_bytes, found.draft_bytes) == (body, cost.num_bytes(own))
+    found = roofline.floor(model, own, 3, 100.0)
+    assert (found.target_bytes, found.draft_bytes) == (body, roofline.num_bytes(own))
     assert found.plain_ms == pytest.approx(body / 100e9 * 1e3)
-    assert found.round_ms == pytest.approx(found.plain_ms + 3 * cost.num_bytes(own) / 100e9 * 1e3)
+    assert found.round_ms == pytest.approx(found.plain_ms + 3 * roofline.num_bytes(own) / 100e9 * 1e3)
     model.lm_head.weight = model.get_input_embeddings().weight  # tied: the output head reads it
-    assert cost.floor(model, own, 3, 100.0).target_bytes == cost.num_bytes(model)
-    assert cost.measure_bandwidth(torch.device("cpu")) > 0.1
+    assert roofline.floor(model, own, 3, 100.0).target_bytes == roofline.num_bytes(model)
+    assert roofline.measure_bandwidth(torch.device("cpu")) > 0.1
 
 
 def test_alternatives_have_a_name_and_a_cure_each():
@@ -371,7 +371,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, good, model) -> Path:
 
 
 def doctor(capsys, monkeypatch, root: Path, draft: str, *more: object) -> tuple[int, list[str], str]:
-    arguments = ("--prompts", root / "prompts.jsonl", "--max-new-tokens", 16, "--device", "cpu", *more)
+    arguments = ("--json", "--prompts", root / "prompts.jsonl", "--max-new-tokens", 16, "--device", "cpu", *more)
     monkeypatch.setattr(sys, "argv", list(map(str, ("specdec", "doctor", root / "target", root / draft, *arguments))))
     with pytest.raises(SystemExit) as stop:
         cli.main()
@@ -446,7 +446,7 @@ def test_a_verify_of_a_mixture_of_experts_is_counted():
     counts = [len(set(ids[t : t + 3].flatten().tolist())) for ids in chosen for t in range(3, 6)]
     assert found.distinct == pytest.approx(sum(counts) / len(counts)) and 2 <= found.distinct <= 4
     expert = sum(p.nbytes for p in model.model.layers[0].mlp.experts.parameters())  # of 4 in one layer, of 1 in all 4
-    everything = cost.num_bytes(model) - 4 * model.get_input_embeddings().weight.numel()
+    everything = roofline.num_bytes(model) - 4 * model.get_input_embeddings().weight.numel()
     assert found.dense_bytes == everything - 4 * expert and found.facts["expert_bytes"] == expert
     assert found.step_bytes == found.dense_bytes + 2 * expert
     assert found.ratio == pytest.approx((found.dense_bytes + found.distinct * expert) / found.step_bytes)
@@ -455,10 +455,10 @@ def test_a_verify_of_a_mixture_of_experts_is_counted():
 def test_floor_of_a_mixture_of_experts_counts_what_is_chosen():
     model = tiny_model("qwen3_moe")
     head, verify = random_draft(model, "nextn"), verify_cost(model, 4)
-    found = cost.floor(model, head, 3, 100.0, verify)
+    found = roofline.floor(model, head, 3, 100.0, verify)
     assert found.target_bytes == verify.step_bytes
     experts = sum(p.numel() * 4 for name, p in head.named_parameters() if "experts." in name)
-    assert found.draft_bytes == cost.num_bytes(head) + cost.num_bytes(model.lm_head) - experts // 2
+    assert found.draft_bytes == roofline.num_bytes(head) + roofline.num_bytes(model.lm_head) - experts // 2
     assert found.break_even == pytest.approx(verify.ratio + 3 * found.draft_bytes / found.target_bytes)
     assert "of this depth cannot pay" in remark(verify, 4.5) and "cannot pay below tau 1.90" in remark(verify, 1.9)
     assert "of this depth" not in remark(verify, 1.9)

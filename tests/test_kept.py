@@ -168,7 +168,7 @@ def test_the_command_shows_and_clears(cache):
     where = kept.folder(CPU)
     traced(torch.randn(16, 8), where)
     kept.Record(where / kept.TRACES / "it.json", {}).keep("{}")
-    shown = CliRunner().invoke(app, ["cache"])
+    shown = CliRunner().invoke(app, ["cache", "--json"])
     facts = json.loads(shown.stdout.splitlines()[-1])
     assert (
         facts["folder"] == str(cache)
@@ -176,7 +176,7 @@ def test_the_command_shows_and_clears(cache):
         and facts["environments"] == [where.name]
     )
     assert facts["bytes"] == sum(f.stat().st_size for f in where.rglob("*") if f.is_file()) > 0
-    cleared = CliRunner().invoke(app, ["cache", "--clear"])
+    cleared = CliRunner().invoke(app, ["cache", "--clear", "--json"])
     assert "MiB deleted" in cleared.stdout and json.loads(cleared.stdout.splitlines()[-1])["pieces"] == 0
     assert not where.exists()
-    assert json.loads(CliRunner().invoke(app, ["cache"]).stdout)["bytes"] == 0
+    assert json.loads(CliRunner().invoke(app, ["cache", "--json"]).stdout)["bytes"] == 0

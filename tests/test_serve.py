@@ -16,7 +16,7 @@ import pytest
 
 import specdec
 from specdec import shipped
-from specdec.commands.serve import serve_command
+from specdec.commands.serve import command as serve_command
 from tests.test_text import TOKENIZER
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, tiny_target

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec.heads.nextn import NextNHead
-from specdec.measure import floors
+from specdec.measure import roofline as floors
 from specdec.measure.experts import distinct_experts
 from specdec.measure.latency.hf import hf_rows
 from specdec.measure.latency.subject import random_subject

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from specdec import attach, shipped
+from specdec.commands.choices import Drafting
 from specdec.commands.demo import PROMPTS, run_demo
 from specdec.draft.algorithms import algorithms
 from specdec.measure.acceptance import Shape, acceptance
@@ -55,10 +56,10 @@ def test_greedy_speculation_equals_generate(smollm2, references, algo, config, b
     assert out.stats.tau > 1.5  # a head whose features or ids are shifted accepts almost nothing
 
 
-def test_demo_reports_equal_outputs(smollm2, capsys):
+def test_demo_reports_equal_outputs(smollm2):
     model, tokenizer = smollm2
-    run_demo(model, tokenizer, shipped.path(), num_steps=2, max_new_tokens=12, prompts=PROMPTS[:2])
-    last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    drafting = Drafting(shipped.path(), "auto", {"num_steps": 2})
+    last = run_demo(model, tokenizer, drafting, max_new_tokens=12, prompts=PROMPTS[:2])
     assert set(last) == {"hf_tok_s", "plain_tok_s", "spec_tok_s", "tau", "equal"}
     assert last["equal"] is True
 

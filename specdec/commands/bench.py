@@ -1,6 +1,5 @@
 """`specdec bench`: measurements of drafts, engines and machines."""
 
-import json
 import sys
 from itertools import product
 from pathlib import Path
@@ -13,7 +12,7 @@ from specdec.commands.bench_checks import app as checks_app
 from specdec.commands.bench_latency import latency_command
 from specdec.commands.bench_pages import compare_command, page_command
 from specdec.commands.bench_peers import peers_command
-from specdec.commands.choices import draft_of, listed, name_of_target, numbers
+from specdec.commands.choices import Json, draft_of, finish, listed, name_of_target, numbers
 from specdec.functional.sampling import SamplingParams
 from specdec.heads.load import detect_algo
 from specdec.measure.acceptance import Shape, acceptance, print_rows
@@ -80,10 +79,11 @@ def bench_acceptance(
     target_name: Annotated[
         str | None, typer.Option(help="Name of the target in the result file; else its own.")
     ] = None,
+    json: Json = False,
 ) -> None:
     """Measure acceptance length (tau) and per-position acceptance of every draft, shape, prompt file and temperature.
 
-    One engine is attached for each draft, shape and draft vocabulary. The last line is one JSON object.
+    One engine is attached for each draft, shape and draft vocabulary.
     """
     shapes = [Shape.parse(text) for text in listed(shape, "3:1:4")]
     laws = [_temperature(text) for text in listed(temperature, "0")]
@@ -125,7 +125,7 @@ def bench_acceptance(
                     _tell(row, one)
                 file.write(rows)
     print_rows(rows)
-    print(json.dumps({"rows": rows}))
+    finish(json, {"rows": rows}, file.name)
 
 
 def _chosen(size: int | None, frequent_in: Path | None, tokenizer: Any) -> int | list[int] | None:

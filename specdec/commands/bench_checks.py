@@ -1,6 +1,5 @@
 """`specdec bench gsm8k` and `specdec bench lossless`: checks that exit with 1 where a text or a likelihood is off."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from specdec import shipped
-from specdec.commands.choices import draft_of, listed, name_of_target
+from specdec.commands.choices import Json, draft_of, finish, listed, name_of_target
 from specdec.measure import gsm8k, lossless
 from specdec.measure.results import ResultFile
 from specdec.measure.statistics import scipy_stats
@@ -43,7 +42,7 @@ def bench_gsm8k(
             help="Of off, breakable, piecewise, compiled (rounds, too); default: all, on a CPU the first two."
         ),
     ] = None,
-    items: Annotated[int, typer.Option(min=1, help="Items whose gold solutions are scored.")] = 1319,
+    limit: Annotated[int, typer.Option(min=1, help="Items whose gold solutions are scored.")] = 1319,
     answers: Annotated[int, typer.Option(min=1, help="Items that are answered greedily.")] = 200,
     max_new_tokens: int = 256,
     dtype: Annotated[list[str] | None, typer.Option(help="Default: float32 and, on CUDA, bfloat16 after it.")] = None,
@@ -51,33 +50,34 @@ def bench_gsm8k(
     device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Decides how many items a prefill packs.")] = 0,
     out: Out = None,
+    json: Json = False,
 ) -> None:
     """Hold likelihoods and answers of every prefill mode, with and without a draft, against plain decoding without
     prefill graphs.
 
-    Exits with 1 where a mode differs beyond chance. The last line is one JSON object.
+    Exits with 1 where a mode differs beyond chance.
     """
     scipy_stats()  # so that it is not missed after the measurement
     where = device_of(device)
     modes = [_mode(name) for name in listed(mode, ALL_MODES if device_of(device).startswith("cuda") else CPU_MODES)]
-    records = [q.record for q in read_set("gsm8k", data, max(items, answers)).questions]
+    records = [q.record for q in read_set("gsm8k", data, max(limit, answers)).questions]
     settings: dict[str, Any] = {"max_batch": 32, "max_seq_len": 1024, "backend": backend, "seed": seed}
     settings |= {} if where.startswith("cuda") else CPU_SETTINGS
     rows: list[dict[str, Any]] = []
     with ResultFile(out, "gsm8k", name_of_target(target), {"device": where, "backend": backend}) as file:
         for name in listed(dtype, "float32,bfloat16" if where.startswith("cuda") else "float32"):
             model, tokenizer = load(target, name, where)
-            chosen = gsm8k.Items.of(records, tokenizer, items, answers)
+            chosen = gsm8k.Items.of(records, tokenizer, limit, answers)
             drafts = [(None, None)] if draft == "none" else [(None, None), draft_of(draft)]
             for row in gsm8k.run(model, tokenizer, chosen, drafts, modes, max_new_tokens=max_new_tokens, **settings):
                 rows.append(row)
-                print(json.dumps(row), flush=True)
+                print(row["says"], file=sys.stderr, flush=True)
                 file.write(rows)
     gsm8k.print_table(rows)
     failed = [problem for row in rows for problem in gsm8k.problems(row)]
     for problem in failed:
         print(f"differs: {problem}", file=sys.stderr)
-    print(json.dumps({"failed": failed, "rows": rows}))
+    finish(json, {"failed": failed, "rows": rows}, file.name)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -86,8 +86,7 @@ def bench_lossless(
     data: Data,
     target: Target = BUNDLED,
     draft: Annotated[list[str] | None, typer.Option(help="Folders, Hub ids, shipped names; default: all.")] = None,
-    num_gsm8k: Annotated[int, typer.Option("--gsm8k", min=0, help="GSM8K test questions.")] = 50,
-    num_mt_bench: Annotated[int, typer.Option("--mt-bench", min=0, help="MT-bench questions, first turns.")] = 10,
+    limit: Annotated[int, typer.Option(min=1, help="Questions of each of GSM8K and MT-bench (first turns).")] = 30,
     batch: Annotated[list[str] | None, typer.Option(help="Batch sizes of the greedy check; default 1,4.")] = None,
     temperature: Annotated[float, typer.Option(help="Of the sampled check; 0 leaves it out.")] = 1.0,
     sampled_batch: Annotated[int, typer.Option(min=1, help="Batch size of the sampled check.")] = 4,
@@ -96,17 +95,17 @@ def bench_lossless(
     backend: Backend = "auto",
     device: Device = "auto",
     out: Out = None,
+    json: Json = False,
 ) -> None:
     """Hold greedy text against `model.generate` and sampled text against other ways of running the same round, for
     every draft, chains and trees.
 
-    Exits with 1 where a difference is not explained by rounding. The last line is one JSON object.
+    Exits with 1 where a difference is not explained by rounding.
     """
     scipy_stats()
     drafts = {Path(name).name: draft_of(name) for name in listed(draft, ",".join(shipped.available()))}
     batches = [_size(text) for text in listed(batch, "1,4")]
-    asked = {"gsm8k": num_gsm8k, "mt_bench": num_mt_bench}
-    sets = [read_set(name, data, count) for name, count in asked.items() if count]
+    sets = [read_set(name, data, limit) for name in ("gsm8k", "mt_bench")]
     model, tokenizer = load(target, dtype, device)
     prompts = chat_ids([q.turns[0] for one in sets for q in one.questions], tokenizer)
     rows: list[dict[str, Any]] = []
@@ -125,11 +124,10 @@ def bench_lossless(
     with ResultFile(out, what, name_of_target(target), {"device": str(model.device)}) as file:
         for found in measured:
             rows += found
-            for row in found:
-                print(row, flush=True)
             file.write(rows)
+    lossless.print_table(rows)
     result = {key: sum(r[key] for r in rows) for key in ("compared", "equal", "unexplained")}
-    print(json.dumps({**result, "configs": rows}))
+    finish(json, {**result, "configs": rows}, file.name)
     raise typer.Exit(1 if result["unexplained"] else 0)
 
 

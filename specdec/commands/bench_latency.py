@@ -1,6 +1,5 @@
 """`specdec bench latency`: reads the options, loads what is measured, prints and writes the rows."""
 
-import json
 import sys
 import warnings
 from dataclasses import replace
@@ -11,7 +10,7 @@ import torch
 import typer
 
 from specdec import __version__
-from specdec.commands.choices import check_alone, draft_of, listed, named_draft, numbers
+from specdec.commands.choices import Json, check_alone, draft_of, finish, listed, named_draft, numbers
 from specdec.measure.latency.cases import Plan, plan_of
 from specdec.measure.latency.run import Run
 from specdec.measure.latency.subject import (
@@ -25,6 +24,7 @@ from specdec.measure.latency.subject import (
 from specdec.measure.latency.table import print_rows
 from specdec.measure.latency.timing import host_probe_ms
 from specdec.measure.results import ResultFile
+from specdec.measure.shapes import IMPOSED
 from specdec.measure.sizes import check_shape
 from specdec.measure.together import device_of_rank, is_first, num_ranks
 from specdec.targets.pretrained import BUNDLED
@@ -88,12 +88,13 @@ def latency_command(
     out: Annotated[Path | None, typer.Option(help="Folder for the result file, written after every engine.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    json: Json = False,
 ) -> None:
     """Time the first token, a token and a round through `engine.generate`, engine by engine.
 
     Under torchrun, the ranks share the target, a --shape.
     Alone it is a small grid of the bundled target with its draft, a minute or two on a CPU. Lists are separated by
-    commas or given by repeating the option. Exit status 1 if an engine failed. The last line is one JSON object.
+    commas or given by repeating the option. Exit status 1 if an engine failed.
     """
     where, ranks = device_of_rank(device_of(device)), num_ranks()
     options: dict[str, Any] = {"label": label, "budget": budget, "every_kind": every_kind}
@@ -116,7 +117,7 @@ def latency_command(
         subject = _real_subject(target or BUNDLED, draft, questions, tokenizer, where, dtype)
     plan = _fitting(plan, subject, is_draft_given=drafts is not None)
     given = {"target": target, "draft": draft, "prompts": None if prompts is None else str(prompts)}
-    _measure(subject, plan, out, {**given, "tokenizer": tokenizer}, has_hf=hf)
+    _measure(subject, plan, out, {**given, "tokenizer": tokenizer}, hf, json)
 
 
 def _grid(shape: str | None, device: str) -> str:
@@ -151,13 +152,16 @@ def _fitting(plan: Plan, subject: Subject, is_draft_given: bool) -> Plan:
 
 
 def _tell(row: dict[str, Any]) -> None:
-    print(json.dumps(row), file=sys.stderr, flush=True)
+    draft = f"{row['steps']}:{row['topk']}:{row['draft_tokens']}" if row["steps"] else "plain"
+    case = f"{row['mode']} {draft}, {row['batch']} x {row['tokens']} tokens"
+    print(f"{case}: {row['what']} {row['ms']:g} ms", file=sys.stderr, flush=True)
 
 
-def _measure(subject: Subject, plan: Plan, out: Path | None, given: dict[str, Any], has_hf: bool) -> None:
-    """Measure, write the file after every engine, print the table and the last line."""
+def _measure(subject: Subject, plan: Plan, out: Path | None, given: dict[str, Any], has_hf: bool, json: bool) -> None:
+    """Measure, write the file after every engine, print the table."""
     warnings.filterwarnings("ignore", message="synthetic_acceptance is on")
     config = {"label": plan.label, "version": __version__, "host_probe_ms": host_probe_ms(), **given}
+    config |= {"acceptance": IMPOSED} if subject.is_random else {}
     config |= {"new_tokens": plan.new_tokens, "every_kind": plan.every_kind, "dtype": str(subject.model.dtype)}
     out = out if is_first() else None
     run = Run(subject, plan, _tell if is_first() else lambda _: None)
@@ -170,6 +174,10 @@ def _measure(subject: Subject, plan: Plan, out: Path | None, given: dict[str, An
             file.write(run.rows)
     if is_first():
         print_rows(run.rows)
-        print(json.dumps({"file": file.name, "skipped": run.skipped, "rows": run.rows}))
+        if subject.is_random:
+            print(IMPOSED)
+        for case in run.skipped:
+            print(f"skipped: {case}")
+        finish(json, {"skipped": run.skipped, "rows": run.rows}, file.name)
     if run.failed:
         raise typer.Exit(1)

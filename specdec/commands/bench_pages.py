@@ -1,11 +1,11 @@
 """`specdec bench page` and `specdec bench compare`: result files as a page, and two of them held against each other."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from specdec.commands.choices import Json, finish
 from specdec.measure.compare import THRESHOLD, compare, print_comparison
 from specdec.measure.page.page import write_page
 from specdec.measure.records import read_record
@@ -28,11 +28,9 @@ def compare_command(
     threshold: Annotated[
         float, typer.Option(help="Relative change that is noise where rows have no intervals and no repeats.")
     ] = THRESHOLD,
+    json: Json = False,
 ) -> None:
-    """Say what got slower, faster or less accepted beyond noise; exit status 1 if anything got worse.
-
-    The last line is one JSON object.
-    """
+    """Say what got slower, faster or less accepted beyond noise; exit status 1 if anything got worse."""
     old, new = read_record(before), read_record(after)
     found = compare(old, new, threshold)
     print_comparison(found, old, new)
@@ -41,5 +39,5 @@ def compare_command(
     ]
     changed = [line for line in lines if line["verdict"] != "noise"]
     alone = {"only_before": found.only_before, "only_after": found.only_after}
-    print(json.dumps({"judged": len(lines), "changed": changed, **alone}))
+    finish(json, {"judged": len(lines), "changed": changed, **alone})
     raise typer.Exit(1 if found.of("worse") else 0)

@@ -1,6 +1,5 @@
 """`specdec bench peers`: reads the options, loads what all ways share, prints and writes the rows."""
 
-import json
 import sys
 import warnings
 from itertools import cycle, islice
@@ -13,13 +12,13 @@ import typer
 from transformers.utils import logging
 
 from specdec import __version__, shipped
-from specdec.commands.choices import check_alone, draft_of, named_draft
+from specdec.commands.choices import Json, check_alone, draft_of, finish, named_draft
 from specdec.commands.demo import PROMPTS
 from specdec.heads.load import detect_algo
 from specdec.measure.peers.rows import measure, print_rows
 from specdec.measure.peers.way import Task
 from specdec.measure.results import ResultFile
-from specdec.measure.shapes import make_head, make_target
+from specdec.measure.shapes import IMPOSED, make_head, make_target
 from specdec.targets.pretrained import BUNDLED, load_draft
 from specdec.text.prompts import chat_ids, read_questions
 from specdec.train.cli import Device, Dtype
@@ -39,7 +38,7 @@ def peers_command(
         str | None, typer.Option(help="Instead of a target, random weights of 135m, 8b or tiny; acceptance is imposed.")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines, such as GSM8K's; default: the demo's four.")] = None,
-    requests: Annotated[int | None, typer.Option(help="Requests at once; default 32 on CUDA, else 4.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Requests at once; default 32 on CUDA, else 4.")] = None,
     few: Annotated[int, typer.Option(help="Requests of the ways that take one at a time.")] = 4,
     tokens: Annotated[int, typer.Option(help="Length of random prompts (--shape).")] = 128,
     new_tokens: Annotated[int | None, typer.Option(help="Tokens to emit at most; default 128, or 32 on CPU.")] = None,
@@ -47,16 +46,17 @@ def peers_command(
     out: Annotated[Path | None, typer.Option(help="Folder for the result file, written after every row.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    json: Json = False,
 ) -> None:
     """Time the same greedy requests by transformers' own ways, other libraries and engines, in one process.
 
     Texts end at EOS or --new-tokens. Ways that take no batch get --few requests, one by one. What fails or is not
-    installed is a row that says so. The last line is one JSON object.
+    installed is a row that says so.
     """
     where = device_of(device)
     is_large = where.startswith("cuda")
-    num, length = requests or (32 if is_large else 4), new_tokens or (128 if is_large else 32)
-    for name, value in (("requests", num), ("few", few), ("tokens", tokens), ("new-tokens", length)):
+    num, length = limit or (32 if is_large else 4), new_tokens or (128 if is_large else 32)
+    for name, value in (("limit", num), ("few", few), ("tokens", tokens), ("new-tokens", length)):
         if value < 1:
             raise ValueError(f"--{name} {value}: expected at least 1")
     logging.set_verbosity_error()
@@ -78,14 +78,18 @@ def peers_command(
     name = shape or Path(target or BUNDLED).name.lower()
     config = {"version": __version__, "target": target, "draft": draft, "assistant": assistant}
     config |= {"prompts": None if prompts is None else str(prompts), "dtype": str(task.model.dtype)}
+    config |= {"acceptance": IMPOSED} if task.is_random else {}
     rows: list[dict[str, Any]] = []
     with ResultFile(out, "peers", name, config) as file:
         for row in measure(task, compile=compile):
             rows.append({"shape": name, **row})
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            rate = f"{row['tokens_per_s']} tokens/s" if "tokens_per_s" in row else row["error"]
+            print(f"{row['what']}: {rate}", file=sys.stderr, flush=True)
             file.write(rows)
     print_rows(rows)
-    print(json.dumps({"file": file.name, "rows": rows}))
+    if task.is_random:
+        print(IMPOSED)
+    finish(json, {"rows": rows}, file.name)
 
 
 def _draft(draft: str | None, target: str | None) -> tuple[Path | str | None, str | None]:

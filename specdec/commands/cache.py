@@ -1,6 +1,5 @@
 """`specdec cache`: what attach traced and Inductor compiled, kept for the next process, and deleting it."""
 
-import json
 from datetime import datetime
 from typing import Annotated
 
@@ -8,13 +7,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from specdec.commands.choices import Json, finish
 from specdec.graphs import kept
 
 
-def cache_command(
+def command(
     clear: Annotated[bool, typer.Option("--clear", help="Delete all of it; the next attach compiles again.")] = False,
+    json: Json = False,
 ) -> None:
-    """Show what attach keeps of compiled layers, by environment, and where. The last line is one JSON object.
+    """Show what attach keeps of compiled layers, by environment, and where.
 
     SPECDEC_CACHE names another folder.
     """
@@ -33,4 +34,6 @@ def cache_command(
         Console().print(table)
     sums = {"pieces": sum(k.num_pieces for k in found), "traces": sum(k.num_traces for k in found)}
     sums["bytes"] = sum(k.num_bytes for k in found)
-    print(json.dumps({"folder": str(kept.root()), **sums, "environments": [k.name for k in found]}))
+    if not json:
+        print(f"folder: {kept.root()}")
+    finish(json, {"folder": str(kept.root()), **sums, "environments": [k.name for k in found]})

@@ -1,11 +1,19 @@
-"""`specdec chat`: a conversation in the terminal, with what speculation gave after every answer."""
+"""`specdec chat`: a conversation in the terminal, with tokens/s and tau after every answer."""
 
 import sys
 from collections.abc import Callable, Generator, Iterable
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from specdec.api import Engine
+from specdec.commands.choices import Draft, MaxNew, Steps, drafting_of, engine_line, named_draft
 from specdec.outputs import RequestOutput
+from specdec.targets.pretrained import BUNDLED
+from specdec.train.cli import Device, Dtype, Target
+from specdec.train.target import load
+
+LEAVE = "An empty line starts a new conversation, Ctrl-C ends an answer, Ctrl-D the chat."
 
 
 def run_chat(engine: Engine, lines: Iterable[str], system: str | None = None, **options: Any) -> list[dict[str, str]]:
@@ -66,3 +74,26 @@ def statistics(out: RequestOutput) -> str:
     """Say in brackets what one request took."""
     rate = len(out.tokens) / out.time_s
     return f"[{len(out.tokens)} tokens, {out.finish_reason}, {rate:.1f} tokens/s, tau {out.acceptance.tau:.2f}]"
+
+
+def command(
+    target: Target = BUNDLED,
+    draft: Draft = None,
+    steps: Steps = None,
+    max_new_tokens: MaxNew = 512,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; left out, the model's own default.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Chat in the terminal; an empty line starts again, Ctrl-C ends an answer, Ctrl-D the chat."""
+    model, tokenizer = load(target, dtype, device)
+    drafting = drafting_of(named_draft(draft, target), model, 1, steps)
+    engine = drafting.attach(model, tokenizer, max_batch=1, prefix_cache="auto")
+    for line in (engine_line(engine), drafting.note, LEAVE):
+        if line:
+            print(line, file=sys.stderr)
+    law: dict[str, Any] = {}
+    if temperature is not None:
+        law = {"temperature": temperature or None, "do_sample": temperature > 0}
+    run_chat(engine, typed_lines(), system, max_new_tokens=max_new_tokens, **law)

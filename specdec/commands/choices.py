@@ -1,19 +1,37 @@
-"""What options of several commands stand for: drafting, drafts, lists, names of targets."""
+"""Options that several commands share: drafting, drafts, lists, names of targets, JSON."""
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from specdec import shipped
+from specdec.api import Engine, attach
 from specdec.draft.algorithms import algorithms
-from specdec.targets.pretrained import BUNDLED
+from specdec.heads.load import detect_algo, load_head
+from specdec.measure.break_even import BreakEven, cpu_break_even, expected_tau
+from specdec.targets.pretrained import BUNDLED, load_draft
+from specdec.targets.shape import TargetShape
 
+Json = Annotated[bool, typer.Option("--json", help="Print the results as one JSON object, the last line.")]
 Steps = Annotated[
     int | None,
-    typer.Option(help="Draft depth S; default 2 on CPU, else 3, or S, K and D as the draft advises if none is given."),
+    typer.Option(
+        help="Draft depth S; default: on a CPU what is measured to be fastest, no draft included; else 3, or S, K and "
+        "D as the draft advises if none is given."
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder, .gguf file, Hub id, 'lookup', 'shipped' (EAGLE-3), a shipped name or 'none'; default: shipped "
+        "for the bundled target, none for others."
+    ),
 ]
 TopK = Annotated[int | None, typer.Option(help="Branches per step K; 1, the default, drafts a chain.")]
+MaxNew = Annotated[int, typer.Option(help="Tokens to emit at most.")]
 DraftTokens = Annotated[int | None, typer.Option(help="Nodes verified per round D, root included.")]
 
 
@@ -22,19 +40,90 @@ def named_draft(draft: str | None, target: str | None) -> str:
     return draft or ("shipped" if target in (None, BUNDLED) else "none")
 
 
-def drafting_of(
-    draft: str, device: str, steps: int | None, topk: int | None = None, draft_tokens: int | None = None
-) -> dict[str, Any]:
-    """Return the settings of `attach` for the options of drafting that were given, None for those that were not;
-    beside the draft "none", `attach` refuses them.
+@dataclass(frozen=True)
+class Drafting:
+    """Drafting of an engine. source, algo, settings: as `attach` takes them; note: why a CPU drafts so, else ""."""
 
-    On a CPU the depth is 2 by default: a product of up to three rows costs what one row costs. Elsewhere nothing is
-    added, so that `attach` follows what the draft advises on CUDA.
+    source: Any
+    algo: str | None
+    settings: dict[str, Any]
+    note: str = ""
+
+    def attach(self, model: Any, tokenizer: Any, **settings: Any) -> Engine:
+        """Attach an engine that drafts so."""
+        return attach(model, self.source, self.algo, tokenizer=tokenizer, **{**settings, **self.settings})
+
+
+def drafting_of(
+    draft: str,
+    model: Any,
+    max_batch: int,
+    steps: int | None = None,
+    topk: int | None = None,
+    draft_tokens: int | None = None,
+) -> Drafting:
+    """Return how an engine of `max_batch` requests drafts with the draft of that name.
+
+    Options that were given are honoured; beside the draft "none", `attach` refuses them. If none was given, S is the
+    fastest that a CPU is measured to have, and there is no draft where none pays; elsewhere `attach` follows what the
+    draft advises.
     """
-    if draft != "none" and steps is None and device == "cpu":
-        steps = 2
     drafting = {"num_steps": steps, "topk": topk, "num_draft_tokens": draft_tokens}
-    return {name: value for name, value in drafting.items() if value is not None}
+    given = {name: value for name, value in drafting.items() if value is not None}
+    source, algo = draft_of(draft)
+    if algo is None or model.device.type != "cpu" or steps is not None:
+        return Drafting(source, algo, given)
+    if given:
+        return Drafting(source, algo, {"num_steps": 2, **given})
+    found = cpu_break_even(model, draft_module(source, model))
+    best = found.best_steps(max_batch)
+    if best:
+        return Drafting(source, algo, {"num_steps": best}, f"{_cost(found, best, max_batch)}: S={best}")
+    return Drafting(None, None, {}, f"{_cost(found, 1, max_batch)}: no draft; {_remedy(found, max_batch)}")
+
+
+def _cost(found: BreakEven, steps: int, batch: int) -> str:
+    cost = found.cost(steps, batch)
+    return (
+        f"on this CPU a round of S={steps} at {batch} request{'s' * (batch > 1)} costs {cost:.2f} plain steps "
+        f"(drafting pays below {expected_tau(steps):.2f})"
+    )
+
+
+def _remedy(found: BreakEven, max_batch: int) -> str:
+    """Say what to do for drafts all the same."""
+    if 0 < found.most_requests < max_batch:
+        return f"drafts pay up to --max-batch {found.most_requests}; --steps 1 drafts anyway"
+    return "--steps 1 drafts anyway"
+
+
+def draft_module(source: Path | str | None, model: Any) -> Any:
+    """Load a draft of `draft_of` beside its target; None for one without weights."""
+    if source is None:
+        return None
+    kind = detect_algo(source)
+    if kind == "standalone":
+        return load_draft(source, dtype=model.dtype, device=model.device)[0]
+    return load_head(source, TargetShape.of(model), model.dtype, model.device, kind)
+
+
+def engine_line(engine: Engine) -> str:
+    """Describe an engine on one line: model, draft, capacity, memory of its KV pool."""
+    config, report = engine.config, engine.report()
+    draft = f"{report.draft['algo']}, S={config.num_steps}" if config.num_steps else "no draft"
+    requests = f"{config.max_batch} request{'s' * (config.max_batch > 1)}"
+    return (
+        f"{report.model} on {engine.target_module.device}, {draft}, up to {requests} of {config.max_seq_len:,} tokens, "
+        f"KV pool {report.kv_bytes / 2**20:,.0f} MiB"
+    )
+
+
+def finish(as_json: bool, found: dict[str, Any], file: str | None = None) -> None:
+    """End a command: print what it found as JSON if that is wanted, or else where the result file is."""
+    if as_json:
+        print(json.dumps({"file": file, **found} if file else found))
+    elif file:
+        print(f"results: {file}")
 
 
 def draft_of(draft: str) -> tuple[Path | str | None, str | None]:

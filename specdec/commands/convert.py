@@ -1,6 +1,5 @@
 """`specdec convert`: EAGLE-3 heads between the official layout and vLLM speculators', tensor by tensor, bit for bit."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +8,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from specdec import shipped
 from specdec.checkpoints.replacing import check_free, write_checkpoint
 from specdec.checkpoints.tensors import TensorFiles
+from specdec.commands.choices import Json, finish
 from specdec.errors import CheckpointError
 from specdec.heads.build import head_problems, wanted_tensors
 from specdec.heads.custom_generate import write_custom_generate
@@ -20,6 +21,8 @@ from specdec.heads.files import HeadFiles
 from specdec.heads.formats import layouts
 from specdec.heads.layouts import AUX_IDS, AUX_LAYERS
 from specdec.heads.open import open_head, read_config
+from specdec.targets.pretrained import BUNDLED, load_pretrained
+from specdec.targets.shape import TargetShape
 
 TO = {"official": "eagle3", "speculators": "speculators"}
 # Keys that our computation does not use, but other readers do.
@@ -27,12 +30,19 @@ PASSED = ("max_position_embeddings", "torch_dtype", "dtype", "bos_token_id", "eo
 
 
 def convert(
-    src: str | Path, dst: str | Path, to: str, verifier: str | None = None, *, overwrite: bool = False
+    src: str | Path,
+    dst: str | Path,
+    to: str,
+    verifier: str | None = None,
+    *,
+    overwrite: bool = False,
+    target: TargetShape | None = None,
 ) -> list[str]:
     """Write the EAGLE-3 head in `src` to the folder `dst` in the layout `to`; return notes on what was read.
 
     to: "official" or "speculators". verifier: name of the target for speculators' config; None keeps what `src` says.
-    overwrite: replace a checkpoint in `dst`. ValueError names what `to` cannot express, CheckpointError what is wrong
+    overwrite: replace a checkpoint in `dst`. target: gives the rows of lm_head that a head leaves to its target, which
+    speculators' layout needs. ValueError names what `to` cannot express, CheckpointError what is wrong
     with `src`.
     """
     if to not in TO:
@@ -53,12 +63,17 @@ def convert(
     problems = reading.problems + head_problems(head, likeness, *wanted_tensors(head, likeness))
     if problems:
         raise CheckpointError(str(head.folder), problems)
-    written = _to_official(head, config) if to == "official" else _to_speculators(head, config)
+    tensors = head.read(list(head.names))
+    if to == "official":
+        written = _to_official(head, config)
+    else:
+        written = _to_speculators(head, config)
+        if head.raw.get("lm_head_from_target") and "lm_head.weight" not in tensors:
+            tensors["lm_head.weight"] = _targets_rows(target, tensors)
     if verifier is not None or to == "speculators":
         written["speculators_config"] = _with_verifier(head.raw.get("speculators_config"), verifier)
     layout = layouts()[TO[to]]
-    tensors = {layout.theirs(ours): t.contiguous() for ours, t in head.read(list(head.names)).items()}
-    write_checkpoint(dst, written, tensors)
+    write_checkpoint(dst, written, {layout.theirs(ours): t.contiguous() for ours, t in tensors.items()})
     write_custom_generate(dst)
     return reading.notes + reading.doubts
 
@@ -76,15 +91,22 @@ def _to_official(head: HeadFiles, config: Eagle3Config) -> dict[str, Any]:
 
 def _to_speculators(head: HeadFiles, config: Eagle3Config) -> dict[str, Any]:
     raw = head.raw
-    if raw.get("lm_head_from_target"):
-        raise ValueError(
-            "speculators' layout cannot express lm_head_from_target: expected a head that holds its own lm_head; load "
-            "it beside its target and save it with save_head(..., layout='speculators')"
-        )
     written = speculators_json(config)
     written["transformer_layer_config"].update({key: raw[key] for key in PASSED if key in raw})
     _keep_aux(raw, written, written)
     return written
+
+
+def _targets_rows(target: TargetShape | None, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the rows of the target's output head that a head of `tensors` scores with, in its own dtype."""
+    if target is None:
+        raise ValueError(
+            "the head leaves its lm_head to the target, which speculators' layout cannot express: give its target as "
+            "--target, and its rows are written out"
+        )
+    rows, d2t = target.lm_head_rows(), tensors.get("d2t")
+    hot = slice(None) if d2t is None else (d2t + torch.arange(len(d2t))).to(rows.device)
+    return rows[hot].to("cpu", tensors["fc.weight"].dtype)
 
 
 def _keep_aux(raw: Mapping[str, Any], written: dict[str, Any], holder: dict[str, Any]) -> None:
@@ -104,15 +126,23 @@ def _with_verifier(known: Any, verifier: str | None) -> dict[str, Any]:
     return kept
 
 
-def convert_command(
-    src: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE-3 head.")],
+def command(
+    src: Annotated[str, typer.Argument(help="Folder, Hub id or shipped name of an EAGLE-3 head.")],
     dst: Annotated[Path, typer.Argument(help="Folder to write.")],
     to: Annotated[str, typer.Option(help="official (SafeAILab, SpecForge, SGLang) or speculators (vLLM).")],
     verifier: Annotated[str | None, typer.Option(help="Name of the target, for speculators' config.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target of a head without an lm_head of its own; shipped heads: bundled.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a checkpoint in DST.")] = False,
+    json: Json = False,
 ) -> None:
-    """Rewrite an EAGLE-3 head in the other layout; the last line is one JSON object."""
-    notes = convert(src, dst, to, verifier, overwrite=overwrite)
+    """Rewrite an EAGLE-3 head in the other layout."""
+    source = shipped.find(src)
+    if target is None and str(source) != src and to == "speculators":
+        target = BUNDLED
+    shape = None if target is None else TargetShape.of(load_pretrained(target)[0])
+    notes = convert(source, dst, to, verifier, overwrite=overwrite, target=shape)
     for note in notes:
         print(note)
-    print(json.dumps({"src": src, "dst": str(dst), "to": to, "notes": notes}))
+    finish(json, {"src": src, "dst": str(dst), "to": to, "notes": notes})

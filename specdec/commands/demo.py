@@ -1,22 +1,39 @@
 """`specdec demo`: the same prompts with HF `generate`, plain decoding and speculation: drafted tokens and speeds."""
 
-import json
+import copy
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from tqdm import tqdm
 
 from specdec.api import Engine, attach
+from specdec.commands.choices import (
+    Draft,
+    Drafting,
+    DraftTokens,
+    Json,
+    MaxNew,
+    Steps,
+    TopK,
+    drafting_of,
+    finish,
+    named_draft,
+)
+from specdec.measure.break_even import slow_products
 from specdec.measure.lossless import reference
+from specdec.metrics import AcceptanceStats
 from specdec.outputs import RequestOutput
+from specdec.targets.pretrained import BUNDLED, load_pretrained
 from specdec.text.detokenizer import Detokenizer
 from specdec.text.prompts import chat_ids
+from specdec.train.cli import Device, Target
+from specdec.train.target import device_of
 
 PROMPTS = (
     "A baker sells 24 rolls in the morning and half as many in the afternoon. Each roll costs $2. "
@@ -44,48 +61,84 @@ class Run:
         """Emitted tokens per second, prefill included."""
         return sum(map(len, self.tokens)) / self.seconds
 
+    def add(self, engine: Engine, prompt: list[int], max_new_tokens: int) -> RequestOutput:
+        """Generate for one more prompt."""
+        start = time.perf_counter()
+        (output,) = engine.generate(prompt, max_new_tokens=max_new_tokens).requests
+        self.seconds += time.perf_counter() - start
+        self.tokens.append(output.tokens)
+        return output
+
+
+def command(
+    target: Target = BUNDLED,
+    draft: Draft = None,
+    steps: Steps = None,
+    topk: TopK = None,
+    draft_tokens: DraftTokens = None,
+    max_new_tokens: MaxNew = 96,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Compare HF generate, plain decoding and speculation, and show which tokens were drafted."""
+    name = named_draft(draft, target)
+    if name == "none":
+        raise ValueError(
+            "--draft 'none', the default for other targets than bundled: the demo compares drafting with plain "
+            "decoding; name a draft made for the target, or 'lookup'"
+        )
+    model, tokenizer = load_pretrained(target, dtype=torch.float32, device=device_of(device))
+    drafting = drafting_of(name, model, 1, steps, topk, draft_tokens)
+    if drafting.note:
+        slow = slow_products(model, 1 + drafting.settings.get("num_steps", 1))[:3]
+        print(drafting.note + (f"; slow products of a few rows: {', '.join(slow)}" if slow else ""))
+    finish(json, run_demo(model, tokenizer, drafting, max_new_tokens=max_new_tokens))
+
 
 def run_demo(
-    model: Any,
-    tokenizer: Any,
-    draft: Any,
-    algo: str | None = "auto",
-    *,
-    max_new_tokens: int = 96,
-    prompts: tuple[str, ...] = PROMPTS,
-    **drafting: int,
+    model: Any, tokenizer: Any, drafting: Drafting, *, max_new_tokens: int = 96, prompts: tuple[str, ...] = PROMPTS
 ) -> dict[str, Any]:
-    """Run the three ways, print the table and one JSON line, and return what the line holds.
+    """Run the three ways prompt by prompt, so that a host whose load changes slows all of them; print texts and table.
 
-    drafting: num_steps, topk and num_draft_tokens as `attach` takes them.
+    Without a draft, where none pays on this host, there are two ways. Returns the figures.
     """
     console = Console()
     ids = chat_ids(list(prompts), tokenizer)
-    hf = run_hf(model, ids, max_new_tokens)
-    plain = run_engine("plain", lambda: attach(model, tokenizer=tokenizer, compile=False), ids, max_new_tokens)
+    hf, plain, spec = Run("HF generate"), Run("plain"), Run("speculative")
+    ways = [plain] if drafting.algo is None else [plain, spec]
     mark = Marking.of(console)
     console.print(mark.legend)
+    engines = [attach(_twin(model), tokenizer=tokenizer, max_batch=1, compile=False)]
+    stats = AcceptanceStats()
+    try:
+        if drafting.algo is not None:
+            engines.append(drafting.attach(_twin(model), tokenizer, max_batch=1, compile=False))
+        reference(model, ids[0], 4)
+        for engine in engines:
+            engine.generate(ids[0], max_new_tokens=4)
+        for prompt, own in zip(prompts, ids, strict=True):
+            start = time.perf_counter()
+            hf.tokens.append(reference(model, own, max_new_tokens))
+            hf.seconds += time.perf_counter() - start
+            for run, engine in zip(ways, engines, strict=True):
+                output = run.add(engine, own, max_new_tokens)
+            stats = stats.merge([output.acceptance])
+            console.print()
+            console.print(exchange(prompt, output, tokenizer, mark, console.width))
+    finally:
+        for engine in engines:
+            engine.detach()
+    ways[-1].tau = stats.tau
+    equal = all(run.tokens == hf.tokens for run in ways)
+    _print_table(console, [hf, *ways], equal)
+    named = zip(("hf", "plain", "spec"), [hf, *ways], strict=False)
+    figures = {f"{key}_tok_s": round(run.tokens_per_s, 2) for key, run in named}
+    return {**figures, "tau": round(stats.tau, 3), "equal": equal}
 
-    def show(index: int, output: RequestOutput) -> None:
-        console.print()
-        console.print(exchange(prompts[index], output, tokenizer, mark, console.width))
 
-    def speculative() -> Engine:
-        settings: dict[str, Any] = {**drafting, "compile": False}
-        return attach(model, draft, algo, tokenizer=tokenizer, **settings)
-
-    spec = run_engine("speculative", speculative, ids, max_new_tokens, show)
-    equal = hf.tokens == plain.tokens == spec.tokens
-    _print_table(console, [hf, plain, spec], equal)
-    result = {
-        "hf_tok_s": round(hf.tokens_per_s, 2),
-        "plain_tok_s": round(plain.tokens_per_s, 2),
-        "spec_tok_s": round(spec.tokens_per_s, 2),
-        "tau": round(spec.tau or 0.0, 3),
-        "equal": equal,
-    }
-    print(json.dumps(result))
-    return result
+def _twin(model: Any) -> Any:
+    """Return a model of its own modules that shares all weights with `model`."""
+    return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
 
 @dataclass(frozen=True)
@@ -106,8 +159,8 @@ class Marking:
     @property
     def legend(self) -> Text:
         """A line that explains the marks."""
-        sample = Text(f"{self.before}drafted and accepted{self.after}", self.style)
-        return sample + Text(", the rest: the target's own tokens. All of it is the target's own text.", "")
+        legend = Text().append(f"{self.before}drafted and accepted{self.after}", self.style)
+        return legend.append(", the rest: the target's own tokens. All of it is the target's own text.")
 
 
 def exchange(prompt: str, output: RequestOutput, tokenizer: Any, mark: Marking, width: int) -> Table:
@@ -144,49 +197,6 @@ def _runs(output: RequestOutput) -> Iterable[tuple[bool, list[int]]]:
         yield True, output.tokens[start : start + n - 1]
         yield False, output.tokens[start + n - 1 : start + n]
         start += n
-
-
-def run_hf(model: Any, prompts: list[list[int]], max_new_tokens: int) -> Run:
-    """Run `model.generate`, one prompt at a time, after a short warm-up."""
-    run = Run("HF generate")
-    reference(model, prompts[0], 4)
-    for prompt in _progress(prompts, run.name):
-        start = time.perf_counter()
-        run.tokens.append(reference(model, prompt, max_new_tokens))
-        run.seconds += time.perf_counter() - start
-    return run
-
-
-def run_engine(
-    name: str,
-    make: Callable[[], Engine],
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    show: Callable[[int, RequestOutput], None] | None = None,
-) -> Run:
-    """Run every prompt through a fresh engine; `show` gets each output, outside the timed part."""
-    run, engine = Run(name), make()
-    try:
-        engine.generate(prompts[0], max_new_tokens=4)
-        num_emitted = num_rounds = 0
-        for index, prompt in enumerate(_progress(prompts, name) if show is None else prompts):
-            start = time.perf_counter()
-            (output,) = engine.generate(prompt, max_new_tokens=max_new_tokens).requests
-            run.seconds += time.perf_counter() - start
-            run.tokens.append(output.tokens)
-            num_emitted += output.acceptance.num_emitted
-            num_rounds += output.acceptance.num_rounds
-            if show is not None:
-                show(index, output)
-        run.tau = num_emitted / max(num_rounds, 1)
-    finally:
-        engine.detach()
-    return run
-
-
-def _progress(prompts: list[list[int]], name: str) -> Iterable[list[int]]:
-    """Iterate over the prompts, with a progress bar on a terminal that disappears at the end."""
-    return tqdm(prompts, desc=name, unit="prompt", leave=False, disable=None)
 
 
 def _print_table(console: Console, runs: list[Run], equal: bool) -> None:

@@ -1,6 +1,5 @@
 """`specdec env`: what a bug report should say of the machine and its packages."""
 
-import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -11,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from specdec.backends import BACKENDS
+from specdec.commands.choices import Json, finish
 
 PACKAGES = (
     *("specdec-toolkit", "torch", "triton", "transformers", "flashinfer-python"),
@@ -32,15 +32,15 @@ def environment() -> dict[str, Any]:
     }
 
 
-def env_command() -> None:
-    """Print versions, devices and usable backends, for bug reports. The last line is one JSON object."""
+def command(json: Json = False) -> None:
+    """Print versions, devices and usable backends, for bug reports."""
     found = environment()
     backends = [f"{name}: {reason or 'usable'}" for name, reason in found["backends"].items()]
     table = Table(show_header=False)
     for name, value in {**found, "devices": "\n".join(found["devices"]), "backends": "\n".join(backends)}.items():
         table.add_row(name, escape(str(value or ("none" if name == "cuda" else "not installed"))))
     Console().print(table)
-    print(json.dumps(found))
+    finish(json, found)
 
 
 def _version(package: str) -> str | None:

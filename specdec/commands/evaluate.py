@@ -2,11 +2,14 @@
 
 import typer
 
-AS_THEY_ARE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-def evaluate_command(ctx: typer.Context) -> None:
-    """Evaluate with lm-eval; its options, for example --model_args pretrained=TARGET,draft=HEAD --tasks gsm8k."""
+def command(ctx: typer.Context) -> None:
+    """Evaluate with lm-eval; its options, such as --model_args pretrained=TARGET --tasks gsm8k.
+
+    A draft is named as pretrained=TARGET,draft=HEAD.
+    """
     try:
         from specdec.evaluation import run
     except ModuleNotFoundError as error:

@@ -6,13 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from specdec.api import attach
-from specdec.commands.choices import DraftTokens, Steps, TopK, draft_of, drafting_of, named_draft
+from specdec.commands.choices import DraftTokens, Steps, TopK, drafting_of, engine_line, named_draft
 from specdec.train.cli import Device, Dtype
 from specdec.train.target import load
 
 
-def serve_command(
+def command(
     target: Annotated[str, typer.Argument(help="Hub id, folder, .gguf file or 'bundled' (SmolLM2-135M-Instruct).")],
     draft: Annotated[
         str | None,
@@ -58,9 +57,11 @@ def serve_command(
         settings["compile"] = compile
     if max_seq_len is not None:
         settings["max_seq_len"] = max_seq_len
-    draft = named_draft(draft, target)
-    settings |= drafting_of(draft, model.device.type, steps, topk, draft_tokens)
-    engine = attach(model, *draft_of(draft), tokenizer=tokenizer, **settings)
+    drafting = drafting_of(named_draft(draft, target), model, max_batch, steps, topk, draft_tokens)
+    engine = drafting.attach(model, tokenizer, **settings)
+    for line in (engine_line(engine), drafting.note):
+        if line:
+            typer.echo(line, err=True)
     app = build_app(engine, name or target, max_waiting)
 
     class Server(uvicorn.Server):

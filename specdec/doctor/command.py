@@ -1,4 +1,4 @@
-"""`specdec doctor TARGET DRAFT`: loads both, examines, prints tables for people and one JSON line for programs."""
+"""`specdec doctor TARGET DRAFT`: loads both, examines, prints tables; with --json also one JSON line."""
 
 import json
 from collections.abc import Mapping
@@ -43,10 +43,11 @@ def doctor_command(
     bandwidth_gb_s: Annotated[float | None, typer.Option(help="Bandwidth of device memory; default: measured.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
 ) -> None:
-    """Describe a draft, measure its cost and acceptance on a target, and find what is wrong with it.
+    """Describe a draft, measure its cost and acceptance on a target, and name its defects.
 
-    Exit status 1 if it cannot be loaded or a defect was found. The last line is one JSON object.
+    Exit status 1 if it cannot be loaded or a defect was found.
     """
     if bandwidth_gb_s is not None and bandwidth_gb_s <= 0:
         raise ValueError(f"--bandwidth-gb-s {bandwidth_gb_s}: expected a positive number of GB/s")
@@ -77,13 +78,15 @@ def doctor_command(
         _print_facts(console, facts)
         for problem in problems:
             console.print(f"cannot be loaded: {problem}", style="red", markup=False, highlight=False)
-        print(json.dumps({**facts, "defects": ["cannot be loaded"], "remarks": problems}))
+        if as_json:
+            print(json.dumps({**facts, "defects": ["cannot be loaded"], "remarks": problems}))
         raise typer.Exit(1)
     ids = prompt_ids(questions, tokenizer)
     sizes = {"num_steps": steps, "max_new_tokens": max_new_tokens}
     found = examine(model, loaded, ids, **sizes, gb_s=bandwidth_gb_s, known=facts)
     print_findings(console, found)
-    print(json.dumps(found.json))
+    if as_json:
+        print(json.dumps(found.json))
     raise typer.Exit(1 if found.defects else 0)
 
 

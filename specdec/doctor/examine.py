@@ -7,13 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from specdec.doctor.cost import Floor, Run, floor, measure_bandwidth, run
+from specdec.doctor.cost import Run, run
 from specdec.doctor.experts import measure_verify, remark
 from specdec.doctor.facts import embedding_likeness, facts_of, untouched_norm, weight_problems
 from specdec.doctor.rows import Agreement, Observed, commonest, coverage, model_agreement, observe
 from specdec.doctor.search import Trial, search, unclear
 from specdec.heads.base import DraftHead
 from specdec.measure.acceptance import ci95
+from specdec.measure.roofline import Floor, floor, measure_bandwidth
 
 LOW_TAU = 1.25  # a draft with less is suspect
 UNLIKE = 0.05  # correlation below which two embeddings have nothing in common

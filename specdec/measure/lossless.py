@@ -4,8 +4,8 @@ Greedy text is compared with `model.generate`: in fp32 every token must be equal
 must be a near-tie of the target's own top two logits (`specdec.measure.ties`). Sampled text, of the same seeds, is
 compared with the same engine without graphs and with the torch backend. There a difference begins where rounding moved
 a law across a random number: how often that happens is estimated from the target alone, run with two attention
-implementations, and the check fails if there are more differences than that makes likely. The last line is one JSON
-object; rows have `algo` and `check`.
+implementations, and the check fails if there are more differences than that makes likely. Rows have
+`algo` and `check`.
 """
 
 import time
@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from tqdm import tqdm
 
 from specdec.api import attach
@@ -60,6 +62,16 @@ def run(
                 given |= {"max_batch": sampled_batch, "graph_sampling": "sampled"}
                 found += compare_sampled(model, draft, given, kinds, prompts, law, max_new_tokens)
             yield [{"draft": name, **config, "backend": backend, **row} for row in found]
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a line a comparison."""
+    keys = ("draft", "check", "against", "batch", "compared", "equal", "near_ties", "unexplained", "tau")
+    table = Table("draft", "S:K", *keys[1:])
+    for row in rows:
+        first, *others = ("-" if row.get(key) is None else str(row[key]) for key in keys)
+        table.add_row(first, f"{row['num_steps']}:{row['topk']}", *others)
+    Console().print(table)
 
 
 def reference(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:

@@ -16,6 +16,7 @@ from specdec.heads.nextn import NextNHead
 from specdec.measure.sizes import SHAPES, check_shape
 from specdec.targets.weight_bytes import expert_modules
 
+IMPOSED = "weights random, acceptance imposed: position j is accepted with probability 0.8 * 0.75**(j-1)"
 APART = 8.0  # std of embeddings before experts: else all tokens look alike in deep layers, and choose the same ones
 OWN_LAYERS = 16  # of a sharded target that have weights of their own; the others have copies, as a rank makes all first
 

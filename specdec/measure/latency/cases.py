@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from specdec.config import EngineConfig
-from specdec.measure.floors import kv_bytes, row_bytes
 from specdec.measure.latency.timing import SAMPLINGS
+from specdec.measure.roofline import kv_bytes, row_bytes
 from specdec.measure.shapes import acceptance_rates
 from specdec.measure.sizes import SHAPES
 

@@ -21,11 +21,11 @@ from typing import Any
 
 from specdec.api import Engine, attach
 from specdec.errors import CapacityError
-from specdec.measure.floors import first_floor_ms, token_floor_ms
 from specdec.measure.latency.cases import MODES, Cell, Draft, Plan, capacity, split_by_memory
 from specdec.measure.latency.hf import hf_rows
 from specdec.measure.latency.subject import Subject, free
 from specdec.measure.latency.timing import QUICK_S, Call, generate, idle_share
+from specdec.measure.roofline import first_floor_ms, token_floor_ms
 from specdec.measure.together import of_first
 
 SLOW_S = 3.0  # prompts that take longer are timed once
@@ -122,6 +122,7 @@ class Run:
         seconds = time.perf_counter() - start
         self.longest_attach = max(self.longest_attach, of_first(seconds))
         report = engine.report()
+        mode = _mode_of(mode, engine)
         row = {**self._key(mode, draft, Cell(engine.config.max_batch, engine.config.max_seq_len)), "what": "attach"}
         row |= {"ms": round(1e3 * seconds), "compile_s": round(report.compile_seconds, 2)}
         row |= {"capture_s": round(report.graph_seconds, 2), "num_graphs": len(report.graphs)}
@@ -154,7 +155,7 @@ class Run:
         own = self.subject.tokenizer
         for sampling, tokenizer in product(self.plan.samplings, (None,) if own is None else (own, None)):
             engine.tokenizer = tokenizer
-            key = {**self._key(mode, draft, cell), "tokenizer": tokenizer is not None}
+            key = {**self._key(_mode_of(mode, engine), draft, cell), "tokenizer": tokenizer is not None}
             key |= {} if sampling == "greedy" else {"sampling": sampling}
             before = _eager_runs(engine)
             for row in self._times(engine, draft, cell, sampling, f"{mode} {draft}, {cell}"):
@@ -226,6 +227,11 @@ class Run:
 def _medians(calls: list[Call]) -> tuple[float, float]:
     """ms of a call, and of the host's share of it."""
     return 1e3 * median(c.seconds for c in calls), 1e3 * median(c.host_seconds for c in calls)
+
+
+def _mode_of(mode: str, engine: Engine) -> str:
+    """Return a mode's name in rows: "eager" for "graph" where the engine has none, as on a CPU."""
+    return "eager" if mode == "graph" and engine.report().capture == "eager" else mode
 
 
 def _eager_runs(engine: Engine) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""Lower bounds on times of the named shapes on an H200: the slower of reading what must be read and of multiplying.
+"""Lower bounds on times, by what must be read or multiplied: of named shapes on an H200, and of live models.
 
 Of experts, a forward reads those that its tokens choose, in expectation under uniform random choice; states of
 recurrent layers are read once and written once a round. ranks: H200s that share the target; floors are those of one,
@@ -7,21 +7,24 @@ What ranks tell each other takes no time here.
 """
 
 import re
+import statistics
+import time
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.backends.state_pool import StatePool
-from specdec.heads.base import LayerConfig
+from specdec.heads.base import DraftHead, LayerConfig
 from specdec.heads.nextn import NextNHead
 from specdec.measure.sizes import SHAPES, recurrent_layers
 from specdec.targets.mixer_ranks import form_of
-from specdec.targets.weight_bytes import ExpertWeights, expert_weights
+from specdec.targets.weight_bytes import ExpertWeights, VerifyCost, expert_weights, num_bytes, read_bytes
 
+COPIED = {"cuda": 2**30}  # bytes, more than any cache holds; elsewhere 2**27
 COPY_BYTES_PER_MS = 4.24e9  # of an H200, read and written bytes counted
 FLOPS_PER_MS = 0.79e12  # dense bf16 products of an H200, as measured for 2048 rows
 
@@ -209,3 +212,78 @@ def _cut(model: Any, ranks: int) -> set[nn.Parameter]:
 def _shared_mixers(model: nn.Module, ranks: int) -> list[nn.Module]:
     """List the recurrent layers of `model` that so many ranks share by heads."""
     return [module for module in model.modules() if form_of(module, ranks)]
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Lower bounds on the time of a plain step and of a round of S draft passes: every weight read once per pass.
+
+    Left out: attention, its cache, and compute. target_bytes: of a step of one token, draft_bytes: of a draft pass, of
+    routed experts those that one token uses. verify: what a verify reads where experts are routed; elsewhere it reads
+    what a step does.
+    """
+
+    target_bytes: int
+    draft_bytes: int
+    num_steps: int
+    gb_s: float  # 1e9 bytes a second
+    verify: VerifyCost | None = None
+
+    @property
+    def plain_ms(self) -> float:
+        """Milliseconds of one token without a draft."""
+        return self.target_bytes / self.gb_s / 1e6
+
+    @property
+    def round_ms(self) -> float:
+        """Milliseconds of one verify and S passes of the draft."""
+        return self.plain_ms * self.break_even
+
+    @property
+    def break_even(self) -> float:
+        """Tau at which a round is as fast as plain decoding."""
+        verify = 1.0 if self.verify is None else self.verify.ratio
+        return verify + self.num_steps * self.draft_bytes / self.target_bytes
+
+
+def floor(model: PreTrainedModel, draft: Any, num_steps: int, gb_s: float, verify: VerifyCost | None = None) -> Floor:
+    """Compute the Floor from the weights of target and draft; a head without its own output head reads the target's."""
+    head = model.get_output_embeddings()
+    target_bytes = read_bytes(model, model.get_input_embeddings(), head) - _unused_bytes(model, model.config)
+    if isinstance(draft, DraftHead):
+        shared = 0 if draft.lm_head is not None else num_bytes(head)
+        own = (
+            read_bytes(draft, draft.embed_tokens, None)
+            + shared
+            - _unused_bytes(draft, getattr(draft, "hf_config", None))
+        )
+    else:
+        own = read_bytes(draft, draft.get_input_embeddings(), draft.get_output_embeddings())
+        own -= _unused_bytes(draft, draft.config)
+    return Floor(target_bytes, own, num_steps, gb_s, verify)
+
+
+def _unused_bytes(module: nn.Module, config: Any) -> int:
+    """Bytes of the routed experts that one token does not use."""
+    text = config.get_text_config() if config is not None else None
+    experts = expert_weights(module, text)
+    return 0 if experts is None else experts.num_bytes - round(experts.read_bytes(experts.per_token))
+
+
+def measure_bandwidth(device: torch.device) -> float:
+    """Measure the GB/s of a copy on `device`, read and write counted: the median of five."""
+    source = torch.empty(COPIED.get(device.type, 2**27), dtype=torch.uint8, device=device)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(6):
+        wait(device.type)
+        start = time.perf_counter()
+        target.copy_(source)
+        wait(device.type)
+        seconds.append(time.perf_counter() - start)
+    return 2 * source.numel() / statistics.median(seconds[1:]) / 1e9
+
+
+def wait(device: str) -> None:
+    """Wait until a device of that kind has done all its work."""
+    if device == "cuda":
+        torch.cuda.synchronize()
