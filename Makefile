@@ -1,4 +1,4 @@
-# make demo | bench | test | lint | clean. Each sets up what it needs in .venv, in a fresh clone too.
+# make demo | bench | test | test-all | lint | clean. Each sets up what it needs in .venv, in a fresh clone too.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 # -qq: errors only
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --progress-bar off -c constraints.txt
 
-.PHONY: demo bench test lint clean
+.PHONY: demo bench test test-all lint clean
 
 demo: $(READY)
 	$(BIN)/specdec demo
@@ -20,7 +20,11 @@ bench: $(READY)
 	@echo "page: $$($(BIN)/specdec bench page $(OUT)/*.json --out $(OUT)/page.html)"
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not matrix"
+
+# What `make test` left out, after it: nothing runs twice.
+test-all: test
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix
 
 lint: $(READY)
 	$(BIN)/ruff check

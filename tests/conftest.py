@@ -18,6 +18,8 @@ if {"PYTEST_XDIST_WORKER", "SPECDEC_TEST_GPUS"} <= set(os.environ):  # so many G
 
 import torch
 
+from tests.tiers import is_matrix
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read by triton.jit, so before any kernel is imported
     if importlib.util.find_spec("triton") is not None:
@@ -48,7 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_matrix(item):
+            item.add_marker("matrix")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
