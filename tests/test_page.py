@@ -21,6 +21,7 @@ from matplotlib.text import Text
 from specdec import shipped
 from specdec.commands import main as cli
 from specdec.measure import definitions, results
+from specdec.measure.page import axes as axes_module
 from specdec.measure.page import charts, page
 from specdec.measure.page.palette import GREY, Palette
 from specdec.measure.page.parts import table
@@ -215,7 +216,7 @@ def test_several_records_say_which_file_a_row_is_of():
     """One with charts of intervals, one with floors."""
     names = ("acceptance-s2k1_135m", "latency-after-moves_8b")
     html = page.render([read_record(path) for path in COMMITTED if path.name.startswith(names)])
-    assert "2 result files" in html and "acceptance-s2k1 · latency-after-moves · 135m · 8b" in html
+    assert "2 result files" in html and "Acceptance (s2k1), Latency (after moves) of 135m and 8b" in html
     assert html.count("<svg") >= 4
     drafts = ("x-eagle", "x-eagle3")
     both = [Record(f"accept_cpu_2026-11-2{i}", [acceptance_row(d, 0.0, 2.0)], {}) for i, d in enumerate(drafts)]
@@ -223,7 +224,23 @@ def test_several_records_say_which_file_a_row_is_of():
     assert all(f">{name}<" in html for name in names), "by what differs in the files' names"
     assert GREY not in {Palette(names).colour(name) for name in names}
     assert page.differing(["a_b_1", "a_c_1"]) == ["b", "c"] and page.differing(["a", "a"]) == ["a", "a"]
-    assert page.render([Record(f"kind{i}_x", [{"a": 1}], {}) for i in range(5)]).count("5 measurements · x") == 2
+    assert page.render([Record(f"kind{i}_x", [{"a": 1}], {}) for i in range(5)]).count("5 measurements of x") == 2
+
+
+def test_imposed_acceptance_is_said(without_charts):
+    rows = [latency_row("tpot", 3, 1, 128, 5.0)]
+    for command, is_said in (("specdec bench latency --shape 8b", True), ("specdec bench latency", False)):
+        html = page.render([Record("latency-now_8b_cpu_2026-01-01", rows, {"command": command})])
+        assert ("Weights are random and acceptance is imposed:" in html) is is_said
+
+
+def test_engines_have_labels_of_their_own():
+    """Though their names differ only where a chart leaves letters out."""
+    figure = Figure()
+    axes = figure.subplots()
+    long = "latency-trees, compiled, tree S=8 K=10 D={}, batch 1, tokens 2177, of a long label"
+    axes_module.categories(axes, [long.format(d) for d in (64, 128, 256)])
+    assert len({label.get_text() for label in axes.get_yticklabels()}) == 3
 
 
 def test_what_all_rows_say_at_length_stands_below_the_table():
@@ -317,7 +334,7 @@ def test_page_command(tmp_path, capsys, monkeypatch):
     file = next(path for path in COMMITTED if path.name.startswith("demo"))
     out = tmp_path / "new" / "page.html"
     assert run(monkeypatch, "bench", "page", file, "--out", out) == 0
-    assert capsys.readouterr().out.split() == [str(out)] and "<h1>demo · 135m</h1>" in out.read_text()
+    assert capsys.readouterr().out.split() == [str(out)] and "<h1>Demo of 135m</h1>" in out.read_text()
     (tmp_path / "bad.json").write_text("[1]")
     for bad, message in (("none.json", "no such file"), ("bad.json", "expected an object with a list of 'rows'")):
         assert run(monkeypatch, "bench", "page", tmp_path / bad) == 2

@@ -36,7 +36,9 @@ STYLE: Any = {
 
 def categories(axes: "Axes", names: Sequence[str]) -> None:
     """Write `names` along the y axis, the first on top."""
-    axes.set_yticks(range(len(names)), [shortened(name) for name in names])
+    short = [shortened(name) for name in names]
+    short = [f"{s} ({short[: i + 1].count(s)})" if short.count(s) > 1 else s for i, s in enumerate(short)]
+    axes.set_yticks(range(len(names)), short)
     axes.set_ylim(len(names) - 0.45, -0.55)
     axes.grid(False, axis="y")
 

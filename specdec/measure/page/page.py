@@ -14,6 +14,12 @@ from specdec.measure.records import Record
 
 MOST_CARDS = 6
 MOST_NAMED = 3  # measurements in the title
+KIND_NAMES = {
+    "peers": "Ways to generate",
+    "gsm8k": "GSM8K by prefill mode",
+    "lossless": "Texts beside model.generate",
+    "faults": "Random faults",
+}
 KINDS: dict[str, Callable[[Row], bool]] = {  # the first that says yes has the row
     "acceptance": acceptance.is_acceptance,
     "gsm8k": checks.is_gsm8k,
@@ -55,6 +61,7 @@ def render(records: Sequence[Record]) -> str:
     return environment.get_template("template.html.j2").render(
         title=_title(records),
         subtitle=_subtitle(records),
+        imposed=_imposed(records),
         cards=_cards(found),
         sections=found,
         environment=_environment(records),
@@ -131,12 +138,28 @@ def differing(names: Sequence[str]) -> list[str]:
 
 
 def _title(records: Sequence[Record]) -> str:
-    """Name what was measured, and of what: the first two parts of the files' names, unless there are many."""
+    """Name what was measured, and of what, by the files' names: "Latency (after moves), Acceptance of 8b and 135m"."""
     parts = [record.name.split("_") for record in records]
     measured, targets = (list(dict.fromkeys(p[i] for p in parts if len(p) > i)) for i in range(2))
-    if len(measured) > MOST_NAMED:
-        measured = [f"{len(measured)} measurements"]
-    return " · ".join([*measured, *targets])
+    named = [_measurement(name) for name in measured]
+    if len(named) > MOST_NAMED:
+        named = [f"{len(named)} measurements"]
+    return ", ".join(named) + (f" of {' and '.join(targets)}" if targets else "")
+
+
+def _measurement(name: str) -> str:
+    """Write the first part of a file's name as words: "latency-after-moves" is "Latency (after moves)"."""
+    kind, _, label = name.partition("-")
+    words = KIND_NAMES.get(kind, kind.replace("-", " ").capitalize())
+    return f"{words} ({label.replace('-', ' ')})" if label else words
+
+
+def _imposed(records: Sequence[Record]) -> str:
+    """Say of which files weights are random and acceptance is imposed; "" if of none."""
+    speed = [record for record in records if record.name.startswith(("latency", "peers"))]
+    found = [r.name for r in speed if "--shape" in str(r.about.get("command")) or "acceptance" in _config(r.about)]
+    of = "" if len(found) == len(records) else f" in {', '.join(found)}"
+    return f"Weights are random and acceptance is imposed{of}: tau says nothing about a trained draft." if found else ""
 
 
 def _subtitle(records: Sequence[Record]) -> str:

@@ -212,7 +212,10 @@ def start_section(rows: Sequence[Row]) -> Section:
     section = Section("graphs", "Start-up and graphs")
     section.intro = "What attaching an engine took, once, and what its captured graphs hold on the device."
     cases = varying(own, ("file", "label", "shape", "mode", "rounds of", "batch", "tokens", "attempt")) or ["what"]
+    if all(str(row.get("label")) in str(row.get("file")) for row in own):
+        cases = [key for key in cases if key != "label"]
     words = {"batch": "batch ", "tokens": "tokens "}
+    cases.sort(key=lambda key: key != "rounds of")  # first, as the middle of a long name is left out
     names = _numbered([named(row, cases, words) for row in own])
     parts = {name: _start_parts(row) for name, row in zip(names, own, strict=True)}
     svg = charts.stacks({"": parts}, "time (s)", START_COLOURS, y="engine")
