@@ -108,6 +108,13 @@ def test_what_was_used_last_goes_last():
     assert [len(model.found([n] * 4)) for n in (1, 2, 3, 4)] == [4, 2, 4, 2]
 
 
+def test_room_is_made_for_more_than_is_needed():
+    model = Model(64, 1)
+    model.keep(list(range(60)))
+    model.cache.evict(1)
+    assert model.cache.num_pages == 58
+
+
 def test_keys_say_what_kv_depends_on():
     tokens = np.array([5, 6, 7])
     assert keys_of(tokens, 0).tolist() == [5, 6]

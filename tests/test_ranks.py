@@ -111,6 +111,20 @@ def test_a_thread_that_waits_for_the_device_is_looked_after(make):
         ours.meet("generate()")
 
 
+def test_a_rank_without_a_call_is_left_alone_until_the_next(make):
+    ours, theirs = make()
+    calls = []
+    ours.on_lost = calls.append
+    with ours.reporting():
+        pass
+    with pytest.raises(OSError, match="full"), theirs.reporting():
+        raise OSError("full")
+    time.sleep(5 * module.BEAT_S)
+    assert not calls
+    with pytest.raises(RankError, match=r"^generate\(\): rank 1 failed: OSError: full"):
+        ours.meet("generate()")
+
+
 def test_an_error_that_a_collective_caused_is_the_other_ranks(make):
     ours, theirs = make()
     with pytest.raises(OSError, match="full"), theirs.reporting():
@@ -165,6 +179,21 @@ def test_a_rank_without_signs_of_life_is_named(make, monkeypatch):
     with pytest.raises(RankError, match=r"a round: rank 1 gives no sign of life for 0.5 s: it is gone"):
         ours.wait(lambda: False, "a round")
     assert time.monotonic() - start < 2
+
+
+def test_a_rank_that_has_not_begun_or_has_detached_is_not_gone(make, monkeypatch):
+    """One may still load its weights, the other needs no signs of life any more."""
+    monkeypatch.setattr(module, "LATE_S", 0.05)
+    alone, (ours, theirs) = Ranks(dist.HashStore(), 0, 2), make()
+    time.sleep(0.1)
+    for rank in (alone, ours):
+        rank._late()
+    theirs.close()
+    theirs._beats.join(1)
+    ours._late()  # has seen the last one
+    time.sleep(0.1)
+    assert alone._late() == ours._late() == []
+    alone.close()
 
 
 def test_a_wait_ends_when_it_is_done_or_too_long(make):
