@@ -10,7 +10,6 @@ from scipy import stats
 from transformers.generation import logits_process as hf
 
 import specdec
-from bench.waiting import waits_raise
 from specdec import SamplingParams, shipped
 from specdec.functional.processors import MAX_BAD_WORDS, ProcessorState, mark_seen, process
 from specdec.functional.tree import Tree, ancestor_bits
@@ -137,11 +136,15 @@ def test_the_kernels_equal_the_twin(seed):
     torch.testing.assert_close(got, process(logits, tree, rows, context, state), rtol=1e-6, atol=0)
 
 
+@pytest.mark.gpu
 def test_no_request_is_waited_for():
-    state = ProcessorState.empty(torch.zeros(3, 20, dtype=torch.int64), VOCAB)
-    with waits_raise():
+    state = ProcessorState.empty(torch.zeros(3, 20, dtype=torch.int64, device=DEVICE), VOCAB)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
         for law in (SamplingParams(repetition_penalty=1.2, no_repeat_ngram_size=2), SamplingParams()):
             state.fill(1, [1, 2], law, EOS)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_row_is_neutral_again_after_a_request_without_rules():
