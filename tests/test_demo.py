@@ -252,6 +252,11 @@ def test_a_cpu_drafts_where_it_pays(growth, batch, steps, folder, monkeypatch):
     assert drafting_of(name, model, batch, steps=4).settings == {"num_steps": 4}, "what is named is honoured"
 
 
+def test_a_round_costs_a_plain_step_at_least():
+    """Whatever a busy host times."""
+    assert BreakEven(lambda rows: 1.0 / rows, 0.0).cost(3, 1) == 1.0
+
+
 def test_forwards_are_timed_for_the_break_even():
     model = tiny_target()
     found = cpu_break_even(model, random_head(model))

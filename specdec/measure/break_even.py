@@ -41,7 +41,8 @@ class BreakEven:
 
     def cost(self, steps: int, batch: int) -> float:
         """Return the plain steps that a round of S = `steps` costs at `batch` requests."""
-        plain, verify = self.seconds(batch), self.seconds(batch * (steps + 1))
+        plain = self.seconds(batch)
+        verify = max(plain, self.seconds(batch * (steps + 1)))  # a busy host times fewer rows as slower
         draft = self.draft_share * ((steps - 1) * plain + verify)  # S - 1 drafts, and an extend of S + 1 rows
         return (verify + draft) / plain
 
