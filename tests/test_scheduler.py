@@ -1,10 +1,12 @@
 """The scheduler, its slot tables and the mailbox alone: requests that no model serves."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
 from specdec.engine.mailbox import Mailbox
-from specdec.engine.packing import pack_requests
+from specdec.engine.packing import pack_requests, write_history
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.sharing import WORTH_WAITING
@@ -125,6 +127,14 @@ def test_a_short_beginning_is_not_waited_for():
 def test_stop_ids_that_are_not_given_are_no_token():
     (numbers,) = pack_requests([request_of(stop_ids=(9,))])
     assert numbers[2 : 2 + MAX_STOP_IDS].tolist() == [9] + [-1] * (MAX_STOP_IDS - 1)
+
+
+def test_tokens_that_no_prefill_sees_are_in_the_history():
+    """A lookup drafts from there: from the shared beginning, too, up to its last token."""
+    state, request = SimpleNamespace(history=torch.zeros(2, 5, dtype=torch.int32)), request_of()
+    request.row, request.num_cached = 1, 2
+    write_history(state, [request])
+    assert state.history.tolist() == [[0] * 5, [5, 6, 0, 0, 0]]
 
 
 def test_both_caches_give_way_and_count_as_free():
