@@ -1,9 +1,11 @@
 """Engine settings: frozen, validated once, derived with `dataclasses.replace`. Knows nothing about models."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeGuard
+from types import MappingProxyType
+
+from specdec.ranges import FLAG, TOKEN, Range, check_fields, either, list_of, one_of, optional, real, whole
 
 MAX_TOP = 128  # best tokens whose log-probabilities are returned
 MAX_TOPK = 64  # branches a step: its K*K children are ranked by one program
@@ -93,19 +95,9 @@ class EngineConfig:
     synthetic_acceptance: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        _at_least("max_batch", self.max_batch, 1)
-        _at_least("max_seq_len", self.max_seq_len, 2)
-        _at_least("page_size", self.page_size, 1)
-        _at_least("max_prefill_tokens", self.max_prefill_tokens, 1)
-        _at_least("mixed_prefill_tokens", self.mixed_prefill_tokens, 1)
-        _at_least("num_steps", self.num_steps, 0)
-        _at_least("topk", self.topk, 1)
-        if self.num_steps + 1 > MAX_TAIL:
-            raise ValueError(f"num_steps={self.num_steps}: at most {MAX_TAIL - 1} (a tail holds {MAX_TAIL} nodes)")
+        check_fields(self, _RANGES)
         if self.num_steps == 0 and self.topk > 1:
             raise ValueError(f"topk={self.topk} with num_steps=0: a tree needs at least one draft step")
-        if self.topk > MAX_TOPK:
-            raise ValueError(f"topk={self.topk}: at most {MAX_TOPK} branches a step")
         if self.topk * max(self.num_steps - 1, 1) > MAX_TAIL:
             raise ValueError(
                 f"topk={self.topk}, num_steps={self.num_steps}: topk*(num_steps-1) draft nodes exceed {MAX_TAIL}; "
@@ -115,61 +107,27 @@ class EngineConfig:
             default = self.num_steps + 1 if self.topk == 1 else min(self.num_candidates + 1, 32)
             object.__setattr__(self, "num_draft_tokens", default)
         self._check_draft_tokens()
-        if _is_int(self.draft_vocab):
-            _at_least("draft_vocab", self.draft_vocab, 2)
-        else:
-            self._check_list("draft_vocab", "token ids", 0, "all")
-        if self.num_slots is not None:
-            _at_least("num_slots", self.num_slots, self.page_size)
-        if self.logprobs is not None:
-            _at_least("logprobs", self.logprobs, 0)
-            if self.logprobs > MAX_TOP:
-                raise ValueError(f"logprobs={self.logprobs}: at most {MAX_TOP} best tokens")
-        self._check_graphs()
-        if self.synthetic_acceptance is not None:
-            self._check_rates()
-
-    def _check_graphs(self) -> None:
-        flags = {"cuda_graph": _MAYBE, "round_graph": _MAYBE, "strict": _MAYBE[1:]}
-        flags |= dict.fromkeys(("sample_drafts", "check_kernels"), _MAYBE[1:])
-        for name, choices in {**flags, "prefill_graph": PREFILL_GRAPHS, **_CHOICES}.items():
-            value = getattr(self, name)
-            if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-                raise ValueError(f"{name}={value!r}: expected one of {choices}")
+        if self.num_slots is not None and self.num_slots < self.page_size:
+            raise ValueError(f"num_slots={self.num_slots}: expected at least page_size={self.page_size}")
         if self.strict and self.cuda_graph is False:
-            raise ValueError("strict=True with cuda_graph=False: strict refuses to run eagerly; leave one of them out")
-        self._check_list("graph_batches", "batch sizes")
-        self._check_list("prefill_buckets", "token counts")
-        wanted = (self.graph_sampling,) if isinstance(self.graph_sampling, str) else self.graph_sampling
-        if not isinstance(wanted, Sequence) or not wanted or any(kind not in GRAPH_SAMPLING for kind in wanted):
-            raise ValueError(f"graph_sampling={self.graph_sampling!r}: expected one or more of {GRAPH_SAMPLING}")
-        object.__setattr__(self, "graph_sampling", tuple(k for k in GRAPH_SAMPLING if k in wanted))
+            raise ValueError(
+                "strict=True with cuda_graph=False: strict refuses to run eagerly; leave one of them out"
+            )
+        object.__setattr__(self, "graph_sampling", tuple(k for k in GRAPH_SAMPLING if k in self.graph_sampling))
+        if self.synthetic_acceptance is not None:
+            self._check_rates(self.synthetic_acceptance)
 
-    def _check_list(self, name: str, what: str, least: int = 1, usual: str = "the usual ones") -> None:
-        numbers = getattr(self, name)
-        if numbers is None:
-            return
-        is_list = isinstance(numbers, Sequence) and not isinstance(numbers, str)
-        if not is_list or not numbers or any(not _is_int(n) or n < least for n in numbers):
-            told = repr(numbers) if len(repr(numbers)) < 200 else f"{repr(numbers)[:200]}..."
-            raise ValueError(f"{name}={told}: expected a list of {what} of at least {least}, or None for {usual}")
-        object.__setattr__(self, name, tuple(numbers))
-
-    def _check_rates(self) -> None:
-        rates = self.synthetic_acceptance
-        is_listed = isinstance(rates, Sequence) and all(isinstance(a, float | int) and a is not True for a in rates)
-        if not is_listed or len(rates or ()) != self.num_steps or not _is_falling((1.0, *(rates or ()), 0.0)):
+    def _check_rates(self, rates: tuple[float, ...]) -> None:
+        if len(rates) != self.num_steps or any(a < b for a, b in pairwise(rates)):
             raise ValueError(
                 f"synthetic_acceptance={rates!r}: expected num_steps={self.num_steps} shares of rounds from 1 to 0, "
                 "none above the one before (position j is accepted only if j-1 is)"
             )
-        rates = tuple(rates or ())
         if any(rates[self.verify_width - 1 :]):
             raise ValueError(
                 f"synthetic_acceptance={rates}: with num_draft_tokens={self.verify_width} no more than "
                 f"{self.verify_width - 1} drafts can be accepted; the rates after that must be 0"
             )
-        object.__setattr__(self, "synthetic_acceptance", rates)
 
     def _check_draft_tokens(self) -> None:
         d = self.verify_width
@@ -247,18 +205,34 @@ class EngineConfig:
         return self.max_batch * per_request
 
 
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_falling(values: Sequence[float]) -> bool:
-    return all(a >= b for a, b in pairwise(values))
-
-
-_MAYBE = (None, True, False)
-_CHOICES = {"prefix_cache": COMPILES, "compile": COMPILES, "compiler": COMPILERS}
-
-
-def _at_least(name: str, value: int, low: int) -> None:
-    if not _is_int(value) or value < low:
-        raise ValueError(f"{name}={value!r}: expected an integer of at least {low}")
+_MAYBE = one_of(None, True, False)
+_KIND = one_of(*GRAPH_SAMPLING)
+_KINDS = list_of(_KIND, f"one or more of {GRAPH_SAMPLING}", low=1)
+_RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "num_steps": whole(0, MAX_TAIL - 1),
+        "topk": whole(1, MAX_TOPK),
+        "num_draft_tokens": optional(whole(1, MAX_TAIL)),
+        "max_batch": whole(1),
+        "max_seq_len": whole(2),
+        "num_slots": optional(whole(1)),
+        "page_size": whole(1),
+        "prefix_cache": one_of(*COMPILES),
+        "max_prefill_tokens": whole(1),
+        "mixed_prefill_tokens": whole(1),
+        "sample_drafts": FLAG,
+        "draft_vocab": optional(either(whole(2), list_of(TOKEN, "token ids of at least 0", low=1)), " for all"),
+        "cuda_graph": _MAYBE,
+        "round_graph": _MAYBE,
+        "graph_batches": optional(list_of(whole(1), "batch sizes of at least 1", low=1), " for the usual ones"),
+        "graph_sampling": either(Range(_KIND.expected, lambda value: (_KIND.read(value),)), _KINDS),
+        "prefill_graph": one_of(*PREFILL_GRAPHS),
+        "prefill_buckets": optional(list_of(whole(1), "token counts of at least 1", low=1), " for the usual ones"),
+        "compile": one_of(*COMPILES),
+        "compiler": one_of(*COMPILERS),
+        "strict": FLAG,
+        "check_kernels": FLAG,
+        "logprobs": optional(whole(0, MAX_TOP)),
+        "synthetic_acceptance": optional(list_of(real(0, 1), "shares of rounds from 1 to 0, one a draft step")),
+    }
+)

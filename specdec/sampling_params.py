@@ -1,17 +1,17 @@
 """Sampling parameters of one request, checked and in plain Python numbers. Knows no tensors and no model."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any
+
+from specdec.ranges import MAX_INT, TOKEN, TOKEN_IDS, Range, check_fields, list_of, mapping_of, optional, real, whole
 
 # Below this, logits / temperature may overflow float32; the law is greedy long before.
 MIN_TEMPERATURE = 1e-5
-MAX_SEED = 2**63 - 1
+MAX_SEED = MAX_INT
 MAX_TOKENS = 2**31 - 2  # that can be counted
 MAX_NGRAM = 32  # tokens of the longest n-gram or bad word that is looked for
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
@@ -86,11 +86,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS, hash=False)
 
     def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():
-            value = getattr(self, name)
-            if value is not getattr(SamplingParams, name, _NO_BIAS):  # defaults need no check
-                # numpy's numbers, lists and dicts become Python's own, which cannot change
-                object.__setattr__(self, name, check(name, value))
+        check_fields(self, _RANGES)
 
     def with_seed(self, seed: int) -> "SamplingParams":
         """Return the same parameters with another seed, without checking the others again."""
@@ -131,100 +127,26 @@ class SamplingParams:
         return {*self.suppress_tokens, *self.begin_suppress_tokens, *words, *self.logit_bias}
 
 
-def _temperature(name: str, value: Any) -> float:
-    is_hot = is_real(value) and MIN_TEMPERATURE <= value < math.inf
-    if not is_hot and not (is_real(value) and value == 0):
-        raise ValueError(
-            f"{name} must be 0 or a finite number >= {MIN_TEMPERATURE}, got {value!r}; pass 0 for greedy decoding"
-        )
-    return float(value)
-
-
-def _share(off: float) -> Callable[[str, Any], float]:
-    def check(name: str, value: Any) -> float:
-        if not (is_real(value) and 0 <= value <= 1):
-            raise ValueError(f"{name} must be in [0, 1], got {value!r}; pass {off} to turn it off")
-        return float(value)
-
-    return check
-
-
-def _count(most: int) -> Callable[[str, Any], int]:
-    def check(name: str, value: Any) -> int:
-        if not (is_whole(value) and 0 <= value <= most):
-            limit = f" and at most {most}" if most < MAX_SEED else ""
-            raise ValueError(f"{name} must be an integer >= 0{limit}, got {value!r}; pass 0 to turn it off")
-        return int(value)
-
-    return check
-
-
-def _seed(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    if not (is_whole(value) and 0 <= value <= MAX_SEED):
-        raise ValueError(f"{name} must be None or an integer in [0, 2**63), got {value!r}; pass seed % 2**63")
-    return int(value)
-
-
-def _penalty(name: str, value: Any) -> float:
-    if not (is_real(value) and 0 < value < math.inf):
-        raise ValueError(f"{name} must be a finite number above 0, got {value!r}; pass 1.0 to turn it off")
-    return float(value)
-
-
-def check_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Return token ids as a tuple of ints, from any list of whole numbers; ValueError for anything else."""
-    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
-    ids: list[Any] = list(value) if is_list else [None]
-    if not all(is_whole(token) and 0 <= token <= MAX_SEED for token in ids):
-        raise ValueError(f"{name}={value!r}: expected a list of token ids (integers >= 0); pass () for none")
-    return tuple(int(token) for token in ids)
-
-
-def _words(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
-        raise ValueError(f"{name}={value!r}: expected a list of lists of token ids; pass () for none")
-    words = tuple(check_ids(name, word) for word in value)
-    wrong = next((word for word in words if not 1 <= len(word) <= MAX_NGRAM), None)
-    if wrong is not None:
-        raise ValueError(f"{name} holds a word of {len(wrong)} tokens: expected 1 to {MAX_NGRAM}")
-    return words
-
-
-def _biases(name: str, value: Any) -> Mapping[int, float]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name}={value!r}: expected a mapping from token id to what is added to its logit")
-    check_ids(name, list(value))
-    wrong = next(((t, b) for t, b in value.items() if not is_real(b) or math.isnan(b) or b == math.inf), None)
-    if wrong is not None:
-        raise ValueError(f"{name}: token {wrong[0]} has bias {wrong[1]!r}; expected a finite number, or -inf to ban it")
-    return MappingProxyType({int(token): float(bias) for token, bias in value.items()})
-
-
-def is_whole(value: Any) -> bool:
-    """Return whether `value` is an integer, numpy's included; bools are not."""
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
-
-
-def is_real(value: Any) -> bool:
-    """Return whether `value` is a real number, numpy's included; bools are not."""
-    return type(value) in (int, float) or (isinstance(value, Real) and not isinstance(value, bool))
-
-
-_CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
+_HUGE = 1e10  # of logits that are biased, penalised and divided by a temperature none overflows float32
+_OFF = "; pass 0 to turn it off"
+_WORD = list_of(TOKEN, "token ids", 1, MAX_NGRAM)
+_RANGES: Mapping[str, Range] = MappingProxyType(
     {
-        "temperature": _temperature,
-        "top_k": _count(MAX_SEED),
-        "top_p": _share(1.0),
-        "min_p": _share(0.0),
-        "seed": _seed,
-        "repetition_penalty": _penalty,
-        "no_repeat_ngram_size": _count(MAX_NGRAM),
-        "min_new_tokens": _count(MAX_TOKENS),
-        "suppress_tokens": check_ids,
-        "begin_suppress_tokens": check_ids,
-        "bad_words_ids": _words,
-        "logit_bias": _biases,
+        "temperature": real(MIN_TEMPERATURE, _HUGE, also=(0,), cure="; pass 0 for greedy decoding"),
+        "top_k": whole(0, cure=_OFF),
+        "top_p": real(0, 1, cure="; pass 1.0 to turn it off"),
+        "min_p": real(0, 1, cure=_OFF),
+        "seed": optional(whole(0, MAX_SEED, cure="; pass seed % 2**63"), " for a fresh one"),
+        "repetition_penalty": real(MIN_TEMPERATURE, _HUGE, cure="; pass 1.0 to turn it off"),
+        "no_repeat_ngram_size": whole(0, MAX_NGRAM, cure=_OFF),
+        "min_new_tokens": whole(0, MAX_TOKENS, cure=_OFF),
+        "suppress_tokens": TOKEN_IDS,
+        "begin_suppress_tokens": TOKEN_IDS,
+        "bad_words_ids": list_of(_WORD, f"words, each a list of 1 to {MAX_NGRAM} token ids (integers >= 0)"),
+        "logit_bias": mapping_of(
+            TOKEN,
+            real(-math.inf, _HUGE),
+            f"token ids (integers >= 0) to what is added to their logits, up to {_HUGE:g}; -inf bans a token",
+        ),
     }
 )

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (
         frozenset(
             {"errors", "config", "batch", "kv_cache", "layer_state", "metrics", "outputs", "pages"}
-            | {"prefix_cache", "sampling_params"}
+            | {"prefix_cache", "ranges", "sampling_params"}
         ),
         frozenset({"shipped"}),
         frozenset({"text"}),

@@ -90,10 +90,10 @@ def test_streams_are_refused_without_text_and_free_their_slots(engine):
     ("settings", "message"),
     [
         ({"num_steps": -1}, "num_steps=-1"),
-        ({"num_steps": 256}, "at most 255"),
+        ({"num_steps": 256}, "num_steps=256: expected an integer from 0 to 255"),
         ({"topk": 0}, "topk=0"),
         ({"topk": 60, "num_steps": 6}, "exceed 256"),
-        ({"topk": 65, "num_steps": 2}, "at most 64 branches"),
+        ({"topk": 65, "num_steps": 2}, "topk=65: expected an integer from 1 to 64"),
         ({"num_steps": 3, "num_draft_tokens": 9}, r"num_steps\+1=4"),
         ({"num_steps": 2, "topk": 2, "num_draft_tokens": 8}, "expected 2..7"),
         ({"max_batch": 0}, "max_batch=0"),

@@ -150,7 +150,7 @@ def test_sampling_is_as_in_transformers():
 @pytest.mark.parametrize(("name", "value"), [("temperature", -1), ("top_p", 1.5), ("min_p", -0.1), ("top_k", -2)])
 @pytest.mark.parametrize("more", [{}, {"do_sample": False}, {"do_sample": True}])
 def test_a_wrong_value_is_told_before_one_that_does_nothing(engine, name, value, more):
-    with pytest.raises(ValueError, match=rf"{name} must be .*got {value}"):
+    with pytest.raises(ValueError, match=rf"{name}={value}: expected"):
         engine.generate([[3, 4]], max_new_tokens=2, **{name: value}, **more)
 
 
@@ -229,12 +229,12 @@ def test_one_law_is_said_in_one_place(engine):
         ({"stop": [5]}, "expected a string or a list of strings"),
         ({"stop": b"a"}, "expected a string or a list of strings"),
         ({"stop": 5}, "expected a string or a list of strings"),
-        ({"ignore_eos": "no"}, "expected True or False"),
+        ({"ignore_eos": "no"}, r"expected one of \(True, False\)"),
         ({"generation_config": {"top_k": 3}}, "expected a transformers GenerationConfig"),
         ({"eos_token_id": "x"}, "eos_token_id=.*expected a list of token ids"),
         ({"max_new_tokens": 2.5}, "expected an integer"),
         ({"max_length": "9", "max_new_tokens": None}, "max_length='9'"),
-        ({"temperature": "hot", "do_sample": True}, "temperature must be"),
+        ({"temperature": "hot", "do_sample": True}, "temperature='hot': expected 0 or a number"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(engine, options, message):

@@ -48,7 +48,7 @@ def hf_law(logits: Tensor, params: SamplingParams) -> Tensor:
     ],
 )
 def test_params_name_the_offender(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"^{field} must be .* got {value!r}; pass "):
+    with pytest.raises(ValueError, match=rf"^{field}={value!r}: expected .*; pass "):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
 
 

@@ -14,8 +14,9 @@ from specdec.engine.generation import HONOURED, LENGTHS, Settings
 from specdec.engine.request import Request
 from specdec.errors import CapacityError
 from specdec.functional.processors import MAX_BAD_WORDS, MAX_ENTRIES, TokenRules
+from specdec.ranges import FLAG, TOKEN_IDS, is_whole
 from specdec.round.state import MAX_STOP_IDS
-from specdec.sampling_params import SamplingParams, check_ids, is_whole
+from specdec.sampling_params import SamplingParams
 from specdec.text.detokenizer import Detokenizer
 from specdec.text.inputs import prompts_to_ids
 
@@ -42,12 +43,10 @@ def make_requests(
     merged = Settings.merge(core.target.model.generation_config, generation_config, settings)
     batch = prompts_to_ids(prompts, tokenizer, attention_mask)
     limits = _limits(core, merged, max_new_tokens, batch)
-    if not isinstance(ignore_eos, bool):
-        raise ValueError(f"ignore_eos={ignore_eos!r}: expected True or False")
-    eos = frozenset() if ignore_eos else merged.eos_ids
+    eos = frozenset() if FLAG.check("ignore_eos", ignore_eos) else merged.eos_ids
     ids = () if stop_token_ids is None else [stop_token_ids] if is_whole(stop_token_ids) else stop_token_ids
     strings, special = _stop_strings(stop if stop is not None else merged.get("stop_strings"), tokenizer)
-    stop_ids = tuple(sorted({*eos, *check_ids("stop_token_ids", ids), *special}))
+    stop_ids = tuple(sorted({*eos, *TOKEN_IDS.check("stop_token_ids", ids), *special}))
     if len(stop_ids) > MAX_STOP_IDS:
         raise ValueError(f"{len(stop_ids)} stop ids (EOS included): at most {MAX_STOP_IDS}")
     _check_vocabulary(core, "stop ids", stop_ids)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from specdec.sampling_params import SamplingParams, check_ids, is_whole
+from specdec.ranges import TOKEN_IDS, whole
+from specdec.sampling_params import SamplingParams
 
 # Defaults for settings that are not set: as in `transformers`, sampling keeps the best 50 tokens.
 HF_DEFAULTS = MappingProxyType({"do_sample": False, "temperature": 1.0, "top_k": 50})
@@ -99,6 +100,7 @@ REFUSED_ARGUMENTS = MappingProxyType(
 )
 
 _ACCEPTED = HONOURED | HARMLESS
+_LENGTH = whole(0)
 # Settings that SamplingParams has under the same name, besides LAW.
 _TAKEN_OVER = (*(name for name in (*RULES, *OURS) if name not in ("min_length", "sequence_bias")),)
 _EVERY_REFUSED = MappingProxyType({**REFUSED, **REFUSED_SAMPLED})
@@ -151,7 +153,7 @@ class Settings:
         if samples:
             chosen.setdefault("temperature", 1.0)
         if self.counts_prompts:
-            chosen["min_new_tokens"] = max(_length("min_length", self.get("min_length")) - prompt_len, 0)
+            chosen["min_new_tokens"] = max(_LENGTH.check("min_length", self.get("min_length")) - prompt_len, 0)
         bias = self.get("sequence_bias")
         if bias is not None:
             chosen["logit_bias"] = {**_single_tokens(bias), **chosen.get("logit_bias", {})}
@@ -168,7 +170,7 @@ class Settings:
             return self.get("max_new_tokens")
         if self.get("max_length") is None:
             return None
-        limit = _length("max_length", self.get("max_length")) - prompt_len
+        limit = _LENGTH.check("max_length", self.get("max_length")) - prompt_len
         if limit < 1:
             raise ValueError(
                 f"max_length={self.get('max_length')} leaves no room after a prompt of {prompt_len} tokens; "
@@ -183,7 +185,7 @@ class Settings:
         if ids is None:
             return frozenset()
         ids = ids.tolist() if hasattr(ids, "tolist") else ids
-        return frozenset(check_ids("eos_token_id", [ids] if not isinstance(ids, Sequence) else ids))
+        return frozenset(TOKEN_IDS.check("eos_token_id", [ids] if not isinstance(ids, Sequence) else ids))
 
     def _check(self) -> None:
         for name, value in self.values.items():
@@ -223,18 +225,12 @@ def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
         raise ValueError(f"generate() got unknown options {unknown}; expected settings of GenerationConfig or {OURS}")
 
 
-def _length(name: str, value: Any) -> int:
-    if not is_whole(value) or value < 0:
-        raise ValueError(f"{name}={value!r}: expected an integer of at least 0")
-    return int(value)
-
-
 def _single_tokens(sequence_bias: Any) -> dict[int, float]:
     """Return `sequence_bias` of single tokens as `logit_bias`; ValueError for longer sequences."""
     pairs = sequence_bias.items() if isinstance(sequence_bias, Mapping) else sequence_bias
     found = {}
     for tokens, bias in pairs:
-        ids = check_ids("sequence_bias", tokens)
+        ids = TOKEN_IDS.check("sequence_bias", tokens)
         if len(ids) != 1:
             raise ValueError(
                 f"sequence_bias of {list(ids)}: only single tokens can be biased; use bad_words_ids to ban a sequence"
