@@ -45,7 +45,7 @@ def found_of_shape():
 
 def rows(*options):
     """The rows that `bench latency` prints with `options`; on other ranks than the first nothing."""
-    sys.argv = ["specdec", "bench", "latency", "--shape", SHAPE, *map(str, (*COMMON, *options))]
+    sys.argv = ["specdec", "bench", "latency", "--json", "--shape", SHAPE, *map(str, (*COMMON, *options))]
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as stop:
         cli.main()
     assert not stop.value.code
