@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import uvicorn
-from fastapi import FastAPI
 from rich.console import Console
 from rich.table import Table
+from starlette.applications import Starlette
 
 from specdec import Engine, attach, shipped
 from specdec.doctor.command import PROMPTS
@@ -97,7 +97,7 @@ def make_engine(args: argparse.Namespace) -> tuple[Engine, list[list[int]]]:
 
 
 @contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
+def serving(app: Starlette) -> Iterator[str]:
     """A server of `app` in a thread; yields its address."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))

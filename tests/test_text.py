@@ -205,3 +205,23 @@ def test_stop_strings_and_streams_through_the_engine():
     engine.check_integrity()
     report = engine.report()
     assert report.num_free_pages == report.num_pages
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes; num_decoded counts them."""
+
+    num_decoded = 0
+
+    def decode(self, tokens, **_):
+        self.num_decoded += len(tokens)
+        return bytes(tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("half", [[0xE2], [0xE2, 0x82], [0x82]])
+def test_bytes_that_never_become_text_cost_no_more_than_text(half):
+    tokens = [*b"begin ", *half * 300, *"\u20ac end".encode()]
+    tokenizer = Bytes()
+    detokenizer = Detokenizer(tokenizer)
+    text = "".join(detokenizer.feed([token]) for token in tokens) + detokenizer.finish()
+    assert tokenizer.num_decoded < 80 * len(tokens)
+    assert text == Bytes().decode(tokens)

@@ -90,6 +90,7 @@ MEASURES = {
     "minutes": Measure("time", "min"),
     "answer_s": Measure("answers took", "s"),
     "outcome": Measure("outcome", "", "higher", threshold=0.0),
+    "status": Measure("status"),
     "error": Measure("error", "", "lower", threshold=0.0),
     "version": Measure("version"),
     "rss_mib_start": Measure("memory at start", "MiB"),

@@ -4,43 +4,45 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import Response
-from fastapi.exceptions import RequestValidationError
-from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from specdec.errors import CapacityError, DetachedError
-from specdec.serve.schema import ChatBody, TextBody
+from specdec.serve.schema import NAMES
 from specdec.serve.stepper import Busy, Closing, Failed, Piece
 
 REASONS = {"eos": "stop", "stop_id": "stop", "stop_string": "stop", "length": "length"}
-STATUS = (
-    *((Busy, 429), (Closing, 503), (DetachedError, 503), (Failed, 500)),
-    *((RequestValidationError, 400), (ValueError, 400), (TemplateError, 400)),
-)
-FIELDS = (frozenset(ChatBody.model_fields) | frozenset(TextBody.model_fields)) - {"prompt"}  # "prompt 0": of any body
-
-_TYPE = re.compile(r"^(str|int)$|\]$")  # list[Part], function-after[.., str], [key]
+STATUS = ((Busy, 429), (Closing, 503), (DetachedError, 503), (Failed, 500), (ValueError, 400))
+LONGEST_MESSAGE = 1000  # characters of an error
 
 
 @dataclass(frozen=True)
 class Form:
-    """One answer of a chat, or of a text completion."""
+    """One answer of a chat, or of a text completion.
+
+    num_top: best tokens whose log-probabilities are sent beside each token's own; None: no log-probabilities are.
+    token_text: returns the text of one token.
+    """
 
     is_chat: bool
     model: str
+    num_top: int | None
+    token_text: Callable[[int], str]
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, texts: list[str], reasons: list[str], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer in one piece."""
-        parts = [{"message": {"role": "assistant", "content": t}} if self.is_chat else {"text": t} for t in texts]
-        choices = [self._choice(i, part, reason) for i, (part, reason) in enumerate(zip(parts, reasons, strict=True))]
-        return {**self._head(""), "choices": choices, "usage": usage}
+    def whole(self, choices: Sequence[Sequence[Piece]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer in one piece, from all pieces of every choice."""
+        made = []
+        for index, pieces in enumerate(choices):
+            text = "".join(piece.text for piece in pieces)
+            part = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+            made.append(self._choice(index, part, pieces[-1].finish_reason, self._logprobs(pieces)))
+        return {**self._head(""), "choices": made, "usage": usage}
 
     def begin(self, num_choices: int) -> Iterator[dict[str, Any]]:
         """The first chunks of a stream: a chat says who speaks."""
@@ -49,9 +51,10 @@ class Form:
 
     def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """The chunks for `piece`: its text, and why it ends."""
-        if piece.text:
+        scores = self._logprobs([piece])
+        if piece.text or (scores is not None and piece.tokens):
             part = {"delta": {"content": piece.text}} if self.is_chat else {"text": piece.text}
-            yield self._chunk(piece.choice, part)
+            yield self._chunk(piece.choice, part, logprobs=scores)
         if piece.finish_reason:
             yield self._chunk(piece.choice, {"delta": {}} if self.is_chat else {"text": ""}, piece.finish_reason)
 
@@ -59,17 +62,45 @@ class Form:
         """The last chunk, where usage was asked for."""
         return {**self._head(".chunk"), "choices": [], "usage": usage}
 
-    def _chunk(self, index: int, part: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        return {**self._head(".chunk"), "choices": [self._choice(index, part, reason)]}
+    def _chunk(
+        self, index: int, part: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {**self._head(".chunk"), "choices": [self._choice(index, part, reason, logprobs)]}
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        """Return the log-probabilities of the tokens of `pieces`, in the form of chats or of text completions."""
+        if self.num_top is None:
+            return None
+        scored = [pair for piece in pieces for pair in zip(piece.tokens, piece.logprobs, strict=True)]
+        tops = [[(self.token_text(t), p) for t, p in of.top[: self.num_top]] for _, of in scored]
+        own = [(self.token_text(token), of.logprob) for token, of in scored]
+        if self.is_chat:
+            content = [
+                {**_scored(*one), "top_logprobs": [_scored(*t) for t in top]}
+                for one, top in zip(own, tops, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        return {
+            "tokens": [text for text, _ in own],
+            "token_logprobs": [logprob for _, logprob in own],
+            "top_logprobs": [dict(top) for top in tops],
+        }
 
     def _head(self, suffix: str) -> dict[str, Any]:
         prefix, kind = ("chatcmpl", f"chat.completion{suffix}") if self.is_chat else ("cmpl", "text_completion")
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
     @staticmethod
-    def _choice(index: int, part: dict[str, Any], reason: str | None) -> dict[str, Any]:
+    def _choice(
+        index: int, part: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         finish_reason = None if reason is None else REASONS[reason]
-        return {"index": index, **part, "logprobs": None, "finish_reason": finish_reason}
+        return {"index": index, **part, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _scored(text: str, logprob: float) -> dict[str, Any]:
+    """Return a token of a chat's log-probabilities; it has no bytes where it is a part of a character."""
+    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
 def as_json(content: Any, status: int = 200) -> Response:
@@ -84,42 +115,14 @@ def event(content: Any) -> str:
 
 def problem(error: Exception) -> tuple[int, dict[str, Any]]:
     """Status and body for what went wrong; param: the field at fault, where a message begins with its name."""
-    message, param, code = str(error), None, None
+    message, param, code = str(error)[:LONGEST_MESSAGE], None, None
     status = next((number for kind, number in STATUS if isinstance(error, kind)), 500)
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
-    elif isinstance(error, RequestValidationError):
-        param = _field(error.errors()[0]["loc"])
-        message = "; ".join(_said(error))
     elif isinstance(error, CapacityError):
         code = "context_length_exceeded"
-    if param is None and status < 500:
+    if status < 500:
         word = re.match(r"\w*", message)[0]  # type: ignore[index]
-        param = word if word in FIELDS else None
+        param = word if word in NAMES else None
     kind = "invalid_request_error" if status < 500 else "server_error"
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _field(place: Sequence[str | int]) -> str | None:
-    """The field of a body that `place` ("body", field, ...) is in; a place in text that is no JSON is a number."""
-    return str(place[1]) if len(place) > 1 and isinstance(place[1], str) else None
-
-
-def _said(error: RequestValidationError) -> list[str]:
-    """What is wrong, each with its place as one would write it: messages[3].content[1].text. Of alternatives those are
-    named that went on furthest: where parts of a message are bad, nobody meant its content to be a string."""
-    said = [(_keys(e["loc"]), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
-    within = {keys[:i] for keys, _ in said for i in range(len(keys))}
-    last = [(_written(keys), text) for keys, text in said if not keys or keys not in within]
-    return list(dict.fromkeys(f"{place}: {text}" if place else text for place, text in last))
-
-
-def _keys(place: Sequence[str | int]) -> tuple[str | int, ...]:
-    """The keys and indices of `place`, without the names of types that pydantic puts between them."""
-    if _field(place) is None:
-        return ()
-    return (place[1], *(k for k in place[2:] if isinstance(k, int) or not _TYPE.search(k)))
-
-
-def _written(keys: Sequence[str | int]) -> str:
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")

@@ -1,132 +1,345 @@
-"""Request bodies: a field is honoured, or refused by name, as an unknown one is. Knows neither HTTP nor the engine."""
+"""Request bodies: a field is honoured, or refused by name, as an unknown one is. Knows neither HTTP nor the engine.
 
-from typing import Annotated, Any, Literal
+Checks end at the first error, and lengths are checked before anything is built of a list.
+"""
 
-from pydantic import AfterValidator, BaseModel, Field
+import gc
+import json
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
+from specdec.functional.processors import MAX_ENTRIES
+from specdec.round.state import MAX_STOP_IDS
+from specdec.sampling_params import SamplingParams
 
-def only(off: Any) -> AfterValidator:
-    """Refuse all values but `off`, which asks for nothing."""
+Check = Callable[[str, Any], Any]  # of a field's name and value: returns the value; a ValueError begins with the name
 
-    def check(value: Any) -> Any:
-        if value != off:
-            raise ValueError("this server does not support it: leave it out")
-        return value
+MOST_VALUES = 2**17  # of a body, besides the token ids of one prompt
+MOST_MESSAGES = MOST_PROMPTS = 4096
+MOST_PARTS = 1024  # of a message
+MOST_STOPS, LONGEST_STOP = 64, 256
 
-    return AfterValidator(check)
-
-
-def _encodable(text: str) -> str:
-    text.encode()  # a ValueError for half a surrogate pair, which JSON may hold, and no tokenizer reads
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-Zero = Annotated[float, only(0)]
-Off = Annotated[bool, only(False)]
-Empty = Annotated[list[Any], only([])]
-Share = Annotated[float, Field(ge=0, le=1)]
-Length = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
 LAW = ("temperature", "top_p", "top_k", "min_p")
-PASSED_ON = ("repetition_penalty", "stop", "stop_token_ids", "ignore_eos")  # as they are
+NEUTRAL = MappingProxyType({"top_p": (1,), "top_k": (0,), "min_p": (0,)})
+ALSO_CHECKED = ("repetition_penalty", "seed", "logit_bias")
+PASSED_ON = ("repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "logit_bias")  # as they are
+ROLES = MappingProxyType({role: role for role in ("system", "user", "assistant")} | {"developer": "system"})
+
+# Fields of OpenAI's that change no text, whatever their value.
+IGNORED = frozenset(
+    {"user", "store", "metadata", "service_tier", "parallel_tool_calls"}
+    | {"safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+# Fields that are not supported, with the values besides null that ask for nothing.
+REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "echo": (False,),
+        "best_of": (1,),
+        "suffix": ("",),
+    }
+)
 
 
-class Strict(BaseModel, extra="forbid", strict=True):
-    """No conversions, and no fields but these."""
+MOST_SHOWN = 200  # characters of a value in a message
+SCALES = (1e-5, 1e10)  # of temperatures, penalties and biases: none makes a logit overflow float32
 
 
-class StreamOptions(Strict):
-    """With include_usage, a last chunk counts tokens."""
-
-    include_usage: bool = False
-
-
-class Part(Strict):
-    """A part of a message; images and audio are refused."""
-
-    type: Literal["text"]
-    text: Text
+def shown(value: Any) -> str:
+    """Return a value for a message, cut where it is long; what lists and objects hold is not looked at."""
+    if isinstance(value, list | dict) and len(value) > 8:
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)} items"
+    text = repr(value[:MOST_SHOWN] if isinstance(value, str) else value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
-class Message(Strict):
-    """One turn of a conversation. Empty fields that clients send back are let through."""
-
-    role: Literal["system", "user", "assistant"]
-    content: Text | list[Part]
-    name: None = None
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
-
-    def plain(self) -> dict[str, str]:
-        """Return it as chat templates take it, its parts joined."""
-        parts = self.content
-        return {"role": self.role, "content": parts if isinstance(parts, str) else "".join(p.text for p in parts)}
+def parse(body: bytes, most_values: int) -> Any:
+    """Return the JSON value of `body`, which may hold `most_values` values besides those that its text looks like."""
+    if sum(map(body.count, b"[{,:")) > most_values:
+        raise ValueError(f"the body holds more than {most_values} values: send fewer prompts at once")
+    gc.disable()  # many lists would start a collection, which looks at all that torch and transformers keep: 0.3 s
+    try:
+        return json.loads(body)
+    except RecursionError:
+        raise ValueError("the body is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"the body is not JSON: {error}") from None
+    finally:
+        gc.enable()
 
 
-class Body(Strict):
-    """What both endpoints take. Below the line: what is not supported, with the values that ask for nothing."""
+class Body:
+    """A checked body of a chat or a text completion. fields: what it sets, by name; a null is as if left out."""
 
-    model: str | None = None
-    user: str | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    max_tokens: Length | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    seed: Seed | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    # ---
-    presence_penalty: Zero | None = None
-    frequency_penalty: Zero | None = None
+    def __init__(self, raw: Any, is_chat: bool):
+        if not isinstance(raw, dict):
+            raise ValueError(f"the body is {type(raw).__name__}: expected a JSON object")
+        self.is_chat = is_chat
+        fields = CHAT if is_chat else TEXT
+        self.fields: dict[str, Any] = {}
+        for name, value in raw.items():
+            if name in fields and value is not None:
+                self.fields[name] = fields[name](name, value)
+            elif name in REFUSED and value is not None:
+                refuse_unless(name, value, REFUSED[name])
+            elif name not in fields and name not in REFUSED and name not in IGNORED:
+                raise ValueError(f"{shown(name)[1:-1]}: this server knows no such field: leave it out")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        required = "messages" if self.is_chat else "prompt"
+        if required not in self.fields:
+            raise ValueError(f"{required}: it is missing")
+        if {"max_tokens", "max_completion_tokens"} <= self.fields.keys():
+            raise ValueError("max_tokens and max_completion_tokens: give one of the two")
+        if "stream_options" in self.fields and not self.stream:
+            raise ValueError("stream_options: only with stream")
+        if self.fields.get("top_logprobs") and not self.fields.get("logprobs"):
+            raise ValueError("top_logprobs: only with logprobs")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field, or `default` if it is not set."""
+        return self.fields.get(name, default)
+
+    @property
+    def n(self) -> int:
+        """Choices for each prompt."""
+        return self.fields.get("n", 1)
+
+    @property
+    def stream(self) -> bool:
+        """True if text is sent as it comes."""
+        return self.fields.get("stream", False)
+
+    @property
+    def num_choices(self) -> int:
+        """Texts to be generated."""
+        prompt = self.fields.get("prompt")
+        is_batch = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+        return self.n * (len(prompt) if is_batch else 1)  # type: ignore[arg-type]
+
+    @property
+    def num_top(self) -> int | None:
+        """Best tokens whose log-probabilities are returned beside a token's own; None: no log-probabilities."""
+        asked = self.fields.get("logprobs")
+        if self.is_chat:
+            return self.fields.get("top_logprobs", 0) if asked else None
+        return asked
 
     def options(self, samples: bool) -> dict[str, Any]:
         """Return options of `Engine.submit`; samples: whether the model does, where the body gives no temperature.
 
-        Raises ValueError for what would do nothing. At temperature 0 they are honoured: the best token passes.
+        Raises ValueError for values out of range, and for those that would do nothing; at temperature 0 they are
+        honoured: the best token passes.
         """
-        given = {name: value for name in (*LAW, *PASSED_ON) if (value := getattr(self, name)) is not None}
-        law = {name: given[name] for name in LAW if name in given}
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only with stream")
-        if law and self.temperature is None and not samples:
-            raise ValueError(f"{next(iter(law))}: this model is greedy by default; give a temperature, too")
-        if self.temperature is not None:
-            law = {"do_sample": True, **law} if self.temperature else {"do_sample": False}
-        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
-        passed = {name: given[name] for name in PASSED_ON if name in given}
-        return {**law, **passed, "logit_bias": bias or None}
+        law = {name: self.fields[name] for name in LAW if name in self.fields}
+        SamplingParams(**law, **{name: self.fields[name] for name in ALSO_CHECKED if name in self.fields})
+        if "temperature" in law:
+            law = {"do_sample": True, **law} if law["temperature"] else {"do_sample": False}
+        elif not samples:
+            idle = next((name for name in law if law[name] not in NEUTRAL[name]), None)
+            if idle is not None:
+                raise ValueError(f"{idle}: this model is greedy by default; give a temperature, too")
+            law = {}
+        passed = {name: self.fields[name] for name in PASSED_ON if name in self.fields}
+        return {**law, **passed, "min_new_tokens": self.fields.get("min_tokens")}
 
 
-class ChatBody(Body):
-    """POST /v1/chat/completions."""
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Length | None = None
-    # ---
-    logprobs: Off | None = None
-    top_logprobs: Zero | None = None
-    tools: Empty | None = None
-    tool_choice: Annotated[Any, only("none")] | None = None
-    response_format: Annotated[dict[str, Any], only({"type": "text"})] | None = None
+def refuse_unless(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    """Raise ValueError for a value that asks for what is not supported."""
+    if value not in neutral:
+        raise ValueError(f"{name}={shown(value)}: this server does not support it: leave it out")
 
 
-class TextBody(Body):
-    """POST /v1/completions."""
+def check_count(name: str, items: list[Any] | dict[str, Any] | str, low: int, high: int, what: str = "items") -> None:
+    """Raise ValueError unless there are `low` to `high` items."""
+    if not low <= len(items) <= high:
+        raise ValueError(f"{name}: {len(items)} {what}: expected at least {low} and at most {high}")
 
-    prompt: Text | list[Text] | list[int] | list[list[int]]
-    # ---
-    logprobs: Annotated[int, only(None)] | None = None
-    echo: Off | None = None
-    best_of: Annotated[int, only(1)] | None = None
-    suffix: Annotated[str, only("")] | None = None
+
+def _string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name}={shown(value)}: expected a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON may hold, and no tokenizer reads
+        raise ValueError(f"{name}: {error.reason} at character {error.start}") from None
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={shown(value)}: expected true or false")
+    return value
+
+
+def _whole(low: int, high: int = 2**31) -> Check:
+    def check(name: str, value: Any) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise ValueError(f"{name}={shown(value)}: expected an integer from {low} to {high}")
+        return value
+
+    return check
+
+
+def _scale(name: str, value: Any) -> Any:
+    """Refuse numbers that float32 could not divide by; the rest is the engine's to check."""
+    if type(value) in (int, float) and value and not SCALES[0] <= value <= SCALES[1]:
+        raise ValueError(f"{name}={value!r}: expected a finite number from {SCALES[0]} to {SCALES[1]:g}")
+    return value
+
+
+def _engines(name: str, value: Any) -> Any:
+    """Return the value, which the engine checks."""
+    return value
+
+
+def _few(low: int, high: int, what: str) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            check_count(name, value, low, high, what)
+        elif type(value) is not int:
+            raise ValueError(f"{name}={shown(value)}: expected {what}")
+        return value
+
+    return check
+
+
+def _top_k(name: str, value: Any) -> Any:
+    return 0 if type(value) is int and value == -1 else value  # vLLM's word for "off"
+
+
+def _prompt(name: str, value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError(f"{name}={shown(value)}: expected a string, token ids, or a list of them")
+    if isinstance(value, str):
+        return _string(name, value)
+    if value and isinstance(value[0], str | list):
+        check_count(name, value, 0, MOST_PROMPTS, "prompts")
+        return [_one_prompt(f"{name}[{i}]", prompt) for i, prompt in enumerate(value)]
+    return _one_prompt(name, value)
+
+
+def _one_prompt(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return _string(name, value)
+    if not isinstance(value, list) or set(map(type, value)) - {int}:
+        raise ValueError(f"{name}={shown(value)}: expected a string, or a list of token ids")
+    return value
+
+
+def _stop(name: str, value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise ValueError(f"{name}={shown(value)}: expected a string, or a list of them")
+    check_count(name, stops, 0, MOST_STOPS, "strings")
+    for i, text in enumerate(stops):
+        check_count(f"{name}[{i}]", _string(f"{name}[{i}]", text), 1, LONGEST_STOP, "characters")
+    return stops
+
+
+def _logit_bias(name: str, value: Any) -> dict[int, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}={shown(value)}: expected an object of token ids and what is added to their logits")
+    check_count(name, value, 0, MAX_ENTRIES, "tokens")
+    wrong = next((token for token in value if not (token.isascii() and token.isdigit() and len(token) < 19)), None)
+    if wrong is not None:
+        raise ValueError(f"{name}: key {shown(wrong)}: expected a token id")
+    large = next((t for t, bias in value.items() if type(bias) in (int, float) and bias > SCALES[1]), None)
+    if large is not None:
+        raise ValueError(
+            f"{name}: {value[large]!r} of token {large}: expected at most {SCALES[1]:g}; -1e39 bans a token"
+        )
+    return {int(token): bias for token, bias in value.items()}
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}={shown(value)}: expected an object")
+    return value
+
+
+def _stream_options(name: str, value: Any) -> bool:
+    """Return whether a last chunk counts tokens."""
+    for key, item in _object(name, value).items():
+        if key not in ("include_usage", "include_obfuscation"):
+            raise ValueError(f"{name}.{shown(key)[1:-1]}: this server knows no such field: leave it out")
+        _flag(f"{name}.{key}", item)
+    return value.get("include_usage", False)
+
+
+def _messages(name: str, value: Any) -> list[dict[str, str]]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name}={shown(value)}: expected a list of messages")
+    check_count(name, value, 1, MOST_MESSAGES, "messages")
+    return [_message(f"{name}[{i}]", message) for i, message in enumerate(value)]
+
+
+def _message(name: str, value: Any) -> dict[str, str]:
+    """Return one turn as chat templates take it, its parts joined. Empty fields that clients send back are let
+    through."""
+    unknown = (key for key in _object(name, value) if key not in ("role", "content", "name"))
+    for key in unknown:
+        refuse_unless(f"{name}.{shown(key)[1:-1]}", value[key], (None, "", []))
+    asked, content = value.get("role"), value.get("content")
+    role = ROLES.get(asked) if isinstance(asked, str) else None
+    if role is None:
+        raise ValueError(f"{name}.role={shown(asked)}: expected one of {', '.join(ROLES)}")
+    if content is None and role == "assistant":
+        content = ""
+    if isinstance(content, list):
+        check_count(f"{name}.content", content, 0, MOST_PARTS, "parts")
+        content = "".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
+    return {"role": role, "content": _string(f"{name}.content", content)}
+
+
+def _part(name: str, value: Any) -> str:
+    kind = _object(name, value).get("type")
+    if kind != "text":
+        raise ValueError(f"{name}.type={shown(kind)}: this server reads parts of type 'text' only")
+    for key in value:
+        if key not in ("type", "text"):
+            refuse_unless(f"{name}.{shown(key)[1:-1]}", value[key], (None,))
+    return _string(f"{name}.text", value.get("text"))
+
+
+_BOTH: Mapping[str, Check] = MappingProxyType(
+    {
+        "model": _string,
+        "n": _whole(1, 128),
+        "max_tokens": _whole(1),
+        "min_tokens": _whole(0),
+        "temperature": _scale,
+        "top_p": _engines,
+        "top_k": _top_k,
+        "min_p": _engines,
+        "repetition_penalty": _scale,
+        "logit_bias": _logit_bias,
+        "stop": _stop,
+        "stop_token_ids": _few(0, MAX_STOP_IDS, "token ids"),
+        "ignore_eos": _flag,
+        "seed": _engines,
+        "stream": _flag,
+        "stream_options": _stream_options,
+    }
+)
+CHAT: Mapping[str, Check] = MappingProxyType(
+    {
+        **_BOTH,
+        "messages": _messages,
+        "max_completion_tokens": _whole(1),
+        "logprobs": _flag,
+        "top_logprobs": _whole(0),
+        "chat_template_kwargs": _object,
+    }
+)
+TEXT: Mapping[str, Check] = MappingProxyType({**_BOTH, "prompt": _prompt, "logprobs": _whole(0)})
+NAMES = (CHAT.keys() | TEXT.keys() | REFUSED.keys()) - {"prompt"}  # "prompt 0" is of any body

@@ -7,14 +7,15 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specdec.api import Engine
 from specdec.engine.request import Request
 from specdec.errors import DetachedError
+from specdec.outputs import TokenLogprob
 
 
 class Closing(Exception):
@@ -30,11 +31,17 @@ class Failed(Exception):
 
 
 class Piece(NamedTuple):
-    """What became certain of the text of a choice. finish_reason: the request's, once the text is complete."""
+    """What became certain of the text of a choice. finish_reason: the request's, once the text is complete.
+
+    tokens, logprobs: emitted since the last piece, which hold this text and what is held back; none if the engine
+    computes no log-probabilities.
+    """
 
     choice: int
     text: str
     finish_reason: str | None
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(eq=False)
@@ -50,6 +57,7 @@ class Job:
     events: asyncio.Queue[Piece | Exception]
     request: Request | None = None
     is_dropped: bool = False
+    num_scored: int = 0  # tokens whose log-probabilities have been handed out
 
 
 class Stepper:
@@ -63,6 +71,7 @@ class Stepper:
         self.num_tokens = 0
         self.jobs: list[Job] = []  # appended to by the event loop; the rest is done by the thread
         self._most = engine.config.max_batch + max_waiting
+        self._num_coming = 0  # jobs that are being made
         self._has_work = False
         self._outbox: list[tuple[Job, Piece | Exception]] = []
         self._deadline = float("inf")  # no job is taken once it is set, and none goes on after it
@@ -79,10 +88,27 @@ class Stepper:
         """True while jobs are taken."""
         return self._deadline == float("inf")
 
+    @contextmanager
+    def room_for(self, count: int) -> Iterator[None]:
+        """Count `count` jobs among those that wait, while they are made and submitted; raises Busy if too many do,
+        ValueError if so many never can."""
+        if count > self._most:
+            raise ValueError(
+                f"{count} texts at once: at most {self._most} run and wait; lower n, or send fewer prompts"
+            )
+        there = len(self.jobs) + self._num_coming
+        if there + count > self._most:
+            raise Busy(
+                f"{there} requests run or wait and {count} would be added: at most {self._most}; try again later"
+            )
+        self._num_coming += count
+        try:
+            yield
+        finally:
+            self._num_coming -= count
+
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue all of `jobs`; raises Busy, or Closing."""
-        if len(self.jobs) + len(jobs) > self._most:
-            raise Busy(f"{len(self.jobs)} requests run or wait and {len(jobs)} would be added: at most {self._most}")
+        """Queue all of `jobs`, for which there is room; raises Closing."""
         with self._wake:
             if not self.is_open:
                 raise Closing("the server is shutting down")
@@ -154,7 +180,10 @@ class Stepper:
             failure = job.request.failure or FloatingPointError("the target's logits are not finite")
             return self._end(job, Failed(f"the request failed: {failure}"))
         if text or reason:
-            self._outbox.append((job, Piece(job.choice, text, reason)))
+            scores = (job.request.logprobs or [])[job.num_scored :]
+            tokens = job.request.tokens[job.num_scored :] if scores else ()
+            job.num_scored += len(scores)
+            self._outbox.append((job, Piece(job.choice, text, reason, tokens, scores)))
         if reason:
             self._end(job)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 WINDOW = 24  # tokens decoded at once while text comes piece by piece
+PENDING = 4  # characters at the end that may still change: what an incomplete sequence decodes to
 
 
 class Detokenizer:
@@ -59,9 +60,15 @@ class Detokenizer:
         self._window.extend(tokens)
         whole = self.decode(self._window)
         certain = whole.rstrip(REPLACEMENT)
+        is_broken = len(whole) - len(certain) > WINDOW  # no character is so long
+        if is_broken:
+            certain = whole[:-PENDING]
         text = self._held + certain[self._given :]
         self._given = max(self._given, len(certain))
-        if len(certain) == len(whole):
+        if is_broken:
+            self._window, self._settled = self._window[-WINDOW // 2 :], 0
+            self._given = len(self.decode(self._window)) - PENDING
+        elif len(certain) == len(whole):
             self._settle()
         return self._release(text)
 

@@ -1,0 +1,138 @@
+"""`specdec serve` and what clients send beside prompts: neutral fields, headers, keys, origins, hostile bodies."""
+
+import json
+import time
+
+import pytest
+
+import specdec
+from tests.test_serve import CHAT, TOKENIZER, serving
+from tests.tiny_models import tiny_model
+
+httpx = pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
+schema = pytest.importorskip("specdec.serve.schema")
+server = pytest.importorskip("specdec.serve.server")
+prompts = pytest.importorskip("specdec.serve.prompts")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+KEY = {"authorization": "Bearer secret"}
+TEXT = {"prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    engine = specdec.attach(tiny_model("llama"), tokenizer=TOKENIZER, max_batch=4, max_seq_len=500, logprobs=2)
+    options = dict(api_key="secret", allowed_origins=["https://a.example"], allowed_hosts=["127.0.0.1", "::1"])
+    with serving(engine, max_waiting=2, name="tiny", **options) as served:
+        served.http.headers.update(KEY)
+        served.api.api_key = "secret"
+        yield served
+    engine.detach()
+
+
+NEUTRAL = {
+    **{"store": False, "metadata": {"a": "b"}, "service_tier": "auto", "user": "me", "parallel_tool_calls": True},
+    **{"top_p": 1.0, "top_k": -1, "min_p": 0, "temperature": None, "presence_penalty": 0, "frequency_penalty": 0.0},
+    **{"response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "logprobs": False, "seed": 3, "n": 1},
+}
+
+
+def test_fields_that_ask_for_nothing_are_accepted():
+    chat = [{"role": "developer", "content": "a"}, {**CHAT[0], "name": "me"}, {"role": "assistant", "content": None}]
+    body = schema.Body({"messages": chat, **NEUTRAL}, is_chat=True)
+    assert [m["role"] for m in body.get("messages")] == ["system", "user", "assistant"]
+    assert body.get("messages")[2]["content"] == "" and body.num_top is None
+    options = body.options(samples=False)
+    assert {name: value for name, value in options.items() if value} == {}
+    warm = schema.Body({"messages": chat, "temperature": 0.5, "top_k": -1, "min_tokens": 2}, is_chat=True)
+    wanted = {"do_sample": True, "temperature": 0.5, "top_k": 0, "min_new_tokens": 2}
+    assert warm.options(samples=False) == wanted
+
+
+def test_a_body_needs_no_content_type_except_from_a_page(tiny):
+    for kind in ("application/x-www-form-urlencoded", "text/plain", None):
+        headers = {"content-type": kind} if kind else {}
+        assert tiny.http.post("/v1/completions", content=json.dumps(TEXT), headers=headers).status_code == 200
+        page = {**headers, "origin": "https://b.example"}
+        assert tiny.http.post("/v1/completions", content=json.dumps(TEXT), headers=page).status_code == 415
+
+
+def test_keys_hosts_and_origins(tiny):
+    with httpx.Client(base_url=tiny.url) as stranger:
+        assert stranger.get("/v1/models").status_code == 401 and stranger.get("/health").status_code == 200
+        assert stranger.get("/v1/models", headers={"authorization": "Bearer secreu"}).status_code == 401
+    for host, status in (("evil.example:8000", 400), ("[", 400), ("[::1]:8000", 200), ("127.0.0.1", 200)):
+        answer = tiny.http.get("/v1/models", headers={"host": host})
+        assert answer.status_code == status and ("--allowed-hosts" in answer.text) == (status == 400)
+    for origin, status in (("https://a.example", 200), ("https://b.example", 400)):
+        asked = {"origin": origin, "access-control-request-method": "POST"}
+        asked["access-control-request-headers"] = "authorization, content-type"
+        assert tiny.http.options("/v1/chat/completions", headers=asked).status_code == status
+    answer = tiny.http.post("/v1/completions", json=TEXT, headers={"origin": "https://a.example"})
+    assert answer.headers["access-control-allow-origin"] == "https://a.example"
+
+
+def test_logprobs_are_those_of_the_engine(tiny):
+    wanted = tiny.engine.generate([5, 6, 7], max_new_tokens=3, ignore_eos=True).requests[0]
+    out = tiny.api.completions.create(
+        model="tiny", prompt=[5, 6, 7], max_tokens=3, logprobs=1, extra_body={"ignore_eos": True}
+    )
+    scores = out.choices[0].logprobs
+    assert scores.token_logprobs == [score.logprob for score in wanted.logprobs]
+    assert [list(top.values()) for top in scores.top_logprobs] == [[score.top[0][1]] for score in wanted.logprobs]
+    assert scores.tokens == [TOKENIZER.decode([token]) for token in wanted.tokens]
+    streamed = []
+    for chunk in tiny.api.completions.create(
+        model="tiny", prompt=[5, 6, 7], max_tokens=3, logprobs=1, stream=True, extra_body={"ignore_eos": True}
+    ):
+        streamed += [p for choice in chunk.choices if choice.logprobs for p in choice.logprobs.token_logprobs]
+    assert streamed == scores.token_logprobs
+    assert tiny.post({**TEXT, "logprobs": 3}, "/v1/completions").json()["error"]["param"] == "logprobs"
+
+
+def test_values_that_float32_cannot_hold_flush_nothing(tiny):
+    for body in ({"logit_bias": {"9": 1e39}}, {"repetition_penalty": 1e-300}, {"temperature": 1e39}):
+        assert tiny.post({**TEXT, **body}, "/v1/completions").status_code == 400
+    assert tiny.post({**TEXT, "logit_bias": {"9": -1e39}}, "/v1/completions").status_code == 200
+
+
+HOSTILE = [
+    b'{"prompt":[' + b",".join([b"0.5"] * 100_000) + b"]}",
+    b'{"messages":[' + b",".join([b"{}"] * 100_000) + b"]}",
+    b'{"n":128,"prompt":[' + b",".join([b"[1]"] * 40_000) + b"]}",
+    b'{"prompt":[5],"stop":[' + b",".join([b'"zq"'] * 100_000) + b"]}",
+    b"{" + b",".join(b'"%d":1' % i for i in range(60_000)) + b"}",
+    b'{"prompt":"' + b"a b c d " * 200_000 + b'"}',
+]
+
+
+@pytest.mark.parametrize("body", HOSTILE, ids=["floats", "messages", "prompts", "stops", "fields", "text"])
+def test_hostile_bodies_build_nothing(tiny, body, monkeypatch):
+    monkeypatch.setattr(server, "Job", None)  # no job is made
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        start = time.thread_time()
+        answer = tiny.post(body, path)
+        assert answer.status_code == 400 and len(answer.content) < 2000, answer.text
+        assert time.thread_time() - start < 1
+
+
+def test_a_long_text_is_encoded_in_part_only():
+    sizes = []
+
+    def encode(text):
+        sizes.append(len(text))
+        return text.split()
+
+    with pytest.raises(ValueError, match="max_seq_len=500"):
+        prompts.check_length("a b c d " * 500_000, encode, 500)
+    assert sum(sizes) < 10_000
+    prompts.check_length("a " * 500, encode, 500)
+
+
+def test_requests_that_are_tokenised_count_among_those_that_wait(tiny):
+    stepper = tiny.app.state.stepper
+    with stepper.room_for(5):
+        assert tiny.post({**TEXT, "n": 2}, "/v1/completions").status_code == 429
+        assert tiny.post(TEXT, "/v1/completions").status_code == 200
+    assert tiny.post({**TEXT, "n": 2}, "/v1/completions").status_code == 200
