@@ -1,75 +1,49 @@
-"""Where traces, and what Inductor compiled of them, are kept between processes: a folder, by versions and device.
+"""Where what Inductor compiled is kept between processes: a folder, by versions and device.
 
 Inductor's own caches do the keeping: they find a piece by its graph, its constants, sizes and settings, check what its
 code took for granted of the number of tokens, write atomically, and compile again what they cannot read. The folder
-holds code that will be run: it must not be open to people you do not trust.
+holds code that will be run: one that other users own or may write to is not used.
 """
 
+import atexit
 import os
 import platform
 import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from tempfile import NamedTemporaryFile, mkdtemp
+from tempfile import mkdtemp
 from typing import NamedTuple
 
 import torch
 
 FOLDER = "inductor"
-TRACES = "traces"  # within the folder of an environment
+NOWHERE = Path("/dev/null")  # a folder that cannot be made
 
 
 class Kept(NamedTuple):
-    """What is kept for one environment: pieces, traces, bytes, and seconds since the epoch of the last write."""
+    """What is kept for one environment: pieces, bytes, and seconds since the epoch of the last write."""
 
     name: str
     num_pieces: int
-    num_traces: int
     num_bytes: int
     written: float
 
 
-@dataclass(frozen=True)
-class Record:
-    """A trace's place: its file, named by all that the trace depends on (`structure`), and the tensors it may read."""
-
-    file: Path
-    tensors: Mapping[str, torch.Tensor]
-
-    def text(self) -> str:
-        """Return what is kept; empty if that is nothing, or cannot be read."""
-        try:
-            return self.file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError):
-            return ""
-
-    def keep(self, text: str) -> None:
-        """Keep `text`, at once or not at all; where it cannot be written, the next process traces again."""
-        with suppress(OSError):
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile("w", encoding="utf-8", dir=self.file.parent, prefix=".", delete=False) as out:
-                out.write(text)
-            os.replace(out.name, self.file)
-
-    def forget(self) -> None:
-        """Delete what is kept."""
-        with suppress(OSError):
-            self.file.unlink(missing_ok=True)
-
-
 def root() -> Path:
-    """Return specdec's folder: $SPECDEC_CACHE, or `specdec` in $XDG_CACHE_HOME or ~/.cache."""
+    """Return specdec's folder: $SPECDEC_CACHE, or `specdec` in $XDG_CACHE_HOME or ~/.cache; NOWHERE without a home."""
     given = os.environ.get("SPECDEC_CACHE")
     if given:
         return Path(given).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "specdec"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "specdec"
+    except RuntimeError:  # neither HOME nor an entry for the user
+        return NOWHERE
 
 
 def folder(device: torch.device) -> Path:
@@ -80,32 +54,52 @@ def folder(device: torch.device) -> Path:
     return root() / FOLDER / re.sub(r"[^\w.+-]+", "-", words)
 
 
-def has_traces(device: torch.device) -> bool:
-    """Return whether any trace is kept for `device`."""
-    return any((folder(device) / TRACES).glob("*.json"))
+def has_pieces(device: torch.device) -> bool:
+    """Return whether any piece is kept for `device`."""
+    return any(folder(device).glob("fxgraph/*/*"))
 
 
 @contextmanager
 def keeping(where: Path) -> Iterator[None]:
-    """Within it, what Inductor compiles is looked up in `where` and kept there.
+    """Within it, what Inductor compiles is looked up in `where` and kept there; one thread at a time, since torch
+    reads the folder's name from the environment.
 
-    Warns if it cannot be written to; Inductor then keeps it where it does without us, a temporary folder.
+    Warns if `where` cannot be written to, or if others could write there what we would run; then it is compiled anew,
+    in a folder that goes with the process.
     """
-    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir  # slow to import
+    from torch._dynamo.convert_frame import compile_lock  # slow to import
+    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
-    try:
-        where.mkdir(parents=True, exist_ok=True)
-        os.rmdir(mkdtemp(prefix=".", dir=where))
-    except OSError as error:
+    why = _why_unusable(where)
+    if why:
         warnings.warn(
-            f"compiled layers are not kept for the next process: {where} cannot be written to ({error.strerror}). Set "
-            "SPECDEC_CACHE to a folder that can",
+            f"compiled layers are not kept for the next process: {why}. Set SPECDEC_CACHE to a folder of your own",
             stacklevel=2,
         )
+        where = Path(mkdtemp(prefix="specdec-"))
+        atexit.register(shutil.rmtree, where, ignore_errors=True)  # until then it may be read
+    with compile_lock, temporary_cache_dir(str(where)):
         yield
-        return
-    with temporary_cache_dir(str(where)):
-        yield
+
+
+def _why_unusable(where: Path) -> str:
+    """Make the folder `where`, for us alone; return why it cannot be used: who may write there can have us run code."""
+    if NOWHERE in where.parents:
+        return "there is no home folder to keep them in"
+    base = where.parents[where.parts[::-1].index(FOLDER)] if FOLDER in where.parts else where
+    try:
+        base.parent.mkdir(parents=True, exist_ok=True)
+        for path in sorted({base, *(p for p in where.parents if base in p.parents), where}):
+            path.mkdir(mode=0o700, exist_ok=True)
+            stat = path.stat()
+            if stat.st_uid != os.geteuid():
+                return f"{path} belongs to another user"
+            if stat.st_mode & 0o022:
+                return f"{path} can be written to by other users (chmod -R go-w, or delete it)"
+        os.rmdir(mkdtemp(prefix=".", dir=where))
+    except OSError as error:
+        return f"{where} cannot be written to ({error.strerror})"
+    return ""
 
 
 @contextmanager
@@ -139,8 +133,7 @@ def kept() -> list[Kept]:
         num_pieces = len(list(path.glob("fxgraph/*/*")))
         stats = [file.stat() for file in files]
         written = max([s.st_mtime for s in stats], default=path.stat().st_mtime)
-        num_traces = len(list(path.glob(f"{TRACES}/*.json")))
-        found.append(Kept(path.name, num_pieces, num_traces, sum(s.st_size for s in stats), written))
+        found.append(Kept(path.name, num_pieces, sum(s.st_size for s in stats), written))
     return found
 
 

@@ -1,13 +1,11 @@
 """A traced graph as a chain of pieces, equal ones once, and what compiles them.
 
-Compiling is apart from tracing: the arguments' sizes get a symbol of their own, one for the number of tokens T, so that
-a piece is the same to Inductor whether its graph was just traced or read from a file.
+Compiling is apart from tracing: the arguments' sizes get a symbol of their own, one for the number of tokens T.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import sympy
@@ -25,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.passes.split_module import split_module
 
 from specdec.errors import GraphError
-from specdec.graphs.kept import keeping, num_found, renewing
+from specdec.graphs.kept import num_found
 from specdec.graphs.merge import join
 
 UNROLLED = 16  # terms of a sum over a token's experts. As a reduction, Inductor tunes it for the T that it has seen
@@ -98,8 +96,11 @@ def is_call(node: fx.Node, ops: Sequence[Any]) -> bool:
     return node.op == "call_function" and any(node.target in (op, op.overloadpacket) for op in ops)
 
 
-def fingerprint(module: fx.GraphModule) -> tuple[Any, ...]:
-    """Return the key of a compiled graph: equal for graphs that differ only in names and in the values of inputs."""
+def fingerprint(module: fx.GraphModule, has_values: bool = True) -> tuple[Any, ...]:
+    """Return the key of a compiled graph: equal for graphs that differ only in names and in the values of inputs.
+
+    has_values: shapes of example values are part of it.
+    """
     numbers: dict[fx.Node, int] = {}
     lines: list[Any] = []
 
@@ -112,7 +113,7 @@ def fingerprint(module: fx.GraphModule) -> tuple[Any, ...]:
         target: Any = "" if node.op in ("placeholder", "output") else str(node.target)
         if node.op == "get_attr":
             target = id(getattr(module, str(node.target)))  # a constant: equal only to itself
-        lines.append((node.op, target, repr(args), _signature(node.meta.get("example_value"))))
+        lines.append((node.op, target, repr(args), has_values and _signature(node.meta.get("example_value"))))
     return tuple(lines)
 
 
@@ -128,7 +129,6 @@ def compile_pieces(
     split_at: Sequence[Any],
     compiler: str,
     largest: int,
-    keep: Path | None,
     progress: Callable[[], None],
 ) -> Compiled:
     """Put the compiled form of every piece in its place in `chain`. See `trace`; GraphError if it is not correct for
@@ -144,7 +144,7 @@ def compile_pieces(
     ):
         mode = FakeTensorMode(shape_env=ShapeEnv())
         with tracing(TracingContext(mode)):
-            running = _Compiling(chain, split_at, compiler, keep, progress, compiled)
+            running = _Compiling(chain, split_at, compiler, progress, compiled)
             with mode, enable_python_dispatcher():  # which keeps sizes symbolic in composite ops
                 running.run(*_fakes(mode, chain, inputs))
     # The compiler guards against one row wherever an op could broadcast it, but its code is correct for one row.
@@ -184,7 +184,6 @@ class _Compiling(fx.Interpreter):
         chain: Chain,
         split_at: Sequence[Any],
         compiler: str,
-        keep: Path | None,
         progress: Callable[[], None],
         compiled: Compiled,
     ):
@@ -192,7 +191,6 @@ class _Compiling(fx.Interpreter):
         self.extra_traceback = False
         self._split_at = split_at
         self._compiler = compiler
-        self._keep = keep
         self._progress = progress
         self._compiled = compiled
         self._outputs: dict[Any, Any] = {}
@@ -200,13 +198,13 @@ class _Compiling(fx.Interpreter):
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module, compiled = self.fetch_attr(target), self._compiled
         if module not in self._outputs:
-            self._outputs[module] = _Noting(module).run(*args)
+            self._outputs[module] = Noting(module).run(*args)
         if any(is_call(node, self._split_at) for node in module.graph.nodes):
             return self._outputs[module]
         compiled.num_pieces += 1
         if module not in compiled.done:
             before = num_found()
-            compiled.done[module] = _compile(module, args, self._compiler, self._keep)
+            compiled.done[module] = _compile(module, args, self._compiler)
             compiled.num_found += num_found() > before
         # An attribute of the instance takes precedence over the submodule of that name.
         self.module.__dict__[target] = compiled.done[module]
@@ -214,7 +212,7 @@ class _Compiling(fx.Interpreter):
         return self._outputs[module]
 
 
-class _Noting(fx.Interpreter):
+class Noting(fx.Interpreter):
     """Runs a piece and notes every node's value, without which torch does not look it up in its cache."""
 
     def run_node(self, n: fx.Node) -> Any:
@@ -222,20 +220,9 @@ class _Noting(fx.Interpreter):
         return value
 
 
-def _compile(module: fx.GraphModule, args: Sequence[Any], compiler: str, keep: Path | None) -> Callable[..., Any]:
-    """Compile one piece; once more with nothing kept if that fails, for what is kept may be damaged."""
+def _compile(module: fx.GraphModule, args: Sequence[Any], compiler: str) -> Callable[..., Any]:
     if compiler == "eager":
         return module.forward
-    try:
-        return _by_inductor(module, args)
-    except Exception:
-        if keep is None:
-            raise
-    with renewing(keep) as fresh, keeping(fresh):
-        return _by_inductor(module, args)
-
-
-def _by_inductor(module: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # an advice to round what has to stay exact
         return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")

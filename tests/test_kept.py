@@ -5,6 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +21,7 @@ from specdec.config import EngineConfig
 from specdec.graphs import kept
 from specdec.graphs.trace import trace
 from specdec.targets import checked
+from specdec.targets.checked import Subject
 from specdec.targets.compiled import start_compilers
 from tests.tiny_models import tiny_model
 
@@ -41,7 +45,7 @@ def model(x):
 
 def traced(x, where):
     with kept.keeping(where):
-        return trace(model, (x.clone(),), (torch.ops.aten.sin.default,), "inductor", keep=where)
+        return trace(model, (x.clone(),), (torch.ops.aten.sin.default,), "inductor")
 
 
 def check(result):
@@ -66,7 +70,7 @@ def suspected():
 
     def suspicious(*args):
         calls.append(args)
-        if len(calls) <= 2:  # of what was kept, and of a new trace with what was compiled of the old one
+        if len(calls) == 1:  # with what was kept
             raise specdec.GraphError("compiled, they differ")
         compare(*args)
 
@@ -86,9 +90,9 @@ def test_a_second_process_compiles_nothing_but_what_fails_although_kept():
     (expected, num, before, _), _ = run(0)
     again, suspect = run("suspected()" if torch.cuda.is_available() else 0)  # it compiles twice, a minute on a CPU
     assert before == 0 and again[:3] == [expected, num, num] and num > 0
-    assert f"{num} of them kept from before; the trace, too" in again[3]
+    assert f"{num} of them kept from before)" in again[3]
     if suspect:
-        assert suspect[:3] == [expected, num, 0] and suspect[4] == 5 and "the trace" not in suspect[3]
+        assert suspect[:3] == [expected, num, 0] and suspect[4] == 4
 
 
 def test_what_is_kept_serves_every_size_and_is_found_by_its_graph():
@@ -105,15 +109,21 @@ DAMAGED = ["*.so", "aotautograd/*/*", "*.py", "fxgraph/*/*/*"]
 
 @pytest.mark.parametrize("files", DAMAGED if torch.cuda.is_available() else DAMAGED[:2])
 def test_what_is_damaged_is_compiled_again(files):
+    """By Inductor itself, or with an empty folder."""
     where, x = kept.folder(CPU), torch.randn(16, 8)
-    traced(x, where)
+    subject = Subject(lambda x: (model(x),), [[(x,)], [(x[:7],)]], nullcontext, 1, 1, 64)
+
+    def traced_checked():
+        return checked.trace_checked(subject, EngineConfig(), CPU)
+
+    traced_checked()
     damaged = [file for file in where.rglob(files) if file.is_file()]
     assert damaged
     for file in damaged:
         file.unlink()  # a library may be mapped by this process: not written over
         file.write_bytes(b"not this")
-    check(traced(x, where))
-    again = traced(x, where)
+    check(traced_checked())
+    again = traced_checked()
     assert again.num_found
     check(again)
     assert [k.name for k in kept.kept()] == [where.name] and len(list(where.parent.iterdir())) == 1
@@ -128,15 +138,86 @@ def test_other_versions_have_folders_of_their_own(monkeypatch):
     assert traced(torch.randn(16, 8), other).num_found == 0
 
 
+def keeps_elsewhere(why):
+    """Whether Inductor's folder is another, and a warning says `why`, where pieces are to be kept."""
+    where = kept.folder(CPU)
+    with (
+        pytest.warns(UserWarning, match=f"not kept for the next process: .*{why}.* Set SPECDEC_CACHE"),
+        kept.keeping(where),
+    ):
+        path = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    return path != where and path.stat().st_mode & 0o777 == 0o700
+
+
 def test_a_folder_that_cannot_be_written_to_is_named(cache):
     cache.write_text("a file")
-    with pytest.warns(UserWarning, match="not kept for the next process: .* Set SPECDEC_CACHE to a folder that can"):
-        result = traced(torch.randn(16, 8), kept.folder(CPU))
-    check(result)
+    assert keeps_elsewhere("cannot be written to")
+
+
+def test_folders_are_private(cache):
+    where = kept.folder(CPU)
+    with kept.keeping(where):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(where)
+    assert {path.stat().st_mode & 0o777 for path in (cache, where.parent, where)} == {0o700}
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_folder_that_others_may_write_to_is_not_used(which):
+    where = kept.folder(CPU)
+    where.mkdir(parents=True)
+    path = [where, where.parent, where.parent.parent][which]
+    path.chmod(0o777)
+    assert keeps_elsewhere("can be written to by other users") and not list(where.iterdir())
+
+
+def test_a_folder_of_another_user_is_not_used(monkeypatch):
+    kept.folder(CPU).mkdir(parents=True)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert keeps_elsewhere("belongs to another user")
+
+
+def test_nothing_is_read_as_a_trace(cache, monkeypatch, tmp_path):
+    """Traces were once kept as text, by which a planted file could run a command."""
+    node = ["evil", "call_function", "posix:system", ["tuple", [f"touch {tmp_path / 'ran'}"]], ["dict", []]]
+    planted = kept.folder(CPU) / "traces" / "of-a-model.json"
+    planted.parent.mkdir(parents=True)
+    planted.write_text(json.dumps({"args": [], "groups": [], "pieces": [[node]], "children": {}, "graph": [node]}))
+    opened, live = [], Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, *args, **kw: opened.append(path) or live(path, *args, **kw))
+    monkeypatch.setattr("specdec.graphs.pieces._compile", lambda piece, *rest: piece.forward)
+    specdec.attach(tiny_model("llama"), **SETTINGS).detach()
+    assert planted not in opened and not (tmp_path / "ran").exists()
+
+
+def test_no_home_is_a_sentence(monkeypatch):
+    monkeypatch.delenv("SPECDEC_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    assert keeps_elsewhere("there is no home folder")
+    assert CliRunner().invoke(app, ["cache"]).exit_code == 0
+
+
+def test_threads_leave_the_environment_as_it_was(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/before")
+    first_is_in, seen = threading.Event(), []
+
+    def keep(name):
+        with kept.keeping(kept.folder(CPU) / name):
+            first_is_in.set()
+            time.sleep(0.05)
+            seen.append(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).name == name)
+
+    threads = [threading.Thread(target=keep, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+        first_is_in.wait()
+    for thread in threads:
+        thread.join()
+    assert seen == [True] * 3 and os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/before"
 
 
 def test_workers_start_before_a_first_attach_compiles(cache, monkeypatch):
-    """For a GPU, and where no trace is kept: a later attach compiles nothing, or only another model."""
+    """For a GPU, and where nothing is kept: a later attach compiles nothing, or only another model."""
     started, gpu = [], torch.device("cuda", 0)
     monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: started.append(1))
     monkeypatch.setattr(kept, "_hardware", lambda device: "a-gpu")
@@ -146,9 +227,9 @@ def test_workers_start_before_a_first_attach_compiles(cache, monkeypatch):
     start_compilers(EngineConfig(compile=True, compiler="eager"), gpu)
     assert not started
     start_compilers(config, gpu)
-    kept.Record(kept.folder(gpu) / kept.TRACES / "of-a-model.json", {}).keep("{}")
+    (kept.folder(gpu) / "fxgraph" / "ab" / "abc").mkdir(parents=True)
     start_compilers(config, gpu)
-    assert len(started) == 1 and kept.has_traces(gpu)
+    assert len(started) == 1 and kept.has_pieces(gpu)
 
 
 def test_eager_pieces_leave_no_folder(cache):
@@ -167,14 +248,9 @@ def test_the_folder_is_where_caches_belong(monkeypatch, tmp_path):
 def test_the_command_shows_and_clears(cache):
     where = kept.folder(CPU)
     traced(torch.randn(16, 8), where)
-    kept.Record(where / kept.TRACES / "it.json", {}).keep("{}")
     shown = CliRunner().invoke(app, ["cache", "--json"])
     facts = json.loads(shown.stdout.splitlines()[-1])
-    assert (
-        facts["folder"] == str(cache)
-        and (facts["pieces"], facts["traces"]) == (2, 1)
-        and facts["environments"] == [where.name]
-    )
+    assert facts["folder"] == str(cache) and facts["pieces"] == 2 and facts["environments"] == [where.name]
     assert facts["bytes"] == sum(f.stat().st_size for f in where.rglob("*") if f.is_file()) > 0
     cleared = CliRunner().invoke(app, ["cache", "--clear", "--json"])
     assert "MiB deleted" in cleared.stdout and json.loads(cleared.stdout.splitlines()[-1])["pieces"] == 0

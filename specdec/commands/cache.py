@@ -1,4 +1,4 @@
-"""`specdec cache`: what attach traced and Inductor compiled, kept for the next process, and deleting it."""
+"""`specdec cache`: what Inductor compiled at attach, kept for the next process, and deleting it."""
 
 from datetime import datetime
 from typing import Annotated
@@ -26,14 +26,13 @@ def command(
             raise ValueError(f"{error.filename} cannot be deleted: {error.strerror}; delete it yourself") from error
         print(f"{freed / 2**20:.1f} MiB deleted")
     found = kept.kept()
-    table = Table("environment", "pieces", "traces", "MiB", "last written")
+    table = Table("environment", "pieces", "MiB", "last written")
     for k in found:
         written = datetime.fromtimestamp(k.written).strftime("%Y-%m-%d %H:%M")
-        table.add_row(k.name, str(k.num_pieces), str(k.num_traces), f"{k.num_bytes / 2**20:.1f}", written)
+        table.add_row(k.name, str(k.num_pieces), f"{k.num_bytes / 2**20:.1f}", written)
     if found:
         Console().print(table)
-    sums = {"pieces": sum(k.num_pieces for k in found), "traces": sum(k.num_traces for k in found)}
-    sums["bytes"] = sum(k.num_bytes for k in found)
+    sums = {"pieces": sum(k.num_pieces for k in found), "bytes": sum(k.num_bytes for k in found)}
     if not json:
         print(f"folder: {kept.root()}")
     finish(json, {"folder": str(kept.root()), **sums, "environments": [k.name for k in found]})

@@ -47,17 +47,14 @@ def _compile_head(worker: HeadWorker, config: EngineConfig) -> None:
     head, examples = worker.head, _examples(worker)
     states_alone = [[(states,) for _ids, _positions, states in batches] for batches in examples]
 
-    def traced(run: Callable[..., Any], examples: Sequence[Sequence[Batch]], num_layers: int, *facts: Any) -> Compiled:
+    def traced(run: Callable[..., Any], examples: Sequence[Sequence[Batch]], num_layers: int) -> Compiled:
         subject = Subject(
             run=run,
             examples=examples,
-            ready=lambda is_traced: experts_routed(worker.expert_configs),
+            ready=lambda: experts_routed(worker.expert_configs),
             num_outputs=1,
             num_layers=num_layers,
             largest=max(config.prefill_tokens, config.max_batch * config.tail_reserve),
-            modules={"head": head, "embed_tokens": worker.embed_tokens},
-            tensors={"rope_tables": worker.rope_tables},
-            facts=facts,
         )
         return trace_checked(subject, config, head.weight.device)
 
@@ -72,9 +69,9 @@ def _compile_head(worker: HeadWorker, config: EngineConfig) -> None:
         def norm(states: torch.Tensor, module: int = module) -> tuple[torch.Tensor]:
             return (head.normed(states, module),)
 
-        worker.compiled[module] = traced(run, examples, num_layers, module)
+        worker.compiled[module] = traced(run, examples, num_layers)
         if not (head.recycles_normed or isinstance(head.out_norm(module), nn.Identity)):
-            worker.compiled_norms[module] = traced(norm, states_alone, 0, module)
+            worker.compiled_norms[module] = traced(norm, states_alone, 0)
 
 
 def _examples(worker: HeadWorker) -> list[list[Batch]]:

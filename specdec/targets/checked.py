@@ -1,10 +1,8 @@
 """Traces of a model's layers that are held against the layers themselves before they are used."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +11,11 @@ from tqdm import tqdm
 
 from specdec.config import EngineConfig
 from specdec.errors import GraphError
-from specdec.graphs.kept import TRACES, Record, folder, keeping, num_found, renewing
+from specdec.graphs.kept import folder, has_pieces, keeping, num_found, renewing
+from specdec.graphs.layers import Layers
 from specdec.graphs.pieces import start_workers
-from specdec.graphs.structure import structure
 from specdec.graphs.trace import Traced, trace
-from specdec.targets import experts, mixers, primitives, rotation, routers
+from specdec.targets import rotation, routers
 from specdec.targets.echo import Expected, compare, expect
 
 # Tokens of the forwards that are compared; the first is traced. At one token, the plain decode, a trace that took
@@ -32,21 +30,18 @@ class Subject:
     """What is traced: `run`, which takes a batch and returns `num_outputs` tensors, possibly beside None.
 
     examples: batches of the sizes of EXAMPLES, a group each. ready: the context that it runs in, and is traced in.
-    num_layers: attention calls; largest: tokens it will be called with; alike, numbers: see `trace`. modules,
-    tensors: what it reads, modules by a name and tensors beside theirs; facts: what else a trace of it depends on.
+    num_layers: attention calls; largest: tokens it will be called with; alike: groups of equal layers; numbers: see
+    `trace`.
     any_rank: whether something is so on any of the ranks that run it together, which must not part.
     """
 
     run: Callable[..., Sequence[Any]]
     examples: Sequence[Sequence[Batch]]
-    ready: Callable[[bool], AbstractContextManager[Any]]
+    ready: Callable[[], AbstractContextManager[Any]]
     num_outputs: int
     num_layers: int
     largest: int
-    modules: Mapping[str, nn.Module]
-    tensors: Mapping[str, torch.Tensor]
-    facts: Sequence[Any] = ()
-    alike: Sequence[nn.Module] = ()
+    alike: Sequence[Sequence[nn.Module]] = ()
     numbers: Mapping[Any, Sequence[int]] | None = None
     any_rank: Callable[[bool], bool] = bool
 
@@ -57,88 +52,36 @@ class Subject:
 
 
 def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) -> Traced:
-    """Trace and compile `subject`; the trace, and what Inductor compiles, are kept for the next process.
+    """Trace and compile `subject`; what Inductor compiles is kept for the next process.
 
-    What fails with a trace that was kept is traced anew, and with pieces that were kept compiled anew: they may be
-    damaged, or a model's code has changed where nobody looks. GraphError for what does not trace, or computes something
-    else.
+    What fails with pieces that were kept is compiled anew: they may be damaged. GraphError for what does not trace, or
+    computes something else.
     """
+    layers = Layers(subject.alike)
     # What is live runs first: transformers installs hooks on first use, which cannot be traced.
-    with torch.inference_mode(), subject.ready(False):
+    with torch.inference_mode(), subject.ready(), layers.recording():
         expected = [expect(subject.run, batches) for batches in subject.examples]
     if config.compiler == "eager":
-        return _trace(subject, config, None, None, expected)
+        return _trace(subject, layers, config, expected)
     where, before = folder(device), num_found()
-    record = _record(subject, where)
-    if not record.text():
+    if not has_pieces(device):
         start_workers(device)
     try:
         with keeping(where):
-            return _trace_or_recall(subject, config, where, record, expected)
+            return _trace(subject, layers, config, expected)
     except GraphError:
         if not subject.any_rank(num_found() != before):
             raise
     with renewing(where) as fresh, keeping(fresh):
-        return _trace_or_recall(
-            subject, config, None, replace(record, file=fresh / TRACES / record.file.name), expected
-        )
+        return _trace(subject, layers, config, expected)
 
 
-def _trace_or_recall(
-    subject: Subject, config: EngineConfig, keep: Path | None, record: Record, expected: Sequence[Expected]
-) -> Traced:
-    """Trace `subject`, or take what `record` has kept; keep what is new."""
-    try:
-        traced = _trace(subject, config, keep, record, expected)
-    except Exception:  # whatever a trace that does not fit may raise
-        if not subject.any_rank(bool(record.text())):
-            raise
-        record.forget()
-        traced = _trace(subject, config, keep, None if record.text() else record, expected)
-    if traced.text:
-        record.keep(traced.text)
-    return traced
-
-
-def _record(subject: Subject, where: Path) -> Record:
-    """Return where the trace of `subject` is kept."""
-    tensors = {f"{name}.{n}": t for name, m in subject.modules.items() for n, t in _tensors(m)} | dict(subject.tensors)
-    facts = [
-        subject.num_outputs,
-        subject.num_layers,
-        subject.largest,
-        sorted(map(str, (subject.numbers or {}).items())),
-        *subject.facts,
-    ]
-    facts += [inspect.getsource(module) for module in (experts, mixers, primitives, rotation, routers)]
-    with subject.ready(True):
-        told = structure(
-            subject.run,
-            subject.modules,
-            tensors,
-            subject.examples[0][0],
-            repr((facts, [str(op._schema) for op in (ATTENTION, CONV, SCAN)])),
-        )
-    return Record(where / TRACES / f"{told}.json", tensors)
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def _trace(
-    subject: Subject,
-    config: EngineConfig,
-    keep: Path | None,
-    record: Record | None,
-    expected: Sequence[Expected],
-) -> Traced:
+def _trace(subject: Subject, layers: Layers, config: EngineConfig, expected: Sequence[Expected]) -> Traced:
     """Trace and compile, and compare with what the live layers gave; ranks pass or fail together."""
     # The pieces of equal layers are compiled once, so most steps of the bar are short.
     bar = tqdm(total=subject.num_layers + 1, desc="compile", unit="piece", leave=False, disable=None)
     traced: Traced | None = None
-    with bar, subject.ready(True):
+    with bar, subject.ready():
         try:
             with _together(subject):
                 traced = trace(
@@ -149,11 +92,9 @@ def _trace(
                     num_outputs=subject.num_outputs,
                     smallest=2,  # one token is compared
                     largest=subject.largest,
-                    alike=subject.alike,
+                    layers=layers,
                     numbers=subject.numbers,
                     rewrite=_rewrite,
-                    keep=keep,
-                    record=record,
                     progress=lambda: bar.update() and None,
                 )
             with _together(subject):

@@ -3,8 +3,7 @@
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,9 @@ from specdec.backends.state_pool import ConvSpec, ScanSpec
 from specdec.batch import ForwardMode
 from specdec.config import EngineConfig
 from specdec.errors import GraphError
-from specdec.graphs.kept import has_traces
+from specdec.graphs.alike import alike
+from specdec.graphs.kept import has_pieces
 from specdec.graphs.pieces import start_workers
-from specdec.graphs.regions import can_repeat
 from specdec.graphs.trace import Traced
 from specdec.targets.checked import ATTENTION, CONV, EXAMPLES, SCAN, Batch, Subject, trace_checked
 from specdec.targets.hf import HFTarget
@@ -43,7 +42,7 @@ def why_uncompiled(config: EngineConfig, device: torch.device) -> str:
 
 def start_compilers(config: EngineConfig, device: torch.device) -> None:
     """Start what compiles, where a first attach is going to compile: it takes seconds to come up."""
-    if config.compiler == "inductor" and not why_uncompiled(config, device) and not has_traces(device):
+    if config.compiler == "inductor" and not why_uncompiled(config, device) and not has_pieces(device):
         start_workers(device)
 
 
@@ -79,29 +78,20 @@ def _told(traced: Traced, start: float) -> str:
     pieces = (
         f"{traced.num_compiled} piece{'s' * (traced.num_compiled > 1)}, {traced.num_found} of them kept from before"
     )
-    pieces += "; the trace, too" if traced.was_kept else ""
     return f"compiled in {time.perf_counter() - start:.1f} s ({pieces})"
 
 
 def _subject(target: HFTarget, config: EngineConfig) -> Subject:
     """The layers as they run in forwards of every mode."""
 
-    @contextmanager
-    def ready(is_traced: bool) -> Iterator[None]:
-        with target.routed(), target.unnumbered() if is_traced else nullcontext():
-            yield
-
     return Subject(
         run=target.run_layers,
         examples=_examples(target),
-        ready=ready,
+        ready=target.routed,
         num_outputs=1 + bool(target.tapped),
         num_layers=len(target.spec.layers) + len(target.spec.recurrent),
         largest=max(config.prefill_tokens, config.max_batch * config.verify_width),
-        modules={"stack": target.spec.stack},
-        tensors={},
-        facts=(target.tapped,),
-        alike=_layers(target) if can_repeat() else (),
+        alike=_alike(target),
         numbers=_numbers(target.spec),
         any_rank=target.any_rank,
     )
@@ -114,13 +104,15 @@ def _numbers(spec: ModelSpec) -> dict[Any, Sequence[int]]:
     return {ATTENTION: range(len(spec.layers)), **ids}
 
 
-def _layers(target: HFTarget) -> list[nn.Module]:
-    """Return the modules that may be equal: elements of a list that attend once, or have one recurrent module, whose
-    forward is their class's own."""
+def _alike(target: HFTarget) -> list[list[nn.Module]]:
+    """Return groups of equal layers: elements of a list that attend once, or have one recurrent module, whose forward
+    is their class's own."""
     attending = {*target.spec.modules, *(mixer.module for mixer in target.spec.mixers)}
-    lists = [module for module in target.spec.stack.modules() if isinstance(module, nn.ModuleList)]
-    layers = [child for children in lists for child in children if len(attending.intersection(child.modules())) == 1]
-    return [layer for layer in layers if "forward" not in layer.__dict__]
+    lists = [list(module) for module in target.spec.stack.modules() if isinstance(module, nn.ModuleList)]
+    groups = [group for layers in lists for group in alike(layers)]
+    return [
+        [m for m in g if len(attending.intersection(m.modules())) == 1 and "forward" not in vars(m)] for g in groups
+    ]
 
 
 def _examples(target: HFTarget) -> list[list[Batch]]:

@@ -107,23 +107,6 @@ def mixers_routed(mixers: Sequence[Mixer]) -> Iterator[None]:
             mixer.module.__dict__.update(own)
 
 
-@contextmanager
-def mixers_unnumbered(mixers: Sequence[Mixer]) -> Iterator[None]:
-    """Give all calls of `mixers` the layer id 0 within the context: a trace can see that layers are equal.
-
-    A trace that repeats equal layers must be made so: Dynamo does not compare the ids of mixers.
-    """
-    calls = [call for mixer in mixers for call in mixer.calls]
-    numbers = [call.layer_ids for call in calls]
-    try:
-        for call in calls:
-            call.layer_ids = (0,) * len(call.layer_ids)
-        yield
-    finally:
-        for call, layer_ids in zip(calls, numbers, strict=True):
-            call.layer_ids = layer_ids
-
-
 def renumber_mixers(mixers: Sequence[Mixer], order: Sequence[int]) -> None:
     """Number the calls of a forward, from 0 on in their order, where `order` are the ids that it called until now.
 

@@ -13,8 +13,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.backends import attention
 from specdec.targets.experts import expert_configs, experts_routed
-from specdec.targets.marks import LAYER_ID, layer_id, number_layers
-from specdec.targets.mixers import mixers_routed, mixers_unnumbered
+from specdec.targets.marks import layer_id, number_layers
+from specdec.targets.mixers import mixers_routed
 from specdec.targets.overrides import (
     answering,
     attention_configs,
@@ -101,15 +101,3 @@ class Route:
             evaluating(self._model, self._modules),
         ):
             yield
-
-    @contextmanager
-    def unnumbered(self) -> Iterator[None]:
-        """Give all attention modules, and recurrent ones, the layer id 0 within it: a trace can see that layers are
-        equal."""
-        try:
-            for module in self.spec.modules:
-                setattr(module, LAYER_ID, 0)
-            with mixers_unnumbered(self.spec.mixers):
-                yield
-        finally:
-            self._turns = number_layers(self.spec.modules)
