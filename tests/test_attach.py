@@ -73,8 +73,8 @@ def test_detach_leaves_the_model_as_it_was():
     assert [c._attn_implementation for c in attention_configs(model)] == implementations
 
 
-def test_hooks_that_transformers_installs_for_us_go_with_us():
-    """EAGLE-3 reads the outputs of layers, which transformers keeps by hooks that cannot be pickled."""
+def test_hooks_on_layers_go_with_us():
+    """EAGLE-3 reads the outputs of layers by hooks; those of the model's owner stay."""
     model, prompt = tiny_model("llama"), ragged_prompts()[0]
     names = [sorted(vars(m)) for m in model.modules()]
     with specdec.attach(model, random_head(model), max_seq_len=64) as engine:

@@ -126,7 +126,7 @@ def _assemble(
         states = _row_states(draft, config, config.draft_tail, own)
         context = None if shape is None else _context(own, shape, tables, counters, config.draft_words, states)
         worker = row.make(DraftParts(row.spec, target, config, _ops_for(own), context, narrow), draft)
-    target.aux_layers = worker.aux_layers
+    target.read_layers(worker.aux_layers)
     states = _row_states(target, config, config.verify_width, backend)
     parts = Parts(
         target=target,

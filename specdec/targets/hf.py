@@ -5,8 +5,8 @@ layers' primitives and its experts' products are routed, and only while we run i
 """
 
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError, GraphError
 from specdec.graphs.trace import Traced
 from specdec.layer_state import LayerState
-from specdec.targets.capturing import CapturingHooks
 from specdec.targets.equality import check_equality
 from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
 from specdec.targets.probe import ModelSpec, probe
@@ -30,6 +29,7 @@ from specdec.targets.ropes import ORIGINAL, warn_of_low_precision
 from specdec.targets.route import Route
 from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.sharded import Sharded, find_group, plain
+from specdec.targets.taps import UNORDERED, Taps
 
 ATTACHED_ALREADY = "it is attached already; call detach() on that engine first, which is specdec.engine_of(model)"
 
@@ -61,7 +61,6 @@ class HFTarget:
             gc.collect()  # an engine that nobody holds any more may be waiting for it
         if is_attached(model):
             raise AttachError(type(model).__name__, [ATTACHED_ALREADY])
-        self._capturing = CapturingHooks(model)
         self.comm: Communicator | None = None
         self._sharded: Sharded | None = None
         group = find_group(model)
@@ -82,6 +81,7 @@ class HFTarget:
         if any(is_attached(module) for module in self.spec.modules):
             raise AttachError(type(model).__name__, ["some of its layers belong to a model that is attached already"])
         self.aux_layers: tuple[int, ...] = ()
+        self._taps = Taps()
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
         self._addresses: dict[str, int] = {}
         self._last_position: int | None = None
@@ -184,13 +184,19 @@ class HFTarget:
                 hidden, aux = self.run_layers(input_ids, positions)
         return hidden, hidden if self.aux_layers == (LAST,) else aux
 
+    def read_layers(self, aux_layers: tuple[int, ...]) -> None:
+        """Return the outputs of `aux_layers` from `layers` from now on; AttachError for a model that has none."""
+        self.aux_layers = aux_layers
+        if self.tapped and not self.spec.blocks:
+            raise AttachError(type(self.model).__name__, [f"the draft reads layers {self.tapped}: {UNORDERED}"])
+        self._taps = Taps([self.spec.blocks[i] for i in self.tapped])
+
     def run_layers(self, input_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the live model's own layers, with the outputs of `tapped`; needs `routed`. This is what gets traced."""
-        wanted: Any = list(self.tapped) or False
         out = self.spec.stack(
-            input_ids=input_ids.unsqueeze(0), use_cache=False, output_hidden_states=wanted, **self._placed(positions)
+            input_ids=input_ids.unsqueeze(0), use_cache=False, output_hidden_states=False, **self._placed(positions)
         )
-        aux = torch.cat([out.hidden_states[i][0] for i in self.tapped], -1).to(self.dtype) if self.tapped else None
+        aux = self._taps.take()[0].to(self.dtype) if self.tapped else None
         return out.last_hidden_state[0].to(self.dtype), aux
 
     def _placed(self, positions: torch.Tensor) -> dict[str, Any]:
@@ -206,9 +212,11 @@ class HFTarget:
         """Layers whose output must be kept during a forward."""
         return tuple(i for i in self.aux_layers if i != LAST)
 
-    def routed(self) -> AbstractContextManager[None]:
-        """See `Route.routed`."""
-        return self._route.routed()
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        """Route the model's calls to us within it, see `Route.routed`, and read the outputs of `tapped`."""
+        with self._route.routed(), self._taps.reading():
+            yield
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""
@@ -270,7 +278,6 @@ class HFTarget:
 
     def _restore(self) -> None:
         self._unmark()
-        self._capturing.restore()
         self._release_ranks()
 
     def _unmark(self) -> None:

@@ -64,7 +64,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return [1, T, H, P] in query's dtype and no state; query, key: [1, T, H, N], value: [1, T, H, P].
+    """Return [1, T, H, P] in query's dtype and no state; query, key: [1, T, G, N], value: [1, T, H, P], G divides H.
 
     g: [1, T, H], or [1, T, H, N] for Kimi; beta: [1, T, H]. Queries and keys stay in their dtype, for cheaper
     products: with c k for k, u = beta (v - S^T c k) writes what c u = beta c^2 (v / c - S^T k) writes under k,
@@ -75,9 +75,10 @@ def _delta_rule(
     scale = q.shape[-1] ** -0.5
     if not use_qk_l2norm_in_kernel:
         return scan(q.float() * scale, k, v, layer_id, _packed(g).float(), strength).to(q.dtype).unsqueeze(0), None
-    c = _norms(k)
+    group = v.shape[1] // k.shape[1]  # heads of values that share a key; transformers repeats keys itself until 5.22
+    c, of_query = _norms(k).repeat_interleave(group, 1), _norms(q).repeat_interleave(group, 1)
     out = scan(q, k, v.float() / c.unsqueeze(-1), layer_id, _packed(g).float(), strength * c * c)
-    out = out * (scale * _norms(q)).unsqueeze(-1)
+    out = out * (scale * of_query).unsqueeze(-1)
     return out.to(query.dtype).unsqueeze(0), None
 
 

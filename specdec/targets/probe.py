@@ -35,6 +35,7 @@ from specdec.targets.reasons import (
 from specdec.targets.recorder import ConvShape, record_mixers
 from specdec.targets.recording import PassThroughCache, Recording, probing
 from specdec.targets.shape import position_limit, vocab_size_of
+from specdec.targets.taps import found_layers
 
 PROBE_LENGTH = 12
 
@@ -47,7 +48,8 @@ class ModelSpec:
     doubts: what may explain logits that turn out to be others than the model's own. counts_positions: layers ask the
     cache how many tokens it holds, and count positions from there, in place of reading them; takes_positions: the stack
     does not. own_attention: modules that attend in a method of their own. mixers: the recurrent modules; recurrent:
-    specs of their calls, by layer id. num_layers: of all kinds.
+    specs of their calls, by layer id. num_layers: of all kinds. blocks: the layers in their order, each a module that
+    runs once; none where that is not so.
     """
 
     modules: tuple[nn.Module, ...]
@@ -65,6 +67,7 @@ class ModelSpec:
     mixers: tuple[Mixer, ...] = ()
     recurrent: tuple[RecurrentSpec, ...] = ()
     num_layers: int = 0
+    blocks: tuple[nn.Module, ...] = ()
 
 
 def probe(model: PreTrainedModel) -> ModelSpec:
@@ -91,16 +94,17 @@ def probe(model: PreTrainedModel) -> ModelSpec:
             "; ".join(["its logits are NaN", *weight_doubts(model)]) + ": take another export of its weights"
         )
     if not reasons:
-        stack = _find_stack(model, own, first, ids)
-        if stack is None:
+        found = _find_stack(model, own, first, ids)
+        if found is None:
             reasons = ["its head cannot be run apart from its layers, on hidden states of the embedding's type"]
     doubts = [*foreign_layers(model), *([] if mixers else unrouted_layers(recording, model))]
     if not reasons:
-        assert stack is not None
-        recurrent, reasons = _recurrent_specs(model, stack, own, mixers, ids)
+        assert found is not None
+        recurrent, reasons = _recurrent_specs(model, found[0], own, mixers, ids)
     if reasons:
         raise AttachError(name, list(dict.fromkeys([*reasons, *doubts])))
-    assert stack is not None
+    assert found is not None
+    stack, blocks = found
     modules = tuple(c.module for c in recording.calls)
     is_repeated = len(set(modules)) < len(modules)
     takes_positions = not recording.asks_length or "position_ids" in inspect.signature(stack.forward).parameters
@@ -120,6 +124,7 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         mixers=mixers,
         recurrent=recurrent,
         num_layers=config.num_hidden_layers if mixers or is_repeated else len(recording.calls),
+        blocks=blocks,
     )
 
 
@@ -186,23 +191,28 @@ def _recorded_outputs(modules: Sequence[nn.Module], outputs: dict[nn.Module, Cal
 
 def _find_stack(
     model: PreTrainedModel, own: Sequence[OwnAttention], first: _Forward, ids: torch.Tensor
-) -> nn.Module | None:
+) -> tuple[nn.Module, tuple[nn.Module, ...]] | None:
     """Find the innermost module from whose last hidden states the rest of `model` makes the same logits, or None.
+
+    Beside it, return its layers; see `ModelSpec`.
 
     They are kept in the embedding's type, so a head must round them itself where layers leave more.
     """
     logits, dtype = first.logits, model.get_input_embeddings().weight.dtype
+    config = model.config.get_text_config()
     for stack, output in first.outputs.items():
         try:
             with probing(model, Recording(), own):
-                hidden = stack(input_ids=ids, **_cache_arguments(model, first.has_cache)).last_hidden_state.to(dtype)
+                with found_layers(stack, config.num_hidden_layers, config.hidden_size) as layers:
+                    out = stack(input_ids=ids, **_cache_arguments(model, first.has_cache))
+                hidden = out.last_hidden_state.to(dtype)
                 with answering(stack, output(last_hidden_state=hidden)):
                     again = model(input_ids=torch.zeros_like(ids), use_cache=False).logits
         except Exception:  # not such a module: try the next
             continue
         atol = 1e-3 * float(logits.abs().max())
         if torch.allclose(again.float(), logits.float(), rtol=1e-3, atol=atol, equal_nan=True):
-            return stack
+            return stack, tuple(layers)
     return None
 
 

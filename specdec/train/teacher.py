@@ -10,6 +10,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from specdec.targets.overrides import answering
 from specdec.targets.shape import LAST, TargetShape
+from specdec.targets.taps import UNORDERED, Taps, found_layers
 from specdec.train.batches import Batch
 from specdec.train.losses import Goal, OutputHead, RowMath
 
@@ -29,11 +30,21 @@ class Teacher:
         layers = [] if tuple(aux_layers) in ((), (LAST,)) else list(aux_layers)
         if layers != sorted(set(layers)) or not all(0 <= i < last for i in layers):
             raise ValueError(
-                f"aux_layers={tuple(aux_layers)}: expected ascending layers of 0..{last - 1} (the last layer's output "
-                "is normed by transformers), or LAST alone"
+                f"aux_layers={tuple(aux_layers)}: expected ascending layers of 0..{last - 1} (of the last one, LAST "
+                "alone is read)"
             )
         self.model = model
         self.aux_layers = layers
+        self._taps = self._tap() if layers else Taps()
+
+    @torch.no_grad()
+    def _tap(self) -> Taps:
+        config, decoder = self.model.config.get_text_config(), self.model.get_decoder()
+        with found_layers(decoder, config.num_hidden_layers, config.hidden_size) as found:
+            decoder(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=self.weight.device), use_cache=False)
+        if not found:
+            raise ValueError(f"aux_layers={tuple(self.aux_layers)} of {type(self.model).__name__}: {UNORDERED}")
+        return Taps([found[i] for i in self.aux_layers])
 
     @property
     def embed_tokens(self) -> nn.Module:
@@ -59,15 +70,11 @@ class Teacher:
     @torch.no_grad()
     def read(self, batch: Batch) -> TeacherOutput:
         """Run one forward over the batch."""
-        out = self.model.get_decoder()(
-            input_ids=batch.tokens[:, : batch.length],
-            use_cache=False,
-            output_hidden_states=self.aux_layers or False,
-        )
-        hidden = out.last_hidden_state
-        return TeacherOutput(
-            torch.cat([out.hidden_states[i] for i in self.aux_layers], -1) if self.aux_layers else hidden, hidden
-        )
+        with self._taps.reading():
+            hidden = self.model.get_decoder()(
+                input_ids=batch.tokens[:, : batch.length], use_cache=False
+            ).last_hidden_state
+            return TeacherOutput(self._taps.take() if self.aux_layers else hidden, hidden)
 
     @torch.no_grad()
     def goal(self, hidden: torch.Tensor, hot_ids: torch.Tensor | None, math: RowMath) -> Goal:

@@ -1,0 +1,76 @@
+"""The outputs of a live model's layers, which drafts read, taken by hooks of our own where the layers are called.
+
+transformers' list form of `output_hidden_states` is not used: what its indices count depends on version and model.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+UNORDERED = "its layers do not each run once, in the order of their list, and return hidden states: none can be read"
+
+
+@contextmanager
+def found_layers(stack: nn.Module, num_layers: int, width: int) -> Iterator[list[nn.Module]]:
+    """Yield a list that holds, after the context, the layers of `stack`, which is to run once within it.
+
+    They are the `num_layers` modules of a list that each ran once, in its order, and returned [B, T, width]; if there
+    is no such list, it stays empty.
+    """
+    lists = [m for m in stack.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    ran: dict[nn.Module, list[int]] = {}
+    count = iter(range(1 << 30))
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        hidden = _hidden(output)
+        is_hidden = isinstance(hidden, torch.Tensor) and hidden.dim() == 3 and hidden.shape[2] == width
+        ran.setdefault(module, []).append(next(count) if is_hidden else -1)
+
+    handles = [layer.register_forward_hook(note) for layers in lists for layer in layers]
+    found: list[nn.Module] = []
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+    for layers in lists:
+        order = [i for layer in layers for i in ran.get(layer, [-1])]
+        if not found and len(order) == num_layers and min(order) >= 0 and order == sorted(order):
+            found.extend(layers)
+
+
+def _hidden(output: Any) -> Any:
+    """Return the hidden states among what a layer returns: it, or the first of several."""
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+class Taps:
+    """Keeps what `layers` return in the forward in progress, within `reading`."""
+
+    def __init__(self, layers: Sequence[nn.Module] = ()):
+        self._layers = tuple(layers)
+        self._kept: dict[int, torch.Tensor] = {}
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read the layers within the context, after hooks that a user has added to them."""
+        handles = [layer.register_forward_hook(partial(self._keep, i)) for i, layer in enumerate(self._layers)]
+        try:
+            yield
+        finally:
+            self._kept.clear()
+            for handle in handles:
+                handle.remove()
+
+    def _keep(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        self._kept[index] = _hidden(output)
+
+    def take(self) -> torch.Tensor:
+        """Return the outputs of a forward side by side, [B, T, num_layers*h], and forget them."""
+        taken = torch.cat([self._kept[i] for i in range(len(self._layers))], -1)
+        self._kept.clear()
+        return taken
