@@ -1,4 +1,4 @@
-# make demo | bench | test | test-all | lint | clean. Each sets up what it needs in .venv, in a fresh clone too.
+# make demo | bench | test | test-all | test-latest | lint | clean. Each sets up what it needs in .venv, in a fresh clone too.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 # -qq: errors only
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --progress-bar off -c constraints.txt
 
-.PHONY: demo bench test test-all lint clean
+.PHONY: demo bench test test-all test-latest lint clean
 
 demo: $(READY)
 	$(BIN)/specdec demo
@@ -25,6 +25,14 @@ test: $(READY)
 # What `make test` left out, after it: nothing runs twice.
 test-all: test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix
+
+# What leans on transformers, with the newest that pyproject.toml allows beside the pinned one.
+LATEST := 5.23.0
+test-latest: $(READY)
+	@test -d $(VENV)/latest-$(LATEST) || $(BIN)/python -m pip --disable-pip-version-check install -qq --no-deps \
+	    --target $(VENV)/latest-$(LATEST) transformers==$(LATEST)
+	PYTHONPATH=$(VENV)/latest-$(LATEST):. $(BIN)/python -m pytest -n 2 --dist worksteal -m "not matrix" \
+	    tests/test_taps.py tests/test_attach.py tests/test_engine.py tests/test_seams.py tests/test_experts.py tests/test_mixers.py
 
 lint: $(READY)
 	$(BIN)/ruff check

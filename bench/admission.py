@@ -90,6 +90,10 @@ OWN: dict[str, dict[str, Any]] = {  # what a type's config wants beside sizes, t
     "zaya": {"num_experts_per_tok": 1},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
 }
+LIMITS = {
+    "moshi": "transformers gives another text with its cache than without; the engine gives the latter",
+    "llama4_text": "transformers gives another text with left padding than without; the engine gives the latter",
+}
 PARTS = ("text_config", "vision_config", "audio_config", "decoder", "encoder", "llm_config")
 
 
@@ -129,7 +133,14 @@ def examine(model_type: str) -> Verdict:
         HFTarget(model).detach()
     except AttachError as error:
         return Verdict(model_type, "refused", "; ".join(map(_first_line, error.reasons)))
-    return Verdict(model_type, "admitted", "")
+    return Verdict(model_type, "admitted", _limit_of(model))
+
+
+def _limit_of(model: PreTrainedModel) -> str:
+    """Return what a user must know of an admitted model's `generate`; empty if there is nothing."""
+    if getattr(model.generation_config, "forced_eos_token_id", None) is not None:
+        return "generate() refuses its forced_eos_token_id: set model.generation_config.forced_eos_token_id = None"
+    return LIMITS.get(model.config.model_type, "")
 
 
 def tiny(model_type: str) -> PreTrainedModel:

@@ -301,6 +301,33 @@ def test_tree(check: Callable[[Module], Iterator[Offence]]) -> None:
     assert not offences, "\n" + "\n".join(offences)
 
 
+def top_level_closure(name: str) -> set[str]:
+    """Return the modules that an import of `name` imports: at module level, and not for type checkers only."""
+    known = {module.name: module for module in modules()}
+    found, rest = set(), [name]
+    while rest:
+        module = known.get(rest.pop())
+        if module is None or module.name in found:
+            continue
+        found.add(module.name)
+        lazy = {
+            id(node)
+            for function in ast.walk(module.tree)
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+            for node in ast.walk(function)
+        }
+        tops = ast.Module([n for n in walk_runtime(module.tree) if isinstance(n, ast.stmt) and id(n) not in lazy], [])
+        for _, origin in imports(module._replace(tree=tops)):
+            rest += [origin, origin.rpartition(".")[0]]
+    return found
+
+
+def test_attaching_uncompiled_needs_no_private_parts_of_the_compiler() -> None:
+    found = top_level_closure("specdec.api")
+    assert "specdec.targets.compiled" in found and len(found) > 100, "the closure was followed"
+    assert not found & {f"specdec.graphs.{name}" for name in ("pieces", "trace", "walk", "layers")}
+
+
 def test_the_packages_are_found_once_each() -> None:
     names = [module.name for module in modules()]
     assert len(names) == len(set(names))

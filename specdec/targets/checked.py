@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -12,11 +12,12 @@ from tqdm import tqdm
 from specdec.config import EngineConfig
 from specdec.errors import GraphError
 from specdec.graphs.kept import folder, has_pieces, keeping, num_found, renewing
-from specdec.graphs.layers import Layers
-from specdec.graphs.pieces import start_workers
-from specdec.graphs.trace import Traced, trace
 from specdec.targets import rotation, routers
 from specdec.targets.echo import Expected, compare, expect
+
+if TYPE_CHECKING:
+    from specdec.graphs.layers import Layers
+    from specdec.graphs.trace import Traced
 
 # Tokens of the forwards that are compared; the first is traced. At one token, the plain decode, a trace that took
 # T > 1 for granted would be wrong.
@@ -51,12 +52,15 @@ class Subject:
         return self.any_rank is not bool
 
 
-def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) -> Traced:
+def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) -> "Traced":
     """Trace and compile `subject`; what Inductor compiles is kept for the next process.
 
     What fails with pieces that were kept is compiled anew: they may be damaged. GraphError for what does not trace, or
     computes something else.
     """
+    from specdec.graphs.layers import Layers  # imports private parts of torch, as trace and pieces do
+    from specdec.graphs.pieces import start_workers
+
     layers = Layers(subject.alike)
     # What is live runs first: transformers installs hooks on first use, which cannot be traced.
     with torch.inference_mode(), subject.ready(), layers.recording():
@@ -76,10 +80,14 @@ def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) 
         return _trace(subject, layers, config, expected)
 
 
-def _trace(subject: Subject, layers: Layers, config: EngineConfig, expected: Sequence[Expected]) -> Traced:
+def _trace(
+    subject: Subject, layers: "Layers", config: EngineConfig, expected: Sequence[Expected]
+) -> "Traced":
     """Trace and compile, and compare with what the live layers gave; ranks pass or fail together."""
     # The pieces of equal layers are compiled once, so most steps of the bar are short.
     bar = tqdm(total=subject.num_layers + 1, desc="compile", unit="piece", leave=False, disable=None)
+    from specdec.graphs.trace import trace
+
     traced: Traced | None = None
     with bar, subject.ready():
         try:
@@ -112,7 +120,7 @@ def _rewrite(graph: fx.GraphModule) -> None:
     routers.take_over_choices(graph)
 
 
-def _compare(traced: Traced, subject: Subject, expected: Sequence[Expected]) -> None:
+def _compare(traced: "Traced", subject: Subject, expected: Sequence[Expected]) -> None:
     """Raise GraphError unless `traced` gives what the live layers gave, and for errors in it."""
     try:
         with torch.inference_mode():

@@ -4,7 +4,7 @@ import os
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,11 +15,12 @@ from specdec.config import EngineConfig
 from specdec.errors import GraphError
 from specdec.graphs.alike import alike
 from specdec.graphs.kept import has_pieces
-from specdec.graphs.pieces import start_workers
-from specdec.graphs.trace import Traced
 from specdec.targets.checked import ATTENTION, CONV, EXAMPLES, SCAN, Batch, Subject, trace_checked
 from specdec.targets.hf import HFTarget
 from specdec.targets.probe import ModelSpec
+
+if TYPE_CHECKING:
+    from specdec.graphs.trace import Traced
 
 
 class Outcome(NamedTuple):
@@ -43,6 +44,8 @@ def why_uncompiled(config: EngineConfig, device: torch.device) -> str:
 def start_compilers(config: EngineConfig, device: torch.device) -> None:
     """Start what compiles, where a first attach is going to compile: it takes seconds to come up."""
     if config.compiler == "inductor" and not why_uncompiled(config, device) and not has_pieces(device):
+        from specdec.graphs.pieces import start_workers  # imports private parts of torch
+
         start_workers(device)
 
 
@@ -74,7 +77,7 @@ def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) ->
     return Outcome(prefill_mode, _told(traced, start))
 
 
-def _told(traced: Traced, start: float) -> str:
+def _told(traced: "Traced", start: float) -> str:
     pieces = (
         f"{traced.num_compiled} piece{'s' * (traced.num_compiled > 1)}, {traced.num_found} of them kept from before"
     )

@@ -8,7 +8,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from specdec.backends.comm import Communicator
 from specdec.backends.state_pool import RecurrentOps, StatePool
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError, GraphError
-from specdec.graphs.trace import Traced
 from specdec.layer_state import LayerState
 from specdec.targets.equality import check_equality
 from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
@@ -30,6 +29,9 @@ from specdec.targets.route import Route
 from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.sharded import Sharded, find_group, plain
 from specdec.targets.taps import UNORDERED, Taps
+
+if TYPE_CHECKING:  # it imports private parts of torch, which uncompiled engines do not need
+    from specdec.graphs.trace import Traced
 
 ATTACHED_ALREADY = "it is attached already; call detach() on that engine first, which is specdec.engine_of(model)"
 
@@ -230,7 +232,7 @@ class HFTarget:
         if count > self.spec.max_positions:
             self._last_position = self.spec.max_positions - 1
 
-    def use_compiled(self, traced: Traced, for_prefills: bool) -> None:
+    def use_compiled(self, traced: "Traced", for_prefills: bool) -> None:
         """Run `traced` in place of the live layers, in prefills or in rounds."""
         self.compiled[for_prefills] = traced
         self._addresses = {name: p.data_ptr() for name, p in self.model.named_parameters()}

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PACKED = (torch.int8, torch.uint8, torch.int32)  # matrices of these hold packed weights (GPTQ, AWQ)
 QUANTISERS = ("bitsandbytes", "optimum.quanto", "quanto", "torchao", "torch.ao", "auto_gptq", "gptqmodel", "awq", "hqq")
-UNQUANTISED = "load it without a quantization_config, or call model.dequantize() first"
+UNQUANTISED = (
+    "use a checkpoint that is not quantised; bitsandbytes models have model.dequantize(), and FP8 and MXFP4 ones load "
+    "with dequantize=True in their quantization_config"
+)
 
 
 def placement_reasons(model: nn.Module) -> list[str]:
@@ -102,4 +104,4 @@ def _compiled_reasons(model: nn.Module) -> Iterator[str]:
 def _is_compiled(module: nn.Module) -> bool:
     forward = module.__dict__.get("forward")
     is_replaced = hasattr(forward, "_torchdynamo_orig_callable")
-    return isinstance(module, OptimizedModule) or is_replaced or module.__dict__.get("_compiled_call_impl") is not None
+    return "_orig_mod" in module._modules or is_replaced or module.__dict__.get("_compiled_call_impl") is not None
