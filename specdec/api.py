@@ -151,7 +151,8 @@ class Engine:
         do_sample, temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens,
         min_length, max_length, suppress_tokens, begin_suppress_tokens, bad_words_ids, sequence_bias (single tokens),
         eos_token_id, stop_strings, generation_config: as in `model.generate`; None switches one off.
-        logit_bias: id -> value added to its logit. seed: request i uses seed + i; None draws fresh ones.
+        logit_bias: id -> value added to its logit. seed: of the first request, the others use hashes of it
+        (`request_seed`), so that other seeds share no sample; None draws fresh ones.
         sampling: SamplingParams, one for all or one per prompt, in place of all these but EOS and lengths.
         stop: strings that end a request; its text ends before the string. stop_token_ids: ids that end it.
         ignore_eos: go on past EOS.
@@ -309,6 +310,21 @@ class Engine:
         self._on_detach.close()
         self._release.detach()
         self._core = None
+
+    def __repr__(self) -> str:
+        """Name model, draft, shape, capacity, device and state; nothing waits for a step."""
+        core, config = self._core, self.config
+        if core is None:
+            return "<specdec.Engine, detached>"
+        worker, queues = core.round.worker, core.scheduler
+        draft = f"{algo} draft" if (algo := worker.facts["algo"]) else "no draft"
+        if worker.module is not None:
+            draft += f" {type(worker.module).__name__}"
+        shape = f"num_steps={config.num_steps}, topk={config.topk}, num_draft_tokens={config.num_draft_tokens}"
+        size = f"max_batch={config.max_batch}, max_seq_len={config.max_seq_len}"
+        state = f"{len(queues.running)} running, {len(queues.waiting)} waiting"
+        model = type(core.target.model).__name__
+        return f"<specdec.Engine of {model}, {draft}, {shape}, {size}, {core.device}, {state}>"
 
     def __enter__(self) -> "Engine":
         return self

@@ -1,9 +1,11 @@
 """Ranges that settings declare: what a value may be, and one message for every other value. Knows no setting."""
 
+import difflib
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
+from reprlib import Repr
 from types import MappingProxyType
 from typing import Any
 
@@ -49,9 +51,17 @@ def check_fields(settings: Any, ranges: Mapping[str, Range]) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message, cut where it is long."""
-    text = repr(value)
+    """Return a value for a message, cut where it is long; most of a long list is not looked at."""
+    short = Repr()
+    short.maxstring = short.maxother = SHOWN
+    text = short.repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def suggest(name: str, known: Iterable[str], aliases: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return "; did you mean X?" for an unknown name, if any is near. aliases: names that others use."""
+    near = [aliases[name]] if name in aliases else difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def whole(low: int, high: int = MAX_INT, cure: str = "") -> Range:

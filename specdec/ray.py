@@ -93,7 +93,8 @@ def generate(
 
     batch_size: rows that a replica takes at a time, of which it decodes settings["max_batch"] together. num_cpus: of
     each replica. replica: its class, for what is to be done to prompts and texts in the same process. kwargs: those of
-    `BatchReplica`. With a seed in options, row i of a batch uses seed + i. ValueError: replicas or batch_size below 1.
+    `BatchReplica`. With a seed in options, row i of a batch uses `request_seed(seed, i)`. ValueError: replicas or
+    batch_size below 1.
     """
     for name, value in (("replicas", replicas), ("batch_size", batch_size)):
         _at_least_one(name, value)

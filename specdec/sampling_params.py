@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from hashlib import blake2b
 from types import MappingProxyType
 
 from specdec.ranges import MAX_INT, TOKEN, TOKEN_IDS, Range, check_fields, list_of, mapping_of, optional, real, whole
@@ -86,7 +87,11 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS, hash=False)
 
     def __post_init__(self) -> None:
-        check_fields(self, _RANGES)
+        check_fields(self, RANGES)
+
+    def for_request(self, index: int) -> "SamplingParams":
+        """Return the parameters of request `index` of a call: the same, with `request_seed(seed, index)`."""
+        return self if self.seed is None or index == 0 else self.with_seed(request_seed(self.seed, index))
 
     def with_seed(self, seed: int) -> "SamplingParams":
         """Return the same parameters with another seed, without checking the others again."""
@@ -127,10 +132,17 @@ class SamplingParams:
         return {*self.suppress_tokens, *self.begin_suppress_tokens, *words, *self.logit_bias}
 
 
+def request_seed(seed: int, index: int) -> int:
+    """Return the seed of request `index` of a call with `seed`: `seed` itself for the first, and a hash for the others,
+    so that calls with other seeds share no sample. The same on every machine: BLAKE2b of "seed index", 63 bits."""
+    digest = blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1 if index else seed
+
+
 _HUGE = 1e10  # of logits that are biased, penalised and divided by a temperature none overflows float32
 _OFF = "; pass 0 to turn it off"
 _WORD = list_of(TOKEN, "token ids", 1, MAX_NGRAM)
-_RANGES: Mapping[str, Range] = MappingProxyType(
+RANGES: Mapping[str, Range] = MappingProxyType(
     {
         "temperature": real(MIN_TEMPERATURE, _HUGE, also=(0,), cure="; pass 0 for greedy decoding"),
         "top_k": whole(0, cure=_OFF),

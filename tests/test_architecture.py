@@ -23,10 +23,11 @@ PACKAGES = ("specdec", "graphs", "backends")  # the last two are read where they
 # Lowest first. Modules in one set may import each other; sets side by side may not; a row may import all rows above it
 # in this listing. "" is specdec/__init__.py.
 LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
+    (frozenset({"ranges"}),),
     (
         frozenset(
             {"errors", "config", "batch", "kv_cache", "layer_state", "metrics", "outputs", "pages"}
-            | {"prefix_cache", "ranges", "sampling_params"}
+            | {"prefix_cache", "sampling_params"}
         ),
         frozenset({"shipped"}),
         frozenset({"text"}),

@@ -1,12 +1,14 @@
 """User mistakes: each a ValueError that names the value and what to do, before any work, leaving nothing behind."""
 
+import copy
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import specdec
 from specdec.backends import BACKENDS
@@ -16,7 +18,7 @@ from specdec.functional.tree import chain
 from specdec.heads.load import save_head
 from specdec.kv_cache import KVPool, LayerShape, SlotTables
 from tests.heads import random_head
-from tests.tiny_models import VOCAB, tiny_model
+from tests.tiny_models import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -39,34 +41,10 @@ def checkpoint(model, tmp_path: Path) -> Path:
     return tmp_path / "head"
 
 
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        ([[]], {}, "prompt 0 is empty"),
-        ([], {}, "non-empty list"),
-        ([[3] * 60], {"max_new_tokens": 10}, "max_seq_len=64"),
-        ([[3]], {"max_new_tokens": 0}, "max_new_tokens=0"),
-        ([[3], [3]], {"max_new_tokens": [1]}, "1 values for 2 prompts"),
-        ([[VOCAB]], {}, f"token {VOCAB}"),
-        ("text", {}, "no tokenizer"),
-        ([[3]], {"stop": "x"}, "needs a tokenizer"),
-        ([[3]], {"stop_token_ids": list(range(40))}, "at most 16"),
-        ([[3]], {"sampling": ["greedy"]}, "expected SamplingParams"),
-        (torch.ones(1, 3), {}, "integers"),
-        (torch.ones(1, 3).long(), {"attention_mask": torch.ones(1, 4)}, "attention_mask has shape"),
-        ({"a": 1}, {}, "expected a string"),
-        ({"input_ids": [[5, 6], [7]], "attention_mask": [[1, 1], [1, 1]]}, {}, "attention_mask has rows"),
-        ([[5, 6]], {"attention_mask": [[1, 1, 1]]}, "attention_mask has rows"),
-        ([torch.tensor([3.7])], {}, "integers"),
-        ([torch.ones(2, 3).long()], {}, "tensor of 2 rows"),
-        (torch.ones(1, 3).bool(), {}, "integers"),
-        ("text", {"attention_mask": torch.ones(1, 4)}, "not with text"),
-        ([[3]], {"max_new_tokens": True}, "max_new_tokens=True"),
-    ],
-)
-def test_generate_refuses(engine, prompts, options, message):
-    with pytest.raises(ValueError, match=message):
-        engine.generate(prompts, **options)
+@pytest.mark.parametrize("options", [{"prompts": "text"}, {"prompts": [[3]], "stop": "x"}])
+def test_text_needs_a_tokenizer(engine, options):
+    with pytest.raises(ValueError, match="tokenizer"):
+        engine.generate(**options)
 
 
 def test_a_prompt_that_can_never_fit_the_pool(model):
@@ -97,6 +75,10 @@ def test_streams_are_refused_without_text_and_free_their_slots(engine):
         ({"num_steps": 3, "num_draft_tokens": 9}, r"num_steps\+1=4"),
         ({"num_steps": 2, "topk": 2, "num_draft_tokens": 8}, "expected 2..7"),
         ({"max_batch": 0}, "max_batch=0"),
+        ({"max_batch": 2.0}, "max_batch=2.0: expected an integer of at least 1"),
+        ({"max_batch": 10**9}, "the engine needs .* can be had .*; lower num_slots, max_batch"),
+        ({"num_slots": 10**12}, "the engine needs .* can be had .*; lower num_slots, max_batch"),
+        ({"max_bach": 2}, "max_bach=2: .*; did you mean max_batch"),
         ({"max_seq_len": 100_000}, "positions up to 512"),
         ({"backend": "magic"}, "backend='magic'"),
         ({"topk": 64, "num_steps": 2, "draft_vocab_size": 32}, "scores only 32"),
@@ -107,6 +89,33 @@ def test_attach_refuses_settings(model, settings, message):
     with pytest.raises(ValueError, match=message):
         specdec.attach(model, head, **settings)
     specdec.attach(model).detach()  # nothing was left on the model
+
+
+def test_an_engine_larger_than_the_machine_is_a_capacity_error(model):
+    with pytest.raises(specdec.CapacityError):
+        specdec.attach(model, max_batch=10**9)
+
+
+def test_numpys_integers_are_settings(model):
+    engine = specdec.attach(model, max_batch=np.int64(2), max_seq_len=np.int32(64))
+    assert type(engine.config.max_batch) is int and engine.generate([[3, 4]], max_new_tokens=2).tokens
+    engine.detach()
+
+
+def test_weights_without_values_are_told():
+    with torch.device("meta"):
+        empty = LlamaForCausalLM(tiny_model("llama").config).eval()
+    with pytest.raises(specdec.AttachError, match=r"on the meta device .*: it holds no values; load the weights first"):
+        specdec.attach(empty)
+
+
+def test_a_draft_of_nan_is_told_apart_from_the_target(model):
+    draft = copy.deepcopy(model)
+    torch.nn.init.constant_(draft.lm_head.weight, float("nan"))
+    told = "cannot attach the draft, a LlamaForCausalLM: its logits are NaN; lm_head.weight holds NaN"
+    with pytest.warns(UserWarning), pytest.raises(specdec.AttachError, match=told):
+        specdec.attach(model, draft)
+    specdec.attach(model).detach()
 
 
 @pytest.mark.parametrize(

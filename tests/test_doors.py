@@ -408,6 +408,11 @@ def test_pipelines_streamers_and_stop_strings_of_a_real_model(smollm2):
     with engine.install():
         got = {name: call() for name, call in calls.items()}
     assert engine.report().acceptance.num_rounds > 0
+    engine.tokenizer = tokenizer
+    for name, strings in (("stop", ["yellow", "red,"]), ("stop across the prompt", ["are the"])):
+        out = engine.generate(text, max_new_tokens=12, do_sample=False, stop_strings=strings)
+        assert tokenizer.decode(tokenizer(text)["input_ids"] + out.tokens[0]) == expected[name]
+        assert out.finish_reasons == ["stop_string"] and not any(string in out.texts[0] for string in strings)
     engine.detach()
     assert got == expected
     assert expected["stop"].endswith("red,") and expected["stop across the prompt"] == text + " the"

@@ -6,7 +6,7 @@ from scipy import stats
 
 import specdec
 from specdec import SamplingParams
-from tests.heads import OracleWorker, poison, random_head
+from tests.heads import OracleWorker, poison, random_draft, random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
 
@@ -265,3 +265,14 @@ def test_a_long_prompt_does_not_stop_requests_that_came_earlier(algo):
     del steps[:]
     engine.generate([late, early], max_new_tokens=2, ignore_eos=True)
     assert steps[:2] == [32, 21]
+
+
+def test_an_engine_says_what_it_is():
+    model = tiny_model("llama")
+    engine = specdec.attach(model, random_draft(model, "eagle3"), max_batch=2, max_seq_len=64, num_steps=2)
+    engine.submit([[3, 4]] * 3, max_new_tokens=9)
+    engine.step()
+    shape = "num_steps=2, topk=1, num_draft_tokens=3, max_batch=2, max_seq_len=64, cpu, 2 running, 1 waiting"
+    assert repr(engine) == f"<specdec.Engine of LlamaForCausalLM, eagle3 draft Eagle3Head, {shape}>"
+    engine.detach()
+    assert repr(engine) == "<specdec.Engine, detached>"

@@ -510,11 +510,11 @@ def test_memory_is_counted_before_anything_is_allocated():
     needs = [MemoryNeed("KV pool", 8 * gib, "max_batch or max_seq_len"), MemoryNeed("graphs", gib, "graph_batches")]
     resident = [MemoryNeed("weights", 15 * gib, "")]
     check_fits(needs, resident, 9 * gib)
-    check_fits(needs, resident, None)  # nobody counts: a CPU
+    check_fits(needs, resident, None)  # nobody knows
     with pytest.raises(CapacityError) as caught:
         check_fits(needs, resident, 5 * gib)
     assert str(caught.value) == (
-        "the engine needs 9.00 GiB (KV pool 8.00 GiB, graphs 1.00 GiB) and 5.00 GiB are free (on the device already: "
+        "the engine needs 9.00 GiB (KV pool 8.00 GiB, graphs 1.00 GiB) and 5.00 GiB can be had (on the device already: "
         "weights 15.00 GiB); lower max_batch or max_seq_len"
     )
 

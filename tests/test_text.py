@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import specdec
+from specdec import SamplingParams
+from specdec.engine.request import Request
 from specdec.text.detokenizer import Detokenizer
 from specdec.text.inputs import prompts_to_ids
 from tests.test_attach import greedy, ragged_prompts
@@ -89,6 +91,53 @@ def test_held_text_is_looked_at_when_the_request_ends():
     assert text == "a " and detokenizer.stopped
 
 
+class Spaced:
+    """One word a token; as of SentencePiece, the space before a text's first word is not in its text."""
+
+    def decode(self, ids, **_):
+        return " ".join("abcdefgh"[i] for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids", "stop", "expected", "num_fed"),
+    [
+        ("List:\n", "A, B", ":\nA", "", 1),
+        ("List:\n", "AB, C", ":\nABC", "AB, C", 5),
+        ("List:\n", "AB, C", ["x", "\nAB,"], "", 3),
+        ("aa", "aab", "aaa", "", 1),  # the prompt's own end counts, as far as it begins the string
+        ("xSTOP", "STOP y", "STOP", "", 4),  # a stop string within the prompt ends nothing
+        ("xSTOP", "a STOP y", "STOP", "a ", 6),
+        ("é".encode()[:1], "é".encode()[1:] + b"z", "éz", "\ufffdz", 2),  # half a character of the prompt's
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_a_stop_string_may_begin_in_the_prompt(prompt, ids, stop, expected, num_fed, size):
+    prompt, ids = (list(text if isinstance(text, bytes) else text.encode()) for text in (prompt, ids))
+    detokenizer = Detokenizer(TOKENIZER, [stop] if isinstance(stop, str) else stop, prompt)
+    parts = [detokenizer.feed(ids[i : i + size]) for i in range(0, len(ids), size) if not detokenizer.stopped]
+    assert ("".join(parts) + detokenizer.finish(), detokenizer.num_fed) == (expected, num_fed)
+
+
+def test_the_space_between_prompt_and_text_belongs_to_a_stop_string():
+    found = [Detokenizer(Spaced(), [stop], [0, 1]) for stop in ("b c", "bc", " d", "c d")]
+    texts = [d.feed([2, 3]) + d.finish() for d in found]
+    assert texts == ["", "c d", "c", ""] and [d.stopped for d in found] == [True, False, True, True]
+
+
+def test_pieces_that_come_while_text_is_read_are_read_next():
+    class Late(list):
+        def __getitem__(self, at):
+            found = super().__getitem__(at)
+            if len(self) == 1:
+                self.append("late")  # by the step of another thread
+            return found
+
+    detokenizer = Detokenizer(TOKENIZER, ["never"])
+    request = Request([3], np.array([3, 0]), 9, SamplingParams(), (), frozenset(), detokenizer)
+    request.pieces = Late(["first "])
+    assert request.read() + request.read() == "first late"
+
+
 class Counting(ByteTokenizer):
     def __init__(self):
         self.num_ids = []
@@ -149,6 +198,11 @@ def test_every_form_of_prompt():
     assert prompts_to_ids("ab", TOKENIZER) == [[97, 98]]
     assert prompts_to_ids(["ab", chat, [5, 6]], TOKENIZER) == [[97, 98], rendered, [5, 6]]
     assert prompts_to_ids(chat, TOKENIZER) == [rendered]
+    parts = [{"type": "text", "text": text} for text in ("a", "", "b")]
+    assert prompts_to_ids([{"role": "user", "content": parts}], TOKENIZER) == [list(b"<user>ab<assistant>")]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert prompts_to_ids([*chat, call], TOKENIZER) == [list(b"<user>a<assistant>None<assistant>")]
+    assert prompts_to_ids({"input_ids": ids, "pixel_values": None}, None) == ids.tolist()
     assert prompts_to_ids([5, 6], None) == [[5, 6]]
     assert prompts_to_ids(ids, None, mask) == [[5, 6], [7, 8, 9, 9]]
     assert prompts_to_ids({"input_ids": ids, "attention_mask": mask}, None) == [[5, 6], [7, 8, 9, 9]]
@@ -225,3 +279,13 @@ def test_bytes_that_never_become_text_cost_no_more_than_text(half):
     text = "".join(detokenizer.feed([token]) for token in tokens) + detokenizer.finish()
     assert tokenizer.num_decoded < 80 * len(tokens)
     assert text == Bytes().decode(tokens)
+
+
+class Fussy(ByteTokenizer):
+    def apply_chat_template(self, messages, **_):
+        raise RuntimeError("roles must alternate")
+
+
+def test_what_a_chat_template_refuses_is_a_mistake():
+    with pytest.raises(ValueError, match="messages: the chat template refuses them: roles must alternate"):
+        prompts_to_ids([{"role": "user", "content": "a"}], Fussy())

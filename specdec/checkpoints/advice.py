@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec.checkpoints.folders import read_json
 from specdec.errors import CheckpointError
+from specdec.ranges import is_whole
 
 ADVICE = "speculation.json"
 DRAFTING = ("num_steps", "topk", "num_draft_tokens")
@@ -33,6 +34,6 @@ def follow_advice(folder: Path, settings: Mapping[str, Any], default_batch: int)
         return dict(settings)
     advice = read_advice(folder)
     max_batch = settings.get("max_batch", default_batch)
-    if not isinstance(max_batch, int) or max_batch > advice.get("max_batch", 0):  # EngineConfig refuses what is no int
+    if not is_whole(max_batch) or max_batch > advice.get("max_batch", 0):  # EngineConfig refuses what is no int
         return dict(settings)
     return {**settings, **{name: advice[name] for name in DRAFTING}}

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -197,11 +197,14 @@ def _read(
     ends = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
     eos_ids = sorted({i for ids in ends for i in ids.flatten().tolist() if i >= 0})  # -1 is nobody's token
     others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
+    limit = min(limits, default=engine.config.max_seq_len - max(map(len, prompts)))
+    law = settings.params(length)
+    law = replace(law, min_new_tokens=min(law.min_new_tokens, max(limit, 0)))  # transformers warns of more
     requests = engine._requests(
         prompts,
-        sampling=[settings.params(length)] * len(prompts),
+        sampling=[law] * len(prompts),
         generation_config=config,
-        max_new_tokens=min(limits, default=engine.config.max_seq_len - max(map(len, prompts))),
+        max_new_tokens=limit,
         eos_token_id=eos_ids or None,
         stop=(),  # strings and clocks are criteria by now, whoever has set them
         max_time=None,

@@ -18,7 +18,7 @@ from specdec.ranges import FLAG, TOKEN_IDS, is_whole
 from specdec.round.state import MAX_STOP_IDS
 from specdec.sampling_params import SamplingParams
 from specdec.text.detokenizer import Detokenizer
-from specdec.text.inputs import prompts_to_ids
+from specdec.text.inputs import check_text, prompts_to_ids
 
 DEFAULT_NEW_TOKENS = 256
 
@@ -54,10 +54,16 @@ def make_requests(
     if core.config.synthetic_acceptance is not None:  # it draws random numbers even for greedy requests
         laws = [law if law.seed is not None else law.with_seed(i) for i, law in enumerate(laws)]
     arrays = _checked_prompts(core, batch, limits)
-    for law in laws:
+    may_be_long = sampling is None and not {"min_new_tokens", "min_length"} & merged.given  # the model's own, then
+    for i, (law, limit) in enumerate(zip(laws, limits, strict=True)):
         _check_rules(core, law, eos)
+        if law.min_new_tokens > limit and not may_be_long:
+            raise ValueError(
+                f"min_new_tokens={law.min_new_tokens} of prompt {i} is more than max_new_tokens={limit}: lower it, or "
+                "raise max_new_tokens"
+            )
     requests = [
-        Request(prompt, array, limit, law, stop_ids, eos, Detokenizer(tokenizer, strings), special)
+        Request(prompt, array, limit, law, stop_ids, eos, Detokenizer(tokenizer, strings, prompt), special)
         for prompt, array, limit, law in zip(batch, arrays, limits, laws, strict=True)
     ]
     if core.config.logprobs is not None:
@@ -104,7 +110,7 @@ def _stop_strings(stop: Any, tokenizer: Any) -> tuple[list[str], tuple[int, ...]
     strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, Iterable) or not all(isinstance(s, str) for s in strings):
         raise ValueError(f"stop={stop!r}: expected a string or a list of strings")
-    strings = list(strings)
+    strings = [check_text("stop", s) for s in strings]
     if strings and tokenizer is None:
         raise ValueError(f"stop={stop!r} needs a tokenizer; attach(..., tokenizer=...)")
     if not all(strings):
@@ -165,7 +171,7 @@ def _check(core: Core, index: int, ids: list[int], max_new_tokens: int) -> None:
 
 def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
     """Return one value per prompt, from one value for all or one for each."""
-    if not isinstance(value, Sequence):
+    if not isinstance(value, Sequence) or isinstance(value, str):
         return [value] * count
     if len(value) != count:
         raise ValueError(f"{name} has {len(value)} values for {count} prompts")
@@ -175,7 +181,7 @@ def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
 def _laws(
     sampling: SamplingParams | Sequence[SamplingParams] | None, settings: Settings, batch: list[list[int]]
 ) -> list[SamplingParams]:
-    """Return the seeded law of every prompt; one law for all gives request i seed + i; a missing seed is drawn."""
+    """Return the seeded law of every prompt; one law for all gives `request_seed`s; a missing one is drawn."""
     if isinstance(sampling, SamplingParams):
         laws = [sampling] * len(batch)
     elif sampling is None:
@@ -194,11 +200,10 @@ def _laws(
 
 
 def _seeded(law: SamplingParams, index: int) -> SamplingParams:
-    """Return `law` with a seed of its own: its seed + index, or one drawn from torch's generator."""
-    if law.seed is None and law.is_greedy:
-        return law
-    seed = int(torch.randint(2**63 - 1, (), device="cpu")) if law.seed is None else (law.seed + index) % 2**63
-    return law if seed == law.seed else law.with_seed(seed)
+    """Return `law` with a seed of its own: `request_seed`, or one drawn from torch's generator."""
+    if law.seed is not None or law.is_greedy:
+        return law.for_request(index)
+    return law.with_seed(int(torch.randint(2**63 - 1, (), device="cpu")))
 
 
 def _check_rules(core: Core, law: SamplingParams, eos: frozenset[int]) -> None:

@@ -1,6 +1,5 @@
 """The arguments of `attach`: refused by name before any work, and made into an EngineConfig."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +12,7 @@ from specdec.checkpoints.advice import follow_advice
 from specdec.checkpoints.tensors import TensorFiles
 from specdec.config import EngineConfig
 from specdec.errors import AttachError
+from specdec.ranges import shown, suggest
 from specdec.targets.shape import position_limit
 
 DEFAULT_MAX_SEQ_LEN = 2048
@@ -63,7 +63,7 @@ def check_target(target: Any) -> None:
 
 def refuse_autocast(device: torch.device) -> None:
     """Raise ValueError within `torch.autocast`, which would change dtypes between the parts of a forward."""
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         raise ValueError(
             f"torch.autocast(device_type={device.type!r}, dtype={dtype}) is on: an engine runs the model in the "
@@ -86,9 +86,10 @@ def check_settings(settings: dict[str, Any]) -> None:
     known = [field.name for field in fields(EngineConfig)]
     for name in settings:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}? It takes" if near else "expected one of"
-            raise ValueError(f"{name}={settings[name]!r}: attach() has no such setting; {hint} {', '.join(known)}")
+            raise ValueError(
+                f"{name}={shown(settings[name])}: attach() has no such setting: expected one of {', '.join(known)}"
+                f"{suggest(name, known)}"
+            )
 
 
 def check_mapping(name: str, settings: Any) -> None:

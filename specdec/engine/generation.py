@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from specdec.ranges import TOKEN_IDS, whole
-from specdec.sampling_params import SamplingParams
+from specdec.ranges import FLAG, TOKEN_IDS, shown, suggest, whole
+from specdec.sampling_params import RANGES, SamplingParams
 
 # Defaults for settings that are not set: as in `transformers`, sampling keeps the best 50 tokens.
 HF_DEFAULTS = MappingProxyType({"do_sample": False, "temperature": 1.0, "top_k": 50})
 
-LAW = ("temperature", "top_k", "top_p", "min_p")  # used only with do_sample, as in `transformers`
+# Used only with do_sample, as in `transformers`, with the values that ask for nothing, or for the best token.
+NEUTRAL: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {"temperature": (0, 1), "top_k": (0, 1, 50), "top_p": (0, 1), "min_p": (0, 1)}
+)
+LAW = tuple(NEUTRAL)
 RULES = (
     "repetition_penalty",
     "no_repeat_ngram_size",
@@ -100,6 +104,12 @@ REFUSED_ARGUMENTS = MappingProxyType(
 )
 
 _ACCEPTED = HONOURED | HARMLESS
+# Arguments of `Engine.generate` that are not settings, and what others call some of its arguments.
+_ENGINES = ("attention_mask", "sampling", "generation_config", "stop", "stop_token_ids", "ignore_eos")
+_ALIASES = MappingProxyType(
+    dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_new_tokens")
+    | {"min_tokens": "min_new_tokens", "stop_sequences": "stop", "bad_words": "bad_words_ids", "temp": "temperature"}
+)
 _LENGTH = whole(0)
 # Settings that SamplingParams has under the same name, besides LAW.
 _TAKEN_OVER = (*(name for name in (*RULES, *OURS) if name not in ("min_length", "sequence_bias")),)
@@ -127,9 +137,11 @@ class Settings:
         values = {**_set_values(model_config), **of_call, **arguments}
         settings = cls(values, frozenset({*of_call, *arguments}))
         settings._check()
-        idle = [n for n in LAW if arguments.get(n) not in (None, 0.0) and not settings.samples]
+        law = {n: arguments[n] for n in LAW if arguments.get(n) is not None}
+        SamplingParams(**law)  # a value that is wrong anyway is told as such
+        is_used = settings.samples or law.get("temperature") == 0  # which the best token fulfils, whatever else is said
+        idle = [n for n in law if law[n] not in NEUTRAL[n] and not is_used]
         if idle:
-            SamplingParams(**{name: arguments[name] for name in idle})  # a value that is wrong anyway is told as such
             raise ValueError(
                 f"{idle[0]}={arguments[idle[0]]!r} does nothing with do_sample=False, which is the default: pass "
                 f"do_sample=True, or sampling=SamplingParams({idle[0]}={arguments[idle[0]]!r})"
@@ -188,6 +200,8 @@ class Settings:
         return frozenset(TOKEN_IDS.check("eos_token_id", [ids] if not isinstance(ids, Sequence) else ids))
 
     def _check(self) -> None:
+        if self.get("do_sample") is not None:
+            FLAG.check("do_sample", self.get("do_sample"))
         for name, value in self.values.items():
             if value is None or name in _ACCEPTED or (name in REFUSED_SAMPLED and not self.samples):
                 continue
@@ -220,20 +234,27 @@ def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name in REFUSED_ARGUMENTS and value is not None:
             raise ValueError(f"{name} is not supported: {REFUSED_ARGUMENTS[name]}")
-    unknown = sorted(set(arguments) - _ACCEPTED - _EVERY_REFUSED.keys() - REFUSED_ARGUMENTS.keys())
-    if unknown:
-        raise ValueError(f"generate() got unknown options {unknown}; expected settings of GenerationConfig or {OURS}")
+    known = (*_ACCEPTED, *_EVERY_REFUSED, *REFUSED_ARGUMENTS, *_ENGINES)
+    unknown = next((name for name in arguments if name not in known), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{unknown}={shown(arguments[unknown])}: generate() has no such option: expected settings of "
+            f"GenerationConfig, {', '.join((*OURS, *_ENGINES))}{suggest(unknown, known, _ALIASES)}"
+        )
 
 
 def _single_tokens(sequence_bias: Any) -> dict[int, float]:
     """Return `sequence_bias` of single tokens as `logit_bias`; ValueError for longer sequences."""
     pairs = sequence_bias.items() if isinstance(sequence_bias, Mapping) else sequence_bias
-    found = {}
-    for tokens, bias in pairs:
-        ids = TOKEN_IDS.check("sequence_bias", tokens)
-        if len(ids) != 1:
+    try:
+        biases = {tuple(tokens): bias for tokens, bias in pairs}
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"sequence_bias={shown(sequence_bias)}: expected a mapping from tuples of token ids to biases, or pairs"
+        ) from None
+    for tokens in biases:
+        if len(TOKEN_IDS.check("sequence_bias", tokens)) != 1:
             raise ValueError(
-                f"sequence_bias of {list(ids)}: only single tokens can be biased; use bad_words_ids to ban a sequence"
+                f"sequence_bias of {list(tokens)}: only single tokens can be biased; bad_words_ids bans sequences"
             )
-        found[ids[0]] = bias
-    return found
+    return RANGES["logit_bias"].check("sequence_bias", {token: bias for (token,), bias in biases.items()})

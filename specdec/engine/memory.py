@@ -1,5 +1,6 @@
 """Check that an engine's memory fits the device, made before anything is allocated."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,10 @@ class MemoryNeed:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the device bytes free for new tensors, unused bytes of the allocator included; None off CUDA."""
+    """Return the device bytes free for new tensors, unused bytes of the allocator included; of a CPU all bytes, since
+    what others use may be given back; None where nobody knows."""
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type != "cuda":
         return None
     free, _total = torch.cuda.mem_get_info(device)
@@ -36,6 +40,6 @@ def check_fits(needs: Sequence[MemoryNeed], resident: Sequence[MemoryNeed], free
     there = ", ".join(f"{n.name} {n.num_bytes / GIB:.2f} GiB" for n in resident)
     largest = max(needs, key=lambda n: n.num_bytes)
     raise CapacityError(
-        f"the engine needs {wanted / GIB:.2f} GiB ({parts}) and {free / GIB:.2f} GiB are free "
+        f"the engine needs {wanted / GIB:.2f} GiB ({parts}) and {free / GIB:.2f} GiB can be had "
         f"(on the device already: {there}); lower {largest.lower}"
     )

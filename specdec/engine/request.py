@@ -96,9 +96,8 @@ class Request:
         """Return the text that has become certain since the last call; all the rest once the request is finished."""
         is_over = self.finish_reason is not None
         self._catch_up(is_over)
-        text = "".join(self.pieces[self._num_read :])
-        self._num_read = len(self.pieces)
-        return text
+        begin, self._num_read = self._num_read, len(self.pieces)  # first: another thread's step may append pieces
+        return "".join(self.pieces[begin : self._num_read])
 
     def decode(self) -> str:
         """Return the text of a finished request; it is decoded in one go, unless parts were needed before, and kept."""

@@ -79,7 +79,7 @@ class Answers:
 
 
 def ask(engine: Engine, asked: Conversations, temperature: float, max_new_tokens: int) -> Answers:
-    """Let the engine answer, turn by turn: all first turns, then all second ones. Request i of a turn has seed i."""
+    """Let the engine answer, turn by turn: all first turns, then all second ones. Seeds begin at 0 each turn."""
     law = SamplingParams(temperature=temperature, seed=0)
     out = engine.generate(asked.ids, max_new_tokens=max_new_tokens, sampling=law)
     requests, time_s = [[r] for r in out.requests], out.stats.time_s

@@ -70,8 +70,8 @@ DEFINITIONS = (
     ),
     Definition(
         "temperature",
-        "0 is greedy. Above 0, request i is sampled with seed i, and chains draw their drafts from the draft's own law "
-        "unless a row says greedy drafts; the law of the text is the target's either way.",
+        "0 is greedy. Above 0, request i is sampled with seed request_seed(0, i), and chains draw their drafts from "
+        "the draft's own law unless a row says greedy drafts; the law of the text is the target's either way.",
         "T; some benches draft greedily at every temperature, which lowers tau.",
     ),
     Definition(

@@ -123,7 +123,7 @@ def compare_sampled(
     law: SamplingParams,
     max_new_tokens: int,
 ) -> list[dict[str, Any]]:
-    """Compare sampled text of `settings` with that of every kind, with equal seeds: request i has seed i."""
+    """Compare sampled text of `settings` with that of every kind, with equal seeds."""
     first = texts(model, draft, settings, prompts, max_new_tokens, law)
     rows = []
     for kind, changes in kinds.items():

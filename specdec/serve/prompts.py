@@ -6,7 +6,7 @@ from typing import Any
 
 from specdec.errors import CapacityError
 from specdec.serve.schema import Body
-from specdec.text.inputs import encode, prompts_to_ids
+from specdec.text.inputs import encode, prompts_to_ids, render_chat
 
 SPARE = 64  # tokens that a text may have more where it is cut than it has there as a whole
 
@@ -44,8 +44,4 @@ def _rendered(body: Body, tokenizer: Any) -> str:
     reserved = sorted(options.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys())
     if reserved:
         raise ValueError(f"chat_template_kwargs: {reserved[0]} is the server's own: leave it out")
-    messages = body.get("messages")
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
-    except Exception as error:  # a template raises what it likes
-        raise ValueError(f"messages: the chat template refuses them: {error}") from error
+    return render_chat(body.get("messages"), tokenizer, **options)

@@ -10,8 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 from specdec.functional.processors import MAX_ENTRIES
+from specdec.ranges import shown
 from specdec.round.state import MAX_STOP_IDS
 from specdec.sampling_params import SamplingParams
+from specdec.text.inputs import check_text, text_of
 
 Check = Callable[[str, Any], Any]  # of a field's name and value: returns the value; a ValueError begins with the name
 
@@ -47,18 +49,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "suffix": ("",),
     }
 )
-
-
-MOST_SHOWN = 200  # characters of a value in a message
-SCALES = (1e-5, 1e10)  # of temperatures, penalties and biases: none makes a logit overflow float32
-
-
-def shown(value: Any) -> str:
-    """Return a value for a message, cut where it is long; what lists and objects hold is not looked at."""
-    if isinstance(value, list | dict) and len(value) > 8:
-        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)} items"
-    text = repr(value[:MOST_SHOWN] if isinstance(value, str) else value)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def parse(body: bytes, most_values: int) -> Any:
@@ -165,16 +155,6 @@ def check_count(name: str, items: list[Any] | dict[str, Any] | str, low: int, hi
         raise ValueError(f"{name}: {len(items)} {what}: expected at least {low} and at most {high}")
 
 
-def _string(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name}={shown(value)}: expected a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON may hold, and no tokenizer reads
-        raise ValueError(f"{name}: {error.reason} at character {error.start}") from None
-    return value
-
-
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={shown(value)}: expected true or false")
@@ -188,13 +168,6 @@ def _whole(low: int, high: int = 2**31) -> Check:
         return value
 
     return check
-
-
-def _scale(name: str, value: Any) -> Any:
-    """Refuse numbers that float32 could not divide by; the rest is the engine's to check."""
-    if type(value) in (int, float) and value and not SCALES[0] <= value <= SCALES[1]:
-        raise ValueError(f"{name}={value!r}: expected a finite number from {SCALES[0]} to {SCALES[1]:g}")
-    return value
 
 
 def _engines(name: str, value: Any) -> Any:
@@ -221,7 +194,7 @@ def _prompt(name: str, value: Any) -> Any:
     if not isinstance(value, str | list):
         raise ValueError(f"{name}={shown(value)}: expected a string, token ids, or a list of them")
     if isinstance(value, str):
-        return _string(name, value)
+        return check_text(name, value)
     if value and isinstance(value[0], str | list):
         check_count(name, value, 0, MOST_PROMPTS, "prompts")
         return [_one_prompt(f"{name}[{i}]", prompt) for i, prompt in enumerate(value)]
@@ -230,7 +203,7 @@ def _prompt(name: str, value: Any) -> Any:
 
 def _one_prompt(name: str, value: Any) -> Any:
     if isinstance(value, str):
-        return _string(name, value)
+        return check_text(name, value)
     if not isinstance(value, list) or set(map(type, value)) - {int}:
         raise ValueError(f"{name}={shown(value)}: expected a string, or a list of token ids")
     return value
@@ -242,7 +215,7 @@ def _stop(name: str, value: Any) -> Any:
         raise ValueError(f"{name}={shown(value)}: expected a string, or a list of them")
     check_count(name, stops, 0, MOST_STOPS, "strings")
     for i, text in enumerate(stops):
-        check_count(f"{name}[{i}]", _string(f"{name}[{i}]", text), 1, LONGEST_STOP, "characters")
+        check_count(f"{name}[{i}]", check_text(f"{name}[{i}]", text), 1, LONGEST_STOP, "characters")
     return stops
 
 
@@ -253,11 +226,6 @@ def _logit_bias(name: str, value: Any) -> dict[int, Any]:
     wrong = next((token for token in value if not (token.isascii() and token.isdigit() and len(token) < 19)), None)
     if wrong is not None:
         raise ValueError(f"{name}: key {shown(wrong)}: expected a token id")
-    large = next((t for t, bias in value.items() if type(bias) in (int, float) and bias > SCALES[1]), None)
-    if large is not None:
-        raise ValueError(
-            f"{name}: {value[large]!r} of token {large}: expected at most {SCALES[1]:g}; -1e39 bans a token"
-        )
     return {int(token): bias for token, bias in value.items()}
 
 
@@ -297,31 +265,20 @@ def _message(name: str, value: Any) -> dict[str, str]:
         content = ""
     if isinstance(content, list):
         check_count(f"{name}.content", content, 0, MOST_PARTS, "parts")
-        content = "".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
-    return {"role": role, "content": _string(f"{name}.content", content)}
-
-
-def _part(name: str, value: Any) -> str:
-    kind = _object(name, value).get("type")
-    if kind != "text":
-        raise ValueError(f"{name}.type={shown(kind)}: this server reads parts of type 'text' only")
-    for key in value:
-        if key not in ("type", "text"):
-            refuse_unless(f"{name}.{shown(key)[1:-1]}", value[key], (None,))
-    return _string(f"{name}.text", value.get("text"))
+    return {"role": role, "content": text_of(f"{name}.content", content)}
 
 
 _BOTH: Mapping[str, Check] = MappingProxyType(
     {
-        "model": _string,
+        "model": check_text,
         "n": _whole(1, 128),
         "max_tokens": _whole(1),
         "min_tokens": _whole(0),
-        "temperature": _scale,
+        "temperature": _engines,
         "top_p": _engines,
         "top_k": _top_k,
         "min_p": _engines,
-        "repetition_penalty": _scale,
+        "repetition_penalty": _engines,
         "logit_bias": _logit_bias,
         "stop": _stop,
         "stop_token_ids": _few(0, MAX_STOP_IDS, "token ids"),

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from specdec.api import Engine
 from specdec.errors import CapacityError
+from specdec.sampling_params import request_seed
 from specdec.serve.forms import STATUS, Form, as_json, event, problem
 from specdec.serve.guard import Gone, Guard, read_body
 from specdec.serve.metrics import EngineCollector
@@ -164,7 +165,7 @@ class Endpoints:
         for index, prompt in enumerate(p for p in ids for _ in range(body.n)):
             own = {**options, "max_new_tokens": new_tokens(body, len(prompt), longest)}
             if (seed := body.get("seed")) is not None:
-                own["seed"] = (seed + index) % 2**63  # as `Engine.generate` for a batch
+                own["seed"] = request_seed(seed, index)
             jobs.append(Job(index, prompt, own, events))
         return jobs
 

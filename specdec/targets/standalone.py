@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from specdec.checkpoints.fitting import warn_of_weights
 from specdec.checkpoints.folders import local_path, read_json
-from specdec.errors import CheckpointError
+from specdec.errors import AttachError, CheckpointError
 from specdec.targets.hf import HFTarget
 from specdec.targets.pretrained import load_draft
 from specdec.text.prompts import tokenizer_fingerprint
@@ -36,7 +36,10 @@ def load_standalone(draft: str | Path | nn.Module, target: HFTarget, tokenizer: 
     _check_vocabulary(model, target, own, tokenizer)
     if own is None and tokenizer is not None and not isinstance(draft, nn.Module):
         _check_note(draft, tokenizer)
-    attached = HFTarget(model)
+    try:
+        attached = HFTarget(model)
+    except AttachError as error:
+        raise AttachError(f"the draft, a {type(model).__name__}", error.reasons) from None
     if attached.device != target.device:
         attached.detach()
         raise ValueError(f"the draft is on {attached.device}, the target on {target.device}; move one of them")

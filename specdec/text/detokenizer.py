@@ -13,10 +13,10 @@ class Detokenizer:
 
     All at once (`decode`), or as they come (`feed`, `finish`). Streamed text is held back while it may still change
     (incomplete UTF-8) or may be the start of a stop string. The text ends before a stop string; the tokens that made it
-    stay in the token list.
+    stay in the token list. prompt: ids before the text, in which a stop string may begin, as in `transformers`.
     """
 
-    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()):
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = (), prompt: Sequence[int] = ()):
         self.tokenizer = tokenizer
         self.stop_strings = tuple(stop_strings)
         self.stopped = False
@@ -25,6 +25,9 @@ class Detokenizer:
         self._given = 0  # characters of the window's text that have been taken
         self._settled = 0  # tokens of the window up to the end of the last feed that left no incomplete character
         self._held = ""
+        longest = max(map(len, stop_strings), default=0)
+        self._prompt = list(prompt[-4 * longest :]) if longest else []  # a character has up to four tokens
+        self._num_before = 0  # characters of the prompt that `_held` begins with
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of all `tokens`; empty without a tokenizer."""
@@ -33,12 +36,12 @@ class Detokenizer:
     def feed(self, tokens: Sequence[int]) -> str:
         """Return the text that is now final. `num_fed` counts `tokens`, up to the one that completed a stop string."""
         if len(tokens) > 1 and self.stop_strings:
-            before = (self._window.copy(), self._given, self._settled, self._held)
+            before = (self._window.copy(), self._given, self._settled, self._held, self._num_before)
             text = self._feed(tokens)
             if not self.stopped:
                 return text
             # Feed them again one by one to find the token that completed the stop string: the last one at the latest.
-            self._window, self._given, self._settled, self._held = before
+            self._window, self._given, self._settled, self._held, self._num_before = before
             self.stopped = False
             self.num_fed -= len(tokens)
             return "".join(self._feed([t]) for t in tokens if not self.stopped)
@@ -51,12 +54,15 @@ class Detokenizer:
         rest = self.decode(self._window)[self._given :]
         text, self._held = self._held + rest, ""
         self._given += len(rest)
-        return self._cut(text)
+        return self._without_prompt(self._cut(text))
 
     def _feed(self, tokens: Sequence[int]) -> str:
-        self.num_fed += len(tokens)
         if self.tokenizer is None:
+            self.num_fed += len(tokens)
             return ""
+        if self.num_fed == 0 and self.stop_strings:
+            self._hold_prompt(tokens)
+        self.num_fed += len(tokens)
         self._window.extend(tokens)
         whole = self.decode(self._window)
         certain = whole.rstrip(REPLACEMENT)
@@ -72,6 +78,23 @@ class Detokenizer:
             self._settle()
         return self._release(text)
 
+    def _hold_prompt(self, tokens: Sequence[int]) -> None:
+        """Hold the prompt's end, if a stop string may begin there, and the space between it and the first `tokens`.
+
+        Special tokens are text there: a stop string does not go on across them.
+        """
+        before, text = self.tokenizer.decode(self._prompt, skip_special_tokens=False), self.decode(tokens)
+        both = self.tokenizer.decode([*self._prompt, *tokens], skip_special_tokens=False)
+        if both.startswith(before) and both.endswith(text):
+            before = both[: len(both) - len(text)]
+        self._num_before = max(_overlap(before, stop) for stop in self.stop_strings)
+        self._held = before[len(before) - self._num_before :]
+
+    def _without_prompt(self, text: str) -> str:
+        """Return `text`, which has been held, without what it holds of the prompt."""
+        num_before, self._num_before = self._num_before, max(self._num_before - len(text), 0)
+        return text[num_before:]
+
     def _settle(self) -> None:
         """Restart a long window with the tokens of the last feed, now that every token so far is text."""
         if len(self._window) > WINDOW and self._settled:
@@ -83,10 +106,10 @@ class Detokenizer:
         """Cut `text` at a stop string, or hold back the longest end that may become one."""
         text = self._cut(text)
         if self.stopped:
-            return text
+            return self._without_prompt(text)
         hold = max((_overlap(text, s) for s in self.stop_strings), default=0)
         self._held = text[len(text) - hold :]
-        return text[: len(text) - hold]
+        return self._without_prompt(text[: len(text) - hold])
 
     def _cut(self, text: str) -> str:
         """Return `text` up to the first stop string, if there is one."""
