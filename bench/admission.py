@@ -196,6 +196,11 @@ def _lines(verdicts: list[Verdict]) -> Iterator[str]:
     )
     yield "`python bench/admission.py --table docs/models.md` writes this page."
     yield ""
+    yield (
+        "Llama 4: transformers counts padding in its attention temperatures, so left-padded batches give other text "
+        "there than the prompts alone; an engine gives the prompts' own, under `install()` too."
+    )
+    yield ""
     yield "| type | outcome | why |"
     yield "|---|---|---|"
     yield from (f"| {v.model_type} | {v.outcome} | {v.why.replace('|', '/')} |" for v in verdicts)
