@@ -69,13 +69,6 @@ class AttentionBridge:
             for i, (s, sinks) in enumerate(zip(c.layers, c.sinks, strict=True))
         ]
 
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors that graphs read, by name; their addresses do not change."""
-        named = {"q": self._q, "out": self._out}
-        requests = {} if self._requests is None else self._requests.tensors
-        return requests | {f"bridge {kind}{list(shape)}": t for kind, own in named.items() for shape, t in own.items()}
-
     def attend(self, call: AttentionCall, slots: torch.Tensor) -> torch.Tensor:
         """Store K, V and q of `call` in the graph and attend outside it; return the static rows of the output."""
         layer, num_tokens = call.layer, slots.shape[0]
@@ -137,9 +130,3 @@ class _Requests:
             tail_len=num_tokens,
             max_prefix=0,
         )
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, what graphs read."""
-        named = {"rows": self._rows, "prefix_lens": self._prefix_lens, "qo_indptr": self._qo_indptr}
-        return {f"bridge {name}": t for name, t in named.items()}

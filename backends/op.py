@@ -70,10 +70,6 @@ class ForwardContext:
         pool = self.state_pool
         return nullcontext() if pool is None else recurrent_scope(StateScope(pool, metadata))
 
-    def tensors(self, owner: str) -> dict[str, torch.Tensor]:
-        """Return the tensors of all states by name."""
-        return {name: t for state in self.states for name, t in state.tensors(owner).items()}
-
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
     ) -> torch.Tensor:

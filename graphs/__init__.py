@@ -14,21 +14,20 @@ from specdec.graphs.pool import GraphPool
 from specdec.graphs.prefill import PrefillRunner
 from specdec.graphs.runner import GraphRunner, Setup
 from specdec.graphs.shapes import Decision, ShapeKey, batch_buckets, token_buckets
-from specdec.graphs.watch import ChangeWatch, KindWatch, ModuleWatch
+from specdec.graphs.watch import Change, ChangeKind, Watch
 
 __all__ = [
     "BreakableCapture",
     "BufferSpec",
     "Capture",
-    "ChangeWatch",
+    "Change",
+    "ChangeKind",
     "Counters",
     "Decision",
     "EagerCapture",
     "FullCapture",
     "GraphPool",
     "GraphRunner",
-    "KindWatch",
-    "ModuleWatch",
     "PathCounters",
     "PrefillRunner",
     "RecordedBreakable",
@@ -36,6 +35,7 @@ __all__ = [
     "Setup",
     "ShapeKey",
     "StaticBuffers",
+    "Watch",
     "batch_buckets",
     "build",
     "pick_breakable",

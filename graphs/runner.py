@@ -44,7 +44,6 @@ class Setup:
     """Settings that the runners of one engine share.
 
     buckets: sizes to capture, ascending, in `unit`s. variants: all kinds of work there are.
-    watched: returns the tensors that bodies read besides their inputs; their addresses must not change.
     strict: raise GraphError instead of running eagerly. shared: tensors to use as input buffers, by name.
     """
 
@@ -53,7 +52,6 @@ class Setup:
     device: torch.device
     buckets: Sequence[int]
     variants: Sequence[str] = ("",)
-    watched: Callable[[], Mapping[str, torch.Tensor]] = dict
     strict: bool = False
     unit: str = "requests"
     shared: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -94,7 +92,6 @@ class GraphRunner:
         self._warm: set[ShapeKey] = set()
         self._buffers = StaticBuffers(inputs, max(self.buckets, default=0), setup.device, setup.shared)
         self._found: dict[tuple[int, str], ShapeKey | None] = {}  # graphs by batch, once sealed
-        self._addresses: dict[str, int] = {}  # of everything the graphs read, once sealed
         setup.counters.runners[name] = PathCounters()
 
     def __call__(self, variant: str, inputs: Mapping[str, torch.Tensor | None], **hints: Any) -> Any:
@@ -188,20 +185,6 @@ class GraphRunner:
     def seal(self) -> None:
         """End capturing; nothing is captured from now on."""
         self.phase = Phase.SEALED
-        self._addresses = self._find_addresses() if self.captured else {}
-
-    def check_addresses(self) -> None:
-        """Raise GraphError if anything the graphs read has moved since they were captured."""
-        if not self._addresses:
-            return
-        now = self._find_addresses()
-        moved = [name for name, address in self._addresses.items() if now.get(name) != address]
-        if moved:
-            raise GraphError(
-                f"{', '.join(moved[:3])} moved since {self.name} was captured ({len(moved)} tensors): its graphs "
-                "would read what is no longer there. Do not replace or move a model's tensors while an engine is "
-                "attached; detach() and attach() again"
-            )
 
     def _key(self, bucket: int, variant: str) -> ShapeKey:
         return ShapeKey(self.name, bucket, variant)
@@ -230,10 +213,6 @@ class GraphRunner:
                     )
                 return value.shape[spec.axis]
         raise ValueError(f"{self.name} got none of its inputs {sorted(self._buffers.specs)}")
-
-    def _find_addresses(self) -> dict[str, int]:
-        tensors = {**self._setup.watched(), **{f"input {name}": t for name, t in self._buffers.tensors.items()}}
-        return {name: t.data_ptr() for name, t in tensors.items()}
 
     def _require(self, phase: Phase) -> None:
         if self.phase is not phase:

@@ -1,118 +1,263 @@
-"""Watches modules: detects tensors and submodules that were replaced or moved since the watch was set.
+"""Watches what modules compute from: tensors, submodules, hooks, forwards, plain attributes and configs.
 
-Graphs and compiled layers read weights by address, so if one is replaced or moved they read stale memory. Walking a
+Graphs and compiled layers keep what they were made from, and kept K/V is of the weights that computed it. Walking a
 model by name takes milliseconds, too long for every call of `generate`; the watch keeps the dictionaries that such a
 walk reads and compares them with copies, without a Python loop.
 """
 
-from collections.abc import Collection, Iterable
-from typing import Any
+import operator
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from specdec.errors import GraphError
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+OWN = frozenset({*vars(nn.Module()), "_compiled_call_impl"})  # of every module: watched by name, or not at all
+WATCHED = ("_modules", *HOOKS)
+DEPTH = 3  # of containers within attributes
 
 
-class ModuleWatch:
-    """Detects replaced, moved (`.to()`, `.data =`) and re-tied tensors, and replaced submodules, of `modules`.
+class ChangeKind(Enum):
+    """What was changed: numbers in place, where a tensor lies, its dtype or device, or which thing stands there."""
 
-    Additions do not count: no captured graph reads them. free: modules that may replace what they own.
+    WRITTEN = "written"
+    MOVED = "moved"
+    CONVERTED = "converted"
+    TENSOR = "another tensor"
+    MODULE = "another module"
+    HOOKS = "other hooks"
+    ATTRIBUTE = "another value"
+
+
+class Change(NamedTuple):
+    """A change of `key` of `owner`, a module or a config (None for a tensor beside them); before: what was there."""
+
+    kind: ChangeKind
+    name: str
+    detail: str
+    owner: Any
+    key: str
+    before: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.detail})"
+
+
+class Watch:
+    """Knows what the modules below `roots`, by prefixes of their names, computed from when it was made, or at `accept`.
+
+    Found: parameters and buffers that were replaced, moved (`.to()`, `.data =`), converted or written in place, by
+    optimizers too; submodules, hooks and forwards that were replaced; plain attributes, and those of configs, that have
+    other values. Additions do not count, but for hooks, forwards and values in configs: nothing
+    that was there reads them. What is written
+    through `.data` or `numpy()`, or by kernels that PyTorch does not know of, leaves no trace.
+    free: modules that are left out; tensors: others whose writes count, by name; neutral: attributes that compute
+    nothing; passive: Python modules whose hooks compute nothing.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], free: Collection[nn.Module] = ()):
-        self._places: list[tuple[dict[Any, Any], str, str, Any]] = []  # owning dict, key, name, value
-        for root in modules:
+    def __init__(
+        self,
+        roots: Mapping[str, nn.Module],
+        *,
+        free: Collection[nn.Module] = (),
+        tensors: Iterable[tuple[str, torch.Tensor]] = (),
+        neutral: Collection[str] = (),
+        passive: Collection[str] = (),
+    ):
+        self._roots, self._free, self._beside = dict(roots), free, list(tensors)
+        self._neutral, self._passive = frozenset(neutral), frozenset(passive)
+        self._stepped: set[int] = set()  # addresses of storages: fused optimizers count no versions
+        self._pending: set[int] = set()  # those of them that a look has seen
+        hook = register_optimizer_step_post_hook(partial(_note_step, self._stepped))
+        self.close = weakref.finalize(self, hook.remove)
+        self._walk()
+
+    def changes(self) -> list[Change]:
+        """Return what has changed since the watch was made, or since `accept`."""
+        while self._stepped:
+            self._pending.add(self._stepped.pop())
+        self._now = self._numbers()
+        if not self._pending and self._now == self._then and self._is_same():
+            return []
+        found = [*self._tensor_changes(), *self._owned_changes()]
+        if not found:
+            self._refresh()
+        return found
+
+    def accept(self, changes: Sequence[Change]) -> None:
+        """Watch what is there from now on, instead of what was there before `changes`, the last that were found."""
+        if all(change.kind is ChangeKind.WRITTEN for change in changes):
+            self._refresh()
+        else:
+            self._walk()
+
+    def _refresh(self) -> None:
+        """Let what does not count, or is accepted, not cost the next look."""
+        self._pending.clear()
+        self._then, self._seen = self._now, [_copy(owned) for owned in self._live]
+
+    def _walk(self) -> None:
+        self._pending.clear()
+        self._owners: list[tuple[str, Any]] = []  # modules and configs, by prefixes of attributes
+        self._places: list[_Place] = []
+        seen: set[int] = set()
+        for prefix, root in self._roots.items():
             for path, module in root.named_modules():
-                if module in free:
-                    continue
-                prefix = f"{path}." if path else ""
-                for owned in (module._parameters, module._buffers, module._modules):
-                    what = "module " if owned is module._modules else ""
-                    self._places += [(owned, k, f"{what}{prefix}{k}", v) for k, v in owned.items() if v is not None]
-        self._tensors = [t for *_, t in self._places if isinstance(t, torch.Tensor)]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
-        self._single = [(owned, key, t) for owned, key, _, t in self._places if _is_single(t)]
-        self._owned = list({id(owned): owned for owned, *_ in self._places}.values())
-        self._then = list(map(dict, self._owned))
+                if module not in self._free and id(module) not in seen:
+                    self._add(f"{prefix}{path}{'.' * bool(path)}", module, seen)
+        self._live = [vars(owner) for _, owner in self._owners]
+        self._base = self._seen = [_copy(owned) for owned in self._live]  # what counts, and what was seen last
+        self._dicts, self._keys = [p.owned for p in self._places], [p.key for p in self._places]
+        self._values = [p.tensor for p in self._places]
+        tensors = {id(t): t for t in self._values if t is not None}
+        self._tensors = list(tensors.values())
+        self._kinds = {key: (t.dtype, t.device) for key, t in tensors.items()}
+        written = [*self._tensors, *(t for _, t in self._beside)]
+        self._counted = [t for t in written if not t.is_inference()]  # the others have no versions
+        self._then = self._now = self._numbers()
 
-    def is_intact(self) -> bool:
-        """Return whether nothing was replaced or moved."""
-        if self._is_same() and all(owned.get(key) is tensor for owned, key, tensor in self._single):
-            return list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-        if self.moved():
-            return False
-        self._then = list(map(dict, self._owned))  # only additions
-        return True
-
-    def moved(self) -> list[str]:
-        """Return the names of tensors and submodules that were replaced or moved."""
-        pairs = zip(self._tensors, self._addresses, strict=True)
-        elsewhere = {id(tensor) for tensor, address in pairs if tensor.data_ptr() != address}
-        return [name for owned, key, name, then in self._places if owned.get(key) is not then or id(then) in elsewhere]
+    def _add(self, name: str, module: nn.Module, seen: set[int]) -> None:
+        seen.add(id(module))
+        self._owners.append((name, module))
+        for owned in (module._parameters, module._buffers):
+            self._places += [_Place(f"{name}{key}", module, key, owned, tensor) for key, tensor in owned.items()]
+        config = vars(module).get("config")
+        if config is not None and id(config) not in seen and hasattr(config, "__dict__"):
+            seen.add(id(config))
+            self._owners.append((f"{name}config.", config))
 
     def _is_same(self) -> bool:
-        """Return whether every dictionary holds what it held; tensors with one element need only equal numbers."""
-        try:
-            return self._owned == self._then  # values are compared by identity first
-        except (RuntimeError, TypeError):  # other tensors: ambiguous truth, other shapes or devices
+        """Return whether every dictionary holds what it held."""
+        if not all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values)):
             return False
+        return _is_equal(self._live, self._seen)
+
+    def _numbers(self) -> tuple[list[int], list[int]]:
+        """Return the addresses of tensors, and how often each was written in place."""
+        return list(map(torch.Tensor.data_ptr, self._tensors)), list(map(_VERSION, self._counted))
+
+    def _tensor_changes(self) -> Iterator[Change]:
+        moved, written = (
+            {id(t) for t, now, then in zip(*counted, strict=True) if now != then}
+            for counted in zip((self._tensors, self._counted), self._now, self._then, strict=True)
+        )
+        for name, module, key, owned, before in self._places:
+            after = owned.get(key)
+            kind = None
+            if after is not before:
+                kind = ChangeKind.TENSOR
+            elif id(before) in moved:
+                kind = ChangeKind.MOVED
+            elif id(before) in written or self._is_stepped(before):
+                kind = ChangeKind.WRITTEN
+            if kind is not None:
+                detail = self._conversion(before, after) if owned is module._parameters else ""
+                kind = ChangeKind.CONVERTED if detail else kind
+                yield Change(kind, name, detail or kind.value, module, key, before)
+        for name, tensor in self._beside:
+            if id(tensor) not in self._kinds and (id(tensor) in written or self._is_stepped(tensor)):
+                yield Change(ChangeKind.WRITTEN, name, ChangeKind.WRITTEN.value, None, name, tensor)
+
+    def _is_stepped(self, tensor: torch.Tensor | None) -> bool:
+        """Return whether an optimizer has written the memory of `tensor`."""
+        return tensor is not None and bool(self._pending) and _address(tensor) in self._pending
+
+    def _conversion(self, before: torch.Tensor | None, after: torch.Tensor | None) -> str:
+        """Return, in words, which dtype and device a parameter had and has; empty if they are the same."""
+        if before is None or after is None or (then := self._kinds[id(before)]) == (after.dtype, after.device):
+            return ""
+        return f"{then[0]} on {then[1]} → {after.dtype} on {after.device}"
+
+    def _owned_changes(self) -> Iterator[Change]:
+        for (name, owner), then in zip(self._owners, self._base, strict=True):
+            if not _is_equal(vars(owner), then):
+                yield from self._differences(name, owner, then, vars(owner))
+
+    def _differences(self, name: str, owner: Any, then: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:
+        if isinstance(owner, nn.Module):
+            for hooks in HOOKS:
+                if self._active(then[hooks]) != self._active(now[hooks]):
+                    yield Change(ChangeKind.HOOKS, f"{name}{hooks.strip('_')}", "other hooks", owner, hooks, None)
+            for key, module in then["_modules"].items():
+                if now["_modules"].get(key) is not module:
+                    yield Change(ChangeKind.MODULE, f"{name}{key}", "another module", owner, key, module)
+        for key in dict.fromkeys([*then, *(["forward"] if isinstance(owner, nn.Module) else now)]):
+            before, after = then.get(key, GONE), now.get(key, GONE)
+            if key in OWN or key in self._neutral or _is_as_it_was(before, after):
+                continue
+            yield Change(ChangeKind.ATTRIBUTE, f"{name}{key}", f"{_told(before)} → {_told(after)}", owner, key, before)
+
+    def _active(self, hooks: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the hooks that may compute something."""
+        return {i: hook for i, hook in hooks.items() if getattr(hook, "__module__", None) not in self._passive}
 
 
-class ChangeWatch:
-    """Detects that weights of `modules` were changed since the last look: replaced, moved, or written in place.
+class _Place(NamedTuple):
+    """Where a tensor stood: under `key` of `owned`, a dictionary of `module`; None where none was."""
 
-    What is written through `.data`, or by kernels that PyTorch does not know of, leaves no trace. free: see
-    `ModuleWatch`.
-    """
+    name: str
+    module: nn.Module
+    key: str
+    owned: dict[str, Any]
+    tensor: torch.Tensor | None
 
-    def __init__(self, modules: Iterable[nn.Module], free: Collection[nn.Module] = ()):
-        self._modules, self._free = list(modules), free
-        self._look()
 
-    def has_changed(self) -> bool:
-        """Return whether weights were changed since the last call, or since the watch was set."""
-        if self._places.is_intact() and self._versions() == self._then:
-            return False
-        self._look()
+class _Gone:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+GONE = _Gone()
+_VERSION = operator.attrgetter("_version")
+
+
+def _note_step(stepped: set[int], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Note which memory an optimizer has written: a hook after its steps."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    stepped.update(map(_address, parameters))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where the memory of `tensor` begins, or that of a DTensor's own part."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
+
+
+def _copy(owned: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy in which containers that are changed in place are copies, too, where it matters."""
+    return {k: v if k in OWN and k not in WATCHED else _copied(v, DEPTH) for k, v in owned.items()}
+
+
+def _copied(value: Any, depth: int) -> Any:
+    if depth and isinstance(value, dict):
+        return {key: _copied(v, depth - 1) for key, v in value.items()}
+    if depth and type(value) is list:
+        return [_copied(v, depth - 1) for v in value]
+    return set(value) if type(value) is set else value
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Return whether values are equal; those that cannot say are not."""
+    try:
+        return bool(a == b)  # parts of containers are compared by identity first
+    except Exception:  # tensors: ambiguous truth, other shapes or devices
+        return False
+
+
+def _is_as_it_was(before: Any, after: Any) -> bool:
+    """Return whether an attribute has its value still. Keys may be added, and tensors that are no parameters or buffers
+    do not count: forwards leave results there."""
+    if before is after or isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
         return True
-
-    def _look(self) -> None:
-        self._places = ModuleWatch(self._modules, self._free)
-        weights = (weight for module in self._modules for weight in module.parameters())
-        self._weights = [weight for weight in weights if not weight.is_inference()]  # those have no versions
-        self._then = self._versions()
-
-    def _versions(self) -> list[int]:
-        return [weight._version for weight in self._weights]
+    if isinstance(before, dict) and isinstance(after, dict):
+        return all(key in after and _is_as_it_was(value, after[key]) for key, value in before.items())
+    return _is_equal(before, after)
 
 
-class KindWatch:
-    """Knows dtype and device of the parameters of `modules`, for engines without graphs: pools were made for them."""
-
-    def __init__(self, modules: Iterable[nn.Module]):
-        self._then = [
-            (module._parameters, key, f"{type(root).__name__}'s {path}{'.' * bool(path)}{key}", p.dtype, p.device)
-            for root in modules
-            for path, module in root.named_modules()
-            for key, p in module._parameters.items()
-            if p is not None
-        ]
-
-    def check(self) -> None:
-        """Raise GraphError if parameters have another dtype or device; parameters that are gone do not count."""
-        changed = [
-            (name, f"{now.dtype} on {now.device}", f"{dtype} on {device}")
-            for owned, key, name, dtype, device in self._then
-            if (now := owned.get(key)) is not None and (now.dtype is not dtype or now.device != device)
-        ]
-        if changed:
-            name, is_now, was = changed[0]
-            raise GraphError(
-                f"{name} is {is_now} now and was {was} at attach() ({len(changed)} parameters in all): the engine's "
-                "pools were made for that. detach(), convert and attach() again"
-            )
-
-
-def _is_single(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1
+def _told(value: Any) -> str:
+    text = getattr(value, "__qualname__", None) or repr(value)
+    return text if len(text) < 60 else f"{text[:56]}..."

@@ -287,8 +287,8 @@ class Engine:
         return self._attached().round.worker.module
 
     def clear_prefix_cache(self) -> None:
-        """Forget the K/V of all that was served, as after a change of weights that could not be noticed: one through
-        `.data`, another adapter. Does nothing without a prefix cache; of several ranks, one that calls it is enough."""
+        """Forget the K/V of all that was served, as after a change of weights that cannot be noticed: one through
+        `.data` or `numpy()`. Does nothing without a prefix cache; of several ranks, one that calls it is enough."""
         self._attached().clear_prefixes()
 
     def check_integrity(self) -> None:

@@ -34,8 +34,8 @@ class EngineConfig:
     page_size: KV slots allocated together.
     prefix_cache: whether K/V of what was served stays while there is room, so that of prompts which begin alike (turns
         of a chat, many samples of one prompt, the same examples before every question) only what is new is prefilled.
-        "auto": where model and draft allow it. Weights that change in place are noticed, but not what is written
-        through `.data`: call `Engine.clear_prefix_cache` then.
+        "auto": where model and draft allow it. When the model changes all is forgotten, but what is written
+        through `.data` or `numpy()` is not noticed: call `Engine.clear_prefix_cache` then.
     max_prefill_tokens: prompt tokens of one prefill forward; longer prompts are prefilled in chunks.
     mixed_prefill_tokens: the same while requests that came earlier decode: a round of theirs follows each forward, so
         that a long prompt slows them down but does not stop them. Prompts submitted together are prefilled first, all.

@@ -70,7 +70,6 @@ def test_a_state_by_row_holds_what_was_committed(monkeypatch, shape, graphs):
     rates = (0.9, 0.7, 0.5, 0.5)
     engine = specdec.attach(model, draft, max_batch=2, max_seq_len=160, synthetic_acceptance=rates, **settings)
     core = engine._core
-    assert set(states[0].tensors("target")) <= set(core.round.tensors()), "graphs must know what they read"
     lens = set()
     for prompts in (ragged_prompts()[:2], ragged_prompts()[2:4]):
         requests = engine.submit(prompts, max_new_tokens=40, ignore_eos=True)

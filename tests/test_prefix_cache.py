@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 import specdec
 from specdec.config import EngineConfig
 from specdec.functional.sampling import SamplingKind
-from specdec.graphs import ChangeWatch
 from specdec.pages import Pages
 from specdec.prefill.whole import whole_sizes
 from specdec.prefix_cache import PrefixCache, keys_of
@@ -277,15 +276,25 @@ def test_what_runs_while_weights_change_is_not_kept():
     engine.detach()
 
 
-def test_a_watch_over_changes_looks_again():
-    layer = torch.nn.Linear(2, 2)
-    watch = ChangeWatch([layer])
-    assert not watch.has_changed()
+def test_weights_that_change_while_requests_wait():
+    """Whoever waits is served by what is there when it is admitted."""
+    model, prompt = model_of(), prompt_of(40)
+    engine = engine_of(model, None, max_batch=1)
+    requests = engine.submit([prompt, [*prompt, 7]], max_new_tokens=NUM_TOKENS)
+    while requests[0].finish_reason is None:
+        engine.step()
     with torch.no_grad():
-        layer.bias.add_(1)
-    assert watch.has_changed() and not watch.has_changed()
-    layer.weight = torch.nn.Parameter(torch.zeros(2, 2))
-    assert watch.has_changed() and not watch.has_changed()
+        model.model.layers[0].mlp.up_proj.weight.mul_(3.0)
+    while engine.step():
+        pass
+    assert requests[1].num_cached == 0 and requests[1].tokens == greedy(model, [*prompt, 7], NUM_TOKENS)
+    waiting = engine.submit([prompt, prompt], max_new_tokens=NUM_TOKENS)
+    engine.step()
+    model.model.layers[1] = model.model.layers[2]
+    while engine.step():
+        pass
+    assert waiting[0].finish_reason != "error" and "model.layers.1 (another module)" in str(waiting[1].failure)
+    engine.detach()
 
 
 def test_text_of_logits_that_are_not_finite_is_not_kept():

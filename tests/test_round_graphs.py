@@ -414,29 +414,6 @@ def test_the_least_kind_that_serves_a_batch():
     assert tuple(SamplingKind) == GRAPH_SAMPLING
 
 
-@pytest.mark.parametrize("what", ["state", "weight", "cache"])
-def test_tensors_that_move_are_found_before_a_replay(what, monkeypatch):
-    monkeypatch.setenv("SPECDEC_DEBUG", "0" if what == "weight" else "1")  # only debug mode looks at the engine's own
-    engine = engine_of(model_of(), CHAIN)
-    core = engine._core
-    if what == "state":
-        object.__setattr__(core.state, "roots", core.state.roots.clone())
-    elif what == "weight":
-        weight = core.target.model.lm_head.weight
-        weight.data = weight.data.clone()
-    prompts = ragged_prompts()[:1]
-    if what != "cache":
-        with pytest.raises(GraphError, match="moved since round was captured"):
-            engine.generate(prompts, max_new_tokens=4)
-        return
-    run = engine._run(engine._requests(prompts, max_new_tokens=20, ignore_eos=True))
-    next(run)
-    core.context.pool.k[1] = core.context.pool.k[1].clone()  # between two rounds
-    with pytest.raises(GraphError, match=r"target k\[1\] moved"):
-        for _ in run:
-            pass
-
-
 def test_detach_frees_everything_at_once():
     model = model_of()
     for settings in ({}, {"round_graph": False}):

@@ -6,7 +6,6 @@ under the target's slot numbers. Chains: arXiv 2211.17192; trees as in EAGLE-2, 
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -101,16 +100,10 @@ class DraftModelWorker(DraftWorker):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        own = {"hot_ids": self.hot_ids, "logits": self.logits, **({} if self.narrow is None else self.narrow.tensors)}
+        own = {"hot_ids": self.hot_ids, "logits": self.logits}
         if self.hidden is not None:
             own["hidden"] = self.hidden
-        sinks = {f"sinks[{i}]": s for i, s in enumerate(self.context.sinks) if s is not None}
-        return {**own, **sinks, **self.context.tensors("cache"), **self.weights}
-
-    @property
-    @abstractmethod
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        """The model's parameters and buffers by name."""
+        return own | {name: t for state in self.context.states for name, t in state.tensors("cache").items()}
 
     @property
     def facts(self) -> dict[str, Any]:

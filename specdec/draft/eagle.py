@@ -4,7 +4,6 @@ Position p of the draft sees (embedding of token p+1, feature of position p): ar
 2412.19437. What the heads do with them is theirs; what they read says `AlgoSpec`.
 """
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -110,14 +109,6 @@ class HeadWorker(DraftModelWorker):
     def begin(self, batch: RoundBatch, states: torch.Tensor | None) -> None:
         assert states is not None
         self.keep(batch.rows, states)
-
-    @property
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        return {
-            "rope tables": self.rope_tables,
-            **dict(self.head.named_parameters()),
-            **dict(self.head.named_buffers()),
-        }
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -34,11 +34,6 @@ class NarrowHead:
         """Map states [N, h_d] to logits [N, dv]."""
         return F.linear(states, self.weight, self.bias)
 
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, what it reads."""
-        return {"narrow head": self.weight, **({} if self.bias is None else {"narrow head's bias": self.bias})}
-
 
 def narrow_head(config: EngineConfig, draft: DraftHead | HFTarget | None, target: HFTarget) -> NarrowHead | None:
     """Return the output head of `draft` over the tokens of `EngineConfig.draft_vocab`; None where all are scored.

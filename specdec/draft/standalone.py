@@ -4,7 +4,6 @@ It sees tokens only, unshifted, at their true positions, through attention of it
 seen the root too, one token more than the target, so that its logits are there when a round begins.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -59,7 +58,3 @@ class StandaloneWorker(DraftModelWorker):
 
     def close(self) -> None:
         self.model.detach()
-
-    @property
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        return self.model.weights

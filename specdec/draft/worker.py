@@ -145,7 +145,7 @@ class DraftWorker(ABC):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, what rounds read and write besides their arguments; it stays where it is."""
+        """By name, what rounds write besides their arguments; it stays where it is."""
         return {}
 
     @property

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.checkpoints.advice import follow_advice
@@ -56,6 +57,8 @@ def check_target(target: Any) -> None:
         what, cure = repr(str(target)), "it is a name: load it first, AutoModelForCausalLM.from_pretrained(...).eval()"
     elif isinstance(getattr(target, "_orig_mod", None), PreTrainedModel):
         what, cure = "the result of torch.compile()", "pass the model itself, and compile=True to attach()"
+    elif isinstance(target, nn.Module) and hasattr(target, "get_base_model"):
+        what, cure = f"a {type(target).__name__}", "pass its get_base_model(), which has the adapters in it"
     else:
         what, cure = f"a {type(target).__name__}", "expected a transformers causal LM (a PreTrainedModel)"
     raise AttachError(what, [cure])

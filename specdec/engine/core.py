@@ -35,7 +35,7 @@ from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.turns import Turns
 from specdec.engine.weights import Weights
-from specdec.errors import DetachedError
+from specdec.errors import DetachedError, GraphError
 from specdec.functional.results import first_tokens, line_width, unpack
 from specdec.functional.sampling import SamplingKind
 from specdec.graphs import GraphPool
@@ -87,18 +87,16 @@ class Core:
         live = [m for m in (target.model, worker.module) if isinstance(m, PreTrainedModel)]
         self._exclusive = [make_exclusive(model, self.turns) for model in live]
         runners = (*self.prefill.runners, *self.graphs.runners.values())
-        self.weights = Weights(target, worker.module, runners, keeps_kv=config.prefix_cache is True)
+        self.weights = Weights(target, worker.module, bool(target.compiled) or any(r.captured for r in runners))
         self._few_rows = FewRows(filter(None, (target.model, worker.module)))
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue checked requests; DetachedError once the core is closed, GraphError if a weight has moved, ValueError
-        within autocast."""
+        """Queue checked requests; DetachedError once the core is closed, GraphError for a change of the
+        models that it cannot follow, ValueError within autocast."""
         refuse_autocast(self.device)
         with self.turns:
             self._require_open()
-            self.weights.check()
-            if self.weights.have_changed():
-                self.forget_prefixes()
+            self._follow_weights()
             self.scheduler.add(requests)
 
     @torch.inference_mode()
@@ -146,6 +144,7 @@ class Core:
         """End what runs, take our marks off the model, and wait for what is on its way: one round may be."""
         with self.turns:
             self.is_closed = True
+            self.weights.close()
             self._few_rows.restore()
             for release in self._exclusive:
                 release()
@@ -175,8 +174,13 @@ class Core:
         if not self.scheduler.running and not self.scheduler.waiting:
             assert all(r.finish_reason for r in requests), "a request was lost"
 
+    def _follow_weights(self) -> None:
+        """Keep no K/V of models as they were; GraphError for changes that cannot be followed."""
+        if self.weights.follow():
+            self.forget_prefixes()
+
     def _step(self) -> None:
-        self.scheduler.admit()
+        self._admit()
         if self.scheduler.admitted:
             self._fill()
         pieces = self._next_prefill()
@@ -189,6 +193,15 @@ class Core:
         self._owes_round = bool(pieces)
         for results, rows in self._mailbox.take(self._lag if has_posted else 0):
             self._hand_out(results, rows)
+
+    def _admit(self) -> None:
+        """Admit waiting requests; the models may have changed since they came."""
+        if self.scheduler.may_admit:
+            try:
+                self._follow_weights()
+            except GraphError as error:
+                self.scheduler.fail(list(self.scheduler.waiting), error)
+            self.scheduler.admit()
 
     def _next_prefill(self) -> list[tuple[Request, int]]:
         """Prompt pieces to prefill now; fewer at a time, a round after each, while earlier requests decode."""

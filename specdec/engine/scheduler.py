@@ -41,12 +41,16 @@ class Scheduler:
             request.arrived = now
             self.waiting.append(request)
 
-    def admit(self) -> None:
-        """Move waiting requests to running, first come first served, while rows and slots last.
+    @property
+    def may_admit(self) -> bool:
+        """Whether requests wait and rows are free for them: of a large batch a sixteenth, so that prefills come in
+        batches too."""
+        least = min(len(self.waiting), self.refill) if self.running else 1
+        return bool(self.waiting) and self.slot_tables.num_free_rows >= least
 
-        A large batch waits until a sixteenth of its rows is free, so that prefills come in batches too.
-        """
-        if self.running and self.slot_tables.num_free_rows < min(len(self.waiting), self.refill):
+    def admit(self) -> None:
+        """Move waiting requests to running, first come first served, while rows and slots last, if it `may_admit`."""
+        if not self.may_admit:
             return
         while self.waiting and self.slot_tables.num_free_rows:
             request = self.waiting[0]

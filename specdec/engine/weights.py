@@ -1,53 +1,72 @@
-"""Watches over what an engine reads of live models: weights that moved, were converted or changed, replaced modules."""
+"""What an engine reads of live models: what it follows when that changes, and what it refuses."""
 
 from collections.abc import Sequence
 
 from torch import nn
+from transformers import PretrainedConfig
 
 from specdec.errors import GraphError
-from specdec.graphs import ChangeWatch, GraphRunner, KindWatch, ModuleWatch
+from specdec.graphs import Change, ChangeKind, Watch
 from specdec.targets.hf import HFTarget
 from specdec.targets.ropes import varying_ropes
 
+# Attributes of modules and configs that no forward reads, or whose results are not read.
+_OF_MODELS = ("generate", "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "name_or_path")
+_OF_CONFIGS = ("use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "output_router_logits")
+NEUTRAL = frozenset({*vars(PretrainedConfig()), *_OF_MODELS, *_OF_CONFIGS, "warnings_issued", "_is_hf_initialized"})
+PASSIVE = ("transformers.utils.output_capturing",)  # keeps outputs of layers, and changes none
+BAKED = "graphs and compiled layers compute with what was there at attach()"
+POOLS = "the engine's pools were made for that"
+ROUTED = "attention and pools were set up from that at attach()"
+SHARED = "each rank has copies of its part, by heads, which stay as they were"
+
 
 class Weights:
-    """Those of a target and of its draft's module, if it has one.
+    """Those of a target and of its draft's module, if it has one. is_baked: whether graphs or compiled layers exist."""
 
-    runners: of all its graphs; keeps_kv: whether K/V outlives requests, and so must be forgotten with its weights.
-    """
-
-    def __init__(
-        self, target: HFTarget, draft: nn.Module | None, runners: Sequence[GraphRunner], keeps_kv: bool = False
-    ):
-        self._target = target
-        self._runners = runners
-        modules = [module for module in (target.model, draft) if module is not None]
-        free = [rope for module in modules for rope in varying_ropes(module)]  # their original frequencies are read
-        has_graphs = any(runner.captured for runner in runners)
-        self._places = ModuleWatch(modules, free) if target.compiled or has_graphs else None
-        self._kinds = KindWatch(modules)
-        self._changes = ChangeWatch(modules, free) if keeps_kv else None
-
-    def check(self) -> None:
-        """GraphError if a weight that graphs or compiled layers read has been replaced or moved, one was changed of
-        which ranks read copies, a module was replaced that calls our ops, or parameters were converted."""
-        self._target.check_shares()
-        self._target.check_routed()
-        if self._places is not None and self._places.is_intact():
-            return
-        self._kinds.check()
-        if self._places is None:
-            return
-        self._target.check_compiled()
-        for runner in self._runners:
-            runner.check_addresses()
-        moved = self._places.moved()
-        raise GraphError(
-            f"{', '.join(moved[:3])} moved since graphs were captured or layers compiled ({len(moved)} in all): they "
-            "would use what was there before. Do not replace parts of a model while an engine is attached; detach() "
-            "and attach() again"
+    def __init__(self, target: HFTarget, draft: nn.Module | None, is_baked: bool):
+        self._target, self._is_baked = target, is_baked
+        self._parts = {id(tensor) for _, tensor in target.parts}
+        roots = {"": target.model, **({} if draft is None else {"the draft's ": draft})}
+        self._watch = Watch(
+            roots,
+            free=[rope for root in roots.values() for rope in varying_ropes(root)],  # their first frequencies are read
+            tensors=target.parts,
+            neutral=NEUTRAL,
+            passive=PASSIVE,
         )
+        self.close = self._watch.close
 
-    def have_changed(self) -> bool:
-        """Return whether K/V that is kept is of other weights: they were changed since the last call."""
-        return self._changes is not None and self._changes.has_changed()
+    def follow(self) -> bool:
+        """Return whether what the models compute has changed since the last call, so that kept K/V is of another model.
+
+        GraphError where the engine cannot compute with what is there now; it can once that is put back.
+        """
+        changes = self._watch.changes()
+        refused = [(change, why) for change in changes if (why := self._why_refused(change))]
+        if refused:
+            self._refuse(refused[0][1], [change for change, _ in refused])
+        if changes:
+            self._watch.accept(changes)
+            self._target.walk()
+        return bool(changes)
+
+    def has_changed(self) -> bool:
+        """Return whether `follow` would return True, or raise."""
+        return bool(self._watch.changes())
+
+    def _why_refused(self, change: Change) -> str:
+        if change.kind is ChangeKind.CONVERTED:
+            return POOLS
+        if change.kind is ChangeKind.WRITTEN:
+            return SHARED if id(change.before) in self._parts else ""
+        if self._is_baked:
+            return BAKED
+        return ROUTED if self._target.relies_on(change) else ""
+
+    def _refuse(self, why: str, changes: Sequence[Change]) -> None:
+        told = list(dict.fromkeys(map(str, changes)))
+        raise GraphError(
+            f"the model has changed since attach(): {', '.join(told[:3])}; {len(told)} in all: {why}. "
+            "Put it back, or detach() and attach() again"
+        )

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from specdec.backends import ForwardContext
-from specdec.backends.checks import is_debug
 from specdec.batch import AttentionMetadata
 from specdec.config import EngineConfig
 from specdec.graphs import (
@@ -56,7 +55,6 @@ class PrefillGraphs:
         self.whole = None if mode == "off" else whole_graphs(parts, program, pool)
         self._slot_table = slot_table
         self._dummy_row = config.dummy_row
-        self._is_debug = is_debug()
         device = slot_table.device
         breakable = None if mode == "off" else pick_breakable(device, pool)
         self._capture: Capture = breakable or EagerCapture()
@@ -71,7 +69,6 @@ class PrefillGraphs:
             counters=parts.counters,
             device=device,
             buckets=buckets,
-            watched=self.programs.tensors,
             strict=config.strict and mode != "off",
             unit="tokens",
             shared={} if breakable is None else shared,
@@ -103,8 +100,6 @@ class PrefillGraphs:
 
         Valid until the next call.
         """
-        if self._is_debug:
-            self.check_addresses()
         inputs = _inputs(metadata, ids)
         hidden, aux = self.target_runner(metadata.mode, ids.shape[0], inputs, metadata=metadata)
         return hidden, aux
@@ -131,11 +126,6 @@ class PrefillGraphs:
         """Graph runners of the target and of the draft, and of both in one."""
         whole = [] if self.whole is None else [self.whole.runner]
         return [r.runner for r in (self.target_runner, *self.draft_runners, *whole)]
-
-    def check_addresses(self) -> None:
-        """Raise GraphError if a tensor that the graphs read has been replaced or moved."""
-        for runner in self.runners:
-            runner.check_addresses()
 
     @property
     def costs(self) -> list[GraphCost]:

@@ -3,7 +3,7 @@
 A captured forward breaks at attention, and writes its results to static rows that graphs of all sizes share.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -95,14 +95,6 @@ class Programs:
             states = (rows(worker.hidden_size, draft_dtype),)  # shared by all modules: no two of them run at once
             layers = [partial(_draft_layers, worker, module) for module in range(worker.num_modules)]
             self.draft = [PrefillProgram(module, worker.context, own, states) for module in layers]
-
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the tensors that graphs read besides their inputs, by name; their addresses do not change."""
-        context, worker = self._parts.context, self._parts.worker
-        found = self._parts.target.weights | {**context.tensors("target"), **self.target.bridge.tensors}
-        found |= {f"result {i}": rows for i, rows in enumerate(self.target.results)}
-        draft = {**worker.tensors, **(self.draft[0].bridge.tensors if self.draft else {})}
-        return {**found, **{f"draft {name}": t for name, t in draft.items()}}
 
 
 def _draft_layers(

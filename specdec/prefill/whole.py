@@ -197,7 +197,6 @@ def whole_graphs(parts: Parts, program: Round, pool: GraphPool | None) -> WholeP
         device=parts.tables.table.device,
         buckets=sizes,
         variants=variants,
-        watched=program.tensors,
         unit="tokens",
     )
     return WholePrefill(WholeProgram(parts, program, capture.divide), setup, config.dummy_row)

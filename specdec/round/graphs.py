@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from specdec.backends.checks import is_debug
 from specdec.config import EngineConfig, num_words
 from specdec.draft.worker import Draft
 from specdec.functional.sampling import SamplingKind
@@ -38,7 +37,6 @@ class RoundGraphs:
         config = parts.config
         self._program = program
         self._config = config
-        self._is_debug = is_debug()
         device = program.slot_table.device
         self.capture = pick_capture(config.cuda_graph, device, pool)
         if config.strict and self.capture.refusal:
@@ -57,7 +55,6 @@ class RoundGraphs:
             device=device,
             buckets=buckets,
             variants=config.graph_sampling,
-            watched=program.tensors,
             strict=config.strict,
         )
         self._name = "round" if config.num_steps else "decode"
@@ -88,8 +85,6 @@ class RoundGraphs:
 
     def play(self, kind: SamplingKind, rows: torch.Tensor, max_prefix: int) -> torch.Tensor:
         """Run a round of `rows`; see `Round.play`. The results are valid until the next call."""
-        if self._is_debug:
-            self.check_addresses()
         kind, hints = self._served_as(kind), {"max_prefix": max_prefix}
         if not self._is_apart:
             return self.runners[self._name](kind, {"rows": rows}, **hints)
@@ -101,8 +96,6 @@ class RoundGraphs:
 
     def first_tokens(self, kind: SamplingKind, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Sample the tokens after prompts from the target's last hidden states [n, h]; see `Round.first_tokens`."""
-        if self._is_debug:
-            self.check_addresses()
         return self.runners["first_token"](self._served_as(kind), {"rows": rows, "hidden": hidden})
 
     def begin(self, rows: torch.Tensor, states: torch.Tensor | None, max_prefix: int) -> None:
@@ -114,11 +107,6 @@ class RoundGraphs:
         """Return the least kind that was captured and serves `kind`; if there is none, `kind` itself."""
         captured = [SamplingKind(k) for k in self._config.graph_sampling if not self.capture.refusal]
         return next((k for k in captured if k.serves(kind)), kind)
-
-    def check_addresses(self) -> None:
-        """Raise GraphError if a tensor that the graphs read has been replaced or moved."""
-        for runner in self.runners.values():
-            runner.check_addresses()
 
     @property
     def costs(self) -> list[GraphCost]:

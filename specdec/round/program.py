@@ -125,11 +125,6 @@ class Round:
         self.worker.begin(self.batch(SamplingKind.GREEDY, rows, max_prefix), states)
         return rows
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, every tensor that outlives a round and that rounds read or write; they stay where they are."""
-        own = {"slot table": self.slot_table, **self.state.tensors, **self.context.tensors("target")}
-        return {**own, **self.target.weights, **{f"draft {name}": t for name, t in self.worker.tensors.items()}}
-
     def _verify_metadata(self, batch: RoundBatch, tree: Tree) -> AttentionMetadata:
         """D queries a request: a chain is causal, a tree sees its ancestors."""
         is_chain = self.config.topk == 1

@@ -18,13 +18,14 @@ from specdec.backends import ForwardContext, forward_context
 from specdec.backends.comm import Communicator
 from specdec.backends.state_pool import RecurrentOps, StatePool
 from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.errors import AttachError, GraphError
+from specdec.errors import AttachError
+from specdec.graphs import Change
 from specdec.layer_state import LayerState
 from specdec.targets.equality import check_equality
 from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
 from specdec.targets.probe import ModelSpec, probe
 from specdec.targets.recording import Positions
-from specdec.targets.ropes import ORIGINAL, warn_of_low_precision
+from specdec.targets.ropes import warn_of_low_precision
 from specdec.targets.route import Route
 from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.sharded import Sharded, find_group, plain
@@ -85,7 +86,6 @@ class HFTarget:
         self.aux_layers: tuple[int, ...] = ()
         self._taps = Taps()
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
-        self._addresses: dict[str, int] = {}
         self._last_position: int | None = None
         warn_of_low_precision(model)
         self._route = Route(model, self.spec)
@@ -133,14 +133,6 @@ class HFTarget:
     def embed_tokens(self) -> nn.Module:
         """The input embedding, which EAGLE heads share."""
         return self.model.get_input_embeddings()
-
-    @property
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers that forwards read, by name; they stay where they are. Frequencies that transformers
-        replaces when it sees a long sequence are not among them: the original ones are read."""
-        ropes = [name for name, module in self.model.named_modules() if module in self._route.ropes]
-        buffers = {n: b for n, b in self.model.named_buffers() if n.rpartition(".")[0] not in ropes or ORIGINAL in n}
-        return {**dict(self.model.named_parameters()), **buffers}
 
     def row_states(self, num_rows: int, max_tail: int, ops: RecurrentOps) -> tuple[LayerState, ...]:
         """Make the state by row of recurrent layers, which `ops` work on, if there are any.
@@ -235,34 +227,19 @@ class HFTarget:
     def use_compiled(self, traced: "Traced", for_prefills: bool) -> None:
         """Run `traced` in place of the live layers, in prefills or in rounds."""
         self.compiled[for_prefills] = traced
-        self._addresses = {name: p.data_ptr() for name, p in self.model.named_parameters()}
 
-    def check_compiled(self) -> None:
-        """Raise GraphError if a weight has been replaced or moved since the layers were compiled."""
-        moved = [n for n, p in self.model.named_parameters() if self._addresses.get(n) != p.data_ptr()]
-        if self.compiled and moved:
-            raise GraphError(
-                f"{', '.join(moved[:3])} moved since the layers were compiled ({len(moved)} weights): they would use "
-                "the old ones. Change weights in place while an engine is attached, or detach() and attach() again"
-            )
+    def walk(self) -> None:
+        """See `Route.walk`."""
+        self._route.walk()
 
-    def check_routed(self) -> None:
-        """Raise GraphError if a module that calls our ops, or one around it, is no longer where it was at attach."""
-        displaced = self._route.displaced()
-        if displaced:
-            raise GraphError(
-                f"module {', '.join(displaced[:3])} was replaced since attach() ({len(displaced)} in all): the engine "
-                "does not know what stands there now, and its text would be wrong. detach() and attach() again"
-            )
+    def relies_on(self, change: Change) -> bool:
+        """See `Route.relies_on`."""
+        return self._route.relies_on(change)
 
-    def check_shares(self) -> None:
-        """Raise GraphError if weights that ranks share by heads have been written in place since they were cut."""
-        written = [] if self._sharded is None else self._sharded.mixers.written()
-        if written:
-            raise GraphError(
-                f"{', '.join(written[:3])} changed since attach() ({len(written)} weights): ranks have parts of "
-                "them of their own, by heads, which stay as they were. detach(), change weights, attach() again"
-            )
+    @property
+    def parts(self) -> list[tuple[str, torch.Tensor]]:
+        """Weights, by name, that ranks share by heads: each has copies of its part, so they must not be written."""
+        return [] if self._sharded is None else self._sharded.mixers.parts
 
     def drop_compiled(self) -> None:
         """Switch back to the live layers; every weight has a storage of its own again.

@@ -68,23 +68,20 @@ class Share(NamedTuple):
 
 @dataclass
 class SharedMixers:
-    """What `share_mixers` changed, and the weights that must not be written until it is undone.
+    """What `share_mixers` changed, until it is undone.
 
+    parts: by name the weights that must not be written meanwhile: a rank's heads do not see what HF's shards get.
     wholes: of parameters that are a part of something, that: its writes are counted apart, and checkpoints have it.
     """
 
     wholes: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     changes: Changes = field(default_factory=Changes)
-    _versions: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
+    parts: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
     def restore(self) -> None:
         """Put back what was there. A second call does nothing."""
-        self._versions.clear()
+        self.parts.clear()
         self.changes.restore()
-
-    def written(self) -> list[str]:
-        """Return the names of weights that were written in place: a rank's heads do not see what HF's shards get."""
-        return list(dict.fromkeys(name for name, tensor, then in self._versions if tensor._version != then))
 
     def replace_weight(self, name: str, module: nn.Module, key: str, own: torch.Tensor) -> None:
         """Put `own` in the place of the parameter `key` of `module`, `name` in all; a checkpoint that is saved
@@ -94,7 +91,7 @@ class SharedMixers:
         module._parameters[key] = new = nn.Parameter(own, requires_grad=kept.requires_grad)
         self.changes.on_restore(_give_back, module, key, kept)
         self.changes.on_restore(module.register_state_dict_post_hook(partial(_show, key, whole)).remove)
-        self._versions += [(name, t, t._version) for t in (kept, whole, new) if not t.is_inference()]
+        self.parts += [(name, t) for t in (kept, whole, new)]
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.backends import LayerSpec
@@ -23,6 +24,9 @@ def static_reasons(model: PreTrainedModel) -> list[str]:
         reasons.append(f"rope type {rope[1]!r}: rotary frequencies depend on the longest sequence of the batch")
     if model.training:
         reasons.append("the model is in training mode; call model.eval() first")
+    dropping = [name for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.training and m.p]
+    if dropping and not model.training:
+        reasons.append(f"{dropping[0]} is in training mode ({len(dropping)} dropouts); call model.eval() first")
     if model.get_output_embeddings() is None:
         reasons.append("the model has no output head; expected a causal LM")
     return reasons

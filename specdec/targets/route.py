@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.backends import attention
+from specdec.graphs import Change, ChangeKind
 from specdec.targets.experts import expert_configs, experts_routed
 from specdec.targets.marks import layer_id, number_layers
 from specdec.targets.mixers import mixers_routed
@@ -44,13 +45,12 @@ def _routed_own(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 AttentionInterface.register("specdec", _routed_attention)
 
 
-def _places(model: nn.Module, routed: Collection[nn.Module]) -> list[tuple[nn.Module, str, nn.Module, str]]:
-    """Return where modules on the paths to `routed` stand: parent, name in it, the module, and its full name."""
+def _places(model: nn.Module, routed: Collection[nn.Module]) -> set[tuple[nn.Module, str]]:
+    """Return where modules on the paths to `routed` stand: parent, and name in it."""
     modules = dict(model.named_modules(remove_duplicate=False))
     paths = [name.split(".") for name, module in modules.items() if name and module in routed]
     names = dict.fromkeys(".".join(path[:i]) for path in paths for i in range(1, len(path) + 1))
-    parts = [(name.rpartition("."), name) for name in names]
-    return [(modules[parent], key, modules[name], name) for (parent, _, key), name in parts]
+    return {(modules[parent], key) for parent, _, key in (name.rpartition(".") for name in names)}
 
 
 class Route:
@@ -69,11 +69,21 @@ class Route:
         self._expert_configs = expert_configs(model)
         self._warning_models = warning_models(model)
         self._turns = number_layers(spec.modules)
-        self._places = _places(model, {*spec.modules, *(mixer.module for mixer in spec.mixers)})
+        self._attending = {*spec.modules, *(mixer.module for mixer in spec.mixers)}
+        self._places = _places(model, self._attending)
 
-    def displaced(self) -> list[str]:
-        """Return the names of modules that were replaced: routed ones, or those around them."""
-        return [name for parent, key, module, name in self._places if parent._modules.get(key) is not module]
+    def relies_on(self, change: Change) -> bool:
+        """Return whether attention and pools were set up from what has changed: routed modules and those around them,
+        their plain attributes and sinks, and configs."""
+        if change.kind is ChangeKind.MODULE:
+            return (change.owner, change.key) in self._places
+        if change.kind is ChangeKind.ATTRIBUTE:
+            return not isinstance(change.owner, nn.Module) or change.owner in self._attending
+        return change.kind is ChangeKind.TENSOR and any(change.before is sink for sink in self.spec.sinks)
+
+    def walk(self) -> None:
+        """Look again for modules that have a training mode, where some were added."""
+        self._modules = list(self._model.modules())
 
     @contextmanager
     def routed(self) -> Iterator[None]:

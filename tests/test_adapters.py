@@ -1,0 +1,103 @@
+"""Adapters on a live target, by PEFT where it is there: followed by live layers, refused by name by compiled ones."""
+
+import pytest
+import torch
+from torch import nn
+
+import specdec
+from specdec.errors import AttachError, GraphError
+from tests.adapters import with_lora
+from tests.tiny_models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT = [5, 17, 33, 64, 101, 12, 90, 7, 55, 23, 41]
+SETTINGS = {"max_batch": 1, "max_seq_len": 64}
+
+
+def endless(model):
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    return model
+
+
+def text_of(model):
+    ids = torch.tensor([PROMPT])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    return out[0, len(PROMPT) :].tolist()
+
+
+def served(engine):
+    return engine.generate([PROMPT], max_new_tokens=6).tokens[0]
+
+
+def test_what_is_added_to_an_attached_model_drops_nothing_out():
+    model = endless(tiny_model("llama", seed=7))
+    engine = specdec.attach(model, **SETTINGS)
+    for layer in with_lora(model).modules():
+        layer.train(layer is not model and isinstance(layer, nn.Dropout))
+    texts = [served(engine) for _ in range(3)]
+    model.eval()
+    assert texts == [text_of(model)] * 3
+    engine.detach()
+
+
+def test_dropouts_in_training_mode_are_named():
+    model = with_lora(tiny_model("llama"))
+    model.model.layers[1].mlp.up_proj.train()
+    with pytest.raises(AttachError, match=r"layers.1.mlp.up_proj.dropout.a is in training mode \(2 dropouts\); call"):
+        specdec.attach(model)
+    specdec.attach(model.eval()).detach()
+
+
+def lora(dropout=0.3):
+    peft = pytest.importorskip("peft")
+    modules = ["q_proj", "v_proj", "gate_proj"]
+    return peft.LoraConfig(
+        r=4, lora_alpha=64, target_modules=modules, init_lora_weights=False, lora_dropout=dropout, task_type="CAUSAL_LM"
+    )
+
+
+def adapted():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    wrapped = peft.get_peft_model(endless(tiny_model("llama", seed=7)), lora())
+    wrapped.add_adapter("b", lora())
+    return wrapped.eval()
+
+
+def test_a_wrapped_model_is_refused_with_what_to_pass():
+    wrapped = adapted()
+    with pytest.raises(AttachError, match=r"PeftModelForCausalLM: pass its get_base_model\(\)"):
+        specdec.attach(wrapped)
+    specdec.attach(wrapped.get_base_model(), **SETTINGS).detach()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["live", "compiled"])
+def test_adapters_of_peft_are_followed_or_refused_by_name(compiled):
+    wrapped = adapted()
+    model = wrapped.get_base_model()
+    base = text_of(model)
+    how = {"compile": True, "compiler": "eager"} if compiled else {}
+    engine = specdec.attach(model, prefix_cache=True, **SETTINGS, **how)
+
+    def check(told):
+        if not compiled:
+            assert served(engine) == text_of(model) != base
+            return
+        with pytest.raises(GraphError, match=rf"layers.0.self_attn.q_proj.{told}.*detach\(\) and attach\(\) again"):
+            engine.generate([PROMPT], max_new_tokens=6)
+
+    assert served(engine) == base
+    wrapped.set_adapter("b")
+    check(r"_active_adapter \(\['default'\] → \['b'\]\)")
+    wrapped.set_adapter("default")
+    assert served(engine) == base
+    with wrapped.disable_adapter():
+        check(r"_disable_adapters \(False → True\)")
+    assert served(engine) == base
+    wrapped.add_adapter("c", lora())
+    model.eval()
+    assert served(engine) == base
+    wrapped.merge_adapter(["default", "b"])
+    check(r"merged_adapters \(\[\] → \['default', 'b'\]\)")
+    engine.detach()
