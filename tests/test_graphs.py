@@ -55,7 +55,7 @@ def make(capture=None, variants=("",), inputs=(X,), strict=False, body=None, buc
     counters = Counters()
     toy = Toy(counters)
     capture = pick_capture(True, DEVICE) if capture is None else capture
-    setup = Setup(capture, counters, DEVICE, buckets, variants, lambda: {"seen": toy.seen}, strict)
+    setup = Setup(capture, counters, DEVICE, buckets, variants, strict)
     runner = GraphRunner("toy", body or toy, inputs, setup)
     build([runner], capture, lower="something", strict=strict)
     return runner, toy, counters
