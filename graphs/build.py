@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -26,7 +27,7 @@ def build(
     strict: bool = False,
     settle: Callable[[], None] | None = None,
 ) -> None:
-    """Warm up and capture every key of `runners`, which share `capture`, then seal them; shows a progress bar.
+    """Warm up and capture every key of `runners`, which share `capture`, then seal them; rank 0 shows a progress bar.
 
     lower: settings the user can lower if memory runs out; avoid: the argument that turns these graphs off. A key that
     cannot be captured gives a warning and runs eagerly from then on; smaller ones may still succeed. Under strict,
@@ -38,6 +39,12 @@ def build(
         _make_all(jobs, capture, lower, avoid, strict, settle)
     for runner in runners:
         runner.seal()
+
+
+def progress_bar(total: int, desc: str, unit: str) -> Any:
+    """Return a bar that goes when it is done, shown on a terminal by rank 0 alone."""
+    is_other_rank = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
+    return tqdm(total=total, desc=desc, unit=unit, leave=False, disable=is_other_rank or None)
 
 
 def rehearse(
@@ -71,8 +78,7 @@ def _make_all(
     settle: Callable[[], None] | None,
 ) -> None:
     jobs.sort(key=lambda job: -job[1].size)  # stable: runners and variants keep their order within a size
-    progress = tqdm(total=2 * len(jobs), desc="graphs", unit="graph", leave=False, disable=None)
-    with progress as bar, capture.undisturbed():
+    with progress_bar(2 * len(jobs), "graphs", "graph") as bar, capture.undisturbed():
         for phase in (GraphRunner.warm_up, GraphRunner.capture):
             for runner, key in jobs:
                 bar.set_postfix_str(f"{phase.__name__} {key}", refresh=False)

@@ -36,6 +36,7 @@ from specdec.engine.scoring import Score, score
 from specdec.errors import DetachedError
 from specdec.metrics import AcceptanceStats
 from specdec.outputs import GenerationOutput, Report, RequestOutput
+from specdec.targets.exclusive import ATTACHING
 from specdec.targets.hf import HFTarget
 from specdec.targets.marks import owner_of
 from specdec.targets.sharded import find_group
@@ -76,6 +77,13 @@ def attach(
     refuse_autocast(target.device)
     check_settings(settings)
     check_tokenizer(tokenizer)
+    with ATTACHING:
+        return _attach(target, draft, algo, tokenizer, settings)
+
+
+def _attach(
+    target: PreTrainedModel, draft: Any, algo: str | None, tokenizer: Any, settings: dict[str, Any]
+) -> "Engine":
     name, source = resolve_draft(draft, algo)
     config = engine_config(target, name, advised(target, draft, source, settings))
     group = find_group(target)
@@ -162,7 +170,7 @@ class Engine:
         """
         requests = self._requests(prompts, **options)
         start = time.perf_counter()
-        with self._attached().turns.many(), closing(self._run(requests)) as run:
+        with closing(self._run(requests)) as run:
             for finished in run:
                 for request in finished:  # the device runs a round of the others: it does not wait for text
                     request.decode()

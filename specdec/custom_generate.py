@@ -2,7 +2,7 @@
 
 Called by the `custom_generate/generate.py` that `specdec.heads.custom_generate` writes into such folders. The engine is
 attached at the first call and belongs to the model: later calls use it again, another folder or other settings replace
-it, and it goes when the model goes.
+it when the calls that it serves have ended, and it goes when the model goes.
 
 Which folder it is, transformers tells nobody: it copies generate.py to a cache whose name is made from the file's text
 and the folder's last name, and keeps `custom_generate` to itself. A path in the file would be wrong as soon as a folder
@@ -15,6 +15,8 @@ import inspect
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,9 +28,10 @@ from specdec.api import Engine, attach
 from specdec.api import engine_of as attached_engine
 from specdec.doors.generate import EngineGenerate, generate_by
 from specdec.engine.arguments import check_mapping, check_settings
+from specdec.targets.exclusive import ATTACHING
 
 HOLDER = "_specdec_engine"  # attribute of the model
-_ATTACHING = threading.Lock()
+_CALLS = threading.Condition()  # notified when one ends
 
 
 def generate_with_draft(
@@ -52,8 +55,8 @@ def generate_with_draft(
         {name: value for name, value in (engine_settings or {}).items() if name not in ("algo", "tokenizer")}
     )
     source = _local(draft if draft is not None else _named_by_caller(model))
-    engine = _engine_for(model, source, engine_settings)
-    return generate_by(EngineGenerate(engine, on_unsupported))(model, **arguments)
+    with _engine_for(model, source, engine_settings) as engine:
+        return generate_by(EngineGenerate(engine, on_unsupported))(model, **arguments)
 
 
 def engine_of(model: PreTrainedModel) -> Engine | None:
@@ -64,12 +67,13 @@ def engine_of(model: PreTrainedModel) -> Engine | None:
 
 
 class _Held:
-    """What a model keeps: its engine, and what that was made of. Copies of the model get an empty one."""
+    """What a model keeps: its engine, what that was made of, and who uses it. Copies of the model get an empty one."""
 
     def __init__(self, engine: Engine | None = None, source: str | None = None, settings: dict[str, Any] | None = None):
         self.engine = engine
         self.source = source
         self.settings = settings
+        self.callers: list[int] = []  # threads whose calls it serves now
 
     def fits(self, source: str, settings: dict[str, Any] | None) -> bool:
         """Whether the engine is what a call with `source` and `settings` asks for."""
@@ -79,19 +83,32 @@ class _Held:
         return _Held, ()
 
 
-def _engine_for(model: PreTrainedModel, source: str, settings: dict[str, Any] | None) -> Engine:
-    """Return the model's engine, attached now unless it is there."""
-    with _ATTACHING:
-        before, held = engine_of(model), vars(model).get(HOLDER)
-        if before is not None and held.fits(source, settings):
-            return before
-        if before is not None:
-            before.detach()
-        engine = attach(model, source, **(settings or {}))
-        _leave_to_model(engine, model)
-        setattr(model, HOLDER, _Held(engine, source, settings or {}))
-        engine._on_detach.callback(vars(model).pop, HOLDER, None)
-        return engine
+@contextmanager
+def _engine_for(model: PreTrainedModel, source: str, settings: dict[str, Any] | None) -> Iterator[Engine]:
+    """Yield the model's engine, attached now unless it is there; calls on another one are waited for."""
+    me = threading.get_ident()
+    with ATTACHING:
+        engine, held = engine_of(model), vars(model).get(HOLDER)
+        if engine is not None and not held.fits(source, settings):
+            if me in held.callers:
+                raise ValueError(f"custom_generate={source!r} within a call that decodes with {held.source!r}")
+            with _CALLS:
+                _CALLS.wait_for(lambda: not held.callers)
+            engine.detach()
+            engine = None
+        if engine is None:
+            engine = attach(model, source, **(settings or {}))
+            _leave_to_model(engine, model)
+            held = _Held(engine, source, settings or {})
+            setattr(model, HOLDER, held)
+            engine._on_detach.callback(vars(model).pop, HOLDER, None)
+        held.callers.append(me)
+    try:
+        yield engine
+    finally:
+        with _CALLS:
+            held.callers.remove(me)
+            _CALLS.notify_all()
 
 
 def _leave_to_model(engine: Engine, model: PreTrainedModel) -> None:

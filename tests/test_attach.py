@@ -11,7 +11,6 @@ import torch
 
 import specdec
 from specdec.backends import TorchBackend
-from specdec.targets.overrides import attention_configs
 from tests.heads import ALGOS, MODULES, random_draft, random_head
 from tests.tiny_models import ADMITTED, CHUNKED, REFUSED, VOCAB, tiny_model
 
@@ -58,19 +57,28 @@ def test_rotary_embeddings_that_depend_on_the_batch_are_refused(kind):
         specdec.attach(model)
 
 
+def test_a_model_made_in_inference_mode_is_refused():
+    with torch.inference_mode():
+        model = tiny_model("llama")
+        expected = greedy(model, [5, 6, 7], 4)
+    with pytest.raises(specdec.AttachError, match=r"model\.embed_tokens\.weight.* made within torch\.inference_mode"):
+        specdec.attach(model, compile=True, compiler="eager")
+    assert greedy(model, [5, 6, 7], 4) == expected
+
+
 def test_detach_leaves_the_model_as_it_was():
     model = tiny_model("llama")
     ids = torch.tensor([ragged_prompts()[0]])
     before = model(ids, output_hidden_states=[0]).logits  # HF itself leaves attributes behind the first time
     names = [sorted(vars(m)) for m in model.modules()]
-    implementations = [c._attn_implementation for c in attention_configs(model)]
+    configs = [m.config for m in model.modules() if hasattr(m, "config")]
     engine = specdec.attach(model, random_head(model))
     engine.generate(ids, max_new_tokens=8)
     assert greedy(model, ids[0].tolist(), 8)  # usable while attached
     engine.detach()
     assert torch.equal(model(ids).logits, before)
     assert [sorted(vars(m)) for m in model.modules()] == names
-    assert [c._attn_implementation for c in attention_configs(model)] == implementations
+    assert [m.config for m in model.modules() if hasattr(m, "config")] == configs
 
 
 def test_hooks_on_layers_go_with_us():

@@ -6,6 +6,7 @@ import copy
 import gc
 import shutil
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,22 @@ def test_an_engine_is_replaced_by_another_folder_or_other_settings(tmp_path):
     shutil.move(second, moved)
     assert torch.equal(generate(model, str(moved)), expected) and engine_of(model) is not three
     engine_of(model).check_integrity()
+
+
+def test_calls_with_two_folders_in_two_threads(tmp_path):
+    model, seen = tiny_model("llama").to(DEVICE), []
+    expected = model.generate(PROMPT, **NEW)
+    folders = [saved(tmp_path / "one", model), saved(tmp_path / "two", model, "eagle")]
+
+    def calls(folder):
+        seen.extend(torch.equal(generate(model, folder, engine_settings={"max_seq_len": 32}), expected) for _ in "123")
+
+    threads = [threading.Thread(target=calls, args=(folder,)) for folder in folders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert seen == [True] * 6
 
 
 def test_the_engine_goes_with_its_model(tmp_path):

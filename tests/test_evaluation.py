@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -356,23 +357,17 @@ def test_weights_that_change_are_read_anew():
         engine.detach()
 
 
+@pytest.mark.usefixtures("python_sigint")
 def test_a_call_that_ends_between_two_turns_leaves_nothing_to_the_next(monkeypatch):
     """Ctrl-C takes effect there, where no turn is broken off."""
     model = tiny_model("llama").to(DEVICE)
     prompts, after = [STEM, STEM], [[3, 4], [8, 9]]
     engine = specdec.attach(model, algo=None, max_batch=1, max_seq_len=24)
-    let_go, turns = engine._core.turns._interrupts.let_go, []
-
-    def interrupted():
-        let_go()
-        turns.append(1)
-        if len(turns) == 2:
-            raise KeyboardInterrupt
-
+    run = engine._core.prefill.target
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine._core.turns._interrupts, "let_go", interrupted)
+        patch.setattr(engine._core.prefill, "target", lambda *args: (signal.raise_signal(signal.SIGINT), run(*args))[1])
         engine.score(prompts, after)
-    assert engine._core.slot_tables.scored.num_pages > 0 and not engine._core.turns._is_dirty
+    assert engine._core.slot_tables.scored.num_pages > 0
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
     assert_equal(engine.score(prompts, after), expected_scores(model, prompts, after))

@@ -1,5 +1,6 @@
 """Runners, captures and buckets on toy callables: real CUDA graphs where there is a GPU, recorded ones elsewhere."""
 
+import sys
 import warnings
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from specdec.graphs import (
     build,
     token_buckets,
 )
+from specdec.graphs.build import progress_bar
 from specdec.graphs.captures import FullCapture, RecordedCapture, pick_capture
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -333,3 +335,12 @@ def test_captures_by_device_and_wish():
     assert isinstance(pick_capture(True, cpu), RecordedCapture)
     if DEVICE.type == "cuda":
         assert isinstance(pick_capture(None, DEVICE), FullCapture)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_shows_a_bar(monkeypatch, rank):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with progress_bar(3, "graphs", "graph") as bar:
+        assert bool(bar.disable) is (rank == 1)

@@ -14,7 +14,7 @@ from specdec.backends.recurrent import recurrent_scope
 from specdec.backends.state_pool import ScanInputs
 from specdec.errors import AttachError
 from specdec.targets.mixers import find_mixers, mixers_routed, renumber_mixers
-from specdec.targets.overrides import attention_configs, attention_implementation
+from specdec.targets.overrides import ConfigViews
 from specdec.targets.primitives import PRIMITIVES
 from specdec.targets.recorder import ConvShape, RecordedCall, Recorder, ScanShape, record_mixers
 from tests.recurrent_models import CONFIGS, recurrent_model
@@ -159,7 +159,7 @@ def test_packed_requests_do_not_see_each_other(name):
     model = recurrent_model(name)
     own = torch.cat([logits(model, ids) for ids in tokens().split(Packed.sizes, 1)], 1)
     positions = torch.cat([torch.arange(size) for size in Packed.sizes]).unsqueeze(0)
-    attention = attention_implementation(attention_configs(model), "specdec_test_packed")
+    attention = ConfigViews(model, "specdec_test_packed").shown()
     with mixers_routed(find_mixers(model)), recurrent_scope(Packed()), attention:
         packed = model(input_ids=tokens(), position_ids=positions, use_cache=False).logits
     assert (packed - own).abs().max() <= 1e-5 * own.abs().max()

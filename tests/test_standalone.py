@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 import warnings
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import specdec
 from specdec import shipped
-from specdec.targets.pretrained import load_pretrained, read_tokenizer
+from specdec.targets.pretrained import _gguf_read_once, load_pretrained, read_tokenizer
 from specdec.text.prompts import tokenizer_fingerprint
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
@@ -185,3 +186,22 @@ def test_a_model_that_cannot_be_routed_is_no_draft():
     with pytest.raises(specdec.AttachError, match="AttentionInterface"):
         specdec.attach(model, tiny_model("rwkv"))
     assert untouched(model)
+
+
+def test_two_threads_read_gguf_files_one_after_the_other():
+    """What is set on gguf meanwhile is put back, whoever ends first."""
+    gguf = pytest.importorskip("gguf")
+    live, is_inside, may_leave = gguf.GGUFReader, threading.Event(), threading.Event()
+
+    def read() -> None:
+        with _gguf_read_once():
+            is_inside.set()
+            may_leave.wait(10)
+
+    thread = threading.Thread(target=read)
+    with _gguf_read_once():
+        thread.start()
+        assert not is_inside.wait(0.1)
+    may_leave.set()
+    thread.join()
+    assert gguf.GGUFReader is live

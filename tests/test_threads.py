@@ -1,8 +1,10 @@
 """Many callers of one engine: streams read in turn, threads, the live model beside them, detach under way, fairness."""
 
 import asyncio
+import copy
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -109,7 +111,7 @@ def test_a_live_draft_may_be_called_too(model, expected):
         assert engine.generate(ragged_prompts(), max_new_tokens=NUM_TOKENS).tokens == expected
     texts.join(60)
     engine.detach()
-    assert not wrong and not draft._forward_hooks and not model._forward_pre_hooks
+    assert not wrong and not any("_compiled_call_impl" in vars(m) for m in [*draft.modules(), *model.modules()])
 
 
 def test_a_model_call_that_fails_does_not_keep_the_turn(model, expected):
@@ -161,7 +163,7 @@ def test_in_asyncio(model, expected):
 
 def test_turns_go_round():
     """A thread that takes turn after turn does not keep the others waiting."""
-    turns, is_over, num_turns = Turns(lambda: None), threading.Event(), [0]
+    turns, is_over, num_turns = Turns(print), threading.Event(), [0]
 
     def greedy_one() -> None:
         while not is_over.is_set():
@@ -182,18 +184,108 @@ def test_turns_go_round():
     assert max(waits) <= 3, waits
 
 
-def test_a_turn_that_broke_off_is_repaired_before_the_next():
+def test_a_turn_that_an_exception_ends_is_repaired_and_free():
     repairs = []
-    turns = Turns(lambda: repairs.append(1))
+    turns = Turns(repairs.append)
     with turns, turns:
         assert turns.is_mine
-    with pytest.raises(LookupError), turns:
+    for error in (LookupError(), SystemExit(), GeneratorExit()):
+        with pytest.raises(type(error)), turns:
+            raise error
+        assert repairs.pop() is error and not repairs and not turns.is_mine
+    with turns, pytest.raises(LookupError), turns:
         raise LookupError
-    assert not repairs and not turns.is_mine
-    with turns:
-        assert repairs == [1]
-    with turns:
-        assert repairs == [1]
+    assert len(repairs) == 1, "of an inner turn, too"
+    join([threading.Thread(target=turns.__enter__)])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, pytest.fail.Exception])
+@pytest.mark.parametrize("where", ["model", "model.layers.2"])
+def test_whatever_ends_a_call_of_the_live_model_frees_the_turn(expected, error, where):
+    model = tiny_model("llama")
+    engine = specdec.attach(model)
+
+    def end(*args) -> None:
+        raise error
+
+    handle = model.get_submodule(where).register_forward_pre_hook(end)
+    with pytest.raises(error):
+        model(torch.tensor([[3, 4]]))
+    handle.remove()
+    tokens = []
+    join([threading.Thread(target=lambda: tokens.extend(engine.generate(ragged_prompts()[0]).tokens[0]), daemon=True)])
+    assert tokens[:NUM_TOKENS] == expected[0]
+    engine.detach()
+
+
+def test_checkpointed_layers_are_run_again_in_turn():
+    """Gradient checkpointing runs them in backward passes, outside of calls of the model."""
+    model = tiny_model("llama")
+    model.gradient_checkpointing_enable()
+    engine = specdec.attach(model)
+    model.train()
+    layer, seen = model.model.layers[1], []
+    loss = model(input_ids=torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]]), use_cache=False).loss
+    layer.register_forward_pre_hook(lambda *args: seen.append(engine._core.turns.is_mine))
+    loss.backward()
+    assert seen == [True]
+    engine.detach()
+
+
+def test_attaches_of_one_model_wait_for_each_other():
+    model, outcomes = tiny_model("llama"), []
+
+    def attach() -> None:
+        try:
+            outcomes.append(specdec.attach(model))
+        except specdec.AttachError as error:
+            outcomes.append(str(error))
+
+    join([threading.Thread(target=attach) for _ in range(3)])
+    engine, *refusals = sorted(outcomes, key=lambda x: isinstance(x, str))
+    assert len(refusals) == 2 and all("attached already" in text for text in refusals)
+    engine.detach()
+    assert model.config._attn_implementation == tiny_model("llama").config._attn_implementation
+
+
+def within_a_step(model, act) -> list[int]:
+    """Tokens of an engine on `model`, which another thread does `act` to within a step."""
+    engine, acted = specdec.attach(model), []
+
+    def once(*args) -> None:
+        if engine._core.turns.is_mine and not acted:
+            acted.append(1)
+            join([threading.Thread(target=act)])
+
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(once)
+    model.train()
+    tokens = engine.generate(ragged_prompts()[0], max_new_tokens=NUM_TOKENS).tokens[0]
+    engine.detach()
+    handle.remove()
+    assert acted
+    return tokens
+
+
+def test_what_other_threads_set_within_a_step_stays(expected):
+    model = tiny_model("llama")
+    assert within_a_step(model, model.eval) == expected[0]
+    assert not any(m.training for m in model.modules())
+    assert within_a_step(model, lambda: model.set_attn_implementation("eager")) == expected[0]
+    assert all(m.training for m in model.modules()) and model.config._attn_implementation == "eager"
+
+
+def test_models_that_share_a_config_do_not_meet(model, expected):
+    """One runs in another thread while an engine steps, whose attention goes elsewhere."""
+    mine, theirs = tiny_model("llama"), tiny_model("llama")
+    for module in theirs.modules():
+        if hasattr(module, "config"):
+            module.config = mine.config
+    seen = []
+    act = lambda: seen.append(greedy(theirs, ragged_prompts()[1], NUM_TOKENS))  # noqa: E731
+    assert within_a_step(mine, act) == expected[0] and seen == [expected[1]]
+    copies: list[Any] = []
+    within_a_step(mine.eval(), lambda: copies.append(copy.deepcopy(mine.config)))
+    assert type(copies[0]) is type(mine.config) and copies[0]._attn_implementation == "sdpa"
 
 
 def test_a_stream_that_is_closed_frees_its_slots_at_once():

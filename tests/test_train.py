@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from specdec.kv_cache import KVPool
 from specdec.targets.shape import LAST, TargetShape
 from specdec.train.batches import Batch, Batches
 from specdec.train.card import write_card
+from specdec.train.checkpoint import save_checkpoint
 from specdec.train.config import TrainConfig, recipe
 from specdec.train.data import Corpus
 from specdec.train.losses import Goal, OutputHead, RowMath, imitation_loss
@@ -410,17 +410,21 @@ def test_lm_head_stays_the_targets_unless_asked(target: LlamaForCausalLM, corpus
         assert torch.equal(head.lm_head.weight, rows) is not train_lm_head
 
 
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Ctrl-C raises within it, as in a program of one's own; test runners may have it otherwise."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+def test_a_checkpoint_that_cannot_be_written_leaves_the_older_one(tmp_path, monkeypatch):
+    path = tmp_path / "run.pt"
+    save_checkpoint(path, {"identity": 1})
+
+    def fail(state, partial):
+        partial.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(path, {"identity": 2})
+    assert [f.name for f in tmp_path.iterdir()] == ["run.pt"] and torch.load(path) == {"identity": 1}
 
 
+@pytest.mark.usefixtures("python_sigint")
 @pytest.mark.parametrize("algo", ["eagle", "eagle3"])
 def test_resumed_run_equals_the_uninterrupted_one(
     target: LlamaForCausalLM, corpus: Corpus, tmp_path: Path, algo: str, monkeypatch: pytest.MonkeyPatch
@@ -435,7 +439,7 @@ def test_resumed_run_equals_the_uninterrupted_one(
     monkeypatch.setattr(
         first, "train_step", lambda *args: (first.step == 4 and signal.raise_signal(signal.SIGINT), step(*args))
     )
-    with interruptible(), pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):
         first.fit()
     assert first.step == 5
     second = head_trainer(target, fresh(algo, target, seed=2), corpus, settings)

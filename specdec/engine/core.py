@@ -83,7 +83,7 @@ class Core:
         self._is_launching = False  # whether the state of running requests may be half written
         self.is_closed = False
         core = weakref.ref(self)  # no cycle: pools are freed with the last reference, not by some later collection
-        self.turns = Turns(lambda: core()._repair())  # type: ignore[union-attr]
+        self.turns = Turns(lambda error: core()._repair(error))  # type: ignore[union-attr]
         live = [m for m in (target.model, worker.module) if isinstance(m, PreTrainedModel)]
         self._exclusive = [make_exclusive(model, self.turns) for model in live]
         runners = (*self.prefill.runners, *self.graphs.runners.values())
@@ -110,7 +110,9 @@ class Core:
         with self.turns:
             self._require_open()
             if not waiting_for or any(r.finish_reason is None for r in waiting_for):
-                self._step_or_give_up(waiting_for)
+                with on_device(self.device), self._few_rows.active():
+                    self._step()
+                    self._require_known(waiting_for)
 
     @property
     def has_work(self) -> bool:
@@ -146,8 +148,8 @@ class Core:
             self.is_closed = True
             self.weights.close()
             self._few_rows.restore()
-            for release in self._exclusive:
-                release()
+            for exclusive in self._exclusive:
+                exclusive.close()
             try:
                 self.target.detach()
             finally:
@@ -158,16 +160,6 @@ class Core:
     def _require_open(self) -> None:
         if self.is_closed:
             raise DetachedError("this engine was detached from its model; call specdec.attach() for a new one")
-
-    def _step_or_give_up(self, waiting_for: Sequence[Request]) -> None:
-        with on_device(self.device), self._few_rows.active():
-            try:
-                self._step()
-                self._require_known(waiting_for)
-            except BaseException as error:
-                if self._is_launching:
-                    self._give_up(error)
-                raise
 
     def _require_known(self, requests: Sequence[Request]) -> None:
         """Nobody would ever end `requests` that are in no queue, and their caller would wait for ever."""
@@ -211,16 +203,12 @@ class Core:
             return pieces
         return [] if self._owes_round else self.scheduler.next_prefill(min(most, self.config.mixed_prefill_tokens))
 
-    def _give_up(self, error: BaseException) -> None:
-        """End all running requests with `error`, and forget what is on its way to them."""
-        self._mailbox.clear()
-        self.scheduler.fail(list(self.scheduler.running), _failure_of(error))
-        self._is_launching = False
-
-    def _repair(self) -> None:
-        """After a turn that broke off: see `Scheduler.repair`."""
-        if self._is_launching:  # not even `_give_up` came to its end
-            self._give_up(RuntimeError("a launch was broken off; generate this request again"))
+    def _repair(self, error: BaseException) -> None:
+        """Restore order after `error` has ended a turn: a launch that it broke off ends all running requests."""
+        if self._is_launching:
+            self._mailbox.clear()
+            self.scheduler.fail(list(self.scheduler.running), _failure_of(error))
+            self._is_launching = False
         self.scheduler.repair()
 
     def _fill(self) -> None:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
-from tqdm import tqdm
 
 from specdec.config import EngineConfig
 from specdec.errors import GraphError
+from specdec.graphs.build import progress_bar
 from specdec.graphs.kept import folder, has_pieces, keeping, num_found, renewing
 from specdec.targets import rotation, routers
 from specdec.targets.echo import Expected, compare, expect
@@ -85,9 +85,9 @@ def _trace(
 ) -> "Traced":
     """Trace and compile, and compare with what the live layers gave; ranks pass or fail together."""
     # The pieces of equal layers are compiled once, so most steps of the bar are short.
-    bar = tqdm(total=subject.num_layers + 1, desc="compile", unit="piece", leave=False, disable=None)
     from specdec.graphs.trace import trace
 
+    bar = progress_bar(subject.num_layers + 1, "compile", "piece")
     traced: Traced | None = None
     with bar, subject.ready():
         try:

@@ -1,60 +1,74 @@
 """Mutual exclusion of a live model's two callers: its owner, and the engine, which reroutes its attention.
 
-While an engine is attached, a forward of the model waits until the engine's step is over, and vice versa.
+While an engine is attached, a forward of the model waits until the engine's step is over, and vice versa. A layer that
+gradient checkpointing runs again in a backward pass does so, too.
 """
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+ATTACHING = threading.RLock()  # held by `attach`: it sets on live models, and on what they share, what it puts back
+_CALL = "_compiled_call_impl"  # called in place of a module's forward and hooks: `module.compile()` sets it
 
 
-def make_exclusive(model: nn.Module, turns: AbstractContextManager[Any]) -> Callable[[], None]:
-    """Make every call of `model` enter `turns`, a lock, until the returned function is called.
+def make_exclusive(model: PreTrainedModel, turns: AbstractContextManager[Any]) -> ExitStack:
+    """Make every call of `model`, its decoder and its checkpointed layers enter `turns`, a lock, until the result is
+    closed. Calls traced by `torch.compile` do not: a trace must not hold a lock."""
+    undo, callers = ExitStack(), (model, model.get_decoder())
+    for module in model.modules():
+        if module in callers or isinstance(module, GradientCheckpointingLayer):
+            undo.enter_context(_called_by(module, _exclusive(module, turns)))
+    return undo
 
-    Calls traced by `torch.compile` do not: a trace must not hold a lock.
-    """
-    taken = _Taken()
 
-    def before(*args: Any) -> None:
+def _exclusive(module: nn.Module, turns: AbstractContextManager[Any]) -> Callable[..., Any]:
+    this, before = weakref.ref(module), vars(module).get(_CALL)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run = before or this()._call_impl  # type: ignore[union-attr]
+        if torch.compiler.is_compiling():
+            return run(*args, **kwargs)
         turns.__enter__()
-        taken.num += 1
-
-    def after(*args: Any) -> None:
-        if taken.num:  # not for a call that was under way when the hooks were added
-            taken.num -= 1
+        try:
+            return run(*args, **kwargs)
+        finally:  # without the error: the engine's own state is whole
             turns.__exit__(None, None, None)
 
-    handles = [
-        model.register_forward_pre_hook(_Hook(before), prepend=True),
-        model.register_forward_hook(_Hook(after), always_call=True),
-    ]
-
-    def release() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return release
+    return call
 
 
-class _Taken(threading.local):
-    """Number of turns that calls of the model hold in this thread."""
+@contextmanager
+def answering(module: nn.Module, output: Any) -> Iterator[None]:
+    """Make calls of `module` in this thread return `output` within the context, whatever the arguments, without running
+    its hooks."""
+    me, this, before = threading.get_ident(), weakref.ref(module), vars(module).get(_CALL)
 
-    num = 0
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == me:
+            return output
+        return (before or this()._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
+
+    with _called_by(module, answer):
+        yield
 
 
-class _Hook:
-    """Calls `fn`, but not in a trace; a copy of the model, or a pickle, gets a hook that does nothing."""
-
-    def __init__(self, fn: Callable[..., None] | None = None):
-        self._fn = fn
-
-    def __call__(self, *args: Any) -> None:
-        if self._fn is not None and not torch.compiler.is_compiling():
-            self._fn(*args)
-
-    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
-        return _Hook, ()
+@contextmanager
+def _called_by(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Set what is called in place of `module`'s forward and hooks; copies and pickles of it leave that out."""
+    before = vars(module).get(_CALL)
+    setattr(module, _CALL, call)
+    try:
+        yield
+    finally:
+        if vars(module).get(_CALL) is call:  # else `module.compile()` was called meanwhile
+            delattr(module, _CALL)
+            if before is not None:
+                setattr(module, _CALL, before)

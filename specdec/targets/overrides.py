@@ -7,25 +7,55 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+_OURS = 0  # not training, and neither of the values that users set
 _WARNING = "warn_if_padding_and_no_attention_mask"
 
 
-def attention_configs(model: nn.Module) -> list[Any]:
-    """List every config object in `model` that names an attention implementation, once each."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    return [c for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
+class ConfigViews:
+    """Shows the modules of a model their configs with another attention implementation, within `shown`.
+
+    The configs themselves, which other models may share and which other threads may set, are left alone: a view has the
+    attributes of its config, as they are at the time, and a class of its own.
+    """
+
+    def __init__(self, model: nn.Module, implementation: str):
+        views: dict[int, Any] = {}
+        self._places: list[tuple[dict[str, Any], Any, Any]] = []  # attributes of a module, its config, the view
+        for module in model.modules():
+            config = vars(module).get("config")
+            if hasattr(config, "_attn_implementation_internal"):
+                if id(config) not in views:
+                    views[id(config)] = _view(config, implementation)
+                self._places.append((vars(module), config, views[id(config)]))
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """See the class."""
+        places = [(attributes, view, attributes["config"]) for attributes, config, view in self._places]
+        try:
+            for attributes, _, view in self._places:
+                attributes["config"] = view
+            yield
+        finally:
+            for attributes, view, config in places:
+                if attributes["config"] is view:
+                    attributes["config"] = config
 
 
-@contextmanager
-def attention_implementation(configs: Sequence[Any], name: str) -> Iterator[None]:
-    """Set the attention implementation of `configs` to `name`, and put the old ones back."""
-    with replaced(configs, "_attn_implementation_internal", name):
-        yield
+def _view(config: Any, implementation: str) -> Any:
+    kind = type(config)
+    changed = {
+        "_attn_implementation": property(lambda _: implementation, kind._attn_implementation.fset),
+        "__reduce_ex__": lambda view, _: (object.__new__, (kind,), vars(view)),  # a copy is no view
+    }
+    view: Any = object.__new__(type(kind.__name__, (kind,), changed))
+    object.__setattr__(view, "__dict__", vars(config))
+    return view
 
 
 @contextmanager
 def replaced(configs: Sequence[Any], attribute: str, value: str) -> Iterator[None]:
-    """Set `attribute` of `configs` to `value`, and put the old values back."""
+    """Set `attribute` of `configs` to `value`, and put the old values back where it still is."""
     before = [getattr(c, attribute) for c in configs]
     try:
         for config in configs:
@@ -33,34 +63,27 @@ def replaced(configs: Sequence[Any], attribute: str, value: str) -> Iterator[Non
         yield
     finally:
         for config, old in zip(configs, before, strict=True):
-            setattr(config, attribute, old)
-
-
-@contextmanager
-def answering(module: nn.Module, output: Any) -> Iterator[None]:
-    """Make calls of `module` return `output` within the context, whatever the arguments, without running its hooks."""
-    own = {name: value for name, value in module.__dict__.items() if name == "_compiled_call_impl"}
-    # `module.compile()` sets this; it is called in place of forward and hooks.
-    module._compiled_call_impl = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        del module._compiled_call_impl
-        module.__dict__.update(own)
+            if getattr(config, attribute) == value:
+                setattr(config, attribute, old)
 
 
 @contextmanager
 def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Have `model` in eval mode within the context, so that nothing is dropped out. modules: what it had at first,
-    which is looked at where the model itself is in eval mode: walking it takes longer."""
+    """Have `model` in eval mode within the context, so that nothing is dropped out; if another thread calls its `eval`
+    or `train` meanwhile, that stays. modules: what it had at first, which is looked at where the model itself is in
+    eval mode: walking it takes longer."""
     training = [m for m in (model.modules() if model.training else modules) if m.training]
+    before = model.training
     try:
         for module in training:
             module.training = False
+        vars(model)["training"] = _OURS
         yield
     finally:
-        for module in training:
-            module.training = True
+        if vars(model)["training"] is _OURS:
+            vars(model)["training"] = before
+            for module in training:
+                module.training = True
 
 
 def warning_models(model: nn.Module) -> list[nn.Module]:

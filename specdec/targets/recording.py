@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from specdec.backends import LayerSpec
 from specdec.targets.masks import Reach, classify_mask
-from specdec.targets.overrides import attention_configs, attention_implementation
+from specdec.targets.overrides import ConfigViews
 from specdec.targets.own_attention import OwnAttention, own_replaced
 
 # Known tensor arguments of attention calls; any other TENSOR argument means arithmetic that we do not know.
@@ -159,7 +159,7 @@ def probing(model: PreTrainedModel, recording: Recording, own: Sequence[OwnAtten
     token = _RECORDING.set(recording)
     try:
         with (
-            attention_implementation(attention_configs(model), "specdec_probe"),
+            ConfigViews(model, "specdec_probe").shown(),
             own_replaced(own, lambda module, *args: _record_own(by_module[module], *args)),
             torch.inference_mode(),
         ):

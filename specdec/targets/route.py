@@ -13,13 +13,12 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.backends import attention
 from specdec.graphs import Change, ChangeKind
+from specdec.targets.exclusive import answering
 from specdec.targets.experts import expert_configs, experts_routed
 from specdec.targets.marks import layer_id, number_layers
 from specdec.targets.mixers import mixers_routed
 from specdec.targets.overrides import (
-    answering,
-    attention_configs,
-    attention_implementation,
+    ConfigViews,
     evaluating,
     unwarned,
     warning_models,
@@ -65,7 +64,7 @@ class Route:
         self._modules = list(model.modules())
         self.ropes = varying_ropes(model)
         self._rope_tables = tabled_ropes(model, spec.max_positions)
-        self._configs = attention_configs(model)
+        self._configs = ConfigViews(model, "specdec")
         self._expert_configs = expert_configs(model)
         self._warning_models = warning_models(model)
         self._turns = number_layers(spec.modules)
@@ -91,7 +90,7 @@ class Route:
         for turns in self._turns:
             turns.begin()
         with (
-            attention_implementation(self._configs, "specdec"),
+            self._configs.shown(),
             experts_routed(self._expert_configs),
             constant_ropes(self.ropes, self._rope_tables),
             mixers_routed(self.spec.mixers),
@@ -106,7 +105,7 @@ class Route:
         """Let the decoder answer with last hidden states [1, N, h] within it: of the model, only the head runs."""
         answer = self.spec.stack_output(last_hidden_state=hidden)
         with (
-            attention_implementation(self._configs, "specdec"),
+            self._configs.shown(),
             answering(self.spec.stack, answer),
             evaluating(self._model, self._modules),
         ):

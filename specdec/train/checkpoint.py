@@ -9,12 +9,15 @@ import torch
 
 
 def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
-    """Write `state` atomically: a crash leaves the older file."""
+    """Write `state` atomically: an error, such as a full disk, leaves the older file and no other."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    torch.save(state, partial)
-    os.replace(partial, path)
+    try:
+        torch.save(state, partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: str | Path, identity: dict[str, Any], device: torch.device) -> dict[str, Any]:

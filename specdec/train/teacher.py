@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from specdec.targets.overrides import answering
+from specdec.targets.exclusive import answering
 from specdec.targets.shape import LAST, TargetShape
 from specdec.targets.taps import UNORDERED, Taps, found_layers
 from specdec.train.batches import Batch

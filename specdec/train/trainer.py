@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from specdec.interrupts import deferred
 from specdec.train.batches import Batch, Batches
 from specdec.train.checkpoint import load_checkpoint, save_checkpoint
 from specdec.train.config import FREE
 from specdec.train.data import Corpus
 from specdec.train.divergence import Watch
-from specdec.train.interrupts import noted
 from specdec.train.losses import Goal
 from specdec.train.objectives import Objective
 from specdec.train.rounds import play_rounds
@@ -56,7 +56,7 @@ class Trainer:
         self._began = time.monotonic()
         tally = Tally.zero(self.config.num_steps, self.device)
         bar = tqdm(total=self.max_steps, initial=self.step, unit="step", dynamic_ncols=True)
-        with bar, noted() as is_interrupted:
+        with bar, deferred() as is_interrupted:
             while (share := self.progress) < 1:
                 self.train_step(share, tally)
                 bar.update()
@@ -70,6 +70,7 @@ class Trainer:
                     self.save(self.checkpoint)
                 if is_interrupted():
                     self._break_off()
+                    break  # KeyboardInterrupt comes at the end of `deferred`
         seconds = self.seconds
         self._check_finite()
         result = self.evaluate()
@@ -83,7 +84,6 @@ class Trainer:
         if self.checkpoint:
             self.save(self.checkpoint)
             print(f"interrupted after step {self.step}; --resume goes on from {self.checkpoint}", file=sys.stderr)
-        raise KeyboardInterrupt
 
     def train_step(self, share: float, tally: Tally) -> None:
         """Update once, at `share` of the run."""
