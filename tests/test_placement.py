@@ -149,7 +149,7 @@ def test_drafts_are_examined_too():
     target = tiny_model("llama")
     draft = random_draft(target, "standalone")
     accelerate.cpu_offload(draft.model.layers[0])
-    with pytest.raises(specdec.AttachError, match="cannot attach Qwen3ForCausalLM: accelerate offloads"):
+    with pytest.raises(specdec.AttachError, match="cannot attach the draft, a Qwen3ForCausalLM: accelerate offloads"):
         specdec.attach(target, draft)
     specdec.attach(target).detach()
 

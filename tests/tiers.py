@@ -38,7 +38,6 @@ IN_TEST = {
     "test_evaluation.py::test_scores_equal_a_forward_of_transformers": "one prefill|few slots|graphs",
     "test_evaluation.py::test_what_prompts_have_in_common_is_read_once": "one prefill|pages|beside",
     "test_faults.py::test_random_faults_lose_nothing": "attention",
-    "test_generation.py::test_a_wrong_value_is_told_before_one_that_does_nothing": "more0|temperature",
     "test_generation.py::test_what_is_not_honoured_is_refused_by_name": "call|num_beams",
     "test_kept.py::test_a_second_process_compiles_nothing_but_what_fails_although_kept": "-",
     "test_kept.py::test_other_versions_have_folders_of_their_own": "-",
