@@ -31,7 +31,7 @@ PLACES = (
     *("scheduler.add", "scheduler.admit", "scheduler.next_prefill", "scheduler.release", "scheduler.sharing.keep"),
     *("slot_tables.write", "slot_tables.pages_of", "_fill", "_round", "_post", "_hand_out", "_hand_over", "_prefill"),
     *("_mailbox.post", "_mailbox.take", "graphs.play", "graphs.first_tokens", "prefill.draft", "target.layers"),
-    *("round.worker.draft", "weights.check", "abandon"),
+    *("round.worker.draft", "weights.follow", "abandon"),
 )
 BAD_ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"max_new_tokens": 0},
