@@ -305,7 +305,7 @@ class Victim:
         """A weight is doubled, or halved, which is exact."""
         weight = self.embedding.weight
         weight.grad = weight.detach() * (0.5 if self.is_doubled else -1)
-        torch.optim.SGD([weight], lr=1.0).step()
+        torch.optim.SGD([weight], lr=1.0, fused=self.rng.random() < 0.5).step()
         weight.grad, self.is_doubled = None, not self.is_doubled
         self.call()
 
