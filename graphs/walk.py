@@ -29,7 +29,8 @@ class Walked(NamedTuple):
 class _Found(BaseException):
     """Carries what was walked out of the backend, so that neither torch's caches nor its guards hold it."""
 
-    walked: Walked
+    def __init__(self, walked: Walked):
+        self.walked = walked
 
 
 def walk(
@@ -70,9 +71,8 @@ def _give_back(graph: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]
     """Raise what `torch.compile` passes on. One function for all walks: torch keeps every backend for ever."""
     examples = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
     mode = next(value.fake_mode for value in examples if isinstance(value, FakeTensor))
-    found = _Found()
-    found.walked = Walked(graph, [a.node.hint if isinstance(a, torch.SymInt) else a for a in args], mode)
-    raise found
+    given = [a.node.hint if isinstance(a, torch.SymInt) else a for a in args]
+    raise _Found(Walked(graph, given, mode))  # no local: with the traceback it would be a cycle that keeps the engine
 
 
 def why(error: BaseException) -> str:
