@@ -43,6 +43,7 @@ LAWS = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@torch.inference_mode(False)  # some tests run within it
 def engine_of(model, shape, algo="eagle3", **settings):
     head = random_draft(model, algo).to(DEVICE) if shape else None
     # Prefills have tests of their own.
@@ -52,6 +53,7 @@ def engine_of(model, shape, algo="eagle3", **settings):
     return specdec.attach(model, head, **(shape or {}), **settings)
 
 
+@torch.inference_mode(False)  # some tests run within it
 def model_of(name="llama", seed=0):
     return tiny_model(name, seed).to(DEVICE) if seed else tiny_model(name).to(DEVICE)
 
