@@ -57,7 +57,7 @@ class Watch:
     that was there reads them. What is written
     through `.data` or `numpy()`, or by kernels that PyTorch does not know of, leaves no trace.
     free: modules that are left out; tensors: others whose writes count, by name; neutral: attributes that compute
-    nothing; passive: Python modules whose hooks compute nothing.
+    nothing; passive: names of hooks, or of their Python modules, that compute nothing.
     """
 
     def __init__(
@@ -194,7 +194,11 @@ class Watch:
 
     def _active(self, hooks: Mapping[int, Any]) -> dict[int, Any]:
         """Return the hooks that may compute something."""
-        return {i: hook for i, hook in hooks.items() if getattr(hook, "__module__", None) not in self._passive}
+        return {
+            i: hook
+            for i, hook in hooks.items()
+            if not self._passive & {getattr(hook, "__module__", None), getattr(hook, "__name__", None)}
+        }
 
 
 class _Place(NamedTuple):

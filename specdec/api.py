@@ -78,26 +78,20 @@ def attach(
     check_settings(settings)
     check_tokenizer(tokenizer)
     with ATTACHING:
-        return _attach(target, draft, algo, tokenizer, settings)
-
-
-def _attach(
-    target: PreTrainedModel, draft: Any, algo: str | None, tokenizer: Any, settings: dict[str, Any]
-) -> "Engine":
-    name, source = resolve_draft(draft, algo)
-    config = engine_config(target, name, advised(target, draft, source, settings))
-    group = find_group(target)
-    ranks = None if group is None else Ranks.of(group)
-    with nullcontext() if ranks is None else ranks.attaching((name, config)):
-        hf = HFTarget(target, None if ranks is None else partial(_join, ranks))
-        if ranks is not None:
-            hf.any_rank = ranks.any_in_attach
-        try:
-            with on_device(hf.device):
-                return Engine(hf, config, source, name, tokenizer, ranks)
-        except BaseException:
-            hf.detach()
-            raise
+        name, source = resolve_draft(draft, algo)
+        config = engine_config(target, name, advised(target, draft, source, settings))
+        group = find_group(target)
+        ranks = None if group is None else Ranks.of(group)
+        with nullcontext() if ranks is None else ranks.attaching((name, config)):
+            hf = HFTarget(target, None if ranks is None else partial(_join, ranks))
+            if ranks is not None:
+                hf.any_rank = ranks.any_in_attach
+            try:
+                with on_device(hf.device):
+                    return Engine(hf, config, source, name, tokenizer, ranks)
+            except BaseException:
+                hf.detach()
+                raise
 
 
 def engine_of(model: nn.Module) -> "Engine | None":

@@ -197,8 +197,9 @@ class FromScratch:
 @EVERY_ALGO
 def test_drafts_are_what_the_draft_says_from_scratch(algo, shape):
     """After rounds that accepted and refused: every drafted child is among the best K of a pass over all tokens."""
-    model = tiny_model("llama").to(DEVICE)
-    draft = random_draft(model, algo).to(DEVICE)
+    with torch.inference_mode(False):
+        model = tiny_model("llama").to(DEVICE)
+        draft = random_draft(model, algo).to(DEVICE)
     engine = specdec.attach(
         model, draft, max_batch=5, max_seq_len=128, max_prefill_tokens=16, cuda_graph=False, **shape
     )

@@ -94,11 +94,12 @@ def test_nextn_heads_are_of_every_family(name):
 
 @torch.inference_mode()
 def test_windows_of_draft_trees_go_by_depth():
-    model, config = tiny_model("llama").to(DEVICE), CONFIGS["qwen2_windowed"]()
-    config.sliding_window = 2
-    draft = tf.AutoModelForCausalLM.from_config(config)
-    draft.load_state_dict(tiny_model("qwen2_windowed", 9).state_dict())
-    draft = draft.to(DEVICE).eval()
+    with torch.inference_mode(False):
+        model, config = tiny_model("llama").to(DEVICE), CONFIGS["qwen2_windowed"]()
+        config.sliding_window = 2
+        draft = tf.AutoModelForCausalLM.from_config(config)
+        draft.load_state_dict(tiny_model("qwen2_windowed", 9).state_dict())
+        draft = draft.to(DEVICE).eval()
     tree_shape = {"num_steps": 6, "topk": 3, "num_draft_tokens": 40}
     engine = specdec.attach(model, draft, max_batch=5, max_seq_len=160, cuda_graph=False, **tree_shape)
     core, rows = past_prefill(engine, SamplingParams(), num_rounds=2)

@@ -555,7 +555,7 @@ def test_prefill_graphs_watch_their_tensors():
         ({"prefill_graph": None}, "prefill_graph=None: expected one of"),
         ({"compiler": "gcc"}, "compiler='gcc': expected one of"),
         ({"compile": 1}, "compile=1: expected one of"),
-        ({"prefill_buckets": (0, 4)}, r"prefill_buckets=\(0, 4\): expected a list of token counts"),
+        ({"prefill_buckets": (0, 4)}, r"prefill_buckets=\(0, 4\) \(item 0 is 0\): expected a list of token counts"),
         ({"prefill_buckets": 64}, "prefill_buckets=64: expected a list of token counts"),
         ({"prefill_buckets": ()}, r"prefill_buckets=\(\): expected a list of token counts"),
     ],

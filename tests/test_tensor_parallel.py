@@ -23,7 +23,6 @@ from specdec.errors import GraphError
 from specdec.graphs import FullCapture, RecordedCapture
 from specdec.heads.load import save_head
 from specdec.round.state import EngineState
-from specdec.targets import checked
 from tests.heads import ALGOS, random_draft
 from tests.ranks import on_ranks, renew, save, told_file
 from tests.tiny_models import tiny_model
@@ -214,7 +213,7 @@ def fails_to_compile(model, rank):
     def broken(*args, **options):
         raise GraphError("no graph")
 
-    patched = mock.patch.object(checked, "trace", broken) if rank else nullcontext()
+    patched = mock.patch("specdec.graphs.trace.trace", broken) if rank else nullcontext()
     with patched, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine = engine_of(model, "eagle3", compile=True, compiler="eager", prefill_graph="off")

@@ -14,7 +14,8 @@ from specdec.targets.ropes import varying_ropes
 _OF_MODELS = ("generate", "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "name_or_path")
 _OF_CONFIGS = ("use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "output_router_logits")
 NEUTRAL = frozenset({*vars(PretrainedConfig()), *_OF_MODELS, *_OF_CONFIGS, "warnings_issued", "_is_hf_initialized"})
-PASSIVE = ("transformers.utils.output_capturing",)  # keeps outputs of layers, and changes none
+# Keep outputs of layers; have them require gradients, for checkpointing in transformers and PEFT. None changes numbers.
+PASSIVE = ("transformers.utils.output_capturing", "make_inputs_require_grads", "make_inputs_require_grad")
 BAKED = "graphs and compiled layers compute with what was there at attach()"
 POOLS = "the engine's pools were made for that"
 ROUTED = "attention and pools were set up from that at attach()"
