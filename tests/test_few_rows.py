@@ -105,3 +105,15 @@ def test_engines_give_transformers_text_that_way(always, monkeypatch):
         model.lm_head.forward = engine._core._few_rows._forwards[model.lm_head]  # as if a step had broken off there
         engine.detach()
         assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["live", "recorded"])
+def test_the_watch_does_not_take_them_for_changes(graphs, always):
+    """Admission looks at the models before a step replaces forwards: prefixes are kept, and graphs go on."""
+    model, prompt = tiny_model("llama"), list(range(5, 45))
+    engine = specdec.attach(model, max_batch=2, max_seq_len=64, cuda_graph=graphs, prefix_cache=True)
+    engine.generate([prompt], max_new_tokens=4)
+    again = engine.generate([prompt], max_new_tokens=4)
+    assert again.tokens == [greedy(model, prompt, 4)]
+    assert again.requests[0].num_cached > 0
+    engine.detach()

@@ -110,8 +110,10 @@ class Core:
         with self.turns:
             self._require_open()
             if not waiting_for or any(r.finish_reason is None for r in waiting_for):
-                with on_device(self.device), self._few_rows.active():
-                    self._step()
+                with on_device(self.device):
+                    self._admit()  # looks for changes of the models, so before a step replaces forwards
+                    with self._few_rows.active():
+                        self._step()
                     self._require_known(waiting_for)
 
     @property
@@ -172,7 +174,6 @@ class Core:
             self.forget_prefixes()
 
     def _step(self) -> None:
-        self._admit()
         if self.scheduler.admitted:
             self._fill()
         pieces = self._next_prefill()
