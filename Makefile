@@ -26,7 +26,7 @@ test: $(READY)
 test-all: test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix
 
-# What leans on transformers, with the newest that pyproject.toml allows beside the pinned one.
+# Tests of what depends on transformers, with the newest version that pyproject.toml allows.
 LATEST := 5.23.0
 test-latest: $(READY)
 	@test -d $(VENV)/latest-$(LATEST) || $(BIN)/python -m pip --disable-pip-version-check install -qq --no-deps \

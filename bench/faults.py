@@ -1,5 +1,7 @@
 """Injects random faults into an engine on a CPU: what callers see, and that no other caller loses text or slots.
 
+Among them are hostile bodies, sent to a server of the engine: those of `serve_hostile.py` of less than MOST_BYTES.
+
 python bench/faults.py --num-faults 10000
 """
 
@@ -12,10 +14,23 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from serve_hostile import BODIES  # of this folder
+from starlette.testclient import TestClient
+
+from specdec.measure.results import write_results
+from specdec.serve.server import build_app
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.faults import SUBJECTS, Tally, Victim
+
+MOST_BYTES = 300_000
+
+
+def hostile_bodies() -> list[tuple[str, bytes]]:
+    """Return path and content of the small ones."""
+    built = [(path, eval(body, {"dumps": json.dumps}).encode()) for path, _, body in BODIES.values()]
+    return [(path, body) for path, body in built if len(body) < MOST_BYTES]
 
 
 def main() -> None:
@@ -23,10 +38,21 @@ def main() -> None:
     parser.add_argument("--num-faults", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--subject", choices=SUBJECTS, default="attention", help="see tests/faults.py")
+    parser.add_argument("--out", type=Path, help="folder of the result file; default: none is written")
     args = parser.parse_args()
     torch.set_num_threads(1)
     tally, start = Tally(), time.perf_counter()
-    Victim(args.seed, tally, args.subject).run(args.num_faults)
+    bodies = hostile_bodies()
+
+    def hostile_body(victim: Victim) -> None:
+        path, body = victim.rng.choice(bodies)
+        with TestClient(build_app(victim.engine, "tiny", 2), raise_server_exceptions=False) as client:
+            status = client.post(path, content=body, headers={"content-type": "application/json"}).status_code
+        tally.outcomes[f"HTTP {status}"] += 1
+        if status >= 500:
+            tally.wrong.append(f"{body[:80]!r}: HTTP {status}")
+
+    Victim(args.seed, tally, args.subject, more=[("hostile body", hostile_body, 10)]).run(args.num_faults)
     table = Table("fault", "times")
     for name, num in tally.faults.most_common():
         table.add_row(name, str(num))
@@ -44,6 +70,8 @@ def main() -> None:
         "lost": len(tally.lost),
         "seconds": round(time.perf_counter() - start, 1),
     }
+    if args.out:
+        write_results(args.out, "faults", "tiny", {"seed": args.seed, "subject": args.subject}, [result])
     print(json.dumps(result))
     sys.exit(bool(tally.wrong or tally.lost))
 

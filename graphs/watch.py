@@ -53,9 +53,8 @@ class Watch:
 
     Found: parameters and buffers that were replaced, moved (`.to()`, `.data =`), converted or written in place, by
     optimizers too; submodules, hooks and forwards that were replaced; plain attributes, and those of configs, that have
-    other values. Additions do not count, but for hooks, forwards and values in configs: nothing
-    that was there reads them. What is written
-    through `.data` or `numpy()`, or by kernels that PyTorch does not know of, leaves no trace.
+    other values. Additions do not count, but for hooks, forwards and values in configs: nothing that was there reads
+    them. What is written through `.data` or `numpy()`, or by kernels that PyTorch does not know of, leaves no trace.
     free: modules that are left out; tensors: others whose writes count, by name; neutral: attributes that compute
     nothing; passive: names of hooks, or of their Python modules, that compute nothing.
     """

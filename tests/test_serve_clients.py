@@ -1,5 +1,7 @@
 """`specdec serve` and what clients send beside prompts: neutral fields, headers, keys, origins, hostile bodies."""
 
+import asyncio
+import gc
 import json
 import time
 
@@ -136,3 +138,36 @@ def test_requests_that_are_tokenised_count_among_those_that_wait(tiny):
         assert tiny.post({**TEXT, "n": 2}, "/v1/completions").status_code == 429
         assert tiny.post(TEXT, "/v1/completions").status_code == 200
     assert tiny.post({**TEXT, "n": 2}, "/v1/completions").status_code == 200
+
+
+def test_values_and_prompts_are_counted_before_they_are_looked_at():
+    assert schema.parse(b"[0, 0]", 9) == [0, 0]
+    with pytest.raises(ValueError, match="more than 9 values"):
+        schema.parse(b"[" + b"0," * 9 + b"0]", 9)
+    prompts = [[1]] * schema.MOST_PROMPTS
+    assert len(schema.Body({"prompt": prompts}, is_chat=False).get("prompt")) == schema.MOST_PROMPTS
+    with pytest.raises(ValueError, match=r"prompt: 4097 prompts: expected at least 0 and at most 4096"):
+        schema.Body({"prompt": [*prompts, None]}, is_chat=False)
+
+
+def test_a_body_leaves_garbage_collection_as_it_is():
+    """Captures pause it, perhaps in another thread."""
+    for is_on in (False, True):
+        (gc.enable if is_on else gc.disable)()
+        schema.parse(b"{}", 9)
+        assert gc.isenabled() == is_on
+
+
+def test_a_body_that_declares_no_length_is_bounded():
+    """Read without a server, which would close the connection while the client still writes."""
+    sent = iter([{"type": "http.request", "body": b"0" * 6, "more_body": True}] * 3)
+    taken = []
+
+    async def receive():
+        taken.append(next(sent))
+        return taken[-1]
+
+    request = server.Request({"type": "http", "method": "POST", "headers": []}, receive)
+    with pytest.raises(server.HTTPException, match="more than 10 bytes") as error:
+        asyncio.run(server.read_body(request, 10))
+    assert error.value.status_code == 413 and len(taken) == 2

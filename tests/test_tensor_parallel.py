@@ -8,6 +8,7 @@ import time
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -22,6 +23,7 @@ from specdec.engine import ranks
 from specdec.errors import GraphError
 from specdec.graphs import FullCapture, RecordedCapture
 from specdec.heads.load import save_head
+from specdec.round.agreement import agreed
 from specdec.round.state import EngineState
 from tests.heads import ALGOS, random_draft
 from tests.ranks import on_ranks, renew, save, told_file
@@ -61,6 +63,13 @@ def sharded(path):
     return transformers.AutoModelForCausalLM.from_pretrained(
         path, distributed_config=config, dtype=torch.float32
     ).eval()
+
+
+class Verdict(NamedTuple):
+    """What ranks agree on: tensors [n, ...] of integers and bools."""
+
+    numbers: torch.Tensor
+    flags: torch.Tensor
 
 
 def play(rank, folder, device, path, *faults):
@@ -137,10 +146,18 @@ def from_files(model, folder):
 
 
 def disagree(model, rank):
-    """Seeds that nobody gave; other prompts on one rank, after which both go on; other settings."""
+    """Seeds that nobody gave, and what is computed otherwise; other prompts and stops on one rank, after which both go
+    on; other settings."""
     engine = engine_of(model, "eagle3")
-    found = {"unseeded": engine.generate(PROMPTS, max_new_tokens=8, temperature=0.8, do_sample=True).tokens}
+    torch.manual_seed(rank)
+    requests = engine.submit(PROMPTS, max_new_tokens=8, temperature=0.8, do_sample=True)
+    while any(r.finish_reason is None for r in requests):
+        engine.step()
+    found = {"unseeded": [(r.sampling.seed, r.tokens) for r in requests]}
+    own = Verdict(torch.full((2, 3), rank, device=model.device), torch.full((2,), bool(rank), device=model.device))
+    found["agreed"] = [field.tolist() for field in agreed(engine._core.target.group, own)]
     found["prompts"] = error_of(lambda: engine.generate(PROMPTS[rank], max_new_tokens=4))
+    found["stops"] = error_of(lambda: engine.generate(PROMPTS, max_new_tokens=4, stop_token_ids=[rank]))
     found["goes on"] = engine.generate(PROMPTS, max_new_tokens=4).tokens
     engine.detach()
     found["settings"] = error_of(lambda: specdec.attach(model, None, max_seq_len=64 + rank))
@@ -173,15 +190,18 @@ def replayed(model, prefill_graph):
 
 
 def shares_prefixes(model, rank):
-    """Tokens and what was found of prompts that begin alike: first, again, and after one rank has cleared; beside it,
-    scores of continuations whose prompts begin alike."""
+    """Tokens and what was found of prompts that begin alike: first, again, after one rank has cleared, again, and after
+    one has written a weight; beside it, scores of continuations whose prompts begin alike."""
     found = []
     with engine_of(model, "eagle3", prefix_cache=True) as engine:
-        for _ in range(3):
+        for _ in range(5):
             out = engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS)
             found.append((out.tokens, [r.num_cached for r in out.requests]))
             if rank and len(found) == 2:
                 engine.clear_prefix_cache()
+            if rank and len(found) == 4:
+                with torch.no_grad():
+                    model.get_input_embeddings().weight.mul_(1)
         scores = engine.score([PROMPTS[0]] * 2, [[5, 6], [7, 8]])
         engine.check_integrity()
     return found, [score.logprob for score in scores]
@@ -307,7 +327,14 @@ def test_seeds_that_nobody_gave_are_shared(played):
     assert played[0]["unseeded"] == played[1]["unseeded"]
 
 
-@pytest.mark.parametrize(("what", "call"), [("prompts", "generate()"), ("settings", "attach()")])
+def test_ranks_take_the_verdict_of_rank_0(played):
+    assert [p["agreed"] for p in played] == [[[[0] * 3] * 2, [False] * 2]] * 2
+
+
+OTHERS = [("prompts", "generate()"), ("stops", "generate()"), ("settings", "attach()")]
+
+
+@pytest.mark.parametrize(("what", "call"), OTHERS)
 def test_other_arguments_are_refused_on_all_ranks(played, what, call):
     told = f"ValueError: {call}: rank 1 got other arguments than rank 0; give all ranks the same"
     assert [p[what] for p in played] == [told, told]
@@ -343,8 +370,9 @@ def test_everything_replays_on_ranks_and_sums_come_in_one_order(played, expected
 def test_ranks_find_the_same_prefixes_and_forget_them_when_one_does(played, expected):
     (found, scores), theirs = (p["prefixes"] for p in played)
     assert found == theirs[0] and scores == theirs[1]
-    assert [tokens for tokens, _ in found] == [expected["eagle3", "chain", "greedy"]] * 3
-    assert [cached for _, cached in found] == [[0, 0, 0], [9, 3, 3], [0, 0, 0]]
+    assert [tokens for tokens, _ in found] == [expected["eagle3", "chain", "greedy"]] * 5
+    none, all_of = [0, 0, 0], [9, 3, 3]
+    assert [cached for _, cached in found] == [none, all_of, none, all_of, none]
 
 
 def test_a_graph_that_one_rank_cannot_make_is_used_by_none(played, expected):

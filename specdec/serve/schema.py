@@ -10,13 +10,14 @@ from types import MappingProxyType
 from typing import Any
 
 from specdec.functional.processors import MAX_ENTRIES
-from specdec.ranges import shown
+from specdec.ranges import shown, whole
 from specdec.round.state import MAX_STOP_IDS
 from specdec.sampling_params import SamplingParams
 from specdec.text.inputs import check_text, text_of
 
 Check = Callable[[str, Any], Any]  # of a field's name and value: returns the value; a ValueError begins with the name
 
+MOST = 2**31  # of a count of tokens
 MOST_VALUES = 2**17  # of a body, besides the token ids of one prompt
 MOST_MESSAGES = MOST_PROMPTS = 4096
 MOST_PARTS = 1024  # of a message
@@ -55,6 +56,7 @@ def parse(body: bytes, most_values: int) -> Any:
     """Return the JSON value of `body`, which may hold `most_values` values besides those that its text looks like."""
     if sum(map(body.count, b"[{,:")) > most_values:
         raise ValueError(f"the body holds more than {most_values} values: send fewer prompts at once")
+    was_enabled = gc.isenabled()
     gc.disable()  # many lists would start a collection, which looks at all that torch and transformers keep: 0.3 s
     try:
         return json.loads(body)
@@ -63,7 +65,8 @@ def parse(body: bytes, most_values: int) -> Any:
     except ValueError as error:
         raise ValueError(f"the body is not JSON: {error}") from None
     finally:
-        gc.enable()
+        if was_enabled:  # an engine's captures pause it, too
+            gc.enable()
 
 
 class Body:
@@ -159,15 +162,6 @@ def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={shown(value)}: expected true or false")
     return value
-
-
-def _whole(low: int, high: int = 2**31) -> Check:
-    def check(name: str, value: Any) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise ValueError(f"{name}={shown(value)}: expected an integer from {low} to {high}")
-        return value
-
-    return check
 
 
 def _engines(name: str, value: Any) -> Any:
@@ -271,9 +265,9 @@ def _message(name: str, value: Any) -> dict[str, str]:
 _BOTH: Mapping[str, Check] = MappingProxyType(
     {
         "model": check_text,
-        "n": _whole(1, 128),
-        "max_tokens": _whole(1),
-        "min_tokens": _whole(0),
+        "n": whole(1, 128).check,
+        "max_tokens": whole(1, MOST).check,
+        "min_tokens": whole(0, MOST).check,
         "temperature": _engines,
         "top_p": _engines,
         "top_k": _top_k,
@@ -292,11 +286,11 @@ CHAT: Mapping[str, Check] = MappingProxyType(
     {
         **_BOTH,
         "messages": _messages,
-        "max_completion_tokens": _whole(1),
+        "max_completion_tokens": whole(1, MOST).check,
         "logprobs": _flag,
-        "top_logprobs": _whole(0),
+        "top_logprobs": whole(0, MOST).check,
         "chat_template_kwargs": _object,
     }
 )
-TEXT: Mapping[str, Check] = MappingProxyType({**_BOTH, "prompt": _prompt, "logprobs": _whole(0)})
+TEXT: Mapping[str, Check] = MappingProxyType({**_BOTH, "prompt": _prompt, "logprobs": whole(0, MOST).check})
 NAMES = (CHAT.keys() | TEXT.keys() | REFUSED.keys()) - {"prompt"}  # "prompt 0" is of any body
