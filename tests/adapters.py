@@ -24,6 +24,7 @@ class LoraLinear(nn.Module):
             for layer in (a, b):
                 layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator) * 0.3)
         self.lora_A[name], self.lora_B[name], self.dropout[name] = a, b, nn.Dropout(dropout)
+        self.to(self.offset.device)
         self.scaling[name] = 2.0
 
     def forward(self, x):

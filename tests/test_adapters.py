@@ -21,7 +21,7 @@ def endless(model):
 
 
 def text_of(model):
-    ids = torch.tensor([PROMPT])
+    ids = torch.tensor([PROMPT], device=model.device)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
     return out[0, len(PROMPT) :].tolist()
 
@@ -72,16 +72,16 @@ def test_a_wrapped_model_is_refused_with_what_to_pass():
     specdec.attach(wrapped.get_base_model(), **SETTINGS).detach()
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["live", "compiled"])
-def test_adapters_of_peft_are_followed_or_refused_by_name(compiled):
-    wrapped = adapted()
+@pytest.mark.parametrize("mode", ["live", "compiled", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_adapters_of_peft_are_followed_or_refused_by_name(mode):
+    wrapped = adapted().to("cuda" if mode == "cuda" else "cpu")
     model = wrapped.get_base_model()
     base = text_of(model)
-    how = {"compile": True, "compiler": "eager"} if compiled else {}
+    how = {"compile": True, "compiler": "eager"} if mode == "compiled" else {}
     engine = specdec.attach(model, prefix_cache=True, **SETTINGS, **how)
 
     def check(told):
-        if not compiled:
+        if mode == "live":
             assert served(engine) == text_of(model) != base
             return
         with pytest.raises(GraphError, match=rf"layers.0.self_attn.q_proj.{told}.*detach\(\) and attach\(\) again"):
@@ -96,7 +96,7 @@ def test_adapters_of_peft_are_followed_or_refused_by_name(compiled):
         check(r"_disable_adapters \(False → True\)")
     assert served(engine) == base
     wrapped.add_adapter("c", lora())
-    model.eval()
+    model.to(model.device).eval()
     assert served(engine) == base
     wrapped.merge_adapter(["default", "b"])
     check(r"merged_adapters \(\[\] → \['default', 'b'\]\)")

@@ -103,13 +103,14 @@ def adapter_written(m):
 
 @torch.no_grad()
 def buffer_written(m):
-    lora_layers(m)[0].offset.add_(torch.linspace(-3, 3, lora_layers(m)[0].offset.numel()))
+    offset = lora_layers(m)[0].offset
+    offset.add_(torch.linspace(-3, 3, offset.numel(), device=offset.device))
 
 
 def optimizer(kind, **settings):
     def step(m):
         opt = kind(m.parameters(), lr=0.05, **settings)
-        ids = torch.tensor([PROMPT])
+        ids = torch.tensor([PROMPT], device=m.device)
         m(input_ids=ids, labels=ids, use_cache=False).loss.neg().backward()
         opt.step()
         opt.zero_grad()
@@ -122,7 +123,7 @@ def state_loaded(m):
 
 
 def other_like(tensor):
-    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)) / 4
+    return (torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)) / 4).to(tensor.device)
 
 
 def parameter_replaced(m):
@@ -137,7 +138,7 @@ def data_replaced(m):
 
 def buffer_replaced(m):
     layer = lora_layers(m)[0]
-    return attribute(layer, "offset", torch.linspace(-3, 3, layer.offset.numel()))
+    return attribute(layer, "offset", torch.linspace(-3, 3, layer.offset.numel(), device=layer.offset.device))
 
 
 @contextmanager
@@ -240,37 +241,50 @@ WAYS = {
     "attention rescaled": (attention_rescaled, r"self_attn.scaling \(0.25 → 3.0\)", r"self_attn.scaling"),
     "attention replaced": (attention_replaced, r"layers.1.self_attn \(another module\)", r"layers.1.self_attn"),
     "window": (window_set, r"config.sliding_window \(nothing → 2\)", r"config.sliding_window"),
-    "converted": (converted, "lm_head.weight .torch.float32 on cpu → torch.float64", "lm_head.weight"),
+    "converted": (converted, "lm_head.weight .torch.float32 on (cpu|cuda:0) → torch.float64", "lm_head.weight"),
 }
 UNCHANGED = {"adapter added", "training mode", "window", "converted"}  # Llama reads no window; the last cannot run
+CAPTURED = {"cuda_graph": True, "graph_sampling": "greedy", "prefill_graph": "off"}
 MODES = {
-    "live": {},
-    "captured": {"cuda_graph": True, "graph_sampling": "greedy", "prefill_graph": "off"},
-    "compiled": {"compile": True, "compiler": "eager"},
+    "cpu": {"live": {}, "captured": CAPTURED, "compiled": {"compile": True, "compiler": "eager"}},
+    "cuda": {
+        "live": {"cuda_graph": False, "compile": False},
+        "captured": CAPTURED | {"compile": False},
+        "compiled": {"compile": True},
+    },
 }
-
-
 TEXTS = {}
 
 
 def text_of(model):
     """The model's own text in eval mode."""
-    ids, was_training = torch.tensor([PROMPT]), model.training
+    ids, was_training = torch.tensor([PROMPT], device=model.device), model.training
     model.eval()
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False)
     model.train(was_training)
     return out[0, len(PROMPT) :].tolist()
 
 
-@pytest.fixture(scope="module", params=[(mode, kept) for kept in (True, False) for mode in MODES], ids=str)
+@pytest.fixture(
+    scope="module",
+    ids=lambda case: " ".join(map(str, case)),
+    params=[
+        pytest.param((device, mode, kept), marks=[pytest.mark.gpu] if device == "cuda" else [])
+        for device in MODES
+        for kept in (True, False)
+        for mode in MODES[device]
+    ],
+)
 def attached(request):
-    mode, kept = request.param
-    model = with_lora(tiny_model("llama", seed=7))
+    device, mode, kept = request.param
+    model = with_lora(tiny_model("llama", seed=7)).to(device)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     base = text_of(model)
-    engine = specdec.attach(model, max_batch=1, max_seq_len=32, prefix_cache=kept, **MODES[mode])
+    engine = specdec.attach(model, max_batch=1, max_seq_len=32, prefix_cache=kept, **MODES[device][mode])
     engine.generate([PROMPT], max_new_tokens=1)  # what there is to be stale
     yield model, engine, base, mode != "live"
+    runners = engine.report().runners
+    assert any(r["replays"] for r in runners.values()) == (mode == "captured" or (device, mode) == ("cuda", "compiled"))
     engine.detach()
     assert text_of(model) == base
 
@@ -279,14 +293,16 @@ def attached(request):
 def test_a_changed_model_gives_its_own_text_or_a_named_error(attached, way):
     model, engine, base, is_baked = attached
     change, live, baked = WAYS[way]
+    if way == "Adagrad, fused" and model.device.type == "cuda":
+        pytest.skip("torch has no fused Adagrad for CUDA")
 
     def text():
         return engine.generate([PROMPT], max_new_tokens=NUM_TOKENS, ignore_eos=True).tokens[0]
 
     with change(model):
-        if way not in TEXTS:  # the same for all engines
-            TEXTS[way] = base if way in UNCHANGED else text_of(model)
-        expected = TEXTS[way]
+        if (model.device, way) not in TEXTS:  # the same for all engines
+            TEXTS[model.device, way] = base if way in UNCHANGED else text_of(model)
+        expected = TEXTS[model.device, way]
         try:
             outcome = text()
         except GraphError as error:
