@@ -16,7 +16,7 @@ from specdec.custom_generate import engine_of
 README = Path(__file__).parents[1] / "README.md"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def port(smollm2):
     """Of a server as `specdec serve bundled` would be, on any free port."""
     uvicorn = pytest.importorskip("uvicorn")
@@ -53,17 +53,26 @@ def run(text, names):
 
 
 def test_every_block_says_what_happens(smollm2, request, monkeypatch):
+    """README's models are Llama and a head of the Hub: the bundled model and its head answer for them here."""
     pytest.importorskip("openai")
-    monkeypatch.setattr("specdec.targets.pretrained.load_pretrained", lambda: smollm2)
+    model, tokenizer = smollm2
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda name, dtype: model)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name: tokenizer)
     names: dict = {}
-    found = blocks()
-    assert len(found) == 4
-    for text in found[:3]:
-        run(text, names)
+    attach, install, serve = blocks()
+    for text in (attach, install):
+        run(text.replace("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", str(shipped.path())).replace('.to("cuda")', ""), names)
+    port = request.getfixturevalue("port")
+    run(serve.replace("8000", str(port)).replace("TARGET", "bundled"), names)
+
+
+def test_the_engine_page_says_what_happens(smollm2, monkeypatch):
+    monkeypatch.setattr("specdec.targets.pretrained.load_pretrained", lambda: smollm2)
+    (text,) = blocks(README.with_name("docs") / "engine.md")
+    run(text, {})
     used = engine_of(smollm2[0])
     assert used is not None and used.report().acceptance.num_rounds > 0, "the folder's engine decoded"
     used.detach()
-    run(found[3].replace("8000", str(request.getfixturevalue("port"))), names)
 
 
 @pytest.mark.parametrize("page", ["graphs", "backends"])
