@@ -5,41 +5,33 @@ a replay launches the segments in order and calls each `fn` in its place. No com
 breaks runs only during the capture. Captures in flight are tracked per thread and per capture, so engines never clash.
 """
 
+import itertools
 import threading
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from specdec.errors import GraphError
-from specdec.graphs.captures import Body, Capture, FullCapture, Graph, RecordedCapture, static_copy, write_outputs
+from specdec.graphs.captures import Body, Capture, FullCapture, Graph, Recorded, RecordedCapture, static_copy
 from specdec.graphs.pool import GraphPool
 
 Break = Callable[[], None]
 
 
-class _InFlight(threading.local):
-    """State of one capture on this thread."""
+class _Thread(threading.local):
+    """State of one capture on this thread. on_break: receives the breaks of the callable that runs, if one does."""
 
-    recording: "_Recording | None" = None
+    on_break: Callable[[Break], None] | None = None
     is_breaking: bool = False
-
-
-class _Recording(ABC):
-    """A callable that is being captured or re-run; it receives the callable's breaks."""
-
-    @abstractmethod
-    def break_with(self, fn: Break) -> None:
-        """End the current segment, keep `fn`, begin the next segment."""
 
 
 class Breakable(Capture):
     """Common part of the breakable captures: the rules for when a break is allowed."""
 
     def __init__(self) -> None:
-        self._in_flight = _InFlight()
+        self._thread = _Thread()
 
     def interrupt(self, fn: Break) -> None:
         """Run `fn` at this point of every replay, outside the graph that this thread is capturing. It must write its
@@ -48,32 +40,29 @@ class Breakable(Capture):
 
         Raises GraphError for a break within a break.
         """
-        if self._in_flight.is_breaking:
+        if self._thread.is_breaking:
             raise GraphError("a break within a break: what runs between two segments must not break the graph itself")
-        if self._in_flight.recording is None:
-            self._call(fn)
-        else:
-            self._in_flight.recording.break_with(fn)
+        (self._thread.on_break or self._call)(fn)
 
     def _require_idle(self) -> None:
         """Raise GraphError if this thread is already capturing, or is in a break."""
-        if self._in_flight.recording is not None or self._in_flight.is_breaking:
+        if self._thread.on_break is not None or self._thread.is_breaking:
             raise GraphError("a capture within a capture: breakable graphs do not nest")
 
-    def _record(self, recording: _Recording, body: Body) -> Any:
-        """Run `body` and pass its breaks to `recording`."""
-        self._in_flight.recording = recording
+    def _run(self, body: Body, on_break: Callable[[Break], None]) -> Any:
+        """Run `body` and pass its breaks to `on_break`."""
+        self._thread.on_break = on_break
         try:
             return body()
         finally:
-            self._in_flight.recording = None
+            self._thread.on_break = None
 
     def _call(self, fn: Break) -> None:
-        self._in_flight.is_breaking = True
+        self._thread.is_breaking = True
         try:
             fn()
         finally:
-            self._in_flight.is_breaking = False
+            self._thread.is_breaking = False
 
 
 class BreakableCapture(Breakable, FullCapture):
@@ -90,38 +79,24 @@ class BreakableCapture(Breakable, FullCapture):
         torch.cuda.synchronize(self.pool.device)
         with self.pool.on_stream(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # two breaks with nothing between them
-            segments = _CudaSegments(self.pool)
+            steps: list[Any] = [self.pool.begin()]  # graphs and breaks, alternating; the last graph is being captured
+
+            def on_break(fn: Break) -> None:
+                steps[-1].capture_end()
+                steps.extend((fn, self.pool.begin()))
+
             try:
-                outputs = self._record(segments, body)
-                segments.end()
+                outputs = self._run(body, on_break)
+                steps[-1].capture_end()
             except BaseException:
-                self.pool.give_up(segments.open)
+                self.pool.give_up(steps[-1])
                 raise
-        return _Segmented(segments.steps, self._call, outputs)
-
-
-class _CudaSegments(_Recording):
-    """Segments captured so far. steps: graphs and breaks, alternating; `open`: the graph being captured."""
-
-    def __init__(self, pool: GraphPool):
-        self.steps: list[torch.cuda.CUDAGraph | Break] = []
-        self._pool = pool
-        self.open = pool.begin()
-
-    def break_with(self, fn: Break) -> None:
-        self.end()
-        self.steps.append(fn)
-        self.open = self._pool.begin()
-
-    def end(self) -> None:
-        """End the segment."""
-        self.open.capture_end()
-        self.steps.append(self.open)
+        return _Segmented(steps, self._call, outputs)
 
 
 class _Segmented(Graph):
     def __init__(self, steps: list[Any], call: Callable[[Break], None], outputs: Any):
-        self._steps = [step.replay if isinstance(step, torch.cuda.CUDAGraph) else step for step in steps]
+        self._steps = [step if i % 2 else step.replay for i, step in enumerate(steps)]
         self._call = call
         self.outputs = outputs
 
@@ -143,43 +118,20 @@ class RecordedBreakable(Breakable, RecordedCapture):
 
     def capture(self, body: Body) -> Graph:
         self._require_idle()
-        return _RecordedSegments(self, body, static_copy(self._record(_Skipping(), body)))
+        return Recorded(lambda: self._rerun(body), static_copy(self._run(body, lambda fn: None)))
 
-    def rerun(self, body: Body) -> Any:
+    def _rerun(self, body: Body) -> Any:
         """Run `body` again and call its breaks; the GraphError names the break that fails."""
-        return self._record(_Calling(self._call), body)
+        numbers = itertools.count(1, 2)
 
+        def on_break(fn: Break) -> None:
+            number = next(numbers)
+            try:
+                self._call(fn)
+            except Exception as error:
+                raise failed_segment(number, None, error) from error
 
-class _Skipping(_Recording):
-    """Recording of a capture, which computes nothing, so breaks are not called."""
-
-    def break_with(self, fn: Break) -> None:
-        return None
-
-
-class _Calling(_Recording):
-    """Recording of a replay: breaks are called."""
-
-    def __init__(self, call: Callable[[Break], None]):
-        self._num_breaks = 0
-        self._call = call
-
-    def break_with(self, fn: Break) -> None:
-        self._num_breaks += 1
-        try:
-            self._call(fn)
-        except Exception as error:
-            raise failed_segment(2 * self._num_breaks - 1, None, error) from error
-
-
-class _RecordedSegments(Graph):
-    def __init__(self, capture: RecordedBreakable, body: Body, outputs: Any):
-        self._capture = capture
-        self._body = body
-        self.outputs = outputs
-
-    def replay(self) -> None:
-        write_outputs(self.outputs, self._capture.rerun(self._body))
+        return self._run(body, on_break)
 
 
 def failed_segment(index: int, total: int | None, error: Exception) -> GraphError:

@@ -73,25 +73,22 @@ class EagerCapture(Capture):
         raise AssertionError(self.refusal)
 
 
-class _Recorded(Graph):
-    def __init__(self, body: Body):
+class Recorded(Graph):
+    """A callable that replays run again, writing its results to `outputs`."""
+
+    def __init__(self, body: Body, outputs: Any):
         self._body = body
-        self.outputs = static_copy(body())
+        self.outputs = outputs
 
     def replay(self) -> None:
-        write_outputs(self.outputs, self._body())
+        fresh: list[torch.Tensor] = []
+        tree_map_only(torch.Tensor, fresh.append, self._body())
+        tree_map_only(torch.Tensor, lambda tensor: tensor.copy_(fresh.pop(0)), self.outputs)
 
 
 def static_copy(outputs: Any) -> Any:
     """Return `outputs` with its tensors cloned, for replays to write to."""
     return tree_map_only(torch.Tensor, torch.clone, outputs)
-
-
-def write_outputs(kept: Any, outputs: Any) -> None:
-    """Copy `outputs` into the tensors of `kept`, which has the same structure."""
-    fresh: list[torch.Tensor] = []
-    tree_map_only(torch.Tensor, fresh.append, outputs)
-    tree_map_only(torch.Tensor, lambda tensor: tensor.copy_(fresh.pop(0)), kept)
 
 
 class RecordedCapture(Capture):
@@ -106,7 +103,7 @@ class RecordedCapture(Capture):
         body()
 
     def capture(self, body: Body) -> Graph:
-        return _Recorded(body)
+        return Recorded(body, static_copy(body()))
 
 
 class _Full(Graph):

@@ -136,7 +136,7 @@ def test_nextn_layers_compile(name):
     model = model_of(name)
     expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()]
     engine = engine_of(model, "nextn", **CHAIN, compile=True, compiler="inductor", cuda_graph=True, strict=True)
-    assert engine._core.how_draft_compiled == "compiled"
+    assert engine._core.how_draft_compiled.startswith("compiled")
     check_text(engine, expected)
     engine.detach()
 

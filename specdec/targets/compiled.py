@@ -3,31 +3,23 @@
 import os
 import time
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from specdec.backends.state_pool import ConvSpec, ScanSpec
-from specdec.batch import ForwardMode
 from specdec.config import EngineConfig
 from specdec.errors import GraphError
 from specdec.graphs.alike import alike
 from specdec.graphs.kept import has_pieces
-from specdec.targets.checked import ATTENTION, CONV, EXAMPLES, SCAN, Batch, Subject, trace_checked
+from specdec.targets.checked import ATTENTION, CONV, NUM_TOKENS, SCAN, Batch, Subject, trace_checked
 from specdec.targets.hf import HFTarget
 from specdec.targets.probe import ModelSpec
 
 if TYPE_CHECKING:
     from specdec.graphs.trace import Traced
-
-
-class Outcome(NamedTuple):
-    """The prefill mode to use, and how the layers came to run as they do, in words."""
-
-    prefill_mode: str
-    told: str
 
 
 def why_uncompiled(config: EngineConfig, device: torch.device) -> str:
@@ -42,54 +34,63 @@ def why_uncompiled(config: EngineConfig, device: torch.device) -> str:
 
 
 def start_compilers(config: EngineConfig, device: torch.device) -> None:
-    """Start what compiles, where a first attach is going to compile: it takes seconds to come up."""
+    """Start Inductor's processes, where a first attach is going to compile: it takes seconds until they are up."""
     if config.compiler == "inductor" and not why_uncompiled(config, device) and not has_pieces(device):
         from specdec.graphs.pieces import start_workers  # imports private parts of torch
 
         start_workers(device)
 
 
-def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) -> Outcome:
-    """Compile the layers of `target` where `config` and `prefill_mode` want it.
+def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) -> tuple[str, str]:
+    """Compile the layers of `target` where `config` and `prefill_mode` want it; return the prefill mode to use, and how
+    the layers run, in words.
 
     Layers that do not trace as one graph run as the live model's own, and a "piecewise" that "auto" chose becomes
-    "breakable". compile=True warns of them, and raises GraphError, with the op, under strict; so do piecewise prefills
-    that were asked for.
+    "breakable"; one that was asked for raises GraphError. See `compiled_or_why`.
     """
-    start, why = time.perf_counter(), why_uncompiled(config, target.device)
-    is_piecewise = prefill_mode == "piecewise"
-    served = [ForwardMode.EXTEND] * is_piecewise + [ForwardMode.DECODE] * (not why)
-    if not served:
-        return Outcome(prefill_mode, f"not compiled: {why}")
-    try:
+    why, is_piecewise = why_uncompiled(config, target.device), prefill_mode == "piecewise"
+    if why and not is_piecewise:
+        return prefill_mode, f"not compiled: {why}"
+
+    def make() -> list["Traced"]:
         traced = trace_checked(_subject(target, config), config, target.device)
+        for for_prefills in [True] * is_piecewise + [False] * (not why):  # one trace serves both
+            target.use_compiled(traced, for_prefills)
+        return [traced]
+
+    name, is_wanted = type(target.model).__name__, config.prefill_graph == "piecewise"
+    told = compiled_or_why(make, config, (f"the layers of {name}", name), is_wanted)
+    return ("breakable" if is_piecewise and not target.compiled else prefill_mode), told
+
+
+def compiled_or_why(
+    make: Callable[[], Sequence["Traced"]], config: EngineConfig, names: tuple[str, str], is_wanted: bool = False
+) -> str:
+    """Return how what `make` compiles came to run, in words; what does not trace runs as it is.
+
+    compile=True warns of that, and raises GraphError, with the op, under strict or if it `is_wanted`. names: of the
+    layers, and of the whole.
+    """
+    start = time.perf_counter()
+    try:
+        traced = make()
     except GraphError as error:
-        if config.prefill_graph == "piecewise" or (config.strict and config.compile is True):
-            raise GraphError(f"the layers of {type(target.model).__name__}: {error}") from error
+        if is_wanted or (config.strict and config.compile is True):
+            raise GraphError(f"{names[0]}: {error}") from error
         if config.compile is True:
-            warnings.warn(
-                f"{type(target.model).__name__} runs uncompiled: {error}. Leave compile out if that is expected",
-                stacklevel=6,
-            )
-        return Outcome("breakable" if is_piecewise else prefill_mode, f"not compiled: {error}")
-    for mode in served:  # one trace serves prefills and rounds
-        target.use_compiled(traced, for_prefills=mode is ForwardMode.EXTEND)
-    return Outcome(prefill_mode, _told(traced, start))
-
-
-def _told(traced: "Traced", start: float) -> str:
-    pieces = (
-        f"{traced.num_compiled} piece{'s' * (traced.num_compiled > 1)}, {traced.num_found} of them kept from before"
-    )
+            message = f"{names[1]} runs uncompiled: {error}. Leave compile out if that is expected"
+            warnings.warn(message, stacklevel=7)
+        return f"not compiled: {error}"
+    count, found = sum(t.num_compiled for t in traced), sum(t.num_found for t in traced)
+    pieces = f"{count} piece{'s' * (count > 1)}, {found} of them kept from before"
     return f"compiled in {time.perf_counter() - start:.1f} s ({pieces})"
 
 
 def _subject(target: HFTarget, config: EngineConfig) -> Subject:
-    """The layers as they run in forwards of every mode."""
-
+    """Return the layers as they run in forwards of every mode."""
     return Subject(
         run=target.run_layers,
-        examples=_examples(target),
+        inputs=random_tokens(min(NUM_TOKENS, target.spec.max_positions), target.spec.vocab_size, target.device),
         ready=target.routed,
         num_outputs=1 + bool(target.tapped),
         num_layers=len(target.spec.layers) + len(target.spec.recurrent),
@@ -98,6 +99,13 @@ def _subject(target: HFTarget, config: EngineConfig) -> Subject:
         numbers=_numbers(target.spec),
         any_rank=target.any_rank,
     )
+
+
+def random_tokens(count: int, vocab_size: int, device: torch.device) -> Batch:
+    """Return ids and positions [count], int64."""
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab_size, (count,), generator=random, device="cpu").to(device)
+    return ids, torch.arange(count, device=device)
 
 
 def _numbers(spec: ModelSpec) -> dict[Any, Sequence[int]]:
@@ -116,16 +124,3 @@ def _alike(target: HFTarget) -> list[list[nn.Module]]:
     return [
         [m for m in g if len(attending.intersection(m.modules())) == 1 and "forward" not in vars(m)] for g in groups
     ]
-
-
-def _examples(target: HFTarget) -> list[list[Batch]]:
-    """Return batches of the sizes of EXAMPLES; within a group, positions continue where the previous batch ends."""
-    random = torch.Generator().manual_seed(0)
-    groups: list[list[Batch]] = []
-    for sizes in EXAMPLES:
-        size = min(sizes[0], target.spec.max_positions)
-        num_tokens = min(size * len(sizes), target.spec.max_positions)
-        ids = torch.randint(0, target.spec.vocab_size, (num_tokens,), generator=random, device="cpu").to(target.device)
-        positions = torch.arange(num_tokens, device=target.device)
-        groups.append(list(zip(ids.split(size), positions.split(size), strict=True)))
-    return groups

@@ -17,12 +17,13 @@ from torch.distributed import DistError
 from transformers import PreTrainedModel
 
 from specdec.backends import AttentionBackend, ForwardContext, TorchBackend, forward_context
+from specdec.backends.differences import TOLERANCE, bound, distance, largest_difference
 from specdec.backends.recurrent import TORCH_RECURRENT
 from specdec.backends.state_pool import StatePool
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.errors import AttachError, RankError
 from specdec.kv_cache import KVPool
-from specdec.targets.echo import bound, distance, disturbed
+from specdec.targets.echo import disturbed
 from specdec.targets.probe import ModelSpec
 
 PROMPT_LENS = (8, 5)
@@ -41,7 +42,6 @@ _COUNTED = (
     "{name} has two answers to a text: its generate() counts positions from 0, its forward without position_ids from "
     "elsewhere. The engine gives the text of generate(), and likelihoods by the same positions."
 )
-TOLERANCE = 1e-3  # of the largest logit, where rounding is far below
 Run = Callable[[AttentionMetadata, torch.Tensor], torch.Tensor]
 
 
@@ -121,8 +121,9 @@ def differences(
     ids = torch.cat([*prompts, nodes.flatten()])
     ours = _forwards(spec, run, ids, dtype, None)
     unit = _rounding_unit(dtype, device)
-    if unit < TOLERANCE / 100:
-        measured = [(_largest(a, b), TOLERANCE) for a, b in zip(ours, theirs, strict=True)]
+    if unit < TOLERANCE[torch.float32] / 100:  # far below it: a token that differs, or a logit, is seen
+        pairs = (_scored(a, b) for a, b in zip(ours, theirs, strict=True))
+        measured = [(float(largest_difference(*pair)), TOLERANCE[torch.float32]) for pair in pairs]
     else:
         moved = _forwards(spec, run, ids, dtype, unit)
         measured = [
@@ -195,9 +196,3 @@ def _scored(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, tor
         return theirs.new_ones(1, 1), theirs.new_ones(1, 1)
     both = (logits.double().masked_fill(is_banned, 0)[is_sound] for logits in (ours, theirs))
     return next(both), next(both)
-
-
-def _largest(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the largest difference, in shares of the largest logit."""
-    a, b = _scored(ours, theirs)
-    return float((a - b).abs().max() / b.abs().max().clamp(min=torch.finfo(b.dtype).tiny))
