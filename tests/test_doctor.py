@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +18,11 @@ from torch import nn
 
 from specdec.api import attach
 from specdec.commands import main as cli
-from specdec.doctor import examine as examination
 from specdec.doctor.command import PROMPTS, print_findings, prompt_ids
-from specdec.doctor.examine import examine
-from specdec.doctor.experts import measure_verify, remark
+from specdec.doctor.examine import doubts, examine, measure_verify, verdict, verify_remark
 from specdec.doctor.facts import facts_of, tokenizer_match, weight_problems
-from specdec.doctor.readings import ALTERNATIVES
+from specdec.doctor.readings import ALTERNATIVES, Trial, search, unclear
 from specdec.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, commonest, coverage, observe
-from specdec.doctor.search import Trial, search, unclear
 from specdec.heads.base import DraftHead
 from specdec.heads.load import load_head, save_head
 from specdec.measure import roofline
@@ -206,42 +202,36 @@ def test_two_defects_are_named_one_after_the_other(good, model, texts):
 @pytest.mark.parametrize("algo", ALGOS)
 def test_untrained_heads_are_told_from_misread_ones(model, prompts, algo):
     found = examine(model, fresh(algo, model, seed=5).eval(), prompts, max_new_tokens=NUM_NEW, gb_s=10.0)
-    if found.tau < 1.25:
-        assert found.defects == ["untrained or random"], found.remarks
+    if found["tau"] < 1.25:
+        assert found["defects"] == ["untrained or random"], found["remarks"]
     else:  # a fresh head hands its feature on, which is right wherever the target repeats itself
-        assert not found.defects
+        assert not found["defects"]
 
 
-def test_a_gain_that_may_be_chance_is_a_remark(good, model, prompts):
+def test_a_gain_that_may_be_chance_is_a_remark():
     rows = torch.arange(40)
     base = Agreement(torch.stack([rows < 20, rows < 20]))
     better = Trial(ALTERNATIVES[0], Agreement(torch.stack([rows < 23, rows < 20])))  # three rows more
     assert unclear([better], base) is better and unclear([better], better.agreement) is None
-    found = examine(model, good["eagle3"], prompts[:3], max_new_tokens=8, gb_s=10.0)
-    found.trials, found.agreement = [better], base
-    assert "rows do not tell" in examination.doubts(found)[0]
+    assert "rows do not tell" in doubts([better], base)[0] and doubts([better], better.agreement) == []
 
 
 def test_rounds_timed_below_a_plain_step_are_doubted():
     """Times of a busy machine: a round holds a plain step."""
-    nothing = dict.fromkeys(("agreement", "repairs", "speculative"))
-    found = SimpleNamespace(**nothing, floor=SimpleNamespace(verify=None), tau=1.09, break_even=0.69)
-    (said,) = examination.doubts(found)
+    said = verdict(1.09, 0.69)
     assert "the times are not to be trusted; run it again" in said and "it pays" not in said
-    found.break_even = 1.05
-    assert examination.doubts(found) == ["a round costs 1.05 plain steps and yields 1.09: it pays (1.04x)"]
+    assert verdict(1.09, 1.05) == "a round costs 1.05 plain steps and yields 1.09: it pays (1.04x)"
 
 
 def test_noise_is_untrained_or_random():
     model = tiny_model("llama")
     found = examine(model, random_head(model), [[5, 6, 7], [9, 8], [40, 41, 42, 43]], max_new_tokens=24, gb_s=10.0)
-    assert found.defects == ["untrained or random"] and found.tau < 1.25
-    assert any("no more than chance" in remark for remark in found.remarks)
+    assert found["defects"] == ["untrained or random"] and found["tau"] < 1.25
+    assert any("no more than chance" in remark for remark in found["remarks"])
 
 
 def test_a_copy_of_the_target_is_as_good_as_a_draft_can_be(model, prompts):
-    found = examine(model, copy.deepcopy(model), prompts, num_steps=3, max_new_tokens=13, gb_s=10.0)
-    facts = found.json
+    facts = examine(model, copy.deepcopy(model), prompts, num_steps=3, max_new_tokens=13, gb_s=10.0)
     assert (
         facts["tau"] > 3.7
         and facts["accept_at"][0] > 0.97
@@ -256,12 +246,11 @@ def test_a_copy_of_the_target_is_as_good_as_a_draft_can_be(model, prompts):
 
 
 def test_a_good_head_through_the_engine(good, model, prompts, capsys):
-    found = examine(model, good["eagle3"], prompts, max_new_tokens=NUM_NEW, gb_s=10.0)
-    facts = found.json
+    facts = examine(model, good["eagle3"], prompts, max_new_tokens=NUM_NEW, gb_s=10.0)
     assert facts["tau"] > 2 and facts["equal"] and not facts["defects"] and facts["coverage"] == 1.0
     assert facts["tau"] == pytest.approx(1 + sum(facts["accept_at"]), abs=1e-3)
     assert facts["shape"]["hidden"] == 64 and facts["draft_vocab"] == VOCAB and facts["own"] == []
-    print_findings(Console(width=100), found)
+    print_findings(Console(width=100), facts)
     printed = capsys.readouterr().out
     assert "as it is read" in printed and "no defect found" in printed and "break-even tau" in printed
 
@@ -284,7 +273,7 @@ def test_rows_of_the_targets_output_head_are_not_the_heads_own(model, tmp_path):
 
 def test_a_broken_head_through_the_engine(good, model, prompts, capsys):
     found = examine(model, broken(good["eagle"], swapped, model), prompts, max_new_tokens=NUM_NEW, gb_s=10.0)
-    assert found.tau < 1.25 and found.defects == ["embedding and feature swapped"]
+    assert found["tau"] < 1.25 and found["defects"] == ["embedding and feature swapped"]
     print_findings(Console(width=100), found)
     assert "likely defect: embedding and feature swapped" in capsys.readouterr().out
 
@@ -293,13 +282,13 @@ def test_weights_and_maps_that_cannot_run_are_told(good, model, prompts):
     head = copy.deepcopy(good["eagle3"])
     head.fc.weight.data[0, 0] = math.nan
     found = examine(model, head, prompts[:4], max_new_tokens=8, gb_s=10.0)
-    assert found.tau is None and found.defects == ["broken weights"] and "fc.weight" in found.remarks[0]
+    assert "tau" not in found and found["defects"] == ["broken weights"] and "fc.weight" in found["remarks"][0]
     head = copy.deepcopy(good["eagle3"])
     absolute_d2t(head)
     (problem,) = weight_problems(head, model)
     assert problem == f"d2t leads to target ids 0 to {2 * VOCAB - 2}; the target has 0 to {VOCAB - 1}"
     found = examine(model, head, prompts, max_new_tokens=NUM_NEW, gb_s=10.0)
-    assert found.tau is None and found.defects == ["d2t holds absolute ids"]
+    assert "tau" not in found and found["defects"] == ["d2t holds absolute ids"]
     head.d2t = torch.zeros_like(head.d2t) - torch.arange(VOCAB)
     assert weight_problems(head, model) == [f"d2t leads to 1 distinct target ids; expected {VOCAB}"]
 
@@ -460,18 +449,20 @@ def test_floor_of_a_mixture_of_experts_counts_what_is_chosen():
     experts = sum(p.numel() * 4 for name, p in head.named_parameters() if "experts." in name)
     assert found.draft_bytes == roofline.num_bytes(head) + roofline.num_bytes(model.lm_head) - experts // 2
     assert found.break_even == pytest.approx(verify.ratio + 3 * found.draft_bytes / found.target_bytes)
-    assert "of this depth cannot pay" in remark(verify, 4.5) and "cannot pay below tau 1.90" in remark(verify, 1.9)
-    assert "of this depth" not in remark(verify, 1.9)
+    assert "of this depth cannot pay" in verify_remark(verify, 4.5) and "cannot pay below tau 1.90" in verify_remark(
+        verify, 1.9
+    )
+    assert "of this depth" not in verify_remark(verify, 1.9)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe"])
 def test_doctor_and_report_say_what_verification_costs(name):
     model = tiny_model(name) if name == "qwen3_moe" else recurrent_model(name)
     found = examine(model, random_draft(model, "nextn"), [[5, 6, 7], [9, 8]], max_new_tokens=8, gb_s=10.0)
-    facts = found.json["experts"]
+    facts = found["experts"]
     assert (facts["num_experts"], facts["per_token"], facts["layers"], facts["verify_tokens"]) == (4, 2, 4, 4)
     assert facts["distinct_if_random"] == 3.75 and 2 <= facts["distinct"] <= 4
-    assert any(f"{facts['distinct']:.1f} of 4 experts a layer" in text for text in found.remarks)
+    assert any(f"{facts['distinct']:.1f} of 4 experts a layer" in text for text in found["remarks"])
     engine = attach(model, None)
     try:
         report = engine.report()

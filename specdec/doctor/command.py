@@ -1,4 +1,4 @@
-"""`specdec doctor TARGET DRAFT`: loads both, examines, prints tables; with --json also one JSON line."""
+"""`specdec doctor TARGET DRAFT`: examines both, prints the findings; with --json also one JSON line."""
 
 import json
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from specdec import shipped
-from specdec.doctor.examine import Findings, examine
+from specdec.doctor.examine import examine
 from specdec.doctor.facts import tokenizer_match
 from specdec.errors import CheckpointError
-from specdec.heads.load import Checkpoint, detect_algo, inspect, load_head
+from specdec.heads.load import detect_algo, inspect, load_head
 from specdec.targets.pretrained import BUNDLED, load_draft, read_tokenizer
 from specdec.targets.shape import TargetShape
 from specdec.targets.standalone import named_tokenizer
@@ -30,6 +30,20 @@ PROMPTS = (
     "Summarise in two sentences what a bank does.",
     "Translate into French: Good morning, where is the library?",
 )
+
+APART = ("draft", "chance", "rows", "agreement", "readings", "repairs", "defects", "remarks")  # not rows of facts
+LABELS = {  # of facts whose names do not say it
+    "bandwidth_gb_s": "bandwidth, GB/s",
+    "floor_plain_ms": "plain step, by bytes read",
+    "floor_round_ms": "round, by bytes read",
+    "floor_break_even": "break-even tau, by bytes read",
+    "plain_ms": "plain step, measured",
+    "round_ms": "round, measured",
+    "break_even": "break-even tau, measured",
+    "accept_at": "accepted at 1, 2, …",
+    "accept_given": "the same, given the one before",
+    "equal": "text equals plain decoding",
+}
 
 
 def doctor_command(
@@ -56,10 +70,9 @@ def doctor_command(
     questions = list(PROMPTS) if prompts is None else read_questions(prompts, limit)
     source = shipped.find(draft)
     checkpoint = None if source == BUNDLED else inspect(source)
-    kind = detect_algo(source, algo)
-    console, facts = Console(), _facts(str(draft), kind, checkpoint)
+    kind, console = detect_algo(source, algo), Console()
     model, tokenizer = load(target, dtype, device)
-    theirs, problems = None, list[str]()
+    loaded, theirs, problems = None, None, list[str]()
     try:
         if kind == "standalone":
             loaded, theirs = load_draft(source, dtype=model.dtype, device=model.device)
@@ -68,26 +81,24 @@ def doctor_command(
             loaded = load_head(source, TargetShape.of(model), model.dtype, model.device, kind)
     except CheckpointError as error:
         problems = list(error.problems)
-    facts["tokenizer"] = tokenizer_match(tokenizer, theirs)
-    if kind != "standalone" and checkpoint is not None:
-        facts["tokenizer"] = _tokenizer_beside(checkpoint.folder, tokenizer)
+    layout, notes = (None, []) if checkpoint is None else (checkpoint.layout, checkpoint.notes)
+    facts: dict[str, Any] = {"draft": str(draft), "layout": layout, "algo": kind, "notes": notes}
     named = named_tokenizer(source) if theirs is None else None
+    facts["tokenizer"] = tokenizer_match(tokenizer, theirs)
     if named is not None:
         facts["tokenizer"] = "equal" if named == tokenizer_fingerprint(tokenizer) else "another, by its fingerprint"
+    elif kind != "standalone" and checkpoint is not None:
+        facts["tokenizer"] = _tokenizer_beside(checkpoint.folder, tokenizer)
     if problems:
-        _print_facts(console, facts)
-        for problem in problems:
-            console.print(f"cannot be loaded: {problem}", style="red", markup=False, highlight=False)
-        if as_json:
-            print(json.dumps({**facts, "defects": ["cannot be loaded"], "remarks": problems}))
-        raise typer.Exit(1)
-    ids = prompt_ids(questions, tokenizer)
-    sizes = {"num_steps": steps, "max_new_tokens": max_new_tokens}
-    found = examine(model, loaded, ids, **sizes, gb_s=bandwidth_gb_s, known=facts)
+        found = {**facts, "defects": ["cannot be loaded"], "remarks": problems}
+    else:
+        ids = prompt_ids(questions, tokenizer)
+        sizes = {"num_steps": steps, "max_new_tokens": max_new_tokens}
+        found = examine(model, loaded, ids, **sizes, gb_s=bandwidth_gb_s, known=facts)
     print_findings(console, found)
     if as_json:
-        print(json.dumps(found.json))
-    raise typer.Exit(1 if found.defects else 0)
+        print(json.dumps(found))
+    raise typer.Exit(1 if found["defects"] else 0)
 
 
 def prompt_ids(questions: list[str], tokenizer: Any) -> list[list[int]]:
@@ -111,78 +122,41 @@ def standalone_problems(draft: Any, model: Any) -> list[str]:
     return [] if own == wanted else [f"it scores {own} tokens, the target {wanted}: take a model of the same family"]
 
 
-def _facts(draft: str, algo: str, checkpoint: Checkpoint | None) -> dict[str, Any]:
-    if checkpoint is None:
-        return {"draft": draft, "layout": None, "algo": algo, "notes": []}
-    return {"draft": draft, "layout": checkpoint.layout, "algo": algo, "notes": checkpoint.notes}
-
-
-def print_findings(console: Console, found: Findings) -> None:
-    """Print tables of facts, cost and readings, then the conclusion."""
-    _print_facts(console, found.facts)
-    _print_cost(console, found)
-    if found.agreement is not None:
-        _print_readings(console, found)
-    for remark in found.remarks:
-        console.print(f"- {remark}", markup=False, highlight=False)
-    if found.defects:
-        console.print(f"[bold red]likely defect: {escape(', and '.join(found.defects))}", highlight=False)
-    else:
-        console.print("[bold green]no defect found", highlight=False)
-
-
-def _print_facts(console: Console, facts: Mapping[str, Any]) -> None:
-    table = Table("draft", str(facts.get("draft", "")), title="what was read", title_justify="left")
-    for name, value in facts.items():
-        if name == "draft" or value is None or value == []:
-            continue
-        table.add_row(name.replace("_", " "), escape(_shown(name, value)))
+def print_findings(console: Console, found: Mapping[str, Any]) -> None:
+    """Print the result of `examine`: a table of facts, one of readings, remarks and the conclusion."""
+    table = Table(
+        "draft", escape(str(found.get("draft", ""))), title="what was read and measured", title_justify="left"
+    )
+    for name, value in found.items():
+        if name not in APART and value is not None and value != []:
+            table.add_row(LABELS.get(name, name.replace("_", " ")), escape(_shown(name, value)))
     console.print(table)
+    if "agreement" in found:
+        chance = f"always the commonest token: {found['chance']:.0%}"
+        title = f"agreement with the target given true tokens, {found['rows']} rows ({chance})"
+        table = Table("reading", "step 1", "step 2", title=title, title_justify="left")
+        for name, rates in {"as it is read": found["agreement"], **found["readings"]}.items():
+            style = "green" if name in found["repairs"] else "bold" if name == "as it is read" else None
+            table.add_row(name, *(f"{rate:.0%}" for rate in rates), style=style)
+        console.print(table)
+    for remark in found["remarks"]:
+        console.print(f"- {remark}", markup=False, highlight=False)
+    defects = escape(", and ".join(found["defects"]))
+    console.print(f"[bold red]likely defect: {defects}" if defects else "[bold green]no defect found", highlight=False)
 
 
 def _shown(name: str, value: Any) -> str:
+    """Return the value of a fact with its unit."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, dict):
         return ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in value.items())
-    if name == "notes":
-        return "\n".join(value)
     if isinstance(value, list):
-        return ", ".join(map(str, value))
-    if name.endswith("_bytes"):
-        return f"{value / 2**20:,.1f} MiB"
+        return ("\n" if name == "notes" else ", ").join(_shown(name, item) for item in value)
     if name == "coverage":
         return f"{value:.1%} of what the target said here is in the hot vocabulary"
+    if name.endswith("_bytes"):
+        return f"{value / 2**20:,.1f} MiB"
+    if isinstance(value, float):
+        return f"{value:.3f} ms" if name.endswith("_ms") else f"{value:.2f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _print_cost(console: Console, found: Findings) -> None:
-    title = f"what a round of {found.num_steps} steps costs, batch 1"
-    table = Table("", "plain step", "round", "break-even tau", title=title, title_justify="left")
-    cells = (f"{found.floor.plain_ms:.3f} ms", f"{found.floor.round_ms:.3f} ms", f"{found.floor.break_even:.2f}")
-    table.add_row(f"bytes read at {found.floor.gb_s:.0f} GB/s", *cells)
-    plain = f"{found.plain.step_ms:.3f} ms"
-    if found.speculative is None or found.break_even is None:
-        table.add_row("measured", plain, "-", "-")
-    else:
-        table.add_row("measured", plain, f"{found.speculative.step_ms:.3f} ms", f"{found.break_even:.2f}")
-    console.print(table)
-    if found.speculative is not None:
-        rates = found.speculative.acceptance.acceptance_at
-        given = [a / b for a, b in zip(rates, [1.0, *rates], strict=False)]  # the one before accepted
-        shown, conditional = (" ".join(f"{a:.2f}" for a in each) or "none" for each in (rates, given))
-        rounds = found.speculative.acceptance.num_rounds
-        result = f"tau {found.tau:.3f} over {rounds} rounds; accepted at 1, 2, …: {shown} (given the one before: "
-        console.print(f"{result}{conditional})", highlight=False)
-
-
-def _print_readings(console: Console, found: Findings) -> None:
-    assert found.agreement is not None
-    rows = f"{found.agreement.num_rows} rows (always the commonest token: {found.chance:.0%})"
-    title = f"agreement with the target given true tokens, {rows}"
-    table = Table("reading", "step 1", "step 2", title=title, title_justify="left")
-    table.add_row("as it is read", f"{found.agreement.first:.0%}", f"{found.agreement.second:.0%}", style="bold")
-    repairing = [t.alternative.name for t in found.repairs]
-    for trial in found.trials:
-        style = "green" if trial.alternative.name in repairing else None
-        first, second = trial.agreement.first, trial.agreement.second
-        table.add_row(trial.alternative.name, f"{first:.0%}", f"{second:.0%}", style=style)
-    console.print(table)

@@ -1,161 +1,168 @@
-"""The examination: runs the other modules of this package and draws the conclusion."""
+"""The examination of a draft: measures it through the engine, tries other readings, and draws the conclusion."""
 
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from specdec.doctor.cost import Run, run
-from specdec.doctor.experts import measure_verify, remark
+from specdec.api import attach
 from specdec.doctor.facts import embedding_likeness, facts_of, untouched_norm, weight_problems
-from specdec.doctor.rows import Agreement, Observed, commonest, coverage, model_agreement, observe
-from specdec.doctor.search import Trial, search, unclear
+from specdec.doctor.readings import Trial, search, unclear
+from specdec.doctor.rows import Agreement, commonest, coverage, model_agreement, observe
 from specdec.heads.base import DraftHead
 from specdec.measure.acceptance import ci95
+from specdec.measure.experts import distinct_experts
 from specdec.measure.roofline import Floor, floor, measure_bandwidth
+from specdec.measure.statistics import conditional, rounded
+from specdec.outputs import GenerationOutput
+from specdec.targets.weight_bytes import VerifyCost, verify_cost
 
 LOW_TAU = 1.25  # a draft with less is suspect
 UNLIKE = 0.05  # correlation below which two embeddings have nothing in common
 LOW_COVERAGE = 0.5
 
-
-@dataclass
-class Findings:
-    """Findings about one draft.
-
-    plain, speculative: runs of the engine without and with it; None where it cannot run. agreement: teacher-forced, as
-    the engine reads it; trials: alternative readings; repairs: those that repair it. chance: agreement of always
-    predicting the most frequent token. defects: names of what is wrong, most likely first; remarks: the same in
-    sentences, and other observations.
-    """
-
-    facts: dict[str, Any]
-    floor: Floor
-    num_steps: int
-    plain: Run
-    speculative: Run | None = None
-    agreement: Agreement | None = None
-    trials: list[Trial] = field(default_factory=list)
-    repairs: list[Trial] = field(default_factory=list)
-    chance: float = 0.0
-    defects: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-
-    @property
-    def tau(self) -> float | None:
-        """Acceptance length of chains."""
-        return None if self.speculative is None else self.speculative.acceptance.tau
-
-    @property
-    def break_even(self) -> float | None:
-        """Tau at which a measured round is as fast as plain decoding."""
-        return None if self.speculative is None else self.speculative.step_ms / self.plain.step_ms
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """All findings, as a JSON object for programs."""
-        found: dict[str, Any] = {
-            **self.facts,
-            "steps": self.num_steps,
-            "bandwidth_gb_s": round(self.floor.gb_s, 1),
-            "floor_plain_ms": round(self.floor.plain_ms, 4),
-            "floor_round_ms": round(self.floor.round_ms, 4),
-            "floor_break_even": round(self.floor.break_even, 4),
-            "plain_ms": round(self.plain.step_ms, 3),
-            "chance": round(self.chance, 4),
-        }
-        if self.floor.verify is not None:
-            uniform = self.floor.verify.experts.distinct(self.num_steps + 1)
-            found["experts"] = {**self.floor.verify.facts, "distinct_if_random": round(uniform, 2)}
-        if self.speculative is not None and self.tau is not None and self.break_even is not None:
-            half_width = ci95([output.acceptance for output in self.speculative.outputs])
-            found |= {
-                "tau": round(self.tau, 4),
-                "ci95": round(half_width, 4) if half_width < float("inf") else None,
-                "rounds": self.speculative.acceptance.num_rounds,
-                "accept_at": [round(a, 4) for a in self.speculative.acceptance.acceptance_at],
-                "round_ms": round(self.speculative.step_ms, 3),
-                "break_even": round(self.break_even, 4),
-                "pays": self.tau > self.break_even,
-                "equal": self.speculative.tokens == self.plain.tokens,
-            }
-        if self.agreement is not None:
-            found["agreement"] = _rates(self.agreement)
-            found["rows"] = self.agreement.num_rows
-        found["readings"] = {t.alternative.name: _rates(t.agreement) for t in self.trials}
-        return {**found, "defects": self.defects, "remarks": self.remarks}
-
-
-def _rates(agreement: Agreement) -> list[float]:
-    return [round(agreement.first, 4), round(agreement.second, 4)]
+Draft = DraftHead | PreTrainedModel
+Text = tuple[Sequence[int], Sequence[int]]  # ids of a prompt and of its answer
 
 
 def examine(
     model: PreTrainedModel,
-    draft: DraftHead | PreTrainedModel,
+    draft: Draft,
     prompts: Sequence[Sequence[int]],
     *,
     num_steps: int = 3,
     max_new_tokens: int = 48,
     gb_s: float | None = None,
     known: Mapping[str, Any] = MappingProxyType({}),
-) -> Findings:
-    """Examine a loaded draft on `prompts` (token ids). gb_s: memory bandwidth of the device; None measures it.
+) -> dict[str, Any]:
+    """Examine a loaded draft on `prompts` (token ids); return the findings as a JSON object, in order of reading.
 
-    known: facts already read; "tokenizer" is the result of `tokenizer_match`.
+    gb_s: memory bandwidth of the device; None measures it. known: facts already read; "tokenizer" is the result of
+    `tokenizer_match`. Of the result, "floor_*" follow from bytes and bandwidth, "accept_at" and "accept_given" are
+    rates by draft position (given the one before), "agreement" is teacher-forced, by draft step, as the engine reads
+    the draft, and "readings" the same of every alternative; "repairs" names those that raise it clearly. "chance" is
+    what a draft gets by always saying the most frequent token. "defects" names what is wrong, most likely first, and
+    "remarks" says the same in sentences, with other observations. A draft whose weights are broken is not run.
     """
-    bandwidth = measure_bandwidth(model.device) if gb_s is None else gb_s
-    plain = run(model, None, prompts, max_new_tokens, 0)
-    verify = measure_verify(model, list(zip(prompts, plain.tokens, strict=True)), num_steps + 1)
-    least = floor(model, draft, num_steps, bandwidth, verify)
-    found = Findings({**known, **facts_of(draft, model)}, least, num_steps, plain)
     problems = weight_problems(draft, model)
+    plain, plain_ms = _run(model, None, prompts, max_new_tokens)
+    answers = list(zip(prompts, plain.tokens, strict=True))
+    verify = measure_verify(model, answers, num_steps + 1)
+    least = floor(model, draft, num_steps, measure_bandwidth(model.device) if gb_s is None else gb_s, verify)
+    found = {**known, **facts_of(draft, model), **_floor_facts(least), "plain_ms": round(plain_ms, 3)}
+    closing = [] if verify is None else [verify_remark(verify, least.break_even)]
     if not problems:
-        found.speculative = run(model, draft, prompts, max_new_tokens, num_steps)
-    texts = [observe(model, prompt, answer) for prompt, answer in zip(prompts, plain.tokens, strict=True)]
-    found.chance = commonest(texts)
-    if isinstance(draft, DraftHead):
-        _read_head(found, draft, model, texts)
+        played, round_ms = _run(model, draft, prompts, max_new_tokens, num_steps=num_steps)
+        found |= _pace(played, plain, round_ms, plain_ms)
+        closing = [*_differences(played, plain), *closing, verdict(found["tau"], found["break_even"])]
+    texts = [observe(model, prompt, answer) for prompt, answer in answers]
+    found["chance"] = round(commonest(texts), 4)
+    base, trials, repairs = None, list[Trial](), list[Trial]()
+    if not isinstance(draft, DraftHead):
+        base = model_agreement(draft, texts)
     else:
-        found.agreement = model_agreement(draft, texts)
-    _conclude(found, draft, problems)
-    return found
+        likeness = embedding_likeness(draft, model)
+        found["coverage"] = round(coverage(draft.hot_ids, texts), 4)
+        found |= {} if likeness is None else {"embedding_likeness": round(likeness, 4)}
+        if any(layer.has_sinks for layer in draft.attention_layers):
+            problems.append("its attention has sinks: other readings of it cannot be tried")
+        else:
+            base, trials, repairs = search(draft, model, texts)
+        if untouched_norm(draft) and all(map(_is_idle, repairs)):
+            repairs = []
+    found |= {} if base is None else {"rows": base.num_rows, "agreement": base.rates}
+    found["readings"] = {t.alternative.name: t.agreement.rates for t in trials}
+    found["repairs"] = [t.alternative.name for t in repairs]
+    defects, why = _conclude(found, draft, base)
+    shares = [(t.alternative.defect, t.agreement.first, t.agreement.second) for t in repairs]
+    repaired = [f"{defect} (agrees in {first:.0%}, then {second:.0%} of rows)" for defect, first, second in shares]
+    unsure = doubts(trials, base) if base is not None and not repairs else []
+    return {**found, "defects": defects, "remarks": [*problems, *repaired, *why, *unsure, *closing]}
 
 
-def _read_head(found: Findings, head: DraftHead, model: PreTrainedModel, texts: Sequence[Observed]) -> None:
-    found.facts["coverage"] = round(coverage(head.hot_ids, texts), 4)
-    likeness = embedding_likeness(head, model)
-    if likeness is not None:
-        found.facts["embedding_likeness"] = round(likeness, 4)
-    if any(layer.has_sinks for layer in head.attention_layers):
-        found.remarks.append("its attention has sinks: other readings of it cannot be tried")
-        return
-    found.agreement, found.trials, found.repairs = search(head, model, texts)
+def _run(
+    model: PreTrainedModel, draft: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, **settings: Any
+) -> tuple[GenerationOutput, float]:
+    """Decode greedily at batch 1, after a warm-up; draft None is plain decoding. Returns the output, and the median
+    over prompts of a step's, or a round's, milliseconds without prefills."""
+    longest = max(map(len, prompts)) + max_new_tokens
+    settings |= {"max_batch": 1, "max_seq_len": longest, "graph_sampling": "greedy"}
+    engine = attach(model, draft, **settings, compile=False)  # several engines, a few texts each
+    try:
+        engine.generate([list(prompts[0])], max_new_tokens=min(4, max_new_tokens))
+        out = engine.generate([list(p) for p in prompts], max_new_tokens=max_new_tokens)
+    finally:
+        engine.detach()
+    paces = [(r.time_s - r.first_token_s) / r.acceptance.num_rounds for r in out.requests if r.acceptance.num_rounds]
+    if not paces:
+        raise ValueError("the target's answers are one token each: give other prompts or raise max_new_tokens")
+    return out, 1e3 * statistics.median(paces)
 
 
-def _conclude(found: Findings, draft: DraftHead | PreTrainedModel, problems: Sequence[str]) -> None:
-    """Fill in defects and remarks."""
-    found.remarks += problems
-    if isinstance(draft, DraftHead) and untouched_norm(draft) and all(_is_idle(trial) for trial in found.repairs):
-        found.repairs = []
-    for trial in found.repairs:
-        found.defects.append(trial.alternative.name)
-        first, second = trial.agreement.first, trial.agreement.second
-        found.remarks.append(f"{trial.alternative.defect} (agrees in {first:.0%}, then {second:.0%} of rows)")
-    if problems and not found.repairs:
-        found.defects.append("broken weights")
-    is_low = found.tau is not None and found.tau < LOW_TAU
-    tokenizer = found.facts.get("tokenizer")
+def _floor_facts(least: Floor) -> dict[str, Any]:
+    """Return the lower bounds, and what a verify reads of a mixture of experts."""
+    facts: dict[str, Any] = {
+        "steps": least.num_steps,
+        "bandwidth_gb_s": round(least.gb_s, 1),
+        "floor_plain_ms": round(least.plain_ms, 4),
+        "floor_round_ms": round(least.round_ms, 4),
+        "floor_break_even": round(least.break_even, 4),
+    }
+    if least.verify is not None:
+        uniform = least.verify.experts.distinct(least.num_steps + 1)
+        facts["experts"] = {**least.verify.facts, "distinct_if_random": round(uniform, 2)}
+    return facts
+
+
+def _pace(played: GenerationOutput, plain: GenerationOutput, round_ms: float, plain_ms: float) -> dict[str, Any]:
+    """Return acceptance and pace of rounds beside plain steps."""
+    stats, break_even = played.stats.acceptance, round_ms / plain_ms
+    return {
+        "tau": round(stats.tau, 4),
+        "ci95": rounded(ci95([r.acceptance for r in played.requests])),
+        "rounds": stats.num_rounds,
+        "accept_at": [round(a, 4) for a in stats.acceptance_at],
+        "accept_given": conditional(stats.acceptance_at),
+        "round_ms": round(round_ms, 3),
+        "break_even": round(break_even, 4),
+        "pays": stats.tau > break_even,
+        "equal": played.tokens == plain.tokens,
+    }
+
+
+def _differences(played: GenerationOutput, plain: GenerationOutput) -> list[str]:
+    """Return a remark if texts of rounds differ from plain decoding."""
+    differing = sum(a != b for a, b in zip(played.tokens, plain.tokens, strict=True))
+    if not differing:
+        return []
+    return [
+        f"{differing} of {len(plain.tokens)} texts differ from plain decoding: in bf16 these are near-ties (specdec "
+        "bench lossless traces them); in fp32 please report it"
+    ]
+
+
+def measure_verify(model: PreTrainedModel, texts: Sequence[Text], num_nodes: int) -> VerifyCost | None:
+    """Return the VerifyCost of chains of `num_nodes` tokens on `texts`; None if the model has no routed experts."""
+    if verify_cost(model, num_nodes) is None:
+        return None
+    return verify_cost(model, num_nodes, distinct_experts(model, texts, num_nodes))
+
+
+def _conclude(found: Mapping[str, Any], draft: Draft, base: Agreement | None) -> tuple[list[str], list[str]]:
+    """Return (defects, most likely first; remarks on the tokenizer and on a tau near 1 that nothing else explains)."""
+    defects, remarks = list(found["repairs"]), list[str]()
+    is_low, tokenizer = found.get("tau", LOW_TAU) < LOW_TAU, found.get("tokenizer")
+    if "tau" not in found and not defects:
+        defects.append("broken weights")
     if tokenizer not in (None, "equal"):
-        found.remarks.append(f"its tokenizer is not the target's: {tokenizer}")
-        found.defects += ["tokenizer"] if is_low else []
-    if is_low and not found.defects:
-        name, remark = _why_low(found, draft)
-        found.defects += [name] if name else []
-        found.remarks.append(remark)
-    found.remarks += doubts(found)
+        remarks.append(f"its tokenizer is not the target's: {tokenizer}")
+        defects += ["tokenizer"] if is_low else []
+    if is_low and not defects:
+        name, why = _why_low(found, draft, base)
+        return [name] if name else [], [*remarks, why]
+    return defects, remarks
 
 
 def _is_idle(trial: Trial) -> bool:
@@ -163,25 +170,25 @@ def _is_idle(trial: Trial) -> bool:
     return trial.alternative.leaks or trial.agreement.first < 0.5
 
 
-def _why_low(found: Findings, draft: DraftHead | PreTrainedModel) -> tuple[str | None, str]:
+def _why_low(found: Mapping[str, Any], draft: Draft, base: Agreement | None) -> tuple[str | None, str]:
     """Explain a tau near 1 that no other reading raises: (a defect or None, a sentence)."""
-    agreement, covered = found.agreement, found.facts.get("coverage", 1.0)
+    covered = found.get("coverage", 1.0)
     if covered < LOW_COVERAGE:
         return "hot vocabulary", (
             f"its hot vocabulary holds {covered:.0%} of what the target says here: choose it on such text, train anew"
         )
-    if agreement is None:
+    if base is None:
         return None, "it says little of what the target says"
-    noise = found.chance + 2 * agreement.num_rows**-0.5
-    first_accepted = next(iter(found.speculative.acceptance.acceptance_at), 0.0) if found.speculative else 0.0
-    if agreement.first > max(noise, 2 * first_accepted + 0.1):
+    noise = found["chance"] + 2 * base.num_rows**-0.5
+    accepted = next(iter(found["accept_at"]), 0.0)
+    if base.first > max(noise, 2 * accepted + 0.1):
         return "engine", (
-            f"outside the engine it agrees in {agreement.first:.0%} of rows, inside {first_accepted:.0%} of its first "
-            "drafts are accepted: this may be a defect of the engine; please report it"
+            f"outside the engine it agrees in {base.first:.0%} of rows, inside {accepted:.0%} of its first drafts are "
+            "accepted: this may be a defect of the engine; please report it"
         )
-    if agreement.first > noise:
+    if base.first > noise:
         return None, "it is read as it was trained, as far as other readings tell; it knows little of such text"
-    if found.facts.get("embedding_likeness", 1.0) < UNLIKE:
+    if found.get("embedding_likeness", 1.0) < UNLIKE:
         why = "its own embedding has nothing in common with the target's"
     elif isinstance(draft, DraftHead) and untouched_norm(draft):
         why = f"{untouched_norm(draft)} is all of one value, as norms are made"
@@ -190,29 +197,36 @@ def _why_low(found: Findings, draft: DraftHead | PreTrainedModel) -> tuple[str |
     return "untrained or random", f"it agrees no more than chance under every reading: {why}"
 
 
-def doubts(found: Findings) -> list[str]:
-    """Return remarks on a reading that may be better, texts that differ, what a verify reads, and whether the draft
-    pays."""
-    remarks = []
-    base = found.agreement
-    maybe = None if base is None or found.repairs else unclear(found.trials, base)
-    if base is not None and maybe is not None:
-        remarks.append(
-            f"it may read better with {maybe.alternative.name!r} ({maybe.agreement.score:.2f} of two drafts accepted, "
-            f"not {base.score:.2f}); {base.num_rows} rows do not tell, give more prompts"
-        )
-    if found.speculative is not None and found.speculative.tokens != found.plain.tokens:
-        differing = sum(a != b for a, b in zip(found.speculative.tokens, found.plain.tokens, strict=True))
-        remarks.append(
-            f"{differing} of {len(found.plain.tokens)} texts differ from plain decoding: in bf16 these are near-ties "
-            "(specdec bench lossless traces them); in fp32 please report it"
-        )
-    if found.floor.verify is not None:
-        remarks.append(remark(found.floor.verify, found.floor.break_even))
-    if found.tau is not None and found.break_even is not None:
-        speed = found.tau / found.break_even
-        verdict = f"{'it pays' if speed > 1 else 'it does not pay'} ({speed:.2f}x)"
-        if found.break_even < 1:  # a verify is a plain step of more tokens
-            verdict = "no round is as cheap, so the times are not to be trusted; run it again on a quiet machine"
-        remarks.append(f"a round costs {found.break_even:.2f} plain steps and yields {found.tau:.2f}: {verdict}")
-    return remarks
+def doubts(trials: Sequence[Trial], base: Agreement) -> list[str]:
+    """Return a remark on the reading that may be better than `base`, if any is."""
+    maybe = unclear(trials, base)
+    if maybe is None:
+        return []
+    return [
+        f"it may read better with {maybe.alternative.name!r} ({maybe.agreement.score:.2f} of two drafts accepted, "
+        f"not {base.score:.2f}); {base.num_rows} rows do not tell, give more prompts"
+    ]
+
+
+def verify_remark(cost: VerifyCost, break_even: float) -> str:
+    """Say what a verify of a mixture of experts reads, and whether any draft can pay. break_even: tau at which this
+    one does, by bytes."""
+    experts = cost.experts
+    what = (
+        f"a verify of {cost.num_nodes} tokens reads {cost.distinct:.1f} of {experts.num_experts} experts a layer "
+        f"({experts.distinct(cost.num_nodes):.1f} if choices were random; a step {experts.per_token}), "
+        f"{cost.ratio:.2f} times the bytes of a step: at batch 1 this draft cannot pay below tau {break_even:.2f}, nor "
+        f"any draft below {cost.ratio:.2f}"
+    )
+    if break_even < cost.num_nodes:
+        return what
+    return f"{what}; a round yields {cost.num_nodes} at most, so that speculation of this depth cannot pay"
+
+
+def verdict(tau: float, break_even: float) -> str:
+    """Say whether a draft pays. break_even: a round's time in plain steps."""
+    speed = tau / break_even
+    pays = f"{'it pays' if speed > 1 else 'it does not pay'} ({speed:.2f}x)"
+    if break_even < 1:  # a verify is a plain step of more tokens
+        pays = "no round is as cheap, so the times are not to be trusted; run it again on a quiet machine"
+    return f"a round costs {break_even:.2f} plain steps and yields {tau:.2f}: {pays}"

@@ -26,31 +26,22 @@ def facts_of(draft: DraftHead | PreTrainedModel, model: PreTrainedModel) -> dict
     """Return the facts of a loaded draft and its target `model`."""
     vocab_size = model.get_output_embeddings().weight.shape[0]
     facts: dict[str, Any] = {"shape": shape_of(draft), "target_shape": shape_of(model), "target_vocab": vocab_size}
-    if isinstance(draft, DraftHead):
-        facts |= {
-            "draft_vocab": draft.hot_ids.numel(),
-            "reads": "last hidden state" if draft.aux_layers == (LAST,) else "outputs of aux layers",
-            "aux_layers": [i for i in draft.aux_layers if i != LAST],
-            "recycles": "state after the out norm" if draft.recycles_normed else "state before the out norm",
-            **_owners(draft, model),
-        }
-    else:
-        facts["draft_vocab"] = draft.get_output_embeddings().weight.shape[0]
     for name, module in (("draft", draft), ("target", model)):
         facts[f"{name}_parameters"] = sum(p.numel() for p in module.parameters())
         facts[f"{name}_bytes"] = num_bytes(module)
-    if isinstance(draft, DraftHead) and draft.lm_head is not None and _has_targets_rows(draft, model):
+    if not isinstance(draft, DraftHead):
+        return {**facts, "draft_vocab": draft.get_output_embeddings().weight.shape[0]}
+    rows, shares_rows = draft.hot_ids.numel(), _has_targets_rows(draft, model)
+    if draft.lm_head is not None and shares_rows:
         facts["draft_parameters"] -= sum(p.numel() for p in draft.lm_head.parameters())
         facts["draft_bytes"] -= num_bytes(draft.lm_head)
-    return facts
-
-
-def _owners(head: DraftHead, model: PreTrainedModel) -> dict[str, list[str]]:
-    """Say what of embedding and output head is the head's own, and what is the target's."""
-    own = {"embedding": head.embed_tokens is not None, "output head": not _has_targets_rows(head, model)}
-    rows = head.hot_ids.numel()
-    words = {"output head": f"{rows:,} rows of the output head"} if rows < head.vocab_size else {}
-    return {
+    own = {"embedding": draft.embed_tokens is not None, "output head": not shares_rows}
+    words = {"output head": f"{rows:,} rows of the output head"} if rows < draft.vocab_size else {}
+    return facts | {
+        "draft_vocab": rows,
+        "reads": "last hidden state" if draft.aux_layers == (LAST,) else "outputs of aux layers",
+        "aux_layers": [i for i in draft.aux_layers if i != LAST],
+        "recycles": "state after the out norm" if draft.recycles_normed else "state before the out norm",
         "own": [name for name, is_own in own.items() if is_own],
         "from_target": [words.get(name, name) for name, is_own in own.items() if not is_own],
     }

@@ -5,7 +5,7 @@ and how it is read, not the machinery around it.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from specdec.heads.base import DraftHead
 from specdec.targets.shape import LAST
-from specdec.train.ttt import TTTAttention
+from specdec.train.ttt import unroll
 
 NORMED = -1  # as a source of features: the last hidden state after the final norm
 NUM_STEPS = 2  # draft steps that are compared: the second is the first to read a recycled state
@@ -83,6 +83,11 @@ class Agreement:
         return float(self.right[1].float().mean())
 
     @property
+    def rates(self) -> list[float]:
+        """Shares of both steps, for reports."""
+        return [round(self.first, 4), round(self.second, 4)]
+
+    @property
     def score(self) -> float:
         """Mean number of drafts that a chain of two would have had accepted, over rows."""
         return float(self._accepted.mean())
@@ -102,37 +107,33 @@ def observe(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]
     """Run the target once over a prompt and its own answer."""
     ids = torch.tensor([[*prompt, *answer]], device=model.device)
     seen: list[torch.Tensor] = []
-    norm = getattr(model.get_decoder(), "norm", None)
-    hook = None
-    if isinstance(norm, nn.Module):
-        hook = norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
-    try:
+    norm = final_norm(model) or nn.Identity()
+    with norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach())):
         out = model(input_ids=ids, use_cache=False, output_hidden_states=True)
-    finally:
-        if hook is not None:
-            hook.remove()
-    raw = seen[-1][0] if seen else None
-    stream = (*(h[0] for h in out.hidden_states[:-1]), raw)
+    stream = (*(h[0] for h in out.hidden_states[:-1]), seen[-1][0] if seen else None)
     return Observed(ids[0], len(prompt), out.logits[0].argmax(-1), stream, out.hidden_states[-1][0])
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module | None:
+    """Return the target's norm after its last layer, None if it is not found by its name."""
+    norm = getattr(model.get_decoder(), "norm", None)
+    return norm if isinstance(norm, nn.Module) else None
 
 
 @torch.no_grad()
 def agreement(reading: Reading, model: PreTrainedModel, texts: Sequence[Observed]) -> Agreement:
     """Compare the head under `reading` with the target on its answers in `texts`."""
-    embed, score = model.get_input_embeddings(), model.get_output_embeddings()
-    hot, right = reading.head.hot_ids, []
+    head, score, right = reading.head, model.get_output_embeddings(), []
     for text in texts:
         length = len(text.ids) - NUM_STEPS - 1  # columns; one less, as tokens may be read one ahead
         first = max(text.num_prompt - 1, 0)
         if length <= first:
             continue
-        tokens = _moved(text.ids, reading.token_offset)
-        features = _moved(text.features(reading.sources), reading.feature_offset)[:length]
-        logits = [
-            reading.head.logits(state[first:], score, module)
-            for module, state in _unroll(reading.head, embed, tokens, features)
-        ]
-        drafted = torch.stack([hot[row.argmax(-1)] for row in logits])
+        tokens = _moved(text.ids, reading.token_offset).unsqueeze(0)
+        features = _moved(text.features(reading.sources), reading.feature_offset)[:length].unsqueeze(0)
+        states = unroll(head, model.get_input_embeddings(), tokens, features, NUM_STEPS)
+        logits = [head.logits(s[0, first:], score, min(j, head.num_modules - 1)) for j, s in enumerate(states)]
+        drafted = torch.stack([head.hot_ids[row.argmax(-1)] for row in logits])
         wanted = torch.stack([text.best[first + 1 + j : length + 1 + j] for j in range(NUM_STEPS)])
         right.append(drafted == wanted)
     return _joined(right)
@@ -158,22 +159,6 @@ def coverage(hot_ids: torch.Tensor, texts: Sequence[Observed]) -> float:
     """Return the share of the target's answer tokens that a draft scoring only `hot_ids` can emit at all."""
     said = torch.cat([text.best[text.num_prompt :] for text in texts])
     return float(torch.isin(said, hot_ids).float().mean())
-
-
-def _unroll(
-    head: DraftHead, embed: nn.Module, tokens: torch.Tensor, features: torch.Tensor
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (module, states [T, h_d]) of each step for tokens [> T] and features [T, num*h]. Column i of step j is at
-    position i+j and reads token i+1+j with its own state of step j-1: a chain that begins at row i."""
-    length, attend = features.shape[0], TTTAttention(head.attention_layers)
-    embeds = (head.embed_tokens or embed)(tokens)
-    positions = torch.arange(length, device=tokens.device)
-    state = head.fuse(features).unsqueeze(0)
-    for j in range(NUM_STEPS):
-        module = min(j, head.num_modules - 1)
-        rope = head.rope((positions + j).unsqueeze(0))
-        state = head(embeds[1 + j : 1 + j + length].unsqueeze(0), state, rope, attend, module)
-        yield module, state[0]
 
 
 def _moved(rows: torch.Tensor, offset: int) -> torch.Tensor:

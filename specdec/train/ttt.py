@@ -86,7 +86,7 @@ def unroll(
     """Yield the recycled state [B, T, h_d] of each of `num_steps` steps, in order.
 
     embed: the target's, frozen, used unless the head has its own. tokens [B, >= T + num_steps] int64, right-padded.
-    features [B, T, num_aux*h]: the target's.
+    features [B, T, num_aux*h]: the target's. Of several modules, the last one runs all steps from its own on.
     """
     batch, length = features.shape[:2]
     if tokens.shape[1] < length + num_steps:
@@ -100,5 +100,6 @@ def unroll(
     hidden = head.fuse(features)
     positions = torch.arange(length, device=tokens.device).expand(batch, -1)
     for j in range(num_steps):
-        hidden = head(embeds[:, 1 + j : 1 + j + length], hidden, head.rope(positions + j), attend)
+        module = min(j, head.num_modules - 1)
+        hidden = head(embeds[:, 1 + j : 1 + j + length], hidden, head.rope(positions + j), attend, module)
         yield hidden
