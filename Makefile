@@ -15,8 +15,7 @@ demo: $(READY)
 bench: OUT := bench/out/$(shell date +%Y-%m-%d-%H%M%S)
 bench: $(READY)
 	HF_HUB_OFFLINE=1 $(BIN)/specdec bench acceptance --prompts bench/prompts.jsonl --limit 6 --max-new-tokens 48 --out $(OUT)
-	HF_HUB_OFFLINE=1 PYTHONPATH=. $(BIN)/python bench/lookup.py --prompts bench/prompts.jsonl --steps 2 --limit 2 \
-	    --max-new-tokens 32 --out $(OUT)
+	HF_HUB_OFFLINE=1 $(BIN)/specdec bench peers --prompts bench/prompts.jsonl --limit 2 --few 2 --out $(OUT)
 	@echo "page: $$($(BIN)/specdec bench page $(OUT)/*.json --out $(OUT)/page.html)"
 
 test: $(READY)

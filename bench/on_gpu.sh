@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only a GPU can show: `bash bench/on_gpu.sh OUT PART...`, from the repository's root. Parts: tests check
-# models experts kernels, and on two GPUs: ranks. Each takes up to ten minutes on an H200; logs and results are in
+# models kernels, and on two GPUs: ranks. Each takes up to ten minutes on an H200; logs and results are in
 # OUT, the end of every log is printed, and what fails does not stop the rest.
 set -u
 export PYTHONPATH="${PYTHONPATH:-}:." PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
@@ -45,8 +45,6 @@ models() { # without transformers' own generate; a first attach takes up to two 
     latency qwen3-next-12 160 plain,3:1:4 --algo nextn
     latency 30b-a3b 170 plain,3:1:4
 }
-
-experts() { timed experts-float32 150 16 python3 bench/experts.py --dtype float32 --out "$out"; }
 
 kernels() {
     timed kernels-35b 150 130 python3 bench/round_kernels.py --shape 35b-a3b --layers 8 --algo nextn --out "$out"

@@ -36,7 +36,7 @@ from specdec.targets.hf import HFTarget
 from specdec.targets.probe import ModelSpec
 
 LOWER = "max_prefill_tokens, shorten prefill_buckets, or pass prefill_graph='off'"
-# For `estimate_prefill_bytes`; set so that the estimate is close to what bench/prefill.py measures on an H200.
+# For `estimate_prefill_bytes`; set so that the estimate is close to what an H200 measured.
 NODE_BYTES, NODES_A_LAYER = 5 << 10, 40
 LIVE_ROWS = 12  # hidden-sized activations of a token that live at once
 BUSY = 1.3  # the device counts as the slower one if a forward takes this many times as long as launching it
