@@ -1,19 +1,20 @@
-"""Which causal-LM types of transformers can be attached: a tiny random model of each, probed and compared.
+"""Tries to attach a tiny random model of every causal-LM type of transformers.
 
     python bench/admission.py                          # one line a type, then one JSON object
     python bench/admission.py --types llama llama4     # only these
     python bench/admission.py --table docs/models.md   # writes the table
 
-Configs are the types' defaults with small numbers in the place of sizes. A type that cannot be built so is counted
+Configs are the types' defaults with small sizes. A type that cannot be built with them is counted
 apart: nothing is known about it. Needs a CPU and minutes.
 """
 
 import argparse
 import json
 import logging
+import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,21 +190,30 @@ def _lines(verdicts: list[Verdict]) -> Iterator[str]:
     counts = Counter(v.outcome for v in verdicts)
     yield "# Models"
     yield ""
-    yield (
-        f"The {len(verdicts)} causal-LM types of transformers {transformers.__version__}, a tiny random model of each: "
-        f"{counts['admitted']} are admitted, {counts['refused']} are refused, {counts['not built']} could not be built "
-        "from small numbers, so nothing is known about them."
+    summary = (
+        f"Of the {len(verdicts)} causal-LM types of transformers {transformers.__version__}, {counts['admitted']} "
+        f"attach, {counts['refused']} are refused, and {counts['not built']} could not be built with small sizes. Each "
+        "was tried as a tiny random model: `python bench/admission.py --table docs/models.md` writes this page."
     )
-    yield "`python bench/admission.py --table docs/models.md` writes this page."
+    yield from textwrap.wrap(summary, 120)
     yield ""
-    yield (
-        "Llama 4: transformers counts padding in its attention temperatures, so left-padded batches give other text "
-        "there than the prompts alone; an engine gives the prompts' own, under `install()` too."
-    )
-    yield ""
-    yield "| type | outcome | why |"
-    yield "|---|---|---|"
-    yield from (f"| {v.model_type} | {v.outcome} | {v.why.replace('|', '/')} |" for v in verdicts)
+    yield "## Admitted"
+    names = ", ".join(v.model_type for v in verdicts if v.outcome == "admitted")
+    yield from textwrap.wrap(names, 120, break_on_hyphens=False)
+    for outcome, title in (("admitted", "### With notes"), ("refused", "## Refused"), ("not built", "## Not built")):
+        yield ""
+        yield title
+        yield "| types | why |"
+        yield "|---|---|"
+        yield from _by_reason(v for v in verdicts if v.outcome == outcome and v.why)
+
+
+def _by_reason(verdicts: Iterable[Verdict]) -> Iterator[str]:
+    """Yield a table row for each reason, with all types that it stands for."""
+    types: dict[str, list[str]] = {}
+    for v in verdicts:
+        types.setdefault(v.why.replace("|", "/"), []).append(v.model_type)
+    yield from (f"| {', '.join(names)} | {why} |" for why, names in types.items())
 
 
 if __name__ == "__main__":

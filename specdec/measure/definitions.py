@@ -1,4 +1,4 @@
-"""What the figures of results mean, and what other projects call them: the page and docs/definitions.md say this.
+"""Defines the figures of results, with other projects' names for them, for result pages and docs/definitions.md.
 
 `python -m specdec.measure.definitions` prints docs/definitions.md; a test compares the two.
 """
@@ -17,19 +17,18 @@ class Definition(NamedTuple):
 DEFINITIONS = (
     Definition(
         "tau",
-        "Pooled: tokens that all verify rounds of all requests emitted, over the number of these rounds. The bonus "
-        "token (the target's own at the end of a round) is included, so tau is at least 1; plain decoding has 1. What "
-        "EOS, a stop string or the length cuts off is not counted.",
+        "Tokens emitted by all verify rounds of all requests, over the number of rounds. The bonus token (the target's "
+        "own at the end of a round) counts, so plain decoding has tau 1. Tokens cut off by EOS, a stop string or the "
+        "length do not count.",
         "Acceptance length (AL; EAGLE, SPEED-Bench), mean accepted tokens (MAT; Spec-Bench), accept length (SGLang), "
-        "mean acceptance length (vLLM), τ. Some take the mean over requests or over domains (macro), which is another "
-        "number; some leave the bonus token out, and are lower by 1.",
+        "mean acceptance length (vLLM), τ. Some average over requests or domains (macro); some leave the bonus token "
+        "out, and are lower by 1.",
     ),
     Definition(
         "the first token",
-        "The token that the prefill gives belongs to no round: tau and a_j do not count it. Tokens/s of acceptance "
-        "rows do count it, and the prefill's time with it.",
-        "Benches that divide all new tokens by all target forwards count it, which on short answers raises or lowers "
-        "their figure.",
+        "The prefill's token belongs to no round: tau and a_j do not count it. Tokens/s of acceptance rows count it "
+        "and the prefill's time.",
+        "Benches that divide all new tokens by all target forwards count it, which shifts tau on short answers.",
     ),
     Definition(
         "a_j, unconditional",
@@ -45,8 +44,8 @@ DEFINITIONS = (
     ),
     Definition(
         "95% interval of tau",
-        "Over prompts: the ratio estimator, linearised. A prompt is the unit that is drawn, its rounds are not "
-        "independent. Intervals of a_j without one of their own are Wilson's, over rounds, and therefore too narrow.",
+        "Over prompts: the ratio estimator, linearised, since rounds of a prompt are not independent. Other intervals "
+        "of a_j are Wilson's, over rounds, and therefore too narrow.",
         "Most benches give none; some give the standard deviation of several runs.",
     ),
     Definition(
@@ -57,27 +56,25 @@ DEFINITIONS = (
     ),
     Definition(
         "prompts",
-        "Each is the single user turn of a chat, in the target's own chat template with the generation prompt. Of "
-        "MT-bench the first turns unless a row says otherwise. A record that has a hash has the prompts' or the "
-        "template's SHA-256: other prompts, templates or system messages give another tau.",
-        "Check the template first where figures differ: a changed one lowers the acceptance of a trained head.",
+        "One user turn of a chat, in the target's own chat template with the generation prompt; of MT-bench the first "
+        "turns unless a row says otherwise. Hashes are SHA-256 of prompts and template: others give another tau.",
+        "If figures differ, compare templates first: a changed one lowers the acceptance of a trained head.",
     ),
     Definition(
         "thinking",
-        "As the chat template does when it is not told: nothing is passed to it. Where thinking is on by default, the "
-        "reasoning is part of the answer and of tau.",
+        "The chat template's default. Where thinking is on by default, the reasoning is part of the answer and of tau.",
         "`enable_thinking` in other benches; reasoning text is accepted at another rate than answers.",
     ),
     Definition(
         "temperature",
-        "0 is greedy. Above 0, request i is sampled with seed request_seed(0, i), and chains draw their drafts from "
-        "the draft's own law unless a row says greedy drafts; the law of the text is the target's either way.",
+        "0 is greedy. Above 0, request i has seed request_seed(0, i), and chains sample their drafts unless a row says "
+        "greedy drafts; the text follows the target's distribution either way.",
         "T; some benches draft greedily at every temperature, which lowers tau.",
     ),
     Definition(
         "warm-up",
-        "Compiling, capture of graphs and a call before the clock starts are not timed; they are in the start-up rows. "
-        "Acceptance counts every round, since it does not depend on speed.",
+        "Compilation, graph capture and a first call are not timed; start-up rows have them. Acceptance counts every "
+        "round.",
         "Servers' benches often time the first requests, too.",
     ),
     Definition(
@@ -100,17 +97,17 @@ DEFINITIONS = (
     ),
     Definition(
         "floor",
-        "What no implementation on that device can be below: reading weights (and keys and values) once at the "
-        "measured copy rate, or multiplying at the measured rate, whichever is more. Rows give it per call (TTFT) or "
-        "per token (TPOT). Where ranks share the target (`tp`) it is one rank's: its part of the weights, K/V and "
-        "states that are cut, all of the others (routers, the draft and its K/V), and no time for collectives.",
+        "A lower bound for any implementation on that device: reading weights, keys and values once at the measured "
+        "copy rate, or multiplying at the measured rate, whichever takes longer. Per call (TTFT) or per token (TPOT). "
+        "With tensor parallelism (`tp`) it is one rank's: its shards, everything unsharded (routers, the draft and its "
+        "K/V), and no time for collectives.",
         "Roofline, speed of light (SOL).",
     ),
     Definition(
         "break-even",
-        "The tau from which speculation pays: a round's milliseconds over a step of plain decoding at the same batch, "
+        "The tau from which speculation pays: a round's milliseconds over those of a plain step at the same batch, "
         "prompts and mode; in charts, the line of plain decoding.",
-        "Speed-up 1×. Ours is against this engine's own plain decoding, graphs and all, not against eager `generate`.",
+        "Speed-up 1×, here against this engine's own plain decoding with graphs, not against eager `generate`.",
     ),
     Definition(
         "eager",
@@ -119,16 +116,15 @@ DEFINITIONS = (
     ),
     Definition(
         "McNemar's p, paired bootstrap",
-        "Modes answer the same questions. McNemar's test asks whether those that only one mode answers correctly fall "
-        "to both alike; the bootstrap draws questions anew for the interval of the difference of likelihoods.",
-        "Unpaired accuracies ± standard error see much less.",
+        "Modes answer the same questions. McNemar's test compares how many only one mode answers correctly; the "
+        "bootstrap resamples questions for the interval of the difference of likelihoods.",
+        "Unpaired accuracies ± standard error are far less sensitive.",
     ),
     Definition(
         "near tie",
-        "In 16 bits: texts first part where the target's own two logits are no further apart than rounding moves them: "
-        "the most that the target's eager and sdpa attentions change the gap between its two best tokens on these "
-        "texts (`near_tie` in rows, at least 0.25, two steps of bfloat16 at that size). Older files: 0.25. In fp32 "
-        "nothing is explained by rounding.",
+        "In 16 bits, texts may differ first where the target's two best logits are closer than rounding moves them: "
+        "the largest change of that gap between the target's eager and sdpa attention on these texts (`near_tie` in "
+        "rows, at least 0.25, two bf16 steps at that size). Older files: 0.25. In fp32 rounding explains nothing.",
         "“fp32 rule”, divergence by batch invariance.",
     ),
 )
@@ -138,7 +134,7 @@ def markdown() -> str:
     """Return docs/definitions.md."""
     lines = ["# Definitions", ""]
     lines += [
-        "What the figures on result pages and in [results.md](results.md) mean, and what other benches call them.",
+        "Figures on result pages and in [results.md](results.md), and what other benchmarks call them.",
         "",
     ]
     lines += ["| term | here | elsewhere |", "|---|---|---|"]
