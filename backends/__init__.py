@@ -1,15 +1,21 @@
 """Attention over the paged KV pool. Backends know shapes and slots, never algorithms or models."""
 
-from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec, unmet_needs
-from specdec.backends.bridge import AttentionBridge
-from specdec.backends.experts import grouped_linear
-from specdec.backends.metadata import MetadataBuilder
-from specdec.backends.op import ForwardContext, attention, before_attention, forward_context
-from specdec.backends.registry import BACKENDS, compiling_kernels, pick_backend
-from specdec.backends.rope import Rope
-from specdec.backends.torch_ref import TorchBackend
-from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.kv_cache import KVPool, SlotTables
+import typing
+
+from specdec.lazy import names_from
+
+if typing.TYPE_CHECKING:
+    from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec, unmet_needs
+    from specdec.backends.bridge import AttentionBridge
+    from specdec.backends.experts import grouped_linear
+    from specdec.backends.metadata import MetadataBuilder
+    from specdec.backends.op import ForwardContext, attention, before_attention, forward_context
+    from specdec.backends.registry import BACKENDS, compiling_kernels, pick_backend
+    from specdec.backends.rope import Rope
+    from specdec.backends.torch_ref import TorchBackend
+    from specdec.batch import AttentionMetadata, ForwardMode
+    from specdec.cache.pool import KVPool
+    from specdec.cache.tables import SlotTables
 
 __all__ = [
     "BACKENDS",
@@ -34,3 +40,6 @@ __all__ = [
     "pick_backend",
     "unmet_needs",
 ]
+
+_HOMES = ("base", "op", "bridge", "experts", "metadata", "registry", "torch_ref", ".cache.tables")
+__getattr__ = names_from(__name__, __all__, _HOMES)

@@ -11,7 +11,7 @@ from specdec.backends.checks import check_call, check_indices, check_shapes, is_
 from specdec.backends.metadata import MetadataBuilder
 from specdec.backends.rope import Rope
 from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.kv_cache import KVPool, LayerShape
+from specdec.cache.pool import KVPool, LayerShape
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,9 @@ class Capabilities:
 
     fused_ops: whether rounds beside it use the fused operations (Triton kernels) or the torch ones.
     packed_prefill: whether it attends in prefills whose lengths only the device knows (`AttentionMetadata.is_packed`).
-    page_sizes: KV slots a page may have; head_dims: of q, k and v; None: any, the latter up to max_head_dim.
+    head_dims: of q, k and v; None: any up to max_head_dim.
     """
 
-    device_planned: bool
     tree_mask: bool
     sliding_window: bool
     sinks: bool
@@ -75,19 +74,14 @@ class Capabilities:
     fused_ops: bool = False
     packed_prefill: bool = False
     chunks: bool = False
-    page_sizes: frozenset[int] | None = None
     head_dims: frozenset[int] | None = None
 
 
-def unmet_needs(
-    capabilities: Capabilities, layers: Sequence[LayerSpec], dtype: torch.dtype, page_size: int = 1
-) -> list[str]:
-    """Reasons why a backend with `capabilities` cannot run `layers` in `dtype` on such pages; empty if it can."""
+def unmet_needs(capabilities: Capabilities, layers: Sequence[LayerSpec], dtype: torch.dtype) -> list[str]:
+    """Reasons why a backend with `capabilities` cannot run `layers` in `dtype`; empty if it can."""
     reasons = []
     if dtype not in capabilities.dtypes:
         reasons.append(f"dtype {dtype} is not one of {sorted(map(str, capabilities.dtypes))}")
-    if capabilities.page_sizes is not None and page_size not in capabilities.page_sizes:
-        reasons.append(f"page_size {page_size} is not one of {sorted(capabilities.page_sizes)}")
     for i, layer in enumerate(layers):
         dims = {layer.qk_dim, layer.v_dim}
         widest, known = max(dims), capabilities.head_dims or dims

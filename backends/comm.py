@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ ALIGNMENT = 16  # bytes, of what a kernel of torch sums, a rank
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
 RELEASE_S = 20.0  # until what waits for a rank that is gone must have ended
 LOST = 70  # exit status of a process whose device waits for a rank that is gone, and cannot be freed
+Fields = TypeVar("Fields", bound=tuple[torch.Tensor, ...])
 _COMMUNICATORS: dict[str, list["Communicator"]] = {}  # by name of process group, as ops find them: the last made
 
 
@@ -246,3 +247,18 @@ def all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
 def broadcast(x: torch.Tensor, group: str) -> torch.Tensor:
     """Return the x of the first rank of `group`."""
     return torch.ops.specdec.broadcast(x, group)
+
+
+def agreed(group: str, fields: Fields) -> Fields:
+    """Return rank 0's `fields`, a NamedTuple of tensors [n, ...], int64 or bool; group: "" for a single process.
+
+    Ranks compute the same from equal sums, but nothing proves that every product of a replicated draft picks one
+    algorithm on all of them. With one broadcast of a tree and one of a verdict, only K/V can differ, in the last bits.
+    """
+    if not group:
+        return fields
+    num = fields[0].shape[0]
+    flat = [field.reshape(num, -1).long() for field in fields]
+    parts = broadcast(torch.cat(flat, 1), group).split([part.shape[1] for part in flat], 1)
+    make: Callable[..., Any] = type(fields)._make  # type: ignore[attr-defined]
+    return make(part.reshape(own.shape).to(own.dtype).contiguous() for part, own in zip(parts, fields, strict=True))

@@ -17,8 +17,7 @@ from specdec.backends.recurrent import StateScope, recurrent_scope
 from specdec.backends.rope import Rope
 from specdec.backends.state_pool import StatePool
 from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.kv_cache import KVPool
-from specdec.layer_state import LayerState
+from specdec.cache.pool import KVPool, LayerState
 
 
 class AttentionScope(Protocol):

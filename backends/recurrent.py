@@ -3,7 +3,6 @@
 As with `specdec::attn`, the ops know only a layer number; what a forward keeps between calls is no argument of theirs.
 """
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,9 +11,7 @@ from typing import Protocol
 
 import torch
 
-from specdec.backends.base import Capabilities
-from specdec.backends.recurrent_ref import TORCH_RECURRENT
-from specdec.backends.state_pool import RecurrentOps, ScanInputs, StatePool
+from specdec.backends.state_pool import ScanInputs, StatePool
 from specdec.batch import AttentionMetadata
 
 
@@ -62,15 +59,6 @@ def recurrent_scope(scope: RecurrentScope) -> Iterator[None]:
 def current_recurrent() -> RecurrentScope | None:
     """Whoever answers recurrent layers of this thread, if there is one."""
     return _CURRENT.get(None)
-
-
-def pick_recurrent(capabilities: Capabilities) -> RecurrentOps:
-    """The set that goes with a backend that can do `capabilities`."""
-    if not capabilities.fused_ops or importlib.util.find_spec("triton") is None:
-        return TORCH_RECURRENT
-    from specdec.backends.triton.recurrent import TRITON_RECURRENT
-
-    return TRITON_RECURRENT
 
 
 def conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from specdec.backends.state_pool import ConvLayer, RecurrentLayer, RecurrentOps, ScanInputs, ScanLayer, ScanSpec
 from specdec.batch import AttentionMetadata
-from specdec.layer_state import Commit
+from specdec.cache.pool import Commit
 
 # Tokens. Decays by key make [CHUNK, CHUNK, heads, k_dim]; by element they multiply differences of cum by rates, and so
 # their rounding: one at a time there are none, and no state is made twice.

@@ -8,7 +8,9 @@ from types import MappingProxyType
 
 import torch
 
-from specdec.backends.base import AttentionBackend, LayerSpec, unmet_needs
+from specdec.backends.base import AttentionBackend, Capabilities, LayerSpec, unmet_needs
+from specdec.backends.recurrent_ref import TORCH_RECURRENT
+from specdec.backends.state_pool import RecurrentOps
 from specdec.backends.torch_ref import TorchBackend
 from specdec.errors import AttachError
 
@@ -57,7 +59,7 @@ def compiling_kernels(
 
 
 def pick_backend(
-    name: str, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, page_size: int = 1
+    name: str, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
 ) -> tuple[type[AttentionBackend], str]:
     """Return the backend class for `name` and why it was picked.
 
@@ -77,7 +79,7 @@ def pick_backend(
             against.append(f"backend {candidate}: {error}")
             continue
         unusable = backend.unusable_on(device)
-        reasons = [unusable] if unusable else unmet_needs(backend.capabilities, layers, dtype, page_size)
+        reasons = [unusable] if unusable else unmet_needs(backend.capabilities, layers, dtype)
         if not reasons and name == "auto":
             reasons = [reason for reason in (backend.not_ready(layers, dtype, device),) if reason]
         if not reasons:
@@ -90,3 +92,12 @@ def _why(asked: str, picked: str, against: Sequence[str]) -> str:
     if asked != "auto":
         return "asked for"
     return f"auto: {picked} is the fastest that can run it" + (f" ({'; '.join(against)})" if against else "")
+
+
+def pick_recurrent(capabilities: Capabilities) -> RecurrentOps:
+    """The set that goes with a backend that can do `capabilities`."""
+    if not capabilities.fused_ops or importlib.util.find_spec("triton") is None:
+        return TORCH_RECURRENT
+    from specdec.backends.triton.recurrent import TRITON_RECURRENT
+
+    return TRITON_RECURRENT

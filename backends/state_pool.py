@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 
 from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.layer_state import Commit, LayerState
+from specdec.cache.pool import Commit, LayerState
 
 Decay = Literal["head", "key", "state"]
 

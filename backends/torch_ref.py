@@ -50,7 +50,6 @@ class TorchBackend(AttentionBackend):
 
     name = "torch"
     capabilities = Capabilities(
-        device_planned=True,
         packed_prefill=True,
         tree_mask=True,
         sliding_window=True,

@@ -26,7 +26,6 @@ from specdec.round.graphs import estimate_bytes
 MODES: dict[str, dict[str, Any]] = {
     "graph": {"compile": False},
     "compiled": {"compile": True},
-    "three graphs": {"round_graph": False, "compile": False},
     "eager": {"cuda_graph": False},
 }
 SAMPLED = (3, 1, 4)  # the one shape that is also timed with sampling
@@ -58,8 +57,6 @@ def time_cases(model: Any, head: Any, cases: list[Case], args: argparse.Namespac
     rows = []
     first = cases[0]
     for mode in args.modes:
-        if mode == "three graphs" and (first.steps == 0 or first.kind != "greedy"):
-            continue
         batches = {"max_batch": max(args.batches), "graph_batches": tuple(args.batches)}
         engine = specdec.attach(model, head if first.steps else None, **first.settings, **batches, **MODES[mode])
         for case in cases:

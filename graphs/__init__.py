@@ -5,16 +5,21 @@ sealed before the first live batch; from then on a batch replays the smallest bu
 is counted.
 """
 
-from specdec.graphs.breakable import BreakableCapture, RecordedBreakable, pick_breakable
-from specdec.graphs.buffers import BufferSpec, StaticBuffers
-from specdec.graphs.build import build, rehearse
-from specdec.graphs.captures import Capture, EagerCapture, FullCapture, RecordedCapture, pick_capture
-from specdec.graphs.counters import Counters, PathCounters
-from specdec.graphs.pool import GraphPool
-from specdec.graphs.prefill import PrefillRunner
-from specdec.graphs.runner import GraphRunner, Setup
-from specdec.graphs.shapes import Decision, ShapeKey, batch_buckets, token_buckets
-from specdec.graphs.watch import Change, ChangeKind, Watch
+import typing
+
+from specdec.lazy import names_from
+
+if typing.TYPE_CHECKING:
+    from specdec.graphs.breakable import BreakableCapture, RecordedBreakable, pick_breakable
+    from specdec.graphs.buffers import BufferSpec, StaticBuffers
+    from specdec.graphs.building import build, rehearse
+    from specdec.graphs.captures import Capture, EagerCapture, FullCapture, RecordedCapture, pick_capture
+    from specdec.graphs.counters import Counters, PathCounters
+    from specdec.graphs.pool import GraphPool
+    from specdec.graphs.prefill import PrefillRunner
+    from specdec.graphs.runner import GraphRunner, Setup
+    from specdec.graphs.shapes import Decision, ShapeKey, batch_buckets, token_buckets
+    from specdec.graphs.watch import Change, ChangeKind, Watch
 
 __all__ = [
     "BreakableCapture",
@@ -43,3 +48,6 @@ __all__ = [
     "rehearse",
     "token_buckets",
 ]
+
+_HOMES = ("shapes", "buffers", "counters", "pool", "captures", "breakable", "runner", "prefill", "building", "watch")
+__getattr__ = names_from(__name__, __all__, _HOMES)

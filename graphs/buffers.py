@@ -14,7 +14,6 @@ class BufferSpec:
     shape(size): its shape for `size` requests or tokens; axis: the dimension that counts them, None for an input
     that is as large in every batch; pad: the value written to the rows past the live ones before every replay; it must
     be safe to compute with.
-    variants: the variants that take this input; empty: all. In other variants the body gets None for it.
     """
 
     name: str
@@ -22,16 +21,11 @@ class BufferSpec:
     dtype: torch.dtype
     pad: int | float | bool
     axis: int | None = 0
-    variants: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         stored = torch.tensor(self.pad, dtype=self.dtype, device="cpu").item()  # on the host: no sync
         if stored != self.pad and not self.dtype.is_floating_point:
             raise ValueError(f"pad={self.pad!r} of input {self.name!r}: {self.dtype} holds {stored!r} instead")
-
-    def is_used_by(self, variant: str) -> bool:
-        """Return whether graphs of `variant` read this input."""
-        return not self.variants or variant in self.variants
 
 
 class StaticBuffers:
@@ -55,24 +49,20 @@ class StaticBuffers:
             for s in specs
         }
 
-    def views(self, size: int, variant: str) -> dict[str, torch.Tensor | None]:
+    def views(self, size: int) -> dict[str, torch.Tensor]:
         """Return the inputs of a graph of `size`: views of the same memory at every call."""
-        return {
-            name: self._rows(name, 0, size) if spec.is_used_by(variant) else None for name, spec in self.specs.items()
-        }
+        return {name: self._rows(name, 0, size) for name in self.specs}
 
-    def load(self, inputs: Mapping[str, torch.Tensor | None], num: int, size: int, variant: str) -> None:
+    def load(self, inputs: Mapping[str, torch.Tensor | None], num: int, size: int) -> None:
         """Copy `num` rows of each input to its buffer and pad up to `size`; ValueError for wrong names or shapes.
 
         Inputs may lie in pinned host memory.
         """
-        used = {name for name, spec in self.specs.items() if spec.is_used_by(variant)}
-        given = {name for name, value in inputs.items() if value is not None}
-        if given != used:
-            raise ValueError(f"a batch of variant {variant!r} gives inputs {sorted(given)}: expected {sorted(used)}")
-        for name in used:
-            spec, buffer, value = self.specs[name], self.tensors[name], inputs[name]
-            assert value is not None
+        given = {name: value for name, value in inputs.items() if value is not None}
+        if given.keys() != self.specs.keys():
+            raise ValueError(f"a batch gives inputs {sorted(given)}: expected {sorted(self.specs)}")
+        for name, spec in self.specs.items():
+            buffer, value = self.tensors[name], given[name]
             if value.shape != torch.Size(spec.shape(num)) or value.dtype != spec.dtype:
                 raise ValueError(
                     f"input {name!r} is {value.dtype} of shape {tuple(value.shape)}: expected {spec.dtype} of shape "

@@ -104,7 +104,7 @@ class GraphRunner:
         if key is None:
             return self.run_eagerly(self.can_run(size, variant).reason, variant, inputs, **hints)
         captured = self.captured[key]
-        self._buffers.load(inputs, size, key.size, variant)
+        self._buffers.load(inputs, size, key.size)
         with self._setup.counters.recording():  # a capture that re-runs Python must not count its forwards as eager
             captured.graph.replay()
         self._setup.counters.count_replay(self.name, captured.forwards)
@@ -200,7 +200,7 @@ class GraphRunner:
         return self._found[size, variant]
 
     def _bound_body(self, key: ShapeKey) -> Callable[[], Any]:
-        views = self._buffers.views(key.size, key.variant)
+        views = self._buffers.views(key.size)
         return partial(self._body, key.variant, **views)
 
     def _size_of(self, inputs: Mapping[str, torch.Tensor | None]) -> int:

@@ -6,6 +6,8 @@ Names are imported on first use: `specdec.graphs` and `specdec.backends` need no
 import importlib
 import typing
 
+from specdec import lazy
+
 if typing.TYPE_CHECKING:
     from specdec.api import Engine, attach, engine_of
     from specdec.config import EngineConfig
@@ -37,24 +39,12 @@ __all__ = [
     "engine_of",
 ]
 
-_NAMES_OF = {
-    "api": ("Engine", "attach", "engine_of"),
-    "config": ("EngineConfig",),
-    "errors": ("AttachError", "CapacityError", "CheckpointError", "DetachedError", "GraphError", "RankError"),
-    "metrics": ("AcceptanceStats", "acceptance_length"),
-    "outputs": ("GenerationOutput", "GenerationStats", "GraphCost", "Report", "RequestOutput"),
-    "sampling_params": ("SamplingParams",),
-}
 _ROOMS = ("backends", "graphs", "shipped")  # public modules
+_find = lazy.names_from(__name__, __all__, ("errors", "config", "metrics", "outputs", "sampling_params", "api"))
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name in _ROOMS:
-        return importlib.import_module(f"specdec.{name}")
-    for module, names in _NAMES_OF.items():
-        if name in names:
-            return getattr(importlib.import_module(f"specdec.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"specdec.{name}") if name in _ROOMS else _find(name)
 
 
 def __dir__() -> list[str]:

@@ -13,20 +13,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.assembly.arguments import advised, check_settings, check_target, check_tokenizer, engine_config
+from specdec.assembly.assemble import Source, assemble, resolve_draft
 from specdec.backends.comm import Communicator
-from specdec.batch import on_device
+from specdec.batch import on_device, refuse_autocast
 from specdec.config import EngineConfig
 from specdec.doors.generate import EngineGenerate, install
 from specdec.engine.admission import make_requests
-from specdec.engine.arguments import (
-    advised,
-    check_settings,
-    check_target,
-    check_tokenizer,
-    engine_config,
-    refuse_autocast,
-)
-from specdec.engine.assembly import Source, assemble, resolve_draft
 from specdec.engine.core import Core
 from specdec.engine.finished import output_of
 from specdec.engine.generation import shipped_settings
@@ -60,7 +53,7 @@ def attach(
         ("standalone"), or None for plain decoding. For "nextn" the target's own checkpoint, if it holds MTP layers, or
         a folder that holds only them.
     algo: "auto" (read from the checkpoint; None without a draft), None (plain decoding) or a name of
-        `specdec.draft.algorithms.algorithms`; "lookup" takes no draft: it proposes what followed the last tokens
+        `specdec.assembly.algorithms.algorithms`; "lookup" takes no draft: it proposes what followed the last tokens
         earlier.
     tokenizer: for text prompts, output text and stop strings; not needed for token ids.
     settings: fields of `EngineConfig` (num_steps, topk, num_draft_tokens, max_batch, max_seq_len, cuda_graph, ...). On
@@ -252,7 +245,7 @@ class Engine:
             return Report(
                 model=type(core.target.model).__name__,
                 draft=core.round.worker.facts
-                | ({"layers": core.how_draft_compiled} if core.how_draft_compiled else {}),
+                | ({"layers": core.models.how_draft_compiled} if core.models.how_draft_compiled else {}),
                 backend=core.context.backend.name,
                 backend_reason=self._backend_reason,
                 config=asdict(self.config),
@@ -263,8 +256,8 @@ class Engine:
                 prefix_cache=core.slot_tables.prefix_facts,
                 capture=core.graphs.capture.name,
                 prefill_graph=core.prefill.name,
-                compile_seconds=core.compile_seconds,
-                compiled=core.how_compiled,
+                compile_seconds=core.models.compile_seconds,
+                compiled=core.models.how_compiled,
                 experts={} if verify is None else verify.facts,
                 graphs=core.prefill.costs + core.graphs.costs,
                 runners={

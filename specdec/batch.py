@@ -82,6 +82,16 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def refuse_autocast(device: torch.device) -> None:
+    """Raise ValueError within `torch.autocast`, which would change dtypes between the parts of a forward."""
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        raise ValueError(
+            f"torch.autocast(device_type={device.type!r}, dtype={dtype}) is on: an engine runs the model in the "
+            f"dtype of its weights. Leave autocast around it, or convert the model before attach(): model.to({dtype})"
+        )
+
+
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy `host` to `device` without waiting for the device."""
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

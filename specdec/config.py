@@ -45,7 +45,6 @@ class EngineConfig:
         model's EOS; None: all. Its output head has only these rows (FR-Spec, arXiv 2502.14856); texts stay the same.
     backend: attention backend, "auto" or a name in `specdec.backends`.
     cuda_graph: whether rounds replay from graphs; None: on CUDA. True elsewhere records and re-runs, for tests.
-    round_graph: True: the whole round as one graph; False: draft, verify and extend apart; None: one where possible.
     graph_batches: batch sizes to capture, None for the usual ones up to max_batch.
     graph_sampling: kinds of sampling to capture, of "greedy", "sampled" (no filters), "filtered", and, for requests
         with penalties, bans or biases, "processed_greedy" and "processed".
@@ -82,7 +81,6 @@ class EngineConfig:
     draft_vocab: int | tuple[int, ...] | None = None
     backend: str = "auto"
     cuda_graph: bool | None = None
-    round_graph: bool | None = None
     graph_batches: tuple[int, ...] | None = None
     graph_sampling: tuple[str, ...] = GRAPH_SAMPLING
     prefill_graph: str = "auto"
@@ -205,7 +203,6 @@ class EngineConfig:
         return self.max_batch * per_request
 
 
-_MAYBE = one_of(None, True, False)
 _KIND = one_of(*GRAPH_SAMPLING)
 _KINDS = list_of(_KIND, f"one or more of {GRAPH_SAMPLING}", low=1)
 _RANGES: Mapping[str, Range] = MappingProxyType(
@@ -222,8 +219,7 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
         "mixed_prefill_tokens": whole(1),
         "sample_drafts": FLAG,
         "draft_vocab": optional(either(whole(2), list_of(TOKEN, "token ids of at least 0", low=1)), " for all"),
-        "cuda_graph": _MAYBE,
-        "round_graph": _MAYBE,
+        "cuda_graph": one_of(None, True, False),
         "graph_batches": optional(list_of(whole(1), "batch sizes of at least 1", low=1), " for the usual ones"),
         "graph_sampling": either(Range(_KIND.expected, lambda value: (_KIND.read(value),)), _KINDS),
         "prefill_graph": one_of(*PREFILL_GRAPHS),

@@ -26,8 +26,8 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from specdec.api import Engine, attach
 from specdec.api import engine_of as attached_engine
+from specdec.assembly.arguments import check_mapping, check_settings
 from specdec.doors.generate import EngineGenerate, generate_by
-from specdec.engine.arguments import check_mapping, check_settings
 from specdec.targets.exclusive import ATTACHING
 
 HOLDER = "_specdec_engine"  # attribute of the model

@@ -18,7 +18,7 @@ import numpy as np
 
 from specdec import shipped
 from specdec.api import Engine, attach
-from specdec.engine.arguments import check_mapping, check_settings
+from specdec.assembly.arguments import check_mapping, check_settings
 from specdec.outputs import GenerationOutput
 from specdec.targets.pretrained import BUNDLED
 from specdec.train.target import load

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.assembly import assemble
 from specdec.backends import BACKENDS, AttentionCall, unmet_needs
 from specdec.backends.flashinfer import kernels
-from specdec.engine import assembly
 
 TOLERANCE_16 = 2e-2
 
@@ -35,8 +35,8 @@ def force(name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Non
             pytest.skip(f"{name}: {reasons[0]}")
         return backend, f"auto: {name}, forced by the tests"
 
-    original = assembly.pick_backend
-    monkeypatch.setattr(assembly, "pick_backend", pick)
+    original = assemble.pick_backend
+    monkeypatch.setattr(assemble, "pick_backend", pick)
 
 
 def in_16_bits(backend: Any) -> Any:

@@ -167,7 +167,7 @@ def attention(dtype: torch.dtype, shape: dict[str, Any], which: Sequence[int]) -
     from specdec.backends.triton.backend import TritonBackend
     from specdec.backends.triton.metadata import TRITON_METADATA
     from specdec.batch import ForwardMode
-    from specdec.kv_cache import KVPool
+    from specdec.cache.pool import KVPool
 
     table, rows, lens = torch.ones(3, 600, dtype=torch.int32), torch.arange(2), torch.full((2,), 500)
     depths, bits = torch.ones(2, 8, dtype=torch.int64), torch.ones(2, 8, 1, dtype=torch.int64)
@@ -218,8 +218,8 @@ def round_kernels() -> None:
         trim,
         walk,
     )
+    from specdec.cache.pool import KVPool, LayerShape
     from specdec.functional.sampling import SamplingBatch, SamplingParams
-    from specdec.kv_cache import KVPool, LayerShape
     from specdec.round.state import EngineState
 
     ids, floats = torch.zeros(2, 40, dtype=torch.int64), torch.zeros(2, 40)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from specdec.backends.rope import Rope, rotate
-from specdec.heads.base import DraftHead
+from specdec.draft.head import DraftHead
 from specdec.heads.load import check_head, load_head
 from specdec.targets.shape import TargetShape
 from tests import layout_models as lm

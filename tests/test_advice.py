@@ -10,12 +10,12 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from specdec import shipped
+from specdec.assembly.arguments import advised, engine_config
+from specdec.assembly.assemble import resolve_draft
 from specdec.checkpoints.advice import ADVICE, follow_advice, read_advice
 from specdec.commands import chat, choices, demo, generate, serve
 from specdec.commands import main as cli
 from specdec.config import EngineConfig
-from specdec.engine.arguments import advised, engine_config
-from specdec.engine.assembly import resolve_draft
 from specdec.errors import CheckpointError
 from specdec.measure.break_even import BreakEven
 

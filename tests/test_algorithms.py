@@ -8,8 +8,8 @@ import torch
 
 import specdec
 from specdec import SamplingParams
+from specdec.assembly.algorithms import algorithms
 from specdec.backends.rope import rotate
-from specdec.draft.algorithms import algorithms
 from specdec.targets.shape import LAST
 from tests.heads import ALGOS, MODULES, poison, random_draft
 from tests.laws import assert_own_law

@@ -23,22 +23,19 @@ PACKAGES = ("specdec", "graphs", "backends")  # the last two are read where they
 # Lowest first. Modules in one set may import each other; sets side by side may not; a row may import all rows above it
 # in this listing. "" is specdec/__init__.py.
 LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
-    (frozenset({"ranges"}),),
+    (frozenset({"ranges", "lazy"}),),
     (
-        frozenset(
-            {"errors", "config", "batch", "interrupts", "kv_cache", "layer_state", "metrics", "outputs", "pages"}
-            | {"prefix_cache", "sampling_params"}
-        ),
+        frozenset({"errors", "config", "batch", "cache", "interrupts", "metrics", "outputs", "sampling_params"}),
         frozenset({"shipped"}),
         frozenset({"text"}),
     ),
     (frozenset({"backends"}), frozenset({"graphs"}), frozenset({"checkpoints"})),
-    (frozenset({"functional"}), frozenset({"targets"})),
-    (frozenset({"heads"}),),
+    (frozenset({"functional"}), frozenset({"target"})),
     (frozenset({"draft"}),),
-    (frozenset({"round"}),),
-    (frozenset({"prefill"}),),
+    (frozenset({"round"}), frozenset({"targets"})),
+    (frozenset({"prefill"}), frozenset({"heads"})),
     (frozenset({"engine"}),),
+    (frozenset({"assembly"}),),
     (frozenset({"doors"}),),
     (frozenset({"api"}),),
     (frozenset({"train"}),),
@@ -50,6 +47,14 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"", "__main__"}),),
 )
 
+# What a prompt, a round and a replay need. It knows live models by the contracts of `specdec.target` only.
+CORE = frozenset(
+    {"ranges", "errors", "config", "batch", "cache", "interrupts", "metrics", "outputs", "sampling_params", "text"}
+    | {"functional", "target", "draft", "round", "prefill", "engine"}
+)
+# The most modules of ours that an import of each may bring in.
+CLOSURES = {"specdec.engine.scheduler": 20, "specdec.round.program": 40, "specdec.draft.worker": 25}
+
 # Beyond the order: who must not know whom, although it lies below or outside.
 STRANGERS = {
     "graphs": ("specdec.targets", "transformers"),  # captures callables
@@ -59,7 +64,8 @@ STRANGERS = {
 ALGORITHM_NAMES = ("eagle", "nextn")
 
 # What an engine makes, some of it on the host for a reason: torch's default device, which users set, is not asked.
-PLACED = ("", "backends", "graphs", "functional", "targets", "draft", "round", "prefill", "engine", "doors", "batch")
+PLACED = ("", "backends", "graphs", "cache", "functional", "targets", "draft", "round", "prefill", "engine", "doors")
+PLACED += ("batch", "assembly")
 MAKERS = frozenset(
     {
         "tensor",
@@ -302,25 +308,49 @@ def test_tree(check: Callable[[Module], Iterator[Offence]]) -> None:
     assert not offences, "\n" + "\n".join(offences)
 
 
+def top_level_imports(module: Module) -> Iterator[str]:
+    """Yield what an import of `module` imports: at module level, and not for type checkers only."""
+    lazy = {
+        id(node)
+        for function in ast.walk(module.tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    found = [n for n in walk_runtime(module.tree) if isinstance(n, ast.Import | ast.ImportFrom) and id(n) not in lazy]
+    for _, origin in imports(module._replace(tree=ast.Module(list(found), []))):
+        yield origin
+
+
+@cache
 def top_level_closure(name: str) -> set[str]:
-    """Return the modules that an import of `name` imports: at module level, and not for type checkers only."""
+    """Return the modules of ours that an import of `name` imports, the packages that they lie in included."""
     known = {module.name: module for module in modules()}
     found, rest = set(), [name]
     while rest:
-        module = known.get(rest.pop())
-        if module is None or module.name in found:
-            continue
-        found.add(module.name)
-        lazy = {
-            id(node)
-            for function in ast.walk(module.tree)
-            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-            for node in ast.walk(function)
-        }
-        tops = ast.Module([n for n in walk_runtime(module.tree) if isinstance(n, ast.stmt) and id(n) not in lazy], [])
-        for _, origin in imports(module._replace(tree=tops)):
-            rest += [origin, origin.rpartition(".")[0]]
+        name = rest.pop()
+        rest += [name.rpartition(".")[0]] * ("." in name)
+        if name in known and name not in found:
+            found.add(name)
+            rest += top_level_imports(known[name])
     return found
+
+
+@pytest.mark.parametrize("name", CLOSURES)
+def test_closures_of_core_are_small(name: str) -> None:
+    found = top_level_closure(name)
+    assert {name, "specdec", "specdec.config" if "worker" in name else "specdec.errors"} <= found
+    assert len(found) <= CLOSURES[name], f"{len(found)} modules: {', '.join(sorted(found))}"
+
+
+def test_core_knows_no_transformers_and_no_reach() -> None:
+    known = {module.name: module for module in modules()}
+    reach = {"targets", "heads", "checkpoints", "assembly"}
+    core = [name for name, module in known.items() if module.component in CORE]
+    assert len(core) > 50
+    for name in core:
+        for part in top_level_closure(name):
+            strangers = [i for i in top_level_imports(known[part]) if i.partition(".")[0] == "transformers"]
+            assert not strangers and component(part) not in reach, f"{name} imports {part}, which imports {strangers}"
 
 
 def test_attaching_uncompiled_needs_no_private_parts_of_the_compiler() -> None:
@@ -351,7 +381,7 @@ SELF_CHECKS = (
     (direction_offences, TREE, "def f():\n    from specdec import api", "tree.py:2: .*specdec.api"),
     (direction_offences, TREE, "from specdec import attach", "specdec.attach: imports point down"),
     (direction_offences, TREE, "import specdec", "imports specdec: imports point down"),
-    (direction_offences, TREE, "from specdec.targets import hf", "beside it"),
+    (direction_offences, TREE, "from specdec import target", "beside it"),
     (direction_offences, "specdec/engine/core.py", "import bench.speed", "bench.speed"),
     (direction_offences, "specdec/draft/eagle.py", "from ..engine import Engine", "specdec.engine.Engine"),
     (direction_offences, "specdec/draft/__init__.py", "from .. import engine", "specdec.engine"),
@@ -362,7 +392,7 @@ SELF_CHECKS = (
     (direction_offences, TREE, "if TYPE_CHECKING:\n    from specdec.engine import Engine", ""),
     (direction_offences, TREE, "if TYPE_CHECKING:\n    x\nelse:\n    import specdec.engine", "tree.py:4"),
     (direction_offences, TREE, "import torch\nfrom specdec import __version__, config, functional", ""),
-    (direction_offences, "specdec/draft/eagle.py", "from .algo_spec import SPECS\nfrom specdec.targets import hf", ""),
+    (direction_offences, "specdec/draft/eagle.py", "from .worker import Draft\nfrom specdec import target", ""),
     (direction_offences, "specdec/__init__.py", "from specdec.api import attach", ""),
     (direction_offences, "specdec/commands/main.py", "import specdec.api\nfrom specdec.train import trainer", ""),
     (stranger_offences, "graphs/full.py", "import transformers", "graphs knows no transformers"),

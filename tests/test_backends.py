@@ -31,7 +31,7 @@ from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.op import ForwardContext
 from specdec.backends.rope import Rope, rope_table, rotate
 from specdec.batch import ForwardMode
-from specdec.kv_cache import KVPool
+from specdec.cache.pool import KVPool
 from specdec.targets.masks import Reach, classify_mask
 
 triton = pytest.importorskip("triton")
@@ -610,12 +610,6 @@ def test_head_dims_outside_the_capabilities_are_told():
     (reason,) = unmet_needs(some, layers, torch.float32)
     assert reason == "layer 1 needs head dims [96] where there are [64, 128]"
     assert not unmet_needs(TritonBackend.capabilities, layers, torch.float32)
-
-
-def test_page_sizes_outside_the_capabilities_are_told():
-    paged = replace(TritonBackend.capabilities, page_sizes=frozenset({1, 16}))
-    assert unmet_needs(paged, [LAYERS["gqa"]], torch.float32, 16) == []
-    assert unmet_needs(paged, [LAYERS["gqa"]], torch.float32, 8) == ["page_size 8 is not one of [1, 16]"]
 
 
 def test_auto_takes_triton_on_cuda_and_says_why():

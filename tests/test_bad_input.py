@@ -12,11 +12,11 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 
 import specdec
 from specdec.backends import BACKENDS
+from specdec.cache.pool import KVPool, LayerShape
 from specdec.functional.checks import checked
-from specdec.functional.ops import pick_ops
+from specdec.functional.torch_ops import pick_ops
 from specdec.functional.tree import chain
 from specdec.heads.load import save_head
-from specdec.kv_cache import KVPool, LayerShape, SlotTables
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 
@@ -205,14 +205,6 @@ def test_parameters_of_several_dtypes_are_told(place):
         specdec.attach(model)
     assert "masks" not in str(refused.value)
     specdec.attach(model.to(model.get_input_embeddings().weight.dtype)).detach()
-
-
-def test_slot_tables_that_overrun_the_pool_are_told():
-    cpu = torch.device("cpu")
-    tables = SlotTables(max_batch=2, width=64, num_slots=128, page_size=16, device=cpu)
-    tables.check_pool(KVPool([LayerShape(1, 8, 8)], 144, torch.float32, cpu))
-    with pytest.raises(ValueError, match=r"name slots up to 143, the pool has 128 slots; make it with num_slots=144"):
-        tables.check_pool(KVPool([LayerShape(1, 8, 8)], 128, torch.float32, cpu))
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

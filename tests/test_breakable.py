@@ -20,7 +20,7 @@ from specdec.graphs import (
     pick_breakable,
     pieces,
 )
-from specdec.graphs.build import build
+from specdec.graphs.building import build
 from specdec.graphs.trace import trace
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -23,7 +23,7 @@ from specdec.doctor.examine import doubts, examine, measure_verify, verdict, ver
 from specdec.doctor.facts import facts_of, tokenizer_match, weight_problems
 from specdec.doctor.readings import ALTERNATIVES, Trial, search, unclear
 from specdec.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, commonest, coverage, observe
-from specdec.heads.base import DraftHead
+from specdec.draft.head import DraftHead
 from specdec.heads.load import load_head, save_head
 from specdec.measure import roofline
 from specdec.targets.shape import LAST, TargetShape

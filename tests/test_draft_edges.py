@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 import specdec
 from specdec import SamplingParams
+from specdec.assembly import needs
 from specdec.batch import ForwardMode
 from specdec.commands.convert import convert
-from specdec.engine import needs
 from specdec.engine.core import PREFIX_STEP
 from specdec.heads.fresh import new_eagle
 from specdec.heads.load import detect_algo, load_head, save_head
@@ -254,7 +254,7 @@ def test_heads_that_score_in_fp32_serve_drafts_in_bf16(algo, shape, sampling):
     if algo == "standalone":
         draft.lm_head.__class__ = Upcasting
     prompts = [[5, 6, 7, 8], [9, 10]]
-    settings = {"num_steps": 3, "max_seq_len": 64, "cuda_graph": True, "round_graph": False, "graph_batches": (2,)}
+    settings = {"num_steps": 3, "max_seq_len": 64, "cuda_graph": True, "graph_batches": (2,)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rotary frequencies in bf16
         engine = specdec.attach(model, draft, **settings, **shape)

@@ -18,7 +18,7 @@ from specdec.backends.flashinfer.tables import NO_WINDOW, Shapes
 from specdec.backends.op import ForwardContext
 from specdec.backends.triton.compiles import counted_compiles
 from specdec.batch import ForwardMode
-from specdec.kv_cache import KVPool
+from specdec.cache.pool import KVPool
 from tests import test_backends
 from tests.ancestors import words_of
 from tests.heads import random_draft

@@ -23,13 +23,13 @@ from specdec.graphs import (
     build,
     token_buckets,
 )
-from specdec.graphs.build import progress_bar
+from specdec.graphs.building import progress_bar
 from specdec.graphs.captures import FullCapture, RecordedCapture, pick_capture
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BUCKETS = (1, 2, 4, 8)
 X = BufferSpec("x", lambda n: (n, 3), torch.float32, pad=-7.0)
-BIAS = BufferSpec("bias", lambda n: (2, n), torch.int64, pad=5, axis=1, variants=("biased",))
+BIAS = BufferSpec("bias", lambda n: (2, n), torch.int64, pad=5, axis=1)
 
 
 class Out(NamedTuple):
@@ -134,12 +134,11 @@ def test_strict_raises_where_nothing_can_replay():
     runner("", {"x": x_of(8)})
 
 
-def test_inputs_by_variant():
-    runner, _, _ = make(variants=("", "biased"), inputs=(X, BIAS))
+def test_inputs_are_padded_along_their_axis():
+    runner, _, _ = make(inputs=(X, BIAS))
     bias = torch.arange(6, device=DEVICE).view(2, 3)
     x = x_of(3)
-    assert torch.equal(runner("biased", {"x": x, "bias": bias}).total, x.sum(1) + bias.sum(0))
-    assert torch.equal(runner("", {"x": x, "bias": None}).total, x.sum(1))
+    assert torch.equal(runner("", {"x": x, "bias": bias}).total, x.sum(1) + bias.sum(0))
     assert bool((runner._buffers.tensors["bias"][:, 3:4] == 5).all())
 
 

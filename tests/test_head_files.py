@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdec.draft.head import DraftHead
 from specdec.errors import CheckpointError
-from specdec.heads.base import DraftHead, LayerConfig
+from specdec.heads.base import LayerConfig
 from specdec.heads.eagle import EagleConfig, EagleHead
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from specdec.heads.load import check_head, detect_algo, inspect, load_head, save_head

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import specdec
+from specdec.assembly.kernel_check import check_kernels
 from specdec.backends import LayerSpec, TorchBackend, attention_check, experts, experts_check, recurrent_check
 from specdec.backends.attention_check import attention_checks
 from specdec.backends.differences import Check, allowed, largest_difference
@@ -20,7 +21,6 @@ from specdec.backends.state_pool import ConvSpec, ScanSpec, StatePool
 from specdec.backends.triton import chunks, recurrent
 from specdec.backends.triton import experts as expert_kernels
 from specdec.backends.triton.backend import TritonBackend
-from specdec.engine.kernel_check import check_kernels
 from specdec.errors import AttachError
 from specdec.targets.experts import distinct_weights
 from tests.recurrent_models import recurrent_model
@@ -226,7 +226,7 @@ def test_attach_checks_all_kernels(subjects, monkeypatch):
         check_kernels(parts)
         have_stayed.append(all(map(torch.equal, before, random_states())))
 
-    monkeypatch.setattr("specdec.engine.assembly.check_kernels", watched)
+    monkeypatch.setattr("specdec.assembly.assemble.check_kernels", watched)
     settings = {"num_steps": 2, "max_batch": 1, "max_seq_len": 64, "backend": "triton", "cuda_graph": False}
     engine = specdec.attach(model, draft, prefill_graph="off", check_kernels=True, **settings)
     assert have_stayed == [True]
@@ -310,7 +310,7 @@ def test_attach_checks_on_a_gpu(dtype, monkeypatch):
         check_kernels(parts)
         peaks.append((torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before))
 
-    monkeypatch.setattr("specdec.engine.assembly.check_kernels", measured)
+    monkeypatch.setattr("specdec.assembly.assemble.check_kernels", measured)
     model = recurrent_model("qwen3_next", dtype=dtype).to(DEVICE)
     engine = specdec.attach(model, algo=None, max_batch=2, max_seq_len=128, check_kernels=True)
     assert len(seen) == 5 and {s.split(",")[0].split(" [")[0] for s in seen} >= {"triton", "experts"}

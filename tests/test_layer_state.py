@@ -6,9 +6,8 @@ import torch
 import specdec
 from specdec.backends import BACKENDS, AttentionCall, LayerSpec, TorchBackend, op, unmet_needs
 from specdec.batch import ForwardMode
-from specdec.functional.ops import TORCH_OPS
-from specdec.kv_cache import KVPool
-from specdec.layer_state import LayerState
+from specdec.cache.pool import KVPool, LayerState
+from specdec.functional.torch_ops import TORCH_OPS
 from specdec.targets.hf import HFTarget
 from tests.heads import random_draft
 from tests.test_attach import ragged_prompts

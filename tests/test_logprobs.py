@@ -60,7 +60,7 @@ def test_they_are_those_of_a_plain_forward(shape, graphs):
 @pytest.mark.parametrize("num_top", [0, 1, 40])
 def test_as_many_best_tokens_as_are_asked_for(num_top):
     model = tiny_model("llama").to(DEVICE)
-    engine = engine_of(model, "chain", logprobs=num_top, cuda_graph=True, round_graph=False)
+    engine = engine_of(model, "chain", logprobs=num_top, cuda_graph=True)
     out = engine.generate(ragged_prompts()[:2], max_new_tokens=9)
     check(model, out, num_top)
     assert sum(out.requests[0].round_lens) + 1 == len(out.requests[0].logprobs)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec
-from specdec.functional.ops import TORCH_OPS, pick_ops
+from specdec.functional.torch_ops import TORCH_OPS, pick_ops
 from tests.heads import random_head
 from tests.laws import assert_own_law
 from tests.test_attach import greedy, ragged_prompts
@@ -17,7 +17,7 @@ FEW = settings(max_examples=40, deadline=None, derandomize=True)
 GRAPHS = {
     "eager": {"cuda_graph": False},
     "graphs": {"cuda_graph": True, "prefill_graph": "breakable", "strict": True},
-    "apart": {"cuda_graph": True, "round_graph": False, "prefill_graph": "off"},
+    "apart": {"cuda_graph": True, "prefill_graph": "off"},
 }
 
 

@@ -6,7 +6,6 @@ Recorded captures and uncompiled pieces on a CPU; CUDA graphs, and Inductor as w
 import threading
 import warnings
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import specdec
 from specdec.batch import ForwardMode
 from specdec.errors import GraphError
 from specdec.graphs import BufferSpec, Counters, EagerCapture, GraphRunner, PrefillRunner, RecordedCapture, Setup
-from specdec.graphs.build import build
+from specdec.graphs.building import build
 from specdec.graphs.prefill import check_padding, reject_target_verify
 from tests.heads import MODULES, random_draft, random_head
 from tests.test_attach import greedy, ragged_prompts
@@ -499,7 +498,7 @@ def test_auto_compiles_where_rounds_have_graphs_and_says_why_not(monkeypatch):
 
 def test_auto_runs_a_model_that_does_not_trace_without_a_word(monkeypatch):
     model, prompts = untraceable(), ragged_prompts()
-    for where in ("prefill.graphs", "targets.compiled"):  # the first imports the second's
+    for where in ("assembly.models", "targets.compiled", "targets.compiled_draft"):  # where it is imported
         monkeypatch.setattr(f"specdec.{where}.why_uncompiled", lambda config, device: "")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -678,40 +677,17 @@ def test_attaching_draws_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("slow_from", [1, 12, 33, 64, 100])
-def test_the_size_from_which_the_device_is_busy_is_found(slow_from, monkeypatch):
-    """On a clock of our own: launching takes 1, running 1 or, from `slow_from` tokens on, 2."""
-    engine = engine_of(model_of(), "breakable")
-    prefill, clock, sizes = engine._core.prefill, [0.0], []
-
-    def launch(mode, ids, *args):
-        sizes.append(ids.shape[0])
-        clock[0] += 1
-
-    def synchronize(device):
-        clock[0] += 1 if sizes and sizes[-1] >= slow_from else 0
-
-    monkeypatch.setattr(prefill.programs, "target", replace(prefill.programs.target, layers=launch))
-    monkeypatch.setattr("torch.cuda.synchronize", synchronize)
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    expected = next((b for b in BUCKETS if b >= slow_from), None)
-    assert prefill._find_device_bound() == expected
-    assert len(set(sizes)) <= 4  # a bisection of eight
-
-
 def test_auto_captures_prefills_where_there_are_graphs():
+    from specdec.assembly.models import resolve_prefill_mode
     from specdec.config import EngineConfig
-    from specdec.prefill.graphs import resolve_prefill_mode
 
-    class Target:
-        device = torch.device("cuda")
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
 
-    assert resolve_prefill_mode(EngineConfig(prefill_graph="breakable"), Target()) == "breakable"
-    assert resolve_prefill_mode(EngineConfig(), Target()) == "breakable"
-    assert resolve_prefill_mode(EngineConfig(compile=True), Target()) == "piecewise"
-    assert resolve_prefill_mode(EngineConfig(cuda_graph=False), Target()) == "off"
-    Target.device = torch.device("cpu")
-    assert resolve_prefill_mode(EngineConfig(compile=True), Target()) == "off"
+    assert resolve_prefill_mode(EngineConfig(prefill_graph="breakable"), cuda) == "breakable"
+    assert resolve_prefill_mode(EngineConfig(), cuda) == "breakable"
+    assert resolve_prefill_mode(EngineConfig(compile=True), cuda) == "piecewise"
+    assert resolve_prefill_mode(EngineConfig(cuda_graph=False), cuda) == "off"
+    assert resolve_prefill_mode(EngineConfig(compile=True), cpu) == "off"
 
 
 class BranchesOnOne(torch.nn.Module):

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec
+from specdec.cache.pages import Pages
+from specdec.cache.prefix import PrefixCache, keys_of
 from specdec.config import EngineConfig
 from specdec.functional.sampling import SamplingKind
-from specdec.pages import Pages
 from specdec.prefill.whole import whole_sizes
-from specdec.prefix_cache import PrefixCache, keys_of
 from tests.heads import ALGOS, MODULES, random_draft
 from tests.recurrent_models import recurrent_model
 from tests.test_attach import greedy

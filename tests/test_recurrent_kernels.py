@@ -14,7 +14,7 @@ from specdec.backends.triton import chunks
 from specdec.backends.triton import scan as scan_kernels
 from specdec.backends.triton.recurrent import TRITON_RECURRENT
 from specdec.batch import ForwardMode
-from specdec.functional.ops import TORCH_OPS
+from specdec.functional.torch_ops import TORCH_OPS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"  # the interpreter is slow

@@ -12,14 +12,13 @@ import torch
 
 import specdec
 from specdec import SamplingParams
+from specdec.assembly.memory import MemoryNeed, check_fits
 from specdec.config import GRAPH_SAMPLING, EngineConfig
-from specdec.engine.memory import MemoryNeed, check_fits
 from specdec.errors import CapacityError, GraphError
 from specdec.functional.sampling import SamplingKind
-from specdec.functional.synthetic import impose_acceptance
 from specdec.functional.tree import Tree
-from specdec.functional.verify import VerifyOutput
-from specdec.round.graphs import draft_part, extend_part, first_token_part, verify_part
+from specdec.functional.verify import VerifyOutput, impose_acceptance
+from specdec.round.graphs import first_token_part
 from tests.heads import ALGOS, MODULES, random_draft
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
@@ -106,17 +105,14 @@ def outcome(core, call):
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", GRAPH_SAMPLING)
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
-@pytest.mark.parametrize("round_graph", [True, False], ids=["whole", "apart"])
 @pytest.mark.parametrize("algo", [*ALGOS, MODULES])
-def test_replay_equals_eager_for_every_runner_and_batch(algo, shape, kind, round_graph):
+def test_replay_equals_eager_for_every_runner_and_batch(algo, shape, kind):
     """Batches 1, bucket-1, bucket, bucket+1 and above the largest; every runner against the callable it captured."""
-    if shape is PLAIN and not (round_graph and algo == "eagle3"):
+    if shape is PLAIN and algo != "eagle3":
         pytest.skip("plain decoding is one graph anyway")
     if kind not in ("greedy", "sampled") and algo != "eagle3":
         pytest.skip("filters and processors are the target's matter")
-    if DEVICE.type == "cpu" and kind not in ("greedy", "sampled" if algo == "eagle3" else "greedy") and not round_graph:
-        pytest.skip("what is sampled does not depend on where the graphs are cut; a GPU runs all")
-    engine = engine_of(model_of(), shape, algo, graph_batches=(1, 2, 4), round_graph=round_graph, graph_sampling=kind)
+    engine = engine_of(model_of(), shape, algo, graph_batches=(1, 2, 4), graph_sampling=kind)
     core, every = past_prefill(engine, LAWS[kind])
     program, runners, counters = core.round, core.graphs.runners, core.counters.runners
     for num in (1, 2, 3, 4, 5):
@@ -131,34 +127,21 @@ def test_replay_equals_eager_for_every_runner_and_batch(algo, shape, kind, round
                 states = torch.randn(num, program.worker.hidden_size, device=DEVICE)
                 inputs = {"rows": rows, **({"states": states} if states.numel() else {})}
                 eager = lambda inputs=inputs: program.begin(**inputs)  # noqa: E731
-            elif name in ("round", "decode"):
-                inputs, eager = {"rows": rows}, lambda rows=rows: program.play(kind, rows)
-            elif name == "draft":
-                inputs, eager = {"rows": rows}, lambda rows=rows: draft_part(program, kind, rows)
-                draft = outcome(core, eager)[0]
-            elif name == "target_verify":
-                given = {**draft.tree._asdict(), "probs": draft.probs}
-                inputs = {"rows": rows, **given}
-                eager = lambda rows=rows, given=given: verify_part(program, kind, rows, **given)  # noqa: E731
-                verified, aux = outcome(core, eager)[0]
             else:
-                given = {**verified._asdict(), "aux": aux}
-                inputs = {"rows": rows, **given}
-                eager = lambda rows=rows, given=given: extend_part(program, kind, rows, **given)  # noqa: E731
+                inputs, eager = {"rows": rows}, lambda rows=rows: program.play(kind, rows)
             ours = outcome(core, lambda runner=runner, inputs=inputs: runner(kind, inputs))
             assert_same(ours, outcome(core, eager), f"{name} of {num}")
             assert counters[name].replays == replays + (num <= 4), f"{name} of {num} must replay, above the largest not"
 
 
-@pytest.mark.parametrize("round_graph", [True, False], ids=["whole", "apart"])
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_text_does_not_depend_on_graphs(name, shape, round_graph):
+def test_text_does_not_depend_on_graphs(name, shape):
     model, prompts = model_of(name), ragged_prompts()
     laws = [list(LAWS.values())[i % 3] for i in range(len(prompts))]
     texts = {}
     for graphs in (False, True):
-        engine = engine_of(model, shape, cuda_graph=graphs, round_graph=round_graph if graphs else None, strict=graphs)
+        engine = engine_of(model, shape, cuda_graph=graphs, strict=graphs)
         texts[graphs] = [engine.generate(prompts, max_new_tokens=16, sampling=s).tokens for s in (None, laws)]
         report = engine.report()
         if graphs:
@@ -172,12 +155,11 @@ def test_text_does_not_depend_on_graphs(name, shape, round_graph):
     assert texts[True][0] == [greedy(model, p, 16) for p in prompts]
 
 
-@pytest.mark.parametrize("round_graph", [True, False], ids=["whole", "apart"])
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
-def test_poison_in_padding_changes_nothing(shape, round_graph):
+def test_poison_in_padding_changes_nothing(shape):
     """NaN in the dummy slot and the dummy row, rubbish in the tails of input buffers."""
     model, prompts = model_of("gpt_oss"), ragged_prompts()[:3]
-    engine = engine_of(model, shape, graph_batches=(4,), round_graph=round_graph, strict=True)
+    engine = engine_of(model, shape, graph_batches=(4,), strict=True)
     laws = list(LAWS.values())[:3]
     expected = engine.generate(prompts, max_new_tokens=12, sampling=laws).tokens
     core = engine._core
@@ -242,10 +224,9 @@ def test_two_engines_never_meet():
     assert engines[1].generate(prompts, max_new_tokens=20).tokens == expected[1]
 
 
-@pytest.mark.parametrize("round_graph", [True, False], ids=["whole", "apart"])
-def test_an_error_in_a_replay_leaves_the_engine_able(round_graph):
+def test_an_error_in_a_replay_leaves_the_engine_able():
     model, prompts = model_of(), ragged_prompts()[:2]
-    engine = engine_of(model, CHAIN, round_graph=round_graph, strict=True)
+    engine = engine_of(model, CHAIN, strict=True)
     runner = list(engine._core.graphs.runners.values())[-1]
     graphs = [c.graph for c in runner.captured.values()]
     before = [g.replay for g in graphs]
@@ -267,11 +248,11 @@ def test_an_error_in_a_replay_leaves_the_engine_able(round_graph):
     assert engine.report().num_free_pages == engine.report().num_pages
 
 
-@pytest.mark.parametrize("where", ["extend", "prefill"])
+@pytest.mark.parametrize("where", ["round", "prefill"])
 def test_an_error_in_one_callers_step_reaches_every_caller(where):
     """Two streams interleave and the second one's step breaks: neither hangs, neither gets a wrong text."""
     model, prompts = model_of(), ragged_prompts()
-    engine = engine_of(model, CHAIN, round_graph=False)
+    engine = engine_of(model, CHAIN)
     runs = []
     for prompt in prompts[:2]:
         requests = engine._requests([prompt], max_new_tokens=20)
@@ -281,8 +262,8 @@ def test_an_error_in_one_callers_step_reaches_every_caller(where):
         for _ in range(3):
             next(first), next(second)
     core = engine._core
-    replays = [(c.graph, "replay") for c in core.graphs.runners["draft_extend"].captured.values()]
-    broken = {"extend": replays, "prefill": [(core.target, "layers")]}[where]
+    replays = [(c.graph, "replay") for c in core.graphs.runners["round"].captured.values()]
+    broken = {"round": replays, "prefill": [(core.target, "layers")]}[where]
     before = [getattr(*place) for place in broken]
     for place in broken:
         setattr(*place, lambda *args: (_ for _ in ()).throw(RuntimeError("it broke")))
@@ -335,11 +316,10 @@ def test_results_read_late_from_graphs_change_nothing():
         assert int(getattr(core.state, name)[core.config.dummy_row]) == 0, name
 
 
-@pytest.mark.parametrize("round_graph", [True, False], ids=["whole", "apart"])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-def test_padding_leaves_the_dummy_row_alone_and_passes_debug_checks(shape, round_graph, monkeypatch):
+def test_padding_leaves_the_dummy_row_alone_and_passes_debug_checks(shape, monkeypatch):
     monkeypatch.setenv("SPECDEC_DEBUG", "1")
-    engine = engine_of(model_of(), shape, graph_batches=(5,), round_graph=round_graph, strict=True)
+    engine = engine_of(model_of(), shape, graph_batches=(5,), strict=True)
     engine.generate(ragged_prompts()[:3], max_new_tokens=10, sampling=list(LAWS.values())[:3])
     core = engine._core
     assert int(core.state.seq_lens[core.config.dummy_row]) == int(core.state.remaining[core.config.dummy_row]) == 0
@@ -418,17 +398,16 @@ def test_the_least_kind_that_serves_a_batch():
 
 def test_detach_frees_everything_at_once():
     model = model_of()
-    for settings in ({}, {"round_graph": False}):
-        engine = engine_of(model, CHAIN, **settings)
-        engine.generate(ragged_prompts()[:2], max_new_tokens=4)
-        gc.collect()
-        gc.disable()
-        try:
-            pool = weakref.ref(engine._core.context.pool)
-            engine.detach()
-            assert pool() is None
-        finally:
-            gc.enable()
+    engine = engine_of(model, CHAIN)
+    engine.generate(ragged_prompts()[:2], max_new_tokens=4)
+    gc.collect()
+    gc.disable()
+    try:
+        pool = weakref.ref(engine._core.context.pool)
+        engine.detach()
+        assert pool() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
@@ -499,7 +478,7 @@ def test_memory_is_counted_before_anything_is_allocated():
 
 
 def test_an_engine_that_cannot_fit_is_refused_and_leaves_the_model_alone(monkeypatch):
-    monkeypatch.setattr("specdec.engine.needs.free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("specdec.assembly.needs.free_bytes", lambda device: 1 << 20)
     model = model_of()
     with pytest.raises(CapacityError, match=r"the engine needs .* \(KV pool .*, the draft's KV pool .*, graphs .*\)"):
         engine_of(model, CHAIN, max_batch=64)

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from specdec.cache.tables import SlotTables
 from specdec.engine.mailbox import Mailbox
 from specdec.engine.packing import pack_requests, write_history
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.sharing import WORTH_WAITING
-from specdec.kv_cache import SlotTables
 from specdec.round.state import MAX_STOP_IDS
 from specdec.sampling_params import SamplingParams
 from specdec.text.detokenizer import Detokenizer

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from specdec import attach, shipped
+from specdec.assembly.algorithms import algorithms
 from specdec.commands.choices import Drafting
 from specdec.commands.demo import PROMPTS, run_demo
-from specdec.draft.algorithms import algorithms
 from specdec.measure.acceptance import Shape, acceptance
 from specdec.text.prompts import chat_ids, read_questions
 

@@ -18,12 +18,11 @@ from safetensors.torch import load_file, save_file
 from transformers.distributed import DistributedConfig
 
 import specdec
-from specdec.backends.comm import LOST, Communicator
+from specdec.backends.comm import LOST, Communicator, agreed
 from specdec.engine import ranks
 from specdec.errors import GraphError
 from specdec.graphs import FullCapture, RecordedCapture
 from specdec.heads.load import save_head
-from specdec.round.agreement import agreed
 from specdec.round.state import EngineState
 from tests.heads import ALGOS, random_draft
 from tests.ranks import on_ranks, renew, save, told_file

@@ -19,10 +19,10 @@ from specdec.backends.op import ForwardContext, attention, forward_context
 from specdec.backends.rope import Rope
 from specdec.backends.torch_ref import TorchBackend
 from specdec.batch import ForwardMode
-from specdec.heads.base import DraftHead
+from specdec.cache.pool import KVPool
+from specdec.draft.head import DraftHead
 from specdec.heads.fresh import new_nextn
 from specdec.heads.load import load_head, save_head
-from specdec.kv_cache import KVPool
 from specdec.targets.shape import LAST, TargetShape
 from specdec.train.batches import Batch, Batches
 from specdec.train.card import write_card

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from specdec.functional.ops import pick_ops
 from specdec.functional.sampling import SamplingBatch, SamplingParams, process_logits
+from specdec.functional.torch_ops import pick_ops
 
 pytest.importorskip("triton")
 from specdec.backends.triton import law as law_module

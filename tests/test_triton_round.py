@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.cache.pool import KVPool, LayerShape
 from specdec.functional import sampling, tree, verify
-from specdec.functional.ops import TORCH_OPS, pick_ops
 from specdec.functional.sampling import SamplingBatch, SamplingParams
+from specdec.functional.torch_ops import TORCH_OPS, pick_ops
 from specdec.functional.tree import Tree
-from specdec.kv_cache import KVPool, LayerShape
 from specdec.round.state import EngineState
 
 pytest.importorskip("triton")

@@ -185,9 +185,7 @@ def test_what_a_whole_graph_does_not_hold_is_prefilled_in_parts():
 
 def test_auto_takes_prompts_that_have_nothing_cached(monkeypatch):
     """Their graphs need no split of keys; the later chunks of a long prompt go in parts. (On a CPU auto is "off".)"""
-    from specdec.prefill import graphs
-
-    monkeypatch.setattr(graphs, "auto_captures", lambda *_: True)
+    monkeypatch.setattr("specdec.assembly.models.auto_captures", lambda *_: True)
     engine = engine_of(model_of(), "eagle3", "auto", num_steps=3, max_prefill_tokens=16, prefill_buckets=(8, 16))
     whole = engine._core.prefill.whole
     assert whole.runner.runner.variants == ("greedy, fresh", "filtered, fresh")

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specdec.heads.base import DraftHead
+from specdec.draft.head import DraftHead
 from specdec.heads.eagle3 import Eagle3Head
 from specdec.heads.fresh import eagle3_config, new_eagle, new_eagle3, new_nextn
 from specdec.train.data import Corpus

@@ -33,7 +33,6 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     rehearses = True
     capabilities = Capabilities(
-        device_planned=True,
         packed_prefill=True,
         tree_mask=True,
         sliding_window=True,

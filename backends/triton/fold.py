@@ -12,7 +12,7 @@ import triton.language as tl
 from specdec.backends.state_pool import ConvSpec, RecurrentLayer, ScanSpec
 from specdec.backends.triton.scan import constants, width
 from specdec.backends.triton.tokens import no_decay, take_node
-from specdec.layer_state import Commit
+from specdec.cache.pool import Commit
 
 
 @triton.jit

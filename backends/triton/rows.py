@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kv_cache import KVPool
+from specdec.cache.pool import KVPool
 
 
 @triton.jit(do_not_specialize=["num_rows", "h"])

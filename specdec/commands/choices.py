@@ -9,7 +9,7 @@ import typer
 
 from specdec import shipped
 from specdec.api import Engine, attach
-from specdec.draft.algorithms import algorithms
+from specdec.assembly.algorithms import algorithms
 from specdec.heads.load import detect_algo, load_head
 from specdec.measure.break_even import BreakEven, cpu_break_even, expected_tau
 from specdec.targets.pretrained import BUNDLED, load_draft

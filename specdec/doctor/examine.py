@@ -11,7 +11,7 @@ from specdec.api import attach
 from specdec.doctor.facts import embedding_likeness, facts_of, untouched_norm, weight_problems
 from specdec.doctor.readings import Trial, search, unclear
 from specdec.doctor.rows import Agreement, commonest, coverage, model_agreement, observe
-from specdec.heads.base import DraftHead
+from specdec.draft.head import DraftHead
 from specdec.measure.acceptance import ci95
 from specdec.measure.experts import distinct_experts
 from specdec.measure.roofline import Floor, floor, measure_bandwidth

@@ -7,7 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.checkpoints.fitting import is_copy, weight_doubts
-from specdec.heads.base import DraftHead, LayerConfig
+from specdec.draft.head import DraftHead
+from specdec.heads.base import LayerConfig
 from specdec.heads.nextn import NextNHead
 from specdec.targets.shape import LAST
 from specdec.targets.weight_bytes import num_bytes

@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, final_norm
-from specdec.heads.base import DraftHead, LayerConfig
+from specdec.draft.head import DraftHead
+from specdec.heads.base import LayerConfig
 from specdec.heads.formats import formats
 
 OFFICIAL_ROPE = (10000.0, None)  # what EAGLE-3's official trainer builds, whatever config.json says

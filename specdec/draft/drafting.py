@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specdec.backends import ForwardContext, forward_context
+from specdec.backends.op import ForwardContext, forward_context
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.config import EngineConfig
 from specdec.draft.worker import STREAM_DRAFT, Draft, DraftParts, DraftWorker, RoundBatch

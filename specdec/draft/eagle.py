@@ -8,13 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
-from specdec.backends import attention
+from specdec.backends.op import attention
 from specdec.backends.rope import Rope
 from specdec.batch import ForwardMode
 from specdec.draft.drafting import DraftModelWorker
+from specdec.draft.head import DraftHead
 from specdec.draft.worker import DraftParts, PrefillChunk, RoundBatch, RunPrefill
-from specdec.heads.base import DraftHead
-from specdec.targets.experts import expert_configs, experts_routed
 
 
 class Compiled(Protocol):
@@ -49,7 +48,6 @@ class HeadWorker(DraftModelWorker):
         self.aux_layers = head.aux_layers
         self.hidden_size = head.hidden_size
         self.num_modules = head.num_modules
-        self.expert_configs = expert_configs(head)
         every_position = torch.arange(config.table_width, device=weight.device)
         self.compiled: dict[int, Compiled] = {}  # by module
         self.compiled_norms: dict[int, Compiled] = {}  # of those whose norm before the output head stands apart
@@ -67,11 +65,11 @@ class HeadWorker(DraftModelWorker):
         if module in self.compiled:
             (states,) = self.compiled[module](ids.contiguous(), positions, hidden.contiguous())
             return states
-        with experts_routed(self.expert_configs):
+        with self.head.routed():
             return self.run_live(ids, positions, hidden, module)
 
     def run_live(self, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, module: int) -> torch.Tensor:
-        """`run` by the head's own modules; needs `experts_routed`. This is what gets traced."""
+        """`run` by the head's own modules; needs `DraftHead.routed`. This is what gets traced."""
         rope = Rope(*self.rope_tables[positions].unbind(1))
         return self.head(self.embed_tokens(ids), hidden, rope, _attend, module)
 

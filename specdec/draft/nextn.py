@@ -10,9 +10,9 @@ import torch
 from specdec.batch import ForwardMode
 from specdec.draft.drafting import Steps
 from specdec.draft.eagle import HeadWorker
+from specdec.draft.head import DraftHead
 from specdec.draft.worker import DraftParts, PrefillChunk, RoundBatch, RunPrefill
 from specdec.functional.verify import VerifyOutput
-from specdec.heads.base import DraftHead
 
 
 class ModulesWorker(HeadWorker):

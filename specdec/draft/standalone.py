@@ -11,7 +11,7 @@ import torch
 from specdec.batch import ForwardMode
 from specdec.draft.drafting import DraftModelWorker
 from specdec.draft.worker import DraftParts, RoundBatch
-from specdec.targets.hf import HFTarget
+from specdec.target import Target
 
 
 class StandaloneWorker(DraftModelWorker):
@@ -19,7 +19,7 @@ class StandaloneWorker(DraftModelWorker):
 
     has_begin = True
 
-    def __init__(self, parts: DraftParts, draft: HFTarget):
+    def __init__(self, parts: DraftParts, draft: Target):
         super().__init__(
             parts,
             hot_ids=torch.arange(draft.spec.vocab_size, device=draft.device),

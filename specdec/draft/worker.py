@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from specdec.backends import ForwardContext
+from specdec.backends.op import ForwardContext
 from specdec.batch import AttentionMetadata
 from specdec.config import MAX_TAIL, EngineConfig
-from specdec.draft.algo_spec import AlgoSpec
-from specdec.draft.narrow import NarrowHead
 from specdec.functional.ops import RoundOps
 from specdec.functional.sampling import SamplingBatch
 from specdec.functional.tree import Tree
 from specdec.functional.verify import VerifyOutput
-from specdec.targets.hf import HFTarget
+from specdec.target import Target
 
 # Random streams of one round; a counter (L) is used by one round only, so (seed, L, stream) never repeats.
 STREAM_VERIFY = 0  # + node number, node 0 draws the bonus
@@ -47,6 +46,39 @@ class RoundBatch:
 
 
 @dataclass(frozen=True)
+class AlgoSpec:
+    """What one draft algorithm takes from the target. Sources: arXiv 2401.15077, 2503.01840, 2412.19437, 2211.17192.
+
+    What differs between checkpoints of one algorithm (order of combination, norms, what is recycled, hot vocabulary) is
+    a head's own configuration, in the layouts that `specdec.heads.load` reads.
+
+    features: target hidden states it reads: "aux" (outputs of layers that the head names), "last" (after the final
+        norm) or "none".
+    id_shift: row i of the draft holds token i+1 (EAGLE family) or token i (standalone).
+    """
+
+    name: str
+    features: str = "none"
+    id_shift: int = 0
+
+
+@dataclass(frozen=True)
+class NarrowHead:
+    """An output head over the target's tokens `ids` [dv] int64, ascending: weight [dv, h_d], bias [dv] or None.
+
+    Both are copies: what a trainer writes to the whole head is not seen.
+    """
+
+    ids: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Map states [N, h_d] to logits [N, dv]."""
+        return F.linear(states, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
 class DraftParts:
     """What a draft worker is made of besides its model.
 
@@ -55,7 +87,7 @@ class DraftParts:
     """
 
     spec: AlgoSpec
-    target: HFTarget
+    target: Target
     config: EngineConfig
     ops: RoundOps
     context: ForwardContext | None

@@ -8,7 +8,6 @@ The scheduler owns requests, `Round` the device program, `RoundGraphs` its graph
 CUDA the host runs one launch ahead: it launches round r+1 before it reads what round r emitted. Threads take turns.
 """
 
-import time
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -16,11 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from specdec.batch import ForwardMode, on_device
-from specdec.draft.compiled import compile_draft
-from specdec.engine.arguments import refuse_autocast
+from specdec.batch import ForwardMode, on_device, refuse_autocast
 from specdec.engine.mailbox import Mailbox, Results
 from specdec.engine.packing import (
     copy_to,
@@ -34,19 +30,15 @@ from specdec.engine.packing import (
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.turns import Turns
-from specdec.engine.weights import Weights
 from specdec.errors import DetachedError, GraphError
 from specdec.functional.results import first_tokens, line_width, unpack
 from specdec.functional.sampling import SamplingKind
-from specdec.graphs import GraphPool
+from specdec.graphs.pool import GraphPool
 from specdec.metrics import AcceptanceStats
-from specdec.prefill.graphs import PrefillGraphs, resolve_prefill_mode
+from specdec.prefill.graphs import PrefillGraphs
 from specdec.round.graphs import RoundGraphs
 from specdec.round.parts import Parts
 from specdec.round.program import Round
-from specdec.targets.compiled import compile_layers, start_compilers
-from specdec.targets.exclusive import make_exclusive
-from specdec.targets.few_rows import FewRows
 
 PREFIX_STEP = 32  # host bounds of L are rounded up to this, so that shapes of eager rounds seldom change
 
@@ -55,7 +47,7 @@ class Core:
     """The stepping machine behind `Engine`."""
 
     def __init__(self, parts: Parts):
-        target, config, worker, device = parts.target, parts.config, parts.worker, parts.target.device
+        target, config, device = parts.target, parts.config, parts.target.device
         self.target = target
         self.config = config
         self.counters = parts.counters
@@ -65,15 +57,11 @@ class Core:
         self.device = device
         self.context = parts.context
         self.round = Round(parts)
-        start_compilers(config, device)
         rewrite_row(parts.state, parts.tables, parts.ops, config.dummy_row)
         graph_pool = GraphPool(device) if device.type == "cuda" else None
-        start = time.perf_counter()
-        mode = resolve_prefill_mode(config, target)
-        mode, self.how_compiled = compile_layers(target, config, mode)
-        self.how_draft_compiled = compile_draft(worker, config, mode) if target.compiled else ""
-        self.compile_seconds = time.perf_counter() - start if target.compiled else 0.0
-        self.prefill = PrefillGraphs(parts, self.round, graph_pool, mode)
+        self.models = parts.models
+        self.models.compile()
+        self.prefill = PrefillGraphs(parts, self.round, graph_pool, self.models.prefill_mode)
         self.graphs = RoundGraphs(self.round, parts, graph_pool)
         self._mailbox = Mailbox(device, most=config.max_batch * line_width(config.num_steps + 1, config.logprobs))
         self._batch = Batch([], torch.empty(0, device=device), SamplingKind.GREEDY)
@@ -84,11 +72,8 @@ class Core:
         self.is_closed = False
         core = weakref.ref(self)  # no cycle: pools are freed with the last reference, not by some later collection
         self.turns = Turns(lambda error: core()._repair(error))  # type: ignore[union-attr]
-        live = [m for m in (target.model, worker.module) if isinstance(m, PreTrainedModel)]
-        self._exclusive = [make_exclusive(model, self.turns) for model in live]
         runners = (*self.prefill.runners, *self.graphs.runners.values())
-        self.weights = Weights(target, worker.module, bool(target.compiled) or any(r.captured for r in runners))
-        self._few_rows = FewRows(filter(None, (target.model, worker.module)))
+        self.models.share(self.turns, is_baked=any(runner.captured for runner in runners))
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue checked requests; DetachedError once the core is closed, GraphError for a change of the
@@ -112,7 +97,7 @@ class Core:
             if not waiting_for or any(r.finish_reason is None for r in waiting_for):
                 with on_device(self.device):
                     self._admit()  # looks for changes of the models, so before a step replaces forwards
-                    with self._few_rows.active():
+                    with self.models.stepping():
                         self._step()
                     self._require_known(waiting_for)
 
@@ -148,10 +133,7 @@ class Core:
         """End what runs, take our marks off the model, and wait for what is on its way: one round may be."""
         with self.turns:
             self.is_closed = True
-            self.weights.close()
-            self._few_rows.restore()
-            for exclusive in self._exclusive:
-                exclusive.close()
+            self.models.close()
             try:
                 self.target.detach()
             finally:
@@ -170,7 +152,7 @@ class Core:
 
     def _follow_weights(self) -> None:
         """Keep no K/V of models as they were; GraphError for changes that cannot be followed."""
-        if self.weights.follow():
+        if self.models.follow():
             self.forget_prefixes()
 
     def _step(self) -> None:

@@ -8,10 +8,10 @@ import torch
 
 from specdec.backends.metadata import MetadataBuilder
 from specdec.batch import to_device
+from specdec.cache.tables import SlotTables
 from specdec.draft.worker import PrefillChunk
 from specdec.engine.request import Request
 from specdec.functional.ops import RoundOps
-from specdec.kv_cache import SlotTables
 from specdec.prefill.whole import Piece
 from specdec.round.state import MAX_STOP_IDS, EngineState
 

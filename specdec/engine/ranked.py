@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from specdec.engine.core import Core
 from specdec.engine.ranks import ATTACH_TIMEOUT_S, Ranks
 from specdec.engine.request import Request
-from specdec.graphs import GraphRunner
+from specdec.graphs.runner import GraphRunner
 from specdec.round.parts import Parts
 
 
@@ -21,7 +21,7 @@ class RankedCore(Core):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As `Core.submit`, if all ranks submit the same; seeds are rank 0's. ValueError if not."""
-        self._is_to_forget |= self.weights.has_changed()  # until the others know: ranks may not agree this time
+        self._is_to_forget |= self.models.has_changed()  # until the others know: ranks may not agree this time
         own = [[r.sampling.seed for r in requests], self._is_to_forget]
         given = self._ranks.same("generate()", [told_of(r) for r in requests], own)
         self._is_to_forget = False

@@ -4,9 +4,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from specdec.cache.tables import SlotTables
 from specdec.engine.request import Request
 from specdec.engine.sharing import Sharing
-from specdec.kv_cache import SlotTables
 
 
 class Scheduler:

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from specdec.batch import on_device
+from specdec.cache.pages import NO_PAGES
+from specdec.cache.prefix import num_alike
 from specdec.engine.core import Core
 from specdec.engine.packing import copy_to
 from specdec.errors import CapacityError
-from specdec.functional.logprobs import token_logprobs
-from specdec.pages import NO_PAGES
-from specdec.prefix_cache import num_alike
+from specdec.functional.results import token_logprobs
 from specdec.text.inputs import prompts_to_ids
 
 HEAD_ROWS = 512  # positions whose logits are held at once

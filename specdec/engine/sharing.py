@@ -4,29 +4,12 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from specdec.config import EngineConfig
-from specdec.engine.needs import Draft
+from specdec.cache.pages import NO_PAGES
+from specdec.cache.prefix import keys_of, num_alike
+from specdec.cache.tables import SlotTables
 from specdec.engine.request import Request
-from specdec.heads.base import DraftHead
-from specdec.kv_cache import SlotTables
-from specdec.pages import NO_PAGES
-from specdec.prefix_cache import keys_of, num_alike
-from specdec.targets.hf import HFTarget
 
 WORTH_WAITING = 64  # prompt tokens, whose prefill takes longer than a step without them
-
-
-def keeps_prefixes(config: EngineConfig, target: HFTarget, draft: Draft | None) -> bool:
-    """Return whether K/V of what was served can serve others, if it is wanted; ValueError if it must be and cannot."""
-    reasons = []
-    for what, model in (("target", target), ("draft", draft)):
-        if isinstance(model, HFTarget) and model.spec.recurrent:
-            reasons.append(f"the {what} has recurrent layers, whose state is not kept by token")
-    if isinstance(draft, DraftHead) and draft.num_modules > 1:
-        reasons.append(f"the draft has {draft.num_modules} modules that read each other's last states")
-    if config.prefix_cache is True and reasons:
-        raise ValueError(f"prefix_cache=True: {'; '.join(reasons)}; leave prefix_cache out")
-    return config.prefix_cache is not False and not reasons
 
 
 class Sharing:

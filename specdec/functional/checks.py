@@ -11,11 +11,10 @@ import torch
 
 from specdec.backends.checks import require_within
 from specdec.backends.metadata import slots_at
+from specdec.cache.pool import Commit, KVPool
 from specdec.functional.ops import RoundOps
 from specdec.functional.tree import Tree
 from specdec.functional.verify import VerifyOutput
-from specdec.kv_cache import KVPool
-from specdec.layer_state import Commit
 
 
 def checked(ops: RoundOps) -> RoundOps:

@@ -1,7 +1,7 @@
 """Results of a launch for the host: one line of int64 per request, packed on the device and unpacked here.
 
 A line holds W tokens, of which the first accept_len count, accept_len, and two flags; then, where they are asked for,
-the log-probabilities of the tokens: 1 + 2*num_top float32 a token (`functional.logprobs`), by their bits.
+the log-probabilities of the tokens: 1 + 2*num_top float32 a token (`token_logprobs`), by their bits.
 """
 
 from typing import NamedTuple
@@ -51,6 +51,23 @@ def unpack(line: list[int], num_top: int | None = None) -> Emitted:
 def first_tokens(packed: Tensor) -> Tensor:
     """Return the first token [n] of each of the lines [n, W+3]; -1 for a request that emitted none."""
     return packed[:, 0]
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
+    """Return [n, W, 1 + 2*num_top] float32: the token's log-probability, the best tokens' ids, their log-probabilities.
+
+    Under the target's own logits: before temperature, filters and penalties.
+    logits [n, W, V], any float dtype; tokens [n, W] int64. Ids are exact: vocabularies have fewer than 2**24 tokens.
+    A column at a time, so that one column of logits is held in fp32.
+    """
+    columns = []
+    for column, token in zip(logits.unbind(1), tokens.unbind(1), strict=True):
+        scores = column.float()
+        norm = scores.logsumexp(1, keepdim=True)
+        best = scores.topk(num_top, 1)
+        parts = (scores.gather(1, token.unsqueeze(1)) - norm, best.indices.float(), best.values - norm)
+        columns.append(torch.cat(parts, 1))
+    return torch.stack(columns, 1)
 
 
 def _unpack_logprobs(bits: list[int], num_tokens: int, num_top: int) -> list[TokenLogprob]:

@@ -167,3 +167,21 @@ def _is_law(mass: Tensor) -> Tensor:
 def _row(values: Tensor, index: Tensor) -> Tensor:
     """Return values[b, index[b]], [bs, ...]; values: [bs, n, ...]; index: [bs], int64."""
     return values[torch.arange(values.shape[0], device=values.device), index]
+
+
+def impose_acceptance(verified: VerifyOutput, tree: Tree, rates: Tensor, u: Tensor) -> VerifyOutput:
+    """Return `verified` with another path: the root and the tree's last nodes, the j-th kept with chance rates[j-1]:
+    so untrained heads can be timed. The text is meaningless then; all other work of a round is done as usual.
+
+    rates: [S], float64, a_1 >= a_2 >= ...: the share of rounds in which position j is accepted. u: [bs], float64, in
+    [0, 1), one draw per round. In a tree those nodes are not each other's children, but their K/V is moved like that of
+    a real path. The bonus is that of `verified`. Fixed shapes, no host reads.
+    """
+    width = verified.tokens.shape[1]
+    columns = torch.arange(width, device=u.device)
+    num_kept = (u.unsqueeze(1) < rates).sum(1).clamp(max=width - 1).masked_fill(verified.invalid, 0).unsqueeze(1)
+    nodes = torch.where(columns > 0, columns + tree.tokens.shape[1] - width, 0)
+    drafts = tree.tokens[:, nodes].roll(-1, dims=1)
+    bonus = verified.tokens.gather(1, verified.accept_lens.unsqueeze(1) - 1)
+    tokens = torch.where(columns < num_kept, drafts, torch.where(columns == num_kept, bonus, -1))
+    return VerifyOutput(torch.where(columns <= num_kept, nodes, -1), num_kept.squeeze(1) + 1, tokens, verified.invalid)

@@ -9,8 +9,8 @@ import torch
 
 from specdec.checkpoints.fitting import is_copy, tensor_problems, warn_if_random, warn_of_weights
 from specdec.checkpoints.folders import as_checkpoint_error
+from specdec.draft.head import DraftHead
 from specdec.errors import CheckpointError
-from specdec.heads.base import DraftHead
 from specdec.heads.files import HeadFiles
 from specdec.heads.format import HeadFormat, Wanted
 from specdec.heads.formats import formats

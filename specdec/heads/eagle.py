@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from specdec.backends.rope import Rope
-from specdec.heads.base import Attend, DraftLayer, LayerConfig, LlamaLikeHead
+from specdec.draft.head import Attend
+from specdec.heads.base import DraftLayer, LayerConfig, LlamaLikeHead
 from specdec.targets.shape import LAST
 
 

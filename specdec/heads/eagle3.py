@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from specdec.backends.rope import Rope
-from specdec.heads.base import Attend, DraftAttention, DraftLayer, DraftMLP, LayerConfig, LlamaLikeHead
+from specdec.draft.head import Attend
+from specdec.heads.base import DraftAttention, DraftLayer, DraftMLP, LayerConfig, LlamaLikeHead
 
 
 @dataclass(frozen=True)

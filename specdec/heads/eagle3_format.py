@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.checkpoints.fitting import full_vocab_ids, full_vocab_problems, vocab_problems
+from specdec.draft.head import DraftHead
 from specdec.heads import fresh
-from specdec.heads.base import DraftHead
 from specdec.heads.configs import Reading, eagle3_config, speculators_config
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from specdec.heads.eagle_format import rope_problems, why_of_eagle

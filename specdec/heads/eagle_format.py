@@ -9,8 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.checkpoints.fitting import ANOTHER_TARGET
+from specdec.draft.head import DraftHead
 from specdec.heads import fresh
-from specdec.heads.base import DraftHead, LayerConfig, layer_rope
+from specdec.heads.base import LayerConfig, layer_rope
 from specdec.heads.configs import Reading, eagle_config
 from specdec.heads.eagle import EagleConfig, EagleHead
 from specdec.heads.format import HeadFormat, IsOwn, Training, layer_json

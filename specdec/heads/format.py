@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specdec.heads.base import DraftHead, LayerConfig
+from specdec.draft.head import DraftHead
+from specdec.heads.base import LayerConfig
 from specdec.heads.configs import Reading
 from specdec.heads.files import HeadFiles
 from specdec.heads.layouts import Layout

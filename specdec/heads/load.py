@@ -12,8 +12,8 @@ import torch
 from specdec.checkpoints.fitting import warn_of_weights
 from specdec.checkpoints.folders import local_path, read_json
 from specdec.checkpoints.tensors import Checkpoint, TensorFiles
+from specdec.draft.head import DraftHead
 from specdec.errors import CheckpointError
-from specdec.heads.base import DraftHead
 from specdec.heads.build import build_head
 from specdec.heads.formats import layouts_of
 from specdec.heads.layouts import STANDALONE

@@ -6,6 +6,7 @@ own attention and experts come along; only the combination of embedding and hidd
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -14,9 +15,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from specdec.backends import LayerSpec
+from specdec.backends.base import LayerSpec
 from specdec.backends.rope import Rope
-from specdec.heads.base import Attend, DraftHead
+from specdec.draft.head import Attend, DraftHead
+from specdec.targets.experts import expert_configs, experts_routed
 from specdec.targets.recording import attention_spec
 from specdec.targets.shape import LAST, vocab_size_of
 
@@ -104,6 +106,9 @@ class NextNHead(DraftHead):
     @property
     def weight(self) -> torch.Tensor:
         return self.mtp[0].eh_proj.weight  # type: ignore[union-attr,return-value]
+
+    def routed(self) -> AbstractContextManager[None]:
+        return experts_routed(expert_configs(self))
 
     def rope(self, positions: torch.Tensor) -> Rope:
         like = torch.empty(0, dtype=self.weight.dtype, device=positions.device)

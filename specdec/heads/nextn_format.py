@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from specdec.draft.head import DraftHead
 from specdec.heads import fresh
-from specdec.heads.base import DraftHead
 from specdec.heads.configs import Reading
 from specdec.heads.files import HeadFiles
 from specdec.heads.format import HeadFormat, IsOwn, Training, Wanted

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specdec.checkpoints.replacing import check_free, write_checkpoint
-from specdec.heads.base import DraftHead
+from specdec.draft.head import DraftHead
 from specdec.heads.custom_generate import write_custom_generate
 from specdec.heads.formats import formats, layouts
 

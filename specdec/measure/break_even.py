@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.heads.base import DraftHead
+from specdec.draft.head import DraftHead
 from specdec.measure.roofline import floor
 from specdec.targets.few_rows import FewRows
 

@@ -18,7 +18,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.backends.state_pool import StatePool
-from specdec.heads.base import DraftHead, LayerConfig
+from specdec.draft.head import DraftHead
+from specdec.heads.base import LayerConfig
 from specdec.heads.nextn import NextNHead
 from specdec.measure.sizes import SHAPES, recurrent_layers
 from specdec.targets.mixer_ranks import form_of

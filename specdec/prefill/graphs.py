@@ -3,43 +3,36 @@
 Of the former, head, sampling and attention itself run on the live batch, so a graph serves any number of requests.
 """
 
-import time
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from specdec.backends import ForwardContext
+from specdec.backends.op import ForwardContext
 from specdec.batch import AttentionMetadata
 from specdec.config import EngineConfig
-from specdec.graphs import (
-    BufferSpec,
-    Capture,
-    EagerCapture,
-    GraphPool,
-    GraphRunner,
-    PrefillRunner,
-    Setup,
-    build,
-    pick_breakable,
-    rehearse,
-    token_buckets,
-)
-from specdec.graphs.build import is_out_of_memory
+from specdec.graphs.breakable import pick_breakable
+from specdec.graphs.buffers import BufferSpec
+from specdec.graphs.building import build, rehearse
+from specdec.graphs.captures import Capture, EagerCapture
+from specdec.graphs.pool import GraphPool
+from specdec.graphs.prefill import PrefillRunner
+from specdec.graphs.runner import GraphRunner, Setup
+from specdec.graphs.shapes import token_buckets
 from specdec.outputs import GraphCost
 from specdec.prefill.program import PrefillProgram, Programs
 from specdec.prefill.whole import KINDS, whole_graphs, whole_sizes
 from specdec.round.parts import Parts
 from specdec.round.program import Round
-from specdec.targets.compiled import why_uncompiled
-from specdec.targets.hf import HFTarget
-from specdec.targets.probe import ModelSpec
+from specdec.target import TargetSpec
 
 LOWER = "max_prefill_tokens, shorten prefill_buckets, or pass prefill_graph='off'"
 # For `estimate_prefill_bytes`; set so that the estimate is close to what an H200 measured.
 NODE_BYTES, NODES_A_LAYER = 5 << 10, 40
 LIVE_ROWS = 12  # hidden-sized activations of a token that live at once
-BUSY = 1.3  # the device counts as the slower one if a forward takes this many times as long as launching it
+# Tokens * hidden_size**2 from which the device, and not launching, is what an eager forward takes: an H200 takes 1.3
+# times as long as its host from 512 to 704 tokens of an 8B (bench/prefill.py), and never with a small model.
+BUSY_WORK = 10**10
 
 
 class PrefillGraphs:
@@ -89,11 +82,9 @@ class PrefillGraphs:
             if self.whole is not None:
                 runner = self.whole.runner.runner
                 build([runner], runner.made_by, avoid="prefill_graph='breakable'", **how)
-            if slot_table.is_cuda and not (config.strict or target.group):  # strict pads rather than run eagerly
-                with parts.counters.recording():
-                    self.target_runner.device_bound_from = self._find_device_bound()
-            if self.whole is not None:
-                self.whole.runner.device_bound_from = self.target_runner.device_bound_from
+        if slot_table.is_cuda and not (config.strict or target.group):  # strict pads rather than run eagerly
+            for prefills in (self.target_runner, *([] if self.whole is None else [self.whole.runner])):
+                prefills.device_bound_from = -(-BUSY_WORK // target.spec.hidden_size**2)
 
     def target(self, metadata: AttentionMetadata, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the target's layers over a packed batch, ids [T] int64; return last hidden states [T, h], aux or None.
@@ -145,39 +136,6 @@ class PrefillGraphs:
         rows = torch.full((len(lens),), self._dummy_row, device=self._slot_table.device)
         return context.backend.metadata.prefill(self._slot_table, rows, [0] * len(lens), lens)
 
-    def _find_device_bound(self) -> int | None:
-        """Return the smallest captured size from which running the layers takes clearly longer than launching them.
-
-        Their ratio grows with the size, so a bisection finds it.
-        """
-        sizes = sorted(key.size for key in self.target_runner.runner.captured)
-        low, high = 0, len(sizes)
-        while low < high:
-            middle = (low + high) // 2
-            if self._is_busy(sizes[middle]):
-                high = middle
-            else:
-                low = middle + 1
-        return sizes[low] if low < len(sizes) else None
-
-    def _is_busy(self, size: int) -> bool:
-        target = self.programs.target
-        metadata = self._dummy_batch(target.context, size)
-        ids, shares = torch.zeros_like(metadata.positions), []
-        for _ in range(3):
-            torch.cuda.synchronize(ids.device)
-            start = time.perf_counter()
-            try:
-                target.run("", **_inputs(metadata, ids), metadata=metadata)
-            except RuntimeError as error:
-                if is_out_of_memory(error):  # no memory for an eager run beside the graphs: use those
-                    return False
-                raise
-            launched = time.perf_counter() - start
-            torch.cuda.synchronize(ids.device)
-            shares.append((time.perf_counter() - start) / launched)
-        return min(shares[1:]) >= BUSY
-
 
 def _runner(name: str, program: PrefillProgram, features: torch.Tensor | None, setup: Setup) -> PrefillRunner:
     """Return the runner of `program`, which reads `features` [largest, width] if that has any width."""
@@ -194,7 +152,7 @@ def _inputs(metadata: AttentionMetadata, ids: torch.Tensor) -> dict[str, torch.T
 
 
 def estimate_prefill_bytes(
-    config: EngineConfig, spec: ModelSpec, num_aux: int, itemsize: int, draft_layers: int = 1
+    config: EngineConfig, spec: TargetSpec, num_aux: int, itemsize: int, draft_layers: int = 1
 ) -> int:
     """Estimate the device bytes of the prefill graphs of `config`: static rows, scratch of the largest, nodes."""
     buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
@@ -205,17 +163,3 @@ def estimate_prefill_bytes(
     num_layers = spec.num_layers + draft_layers - 1
     num_graphs = len(buckets) + len(KINDS) * len(whole_sizes(config))
     return buckets[-1] * row_bytes + num_graphs * num_layers * NODES_A_LAYER * NODE_BYTES
-
-
-def resolve_prefill_mode(config: EngineConfig, target: HFTarget) -> str:
-    """Resolve `prefill_graph` to "piecewise", "breakable" or "off", the way in parts."""
-    if config.prefill_graph not in ("auto", "whole"):
-        return config.prefill_graph
-    if config.prefill_graph == "auto" and not auto_captures(config, target.device):
-        return "off"
-    return "breakable" if why_uncompiled(config, target.device) else "piecewise"
-
-
-def auto_captures(config: EngineConfig, device: torch.device) -> bool:
-    """Return whether prefills have graphs under "auto"."""
-    return device.type == "cuda" and config.cuda_graph is not False

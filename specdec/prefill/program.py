@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from specdec.backends import AttentionBridge, ForwardContext, forward_context
+from specdec.backends.bridge import AttentionBridge
+from specdec.backends.op import ForwardContext, forward_context
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.draft.worker import DraftWorker
 from specdec.round.parts import Parts

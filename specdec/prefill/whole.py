@@ -14,22 +14,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.backends import before_attention, forward_context
+from specdec.backends.op import before_attention, forward_context
 from specdec.batch import AttentionMetadata, ForwardMode, host_zeros
 from specdec.config import EngineConfig
 from specdec.draft.worker import PrefillChunk
 from specdec.functional.results import first_tokens
 from specdec.functional.sampling import SamplingKind
-from specdec.graphs import (
-    BufferSpec,
-    Decision,
-    GraphPool,
-    GraphRunner,
-    PrefillRunner,
-    Setup,
-    pick_capture,
-    token_buckets,
-)
+from specdec.graphs.buffers import BufferSpec
+from specdec.graphs.captures import pick_capture
+from specdec.graphs.pool import GraphPool
+from specdec.graphs.prefill import PrefillRunner
+from specdec.graphs.runner import GraphRunner, Setup
+from specdec.graphs.shapes import Decision, token_buckets
 from specdec.round.parts import Parts
 from specdec.round.program import Round
 

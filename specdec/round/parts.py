@@ -1,16 +1,17 @@
-"""The parts of an engine, made once by `engine.assembly` and handed to whatever runs on them."""
+"""The parts of an engine, made once by `specdec.assembly` and handed to whatever runs on them."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from specdec.backends import ForwardContext, compiling_kernels
+from specdec.backends.op import ForwardContext
+from specdec.cache.tables import SlotTables
 from specdec.config import EngineConfig
 from specdec.draft.worker import DraftWorker
 from specdec.functional.ops import RoundOps
-from specdec.graphs import Counters
-from specdec.kv_cache import SlotTables
+from specdec.graphs.counters import Counters
 from specdec.round.state import EngineState
-from specdec.targets.hf import HFTarget
+from specdec.target import LiveModels, Target
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,10 @@ class Parts:
     """What programs, graphs and the core of one engine share.
 
     target: reads the hidden states that `worker` asks for. context: the target's attention layers and K/V pool. tables
-    and state: by row, the last of which is the dummy row. may_merge: a round can be one graph, since the backends plan
-    on the device.
+    and state: by row, the last of which is the dummy row. compiling_kernels: see `backends.registry`.
     """
 
-    target: HFTarget
+    target: Target
     config: EngineConfig
     worker: DraftWorker
     context: ForwardContext
@@ -30,9 +30,5 @@ class Parts:
     tables: SlotTables
     state: EngineState
     counters: Counters
-    may_merge: bool
-
-    def compiling_kernels(self) -> AbstractContextManager[None] | None:
-        """Return a context for rehearsals, None where there are none: see `backends.compiling_kernels`."""
-        backends = [c.backend for c in (self.context, self.worker.context) if c is not None]
-        return compiling_kernels(backends, self.target.device)
+    models: LiveModels
+    compiling_kernels: Callable[[], AbstractContextManager[None] | None]

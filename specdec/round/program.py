@@ -6,6 +6,7 @@ rows and on the kind of sampling, so it can be captured. Row numbers are its onl
 
 import torch
 
+from specdec.backends.comm import agreed
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.draft.worker import (
     STREAM_PREFILL,
@@ -15,14 +16,11 @@ from specdec.draft.worker import (
     PrefillChunk,
     RoundBatch,
 )
-from specdec.functional.logprobs import token_logprobs
 from specdec.functional.processors import mark_seen
-from specdec.functional.results import append_logprobs
+from specdec.functional.results import append_logprobs, token_logprobs
 from specdec.functional.sampling import SamplingKind
-from specdec.functional.synthetic import impose_acceptance
 from specdec.functional.tree import Tree
-from specdec.functional.verify import VerifyOutput
-from specdec.round.agreement import agreed
+from specdec.functional.verify import VerifyOutput, impose_acceptance
 from specdec.round.parts import Parts
 
 LAW_BYTES = 64 << 20  # probabilities that sampled acceptance holds at once; larger batches go in parts

@@ -12,7 +12,7 @@ from torch import fx, nn
 from specdec.backends.differences import bound, distance
 from specdec.config import EngineConfig
 from specdec.errors import GraphError
-from specdec.graphs.build import progress_bar
+from specdec.graphs.building import progress_bar
 from specdec.graphs.kept import folder, has_pieces, keeping, num_found, renewing
 from specdec.targets.echo import disturbed, echoing
 from specdec.targets.rotation import hand_over_rotations

@@ -79,7 +79,7 @@ def compiled_or_why(
             raise GraphError(f"{names[0]}: {error}") from error
         if config.compile is True:
             message = f"{names[1]} runs uncompiled: {error}. Leave compile out if that is expected"
-            warnings.warn(message, stacklevel=7)
+            warnings.warn(message, stacklevel=9)
         return f"not compiled: {error}"
     count, found = sum(t.num_compiled for t in traced), sum(t.num_found for t in traced)
     pieces = f"{count} piece{'s' * (count > 1)}, {found} of them kept from before"

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 from specdec.backends import AttentionBackend, ForwardContext, TorchBackend, forward_context
 from specdec.backends.differences import TOLERANCE, bound, distance, largest_difference
-from specdec.backends.recurrent import TORCH_RECURRENT
+from specdec.backends.recurrent_ref import TORCH_RECURRENT
 from specdec.backends.state_pool import StatePool
 from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.cache.pool import KVPool
 from specdec.errors import AttachError, RankError
-from specdec.kv_cache import KVPool
 from specdec.targets.echo import disturbed
 from specdec.targets.probe import ModelSpec
 

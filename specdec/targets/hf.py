@@ -7,7 +7,6 @@ layers' primitives and its experts' products are routed, and only while we run i
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +17,10 @@ from specdec.backends import ForwardContext, forward_context
 from specdec.backends.comm import Communicator
 from specdec.backends.state_pool import RecurrentOps, StatePool
 from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.cache.pool import LayerState
 from specdec.errors import AttachError
 from specdec.graphs import Change
-from specdec.layer_state import LayerState
+from specdec.target import TargetOutput
 from specdec.targets.equality import check_equality
 from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
 from specdec.targets.probe import ModelSpec, probe
@@ -35,14 +35,6 @@ if TYPE_CHECKING:  # it imports private parts of torch, which uncompiled engines
     from specdec.graphs.trace import Traced
 
 ATTACHED_ALREADY = "it is attached already; call detach() on that engine first, which is specdec.engine_of(model)"
-
-
-@dataclass(frozen=True)
-class TargetOutput:
-    """Output of a forward: logits [T, V], and aux [T, num_aux*h] or None."""
-
-    logits: torch.Tensor
-    aux: torch.Tensor | None
 
 
 class HFTarget:

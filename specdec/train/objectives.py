@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.heads.base import DraftHead
+from specdec.draft.head import DraftHead
 from specdec.targets.shape import LAST
 from specdec.train.batches import Batch
 from specdec.train.config import TrainConfig

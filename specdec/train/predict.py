@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.heads.base import DraftHead
+from specdec.draft.head import DraftHead
 from specdec.metrics import AcceptanceStats
 from specdec.train.batches import Batch, Batches
 from specdec.train.config import recipe

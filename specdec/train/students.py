@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specdec.heads.base import DraftHead
+from specdec.draft.head import DraftHead
 from specdec.heads.format import HeadFormat
 from specdec.heads.formats import formats
 from specdec.heads.load import load_head, save_head

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from specdec.backends import LayerSpec
 from specdec.backends.rope import Rope, rotate
-from specdec.heads.base import DraftHead
+from specdec.draft.head import DraftHead
 
 
 class TTTAttention:

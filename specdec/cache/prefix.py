@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from specdec.pages import NO_PAGES, Pages
+from specdec.cache.pages import NO_PAGES, Pages
 
 EVICTED = 32  # at least one page in so many goes at a time, so that making room is rare
 

@@ -4,38 +4,21 @@ What a draft never proposes costs a rejected position where it is due, and nothi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from specdec.config import EngineConfig
-from specdec.heads.base import DraftHead
-from specdec.targets.hf import HFTarget
+from specdec.draft.head import DraftHead
+from specdec.draft.worker import NarrowHead
+from specdec.target import Target
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest logit
 NUM_STATES = 4  # states that both heads score
 _SETTING = "draft_vocab"
 
 
-@dataclass(frozen=True)
-class NarrowHead:
-    """An output head over the target's tokens `ids` [dv] int64, ascending: weight [dv, h_d], bias [dv] or None.
-
-    Both are copies: what a trainer writes to the whole head is not seen.
-    """
-
-    ids: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Map states [N, h_d] to logits [N, dv]."""
-        return F.linear(states, self.weight, self.bias)
-
-
-def narrow_head(config: EngineConfig, draft: DraftHead | HFTarget | None, target: HFTarget) -> NarrowHead | None:
+def narrow_head(config: EngineConfig, draft: DraftHead | Target | None, target: Target) -> NarrowHead | None:
     """Return the output head of `draft` over the tokens of `EngineConfig.draft_vocab`; None where all are scored.
 
     ValueError for ids that the target does not have, too few that the draft scores, a draft without a model, and output
@@ -46,7 +29,7 @@ def narrow_head(config: EngineConfig, draft: DraftHead | HFTarget | None, target
         return None
     if draft is None:
         raise ValueError(f"{_told(config)}: expected a draft with a model, whose output head it makes smaller")
-    if isinstance(draft, HFTarget):
+    if not isinstance(draft, DraftHead):
         scored = torch.arange(draft.spec.vocab_size, device=draft.device)
         score, rows, output = draft.head, draft.shape.lm_head_rows(), draft.shape.lm_head
     else:
@@ -68,14 +51,14 @@ def _told(config: EngineConfig) -> str:
     return f"{_SETTING}={wanted}" if isinstance(wanted, int) else f"{_SETTING} of {len(wanted or ())} ids"
 
 
-def _ends(target: HFTarget) -> list[int]:
+def _ends(target: Target) -> list[int]:
     """Return the ids at which the target's texts end, which drafts should be able to propose."""
     config = getattr(target.model, "generation_config", None)
     ends = getattr(config, "eos_token_id", None)
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
-def _places(config: EngineConfig, scored: torch.Tensor, target: HFTarget) -> torch.Tensor:
+def _places(config: EngineConfig, scored: torch.Tensor, target: Target) -> torch.Tensor:
     """Return where in `scored` [n] int64, ascending, the wanted ids are: [dv] int64, ascending."""
     wanted, size = config.draft_vocab, target.spec.vocab_size
     if isinstance(wanted, int):

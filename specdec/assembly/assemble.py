@@ -1,35 +1,37 @@
 """Putting an engine together: which draft, which backends, whether it fits the device, and the core of all parts."""
 
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.backends import AttentionBackend, ForwardContext, pick_backend
+from specdec.assembly.algorithms import algorithm
+from specdec.assembly.kernel_check import check_kernels
+from specdec.assembly.models import HFModels
+from specdec.assembly.narrow import narrow_head
+from specdec.assembly.needs import Draft, ModelShape, check_memory
+from specdec.backends.base import AttentionBackend
 from specdec.backends.checks import is_debug
-from specdec.backends.recurrent import pick_recurrent
+from specdec.backends.op import ForwardContext
+from specdec.backends.registry import compiling_kernels, pick_backend, pick_recurrent
+from specdec.cache.pool import KVPool, LayerState
+from specdec.cache.tables import SlotTables
 from specdec.checkpoints.tensors import TensorFiles
 from specdec.config import EngineConfig
-from specdec.draft.algorithms import algorithm
-from specdec.draft.narrow import narrow_head
+from specdec.draft.head import DraftHead
 from specdec.draft.worker import DraftParts, DraftWorker, NoDraft
 from specdec.engine.core import Core
-from specdec.engine.kernel_check import check_kernels
-from specdec.engine.needs import Draft, ModelShape, check_memory
 from specdec.engine.ranked import RankedCore
 from specdec.engine.ranks import Ranks
-from specdec.engine.sharing import keeps_prefixes
 from specdec.functional.checks import checked
-from specdec.functional.ops import RoundOps, pick_ops
-from specdec.graphs import Counters
-from specdec.heads.base import DraftHead
+from specdec.functional.ops import RoundOps
+from specdec.functional.torch_ops import pick_ops
+from specdec.graphs.counters import Counters
 from specdec.heads.load import check_head, load_head, open_draft
 from specdec.heads.open import why_absent
-from specdec.kv_cache import KVPool, SlotTables
-from specdec.layer_state import LayerState
 from specdec.round.parts import Parts
 from specdec.round.state import EngineState
 from specdec.targets.hf import HFTarget
@@ -104,46 +106,43 @@ def assemble(
 def _assemble(
     target: HFTarget, config: EngineConfig, draft: Draft | None, algo: str | None, ranks: Ranks | None
 ) -> tuple[Core, str]:
-    backend, why = pick_backend(config.backend, target.spec.layers, target.dtype, target.device, config.page_size)
-    config = replace(config, prefix_cache=keeps_prefixes(config, target, draft))
-    backends = [backend]
+    device = target.device
+    backend, why = pick_backend(config.backend, target.spec.layers, target.dtype, device)
+    config = replace(config, prefix_cache=_keeps_prefixes(config, target, draft))
     counters = Counters()
     narrow = narrow_head(config, draft, target)
     shape = None if draft is None else ModelShape.of(draft, None if narrow is None else len(narrow.ids))
     check_memory(target, config, shape)
     sizes = (config.max_batch, config.table_width, config.pool_slots, config.page_size)
-    tables = SlotTables(*sizes, target.device, bool(config.prefix_cache))
-    target.expect_positions(config.table_width)
-    if isinstance(draft, HFTarget):
-        draft.expect_positions(config.table_width)
-    if shape is not None:
-        own, draft_why = pick_backend(config.backend, shape.layers, shape.dtype, target.device, config.page_size)
-        why = why if own is backend else f"{why}; the draft: {own.name}, {draft_why}"
-        backends.append(own)
+    tables = SlotTables(*sizes, device, bool(config.prefix_cache))
     worker: DraftWorker = NoDraft(_ops_for(backend))
     if algo is not None:
-        row, own = algorithm(algo), backends[-1]
-        states = _row_states(draft, config, config.draft_tail, own)
-        context = None if shape is None else _context(own, shape, tables, counters, config.draft_words, states)
+        row, own, context = algorithm(algo), backend, None
+        if shape is not None:
+            own, draft_why = pick_backend(config.backend, shape.layers, shape.dtype, device)
+            why = why if own is backend else f"{why}; the draft: {own.name}, {draft_why}"
+            states = _row_states(draft, config, config.draft_tail, own)
+            context = _context(own, shape, tables, counters, config.draft_words, states)
         worker = row.make(DraftParts(row.spec, target, config, _ops_for(own), context, narrow), draft)
+    for model in (target, draft):
+        if isinstance(model, HFTarget):
+            model.expect_positions(config.table_width)
     target.read_layers(worker.aux_layers)
     states = _row_states(target, config, config.verify_width, backend)
+    context = _context(backend, ModelShape.of(target), tables, counters, config.tree_words, states)
+    logprobs = None if config.logprobs is None else (config.num_steps + 1, config.logprobs)
+    in_use = [c.backend for c in (context, worker.context) if c is not None]
     parts = Parts(
         target=target,
         config=config,
         worker=worker,
-        context=_context(backend, ModelShape.of(target), tables, counters, config.tree_words, states),
+        context=context,
         ops=_ops_for(backend),
         tables=tables,
-        state=EngineState.empty(
-            config.num_rows,
-            config.table_width,
-            target.spec.vocab_size,
-            target.device,
-            None if config.logprobs is None else (config.num_steps + 1, config.logprobs),
-        ),
+        state=EngineState.empty(config.num_rows, config.table_width, target.spec.vocab_size, device, logprobs),
         counters=counters,
-        may_merge=_may_merge(config, backends),
+        models=HFModels(target, worker, config),
+        compiling_kernels=partial(compiling_kernels, in_use, device),
     )
     check_kernels(parts)
     return Core(parts) if ranks is None else RankedCore(parts, ranks), why
@@ -166,6 +165,19 @@ def _load_draft(draft: Source, algo: str, target: HFTarget, config: EngineConfig
     return load_head(draft, target.shape, target.dtype, target.device, algo)
 
 
+def _keeps_prefixes(config: EngineConfig, target: HFTarget, draft: Draft | None) -> bool:
+    """Return whether K/V of what was served can serve others, if it is wanted; ValueError if it must be and cannot."""
+    reasons = []
+    for what, model in (("target", target), ("draft", draft)):
+        if isinstance(model, HFTarget) and model.spec.recurrent:
+            reasons.append(f"the {what} has recurrent layers, whose state is not kept by token")
+    if isinstance(draft, DraftHead) and draft.num_modules > 1:
+        reasons.append(f"the draft has {draft.num_modules} modules that read each other's last states")
+    if config.prefix_cache is True and reasons:
+        raise ValueError(f"prefix_cache=True: {'; '.join(reasons)}; leave prefix_cache out")
+    return config.prefix_cache is not False and not reasons
+
+
 def _check_length(config: EngineConfig, model: HFTarget, what: str) -> None:
     limit = model.spec.max_positions
     if config.max_seq_len > limit:
@@ -174,16 +186,6 @@ def _check_length(config: EngineConfig, model: HFTarget, what: str) -> None:
             f"max_seq_len={config.max_seq_len}: the {what} has positions up to {limit}{why and f' ({why})'}; "
             f"attach with max_seq_len={limit} or less"
         )
-
-
-def _may_merge(config: EngineConfig, backends: Sequence[type[AttentionBackend]]) -> bool:
-    """Whether draft, verify and extend can be one graph: nothing may have to be planned on the host between them."""
-    on_host = [b.name for b in backends if not b.capabilities.device_planned]
-    if config.round_graph and on_host:
-        raise ValueError(
-            f"round_graph=True: {on_host[0]} plans on the host; leave round_graph out, or take another backend"
-        )
-    return not on_host
 
 
 def _context(
@@ -198,7 +200,6 @@ def _context(
     backend, device = kind(), tables.table.device
     backend.prepare_for(model.layers, model.dtype, device, mask_words)
     pool = KVPool([layer.shape for layer in model.layers], tables.total_slots, model.dtype, device)
-    tables.check_pool(pool)
     return ForwardContext(backend, pool, model.layers, model.sinks, counters.count_forward, row_states)
 
 

@@ -14,7 +14,7 @@ from specdec.draft.standalone import StandaloneWorker
 from specdec.draft.worker import DraftWorker
 from specdec.targets.checked import NUM_TOKENS, Batch, Subject, trace_checked
 from specdec.targets.compiled import compile_layers, compiled_or_why, random_tokens, why_uncompiled
-from specdec.targets.experts import experts_routed
+from specdec.targets.hf import HFTarget
 
 if TYPE_CHECKING:
     from specdec.graphs.trace import Traced
@@ -31,6 +31,7 @@ def compile_draft(worker: DraftWorker, config: EngineConfig, prefill_mode: str) 
     if why:
         return f"not compiled: {why}"
     if isinstance(worker, StandaloneWorker):
+        assert isinstance(worker.model, HFTarget)
         return compile_layers(worker.model, config, prefill_mode)[1]
     names = "the draft's layers", "the draft"
     return compiled_or_why(partial(_compile_head, worker, config), config, names)
@@ -45,7 +46,7 @@ def _compile_head(worker: HeadWorker, config: EngineConfig) -> list["Traced"]:
         subject = Subject(
             run=lambda *given: (run(*given),),
             inputs=inputs,
-            ready=lambda: experts_routed(worker.expert_configs),
+            ready=head.routed,
             num_outputs=1,
             num_layers=num_layers,
             largest=max(config.prefill_tokens, config.max_batch * config.tail_reserve),

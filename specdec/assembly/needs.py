@@ -6,14 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from specdec.backends import LayerSpec
+from specdec.assembly.memory import MemoryNeed, check_fits, free_bytes
+from specdec.assembly.models import resolve_prefill_mode
+from specdec.backends.base import LayerSpec
 from specdec.backends.state_pool import RecurrentSpec, StatePool
+from specdec.cache.pool import KVPool
+from specdec.cache.tables import SlotTables
 from specdec.config import EngineConfig
-from specdec.engine.memory import MemoryNeed, check_fits, free_bytes
-from specdec.heads.base import DraftHead
-from specdec.kv_cache import KVPool, SlotTables
+from specdec.draft.head import DraftHead
 from specdec.prefill.graphs import LOWER as PREFILL_LOWER
-from specdec.prefill.graphs import estimate_prefill_bytes, resolve_prefill_mode
+from specdec.prefill.graphs import estimate_prefill_bytes
 from specdec.round.graphs import LOWER, estimate_bytes
 from specdec.round.state import EngineState
 from specdec.targets.hf import HFTarget
@@ -79,7 +81,7 @@ def check_memory(target: HFTarget, config: EngineConfig, draft: ModelShape | Non
         spec = target.spec
         shape = (spec.hidden_size, spec.vocab_size, spec.num_layers, target.dtype.itemsize)
         needs.append(MemoryNeed("graphs", estimate_bytes(config, *shape, num_draft_layers), LOWER))
-    if resolve_prefill_mode(config, target) != "off":
+    if resolve_prefill_mode(config, target.device) != "off":
         num_aux = 0 if draft is None else draft.num_aux
         num_bytes = estimate_prefill_bytes(config, target.spec, num_aux, target.dtype.itemsize, num_draft_layers)
         needs.append(MemoryNeed("prefill graphs", num_bytes, PREFILL_LOWER))

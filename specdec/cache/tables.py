@@ -1,86 +1,16 @@
-"""The paged KV pool, and the slot tables of running requests. Knows no model and no algorithm.
+"""The slot tables of running requests: which pages of the K/V pool each row has. Knows no model and no algorithm.
 
 Slot = page * page_size + offset. Page 0 is the dummy page: padding writes there and nobody reads it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from specdec.cache.pages import NO_PAGES, Pages
+from specdec.cache.prefix import PrefixCache
 from specdec.errors import CapacityError
-from specdec.layer_state import Commit, CommitOps, LayerState
-from specdec.pages import NO_PAGES, Pages
-from specdec.prefix_cache import PrefixCache
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """K/V shape of one attention layer: heads, head dims (elements). v_in_k: V is the first v_dim elements of K."""
-
-    num_kv_heads: int
-    qk_dim: int
-    v_dim: int
-    v_in_k: bool = False
-
-    @property
-    def slot_size(self) -> int:
-        """Elements that one slot holds."""
-        return self.num_kv_heads * (self.qk_dim + (0 if self.v_in_k else self.v_dim))
-
-
-class KVPool(LayerState):
-    """K and V of every layer: k[layer] is [num_slots, Hkv, qk_dim], v[layer] is [num_slots, Hkv, v_dim].
-
-    Where V lies in K, v[layer] is a view of k[layer]. `planes` are the tensors that hold memory.
-    """
-
-    commits_chains = False  # a chain's K/V lies where it belongs; rejected slots are simply past the new L
-
-    def __init__(self, layers: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device):
-        def zeros(heads: int, dim: int) -> torch.Tensor:
-            return torch.zeros(num_slots, heads, dim, dtype=dtype, device=device)
-
-        self.layers, self.num_slots = tuple(layers), num_slots  # slots: the dummy page's included
-        self.k = [zeros(s.num_kv_heads, s.qk_dim) for s in layers]
-        self.v = [
-            k[..., : s.v_dim] if s.v_in_k else zeros(s.num_kv_heads, s.v_dim)
-            for k, s in zip(self.k, layers, strict=True)
-        ]
-
-    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k [T, Hkv, qk_dim] and v [T, Hkv, v_dim], unless it lies in K, at `slots` [T] int64."""
-        self.k[layer].index_copy_(0, slots, k)
-        if not self.layers[layer].v_in_k:
-            self.v[layer].index_copy_(0, slots, v)
-
-    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy K/V of every layer from slots `source` [N] to slots `target` [N]; all reads happen before the writes."""
-        for cache in self.planes:
-            cache.index_copy_(0, target, cache.index_select(0, source))
-
-    def committer(self, ops: CommitOps) -> Commit:
-        """Return the function that moves an accepted path's K/V to where a chain's lies."""
-        return ops.committer(self) if self.layers else lambda *_: None
-
-    def tensors(self, owner: str) -> dict[str, torch.Tensor]:
-        return {f"{owner} {name}": plane for name, plane in self._named_planes.items()}
-
-    @property
-    def planes(self) -> list[torch.Tensor]:
-        """The tensors that hold memory: K of every layer, then V of those where it does not lie in K."""
-        return list(self._named_planes.values())
-
-    @property
-    def _named_planes(self) -> dict[str, torch.Tensor]:
-        own_v = {f"v[{i}]": v for i, v in enumerate(self.v) if not self.layers[i].v_in_k}
-        return {**{f"k[{i}]": k for i, k in enumerate(self.k)}, **own_v}
-
-    @staticmethod
-    def bytes_for(layers: Sequence[LayerShape], num_slots: int, dtype: torch.dtype) -> int:
-        """Bytes that a pool of these layers would hold."""
-        return num_slots * dtype.itemsize * sum(s.slot_size for s in layers)
 
 
 def write_pages(table: torch.Tensor, rows: torch.Tensor, pages: torch.Tensor, page_size: int) -> None:
@@ -134,14 +64,6 @@ class SlotTables:
     def slots_for(num_slots: int, page_size: int) -> int:
         """Slots a pool must have for `num_slots` of its own: whole pages of them and the dummy page."""
         return (num_slots // page_size + 1) * page_size
-
-    def check_pool(self, pool: KVPool) -> None:
-        """Raise ValueError if these tables can name slots that `pool` does not have."""
-        if pool.num_slots < self.total_slots:
-            raise ValueError(
-                f"slot tables of {self.num_pages} pages of {self.page_size} name slots up to {self.total_slots - 1}, "
-                f"the pool has {pool.num_slots} slots; make it with num_slots={self.total_slots} or more"
-            )
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""

@@ -5,7 +5,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -62,16 +61,6 @@ def check_target(target: Any) -> None:
     else:
         what, cure = f"a {type(target).__name__}", "expected a transformers causal LM (a PreTrainedModel)"
     raise AttachError(what, [cure])
-
-
-def refuse_autocast(device: torch.device) -> None:
-    """Raise ValueError within `torch.autocast`, which would change dtypes between the parts of a forward."""
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-        raise ValueError(
-            f"torch.autocast(device_type={device.type!r}, dtype={dtype}) is on: an engine runs the model in the "
-            f"dtype of its weights. Leave autocast around it, or convert the model before attach(): model.to({dtype})"
-        )
 
 
 def check_tokenizer(tokenizer: Any) -> None:

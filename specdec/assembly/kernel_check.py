@@ -11,14 +11,15 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import nn
 
-from specdec.backends import ForwardContext, TorchBackend
 from specdec.backends.attention_check import attention_checks
 from specdec.backends.differences import Check
 from specdec.backends.experts_check import expert_checks
+from specdec.backends.op import ForwardContext
 from specdec.backends.recurrent_check import recurrent_checks
 from specdec.backends.sample_tree import Tail
+from specdec.backends.torch_ref import TorchBackend
 from specdec.errors import AttachError
-from specdec.graphs import rehearse
+from specdec.graphs.building import rehearse
 from specdec.round.parts import Parts
 from specdec.targets.experts import distinct_weights
 

@@ -4,13 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.draft.algo_spec import AlgoSpec
 from specdec.draft.eagle import HeadWorker
+from specdec.draft.head import DraftHead
 from specdec.draft.lookup import LookupWorker
 from specdec.draft.nextn import ModulesWorker
 from specdec.draft.standalone import StandaloneWorker
-from specdec.draft.worker import DraftParts, DraftWorker
-from specdec.heads.base import DraftHead
+from specdec.draft.worker import AlgoSpec, DraftParts, DraftWorker
 from specdec.heads.formats import formats
 
 

@@ -1,0 +1,1 @@
+"""Puts an engine together: target, draft, backends, memory."""
