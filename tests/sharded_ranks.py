@@ -24,7 +24,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Colwis
 
 from specdec.backends.comm import Communicator
 from specdec.errors import AttachError
-from specdec.targets.experts import expert_configs, experts_routed
+from specdec.targets.adapters.experts import Experts
 from specdec.targets.sharded import Sharded, find_group, plain
 from tests.tiny_models import CONFIGS, VOCAB
 
@@ -119,7 +119,7 @@ class Cases:
         """A model before, while and after its parallelism is plain."""
         model, whole = self.load(case)
         before, state = _logits(model), _state(model)
-        with self.made_plain(model) as sharded, experts_routed(expert_configs(model)):  # as engines run it
+        with self.made_plain(model) as sharded, Experts(model).routed():  # as engines run it
             facts = {
                 "rank": (sharded.rank, sharded.size),
                 "logits": _logits(model),
@@ -247,7 +247,7 @@ class Cases:
             graphs.append(graph)
             return graph
 
-        with self.made_plain(model), experts_routed(expert_configs(model)), torch.no_grad():
+        with self.made_plain(model), Experts(model).routed(), torch.no_grad():
             logits, counts = _logits(model), [_num_sums(block, x) for block in blocks]
             traced = torch.compile(lambda x: blocks[2](x), backend=keep, fullgraph=True)
             equal = torch.equal(traced(x), blocks[2](x))

@@ -17,7 +17,7 @@ from specdec.backends.choices import top_scores_twin
 from specdec.backends.experts import grouped_linear_twin
 from specdec.backends.triton import choices
 from specdec.backends.triton import experts as kernels
-from specdec.targets.experts import expert_configs, experts_forward, experts_routed
+from specdec.targets.adapters.experts import Experts, experts_forward
 from specdec.targets.routers import take_over_choices
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
@@ -199,13 +199,16 @@ def test_experts_equal_those_of_transformers(name, dtype):
 
 def test_the_implementation_is_put_back():
     model = tiny_model("qwen3_moe")
-    (config,) = expert_configs(model)
+    config = model.config
     before = config._experts_implementation
-    with pytest.raises(KeyError), experts_routed([config]):
+    with pytest.raises(KeyError), Experts(model).routed():
         assert config._experts_implementation == "specdec"
         raise KeyError
     assert config._experts_implementation == before != "specdec"
-    assert expert_configs(tiny_model("llama")) == expert_configs(nn.Linear(1, 1)) == []
+    for other in (tiny_model("llama"), nn.Linear(1, 1)):  # without experts: nothing changes
+        state = [dict(vars(m)) for m in other.modules()]
+        with Experts(other).routed():
+            assert [dict(vars(m)) for m in other.modules()] == state
 
 
 @pytest.mark.parametrize(

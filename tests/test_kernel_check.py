@@ -22,7 +22,7 @@ from specdec.backends.triton import chunks, recurrent
 from specdec.backends.triton import experts as expert_kernels
 from specdec.backends.triton.backend import TritonBackend
 from specdec.errors import AttachError
-from specdec.targets.experts import distinct_weights
+from specdec.targets.adapters.experts import distinct_weights
 from tests.recurrent_models import recurrent_model
 from tests.test_attach import ragged_prompts
 from tests.test_recurrent_kernels import KINDS, REAL

@@ -11,32 +11,33 @@ from transformers import AttentionInterface
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from specdec.backends.recurrent import recurrent_scope
-from specdec.backends.state_pool import ScanInputs
+from specdec.backends.state_pool import ConvSpec, ScanInputs, ScanSpec
 from specdec.errors import AttachError
-from specdec.targets.mixers import find_mixers, mixers_routed, renumber_mixers
-from specdec.targets.overrides import ConfigViews
-from specdec.targets.primitives import PRIMITIVES
-from specdec.targets.recorder import ConvShape, RecordedCall, Recorder, ScanShape, record_mixers
+from specdec.targets.adapters.mixers import Mixers
+from specdec.targets.adapters.overrides import ConfigViews
+from specdec.targets.adapters.primitives import PRIMITIVES
+from specdec.targets.recording import RecurrentCall
 from tests.recurrent_models import CONFIGS, recurrent_model
+from tests.recurrent_naive import Naive, record_mixers
 from tests.tiny_models import VOCAB, tiny_model
 
 NUM_TOKENS = 37  # two chunks and a part of one where a type's chunks are 16
 F32 = torch.float32
-CONV = ConvShape(88, 4, F32)
-SSD = ScanShape(heads=8, key_heads=2, k_dim=6, v_dim=8, decay="head", has_beta=False, dtype=F32)
-DELTA = ScanShape(heads=4, key_heads=4, k_dim=8, v_dim=12, decay="head", has_beta=True, dtype=F32)
-KIMI = ScanShape(heads=2, key_heads=2, k_dim=12, v_dim=12, decay="key", has_beta=True, dtype=F32)
-S6 = ScanShape(heads=1, key_heads=1, k_dim=6, v_dim=48, decay="state", has_beta=False, dtype=F32)
+CONV = ConvSpec(88, 4)
+SSD = ScanSpec(heads=8, key_heads=2, k_dim=6, v_dim=8, decay="head", is_corrected=False)
+DELTA = ScanSpec(heads=4, key_heads=4, k_dim=8, v_dim=12, decay="head", is_corrected=True)
+KIMI = ScanSpec(heads=2, key_heads=2, k_dim=12, v_dim=12, decay="key", is_corrected=True)
+S6 = ScanSpec(heads=1, key_heads=1, k_dim=6, v_dim=48, decay="state", is_corrected=False)
 SHAPES = {
-    "qwen3_next": [ConvShape(80, 4, F32), DELTA] * 3,
-    "olmo_hybrid": [ConvShape(112, 4, F32), DELTA] * 3,
-    "kimi_linear": [ConvShape(72, 4, F32), KIMI] * 3,
+    "qwen3_next": [ConvSpec(80, 4), DELTA] * 3,
+    "olmo_hybrid": [ConvSpec(112, 4), DELTA] * 3,
+    "kimi_linear": [ConvSpec(72, 4), KIMI] * 3,
     "mamba2": [CONV, SSD] * 4,
     "nemotron_h": [CONV, SSD] * 2,
-    "mamba": [ConvShape(48, 4, F32), S6] * 3,
-    "lfm2": [ConvShape(32, 3, F32)] * 3,
+    "mamba": [ConvSpec(48, 4), S6] * 3,
+    "lfm2": [ConvSpec(32, 3)] * 3,
     # Two heads, whose scans are calls of their own.
-    "zamba": [ConvShape(64, 4, F32), *[ScanShape(1, 1, 6, 32, "state", False, F32)] * 2] * 4,
+    "zamba": [ConvSpec(64, 4), *[ScanSpec(1, 1, 6, 32, "state", is_corrected=False)] * 2] * 4,
 }
 # Tokens that attention picks, and biases by distance: neither is attention as our ops have it.
 OWN_ATTENTION = ("qwen4_exp", "inkling")
@@ -69,7 +70,7 @@ def logits(model, ids=None):
 
 
 def recorded(model, mixers):
-    with mixers_routed(mixers), record_mixers() as recorder:
+    with mixers.routed(), record_mixers() as recorder:
         return logits(model), recorder
 
 
@@ -81,8 +82,8 @@ def attributes(model):
 def test_routed_forward_equals_own(name):
     model, other = recurrent_model(name), recurrent_model(name, seed=1)
     own, others, before = logits(model), logits(other), attributes(model)
-    mixers = find_mixers(model)
-    with mixers_routed(mixers):
+    mixers = Mixers(model)
+    with mixers.routed():
         with record_mixers() as recorder:
             routed = logits(model)
         assert torch.equal(logits(other), others)
@@ -93,37 +94,37 @@ def test_routed_forward_equals_own(name):
     assert (forgetful - own).abs().max() > 1e-2 * scale
     assert attributes(model) == before
     assert torch.equal(logits(model), own)
-    renumber_mixers(mixers, recorder.order)
-    assert sorted(i for mixer in mixers for i in mixer.layer_ids) == list(range(len(recorder.calls)))
+    mixers.renumber(recorder.order)
+    assert sorted(i for mixer in mixers.mixers for i in mixer.layer_ids) == list(range(len(recorder.calls)))
     assert recorded(model, mixers)[1].order == list(range(len(recorder.calls)))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_16_bits_round_as_the_own_forward_does(name):
     precise, model = logits(recurrent_model(name)), recurrent_model(name, dtype=torch.bfloat16)
-    own, routed = logits(model).float(), recorded(model, find_mixers(model))[0].float()
+    own, routed = logits(model).float(), recorded(model, Mixers(model))[0].float()
     assert (routed - own).abs().mean() <= (own - precise).abs().mean()
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_in_the_order_of_calls(name):
     model = recurrent_model(name)
-    calls = recorded(model, find_mixers(model))[1].calls
+    calls = recorded(model, Mixers(model))[1].calls
     # From transformers 5.23 on Qwen's heads share keys in the primitive; the mixer repeated them before.
     grouped = {"qwen3_next": replace(DELTA, key_heads=2)}.get(name, DELTA)
-    seen = [call.shape for call in calls]
+    seen = [call.spec for call in calls]
     assert seen in (SHAPES[name], [grouped if shape == DELTA else shape for shape in SHAPES[name]])
 
 
 def test_ids_before_and_after_they_are_numbered_by_calls():
     model = recurrent_model("zamba")
-    mixers = find_mixers(model)
-    assert [mixer.layer_ids for mixer in mixers] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    mixers = Mixers(model)
+    assert [mixer.layer_ids for mixer in mixers.mixers] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     recorder = recorded(model, mixers)[1]
     assert recorder.order == [0, 1, 1, 2, 3, 3, 4, 5, 5, 6, 7, 7]
-    assert recorder.calls[0] == RecordedCall(0, SHAPES["zamba"][0])
-    renumber_mixers(mixers, recorder.order)
-    assert [mixer.layer_ids for mixer in mixers] == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
+    assert recorder.calls[0] == RecurrentCall(0, SHAPES["zamba"][0], F32)
+    mixers.renumber(recorder.order)
+    assert [mixer.layer_ids for mixer in mixers.mixers] == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
     assert recorded(model, mixers)[1].order == list(range(12))
 
 
@@ -133,13 +134,13 @@ class Packed:
     sizes = (20, 3, 14)
 
     def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
-        return torch.cat([Recorder().conv(part, weight, bias, layer_id) for part in x.split(self.sizes)])
+        return torch.cat([Naive().conv(part, weight, bias, layer_id) for part in x.split(self.sizes)])
 
     def scan(self, inputs, layer_id):
         *tensors, beta, rates = inputs
         betas = [None] * len(self.sizes) if beta is None else beta.split(self.sizes)
         parts = zip(*(t.split(self.sizes) for t in tensors), betas, strict=True)
-        return torch.cat([Recorder().scan(ScanInputs(*part, rates), layer_id) for part in parts])
+        return torch.cat([Naive().scan(ScanInputs(*part, rates), layer_id) for part in parts])
 
     @classmethod
     def attend(cls, module, q, k, v, attention_mask=None, scaling=None, **kwargs):
@@ -160,21 +161,21 @@ def test_packed_requests_do_not_see_each_other(name):
     own = torch.cat([logits(model, ids) for ids in tokens().split(Packed.sizes, 1)], 1)
     positions = torch.cat([torch.arange(size) for size in Packed.sizes]).unsqueeze(0)
     attention = ConfigViews(model, "specdec_test_packed").shown()
-    with mixers_routed(find_mixers(model)), recurrent_scope(Packed()), attention:
+    with Mixers(model).routed(), recurrent_scope(Packed()), attention:
         packed = model(input_ids=tokens(), position_ids=positions, use_cache=False).logits
     assert (packed - own).abs().max() <= 1e-5 * own.abs().max()
 
 
 def test_models_without_known_recurrences_have_no_mixers():
-    assert find_mixers(tiny_model("llama")) == ()
+    assert Mixers(tiny_model("llama")).mixers == []
 
 
 def test_hooks_fire():
     model = recurrent_model("bamba")
-    mixers = find_mixers(model)
+    mixers = Mixers(model)
     fired = []
-    mixers[1].module.register_forward_hook(lambda *args: fired.append("output"))
-    mixers[1].module.register_forward_pre_hook(lambda *args: fired.append("input"))
+    mixers.mixers[1].module.register_forward_hook(lambda *args: fired.append("output"))
+    mixers.mixers[1].module.register_forward_pre_hook(lambda *args: fired.append("input"))
 
     class Hook:
         def pre_forward(self, module):
@@ -183,22 +184,22 @@ def test_hooks_fire():
         def post_forward(self, module, output):
             fired.append("after")
 
-    mixers[1].module.conv1d._hf_hook = Hook()
+    mixers.mixers[1].module.conv1d._hf_hook = Hook()
     recorded(model, mixers)
     assert fired == ["input", "before", "after", "output"]
 
 
 def test_an_exception_restores():
     model = recurrent_model("zamba")
-    own, before, mixers = logits(model), attributes(model), find_mixers(model)
+    own, before, mixers = logits(model), attributes(model), Mixers(model)
     order = recorded(model, mixers)[1].order
-    renumber_mixers(mixers, order)
+    mixers.renumber(order)
 
     class Failing(Trivial):
         def scan(self, *args):
             raise RuntimeError("in the middle of a mixer that scans twice")
 
-    with pytest.raises(RuntimeError, match="in the middle"), mixers_routed(mixers), recurrent_scope(Failing()):
+    with pytest.raises(RuntimeError, match="in the middle"), mixers.routed(), recurrent_scope(Failing()):
         logits(model)
     assert attributes(model) == before
     assert torch.equal(logits(model), own)
@@ -207,17 +208,19 @@ def test_an_exception_restores():
 
 def test_contexts_nest():
     model = recurrent_model("mamba2")
-    before, mixers = attributes(model), find_mixers(model)
-    with mixers_routed(mixers):
+    before, mixers = attributes(model), Mixers(model)
+    with mixers.routed():
         recorded(model, mixers)
-        assert recorded(model, ())[1].calls
+        with record_mixers() as recorder:
+            logits(model)
+        assert recorder.calls
     assert attributes(model) == before
 
 
 def test_other_threads_use_other_models_meanwhile():
     model, other = recurrent_model("qwen3_next"), recurrent_model("qwen3_next", seed=1)
     expected, found = logits(other), []
-    with mixers_routed(find_mixers(model)):
+    with Mixers(model).routed():
         thread = threading.Thread(target=lambda: found.append(logits(other)))
         thread.start()
         thread.join()
@@ -226,20 +229,20 @@ def test_other_threads_use_other_models_meanwhile():
 
 def test_a_forward_of_its_own_is_refused():
     model = recurrent_model("mamba2")
-    mixers = find_mixers(model)
-    module = mixers[2].module
+    mixers = Mixers(model)
+    module = mixers.mixers[2].module
     module.forward = module.forward
     with pytest.raises(AttachError, match=r"backbone\.layers\.2\.mixer \(Mamba2Mixer\) has a forward of its own"):
-        find_mixers(model)
+        Mixers(model)
     before = attributes(model)
-    with pytest.raises(ValueError, match=r"layers\.2\.mixer .* was given a forward"), mixers_routed(mixers):
+    with pytest.raises(ValueError, match=r"layers\.2\.mixer .* was given a forward"), mixers.routed():
         pass
     assert attributes(model) == before
 
 
 def test_a_cache_is_refused():
     model = recurrent_model("bamba")
-    with pytest.raises(ValueError, match="use_cache=False"), mixers_routed(find_mixers(model)), record_mixers():
+    with pytest.raises(ValueError, match="use_cache=False"), Mixers(model).routed(), record_mixers():
         model(input_ids=tokens(), use_cache=True)
 
 
@@ -269,10 +272,10 @@ class Older(nn.Module):
 def test_methods_that_the_forward_calls_are_routed():
     module, x = Older(), torch.randn(1, 4, 9)
     own = module(x, scale=3.0)
-    mixers = find_mixers(nn.ModuleList([nn.Linear(2, 2), module]))
-    with mixers_routed(mixers), record_mixers() as recorder:
+    mixers = Mixers(nn.ModuleList([nn.Linear(2, 2), module]))
+    with mixers.routed(), record_mixers() as recorder:
         torch.testing.assert_close(module(x, scale=3.0), own)
-    assert recorder.calls == [RecordedCall(0, ConvShape(4, 3, F32))]
+    assert recorder.calls == [RecurrentCall(0, ConvSpec(4, 3), F32)]
     assert "torch_forward" not in module.__dict__
 
 
@@ -286,28 +289,28 @@ def test_a_wrapper_that_hides_the_forward_is_refused():
     Hidden.forward = lambda self, x: forwards[0](self, x)
     Hidden.forward.__wrapped__ = inner
     with pytest.raises(AttachError, match=r"recurrent layer 0 .* in a wrapper"):
-        find_mixers(nn.ModuleList([Hidden()]))
+        Mixers(nn.ModuleList([Hidden()]))
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "zamba"] if torch.cuda.is_available() else ["mamba2"])
 def test_traces_as_one_graph_for_any_number_of_tokens(name):
     model = recurrent_model(name)
-    mixers, graphs = find_mixers(model), []
-    renumber_mixers(mixers, recorded(model, mixers)[1].order)
+    mixers, graphs = Mixers(model), []
+    mixers.renumber(recorded(model, mixers)[1].order)
 
     def backend(graph, example_inputs):
         graphs.append(graph)
         return graph
 
     compiled = torch.compile(lambda ids: logits(model, ids), fullgraph=True, dynamic=True, backend=backend)
-    with mixers_routed(mixers), recurrent_scope(Trivial()):
+    with mixers.routed(), recurrent_scope(Trivial()):
         for num_tokens in (16, 7, 33):
             ids = tokens(num_tokens)
             torch.testing.assert_close(compiled(ids), logits(model, ids), rtol=1e-4, atol=1e-4)
     assert len(graphs) == 1
     ops = (torch.ops.specdec.conv.default, torch.ops.specdec.scan.default)
     called = [node.args[3] for node in graphs[0].graph.nodes if node.target in ops]
-    assert called == list(range(sum(len(mixer.layer_ids) for mixer in mixers)))
+    assert called == list(range(sum(len(mixer.layer_ids) for mixer in mixers.mixers)))
 
 
 @pytest.mark.parametrize("is_normed", [False, True])

@@ -13,9 +13,9 @@ from transformers.distributed import DistributedConfig
 import specdec
 from specdec.backends.comm import Communicator
 from specdec.engine import ranks
-from specdec.targets.experts import expert_configs, experts_routed
+from specdec.targets.adapters.experts import Experts
+from specdec.targets.adapters.mixers import Mixers
 from specdec.targets.mixer_ranks import FORMS, SharedMixers
-from specdec.targets.mixers import find_mixers
 from specdec.targets.sharded import find_group, plain
 from tests import shape_ranks
 from tests.heads import random_draft
@@ -114,7 +114,7 @@ def made_plain(model):
     communicator = Communicator(find_group(model), model.device)
     parallelism = plain(model, communicator.name)
     try:
-        with experts_routed(expert_configs(model)):
+        with Experts(model).routed():
             yield
     finally:
         parallelism.restore()
@@ -123,7 +123,7 @@ def made_plain(model):
 
 def attributes_of(model):
     """Plain attributes of mixers, and forwards of instances."""
-    counts = [[v for v in vars(mixer.module).values() if isinstance(v, int)] for mixer in find_mixers(model)]
+    counts = [[v for v in vars(mixer.module).values() if isinstance(v, int)] for mixer in Mixers(model).mixers]
     return counts, [vars(module).get("forward") for module in model.modules()]
 
 
@@ -146,7 +146,7 @@ def collectives(call):
 def sums_of(model):
     """How many collectives each mixer runs."""
     x = torch.ones(1, 3, model.config.hidden_size, device=model.device)
-    return [collectives(lambda mixer=mixer: mixer.module(x)) for mixer in find_mixers(model)]
+    return [collectives(lambda mixer=mixer: mixer.module(x)) for mixer in Mixers(model).mixers]
 
 
 def miscut(model, key, dim):

@@ -6,10 +6,10 @@ from torch import nn
 
 import specdec
 from specdec.errors import AttachError
+from specdec.targets.adapters.attention import Attention
 from specdec.targets.hf import HFTarget
 from specdec.targets.marks import Turns, layer_id, number_layers
 from specdec.targets.masks import Reach, classify_mask
-from specdec.targets.own_attention import Measure, find_own_attention, own_replaced
 from specdec.targets.probe import probe
 from tests.heads import random_draft, random_head
 from tests.test_attach import CONFIGS, greedy, ragged_prompts
@@ -106,99 +106,43 @@ def test_turns_begin_again():
     assert layer_id(a) == 0 and isinstance(turns[0], Turns)
 
 
-def test_the_windows_and_scalings_of_own_methods_are_measured():
+def test_the_windows_and_scalings_of_own_methods_are_known():
     layers = {name: probe(tiny_model(name)).layers for name in OWN_METHODS}
     assert [s.window for s in layers["gpt_neo"]] == [None, WINDOW] * 2
     assert {s.scaling for s in layers["gpt_neo"]} == {1.0}
     assert {(s.scaling, s.window) for name in ("gptj", "openai_gpt") for s in layers[name]} == {(0.25, None)}
 
 
-class Attending(nn.Module):
-    """Softmax attention over what `visible` shows, times `strength` from position `late` on."""
-
-    def __init__(self, scaling=0.3, late=1 << 30, is_causal=True):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-        self.scaling, self.late, self.is_causal = scaling, late, is_causal
-
-    def _attn(self, query, key, value, attention_mask=None):
-        scores = query @ key.mT * self.scaling
-        if self.is_causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
-        scores = scores * (1 + (torch.arange(scores.shape[-2]) >= self.late))[:, None]
-        return scores.softmax(-1) @ value, None
-
-
-@pytest.mark.parametrize(
-    ("settings", "num_positions", "expected"),
-    [
-        ({}, 64, Measure(0.3, None)),
-        ({"late": 60}, 64, "something else"),
-        ({"is_causal": False}, 64, "something else"),
-        ({}, 100_000, "cannot be judged"),
-        ({}, None, "cannot be judged"),
-    ],
-)
-def test_what_a_method_computes_far_out_decides(settings, num_positions, expected):
-    (own,) = find_own_attention(Attending(**settings), num_positions)
-    measured = own.measure(8, is_masked=False)
-    if isinstance(expected, str):
-        assert expected in measured
-    else:
-        assert measured.scaling == pytest.approx(0.3, rel=1e-4) and measured.sliding_window is None
-
-
-def test_the_scaling_is_the_exact_one_where_products_are_rounded():
-    """As where a user has put fp32 products on TF32: weights come back with 11 bits."""
-
-    class Rounding(Attending):
-        def _attn(self, query, key, value, attention_mask=None):
-            weights = super()._attn(query, key, torch.eye(key.shape[2]), attention_mask)[0]
-            return (weights.view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32) @ value, None
-
-    for scaling in (8**-0.5, 1 / 8, 1.0):
-        (own,) = find_own_attention(Rounding(scaling), 64)
-        first, *_, measured = own._scalings(8, is_masked=False)
-        assert first == scaling and measured == pytest.approx(scaling, abs=2e-4)
-    (own,) = find_own_attention(Attending(8**-0.5 + 1e-4), 64)
-    assert own.measure(8, is_masked=False).scaling == pytest.approx(8**-0.5 + 1e-4, rel=1e-6), "seen to be another one"
-
-
-def test_own_methods_that_are_replaced_or_of_another_form_are_left_alone():
-    module = Attending()
-    module._attn = lambda *args: None
-    assert find_own_attention(module, 64) == ()
-
-    class Other(Attending):
-        def _attn(self, hidden, mask):
-            return hidden
-
-    assert find_own_attention(Other(), 64) == ()
-
-
-def test_replacements_nest_and_are_taken_back():
-    module = Attending()
-    (own,) = find_own_attention(module, 64)
-    q = torch.zeros(1, 1, 2, 4)
-    with own_replaced([own], lambda module, q, k, v, mask: q + 1):
-        with own_replaced([own], lambda module, q, k, v, mask: q + 2):
-            assert module._attn(q, q, q)[0].unique() == 2
-        assert module._attn(q, q, q)[0].unique() == 1
-    assert "_attn" not in vars(module)
-
-
-def test_a_window_beyond_the_probe_is_refused_where_the_method_differs():
+def test_own_methods_that_are_replaced_or_overridden_are_left_alone():
     model = tiny_model("gptj")
-    attention = model.transformer.h[1].attn
-    cls = type(attention)
+    replaced, overridden, *others = (block.attn for block in model.transformer.h)
+    replaced._attn = lambda *args: None
+    cls = type(overridden)
 
     class Late(cls):
         def _attn(self, query, key, value, attention_mask=None):
             return super()._attn(query, key * (1 + (torch.arange(key.shape[2]) >= 200))[:, None], value, attention_mask)
 
-    attention.__class__ = Late
-    with pytest.raises(AttachError, match="something else than causal softmax attention"):
+    overridden.__class__ = Late
+    assert list(Attention(model).own) == others
+    del replaced._attn
+    with pytest.raises(AttachError, match="3 attention calls for 4 layers"):
         specdec.attach(model)
+
+
+def test_answers_nest_and_are_taken_back():
+    model = tiny_model("gptj")
+    module, attention = model.transformer.h[0].attn, Attention(model)
+    q = torch.zeros(1, 1, 2, 4)
+
+    def adding(amount):
+        return attention.answered(f"test_{amount}", lambda module, q, k, v, mask: (q.transpose(1, 2) + amount, None))
+
+    with adding(1):
+        with adding(2):
+            assert module._attn(q, q, q)[0].unique() == 2
+        assert module._attn(q, q, q)[0].unique() == 1
+    assert "_attn" not in vars(module)
 
 
 def test_roberta_is_warned_about():

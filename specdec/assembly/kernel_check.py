@@ -21,7 +21,7 @@ from specdec.backends.torch_ref import TorchBackend
 from specdec.errors import AttachError
 from specdec.graphs.building import rehearse
 from specdec.round.parts import Parts
-from specdec.targets.experts import distinct_weights
+from specdec.targets.adapters.experts import distinct_weights
 
 WRONG = "its text could be wrong, so it is not attached; please report this"
 BY_BACKEND = f"{WRONG}. backend='torch' runs none of these kernels and is slow; other versions of Triton may be right"

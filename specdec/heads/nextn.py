@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from specdec.backends.base import LayerSpec
 from specdec.backends.rope import Rope
 from specdec.draft.head import Attend, DraftHead
-from specdec.targets.experts import expert_configs, experts_routed
+from specdec.targets.adapters.experts import Experts
 from specdec.targets.recording import attention_spec
 from specdec.targets.shape import LAST, vocab_size_of
 
@@ -108,7 +108,7 @@ class NextNHead(DraftHead):
         return self.mtp[0].eh_proj.weight  # type: ignore[union-attr,return-value]
 
     def routed(self) -> AbstractContextManager[None]:
-        return experts_routed(expert_configs(self))
+        return Experts(self).routed()
 
     def rope(self, positions: torch.Tensor) -> Rope:
         like = torch.empty(0, dtype=self.weight.dtype, device=positions.device)

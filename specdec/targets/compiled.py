@@ -118,7 +118,7 @@ def _numbers(spec: ModelSpec) -> dict[Any, Sequence[int]]:
 def _alike(target: HFTarget) -> list[list[nn.Module]]:
     """Return groups of equal layers: elements of a list that attend once, or have one recurrent module, whose forward
     is their class's own."""
-    attending = {*target.spec.modules, *(mixer.module for mixer in target.spec.mixers)}
+    attending = target.spec.attending
     lists = [list(module) for module in target.spec.stack.modules() if isinstance(module, nn.ModuleList)]
     groups = [group for layers in lists for group in alike(layers)]
     return [

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from specdec.backends.comm import all_reduce
-from specdec.targets.experts import expert_configs, experts_routed
+from specdec.targets.adapters.experts import Experts
 from specdec.targets.styles import Forward, is_summed, part_forward
 from specdec.targets.trials import Changes, any_rank, hidden_states, is_same
 
@@ -32,7 +32,7 @@ def defer_sums(model: Any, group: str, size: int) -> Changes:
     """
     changes = Changes()
     try:
-        with experts_routed(expert_configs(model)):
+        with Experts(model).routed():
             for block in filter(_is_mixture, list(model.modules())):
                 trial = Changes()
                 changes.on_restore(trial.restore)

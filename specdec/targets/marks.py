@@ -40,15 +40,17 @@ def owner_of(module: nn.Module) -> "HFTarget | None":
 
 
 class Turns:
-    """The layer ids of a module that attends several times a forward, in the order of its calls."""
+    """The layer ids of what is called several times a forward, in the order of its calls."""
 
     def __init__(self, layer_ids: Sequence[int]):
-        self._layer_ids, self._turn = tuple(layer_ids), 0
+        self.layer_ids, self._turn = tuple(layer_ids), 0
 
     def take(self) -> int:
         """Return the id of the next call; after the last one it is the first one's again."""
-        layer_id = self._layer_ids[self._turn]
-        self._turn = (self._turn + 1) % len(self._layer_ids)
+        assert self.layer_ids, "a call that was not made in the forward by which calls were numbered"
+        layer_id = self.layer_ids[self._turn]
+        if len(self.layer_ids) > 1:
+            self._turn = (self._turn + 1) % len(self.layer_ids)
         return layer_id
 
     def begin(self) -> None:

@@ -10,19 +10,20 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.backends import LayerSpec
-from specdec.backends.state_pool import RecurrentSpec
+from specdec.backends.recurrent import recurrent_scope
+from specdec.backends.state_pool import ConvSpec, RecurrentSpec
 from specdec.checkpoints.fitting import weight_doubts
 from specdec.errors import AttachError
+from specdec.targets.adapters import ADAPTERS, Adapter, Attention, Mixers
 from specdec.targets.exclusive import answering
-from specdec.targets.mixers import Mixer, find_mixers, mixers_routed, renumber_mixers
-from specdec.targets.own_attention import OwnAttention, find_own_attention
 from specdec.targets.placement import placement_reasons
 from specdec.targets.reasons import (
     call_reasons,
@@ -32,12 +33,14 @@ from specdec.targets.reasons import (
     unrouted_layers,
     with_reach,
 )
-from specdec.targets.recorder import ConvShape, record_mixers
-from specdec.targets.recording import PassThroughCache, Recording, probing
+from specdec.targets.recording import PassThroughCache, Recorder, Recording, probing
 from specdec.targets.shape import position_limit, vocab_size_of
 from specdec.targets.taps import found_layers
 
 PROBE_LENGTH = 12
+
+
+A = TypeVar("A")
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,11 @@ class ModelSpec:
     """Facts for the attach layer: attention modules in call order, their specs and sinks, and widths.
 
     stack: the module that is all but the head, from ids to last hidden states; stack_output: the class of its output.
-    doubts: what may explain logits that turn out to be others than the model's own. counts_positions: layers ask the
-    cache how many tokens it holds, and count positions from there, in place of reading them; takes_positions: the stack
-    does not. own_attention: modules that attend in a method of their own. mixers: the recurrent modules; recurrent:
-    specs of their calls, by layer id. num_layers: of all kinds. blocks: the layers in their order, each a module that
-    runs once; none where that is not so.
+    adapters: what routes its parts, one of each kind. doubts: what may explain logits that turn out to be others than
+    the model's own. counts_positions: layers ask the cache how many tokens it holds, and count positions from there,
+    in place of reading them; takes_positions: the stack does not. recurrent: specs of recurrent calls, by layer id.
+    num_layers: of all kinds. blocks: the layers in their order, each a module that runs once; none where that is not
+    so.
     """
 
     modules: tuple[nn.Module, ...]
@@ -60,14 +63,26 @@ class ModelSpec:
     max_positions: int
     stack: nn.Module
     stack_output: Callable[..., Any]
+    adapters: tuple[Adapter, ...]
     doubts: tuple[str, ...] = ()
     counts_positions: bool = False
     takes_positions: bool = True
-    own_attention: tuple[OwnAttention, ...] = ()
-    mixers: tuple[Mixer, ...] = ()
     recurrent: tuple[RecurrentSpec, ...] = ()
     num_layers: int = 0
     blocks: tuple[nn.Module, ...] = ()
+
+    def adapter(self, kind: type[A]) -> A:
+        """Return the adapter of a kind."""
+        return _of_kind(self.adapters, kind)
+
+    @cached_property
+    def attending(self) -> frozenset[nn.Module]:
+        """The modules that attend, or are recurrent."""
+        return frozenset([*self.modules, *(mixer.module for mixer in self.adapter(Mixers).mixers)])
+
+
+def _of_kind(adapters: Sequence[Adapter], kind: type[A]) -> A:
+    return next(adapter for adapter in adapters if isinstance(adapter, kind))
 
 
 def probe(model: PreTrainedModel) -> ModelSpec:
@@ -79,31 +94,31 @@ def probe(model: PreTrainedModel) -> ModelSpec:
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(PROBE_LENGTH, device=device).unsqueeze(0)
     config = model.config.get_text_config()
-    mixers = find_mixers(model)
-    own = find_own_attention(model, position_limit(config)[0])
+    adapters = tuple(kind(model) for kind in ADAPTERS)
+    attention, mixers = _of_kind(adapters, Attention), _of_kind(adapters, Mixers)
+    is_recurrent = bool(mixers.mixers)
     seen: list[Recording] = []
     try:
-        first = _first_forward(model, own, ids, seen, may_cache=not mixers)
+        first = _first_forward(model, attention, ids, seen, may_cache=not is_recurrent)
     except Exception as error:
         reasons = [*static_reasons(model), *failure_reasons(error, seen[-1], model), *foreign_layers(model)]
         raise AttachError(name, reasons) from error
-    recording, logits = first.recording, first.logits
-    reasons = static_reasons(model) + call_reasons(recording, model, bool(mixers))
-    if bool(logits.isnan().any()):  # nothing could be compared with them
+    recording = first.recording
+    reasons = static_reasons(model) + call_reasons(recording, model, is_recurrent)
+    if bool(first.logits.isnan().any()):  # nothing could be compared with them
         reasons.append(
             "; ".join(["its logits are NaN", *weight_doubts(model)]) + ": take another export of its weights"
         )
+    found, recurrent = None, ()
     if not reasons:
-        found = _find_stack(model, own, first, ids)
+        found = _find_stack(model, attention, first, ids)
         if found is None:
             reasons = ["its head cannot be run apart from its layers, on hidden states of the embedding's type"]
-    doubts = [*foreign_layers(model), *([] if mixers else unrouted_layers(recording, model))]
-    if not reasons:
-        assert found is not None
-        recurrent, reasons = _recurrent_specs(model, found[0], own, mixers, ids)
-    if reasons:
+        elif is_recurrent:
+            recurrent, reasons = _recurrent_specs(model, found[0], attention, mixers, ids)
+    doubts = [*foreign_layers(model), *([] if is_recurrent else unrouted_layers(recording, model))]
+    if found is None or reasons:
         raise AttachError(name, list(dict.fromkeys([*reasons, *doubts])))
-    assert found is not None
     stack, blocks = found
     modules = tuple(c.module for c in recording.calls)
     is_repeated = len(set(modules)) < len(modules)
@@ -117,13 +132,12 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         max_positions=position_limit(config)[0] or 1 << 30,
         stack=stack,
         stack_output=first.outputs[stack],
+        adapters=adapters,
         doubts=tuple(doubts),
         counts_positions=recording.counts_positions or not takes_positions,
         takes_positions=takes_positions,
-        own_attention=own,
-        mixers=mixers,
         recurrent=recurrent,
-        num_layers=config.num_hidden_layers if mixers or is_repeated else len(recording.calls),
+        num_layers=config.num_hidden_layers if is_recurrent or is_repeated else len(recording.calls),
         blocks=blocks,
     )
 
@@ -148,7 +162,7 @@ class _Forward:
 
 
 def _first_forward(
-    model: PreTrainedModel, own: Sequence[OwnAttention], ids: torch.Tensor, seen: list[Recording], may_cache: bool
+    model: PreTrainedModel, attention: Attention, ids: torch.Tensor, seen: list[Recording], may_cache: bool
 ) -> _Forward:
     """Run `model` with a cache, which some need, or else without, since a cache may not know its layers' types, and
     recurrent layers take another way with one. seen: gets a recording of each try."""
@@ -156,7 +170,7 @@ def _first_forward(
         recording, outputs = Recording(), dict[nn.Module, Callable[..., Any]]()
         seen.append(recording)
         try:
-            with probing(model, recording, own), _recorded_outputs(list(model.modules())[1:], outputs):
+            with probing(attention, recording), _recorded_outputs(list(model.modules())[1:], outputs):
                 logits = model(input_ids=ids, **_cache_arguments(model, has_cache)).logits
         except Exception:
             if not has_cache:
@@ -190,7 +204,7 @@ def _recorded_outputs(modules: Sequence[nn.Module], outputs: dict[nn.Module, Cal
 
 
 def _find_stack(
-    model: PreTrainedModel, own: Sequence[OwnAttention], first: _Forward, ids: torch.Tensor
+    model: PreTrainedModel, attention: Attention, first: _Forward, ids: torch.Tensor
 ) -> tuple[nn.Module, tuple[nn.Module, ...]] | None:
     """Find the innermost module from whose last hidden states the rest of `model` makes the same logits, or None.
 
@@ -202,7 +216,7 @@ def _find_stack(
     config = model.config.get_text_config()
     for stack, output in first.outputs.items():
         try:
-            with probing(model, Recording(), own):
+            with probing(attention, Recording()):
                 with found_layers(stack, config.num_hidden_layers, config.hidden_size) as layers:
                     out = stack(input_ids=ids, **_cache_arguments(model, first.has_cache))
                 hidden = out.last_hidden_state.to(dtype)
@@ -217,16 +231,14 @@ def _find_stack(
 
 
 def _recurrent_specs(
-    model: PreTrainedModel, stack: nn.Module, own: Sequence[OwnAttention], mixers: Sequence[Mixer], ids: torch.Tensor
+    model: PreTrainedModel, stack: nn.Module, attention: Attention, mixers: Mixers, ids: torch.Tensor
 ) -> tuple[tuple[RecurrentSpec, ...], list[str]]:
     """Return the specs of the recurrent calls of a forward, which number `mixers` in their order, and reasons."""
-    if not mixers:
-        return (), []
-    with probing(model, Recording(), own), mixers_routed(mixers), record_mixers() as recorder:
+    recorder = Recorder()
+    with probing(attention, Recording()), mixers.routed(), recurrent_scope(recorder):
         stack(input_ids=ids, use_cache=False)
-    renumber_mixers(mixers, recorder.order)
+    mixers.renumber([call.layer_id for call in recorder.calls])
     dtype = model.get_input_embeddings().weight.dtype
-    shapes = [call.shape for call in recorder.calls]
-    others = sorted({str(s.dtype) for s in shapes if isinstance(s, ConvShape) and s.dtype is not dtype})
+    others = sorted({str(c.dtype) for c in recorder.calls if isinstance(c.spec, ConvSpec) and c.dtype is not dtype})
     reasons = [f"its embedding is {dtype}, but convolutions run in {', '.join(others)}"] if others else []
-    return tuple(shape.spec for shape in shapes), reasons
+    return tuple(call.spec for call in recorder.calls), reasons

@@ -7,9 +7,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.backends import LayerSpec
+from specdec.targets.adapters.ropes import varying_ropes
 from specdec.targets.masks import Reach
 from specdec.targets.recording import Call, Recording
-from specdec.targets.ropes import rope_limit, varying_ropes
+from specdec.targets.shape import rope_limit
 
 # Layer types whose meaning is known here. Others are no reason against a model, but explain one.
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"})

@@ -1,24 +1,25 @@
-"""What one forward of a live model is seen to do: its attention calls and its masks, while nothing is computed.
+"""Records what one forward of a live model does: its attention and recurrent calls and its masks, computing nothing.
 
 Within `probing` attention answers zeros and notes module, shapes, scaling, window, softcap and sinks; masks are those
-that transformers would have built, classified by evaluating their own closures far out.
+that transformers would have built, classified by evaluating their own closures far out. A `Recorder` does the same for
+routed recurrent calls.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache
 
 from specdec.backends import LayerSpec
+from specdec.backends.state_pool import ConvSpec, Decay, RecurrentSpec, ScanInputs, ScanSpec
+from specdec.targets.adapters.attention import Attention
 from specdec.targets.masks import Reach, classify_mask
-from specdec.targets.overrides import ConfigViews
-from specdec.targets.own_attention import OwnAttention, own_replaced
 
 # Known tensor arguments of attention calls; any other TENSOR argument means arithmetic that we do not know.
 HARMLESS_TENSORS = frozenset({"position_ids", "s_aux", "position_embeddings", "cache_position"})
@@ -108,6 +109,7 @@ def attention_spec(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kw: Mappin
 def record_attention(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any = None, **kw: Any
 ) -> tuple[torch.Tensor, None]:
+    """Record an attention call in the recording in progress, see `Attend`; answer zeros."""
     mask = attention_mask
     problems = [
         f"attention takes a tensor {name!r} that we do not know"
@@ -125,7 +127,9 @@ def record_attention(
     dtypes = {q.dtype, k.dtype, v.dtype}
     if len(dtypes) > 1:
         problems.append(f"queries, keys and values have several types ({', '.join(sorted(map(str, dtypes)))})")
-    _recording().calls.append(Call(module, spec, kw.get("s_aux"), mask_id, k.dtype, problems))
+    window = kw.get("own_window")
+    spec = spec if window is None else replace(spec, window=window)
+    _recording().calls.append(Call(module, spec, kw.get("s_aux"), mask_id, k.dtype, problems, window))
     out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     return out, None
 
@@ -140,29 +144,40 @@ AttentionInterface.register("specdec_probe", record_attention)
 AttentionMaskInterface.register("specdec_probe", _record_mask)
 
 
-def _record_own(own: OwnAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
-    """Record a call of a module's own method, q, k and v [1, heads, T, dim]; return zeros [1, heads, T, v_dim]."""
-    measured = own.measure(q.shape[3], is_masked=mask is not None)
-    known = {} if isinstance(measured, str) else measured._asdict()
-    out, _ = record_attention(own.module, q, k, v, mask, **known)
-    call = _recording().calls[-1]
-    call.own_window = call.spec.window
-    if isinstance(measured, str):
-        call.problems.append(measured)
-    return out.transpose(1, 2)
-
-
 @contextmanager
-def probing(model: PreTrainedModel, recording: Recording, own: Sequence[OwnAttention]) -> Iterator[None]:
-    """Send attention calls and masks of `model` to `recording` within the context, those of its `own` methods, too."""
-    by_module = {attention.module: attention for attention in own}
+def probing(attention: Attention, recording: Recording) -> Iterator[None]:
+    """Send the attention calls of a model, and its masks, to `recording` within the context."""
     token = _RECORDING.set(recording)
     try:
-        with (
-            ConfigViews(model, "specdec_probe").shown(),
-            own_replaced(own, lambda module, *args: _record_own(by_module[module], *args)),
-            torch.inference_mode(),
-        ):
+        with attention.answered("specdec_probe", record_attention), torch.inference_mode():
             yield
     finally:
         _RECORDING.reset(token)
+
+
+class RecurrentCall(NamedTuple):
+    """A recurrent call with `layer_id`; dtype: of what it returned."""
+
+    layer_id: int
+    spec: RecurrentSpec
+    dtype: torch.dtype
+
+
+class Recorder:
+    """A scope of recurrent calls. calls: in their order; ids may be among them several times, or never."""
+
+    def __init__(self) -> None:
+        self.calls: list[RecurrentCall] = []
+
+    def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
+        """See `specdec.backends.recurrent.conv`."""
+        self.calls.append(RecurrentCall(layer_id, ConvSpec(*weight.shape), x.dtype))
+        return torch.zeros_like(x)
+
+    def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
+        """See `specdec.backends.recurrent.scan`."""
+        _, k, v, g, beta, rates = inputs
+        decay: Decay = "state" if rates is not None else "key" if g.dim() == 3 else "head"
+        spec = ScanSpec(v.shape[1], k.shape[1], k.shape[2], v.shape[2], decay, is_corrected=beta is not None)
+        self.calls.append(RecurrentCall(layer_id, spec, v.dtype))
+        return torch.zeros_like(v)

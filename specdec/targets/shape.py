@@ -8,8 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.backends.comm import Communicator
-from specdec.targets.ropes import rope_limit
 
+VARYING = ("dynamic", "longrope")  # types of ropes whose frequencies depend on the longest sequence of a batch
 LAST = -1  # as an aux layer: the target's last hidden state, after its final norm
 
 
@@ -51,6 +51,19 @@ class TargetShape:
             lm_head=model.get_output_embeddings(),
             model=model,
         )
+
+
+def rope_limit(config: Any) -> tuple[int, str] | None:
+    """Return up to how many positions the frequencies of a text config's ropes are constant, and the type of the rope
+    that ends first; None if they all are constant."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for own in [parameters, *parameters.values()]:
+        kind = own.get("rope_type") if isinstance(own, dict) else None
+        if kind in VARYING:
+            trained = own.get("original_max_position_embeddings") if kind == "longrope" else None
+            limits.append((int(trained or config.max_position_embeddings), str(kind)))
+    return min(limits, default=None)
 
 
 def position_limit(config: Any) -> tuple[int | None, str]:

@@ -7,8 +7,8 @@ from transformers import PretrainedConfig
 
 from specdec.errors import GraphError
 from specdec.graphs import Change, ChangeKind, Watch
+from specdec.targets.adapters.ropes import varying_ropes
 from specdec.targets.hf import HFTarget
-from specdec.targets.ropes import varying_ropes
 
 # Attributes of modules and configs that no forward reads, or whose results are not read.
 _OF_MODELS = ("generate", "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "name_or_path")

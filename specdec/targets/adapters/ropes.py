@@ -2,13 +2,13 @@
 
 Transformers' "dynamic" and "longrope" look at the largest position of every forward, which waits for the device, and
 change their frequencies beyond a limit, for all tokens at once. Below it they are constant: `rope_limit` says where it
-is, and within `constant_ropes` such modules compute with the original frequencies and look at nothing. Those that
+is, and within `Ropes.routed` such modules compute with the original frequencies and look at nothing. Those that
 compute frequencies anew in every forward, on the host (Phi-MoE), look up what they gave by position at attach.
 """
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -17,25 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-VARYING = ("dynamic", "longrope")
+from specdec.targets.shape import VARYING, position_limit
+
 ORIGINAL = "original_inv_freq"
 ANEW = "rope_init_fn"  # computes frequencies; forwards that name it do so every time
 MOST_POSITIONS = 1 << 20  # of a table
 
 Forward = Callable[..., Any]
-
-
-def rope_limit(config: Any) -> tuple[int, str] | None:
-    """Return up to how many positions the frequencies of a text config's ropes are constant, and the type of the rope
-    that ends first; None if they all are constant."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    limits = []
-    for own in [parameters, *parameters.values()]:
-        kind = own.get("rope_type") if isinstance(own, dict) else None
-        if kind in VARYING:
-            trained = own.get("original_max_position_embeddings") if kind == "longrope" else None
-            limits.append((int(trained or config.max_position_embeddings), str(kind)))
-    return min(limits, default=None)
 
 
 def varying_ropes(model: nn.Module) -> list[nn.Module]:
@@ -49,8 +37,32 @@ def varying_ropes(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+class Ropes:
+    """The ropes in `model` whose frequencies are not constant."""
+
+    def __init__(self, model: Any):
+        tables = _tables(model, position_limit(model.config.get_text_config())[0] or MOST_POSITIONS + 1)
+        self._forwards = {rope: tables.get(rope) or _own_forward(rope) for rope in [*varying_ropes(model), *tables]}
+
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        """Compute with the original frequencies, whatever sequences were seen, within the context, or look them up."""
+        before = [(rope, dict(rope._buffers), vars(rope).get("forward")) for rope in self._forwards]
+        try:
+            for rope, forward in self._forwards.items():
+                for name in [n for n in rope._buffers if n.endswith(ORIGINAL)]:
+                    rope._buffers[name.removesuffix(ORIGINAL) + "inv_freq"] = rope._buffers[name]
+                vars(rope)["forward"] = forward
+            yield
+        finally:
+            for rope, buffers, own in before:
+                rope._buffers.update(buffers)
+                vars(rope).pop("forward")
+                vars(rope).update({} if own is None else {"forward": own})
+
+
 @torch.no_grad()
-def tabled_ropes(model: Any, num_positions: int) -> dict[nn.Module, Forward]:
+def _tables(model: Any, num_positions: int) -> dict[nn.Module, Forward]:
     """Return forwards that look up cos and sin for the modules of `model` that compute frequencies anew in theirs.
 
     num_positions: of the model, up to where its frequencies are constant; of more than a table has room for, none.
@@ -79,26 +91,6 @@ def _names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of globals and attributes in a module's forward."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return () if code is None else code.co_names
-
-
-@contextmanager
-def constant_ropes(ropes: Sequence[nn.Module], tables: Mapping[nn.Module, Forward]) -> Iterator[None]:
-    """Let `ropes` compute with their original frequencies, whatever sequences they saw, within the context, and those
-    in `tables` by these."""
-    changed = dict.fromkeys([*ropes, *tables])
-    before = [(rope, dict(rope._buffers), rope.__dict__.get("forward")) for rope in changed]
-    try:
-        for rope in changed:
-            for name in [n for n in rope._buffers if n.endswith(ORIGINAL)]:
-                rope._buffers[name.removesuffix(ORIGINAL) + "inv_freq"] = rope._buffers[name]
-            rope.__dict__["forward"] = tables.get(rope) or _own_forward(rope)
-        yield
-    finally:
-        for rope, buffers, forward in before:
-            rope._buffers.update(buffers)
-            rope.__dict__.pop("forward")
-            if forward is not None:
-                rope.__dict__["forward"] = forward
 
 
 def warn_of_low_precision(model: nn.Module) -> None:

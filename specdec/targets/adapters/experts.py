@@ -3,7 +3,7 @@
 Gates, activations and layouts are the module's: it says how its weights lie, and gates what they give by itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from specdec.backends import grouped_linear
-from specdec.targets.overrides import replaced
 
 
 def experts_forward(
@@ -40,20 +39,35 @@ def _product(module: Any, name: str, x: torch.Tensor, expert_ids: torch.Tensor) 
 ALL_EXPERTS_FUNCTIONS.register("specdec", experts_forward)
 
 
-def expert_configs(model: nn.Module) -> list[Any]:
-    """List the configs by which experts in `model` find what multiplies them, once each.
+class Experts:
+    """The experts in `model`: the configs by which they find what multiplies them, once each.
 
     Models without experts have such configs, too; modules that transformers made switchable have `_apply_gate`.
     """
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(m, "config")}
-    return [c for c in configs.values() if hasattr(c, "_experts_implementation_internal")]
+
+    def __init__(self, model: nn.Module):
+        self._configs = list({id(module.config): module.config for module in _experts(model)}.values())
+
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        """Multiply by our op within the context; what others set meanwhile stays."""
+        before = [config._experts_implementation_internal for config in self._configs]
+        try:
+            for config in self._configs:
+                config._experts_implementation_internal = "specdec"
+            yield
+        finally:
+            for config, old in zip(self._configs, before, strict=True):
+                if config._experts_implementation_internal == "specdec":
+                    config._experts_implementation_internal = old
 
 
-@contextmanager
-def experts_routed(configs: Sequence[Any]) -> Iterator[None]:
-    """Let the experts of `configs` multiply by our op within the context."""
-    with replaced(configs, "_experts_implementation_internal", "specdec"):
-        yield
+def _experts(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if hasattr(module, "_apply_gate") and hasattr(
+            getattr(module, "config", None), "_experts_implementation_internal"
+        ):
+            yield module
 
 
 class ExpertWeights(NamedTuple):
@@ -67,11 +81,9 @@ class ExpertWeights(NamedTuple):
 def distinct_weights(model: nn.Module) -> list[ExpertWeights]:
     """List the weights that experts of `model` multiply with by our op, one of each shape."""
     found: dict[tuple[object, ...], ExpertWeights] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(module, "_apply_gate") and hasattr(config, "_experts_implementation_internal"):
-            for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
-                bias = getattr(module, f"{name}_bias") if module.has_bias else None
-                weights = ExpertWeights(getattr(module, name), bias, bool(module.is_transposed))
-                found.setdefault((weights.weight.shape, weights.weight.dtype, bias is None, weights[2]), weights)
+    for module in _experts(model):
+        for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+            bias = getattr(module, f"{name}_bias") if module.has_bias else None
+            weights = ExpertWeights(getattr(module, name), bias, bool(module.is_transposed))
+            found.setdefault((weights.weight.shape, weights.weight.dtype, bias is None, weights[2]), weights)
     return list(found.values())

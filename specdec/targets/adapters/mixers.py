@@ -1,7 +1,7 @@
 """Recurrent layers of live models through our ops: their forwards run with globals in which the primitives are ours.
 
 A mixer is a module whose forward, or a method that it calls, names a primitive; no model is known by name. Nothing but
-its own instance changes, and only within `mixers_routed`.
+its own instance changes, and only within `Mixers.routed`.
 """
 
 import inspect
@@ -14,27 +14,22 @@ from typing import Any
 from torch import nn
 
 from specdec.errors import AttachError
-from specdec.targets.primitives import PRIMITIVES
+from specdec.targets.adapters.primitives import PRIMITIVES
+from specdec.targets.marks import Turns
 
 
 class PrimitiveCall:
-    """What a mixer calls in the place of a primitive: its adapter, with the layer id of this call.
+    """Stands for a primitive in a mixer: runs its replacement, with the layer id of this call.
 
-    layer_ids: ids in the order of the calls in a forward, set by whoever numbers; there is one, unless the mixer calls
-    the primitive several times. turn: which of them is next.
+    turns: the ids in the order of the calls in a forward; there is one, unless the mixer calls it several times.
     """
 
-    def __init__(self, name: str, layer_ids: tuple[int, ...]):
-        self.name, self.layer_ids = name, layer_ids
-        self.turn = 0
-        self._adapter = PRIMITIVES[name]
+    def __init__(self, name: str, layer_ids: Sequence[int]):
+        self.name, self.turns = name, Turns(layer_ids)
+        self._run = PRIMITIVES[name]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.layer_ids, f"{self.name} was not called in the forward by which calls were numbered"
-        layer_id = self.layer_ids[self.turn]
-        if len(self.layer_ids) > 1:
-            self.turn = (self.turn + 1) % len(self.layer_ids)
-        return self._adapter(layer_id, *args, **kwargs)
+        return self._run(self.turns.take(), *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -50,30 +45,53 @@ class Mixer:
     @property
     def layer_ids(self) -> tuple[int, ...]:
         """Ids of all calls of a forward, by primitive."""
-        return tuple(i for call in self.calls for i in call.layer_ids)
+        return tuple(i for call in self.calls for i in call.turns.layer_ids)
 
 
-def find_mixers(model: nn.Module) -> tuple[Mixer, ...]:
-    """Find the mixers of `model` in the order of its modules; ids count their primitives, until they are renumbered.
+class Mixers:
+    """The mixers of `model` in the order of its modules; ids count their primitives, until they are renumbered.
 
     AttachError for modules that have a forward of their own already, or one in a wrapper that cannot be looked into.
     """
-    methods = {cls: _methods(cls) for cls in {type(module) for module in model.modules()}}
-    mixers: list[Mixer] = []
-    reasons: list[str] = []
-    next_id = 0
-    for name, module in model.named_modules():
-        if not methods[type(module)]:
-            continue
+
+    def __init__(self, model: nn.Module):
+        methods = {cls: _methods(cls) for cls in {type(module) for module in model.modules()}}
+        self.mixers: list[Mixer] = []
+        reasons, next_id = [], 0
+        for name, module in model.named_modules():
+            if methods[type(module)]:
+                try:
+                    self.mixers.append(_mixer(name, module, methods[type(module)], next_id))
+                    next_id += len(self.mixers[-1].calls)
+                except ValueError as error:
+                    reasons.append(str(error))
+        if reasons:
+            raise AttachError(type(model).__name__, reasons)
+
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        """Call our ops within the context; contexts may nest. ValueError if a method has been overridden."""
+        before = [(vars(mixer.module), mixer.methods, _own_methods(mixer)) for mixer in self.mixers]
         try:
-            mixers.append(_mixer(name, module, methods[type(module)], next_id))
-        except ValueError as error:
-            reasons.append(str(error))
-        else:
-            next_id += len(mixers[-1].calls)
-    if reasons:
-        raise AttachError(type(model).__name__, reasons)
-    return tuple(mixers)
+            for mixer in self.mixers:
+                vars(mixer.module).update(mixer.methods)
+                for call in mixer.calls:
+                    call.turns.begin()
+            yield
+        finally:
+            for attributes, methods, own in before:
+                for name in methods:
+                    attributes.pop(name, None)
+                attributes.update(own)
+
+    def renumber(self, order: Sequence[int]) -> None:
+        """Number the calls of a forward, from 0 on in their order, where `order` are the ids that it called until now.
+
+        So each call has an id of its own, also where a mixer calls a primitive several times, or mixers run in another
+        order than that of modules; calls that were not made have none.
+        """
+        for call in [call for mixer in self.mixers for call in mixer.calls]:
+            call.turns = Turns([new for new, layer_id in enumerate(order) if layer_id in call.turns.layer_ids])
 
 
 def _mixer(name: str, module: nn.Module, methods: Mapping[str, FunctionType], first_id: int) -> Mixer:
@@ -88,34 +106,6 @@ def _mixer(name: str, module: nn.Module, methods: Mapping[str, FunctionType], fi
     except ValueError as error:
         raise ValueError(_told(name, module, str(error))) from error
     return Mixer(name, module, calls, bound)
-
-
-@contextmanager
-def mixers_routed(mixers: Sequence[Mixer]) -> Iterator[None]:
-    """Let `mixers` call our ops within the context; contexts may nest. ValueError if a method has been overridden."""
-    before = [(mixer, _own_methods(mixer)) for mixer in mixers]
-    try:
-        for mixer in mixers:
-            mixer.module.__dict__.update(mixer.methods)
-            for call in mixer.calls:
-                call.turn = 0
-        yield
-    finally:
-        for mixer, own in before:
-            for name in mixer.methods:
-                del mixer.module.__dict__[name]
-            mixer.module.__dict__.update(own)
-
-
-def renumber_mixers(mixers: Sequence[Mixer], order: Sequence[int]) -> None:
-    """Number the calls of a forward, from 0 on in their order, where `order` are the ids that it called until now.
-
-    So each call has an id of its own, also where a mixer calls a primitive several times, or mixers run in another
-    order than that of modules; calls that were not made have none.
-    """
-    calls = [call for mixer in mixers for call in mixer.calls]
-    for call, old in [(call, call.layer_ids) for call in calls]:
-        call.layer_ids = tuple(new for new, layer_id in enumerate(order) if layer_id in old)
 
 
 def _own_methods(mixer: Mixer) -> dict[str, MethodType]:

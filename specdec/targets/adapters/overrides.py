@@ -1,0 +1,91 @@
+"""Sets attributes of a live model for the time of a context, and puts them back."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+_OURS = 0  # not training, and neither of the values that users set
+_WARNING = "warn_if_padding_and_no_attention_mask"
+
+
+class ConfigViews:
+    """Shows the modules of a model their configs with another attention implementation, within `shown`.
+
+    The configs themselves, which other models may share and which other threads may set, are left alone: a view has the
+    attributes of its config, as they are at the time, and a class of its own.
+    """
+
+    def __init__(self, model: nn.Module, implementation: str):
+        found = [(vars(module), vars(module).get("config")) for module in model.modules()]
+        places = [(own, config) for own, config in found if hasattr(config, "_attn_implementation_internal")]
+        views = {id(config): _view(config, implementation) for config in {id(c): c for _, c in places}.values()}
+        self._places = [(own, views[id(config)]) for own, config in places]
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """See the class; contexts may nest."""
+        places = [(own, view, own["config"]) for own, view in self._places]
+        try:
+            for own, view, _ in places:
+                own["config"] = view
+            yield
+        finally:
+            for own, view, config in places:
+                if own["config"] is view:
+                    own["config"] = config
+
+
+def _view(config: Any, implementation: str) -> Any:
+    kind = type(config)
+    changed = {
+        "_attn_implementation": property(lambda _: implementation, kind._attn_implementation.fset),
+        "__reduce_ex__": lambda view, _: (object.__new__, (kind,), vars(view)),  # a copy is no view
+    }
+    view: Any = object.__new__(type(kind.__name__, (kind,), changed))
+    object.__setattr__(view, "__dict__", vars(config))
+    return view
+
+
+@contextmanager
+def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Have `model` in eval mode within the context, so that nothing is dropped out; if another thread calls its `eval`
+    or `train` meanwhile, that stays. modules: what it had at first, which is looked at where the model itself is in
+    eval mode: walking it takes longer."""
+    training = [m for m in (model.modules() if model.training else modules) if m.training]
+    before = model.training
+    try:
+        for module in training:
+            module.training = False
+        vars(model)["training"] = _OURS
+        yield
+    finally:
+        if vars(model)["training"] is _OURS:
+            vars(model)["training"] = before
+            for module in training:
+                module.training = True
+
+
+class Warnings:
+    """The models in `model` whose class warns of padding without a mask, for which it reads ids on the host."""
+
+    def __init__(self, model: nn.Module):
+        self._models = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _WARNING not in m.__dict__]
+
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        """Leave the warning out within the context; contexts may nest."""
+        models = [model for model in self._models if _WARNING not in model.__dict__]
+        try:
+            for model in models:
+                model.__dict__[_WARNING] = _nothing
+            yield
+        finally:
+            for model in models:
+                del model.__dict__[_WARNING]
+
+
+def _nothing(*args: Any) -> None:
+    return None
