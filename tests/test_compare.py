@@ -9,8 +9,7 @@ import pytest
 
 from specdec.commands import main as cli
 from specdec.measure.compare import compare
-from specdec.measure.keys import identity, label_of, measure_of
-from specdec.measure.records import Record
+from specdec.measure.rows import Record, identity, label_of, measure_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 

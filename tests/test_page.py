@@ -15,19 +15,17 @@ import pytest
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
+from markupsafe import escape
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from specdec import shipped
 from specdec.commands import main as cli
-from specdec.measure import definitions, results
-from specdec.measure.page import axes as axes_module
+from specdec.measure import results
 from specdec.measure.page import charts, page
-from specdec.measure.page.palette import GREY, Palette
-from specdec.measure.page.parts import table
-from specdec.measure.provenance import without_paths
-from specdec.measure.records import Record, read_record
-from specdec.measure.results import write_results
+from specdec.measure.page.parts import shortener, table
+from specdec.measure.results import without_paths, write_results
+from specdec.measure.rows import Record, read_record
 from specdec.measure.statistics import conditional, wilson
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +61,7 @@ def attach_row(mode: str, mib: float) -> dict[str, Any]:
 
 def gsm8k_row(mode: str, speculation: bool, difference: float) -> dict[str, Any]:
     row = {"what": "gsm8k", "dtype": "bfloat16", "mode": mode, "speculation": speculation, "nll": 1.37048}
-    row |= {"difference": difference, "interval": [difference - 1e-4, difference + 1e-4], "mcnemar_p": 0.4}
+    row |= {"nll_difference": difference, "nll_ci95": [difference - 1e-4, difference + 1e-4], "mcnemar_p": 0.4}
     row |= {"answers": 200, "correct": 90, "equal": 150, "gaps": [0.1], "near_ties": 50}
     reasons = {"target_prefill": {"replays": 3, "eager": 7, "rejects": {"graphs are off": 7}}}
     return {**row, "runners": reasons}
@@ -95,9 +93,9 @@ ROWS: list[dict[str, Any]] = [
         "near_ties": 1,
         "unexplained": 1,
     },
-    {"way": "generate", "version": "5.17.0", "requests": 32, "new_tokens": 128, "tokens_per_s": 812.5},
-    {"way": "specdec, S=3", "version": "0.1.0", "requests": 32, "new_tokens": 128, "tokens_per_s": 7200.0},
-    {"way": "economize", "version": "not installed", "requests": 32, "error": "not installed"},
+    {"what": "generate", "version": "5.17.0", "requests": 32, "new_tokens": 128, "tokens_per_s": 812.5},
+    {"what": "specdec, S=3", "version": "0.1.0", "requests": 32, "new_tokens": 128, "tokens_per_s": 7200.0},
+    {"what": "economize", "version": "not installed", "requests": 32, "error": "not installed"},
     {"what": "hf", "prompts": "mt_bench", "steps": 0, "tok_s": 24.3, "tau": None, "equal": True},
     {"what": "lookup", "prompts": "mt_bench", "steps": 2, "tok_s": 27.3, "tau": 1.3, "equal": True},
     {"what": "clients", "clients": 8, "requests_s": 109.0, "tok_s": 1744.6, "ttft_ms_p50": 36.4},
@@ -135,9 +133,11 @@ def test_every_section_is_there(rendered):
     assert anchors == [*expected, "others", "eager", "environment", "definitions"]
     assert re.findall(r'<a href="#([\w-]+)"', html) == anchors
     assert html.count("<svg") == len(figures) == html.count("<figure>")
-    titles = ("tau by position in the answer, chain S=3", "tau by context length", "tau by draft and shape, T=1")
+    titles = ("tau by position, chain S=3, gsm8k, T=0", "tau by context", "Acceptance by position")
     titles += ("Prefill: time to the first token", "A round beside its floor", "Tokens/s against batch")
     titles += ("Milliseconds by phase", "Memory of captured graphs", "Tokens/s by way", "Correct answers by mode")
+    titles += ("Likelihood against the first mode", "Tokens/s by set of prompts", "Attaching")
+    titles += ("tau by draft and shape",)
     assert [title for title in titles if title not in html] == []
     assert 3 <= html.count('class="card"') <= 6
 
@@ -147,7 +147,7 @@ def test_nothing_is_dropped_and_nothing_is_markup(rendered):
     for part in ("mauve-unheard-of", "3.25", "not installed", "graphs are off: 7", "1.370480", "d34db33f", "abc1234+"):
         assert part in html, part
     assert "<b>not markup</b>" not in html and "&lt;b&gt;not markup" in html
-    assert "3.00 ± 0.10" not in html and "3.00 ± 0.1" in html, "buckets keep their intervals"
+    assert re.search(r">2\.8</td><td[^>]*>0\.2</td>", html), "buckets keep their intervals"
     assert "Break-even is the dashed line" in html
 
 
@@ -188,18 +188,32 @@ def _overlap(one: Any, other: Any) -> bool:
     return bool(wide > 1 and high > 1)
 
 
-def test_a_shared_axis_holds_the_longest_bar_of_all_panels(monkeypatch):
-    kept = []
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Figures are kept here as matplotlib has them, and not written."""
+    kept: list[Figure] = []
     monkeypatch.setattr(charts, "_svg", lambda figure: kept.append(figure) or "")
-    charts.stacks({"short": {"a": {"ms": 1.0}}, "long": {"a": {"ms": 9.0}}}, "ms", {"ms": "#0072B2"})
+    return kept
+
+
+def test_a_shared_axis_holds_the_longest_bar_of_all_panels(monkeypatch):
+    kept = drawn(monkeypatch)
+    charts.Charts().bars([charts.Point("short", "ms", "a", 1.0), charts.Point("long", "ms", "a", 9.0)], "ms", "case")
     assert [axes.get_xlim()[0] for axes in kept[0].axes] == [0, 0]
     assert all(axes.get_xlim()[1] >= 9 for axes in kept[0].axes)
 
 
+def test_panels_share_limits_that_hold_all_points(monkeypatch):
+    kept = drawn(monkeypatch)
+    points = [charts.Point("a", "s", x, y, (y - 0.1, y + 0.2)) for x, y in ((1, 3.0), (2, 3.6))]
+    charts.Charts().lines([*points, charts.Point("b", "s", 1, 1.6, (1.5, 1.7))], "j", "tau")
+    for axes in kept[0].axes:
+        assert axes.get_ylim()[0] == 0.0 and axes.get_ylim()[1] > 3.8
+
+
 @pytest.fixture
 def without_charts(monkeypatch):
-    for name in ("lines", "dots", "stacks"):
-        monkeypatch.setattr(charts, name, lambda *_, **__: "<svg></svg>")
+    for name in ("lines", "dots", "bars"):
+        monkeypatch.setattr(charts.Charts, name, lambda *_, **__: "<svg></svg>")
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
@@ -220,9 +234,8 @@ def test_several_records_say_which_file_a_row_is_of():
     assert html.count("<svg") >= 4
     drafts = ("x-eagle", "x-eagle3")
     both = [Record(f"accept_cpu_2026-11-2{i}", [acceptance_row(d, 0.0, 2.0)], {}) for i, d in enumerate(drafts)]
-    html, names = page.render(both), ["2026-11-20, eagle", "2026-11-21, eagle3"]
+    html, names = page.render(both), ["eagle, 2026-11-20", "eagle3, 2026-11-21"]
     assert all(f">{name}<" in html for name in names), "by what differs in the files' names"
-    assert GREY not in {Palette(names).colour(name) for name in names}
     assert page.differing(["a_b_1", "a_c_1"]) == ["b", "c"] and page.differing(["a", "a"]) == ["a", "a"]
     assert page.render([Record(f"kind{i}_x", [{"a": 1}], {}) for i in range(5)]).count("5 measurements of x") == 2
 
@@ -234,28 +247,11 @@ def test_imposed_acceptance_is_said(without_charts):
         assert ("Weights are random and acceptance is imposed:" in html) is is_said
 
 
-def test_engines_have_labels_of_their_own():
-    """Though their names differ only where a chart leaves letters out."""
-    figure = Figure()
-    axes = figure.subplots()
-    long = "latency-trees, compiled, tree S=8 K=10 D={}, batch 1, tokens 2177, of a long label"
-    axes_module.categories(axes, [long.format(d) for d in (64, 128, 256)])
-    assert len({label.get_text() for label in axes.get_yticklabels()}) == 3
-
-
 def test_what_all_rows_say_at_length_stands_below_the_table():
     rows = [{"a": number, "b": "a text of more than two dozen letters", "c": "short"} for number in range(2)]
     found = table("t", rows)
     assert found.columns == ["a", "c"] and "a text of more than" in found.note
     assert "b" in table("t", [rows[0], {**rows[1], "b": "another text of as many letters"}]).columns
-
-
-def test_panels_share_limits_that_hold_all_points():
-    lines = [charts.Line("a", [1, 2], [3.0, 3.6], [2.9, 3.4], [3.1, 3.8]), charts.Line("b", [1, 2], [1.6, 2.0])]
-    low, high = charts._limits(lines)
-    assert low == 0.0 and high > 3.8, "from zero: the least is below half of the largest"
-    low, high = charts._limits(lines[:1])
-    assert 2.8 < low < 2.9 and high > 3.8
 
 
 def test_rates_and_intervals():
@@ -265,26 +261,21 @@ def test_rates_and_intervals():
     assert (round(low, 3), round(high, 3)) == (0.404, 0.596) and wilson(0.0, 10)[0] == pytest.approx(0)
 
 
-def test_one_colour_for_each_name():
+def test_one_look_for_each_name():
+    drawing = charts.Charts()
     names = ["own-head", "smollm2-135m-instruct-nextn", "eagle3", "plain", *(f"mode {i}" for i in range(9))]
-    palette = Palette(names)
-    assert palette.colour("plain") == palette.colour("never seen") == GREY
-    assert palette.colour("eagle3") == Palette(["eagle3"]).colour("eagle3")
-    looks = {(palette.colour(name), palette.marker(name)) for name in names}
-    assert len(looks) == len(names)
-    cut = page.shortener(shipped.available())
-    assert [cut(name) for name in (*shipped.available(), "lookup")] == [
-        "eagle",
-        "eagle3",
-        "nextn",
-        "standalone",
-        "lookup",
-    ]
+    looks = {name: drawing.look(name) for name in names}
+    assert len(set(map(str, looks.values()))) == len(names)
+    assert looks["plain"] == charts.Charts().look("plain") and {name: drawing.look(name) for name in names} == looks
+    cut = shortener(shipped.available())
+    short = [cut(name) for name in (*shipped.available(), "lookup")]
+    assert short == ["eagle", "eagle3", "nextn", "standalone", "lookup"]
 
 
-def test_definitions_are_those_of_the_docs():
-    written = (ROOT / "docs" / "definitions.md").read_text("utf-8")
-    assert written == definitions.markdown(), "run: python -m specdec.measure.definitions > docs/definitions.md"
+def test_every_definition_has_three_parts(rendered):
+    found = page.definitions()
+    assert [one[0] for one in found][:2] == ["tau", "the first token"] and {len(one) for one in found} == {3}
+    assert all(f"<td>{escape(one[0])}</td>" in rendered[0] for one in found)
 
 
 def test_results_have_a_page_beside_them(tmp_path, capsys, monkeypatch):
@@ -307,8 +298,8 @@ def test_results_have_a_page_beside_them(tmp_path, capsys, monkeypatch):
 
 def test_missing_libraries_are_told_once(tmp_path, capsys, monkeypatch):
     told = "jinja2 and matplotlib not installed (pip install 'specdec-toolkit[bench]')"
-    monkeypatch.setattr("specdec.measure.page.libraries.find_spec", lambda name: None)
-    results._tell.cache_clear()
+    monkeypatch.setattr("specdec.measure.page.page.find_spec", lambda name: None)
+    results._warn_once.cache_clear()
     paths = [write_results(tmp_path, "x", "tiny", {}, [{"a": 1}]) for _ in range(2)]
     assert all(path.is_file() and not path.with_suffix(".html").exists() for path in paths)
     assert capsys.readouterr().err.count(told) == 1

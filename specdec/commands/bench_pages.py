@@ -1,4 +1,4 @@
-"""`specdec bench page` and `specdec bench compare`: result files as a page, and two of them held against each other."""
+"""`specdec bench page` and `specdec bench compare`: result files as a page, and a comparison of two."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +8,7 @@ import typer
 from specdec.commands.choices import Json, finish
 from specdec.measure.compare import THRESHOLD, compare, print_comparison
 from specdec.measure.page.page import write_page
-from specdec.measure.records import read_record
+from specdec.measure.rows import read_record
 
 
 def page_command(

@@ -1,18 +1,29 @@
-"""Result files of measurements: one JSON each, with the command, versions and rows, and a page beside it."""
+"""Result files of measurements: one JSON each with command, versions, commit and rows, and a page beside it.
+
+Absolute paths of the machine are cut to their last part.
+"""
 
 import json
+import platform
+import re
+import shlex
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from specdec.measure import provenance
-from specdec.measure.page.libraries import missing_libraries
-from specdec.measure.page.page import write_page
-from specdec.measure.records import read_record
+import torch
+import transformers
+
+from specdec import __version__
+from specdec.measure.page.page import missing_libraries, write_page
+from specdec.measure.rows import read_record, write_whole
+
+ABSOLUTE = re.compile(r"(?<![\w.:/-])/(?P<top>[\w.+-]+)(?:/[\w.+-]+)*/?")
 
 
 class ResultFile:
@@ -25,8 +36,7 @@ class ResultFile:
 
     def __init__(self, folder: str | Path | None, what: str, shape: str, config: dict[str, Any]):
         self.path: Path | None = None
-        self._folder = folder
-        self._what, self._shape = what, shape
+        self._folder, self._what, self._shape = folder, what, shape
         self._config = config  # written as it is then: its lists may grow
         self._about: dict[str, Any] | None = None
 
@@ -46,15 +56,13 @@ class ResultFile:
         """Write the command, versions, config and all `rows` so far."""
         if self._folder is None:
             return
-        self._about = self._about or provenance.about()
-        record = provenance.without_paths({**self._about, "config": self._config, "rows": list(rows)})
-        text = json.dumps(record, indent=1) + "\n"  # before a file is made: rows that cannot be serialised leave none
+        self._about = self._about or about()
+        record = without_paths({**self._about, "config": self._config, "rows": list(rows)})
+        content = json.dumps(record, indent=1) + "\n"  # before a file is made: rows that are no JSON leave none
         if self.path is None:
             stem = f"{self._what}_{self._shape}_{self._about['gpu']}_{datetime.now(UTC):%Y-%m-%d}"
             self.path = _new_file(Path(self._folder), stem)
-        half = self.path.with_name(f".{self.path.name}.part")
-        half.write_text(text, "utf-8")
-        half.replace(self.path)
+        write_whole(self.path, content)
 
 
 def write_results(folder: str | Path, what: str, shape: str, config: dict[str, Any], rows: Sequence[Any]) -> Path:
@@ -65,10 +73,51 @@ def write_results(folder: str | Path, what: str, shape: str, config: dict[str, A
     return file.path
 
 
+def about() -> dict[str, Any]:
+    """Return what a record says of its run, whatever it measures: command, versions, gpu, and the commit if known."""
+    has_gpu, commit = torch.cuda.is_available(), _commit()
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": {
+            **{"python": platform.python_version(), "torch": torch.__version__},
+            **{"transformers": transformers.__version__, "specdec": __version__},
+        },
+        "gpu": torch.cuda.get_device_name().lower().replace(" ", "-") if has_gpu else "cpu",
+        **({"commit": commit} if commit else {}),
+    }
+
+
+def without_paths(value: Any) -> Any:
+    """Return `value` (what JSON holds, or paths) with every absolute path of this machine cut to its last part."""
+    if isinstance(value, str | Path):
+        return ABSOLUTE.sub(_last_part, str(value))
+    if isinstance(value, Mapping):
+        return {name: without_paths(one) for name, one in value.items()}
+    return [without_paths(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _last_part(found: re.Match[str]) -> str:
+    """Return the last part of a path whose first folder exists here; "/v1/models" of a URL stays."""
+    whole = found.group()
+    return Path(whole).name if Path("/", found["top"]).is_dir() else whole
+
+
+def _commit() -> str | None:
+    """Return the short hash of the checkout that the program runs from, "+" added where files differ; else None."""
+    own = Path(__file__).resolve()
+    run = {"cwd": own.parent, "capture_output": True, "text": True, "timeout": 10, "check": True}
+    try:
+        subprocess.run(["git", "ls-files", "--error-unmatch", own.name], **run)  # fails in an environment in a checkout
+        found = subprocess.run(["git", "describe", "--always", "--exclude=*", "--dirty=+"], **run)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return str(found.stdout).strip()
+
+
 def _write_page_beside(path: Path) -> None:
     missing = missing_libraries()
     if missing:
-        _tell(f"no page beside the results: {missing}")
+        _warn_once(f"no page beside the results: {missing}")
         return
     try:
         write_page([read_record(path)], path.with_suffix(".html"))
@@ -77,7 +126,7 @@ def _write_page_beside(path: Path) -> None:
 
 
 @cache
-def _tell(line: str) -> None:
+def _warn_once(line: str) -> None:
     """Print `line` on stderr, once in a process."""
     print(line, file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""Tests, intervals and rates that measurements state. What needs scipy, of the extra `bench`, says so."""
+"""Tests, intervals and rates that measurements state. Tests of significance need scipy, of the extra `bench`."""
 
 import math
 from collections.abc import Sequence
@@ -8,20 +8,14 @@ from typing import Any
 import numpy as np
 
 RESAMPLES = 10_000
-AT_ONCE = 500  # resamples drawn together: what bounds the memory
 SEED = 0
 Z95 = 1.96  # of the normal law, two-sided
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Return McNemar's exact two-sided p, from the items that only one of two runs got right: 1.0 if there are none.
-
-    An item that both or neither got right says nothing about a difference.
-    """
+    """Return McNemar's exact two-sided p, from the items that only one of two runs got right: 1.0 if there are none."""
     discordant = only_first + only_second
-    if not discordant:
-        return 1.0
-    return float(scipy_stats().binomtest(only_first, discordant).pvalue)
+    return float(scipy_stats().binomtest(only_first, discordant).pvalue) if discordant else 1.0
 
 
 def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
@@ -30,10 +24,9 @@ def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
     values = np.asarray(differences, dtype=np.float64)
     if not values.size:
         raise ValueError("differences is empty: expected one number for each item")
-    generator, means = np.random.default_rng(SEED), []
-    for _ in range(0, RESAMPLES, AT_ONCE):
-        means.append(values[generator.integers(values.size, size=(AT_ONCE, values.size))].mean(axis=1))
-    low, high = np.percentile(np.concatenate(means), (2.5, 97.5))
+    generator = np.random.default_rng(SEED)
+    means = [values[generator.integers(values.size, size=values.size)].mean() for _ in range(RESAMPLES)]
+    low, high = np.percentile(means, (2.5, 97.5))
     return float(low), float(high)
 
 

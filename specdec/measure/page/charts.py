@@ -1,233 +1,197 @@
-"""Three forms of charts: lines, dots in categories, stacked bars. Each becomes one inline SVG; matplotlib is lazy."""
+"""Charts as inline SVG: lines over numbers, dots and stacked bars in categories. matplotlib is imported when drawn."""
 
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from specdec.measure.page.axes import STYLE, categories, log_scale, log_ticks, whole_ticks
-from specdec.measure.page.palette import Palette
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 WIDTH = 10.0  # inches; 960 pixels on the page
 MOST_PANELS = 3  # side by side
-ROW_HEIGHT = 0.27  # inches of one category
-LETTER = 0.08  # inches of a letter along the y axis
+LETTERS = 48  # of a line of a category's name
+# Okabe and Ito's colours without yellow, which is too light on white, and two more: for colour-blind readers too
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31")
+MARKERS = "os^DvPXp"
+PLAIN = frozenset({"plain", "plain decoding", "none"})  # grey, and dashed where a name has one of them
+FLOOR = "floor"
+T = TypeVar("T")
+STYLE: Any = {
+    **{"font.family": "DejaVu Sans", "font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "specdec"},
+    **{"axes.titlesize": "medium", "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.edgecolor": "0.5"},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True},
+    **{"grid.color": "0.9", "legend.frameon": False, "lines.markersize": 5, "errorbar.capsize": 2.5},
+}
 
 
-class Line(NamedTuple):
-    """Points of one series; low and high: ends of the 95% intervals, empty without; style: as matplotlib writes it."""
+class Point(NamedTuple):
+    """A value of a series in a panel, drawn at `x`: a number in lines, the name of a category in dots and bars.
 
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
-    style: str = "-"
-
-
-class Dot(NamedTuple):
-    """A value in a category (a line of the chart), its 95% interval, and the least it could be.
-
-    interval: its half width, or how far it reaches below and above the value.
+    interval: ends of its 95% interval; floor: the least it could be.
     """
 
-    category: str
-    name: str
-    value: float
-    interval: float | tuple[float, float] | None = None
+    panel: str
+    series: str
+    x: Any
+    y: float
+    interval: tuple[float, float] | None = None
     floor: float | None = None
 
 
-def lines(panels: Mapping[str, Sequence[Line]], x: str, y: str, palette: Palette, log: str = "") -> str:
-    """Draw lines of `panels` (title -> series). log: axes with logarithmic scales, "x", "y" or "xy"."""
+class Charts:
+    """Draws the charts of one page: a name has one colour and one marker in all of them."""
 
-    limits = _limits([line for own in panels.values() for line in own])
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
 
-    def draw(axes: "Axes", own: Sequence[Line]) -> None:
-        for line in own:
-            _line(axes, line, palette)
-        if "x" in log:
-            log_ticks(axes, sorted({value for line in own for value in line.x}))
-        else:
-            whole_ticks(axes, [value for line in own for value in line.x])
-        if "y" in log:
-            log_scale(axes, "y", [value for line in own for value in line.y])
-        else:
-            axes.set_ylim(*limits)
+    def look(self, name: str) -> dict[str, Any]:
+        """Return colour and marker of the series `name`."""
+        if name in PLAIN:
+            return {"color": "#555555", "marker": "o"}
+        number = self._numbers.setdefault(name, len(self._numbers))
+        return {"color": COLOURS[number % 8], "marker": MARKERS[(number + number // 8) % 8]}
 
-    return _figure(panels, draw, x, y, lambda own: 2.6, share="y")
+    def lines(self, points: Sequence[Point], x: str, y: str, log: str = "") -> str:
+        """Draw a line a series. log: axes with logarithmic scales, "x", "y" or "xy"; others begin at zero."""
+
+        def draw(axes: "Axes", own: Sequence[Point]) -> None:
+            for name, line in grouped(own, lambda point: point.series).items():
+                line = sorted(line, key=lambda point: point.x)
+                look = self.look(name) | {"linestyle": "--" if PLAIN & set(name.split(", ")) else "-"}
+                error = [_reach(point) for point in line] if line[0].interval else None
+                yerr = None if error is None else list(zip(*error, strict=True))
+                axes.errorbar([p.x for p in line], [p.y for p in line], yerr, label=name, elinewidth=1, **look)
+            floors = sorted({(point.x, point.floor) for point in own if point.floor is not None})
+            if floors:
+                axes.plot(*zip(*floors, strict=True), linestyle=":", color="black", label=FLOOR)
+            _scale(axes, "y", points, "y" in log)
+            if "x" in log:
+                axes.set_xscale("log", base=2)
+                axes.xaxis.set_major_formatter("{x:g}")
+            else:
+                axes.locator_params(axis="x", integer=True)
+
+        return _figure(points, draw, x, y, 2.6)
+
+    def dots(self, points: Sequence[Point], x: str, y: str, log: str = "") -> str:
+        """Draw a dot a point with its interval and floor, a row a category. log: "x" where values may lie far apart."""
+        cases = list(dict.fromkeys(point.x for point in points))
+        names = list(dict.fromkeys(point.series for point in points))
+        is_shared = len({(point.x, point.series) for point in points}) > len(cases)
+        step = min(0.24, 0.66 / max(len(names) - 1, 1)) if is_shared else 0.0
+
+        def draw(axes: "Axes", own: Sequence[Point]) -> None:
+            for point in own:
+                place = cases.index(point.x) + step * (names.index(point.series) - (len(names) - 1) / 2)
+                look, error = self.look(point.series), [[reach] for reach in _reach(point)]
+                if point.floor is not None:
+                    axes.plot([point.floor, point.y], [place, place], color=look["color"], alpha=0.35)
+                    _mark_floor(axes, point.floor, place)
+                xerr = error if point.interval else None
+                axes.errorbar(point.y, place, xerr=xerr, label=point.series, linestyle="", **look)
+            _categories(axes, cases)
+            _scale(axes, "x", points, "x" in log)
+
+        return _figure(points, draw, x, y, _height(cases, 1 + 0.55 * (len(names) - 1) * is_shared))
+
+    def bars(self, points: Sequence[Point], x: str, y: str, log: str = "") -> str:
+        """Draw a bar a category, the series as its parts end to end. The floor of a part marks the whole bar."""
+        cases = list(dict.fromkeys(point.x for point in points))
+
+        def draw(axes: "Axes", own: Sequence[Point]) -> None:
+            ends = dict.fromkeys(cases, 0.0)
+            for point in own:
+                place, colour = cases.index(point.x), self.look(point.series)["color"]
+                axes.barh(place, point.y, 0.62, ends[point.x], color=colour, label=point.series)
+                ends[point.x] += point.y
+                if point.floor is not None:
+                    _mark_floor(axes, point.floor, place)
+            _categories(axes, cases)
+
+        return _figure(points, draw, x, y, _height(cases, 1))
 
 
-def dots(
-    panels: Mapping[str, Sequence[Dot]], x: str, palette: Palette, *, y: str = "", is_log: bool = False, floor: str = ""
-) -> str:
-    """Draw dots with intervals of `panels`, a line a category. floor: the legend's name for the mark of the least."""
-    everything = [dot for own in panels.values() for dot in own]
-
-    def draw(axes: "Axes", own: Sequence[Dot]) -> None:
-        cases = list(dict.fromkeys(dot.category for dot in own))
-        names = _side_by_side(own)
-        for dot in own:
-            place = cases.index(dot.category) + _dodge(names.index(dot.name) if names else 0, len(names))
-            _dot(axes, dot, place, palette, floor)
-        categories(axes, cases)
-        if is_log:
-            log_scale(axes, "x", [v for dot in everything for v in (dot.value, dot.floor) if v])
-
-    def height(own: Sequence[Dot]) -> float:
-        lines_of_one = max(1.0, 0.55 * len(_side_by_side(own)))
-        return _height(len({dot.category for dot in own}) * lines_of_one, y)
-
-    return _figure(panels, draw, x, y, height, share="x")
-
-
-def stacks(
-    panels: Mapping[str, Mapping[str, Mapping[str, float]]],
-    x: str,
-    colours: Mapping[str, str],
-    *,
-    y: str = "",
-    marks: Mapping[str, float] | None = None,
-    mark: str = "floor",
-) -> str:
-    """Draw bars of `panels` (title -> category -> part -> length), parts end to end.
-
-    marks: by category, a value that gets a black mark, called `mark` in the legend.
-    """
-    has_parts = len(colours) > 1
-
-    def draw(axes: "Axes", own: Mapping[str, Mapping[str, float]]) -> None:
-        for place, (category, parts) in enumerate(own.items()):
-            left = 0.0
-            for part, length in parts.items():
-                axes.barh(
-                    place, length, 0.62, left, color=colours[part], label=part if has_parts else None, linewidth=0
-                )
-                left += length
-            if marks and category in marks:
-                axes.plot([marks[category]], [place], "|", color="black", ms=13, mew=1.8, label=mark, linestyle="")
-        categories(axes, list(own))
-        axes.set_xlim(left=0, auto=True)  # the axis is shared: it must go on growing with the other panels' bars
-
-    return _figure(panels, draw, x, y, lambda own: _height(len(own), y), share="x")
+def grouped(values: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Group `values` by `key`, in the order of appearance."""
+    found: dict[Any, list[T]] = {}
+    for value in values:
+        found.setdefault(key(value), []).append(value)
+    return found
 
 
 def _figure(
-    panels: Mapping[str, Any],
-    draw: Callable[["Axes", Any], None],
-    x: str,
-    y: str,
-    height: Callable[[Any], float],
-    share: str,
+    points: Sequence[Point], draw: Callable[["Axes", Sequence[Point]], None], x: str, y: str, height: float
 ) -> str:
-    """Draw every panel, at most three side by side, with one legend below them all. share: the axis alike in all."""
+    """Draw every panel, `height` inches each, at most three side by side, with one legend below them all."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    panels = grouped(points, lambda point: point.panel)
     num_columns = min(len(panels), MOST_PANELS)
     num_rows = math.ceil(len(panels) / num_columns)
-    tallest = max(height(own) for own in panels.values())
     with rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, num_rows * (tallest + 0.45) + 0.35), layout="constrained")
-        grid = figure.subplots(num_rows, num_columns, squeeze=False, sharex=share == "x", sharey=share == "y")
+        figure = Figure(figsize=(WIDTH, num_rows * (height + 0.45) + 0.35), layout="constrained")
+        grid = figure.subplots(num_rows, num_columns, squeeze=False, sharex=True, sharey=True)
         for axes, (title, own) in zip(grid.flat, panels.items(), strict=False):
             draw(axes, own)
-            axes.set_title(title)
-            axes.set_xlabel(x)
+            axes.set(title=title, xlabel=x, ylabel=y if axes in grid[:, 0] else "")
             axes.tick_params(labelbottom=True)
-            if axes in grid[:, 0]:
-                axes.set_ylabel(y)
-            elif share == "x" and _ticks(axes) == _ticks(grid[0, 0]):
-                axes.tick_params(labelleft=False)
-        for axes in list(grid.flat)[len(panels) :]:
+        for axes in grid.flat[len(panels) :]:
             axes.remove()
-        _legend(figure)
+        entries = {label: h for a in figure.axes for h, label in zip(*a.get_legend_handles_labels(), strict=True)}
+        if len(entries) > 1:
+            num_columns = max(1, int(WIDTH * 13 / (max(map(len, entries)) + 6)))
+            figure.legend(
+                list(entries.values()), list(entries), loc="outside lower center", ncols=min(num_columns, len(entries))
+            )
         return _svg(figure)
 
 
-def _legend(figure: "Figure") -> None:
-    """Put one entry for each name below the panels, in as many columns as fit."""
-    found = {
-        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    if not found:
-        return
-    letters = max(map(len, found)) + 6
-    num_columns = max(1, min(len(found), int(WIDTH * 13 / letters)))
-    figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=num_columns)
-
-
-def _svg(figure: "Figure") -> str:
-    """Return the SVG element alone: no XML header, no metadata, no scripts."""
+def _svg(figure: Any) -> str:
+    """Return the SVG element alone, without XML header and metadata."""
     out = io.StringIO()
-    figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    text = out.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    return re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)
+    figure.savefig(out, format="svg")
+    svg = out.getvalue()
+    return re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
 
 
-def _line(axes: "Axes", line: Line, palette: Palette) -> None:
-    colour = palette.colour(line.name)
-    style: dict[str, Any] = {"color": colour, "linestyle": line.style, "label": line.name}
-    if line.style != ":":
-        style |= {"marker": palette.marker(line.name), "markeredgecolor": "white", "markeredgewidth": 0.6}
-    if line.low:
-        below = [max(v - low, 0.0) for v, low in zip(line.y, line.low, strict=True)]
-        above = [max(high - v, 0.0) for v, high in zip(line.y, line.high, strict=True)]
-        axes.errorbar(line.x, line.y, yerr=(below, above), capsize=2.5, elinewidth=1.0, **style)
-    else:
-        axes.plot(line.x, line.y, **style)
+def _reach(point: Point) -> tuple[float, float]:
+    """Return how far the point's interval reaches below and above it."""
+    low, high = point.interval or (point.y, point.y)
+    return max(point.y - low, 0.0), max(high - point.y, 0.0)
 
 
-def _dot(axes: "Axes", dot: Dot, place: float, palette: Palette, floor: str) -> None:
-    colour = palette.colour(dot.name)
-    if dot.floor is not None:
-        axes.plot([dot.floor, dot.value], [place, place], color=colour, alpha=0.35, linewidth=1.2)
-        axes.plot([dot.floor], [place], "|", color="black", ms=8, mew=1.4, label=floor, linestyle="")
-    below, above = dot.interval if isinstance(dot.interval, tuple) else (dot.interval, dot.interval)
-    axes.errorbar(
-        *([dot.value], [place]),
-        xerr=None if below is None or above is None else [[max(below, 0.0)], [max(above, 0.0)]],
-        fmt=palette.marker(dot.name),
-        color=colour,
-        markeredgecolor="white",
-        markeredgewidth=0.5,
-        capsize=2.5,
-        elinewidth=1.1,
-        label=dot.name,
-    )
+def _mark_floor(axes: "Axes", floor: float, place: float) -> None:
+    axes.plot([floor], [place], "|", color="black", markersize=9, markeredgewidth=1.5, label=FLOOR)
 
 
-def _height(num_rows: float, y: str) -> float:
-    """Return the inches of a panel with that many lines, in which the y axis' own name `y` fits."""
-    return 0.75 + max(num_rows * ROW_HEIGHT, len(y) * LETTER)
+def _categories(axes: "Axes", names: Sequence[str]) -> None:
+    """Write `names` along the y axis, the first on top."""
+    axes.set_yticks(range(len(names)), [textwrap.fill(name, LETTERS) for name in names])
+    axes.set_ylim(len(names) - 0.45, -0.55)
+    axes.grid(False, axis="y")
 
 
-def _side_by_side(own: Sequence[Dot]) -> list[str]:
-    """Return the names that share categories; none where each category has one."""
-    pairs = {(dot.category, dot.name) for dot in own}
-    return list(dict.fromkeys(dot.name for dot in own)) if len(pairs) > len({c for c, _ in pairs}) else []
+def _height(names: Sequence[str], share: float) -> float:
+    """Return the inches of a panel with a category for each of `names`, `share` times as high as a line of text."""
+    lines = max(len(textwrap.wrap(name, LETTERS)) for name in names)
+    return 0.75 + max(len(names) * max(0.27 * share, 0.1 + 0.15 * lines), 1.0)
 
 
-def _dodge(index: int, count: int) -> float:
-    """Return how far from the middle of its category the series `index` lies."""
-    return 0.0 if count < 2 else (index / (count - 1) - 0.5) * min(0.66, 0.24 * (count - 1))
+def _scale(axes: "Axes", name: str, points: Sequence[Point], is_log: bool) -> None:
+    """Begin axis `name` at zero; or make it logarithmic, with plain numbers, if `is_log` and values lie far apart."""
+    from matplotlib.ticker import LogLocator, NullFormatter
 
-
-def _ticks(axes: "Axes") -> list[str]:
-    return [label.get_text() for label in axes.get_yticklabels()]
-
-
-def _limits(everything: Sequence[Line]) -> tuple[float, float]:
-    """Return the ends of the y axis of all panels: from zero where the least value is below half the largest."""
-    values = [value for line in everything for value in (*line.y, *line.low, *line.high)]
-    if not values:
-        return 0.0, 1.0
-    low, high = min(values), max(values)
-    margin = 0.05 * (high - low or abs(high) or 1.0)
-    return (min(0.0, low) if low < 0.5 * high else low - margin), high + margin
+    values = [value for point in points for value in (point.y, point.floor) if value is not None]
+    low, high = min(values), max(*values, *(end for point in points for end in point.interval or ()))
+    if is_log and 0 < 4 * low < high:
+        axes.set(**{f"{name}scale": "log"})
+        axis = axes.xaxis if name == "x" else axes.yaxis
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
+    elif low >= 0 < high:
+        axes.set(**{f"{name}lim": (0, 1.05 * high)})

@@ -1,16 +1,16 @@
 """Renders result records as one HTML page that needs nothing else: sections where there are rows, then definitions."""
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile, zip_longest
+from collections.abc import Sequence
+from importlib.resources import files
+from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from specdec.measure.definitions import DEFINITIONS
-from specdec.measure.page import acceptance, checks, others, speed
-from specdec.measure.page.libraries import missing_libraries
-from specdec.measure.page.palette import Palette
-from specdec.measure.page.parts import Card, Row, Section, Table, text
-from specdec.measure.records import Record
+from specdec.measure.page.charts import Charts, grouped
+from specdec.measure.page.kinds import KINDS, eager_section
+from specdec.measure.page.parts import Card, Section, Table
+from specdec.measure.rows import Record, Row, text, write_whole
 
 MOST_CARDS = 6
 MOST_NAMED = 3  # measurements in the title
@@ -20,26 +20,17 @@ KIND_NAMES = {
     "lossless": "Texts beside model.generate",
     "faults": "Random faults",
 }
-KINDS: dict[str, Callable[[Row], bool]] = {  # the first that says yes has the row
-    "acceptance": acceptance.is_acceptance,
-    "gsm8k": checks.is_gsm8k,
-    "lossless": checks.is_lossless,
-    "latency": speed.is_latency,
-    "start": speed.is_start_up,
-    "rounds": speed.is_round,
-    "serving": others.is_serving,
-    "peers": others.is_peer,
-    "lookup": others.is_lookup,
-    "others": lambda row: True,
-}
+
+
+def missing_libraries() -> str:
+    """Return "" if a page can be rendered here, or what is missing and how to install it."""
+    absent = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
+    return f"{' and '.join(absent)} not installed (pip install 'specdec-toolkit[bench]')" if absent else ""
 
 
 def write_page(records: Sequence[Record], path: Path) -> Path:
     """Write the page of `records` to `path`, whole or not at all."""
-    html = render(records)
-    half = path.with_name(f".{path.name}.part")
-    half.write_text(html, "utf-8")
-    half.replace(path)
+    write_whole(path, render(records))
     return path
 
 
@@ -51,46 +42,38 @@ def render(records: Sequence[Record]) -> str:
     if missing:
         raise ValueError(f"a page cannot be rendered: {missing}")
     from jinja2 import Environment, PackageLoader
-    from markupsafe import Markup
 
-    rows = _rows(records)
-    found = sections(rows)
+    found = sections(_rows(records))
     loader = PackageLoader("specdec.measure.page", ".")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["svg"] = Markup
     return environment.get_template("template.html.j2").render(
         title=_title(records),
         subtitle=_subtitle(records),
         imposed=_imposed(records),
         cards=_cards(found),
         sections=found,
-        environment=_environment(records),
-        definitions=DEFINITIONS,
+        environment=[_environment(record, is_folded=len(records) > 2) for record in records],
+        definitions=definitions(),
     )
+
+
+def definitions() -> list[list[str]]:
+    """Return term, meaning, and what other benches call it, of every line of definitions.md."""
+    lines = files("specdec.measure.page").joinpath("definitions.md").read_text("utf-8").splitlines()
+    return [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][1:]
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Return the sections of `rows`, those that there are rows for."""
-    kinds: dict[str, list[Row]] = {kind: [] for kind in KINDS}
-    for row in rows:
-        kinds[kind_of(row)].append(row)
-    names = shortener([str(row.get("draft", "")) for row in kinds["acceptance"]])
-    palette = Palette(_names(kinds, names))
-    makers: dict[str, Callable[[Sequence[Row]], Section]] = {
-        "acceptance": lambda own: acceptance.acceptance_section(own, names, palette),
-        "latency": lambda own: speed.latency_section(own, palette),
-        "rounds": speed.rounds_section,
-        "peers": others.peers_section,
-        "lookup": lambda own: others.lookup_section(own, palette),
-        "gsm8k": lambda own: checks.gsm8k_section(own, palette),
-        "lossless": checks.lossless_section,
-        "serving": others.serving_section,
-        "start": speed.start_section,
-        "others": others.plain_section,
-    }
-    found = [make(kinds[kind]) for kind, make in makers.items() if kinds[kind]]
-    eager = others.eager_section(rows)
-    return [*found, eager] if eager else found
+    charts, found = Charts(), grouped(rows, lambda row: kind_of(row))
+    own = [kind.section(found[kind.anchor], charts) for kind in KINDS if kind.anchor in found]
+    eager = eager_section(rows)
+    return [*own, eager] if eager else own
+
+
+def kind_of(row: Row) -> str:
+    """Return the anchor of the section that `row` is shown in."""
+    return next(kind.anchor for kind in KINDS if kind.takes(row))
 
 
 def _cards(found: Sequence[Section]) -> list[Card]:
@@ -100,33 +83,13 @@ def _cards(found: Sequence[Section]) -> list[Card]:
     return [card for _, _, card in sorted(chosen, key=lambda one: (one[1], one[0]))]
 
 
-def kind_of(row: Row) -> str:
-    """Return the kind of `row`, which says the section that it is shown in."""
-    return next(kind for kind, is_one in KINDS.items() if is_one(row))
-
-
-def shortener(names: Iterable[str]) -> Callable[[str], str]:
-    """Return what cuts the beginning that all of `names` with dashes share, up to a dash."""
-    own = [name.split("-") for name in dict.fromkeys(names) if "-" in name]
-    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*own, strict=False)) if len(own) > 1 else ()
-    prefix = "".join(f"{parts[0]}-" for parts in shared)
-    return lambda name: name.removeprefix(prefix)
-
-
-def _names(kinds: dict[str, list[Row]], names: Callable[[str], str]) -> list[str]:
-    """Return all that gets a colour, drafts first."""
-    drafts = acceptance.series_names(kinds["acceptance"], names)
-    modes = [row.get("mode", "mode") for row in kinds["gsm8k"]]
-    ways = [row["what"] for row in kinds["lookup"]]
-    return [*drafts, *speed.series_names(kinds["latency"]), *map(str, [*modes, *ways])]
-
-
 def _rows(records: Sequence[Record]) -> list[Row]:
     """Return the rows of all records; those of several say their file, by the parts of its name that differ."""
     if len(records) == 1:
         return list(records[0].rows)
     short = differing([record.name for record in records])
-    return [{"file": name, **row} for name, record in zip(short, records, strict=True) for row in record.rows]
+    rows = [{"file": name, **row} for name, record in zip(short, records, strict=True) for row in record.rows]
+    return [{k: v for k, v in row.items() if k != "label" or str(v) not in row["file"]} for row in rows]
 
 
 def differing(names: Sequence[str]) -> list[str]:
@@ -175,13 +138,9 @@ def _config(about: dict[str, Any]) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _environment(records: Sequence[Record]) -> list[Table]:
-    """Make a table for each record of all that it says about itself."""
-    tables = []
-    for record in records:
-        lines = [(key, value) for key, value in record.about.items() if key not in ("config", "versions")]
-        lines += [(f"{name} version", value) for name, value in (record.about.get("versions") or {}).items()]
-        lines += list(_config(record.about).items())
-        cells = [[key.replace("_", " "), text(value)] for key, value in lines]
-        tables.append(Table(record.name, ["", ""], cells, [False, False], len(records) > 2))
-    return tables
+def _environment(record: Record, is_folded: bool) -> Table:
+    """Make a table of all that a record says about itself."""
+    about = {key: value for key, value in record.about.items() if key not in ("config", "versions")}
+    about |= {f"{name} version": value for name, value in (record.about.get("versions") or {}).items()}
+    cells = [[key.replace("_", " "), text(value)] for key, value in [*about.items(), *_config(record.about).items()]]
+    return Table(record.name, ["", ""], cells, [False, False], is_folded)

@@ -1,12 +1,16 @@
-"""What a page consists of: sections with figures, tables and cards, and how values are written in them."""
+"""Parts of a page: sections with figures, tables and cards, and how rows are named in them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple
 
-from specdec.measure.keys import label_of, measure_of
+from specdec.measure.rows import Row, label_of, text
 
-Row = Mapping[str, Any]
+FOLDED_FROM = 16  # rows
+LONG = 24  # letters of a text that is said once below a table if all rows have it
+WORDS = {"batch": "batch ", "tokens": "tokens ", "requests": "requests ", "tokenizer": "with text: "}
+WORDS |= {"speculation": "speculation: ", "temperature": "T=", "floor_ms": "floor "}
 
 
 class Card(NamedTuple):
@@ -48,70 +52,20 @@ class Section:
     tables: list[Table] = field(default_factory=list)
 
 
-FOLDED_FROM = 16  # rows
-LONG = 24  # letters of a text that is said once below a table if all rows have it
+def table(title: str, rows: Sequence[Row], keys: Iterable[str] = (), hidden: Iterable[str] = ()) -> Table:
+    """Make a table of `rows`: columns of `keys` first, then of all other keys but `hidden`.
 
-
-def table(title: str, rows: Sequence[Row], keys: Sequence[str] = (), *, is_folded: bool | None = None) -> Table:
-    """Make a table of `rows`: of `keys` that some row has, or of every key in the order of appearance. A long text that
-    all rows have is said below it."""
-    present = list(dict.fromkeys(key for row in rows for key in row if key != "file" or varying(rows, ["file"])))
-    wanted = [key for key in keys if key in present] or present
+    A long text that all rows have is said below it. Keys that begin with "_" are a page's own.
+    """
+    present = dict.fromkeys(key for row in rows for key in row if key != "file" or varying(rows, ["file"]))
+    wanted = [key for key in dict.fromkeys([*keys, *present]) if key in present.keys() - {*hidden} and key[0] != "_"]
     said = [key for key in wanted if len(rows) > 1 and _is_long(rows[0].get(key)) and not varying(rows, [key])]
     shown = [key for key in wanted if key not in said]
     note = "; ".join(f"{label_of(key)}: {rows[0][key]}" for key in said)
     cells = [[text(row.get(key)) for key in shown] for row in rows]
     is_number = [all(_is_number(row.get(key)) for row in rows) for key in shown]
-    folded = len(rows) >= FOLDED_FROM if is_folded is None else is_folded
-    return Table(title, [label_of(key) for key in shown], cells, is_number, folded, note and f"In all rows: {note}.")
-
-
-def rest_of(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
-    """Return the keys of `rows` that are not in `keys`, so that a table loses none."""
-    return [key for key in dict.fromkeys(key for row in rows for key in row) if key not in keys]
-
-
-def text(value: Any) -> str:
-    """Write a value as a cell of a table."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return number(value)
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {text(one)}" for key, one in value.items()) or "–"
-    if isinstance(value, list | tuple):
-        return _listed(value)
-    return f"{value:,}" if isinstance(value, int) and abs(value) >= 10_000 else str(value)
-
-
-def number(value: float) -> str:
-    """Write a number with three to four significant digits."""
-    if value != value or value in (float("inf"), float("-inf")):
-        return str(value)
-    size = abs(value)
-    if size >= 1000:
-        return f"{value:,.0f}"
-    if size >= 100:
-        return f"{value:.1f}".removesuffix(".0")
-    if size >= 1:
-        return f"{value:.3f}".rstrip("0").rstrip(".")
-    return f"{value:.4g}"
-
-
-def short(value: float) -> str:
-    """Write a number with three significant digits, as cards do."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _listed(values: Sequence[Any], most: int = 12) -> str:
-    if values and all(isinstance(v, float) for v in values) and max(map(abs, values)) >= 0.05:
-        shown = " ".join(f"{v:.2f}" for v in values[:most])
-    else:
-        shown = ", ".join(text(v) for v in values[:most])
-    left = len(values) - most
-    return (shown or "–") + (f" … ({len(values)} in all)" if left > 0 else "")
+    labels = [label_of(key) for key in shown]
+    return Table(title, labels, cells, is_number, len(rows) >= FOLDED_FROM, note and f"In all rows: {note}.")
 
 
 def _is_long(value: Any) -> bool:
@@ -132,17 +86,24 @@ def shape_of(row: Row) -> str:
     return f"tree S={steps} K={row['topk']} D={row.get('draft_tokens', row.get('num_draft_tokens', '?'))}"
 
 
-def varying(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
+def varying(rows: Sequence[Row], keys: Iterable[str]) -> list[str]:
     """Return those of `keys` of which `rows` have more than one value."""
     return [key for key in keys if len({text(row.get(key)) for row in rows}) > 1]
 
 
-def named(row: Row, keys: Sequence[str], words: Mapping[str, str] | None = None) -> str:
+def named(row: Row, keys: Iterable[str], words: Mapping[str, str] = WORDS) -> str:
     """Join the values that `row` has for `keys`; `words` are put before a value, as in "batch 8"."""
-    found = [f"{(words or {}).get(key, '')}{text(row[key])}" for key in keys if row.get(key) is not None]
-    return ", ".join(found)
+    return ", ".join(f"{words.get(key, '')}{text(row[key])}" for key in keys if row.get(key) is not None)
 
 
-def is_measured(key: str, value: Any) -> bool:
-    """Whether `key` is a measured value of its row."""
-    return measure_of(key, value) is not None
+def numbered(names: Sequence[str]) -> list[str]:
+    """Tell equal names apart by a number."""
+    return [f"{name} ({names[: i + 1].count(name)})" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def shortener(names: Iterable[str]) -> Callable[[str], str]:
+    """Return what cuts the beginning that all of `names` with dashes share, up to a dash."""
+    own = [name.split("-") for name in dict.fromkeys(names) if "-" in name]
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*own, strict=False)) if len(own) > 1 else ()
+    prefix = "".join(f"{parts[0]}-" for parts in shared)
+    return lambda name: name.removeprefix(prefix)
