@@ -48,9 +48,12 @@ def root() -> Path:
 
 def folder(device: torch.device) -> Path:
     """Return where pieces compiled for `device` are kept; no two environments that differ in code share one."""
-    versions = [f"{name}-{_version(name)}" for name in ("torch", "triton")]
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "none"
     python = f"python-{sys.version_info.major}.{sys.version_info.minor}"
-    words = "_".join([*versions, python, _hardware(device)])
+    words = "_".join([f"torch-{torch.__version__}_triton-{triton}", python, _hardware(device)])
     return root() / FOLDER / re.sub(r"[^\w.+-]+", "-", words)
 
 
@@ -105,10 +108,7 @@ def _why_unusable(where: Path) -> str:
 @contextmanager
 def renewing(where: Path) -> Iterator[Path]:
     """Yield an empty folder, which then replaces `where` if it can, unless an error is raised within."""
-    try:
-        fresh = mkdtemp(prefix=".renewed-", dir=where.parent)
-    except OSError:
-        fresh = mkdtemp(prefix="specdec-")
+    fresh = mkdtemp(prefix=".renewed-", dir=where.parent if os.access(where.parent, os.W_OK) else None)
     try:
         yield Path(fresh)
         with suppress(OSError):  # the next process compiles what could not be kept
@@ -155,18 +155,6 @@ def _hardware(device: torch.device) -> str:
 
 def _cpu() -> str:
     """Return a short hash of what the processor can do."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        lines = []
-    told = [line for line in lines if line.lower().startswith(("flags", "features", "model name"))]
-    return sha256("\n".join(sorted(set(told)) or [platform.processor()]).encode()).hexdigest()[:8]
-
-
-def _version(package: str) -> str:
-    if package == "torch":
-        return torch.__version__
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
+    lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines() if os.path.exists("/proc/cpuinfo") else []
+    found = {line for line in lines if line.lower().startswith(("flags", "features", "model name"))}
+    return sha256("\n".join(sorted(found) or [platform.processor()]).encode()).hexdigest()[:8]

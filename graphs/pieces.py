@@ -5,8 +5,7 @@ Compiling is apart from tracing: the arguments' sizes get a symbol of their own,
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -29,26 +28,13 @@ from specdec.graphs.merge import join
 UNROLLED = 16  # terms of a sum over a token's experts. As a reduction, Inductor tunes it for the T that it has seen
 
 
-@dataclass
-class Chain:
-    """A graph cut at the calls of an op: submodules are pieces, or one call of the op; equal pieces are one module.
+class Counts(NamedTuple):
+    """Of a chain: parts between the ops it is cut at, distinct ones, which are compiled, and those of them that an
+    earlier compilation had left in Inductor's caches."""
 
-    args: what the graph is called with: the inputs, other tensors, and T where it takes an int. groups: positions of
-    the weights, or biases, that one joined product multiplies by (`merge_linears`).
-    """
-
-    graph: fx.GraphModule
-    args: list[Any]
-    groups: list[list[int]]
-
-
-@dataclass
-class Compiled:
-    """num_pieces: parts between the ops; num_found: of the `done`, those that Inductor's caches held already."""
-
-    num_pieces: int = 0
-    num_found: int = 0
-    done: dict[fx.GraphModule, Callable[..., Any]] = field(default_factory=dict)
+    num_pieces: int
+    num_compiled: int
+    num_found: int
 
 
 def cut(graph: fx.GraphModule, split_at: Sequence[Any]) -> fx.GraphModule:
@@ -124,16 +110,17 @@ def _signature(value: Any) -> Any:
 
 
 def compile_pieces(
-    chain: Chain,
+    chain: fx.GraphModule,
+    args: Sequence[Any],
+    groups: Sequence[Sequence[int]],
     inputs: Sequence[torch.Tensor],
     split_at: Sequence[Any],
     compiler: str,
     largest: int,
     progress: Callable[[], None],
-) -> Compiled:
-    """Put the compiled form of every piece in its place in `chain`. See `trace`; GraphError if it is not correct for
-    every T from 2 to `largest`. Whatever else a compiler raises comes through."""
-    compiled = Compiled()
+) -> Counts:
+    """Put the compiled form of every piece in its place in `chain`, a graph of `cut` that takes `args`. See `trace`;
+    GraphError if it is not correct for every T from 2 to `largest`. Whatever else a compiler raises comes through."""
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -144,16 +131,18 @@ def compile_pieces(
     ):
         mode = FakeTensorMode(shape_env=ShapeEnv())
         with tracing(TracingContext(mode)):
-            running = _Compiling(chain, split_at, compiler, progress, compiled)
+            compiling = _Compiling(chain, split_at, compiler, progress)
             with mode, enable_python_dispatcher():  # which keeps sizes symbolic in composite ops
-                running.run(*_fakes(mode, chain, inputs))
+                compiling.run(*_fakes(mode, args, groups, inputs))
     # The compiler guards against one row wherever an op could broadcast it, but its code is correct for one row.
     check_guards(mode.shape_env, 2, largest)
-    return compiled
+    return Counts(compiling.num_pieces, len(compiling.done), compiling.num_found)
 
 
-def _fakes(mode: FakeTensorMode, chain: Chain, inputs: Sequence[torch.Tensor]) -> list[Any]:
-    """Return what stands for the arguments: every first dimension of an input is the same symbol."""
+def _fakes(
+    mode: FakeTensorMode, args: Sequence[Any], groups: Sequence[Sequence[int]], inputs: Sequence[torch.Tensor]
+) -> list[Any]:
+    """Return what stands for `args`: every first dimension of an input is the same symbol."""
     env, source = mode.shape_env, ConstantSource("T")
     assert env is not None
     num_tokens = inputs[0].shape[0]
@@ -165,13 +154,12 @@ def _fakes(mode: FakeTensorMode, chain: Chain, inputs: Sequence[torch.Tensor]) -
         if isinstance(arg, int):
             return size
         if id(arg) in places:
-            with mode:
-                return torch.empty_strided((size, *arg.shape[1:]), arg.stride(), dtype=arg.dtype, device=arg.device)
+            return torch.empty_strided((size, *arg.shape[1:]), arg.stride(), dtype=arg.dtype, device=arg.device)
         return mode.from_tensor(arg, static_shapes=True)
 
-    fakes = [fake(arg) for arg in chain.args]
-    for group in chain.groups:
-        with mode:
+    with mode:
+        fakes = [fake(arg) for arg in args]
+        for group in groups:
             fakes[group[0]] = join([fakes[i] for i in group])
     return fakes
 
@@ -179,35 +167,27 @@ def _fakes(mode: FakeTensorMode, chain: Chain, inputs: Sequence[torch.Tensor]) -
 class _Compiling(fx.Interpreter):
     """Runs a chain on fake tensors, equal pieces once, and replaces every piece by its compiled form."""
 
-    def __init__(
-        self,
-        chain: Chain,
-        split_at: Sequence[Any],
-        compiler: str,
-        progress: Callable[[], None],
-        compiled: Compiled,
-    ):
-        super().__init__(chain.graph)
+    def __init__(self, chain: fx.GraphModule, split_at: Sequence[Any], compiler: str, progress: Callable[[], None]):
+        super().__init__(chain)
         self.extra_traceback = False
-        self._split_at = split_at
-        self._compiler = compiler
-        self._progress = progress
-        self._compiled = compiled
+        self.num_pieces = self.num_found = 0
+        self.done: dict[fx.GraphModule, Callable[..., Any]] = {}
+        self._split_at, self._compiler, self._progress = split_at, compiler, progress
         self._outputs: dict[Any, Any] = {}
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module, compiled = self.fetch_attr(target), self._compiled
+        module = self.fetch_attr(target)
         if module not in self._outputs:
             self._outputs[module] = Noting(module).run(*args)
         if any(is_call(node, self._split_at) for node in module.graph.nodes):
             return self._outputs[module]
-        compiled.num_pieces += 1
-        if module not in compiled.done:
+        self.num_pieces += 1
+        if module not in self.done:
             before = num_found()
-            compiled.done[module] = _compile(module, args, self._compiler)
-            compiled.num_found += num_found() > before
+            self.done[module] = _compile(module, args, self._compiler)
+            self.num_found += num_found() > before
         # An attribute of the instance takes precedence over the submodule of that name.
-        self.module.__dict__[target] = compiled.done[module]
+        self.module.__dict__[target] = self.done[module]
         self._progress()
         return self._outputs[module]
 

@@ -7,6 +7,7 @@ at sizes 0 and 1, no limit on how many models one process traces. Compiling runs
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,26 +17,29 @@ from specdec.errors import GraphError
 from specdec.graphs.layers import Layers, number, write_out
 from specdec.graphs.merge import MergedWeights, merge_linears
 from specdec.graphs.once import is_once
-from specdec.graphs.pieces import Chain, Compiled, compile_pieces, cut
+from specdec.graphs.pieces import Counts, compile_pieces, cut
 from specdec.graphs.walk import walk, why
 
 
 class Traced:
-    """A traced callable of tensors [T, ...] with any T, on the weights it was traced with.
+    """A traced callable of tensors [T, ...] with any T, on the weights it was traced with. See `Counts`."""
 
-    num_pieces: parts between the ops it was split at; num_compiled: distinct parts; num_found: those of them that an
-    earlier compilation had left in Inductor's caches.
-    """
-
-    def __init__(self, chain: Chain, compiled: Compiled, inputs: Sequence[torch.Tensor]):
-        self._split = chain.graph
-        self._once = _equal_parts_once(chain.graph)
-        self._args = list(chain.args)
+    def __init__(
+        self,
+        chain: fx.GraphModule,
+        args: Sequence[Any],
+        groups: Sequence[Sequence[int]],
+        counts: Counts,
+        inputs: Sequence[torch.Tensor],
+    ):
+        """chain, args: see `compile_pieces`; groups: see `merge_linears`."""
+        self._split = chain
+        self._once = _equal_parts_once(chain)
+        self._args = list(args)
         self._sizes = [i for i, a in enumerate(self._args) if isinstance(a, int)]
         self._places = [next((i for i, a in enumerate(self._args) if a is t), None) for t in inputs]
-        self.num_pieces, self.num_compiled = compiled.num_pieces, len(compiled.done)
-        self.num_found = compiled.num_found
-        self._merged = MergedWeights(chain.groups, self._args)
+        self.num_pieces, self.num_compiled, self.num_found = counts
+        self._merged = MergedWeights(groups, self._args)
         self._merged.join()
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
@@ -76,8 +80,8 @@ def trace(
     smallest: int = 1,
     largest: int = 1 << 13,
     layers: Layers | None = None,
-    numbers: Mapping[Any, Sequence[int]] | None = None,
-    rewrite: Callable[[fx.GraphModule], object] | None = None,
+    numbers: Mapping[Any, Sequence[int]] = MappingProxyType({}),
+    rewrite: Callable[[fx.GraphModule], object] = lambda graph: None,
     progress: Callable[[], None] = lambda: None,
 ) -> Traced:
     """Trace fn(*inputs), which returns `num_outputs` tensors, possibly in tuples and beside None.
@@ -88,48 +92,49 @@ def trace(
     compiler: "inductor", or "eager" to leave the pieces as they are.
     layers: equal layers within `fn`, which are walked once; where they cannot be, they are walked one by one.
     numbers: of these ops the argument 3 of their calls, in their order.
-    rewrite: changes the flat graph in place, before it is split.
+    rewrite: changes the graph of all, with every layer written out, in place, before it is split.
     progress: called after every piece.
     Raises GraphError for what cannot be traced as one graph for every T, or not be compiled; it names the op.
     """
-    sizes = (smallest, largest)
+    def flat(layers: Layers | None) -> tuple[fx.GraphModule, list[Any]]:
+        return _flat(fn, inputs, num_outputs, (smallest, largest), layers, numbers)
+
     try:
-        chain = _chain(fn, inputs, split_at, num_outputs, sizes, layers, numbers or {}, rewrite)
+        graph, args = flat(layers)
     except GraphError:
         if layers is None:
             raise
-        chain = _chain(fn, inputs, split_at, num_outputs, sizes, None, numbers or {}, rewrite)
+        graph, args = flat(None)
+    rewrite(graph)
+    groups = merge_linears(graph, args)
+    chain = cut(graph, split_at)
     try:
-        compiled = compile_pieces(chain, inputs, split_at, compiler, largest, progress)
+        counts = compile_pieces(chain, args, groups, inputs, split_at, compiler, largest, progress)
     except Exception as error:
         raise GraphError(f"it cannot be traced and compiled as one graph: {why(error)}") from error
-    return Traced(chain, compiled, inputs)
+    return Traced(chain, args, groups, counts, inputs)
 
 
-def _chain(
+def _flat(
     fn: Callable[..., Any],
     inputs: Sequence[torch.Tensor],
-    split_at: Sequence[Any],
     num_outputs: int,
     sizes: tuple[int, int],
     layers: Layers | None,
     numbers: Mapping[Any, Sequence[int]],
-    rewrite: Callable[[fx.GraphModule], object] | None,
-) -> Chain:
-    """Walk through `fn`, join products and cut it; see `trace`."""
+) -> tuple[fx.GraphModule, list[Any]]:
+    """Walk through `fn`, see `trace`; return one graph of all it does, and what that is called with: the inputs, other
+    tensors, and T where it takes an int. Its nodes have example values."""
     dynamic = [(tensor, (0,)) for tensor in inputs]
     with nullcontext() if layers is None else layers.standing_in(numbers, sizes):
         walked = walk(fn, inputs, dynamic, sizes)
     graph, args, _ = walked if layers is None else write_out(walked, layers, sizes)
     for op, values in numbers.items():
         number(graph, op, values)
-    if rewrite is not None:
-        rewrite(graph)
     returned = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])
     if returned != num_outputs:
         raise GraphError(
             f"its trace returns {returned} tensors, {num_outputs} were expected: it keeps tensors elsewhere, or "
             "returns one twice"
         )
-    groups = merge_linears(graph, args)
-    return Chain(cut(graph, split_at), args, groups)
+    return graph, args

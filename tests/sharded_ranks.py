@@ -121,7 +121,7 @@ class Cases:
         before, state = _logits(model), _state(model)
         with self.made_plain(model) as sharded, Experts(model).routed():  # as engines run it
             facts = {
-                "rank": (sharded.rank, sharded.size),
+                "rank": tuple(sharded.share[1:]),
                 "logits": _logits(model),
                 "sums": _num_sums(model),
                 "left": [n for n, p in model.named_parameters() if type(p) is not nn.Parameter],
@@ -194,8 +194,8 @@ class Cases:
         state, calls = _state(model), []
         original = Sharded._replace_parameters
 
-        def failing(self: Sharded, module: nn.Module, done: dict[int, nn.Parameter]) -> None:
-            original(self, module, done)
+        def failing(self: Sharded, module: nn.Module) -> None:
+            original(self, module)
             calls.append(module)
             if module is model.model.layers[2].self_attn.v_proj:
                 raise RuntimeError("in the middle")

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ class Subject:
     num_layers: int
     largest: int
     alike: Sequence[Sequence[nn.Module]] = ()
-    numbers: Mapping[Any, Sequence[int]] | None = None
+    numbers: Mapping[Any, Sequence[int]] = field(default_factory=dict)
     any_rank: Callable[[bool], bool] = bool
 
 
@@ -136,7 +136,7 @@ def _trace(subject: Subject, layers: Any, config: EngineConfig, expected: Sequen
                 smallest=2,  # one token is compared
                 largest=subject.largest,
                 layers=layers,
-                numbers=subject.numbers or {},
+                numbers=subject.numbers,
                 rewrite=rewrite,
                 progress=lambda: bar.update() and None,
             )

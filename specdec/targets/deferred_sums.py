@@ -15,7 +15,7 @@ from torch import nn
 
 from specdec.backends.comm import all_reduce
 from specdec.targets.adapters.experts import Experts
-from specdec.targets.styles import Forward, is_summed, part_forward
+from specdec.targets.styles import Forward, Share, is_summed, part_forward
 from specdec.targets.trials import Changes, any_rank, hidden_states, is_same
 
 SCALE = -2.0  # of parts, when it is asked whether a block is linear in them: exact, and of the other sign
@@ -23,12 +23,11 @@ UNDERFLOWS = {torch.float16: 0.05}  # share of elements that may differ all the 
 
 
 @torch.no_grad()
-def defer_sums(model: Any, group: str, size: int) -> Changes:
+def defer_sums(model: Any, share: Share) -> Changes:
     """Let the mixtures of experts of `model` sum once, until the changes are restored; those that would give something
     else then, on any rank, are left alone.
 
-    model: with plain forwards for `size` ranks of the process group of that name. Every rank calls it, at the same
-    point.
+    model: with plain forwards for the ranks of `share`. Every rank calls it, at the same point.
     """
     changes = Changes()
     try:
@@ -36,7 +35,7 @@ def defer_sums(model: Any, group: str, size: int) -> Changes:
             for block in filter(_is_mixture, list(model.modules())):
                 trial = Changes()
                 changes.on_restore(trial.restore)
-                _defer(block, model.config.get_text_config().hidden_size, group, size, trial)
+                _defer(block, model.config.get_text_config().hidden_size, share, trial)
     except BaseException:
         changes.restore()
         raise
@@ -61,16 +60,17 @@ def _parts(block: nn.Module, size: int) -> dict[nn.Module, Forward]:
     return {module: part for module, part in parts.items() if part is not None}
 
 
-def _defer(block: nn.Module, hidden_size: int, group: str, size: int, trial: Changes) -> None:
+def _defer(block: nn.Module, hidden_size: int, share: Share, trial: Changes) -> None:
     """Let `block` sum its output alone, if it gives what it gave before."""
     x = hidden_states(hidden_size, _row_weights(block)[0])
-    before, parts = _hidden(block(x)), _parts(block, size)
+    before, parts = _hidden(block(x)), _parts(block, share.size)
     for module, part in parts.items():
         trial.replace_forward(module, part)
     own = _hidden(block(x))  # this rank's part of it
-    is_linear, total = _is_linear(block, parts, x, own), all_reduce(own, group)  # on all ranks, whatever one finds
-    trial.replace_forward(block, partial(_summed_once, block.forward, group))
-    if any_rank(not (is_linear and is_same(total, before)), group, x.device):
+    is_linear = _is_linear(block, parts, x, own)
+    total = all_reduce(own, share.group)  # on all ranks, whatever one finds
+    trial.replace_forward(block, partial(_summed_once, block.forward, share.group))
+    if any_rank(not (is_linear and is_same(total, before)), share.group, x.device):
         trial.restore()
 
 

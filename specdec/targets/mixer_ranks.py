@@ -8,7 +8,6 @@ What a weight's rows are is told by names; whether that is so, by what the layer
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from specdec.backends.comm import all_gather
-from specdec.targets.styles import is_gathered_linear, row_linear
+from specdec.targets.styles import Share, is_gathered_linear, row_linear
 from specdec.targets.trials import Changes, any_rank, hidden_states, is_same
 
 COUNTS = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")  # attributes that count heads
@@ -49,39 +48,18 @@ _TOLD = (
 )
 
 
-class Share(NamedTuple):
-    """This rank among the `size` ranks of a process group, `group` by name."""
-
-    group: str
-    rank: int
-    size: int
-
-    def of(self, whole: torch.Tensor, cut: Cut, lengths: Mapping[str, int]) -> torch.Tensor:
-        """Return this rank's part of a whole weight; lengths: the attributes of its mixer, before they are changed."""
-        parts = [lengths[part] for part in cut.parts] or [whole.shape[cut.dim]]
-        return torch.cat([p.chunk(self.size, cut.dim)[self.rank] for p in whole.split(parts, cut.dim)], cut.dim)
-
-    def gathered(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' rows [n, ...], by rank: [size*n, ...]."""
-        return all_gather(rows.reshape(-1), self.size, self.group).view(-1, *rows.shape[1:])
-
-
-@dataclass
-class SharedMixers:
-    """What `share_mixers` changed, until it is undone.
+class SharedMixers(Changes):
+    """What `share_mixers` changed, until `restore`.
 
     parts: by name the weights that must not be written meanwhile: a rank's heads do not see what HF's shards get.
     wholes: of parameters that are a part of something, that: its writes are counted apart, and checkpoints have it.
     """
 
-    wholes: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
-    changes: Changes = field(default_factory=Changes)
-    parts: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-
-    def restore(self) -> None:
-        """Put back what was there. A second call does nothing."""
-        self.parts.clear()
-        self.changes.restore()
+    def __init__(self, wholes: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        super().__init__()
+        self.wholes = wholes
+        self.parts: list[tuple[str, torch.Tensor]] = []
+        self.on_restore(self.parts.clear)
 
     def replace_weight(self, name: str, module: nn.Module, key: str, own: torch.Tensor) -> None:
         """Put `own` in the place of the parameter `key` of `module`, `name` in all; a checkpoint that is saved
@@ -89,9 +67,20 @@ class SharedMixers:
         kept = module.get_parameter(key)
         whole = self.wholes.get(kept, kept)
         module._parameters[key] = new = nn.Parameter(own, requires_grad=kept.requires_grad)
-        self.changes.on_restore(_give_back, module, key, kept)
-        self.changes.on_restore(module.register_state_dict_post_hook(partial(_show, key, whole)).remove)
+        self.on_restore(_give_back, module, key, kept)
+        self.on_restore(module.register_state_dict_post_hook(partial(_show, key, whole)).remove)
         self.parts += [(name, t) for t in (kept, whole, new)]
+
+
+def _part(whole: torch.Tensor, cut: Cut, lengths: Mapping[str, int], share: Share) -> torch.Tensor:
+    """Return this rank's part of a whole weight; lengths: the attributes of its mixer, before they are changed."""
+    parts = [lengths[part] for part in cut.parts] or [whole.shape[cut.dim]]
+    return torch.cat([p.chunk(share.size, cut.dim)[share.rank] for p in whole.split(parts, cut.dim)], cut.dim)
+
+
+def _all_rows(rows: torch.Tensor, share: Share) -> torch.Tensor:
+    """Return all ranks' rows [n, ...], by rank: [size*n, ...]."""
+    return all_gather(rows.reshape(-1), share.size, share.group).view(-1, *rows.shape[1:])
 
 
 @torch.no_grad()
@@ -143,15 +132,15 @@ def _share(name: str, module: nn.Module, cuts: Mapping[str, Cut], share: Share, 
     lengths = {count: vars(module)[count] for count in COUNTS}
     for key, cut in cuts.items():
         weight = module.get_parameter(key)
-        own = share.of(share.gathered(weight) if key in projections else weight, cut, lengths)
+        own = _part(_all_rows(weight, share) if key in projections else weight, cut, lengths, share)
         owner, _, short = key.rpartition(".")
         shared.replace_weight(f"{name}.{key}", module.get_submodule(owner), short, own)
     for count, length in lengths.items():
-        shared.changes.replace(vars(module), count, length // share.size)
+        shared.replace(vars(module), count, length // share.size)
     *inner, out = projections.values()
     for projection in inner:
-        shared.changes.replace_forward(projection, vars(projection)["forward"].args[0])  # not gathered
-    shared.changes.replace_forward(out, partial(row_linear, out, share.group))
+        shared.replace_forward(projection, vars(projection)["forward"].args[0])  # not gathered
+    shared.replace_forward(out, partial(row_linear, out, share.group))
     return is_same(module(x), before)
 
 

@@ -7,7 +7,6 @@ else learns about DTensors. It knows no engine: the communicator that the forwar
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,12 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from specdec.errors import AttachError
 from specdec.targets.deferred_sums import defer_sums
-from specdec.targets.mixer_ranks import Share, SharedMixers, share_mixers
-from specdec.targets.styles import HF_STYLES, Forward, Layer, is_sharded, plain_forward
+from specdec.targets.mixer_ranks import SharedMixers, share_mixers
+from specdec.targets.styles import HF_STYLES, Forward, Layer, Share, is_sharded, plain_forward
 from specdec.targets.trials import Changes
 
 CELLS = frozenset({"self", "original_forward", "mesh", "module"})  # what the closures hold there, by name
@@ -81,71 +79,52 @@ def _dtensors(module: nn.Module) -> dict[str, DTensor]:
     return {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
 
 
-@dataclass
-class Sharded:
-    """What `plain` replaced in a model, and how to undo it.
+class Sharded(Changes):
+    """What `plain` replaced in a model, until `restore`.
 
     While it is in force every DTensor keeps the very parameter that stands in its place as its local tensor. So weights
     are stored once, and what is written to one is seen in the other; but for those of `mixers`, whose parts are others.
+    wholes: the DTensors, by the parameters in their places.
     """
 
-    group: dist.ProcessGroup
-    rank: int
-    size: int
-    mixers: SharedMixers = field(default_factory=SharedMixers)
-    sums: Changes = field(default_factory=Changes)
-    _parameters: list[tuple[nn.Module, str, DTensor]] = field(default_factory=list)
-    _forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
-    _hooks: list[tuple[nn.Module, dict[int, Any]]] = field(default_factory=list)
-    _paddings: list[tuple[nn.Embedding, int | None]] = field(default_factory=list)
-    _handles: list[RemovableHandle] = field(default_factory=list)
+    mixers: SharedMixers
+    sums: Changes
+
+    def __init__(self, share: Share):
+        super().__init__()
+        self.share = share
+        self.wholes: dict[nn.Parameter, Any] = {}
 
     @torch.inference_mode(False)
     def restore(self) -> None:
         """Put HF's parameters, forwards and hooks back. A second call does nothing, or goes on where one failed."""
-        self.sums.restore()
-        self.mixers.restore()
-        while self._parameters:
-            _put_back(*self._parameters[-1])
-            self._parameters.pop()
-        while self._forwards:
-            module, forward = self._forwards.pop()
-            module.__dict__["forward"] = forward
-        while self._paddings:
-            embedding, padding_idx = self._paddings.pop()
-            embedding.padding_idx = padding_idx
-        while self._hooks:
-            module, hooks = self._hooks.pop()
-            module._backward_hooks.update(hooks)
-        while self._handles:
-            self._handles.pop().remove()
+        super().restore()
 
-    def _replace_forward(self, module: nn.Module, forward: Forward) -> None:
-        """Put `forward` in the place of HF's; a method of the module's class is simply uncovered."""
-        self._forwards.append((module, module.__dict__.pop("forward")))
-        if getattr(forward, "__func__", None) is not type(module).forward:
-            module.__dict__["forward"] = forward
-        if isinstance(module, nn.Embedding):  # F.embedding compares it with the number of local rows
-            self._paddings.append((module, module.padding_idx))
-            module.padding_idx = None
-
-    def _replace_parameters(self, module: nn.Module, done: dict[int, nn.Parameter]) -> None:
-        """Put a local parameter in the place of each DTensor; done: those of other modules, by the DTensor's id."""
-        sharded = _dtensors(module)
-        for name, dtensor in sharded.items():
-            if id(dtensor) not in done:
-                done[id(dtensor)] = nn.Parameter(_own(dtensor._local_tensor), requires_grad=dtensor.requires_grad)
-            self._parameters.append((module, name, dtensor))
-            module._parameters[name] = dtensor._local_tensor = done[id(dtensor)]
-        if sharded:  # a checkpoint saved meanwhile has whole weights: HF gathers DTensors, and nothing else
-            self._handles.append(module.register_state_dict_post_hook(partial(_show_sharded, sharded)))
-
-    def _remove_hooks(self, module: nn.Module) -> None:
-        """Take away HF's backward hooks, through which Dynamo does not trace."""
+    def _make_plain(self, module: nn.Module, forward: Forward | None) -> None:
+        """Put `forward`, if any, in the place of HF's, and local parameters in the place of DTensors."""
+        # HF's backward hooks, through which Dynamo does not trace.
         hooks = {k: hook for k, hook in module._backward_hooks.items() if getattr(hook, "__module__", "") == HF_STYLES}
-        self._hooks.append((module, hooks))
+        self.on_restore(module._backward_hooks.update, hooks)
         for key in hooks:
             del module._backward_hooks[key]
+        if forward is not None:
+            self.replace_forward(module, forward)
+            if isinstance(module, nn.Embedding):  # F.embedding compares it with the number of local rows
+                self.replace(vars(module), "padding_idx", None)
+        self._replace_parameters(module)
+
+    def _replace_parameters(self, module: nn.Module) -> None:
+        """Put a local parameter in the place of each DTensor, the same one for those that modules share."""
+        sharded = _dtensors(module)
+        for name, dtensor in sharded.items():
+            local: Any = dtensor._local_tensor
+            if local not in self.wholes:
+                local = nn.Parameter(_own(local), requires_grad=dtensor.requires_grad)
+                self.wholes[local] = dtensor
+            self.on_restore(_put_back, module, name, dtensor)
+            module._parameters[name] = dtensor._local_tensor = local
+        if sharded:  # a checkpoint saved meanwhile has whole weights: HF gathers DTensors, and nothing else
+            self.on_restore(module.register_state_dict_post_hook(partial(_show_sharded, sharded)).remove)
 
 
 @torch.inference_mode(False)
@@ -157,25 +136,22 @@ def plain(model: nn.Module, name: str) -> Sharded:
     """
     group = find_group(model)
     assert group is not None, "the model is whole; ask find_group() first"
-    sharded = Sharded(group, dist.get_rank(group), dist.get_world_size(group))
-    forwards = _forwards(model, name, sharded.rank, sharded.size)
-    done: dict[int, nn.Parameter] = {}
+    share = Share(name, dist.get_rank(group), dist.get_world_size(group))
+    sharded, forwards = Sharded(share), _forwards(model, share)
     try:
         for module in model.modules():
-            sharded._remove_hooks(module)
-            if module in forwards:
-                sharded._replace_forward(module, forwards[module])
-            sharded._replace_parameters(module, done)
-        wholes: dict[Any, torch.Tensor] = {dtensor._local_tensor: dtensor for *_, dtensor in sharded._parameters}
-        sharded.mixers = share_mixers(model, Share(name, sharded.rank, sharded.size), wholes)
-        sharded.sums = defer_sums(model, name, sharded.size)
+            sharded._make_plain(module, forwards.get(module))
+        sharded.mixers = share_mixers(model, share, sharded.wholes)
+        sharded.on_restore(sharded.mixers.restore)
+        sharded.sums = defer_sums(model, share)
+        sharded.on_restore(sharded.sums.restore)
     except BaseException:
         sharded.restore()
         raise
     return sharded
 
 
-def _forwards(model: nn.Module, group: str, rank: int, size: int) -> dict[nn.Module, Forward]:
+def _forwards(model: nn.Module, share: Share) -> dict[nn.Module, Forward]:
     """Return the plain forward of every module with a closure. AttachError for those that there is none for."""
     forwards: dict[nn.Module, Forward] = {}
     reasons: list[str] = []
@@ -184,7 +160,7 @@ def _forwards(model: nn.Module, group: str, rank: int, size: int) -> dict[nn.Mod
         if closure is None:
             reasons += _unexplained(name, module)
             continue
-        layer = Layer(module, closure.style, closure.original, group, rank, size)
+        layer = Layer(module, closure.style, closure.original, share)
         forward = plain_forward(layer) if closure.module is module else None
         if forward is None:
             reasons.append(_unknown(name, module, closure))

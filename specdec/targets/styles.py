@@ -5,10 +5,9 @@ can be traced and captured. A style, or an option of it, that has none here is n
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +21,9 @@ HF_STYLES = "transformers.distributed.tensor_parallel"  # the module of HF's sty
 Forward = Callable[..., Any]
 
 
-@dataclass
-class Layer:
-    """A module with a closure, as a style's function sees it; group, rank, size: of the ranks that share it."""
+class Share(NamedTuple):
+    """This rank among the `size` ranks of a process group, `group` by name."""
 
-    module: nn.Module
-    style: Any
-    original: Forward
     group: str
     rank: int
     size: int
@@ -37,13 +32,14 @@ class Layer:
         """Return where this rank's part of `total` rows or columns begins, as DTensors are cut."""
         return self.rank * -(-total // self.size)
 
-    def gathered(self) -> Forward:
-        """Return the forward whose local results are put side by side."""
-        return partial(_gathered, self.original, self.size, self.group)
 
-    def summed(self) -> Forward:
-        """Return the forward whose local results are added up."""
-        return partial(_summed, self.original, self.group)
+class Layer(NamedTuple):
+    """A module with a closure, as a style's function sees it."""
+
+    module: nn.Module
+    style: Any
+    original: Forward
+    share: Share
 
 
 def is_sharded(parameter: object) -> bool:
@@ -141,15 +137,12 @@ def _local_experts(original: Forward, first: int, count: int, *args: Any, **kwar
 # ---- what HF's styles become; None: these options of the style are not known
 
 
-def _own_forward(layer: Layer) -> Forward | None:
-    return layer.original
-
-
 def _column(layer: Layer) -> Forward | None:
     style = layer.style
     if style.input_layouts != Replicate() or not style.use_local_output:
         return None
-    return {Shard(-1): layer.original, Replicate(): layer.gathered()}.get(style.output_layouts)
+    gathered = partial(_gathered, layer.original, layer.share.size, layer.share.group)
+    return {Shard(-1): layer.original, Replicate(): gathered}.get(style.output_layouts)
 
 
 def _packed_column(layer: Layer) -> Forward | None:
@@ -162,38 +155,42 @@ def _row(layer: Layer) -> Forward | None:
         return None
     is_whole = style.input_layouts == Replicate()
     if isinstance(module, nn.Embedding) and is_whole:
-        return partial(_vocabulary, module, layer.original, layer.first(module.num_embeddings), layer.group)
+        return partial(_vocabulary, module, layer.original, layer.share.first(module.num_embeddings), layer.share.group)
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return None  # where a bias is added is not known
     if not is_whole and style.input_layouts != Shard(-1):
         return None
     if is_whole:
-        return partial(_whole_row_linear, module, layer.first(module.weight.shape[1]), layer.group)
-    return partial(row_linear, module, layer.group)
+        return partial(_whole_row_linear, module, layer.share.first(module.weight.shape[1]), layer.share.group)
+    return partial(row_linear, module, layer.share.group)
+
+
+def _sum(layer: Layer) -> Forward | None:
+    return partial(_summed, layer.original, layer.share.group)
 
 
 def _experts(layer: Layer) -> Forward | None:
-    return layer.summed() if any(map(is_sharded, layer.module.parameters())) else layer.original
+    return _sum(layer) if any(map(is_sharded, layer.module.parameters())) else layer.original
 
 
 def _identity_expert(layer: Layer) -> Forward | None:
-    return partial(_divided, layer.original, layer.size)
+    return partial(_divided, layer.original, layer.share.size)
 
 
 def _router(layer: Layer) -> Forward | None:
     config = getattr(layer.module, "config", None)
     total = getattr(layer.module, "num_experts", None) or getattr(config, "num_experts", None)
-    if not total or total % layer.size:
+    if not total or total % layer.share.size:
         return None
-    return partial(_local_experts, layer.original, layer.first(total), total // layer.size)
+    return partial(_local_experts, layer.original, layer.share.first(total), total // layer.share.size)
 
 
 _PLAIN: dict[str, Callable[[Layer], Forward | None]] = {  # by the name of HF's class
     "ColwiseParallel": _column,
     "PackedColwiseParallel": _packed_column,
     "RowwiseParallel": _row,
-    "AllReduceParallel": Layer.summed,
-    "MlaKvAProjParallel": _own_forward,
+    "AllReduceParallel": _sum,
+    "MlaKvAProjParallel": lambda layer: layer.original,
     "MoeExpertsParallel": _experts,
     "MoeIdentityParallel": _identity_expert,
     "EpRouterParallel": _router,

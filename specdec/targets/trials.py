@@ -1,8 +1,7 @@
 """Changes that ranks try on modules together: how to undo them, and whether a module still gives what it gave."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,19 +13,21 @@ from specdec.backends.differences import bound, distance
 NUM_TOKENS = 8  # tokens of the forwards that are compared
 
 
-@dataclass
 class Changes:
-    """What was put in the place of something else in modules, until `restore`."""
+    """Changes of modules that can be undone."""
 
-    _undo: ExitStack = field(default_factory=ExitStack)
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
 
     def restore(self) -> None:
-        """Put back what was there, the last first. A second call does nothing."""
-        self._undo.close()
+        """Put back what was there, the last first. A second call does nothing, or goes on where one failed."""
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
 
     def on_restore(self, fn: Callable[..., Any], *args: Any) -> None:
-        """Call fn(*args) at `restore`."""
-        self._undo.callback(fn, *args)
+        """Call fn(*args) at `restore`; it may be called again after an error in it."""
+        self._undo.append(partial(fn, *args))
 
     def replace(self, own: dict[str, Any], key: str, value: Any) -> None:
         """Put `value` in the place of own[key]."""
