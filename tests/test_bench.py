@@ -14,8 +14,7 @@ from specdec.commands import main as cli
 from specdec.heads.load import save_head
 from specdec.measure.acceptance import Shape, acceptance
 from specdec.measure.latency import cases, timing, trace
-from specdec.measure.peers.rows import timed
-from specdec.measure.peers.way import Task, Way
+from specdec.measure.peers.peer import Task, Way, timed
 from specdec.measure.results import ResultFile, write_results
 from tests.heads import random_head
 from tests.tiny_models import tiny_model

@@ -15,8 +15,8 @@ from specdec import __version__, shipped
 from specdec.commands.choices import Json, check_alone, draft_of, finish, named_draft
 from specdec.commands.demo import PROMPTS
 from specdec.heads.load import detect_algo
-from specdec.measure.peers.rows import measure, print_rows
-from specdec.measure.peers.way import Task
+from specdec.measure.peers.peer import Task, measure, print_rows
+from specdec.measure.peers.ways import ways
 from specdec.measure.results import ResultFile
 from specdec.measure.shapes import IMPOSED, make_head, make_target
 from specdec.targets.pretrained import BUNDLED, load_draft
@@ -81,7 +81,7 @@ def peers_command(
     config |= {"acceptance": IMPOSED} if task.is_random else {}
     rows: list[dict[str, Any]] = []
     with ResultFile(out, "peers", name, config) as file:
-        for row in measure(task, compile=compile):
+        for row in measure(task, ways(task, compile=compile)):
             rows.append({"shape": name, **row})
             rate = f"{row['tokens_per_s']} tokens/s" if "tokens_per_s" in row else row["error"]
             print(f"{row['what']}: {rate}", file=sys.stderr, flush=True)

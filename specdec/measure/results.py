@@ -105,7 +105,7 @@ def _last_part(found: re.Match[str]) -> str:
 def _commit() -> str | None:
     """Return the short hash of the checkout that the program runs from, "+" added where files differ; else None."""
     own = Path(__file__).resolve()
-    run = {"cwd": own.parent, "capture_output": True, "text": True, "timeout": 10, "check": True}
+    run: dict[str, Any] = {"cwd": own.parent, "capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
         subprocess.run(["git", "ls-files", "--error-unmatch", own.name], **run)  # fails in an environment in a checkout
         found = subprocess.run(["git", "describe", "--always", "--exclude=*", "--dirty=+"], **run)

@@ -27,7 +27,7 @@ def _acceptance(rows: Sequence[Row]) -> Rows:
     for row in rows:
         is_greedy = row.get("sample_drafts") is False and bool(row.get("temperature")) and row.get("topk") == 1
         old = {"conditional_at": conditional(row["accept_at"]), "temperature": 0.0, "prompts": "prompts"}
-        own = old | {**row, "shape": shape_of(row) + GREEDY * is_greedy}
+        own: dict[str, Any] = old | {**row, "shape": shape_of(row) + GREEDY * is_greedy}
         own["draft"] = short(str(row.get("draft") or row.get("algo") or "plain"))
         own["_form"] = f"{own['shape'].partition(' ')[0]}s, T={own['temperature']:g}"
         found.append(own)
