@@ -4,14 +4,12 @@ import pytest
 import torch
 
 from specdec.heads.nextn import NextNHead
-from specdec.measure import roofline as floors
-from specdec.measure.experts import distinct_experts
-from specdec.measure.latency.hf import hf_rows
-from specdec.measure.latency.subject import random_subject
-from specdec.measure.shapes import fewer_layers, make_head, make_nextn, make_target
-from specdec.measure.sizes import SHAPES, recurrent_layers
+from specdec.measure.latency.cases import random_subject
+from specdec.measure.latency.timing import hf_rows
+from specdec.measure.roofline import ShapeFloors
+from specdec.measure.shapes import SHAPES, fewer_layers, make_head, make_nextn, make_target, recurrent_layers
 from specdec.targets.probe import probe
-from specdec.targets.weight_bytes import ExpertWeights
+from specdec.targets.weight_bytes import ExpertWeights, distinct_experts
 from tests.test_bench import last_line
 
 COMMON = ("latency", "--shape", "tiny-hybrid", "--new-tokens", 4, "--repeats", 1, "--modes", "graph", "--batches", 1)
@@ -64,13 +62,13 @@ def test_floors_of_a_mixture_of_experts():
     """Qwen3-30B-A3B: 48 layers of q, k, v, o, a router and experts of 3 * 2048 * 768; an output head."""
     dense = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 2048 * 128) + 151936 * 2048
     expert = 48 * 3 * 2048 * 768
-    assert floors.target_weights("30b-a3b") == dense + 8 * expert
+    assert ShapeFloors("30b-a3b").target.read() == dense + 8 * expert
     four = 128 * (1 - (1 - 8 / 128) ** 4)
-    assert floors.round_floor_ms("30b-a3b", 0, tokens=4) == round(2 * (dense + four * expert) / 4.24e9, 3) == 3.691
-    assert floors.kv_bytes("30b-a3b") == 2 * 2 * 49 * 4 * 128
+    assert ShapeFloors("30b-a3b").round_ms(0, tokens=4) == round(2 * (dense + four * expert) / 4.24e9, 3) == 3.691
+    assert ShapeFloors("30b-a3b").kv_bytes == 2 * 2 * 49 * 4 * 128
     head = 2 * 2048 * (4096 + 2 * 512) + 4096 * 2048 + 3 * 2048 * 6144 + 32000 * 2048
     whole = 2 * (dense + four * expert + 3 * head + 3 * 2048**2) / 4.24e9
-    assert floors.round_floor_ms("30b-a3b", 3, tokens=4) == pytest.approx(whole, abs=6e-4)
+    assert ShapeFloors("30b-a3b").round_ms(3, tokens=4) == pytest.approx(whole, abs=6e-4)
 
 
 def test_floors_of_a_hybrid():
@@ -79,39 +77,39 @@ def test_floors_of_a_hybrid():
     attention = 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048
     mixture = 2048 * 256 + 3 * 2048 * 512 + 2048
     dense = 30 * delta + 10 * attention + 40 * mixture + 248320 * 2048
-    assert floors.target_weights("35b-a3b") == dense + 8 * 40 * 3 * 2048 * 512
-    reads = [floors.round_floor_ms("35b-a3b", 0, tokens=n) for n in (1, 4, 8, 32, 128)]
+    assert ShapeFloors("35b-a3b").target.read() == dense + 8 * 40 * 3 * 2048 * 512
+    reads = [ShapeFloors("35b-a3b").round_ms(0, tokens=n) for n in (1, 4, 8, 32, 128)]
     assert [round(ms, 2) for ms in reads] == [1.39, 2.73, 4.32, 10.61, 15.85]
     state = 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
-    assert floors.state_bytes("35b-a3b") == state and floors.kv_bytes("35b-a3b") == 2 * 2 * 11 * 2 * 256
+    assert ShapeFloors("35b-a3b").state_bytes == state and ShapeFloors("35b-a3b").kv_bytes == 2 * 2 * 11 * 2 * 256
     plain = 1000 * 2 * 2 * 11 * 2 * 256 + 2 * state
-    assert floors.token_floor_ms("35b-a3b", 0, 1, 1, 1000, 1.0) == pytest.approx(reads[0] + plain / 4.24e9, abs=1e-4)
+    assert ShapeFloors("35b-a3b").token_ms(0, 1, 1, 1000, 1.0) == pytest.approx(reads[0] + plain / 4.24e9, abs=1e-4)
 
 
 def test_floors_of_a_nextn_draft():
     """A pass reads its own layer, with the experts of one token, and the target's output head."""
     layer = 2 * 2048 * 2048 + 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048 + 2048 * 256 + 9 * 3 * 2048 * 512 + 2048
-    extra = floors.round_floor_ms("35b-a3b", 3, algo="nextn") - floors.round_floor_ms("35b-a3b", 0)
+    extra = ShapeFloors("35b-a3b", algo="nextn").round_ms(3) - ShapeFloors("35b-a3b").round_ms(0)
     assert extra == pytest.approx(3 * 2 * (layer + 248320 * 2048) / 4.24e9, abs=2e-3)
-    narrow = floors.round_floor_ms("35b-a3b", 3, algo="nextn", vocab=32768) - floors.round_floor_ms("35b-a3b", 0)
+    narrow = ShapeFloors("35b-a3b", algo="nextn", vocab=32768).round_ms(3) - ShapeFloors("35b-a3b").round_ms(0)
     assert narrow == pytest.approx(3 * 2 * (layer + 32768 * 2048) / 4.24e9, abs=2e-3)
 
 
 def test_floors_of_mamba():
     weights = 64 * (2560 * (5120 + 5376 + 80) + 5376 * 4 + 5120 * 2560) + 50288 * 2560
-    assert floors.target_weights("mamba2-2.7b") == weights
-    assert floors.state_bytes("mamba2-2.7b") == 64 * (80 * 128 * 64 * 4 + 3 * 5376 * 2)
-    assert floors.kv_bytes("mamba2-2.7b") == 2 * 2 * 5 * 128, "of the draft alone"
+    assert ShapeFloors("mamba2-2.7b").target.read() == weights
+    assert ShapeFloors("mamba2-2.7b").state_bytes == 64 * (80 * 128 * 64 * 4 + 3 * 5376 * 2)
+    assert ShapeFloors("mamba2-2.7b").kv_bytes == 2 * 2 * 5 * 128, "of the draft alone"
 
 
 def test_floors_of_llamas_are_what_they_were():
-    assert floors.target_weights("8b") == 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
-    assert (floors.round_floor_ms("8b", 3), floors.round_floor_ms("8b", 0)) == (4.093, 3.54)
-    narrow = floors.round_floor_ms("8b", 3, vocab=8000)  # of 32,000 rows of 4,096, three times
-    assert floors.round_floor_ms("8b", 3) - narrow == pytest.approx(2 * 3 * 24000 * 4096 / 4.24e9, abs=1e-3)
-    assert floors.token_floor_ms("8b", 3, 4, 8, 1000.5, 2.3) == 1.8905
-    assert floors.first_floor_ms("8b", 2, 777) == 29.925
-    assert (floors.round_floor_ms("8b", 0, 2), floors.first_floor_ms("8b", 2, 777, 2)) == (1.77, 14.963)
+    assert ShapeFloors("8b").target.read() == 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
+    assert (ShapeFloors("8b").round_ms(3), ShapeFloors("8b").round_ms(0)) == (4.093, 3.54)
+    narrow = ShapeFloors("8b", vocab=8000).round_ms(3)  # of 32,000 rows of 4,096, three times
+    assert ShapeFloors("8b").round_ms(3) - narrow == pytest.approx(2 * 3 * 24000 * 4096 / 4.24e9, abs=1e-3)
+    assert ShapeFloors("8b").token_ms(3, 4, 8, 1000.5, 2.3) == 1.8905
+    assert ShapeFloors("8b").first_ms(2, 777) == 29.925
+    assert (ShapeFloors("8b", 2).round_ms(0), ShapeFloors("8b", 2).first_ms(2, 777)) == (1.77, 14.963)
 
 
 def test_shapes_that_ranks_cannot_share():
@@ -148,25 +146,25 @@ def test_floors_of_a_hybrid_that_two_ranks_share():
     attention = 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048
     head, expert, routers = 248320 * 2048, 40 * 3 * 2048 * 512, 40 * (2048 * 256 + 2048)
     dense = (30 * delta + 10 * attention + expert + head) / 2 + routers
-    assert dense == 980336640 and floors.target_weights("35b-a3b", 2) == dense + 8 * expert / 2
+    assert dense == 980336640 and ShapeFloors("35b-a3b", 2).target.read() == dense + 8 * expert / 2
     reads = {n: 2 * (dense + 256 * (1 - (1 - 8 / 256) ** n) * expert / 2) / 4.24e9 for n in (1, 4)}
-    assert [floors.round_floor_ms("35b-a3b", 0, 2, n) for n in reads] == [round(ms, 3) for ms in reads.values()]
+    assert [ShapeFloors("35b-a3b", 2).round_ms(0, n) for n in reads] == [round(ms, 3) for ms in reads.values()]
     assert [round(ms, 3) for ms in reads.values()] == [0.7, 1.368]
     token, state = 2 * 2 * (10 * 2 * 256 // 2 + 2 * 256), 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) // 2
-    assert floors.kv_bytes("35b-a3b", ranks=2) == token and floors.state_bytes("35b-a3b", 2) == state
+    assert ShapeFloors("35b-a3b", ranks=2).kv_bytes == token and ShapeFloors("35b-a3b", 2).state_bytes == state
     kept = (1000 * token + 2 * state) / 4.24e9
-    assert floors.token_floor_ms("35b-a3b", 0, 1, 1, 1000, 1.0, 2) == pytest.approx(reads[1] + kept, abs=6e-4)
+    assert ShapeFloors("35b-a3b", 2).token_ms(0, 1, 1, 1000, 1.0) == pytest.approx(reads[1] + kept, abs=6e-4)
     layer = 2 * 2048 * 2048 + 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048 + 2048 * 256 + 9 * 3 * 2048 * 512 + 2048
     whole = reads[4] + 3 * 2 * (layer + head / 2) / 4.24e9
-    assert floors.round_floor_ms("35b-a3b", 3, 2, 4, algo="nextn") == pytest.approx(whole, abs=6e-4)
+    assert ShapeFloors("35b-a3b", 2, algo="nextn").round_ms(3, 4) == pytest.approx(whole, abs=6e-4)
     products = 2 * ((dense - head / 2 + 8 * expert / 2) * 8192 + head / 2) + 2 * 10 * 16 * 256 * 8192**2 / 2
-    assert floors.first_floor_ms("35b-a3b", 1, 8192, 2) == pytest.approx(products / 0.79e12, abs=6e-4)
+    assert ShapeFloors("35b-a3b", 2).first_ms(1, 8192) == pytest.approx(products / 0.79e12, abs=6e-4)
 
 
 def test_floors_of_states_that_ranks_do_not_share():
     """16 heads do not fall to 3 ranks: each has all recurrent layers, whose projections alone are cut."""
-    assert floors.state_bytes("35b-a3b", 3) == floors.state_bytes("35b-a3b")
-    assert floors.state_bytes("8b", 2) == 0
+    assert ShapeFloors("35b-a3b", 3).state_bytes == ShapeFloors("35b-a3b").state_bytes
+    assert ShapeFloors("8b", 2).state_bytes == 0
 
 
 def test_transformers_is_timed_no_longer_than_asked(hybrid):

@@ -1,6 +1,6 @@
 """`specdec bench`: measurements of drafts, engines and machines."""
 
-import sys
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from specdec.commands.bench_checks import app as checks_app
 from specdec.commands.bench_latency import latency_command
 from specdec.commands.bench_pages import compare_command, page_command
 from specdec.commands.bench_peers import peers_command
-from specdec.commands.choices import Json, draft_of, finish, listed, name_of_target, numbers
+from specdec.commands.choices import Json, draft_of, finish, listed, name_of_target, numbers, recorded
 from specdec.functional.sampling import SamplingParams
 from specdec.heads.load import detect_algo
 from specdec.measure.acceptance import Shape, acceptance, print_rows
@@ -97,33 +97,28 @@ def bench_acceptance(
             detect_algo(folder)  # so that a mistyped path does not wait for the target to load
     model, tokenizer = load(target, dtype, device)
     asked = {name: Conversations.render(own, tokenizer) for name, own in questions.items()}
-    chosen = {size: _chosen(size, frequent_in, tokenizer) for size in vocabs}
-    rows: list[dict[str, Any]] = []
-    config = {"target": target, "drafts": list(drafts), "dtype": str(model.dtype), "max_batch": max_batch}
-    with ResultFile(out, "acceptance", target_name or name_of_target(target), config) as file:
-        for name, (folder, algo) in drafts.items():
+
+    def measured() -> Iterator[dict[str, Any]]:
+        for name, (source, algo) in drafts.items():
             pairs = list(product(shapes, vocabs))
             for one, vocab in pairs if algo is not None else pairs[:1]:
-                measured = acceptance(
+                yield from acceptance(
                     model,
-                    folder,
+                    source,
                     asked,
                     name=name,
                     algo=algo,
                     shape=one,
-                    temperatures=laws,
-                    tokenizer=tokenizer,
-                    max_new_tokens=max_new_tokens,
-                    max_batch=max_batch,
-                    sample_drafts=sample_drafts,
-                    draft_vocab=chosen[vocab],
-                    predicted=predicted,
-                    by_category=by_category,
+                    draft_vocab=_chosen(vocab, frequent_in, tokenizer),
+                    **options,
                 )
-                for row in measured:
-                    rows.append(row)
-                    _tell(row, one)
-                file.write(rows)
+
+    config = {"target": target, "drafts": list(drafts), "dtype": str(model.dtype), "max_batch": max_batch}
+    options: dict[str, Any] = {"temperatures": laws, "tokenizer": tokenizer, "sample_drafts": sample_drafts}
+    options |= {"max_new_tokens": max_new_tokens, "max_batch": max_batch}
+    options |= {"predicted": predicted, "by_category": by_category}
+    with ResultFile(out, "acceptance", target_name or name_of_target(target), config) as file:
+        rows = recorded(file, measured(), _line)
     print_rows(rows)
     finish(json, {"rows": rows}, file.name)
 
@@ -135,11 +130,12 @@ def _chosen(size: int | None, frequent_in: Path | None, tokenizer: Any) -> int |
     return frequent_ids(tokenizer, texts_of(frequent_in), size)
 
 
-def _tell(row: dict[str, Any], shape: Shape) -> None:
-    """Say a row on stderr as it comes."""
+def _line(row: dict[str, Any]) -> str:
+    """Say a row in short."""
     what = row["prompts"] if row["category"] is None else f"{row['prompts']}/{row['category']}"
     of = f" of {row['draft_vocab']} tokens" if "draft_vocab" in row else ""
-    print(f"{row['draft']}{of} {shape} {what} T={row['temperature']:g}: tau {row['tau']:.3f}", file=sys.stderr)
+    shape = Shape(row["steps"], row["topk"], row["draft_tokens"])
+    return f"{row['draft']}{of} {shape} {what} T={row['temperature']:g}: tau {row['tau']:.3f}"
 
 
 def _drafts(values: list[str]) -> dict[str, tuple[Path | str | None, str | None]]:

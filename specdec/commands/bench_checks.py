@@ -1,13 +1,14 @@
 """`specdec bench gsm8k` and `specdec bench lossless`: checks that exit with 1 where a text or a likelihood is off."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from specdec import shipped
-from specdec.commands.choices import Json, draft_of, finish, listed, name_of_target
+from specdec.commands.choices import Json, draft_of, finish, listed, name_of_target, numbers, recorded
 from specdec.measure import gsm8k, lossless
 from specdec.measure.results import ResultFile
 from specdec.measure.statistics import scipy_stats
@@ -59,20 +60,21 @@ def bench_gsm8k(
     """
     scipy_stats()  # so that it is not missed after the measurement
     where = device_of(device)
-    modes = [_mode(name) for name in listed(mode, ALL_MODES if device_of(device).startswith("cuda") else CPU_MODES)]
+    modes = [_mode(name) for name in listed(mode, ALL_MODES if where.startswith("cuda") else CPU_MODES)]
     records = [q.record for q in read_set("gsm8k", data, max(limit, answers)).questions]
     settings: dict[str, Any] = {"max_batch": 32, "max_seq_len": 1024, "backend": backend, "seed": seed}
     settings |= {} if where.startswith("cuda") else CPU_SETTINGS
-    rows: list[dict[str, Any]] = []
-    with ResultFile(out, "gsm8k", name_of_target(target), {"device": where, "backend": backend}) as file:
-        for name in listed(dtype, "float32,bfloat16" if where.startswith("cuda") else "float32"):
+    dtypes = listed(dtype, "float32,bfloat16" if where.startswith("cuda") else "float32")
+    drafts = [(None, None)] if draft == "none" else [(None, None), draft_of(draft)]
+
+    def measured() -> Iterator[dict[str, Any]]:
+        for name in dtypes:
             model, tokenizer = load(target, name, where)
-            chosen = gsm8k.Items.of(records, tokenizer, limit, answers)
-            drafts = [(None, None)] if draft == "none" else [(None, None), draft_of(draft)]
-            for row in gsm8k.run(model, tokenizer, chosen, drafts, modes, max_new_tokens=max_new_tokens, **settings):
-                rows.append(row)
-                print(row["says"], file=sys.stderr, flush=True)
-                file.write(rows)
+            items = gsm8k.Items.of(records, tokenizer, limit, answers)
+            yield from gsm8k.run(model, tokenizer, items, drafts, modes, max_new_tokens=max_new_tokens, **settings)
+
+    with ResultFile(out, "gsm8k", name_of_target(target), {"device": where, "backend": backend}) as file:
+        rows = recorded(file, measured(), lambda row: row["says"])
     gsm8k.print_table(rows)
     failed = [problem for row in rows for problem in gsm8k.problems(row)]
     for problem in failed:
@@ -104,11 +106,12 @@ def bench_lossless(
     """
     scipy_stats()
     drafts = {Path(name).name: draft_of(name) for name in listed(draft, ",".join(shipped.available()))}
-    batches = [_size(text) for text in listed(batch, "1,4")]
+    batches = numbers("batch", batch) or (1, 4)
+    if min(batches) < 1:
+        raise ValueError(f"--batch {batches}: expected at least 1")
     sets = [read_set(name, data, limit) for name in ("gsm8k", "mt_bench")]
     model, tokenizer = load(target, dtype, device)
     prompts = chat_ids([q.turns[0] for one in sets for q in one.questions], tokenizer)
-    rows: list[dict[str, Any]] = []
     measured = lossless.run(
         model,
         prompts,
@@ -122,9 +125,7 @@ def bench_lossless(
     )
     what = f"lossless-{backend}-{str(model.dtype).removeprefix('torch.')}"
     with ResultFile(out, what, name_of_target(target), {"device": str(model.device)}) as file:
-        for found in measured:
-            rows += found
-            file.write(rows)
+        rows = recorded(file, measured)
     lossless.print_table(rows)
     result = {key: sum(r[key] for r in rows) for key in ("compared", "equal", "unexplained")}
     finish(json, {**result, "configs": rows}, file.name)
@@ -137,9 +138,3 @@ def _mode(name: str) -> str:
     if found not in gsm8k.MODES:
         raise ValueError(f"--mode {name!r}: expected off, breakable, piecewise or compiled")
     return found
-
-
-def _size(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"--batch {text!r}: expected whole numbers of at least 1, separated by commas")
-    return int(text)

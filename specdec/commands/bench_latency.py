@@ -11,21 +11,19 @@ import typer
 
 from specdec import __version__
 from specdec.commands.choices import Json, check_alone, draft_of, finish, listed, named_draft, numbers
-from specdec.measure.latency.cases import Plan, plan_of
-from specdec.measure.latency.run import Run
-from specdec.measure.latency.subject import (
-    GivenPrompts,
+from specdec.measure.latency.cases import (
+    Plan,
     Prompts,
-    RandomPrompts,
     Subject,
+    given_prompts,
+    random_prompts,
     random_subject,
     read_tokenizer,
 )
-from specdec.measure.latency.table import print_rows
+from specdec.measure.latency.run import Run, draft_of_row, print_rows
 from specdec.measure.latency.timing import host_probe_ms
 from specdec.measure.results import ResultFile
-from specdec.measure.shapes import IMPOSED
-from specdec.measure.sizes import check_shape
+from specdec.measure.shapes import IMPOSED, check_shape
 from specdec.measure.together import device_of_rank, is_first, num_ranks
 from specdec.targets.pretrained import BUNDLED
 from specdec.text.prompts import chat_ids, read_questions
@@ -100,9 +98,9 @@ def latency_command(
     options: dict[str, Any] = {"label": label, "budget": budget, "every_kind": every_kind}
     options |= {"batches": numbers("batches", batches), "tokens": numbers("tokens", tokens)}
     options |= {"ttft_tokens": numbers("ttft-tokens", ttft_tokens), "new_tokens": new_tokens, "repeats": repeats}
-    options |= {"modes": tuple(listed(modes)) or None, "drafts": tuple(listed(drafts)) or None}
-    options |= {"samplings": tuple(listed(samplings)) or None}
-    plan = plan_of(grid or _grid(shape, where), **options)
+    names = {"modes": modes, "drafts": drafts, "samplings": samplings}
+    options |= {name: tuple(listed(values)) or None for name, values in names.items()}
+    plan = Plan.of(grid or _grid(shape, where), **options)
     if shape is not None:
         check_alone(shape, target=target, draft=draft, prompts=prompts)
         if algo not in ALGOS:
@@ -114,8 +112,13 @@ def latency_command(
         raise ValueError(f"{ranks} ranks: only a --shape is shared by ranks; name one, or leave torchrun out")
     else:
         questions = None if prompts is None else read_questions(prompts, limit)
-        subject = _real_subject(target or BUNDLED, draft, questions, tokenizer, where, dtype)
-    plan = _fitting(plan, subject, is_draft_given=drafts is not None)
+        subject, longest = _real_subject(target or BUNDLED, draft, questions, tokenizer, where, dtype)
+        if longest is not None:
+            plan = replace(plan, tokens=(longest,), ttft_tokens=())
+    if subject.algo is None:
+        if drafts is not None and set(plan.drafts) != {"plain"}:
+            raise ValueError(f"--drafts {','.join(plan.drafts)}: there is no draft; expected plain, or a --draft")
+        plan = replace(plan, drafts=("plain",))
     given = {"target": target, "draft": draft, "prompts": None if prompts is None else str(prompts)}
     _measure(subject, plan, out, {**given, "tokenizer": tokenizer}, hf, json)
 
@@ -128,45 +131,36 @@ def _grid(shape: str | None, device: str) -> str:
 
 def _real_subject(
     target: str, draft: str | None, questions: list[str] | None, tokenizer: str | None, device: str, dtype: str
-) -> Subject:
-    """Load a target, with the draft of that name; prompts are questions in its chat template, or random ids."""
+) -> tuple[Subject, int | None]:
+    """Load a target, with the draft of that name. Prompts are questions in its chat template, of which the longest
+    one's length is returned, too, or random ids."""
     source, algo = draft_of(named_draft(draft, target))
     model, own = load(target, dtype, device)
-    vocab_size = model.get_output_embeddings().weight.shape[0]
-    prompts: Prompts = RandomPrompts(torch.arange(vocab_size))
+    prompts: Prompts = random_prompts(torch.arange(model.get_output_embeddings().weight.shape[0]))
+    longest = None
     if questions is not None:
-        prompts = GivenPrompts(chat_ids(questions, own))
+        ids = chat_ids(questions, own)
+        prompts, longest = given_prompts(ids), max(map(len, ids))
     text = own if tokenizer == "own" else read_tokenizer(tokenizer)
-    return Subject(Path(target).name.lower(), model, source, algo, prompts, text)
+    return Subject(Path(target).name.lower(), model, source, algo, prompts, text), longest
 
 
-def _fitting(plan: Plan, subject: Subject, is_draft_given: bool) -> Plan:
-    """Return `plan` as it fits: without a draft only plain decoding, with prompts of a file their length."""
-    if isinstance(subject.prompts, GivenPrompts):
-        plan = replace(plan, tokens=(subject.prompts.longest,), ttft_tokens=())
-    if subject.algo is None:
-        if is_draft_given and set(plan.drafts) != {"plain"}:
-            raise ValueError(f"--drafts {','.join(plan.drafts)}: there is no draft; expected plain, or a --draft")
-        plan = replace(plan, drafts=("plain",))
-    return plan
-
-
-def _tell(row: dict[str, Any]) -> None:
-    draft = f"{row['steps']}:{row['topk']}:{row['draft_tokens']}" if row["steps"] else "plain"
-    case = f"{row['mode']} {draft}, {row['batch']} x {row['tokens']} tokens"
-    print(f"{case}: {row['what']} {row['ms']:g} ms", file=sys.stderr, flush=True)
+def _say(row: dict[str, Any]) -> None:
+    """Print a row on stderr as it comes, on the first rank."""
+    if is_first():
+        case = f"{row['mode']} {draft_of_row(row)}, {row['batch']} x {row['tokens']} tokens"
+        print(f"{case}: {row['what']} {row['ms']:g} ms", file=sys.stderr, flush=True)
 
 
 def _measure(subject: Subject, plan: Plan, out: Path | None, given: dict[str, Any], has_hf: bool, json: bool) -> None:
     """Measure, write the file after every engine, print the table."""
     warnings.filterwarnings("ignore", message="synthetic_acceptance is on")
+    run = Run(subject, plan, _say)
     config = {"label": plan.label, "version": __version__, "host_probe_ms": host_probe_ms(), **given}
     config |= {"acceptance": IMPOSED} if subject.is_random else {}
     config |= {"new_tokens": plan.new_tokens, "every_kind": plan.every_kind, "dtype": str(subject.model.dtype)}
-    out = out if is_first() else None
-    run = Run(subject, plan, _tell if is_first() else lambda _: None)
     config |= {"skipped": run.skipped, "failed": run.failed}  # lists that grow
-    with ResultFile(out, f"latency-{plan.label}", subject.shape, config) as file:
+    with ResultFile(out if is_first() else None, f"latency-{plan.label}", subject.shape, config) as file:
         if has_hf:
             run.time_hf()
             file.write(run.rows)

@@ -1,6 +1,8 @@
 """Options that several commands share: drafting, drafts, lists, names of targets, JSON."""
 
 import json
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +13,8 @@ from specdec import shipped
 from specdec.api import Engine, attach
 from specdec.assembly.algorithms import algorithms
 from specdec.heads.load import detect_algo, load_head
-from specdec.measure.break_even import BreakEven, cpu_break_even, expected_tau
+from specdec.measure.break_even import cpu_break_even, expected_tau
+from specdec.measure.results import ResultFile
 from specdec.targets.pretrained import BUNDLED, load_draft
 from specdec.targets.shape import TargetShape
 
@@ -77,24 +80,15 @@ def drafting_of(
         return Drafting(source, algo, {"num_steps": 2, **given})
     found = cpu_break_even(model, draft_module(source, model))
     best = found.best_steps(max_batch)
-    if best:
-        return Drafting(source, algo, {"num_steps": best}, f"{_cost(found, best, max_batch)}: S={best}")
-    return Drafting(None, None, {}, f"{_cost(found, 1, max_batch)}: no draft; {_remedy(found, max_batch)}")
-
-
-def _cost(found: BreakEven, steps: int, batch: int) -> str:
-    cost = found.cost(steps, batch)
-    return (
-        f"on this CPU a round of S={steps} at {batch} request{'s' * (batch > 1)} costs {cost:.2f} plain steps "
-        f"(drafting pays below {expected_tau(steps):.2f})"
+    cost = (
+        f"on this CPU a round of S={best or 1} at {max_batch} request{'s' * (max_batch > 1)} costs "
+        f"{found.cost(best or 1, max_batch):.2f} plain steps (drafting pays below {expected_tau(best or 1):.2f})"
     )
-
-
-def _remedy(found: BreakEven, max_batch: int) -> str:
-    """Say what to do for drafts all the same."""
-    if 0 < found.most_requests < max_batch:
-        return f"drafts pay up to --max-batch {found.most_requests}; --steps 1 drafts anyway"
-    return "--steps 1 drafts anyway"
+    if best:
+        return Drafting(source, algo, {"num_steps": best}, f"{cost}: S={best}")
+    most = found.most_requests
+    remedy = f"drafts pay up to --max-batch {most}; " if 0 < most < max_batch else ""
+    return Drafting(None, None, {}, f"{cost}: no draft; {remedy}--steps 1 drafts anyway")
 
 
 def draft_module(source: Path | str | None, model: Any) -> Any:
@@ -124,6 +118,19 @@ def finish(as_json: bool, found: dict[str, Any], file: str | None = None) -> Non
         print(json.dumps({"file": file, **found} if file else found))
     elif file:
         print(f"results: {file}")
+
+
+def recorded(
+    file: ResultFile, measured: Iterable[dict[str, Any]], line: Callable[[dict[str, Any]], str] | None = None
+) -> list[dict[str, Any]]:
+    """Collect rows as they are measured; each is written, and its `line` printed on stderr."""
+    rows = []
+    for row in measured:
+        rows.append(row)
+        file.write(rows)
+        if line is not None:
+            print(line(row), file=sys.stderr, flush=True)
+    return rows
 
 
 def draft_of(draft: str) -> tuple[Path | str | None, str | None]:

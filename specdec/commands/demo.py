@@ -3,8 +3,10 @@
 import copy
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -48,25 +50,32 @@ CUT = " ..."
 
 
 @dataclass
-class Run:
-    """Tokens and seconds of one way to generate, over all prompts."""
+class Way:
+    """One way to generate: what it emitted and took, over all prompts."""
 
     name: str
+    key: str
+    call: Callable[[list[int]], Any]
     tokens: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
     tau: float | None = None
+
+    @classmethod
+    def of(cls, name: str, key: str, engine: Engine, max_new_tokens: int) -> "Way":
+        """An engine's way."""
+        return cls(name, key, lambda ids: engine.generate(ids, max_new_tokens=max_new_tokens).requests[0])
 
     @property
     def tokens_per_s(self) -> float:
         """Emitted tokens per second, prefill included."""
         return sum(map(len, self.tokens)) / self.seconds
 
-    def add(self, engine: Engine, prompt: list[int], max_new_tokens: int) -> RequestOutput:
-        """Generate for one more prompt."""
+    def run(self, ids: list[int]) -> Any:
+        """Generate for one more prompt; return the ids of the answer, or an engine's output."""
         start = time.perf_counter()
-        (output,) = engine.generate(prompt, max_new_tokens=max_new_tokens).requests
+        output = self.call(ids)
         self.seconds += time.perf_counter() - start
-        self.tokens.append(output.tokens)
+        self.tokens.append(output.tokens if isinstance(output, RequestOutput) else output)
         return output
 
 
@@ -103,25 +112,21 @@ def run_demo(
     Without a draft, where none pays on this host, there are two ways. Returns the figures.
     """
     console = Console()
-    ids = chat_ids(list(prompts), tokenizer)
-    hf, plain, spec = Run("HF generate"), Run("plain"), Run("speculative")
-    ways = [plain] if drafting.algo is None else [plain, spec]
     mark = Marking.of(console)
     console.print(mark.legend)
+    ids, stats = chat_ids(list(prompts), tokenizer), AcceptanceStats()
+    ways = [Way("HF generate", "hf", lambda own: reference(model, own, max_new_tokens))]
     engines = [attach(_twin(model), tokenizer=tokenizer, max_batch=1, compile=False)]
-    stats = AcceptanceStats()
+    ways.append(Way.of("plain", "plain", engines[0], max_new_tokens))
     try:
         if drafting.algo is not None:
             engines.append(drafting.attach(_twin(model), tokenizer, max_batch=1, compile=False))
+            ways.append(Way.of("speculative", "spec", engines[1], max_new_tokens))
         reference(model, ids[0], 4)
         for engine in engines:
             engine.generate(ids[0], max_new_tokens=4)
         for prompt, own in zip(prompts, ids, strict=True):
-            start = time.perf_counter()
-            hf.tokens.append(reference(model, own, max_new_tokens))
-            hf.seconds += time.perf_counter() - start
-            for run, engine in zip(ways, engines, strict=True):
-                output = run.add(engine, own, max_new_tokens)
+            *_, output = [way.run(own) for way in ways]
             stats = stats.merge([output.acceptance])
             console.print()
             console.print(exchange(prompt, output, tokenizer, mark, console.width))
@@ -129,10 +134,9 @@ def run_demo(
         for engine in engines:
             engine.detach()
     ways[-1].tau = stats.tau
-    equal = all(run.tokens == hf.tokens for run in ways)
-    _print_table(console, [hf, *ways], equal)
-    named = zip(("hf", "plain", "spec"), [hf, *ways], strict=False)
-    figures = {f"{key}_tok_s": round(run.tokens_per_s, 2) for key, run in named}
+    equal = all(way.tokens == ways[0].tokens for way in ways)
+    _print_table(console, ways, equal)
+    figures = {f"{way.key}_tok_s": round(way.tokens_per_s, 2) for way in ways}
     return {**figures, "tau": round(stats.tau, 3), "equal": equal}
 
 
@@ -177,32 +181,22 @@ def exchange(prompt: str, output: RequestOutput, tokenizer: Any, mark: Marking, 
 def marked(output: RequestOutput, tokenizer: Any, mark: Marking, most: int) -> Text:
     """Format `output` on one line, drafted tokens marked round by round, cut after about `most` characters."""
     text, detokenizer = Text(), Detokenizer(tokenizer)
-    for is_drafted, tokens in _runs(output):
+    for is_drafted, run in groupby(zip(output.is_drafted, output.tokens, strict=True), key=itemgetter(0)):
         if len(text) > most - len(CUT):
             return text.append(CUT)
-        piece = re.sub(r"\s+", " ", detokenizer.feed(tokens))
-        if not is_drafted or not piece.strip():
+        piece = re.sub(r"\s+", " ", detokenizer.feed([token for _, token in run]))
+        if is_drafted and piece.strip():
+            text.append(" " * piece.startswith(" "))
+            text.append(mark.before + piece.lstrip() + mark.after, mark.style)
+        else:
             text.append(piece)
-            continue
-        text.append(" " * piece.startswith(" "))
-        text.append(mark.before + piece.lstrip() + mark.after, mark.style)
     return text.append(detokenizer.finish())
 
 
-def _runs(output: RequestOutput) -> Iterable[tuple[bool, list[int]]]:
-    """Yield (is drafted, tokens) of each round: its accepted drafts, then the target's own token."""
-    start = len(output.tokens) - sum(output.round_lens)
-    yield False, output.tokens[:start]
-    for n in output.round_lens:
-        yield True, output.tokens[start : start + n - 1]
-        yield False, output.tokens[start + n - 1 : start + n]
-        start += n
-
-
-def _print_table(console: Console, runs: list[Run], equal: bool) -> None:
+def _print_table(console: Console, ways: list[Way], equal: bool) -> None:
     table = Table("", "tokens/s", "against HF", "tau")
-    for run in runs:
-        tau = "-" if run.tau is None else f"{run.tau:.2f}"
-        table.add_row(run.name, f"{run.tokens_per_s:.1f}", f"{run.tokens_per_s / runs[0].tokens_per_s:.2f}x", tau)
+    for way in ways:
+        tau = "-" if way.tau is None else f"{way.tau:.2f}"
+        table.add_row(way.name, f"{way.tokens_per_s:.1f}", f"{way.tokens_per_s / ways[0].tokens_per_s:.2f}x", tau)
     console.print(table)
     console.print(f"outputs equal, token for token: {'yes' if equal else 'NO'}")

@@ -13,11 +13,10 @@ from specdec.doctor.readings import Trial, search, unclear
 from specdec.doctor.rows import Agreement, commonest, coverage, model_agreement, observe
 from specdec.draft.head import DraftHead
 from specdec.measure.acceptance import ci95
-from specdec.measure.experts import distinct_experts
 from specdec.measure.roofline import Floor, floor, measure_bandwidth
 from specdec.measure.statistics import conditional, rounded
 from specdec.outputs import GenerationOutput
-from specdec.targets.weight_bytes import VerifyCost, verify_cost
+from specdec.targets.weight_bytes import VerifyCost, distinct_experts, verify_cost
 
 LOW_TAU = 1.25  # a draft with less is suspect
 UNLIKE = 0.05  # correlation below which two embeddings have nothing in common

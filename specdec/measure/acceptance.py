@@ -1,7 +1,7 @@
 """`specdec bench acceptance`: acceptance lengths on real prompts, which do not depend on the machine."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -84,7 +84,9 @@ def acceptance(
             for temperature in temperatures:
                 answers = ask(engine, some, temperature, max_new_tokens)
                 common = {"draft": name, **_setting(engine, file, some, temperature, max_new_tokens)}
-                row = {**common, "category": None, **_measured(answers), "tok_s": _tokens_per_s(answers)}
+                num_tokens = sum(len(r.tokens) for r in answers.flat)
+                speed = round(num_tokens / answers.time_s, 1) if answers.time_s else 0.0
+                row = {**common, "category": None, **_measured(answers), "tok_s": speed}
                 yield _beside_prediction(row, engine, answers.flat) if predicted else row
                 for category, numbers in _categories(some).items() if by_category else ():
                     yield {**common, "category": category, **_measured(answers.of(numbers))}
@@ -95,9 +97,10 @@ def acceptance(
 def _setting(
     engine: Engine, file: str, asked: Conversations, temperature: float, max_new_tokens: int
 ) -> dict[str, Any]:
-    """Return what was asked of whom, and the definitions that other benches differ in."""
-    config, tokenizer = engine.config, engine.tokenizer
-    return {
+    """Return what was asked of which engine, and the definitions that other benches differ in; draft_vocab: how many
+    tokens a draft may propose, of those it scores, and how they were chosen, if not all."""
+    config, tokenizer, narrow = engine.config, engine.tokenizer, engine.config.draft_vocab
+    row = {
         "algo": engine.report().draft["algo"],
         "prompts": file,
         "prompts_sha": asked.prompts_sha(tokenizer),
@@ -107,22 +110,12 @@ def _setting(
         "draft_tokens": config.verify_width,
         "temperature": temperature,
         "sample_drafts": config.sample_drafts,
-        **_narrowed(engine),
-        "max_new_tokens": max_new_tokens,
-        "first_token": FIRST_TOKEN,
-        "template_sha": template_sha(tokenizer),
-        "thinking": thinking_of(tokenizer),
     }
-
-
-def _narrowed(engine: Engine) -> dict[str, Any]:
-    """Return how many tokens a draft may propose, of those it scores, and how they were chosen, if not all."""
-    wanted = engine.config.draft_vocab
-    if wanted is None:
-        return {}
-    if isinstance(wanted, int):
-        return {"draft_vocab": wanted, "chosen": "first"}
-    return {"draft_vocab": len(wanted), "chosen": "listed"}
+    if narrow is not None:
+        is_first = isinstance(narrow, int)
+        row |= {"draft_vocab": narrow if is_first else len(narrow), "chosen": "first" if is_first else "listed"}
+    row |= {"max_new_tokens": max_new_tokens, "first_token": FIRST_TOKEN, "template_sha": template_sha(tokenizer)}
+    return row | {"thinking": thinking_of(tokenizer)}
 
 
 def _measured(answers: Answers) -> dict[str, Any]:
@@ -140,11 +133,6 @@ def _measured(answers: Answers) -> dict[str, Any]:
         "tau_by_position": tau_by_position(answers.requests),
         "tau_by_context": tau_by_context(answers.requests),
     }
-
-
-def _tokens_per_s(answers: Answers) -> float:
-    num_tokens = sum(len(r.tokens) for r in answers.flat)
-    return round(num_tokens / answers.time_s, 1) if answers.time_s else 0.0
 
 
 def _categories(asked: Conversations) -> dict[str, list[int]]:
@@ -165,9 +153,8 @@ def _beside_prediction(row: dict[str, Any], engine: Engine, requests: Sequence[R
     """Add to the row of a greedy chain the a_j that the trainer simulates on the generated text, and how far the
     measured ones are off."""
     draft = engine.draft_module
-    if row["temperature"] or row["topk"] > 1 or draft is None:
-        return row
-    if getattr(draft, "num_modules", 1) > 1:  # the trainer knows heads of one module
+    has_trainer = draft is not None and getattr(draft, "num_modules", 1) == 1  # it knows heads of one module
+    if row["temperature"] or row["topk"] > 1 or not has_trainer:
         return row
     text = [(r.prompt_ids, r.tokens) for r in requests]
     stats = predict(engine.target_module, draft, text, row["steps"])
@@ -177,24 +164,27 @@ def _beside_prediction(row: dict[str, Any], engine: Engine, requests: Sequence[R
     return {**row, "predicted_at": [round(p, 4) for p in stats.acceptance_at], "off_prediction": off}
 
 
+def case_of(row: Mapping[str, Any]) -> str:
+    """Return what a row measured: the file of its prompts, and their category."""
+    return row["prompts"] if row["category"] is None else f"{row['prompts']}: {row['category']}"
+
+
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a short table of acceptance rows for each draft, and what its trainer predicted."""
     console = Console()
-    for draft in dict.fromkeys(r["draft"] for r in rows):
-        own = [r for r in rows if r["draft"] == draft]
+    for draft, group in groupby(rows, key=lambda r: r["draft"]):
+        own = list(group)
         title = f"{draft} ({own[0]['algo'] or 'plain decoding'})"
         table = Table("prompts", "S:K:D", "T", "tau", "±95%", "rounds", "accepted at 1, 2, …", title=title)
         for r in own:
+            what = case_of(r) + (f", {r['draft_vocab']} tokens" if "draft_vocab" in r else "")
             half_width = "-" if r["ci95"] is None else f"{r['ci95']:.3f}"
-            what = r["prompts"] if r["category"] is None else f"{r['prompts']}: {r['category']}"
-            what += f", {r['draft_vocab']} tokens" if "draft_vocab" in r else ""
-            cells = (what, f"{r['steps']}:{r['topk']}:{r['draft_tokens']}", f"{r['temperature']:g}")
+            cells = (what, str(Shape(r["steps"], r["topk"], r["draft_tokens"])), f"{r['temperature']:g}")
             table.add_row(*cells, f"{r['tau']:.3f}", half_width, str(r["rounds"]), _rates(r["accept_at"]))
         console.print(table)
-        for r in own:
-            if "predicted_at" in r:
-                off = " ".join("-" if d is None else f"{d:+.0%}" for d in r["off_prediction"])
-                console.print(f"{r['prompts']}, S={r['steps']}: predicted {_rates(r['predicted_at'])}, off by {off}")
+        for r in (r for r in own if "predicted_at" in r):
+            off = " ".join("-" if d is None else f"{d:+.0%}" for d in r["off_prediction"])
+            console.print(f"{r['prompts']}, S={r['steps']}: predicted {_rates(r['predicted_at'])}, off by {off}")
 
 
 def _rates(rates: Sequence[float]) -> str:

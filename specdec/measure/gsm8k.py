@@ -1,5 +1,5 @@
 """`specdec bench gsm8k`: likelihoods and answers with prefill graphs off, breakable and piecewise, with and without a
-draft, each held against the base: no prefill graphs, plain decoding.
+draft, each compared with the base: no prefill graphs, plain decoding.
 
 Likelihoods of the gold solutions come through `Engine.score`, several items packed in a prefill, so that they are what
 the prefill graphs compute. A mode differs beyond chance where McNemar's exact test on right and wrong answers says so
@@ -10,7 +10,6 @@ more: other kernels round otherwise, which is tiny but systematic, and with enou
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from tqdm import tqdm
 
 from specdec.api import Engine, attach
 from specdec.measure.statistics import bootstrap_interval, mcnemar
-from specdec.measure.ties import near_tie, tie_gap
+from specdec.measure.ties import compare_texts, near_tie
 from specdec.text.prompts import chat_ids
 
 MODES: dict[str, dict[str, Any]] = {
@@ -63,8 +62,7 @@ class Items(NamedTuple):
         return cls([_gold_ids(r, tokenizer) for r in records[:num_items]], prompts, right)
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What one mode said: nll of each item (nats per token), the answers' ids, and which of them are right."""
 
     nll: list[float]
@@ -151,24 +149,19 @@ def _against(model: Any, items: Items, outcome: Outcome, base: Outcome, tie: flo
     differences = [ours - theirs for ours, theirs in zip(outcome.nll, base.nll, strict=True)]
     pairs = list(zip(outcome.is_right, base.is_right, strict=True))
     only_here, only_base = pairs.count((True, False)), pairs.count((False, True))
-    texts = zip(items.prompts, outcome.answers, base.answers, strict=True)
-    gaps = [tie_gap(model, *t) for t in texts if t[1] != t[2]]
     return {
         "nll_difference": round(sum(differences) / len(differences), 7),
         "nll_ci95": [round(edge, 7) for edge in bootstrap_interval(differences)],
         "only_here": only_here,
         "only_base": only_base,
         "mcnemar_p": mcnemar(only_here, only_base),
-        "equal": len(pairs) - len(gaps),
-        "gaps": [round(g, 3) for g in gaps],
-        "near_ties": sum(g <= tie for g in gaps),
-        "near_tie": round(tie, 4),
+        **compare_texts(model, items.prompts, outcome.answers, base.answers, tie, 3),
     }
 
 
 def name_of(row: Mapping[str, Any]) -> str:
-    """Return what a row measured, as "piecewise, EAGLE-3"."""
-    return f"{row['mode']}, {NAMES.get(row['draft'], row['draft'])}"
+    """Return what a row measured, as "float32 piecewise, EAGLE-3"."""
+    return f"{row['dtype']} {row['mode']}, {NAMES.get(row['draft'], row['draft'])}"
 
 
 def in_words(row: Mapping[str, Any]) -> str:
@@ -176,7 +169,7 @@ def in_words(row: Mapping[str, Any]) -> str:
     low, high = row["nll_ci95"]
     only = f"{row['only_here']} answers right only here, {row['only_base']} only in the base"
     return (
-        f"{row['dtype']} {name_of(row)}: {only}: McNemar p = {row['mcnemar_p']:.2g}; "
+        f"{name_of(row)}: {only}: McNemar p = {row['mcnemar_p']:.2g}; "
         f"{row['equal']} of {row['answers']} answers equal, {row['near_ties']} part at near-ties; "
         f"likelihood {row['nll_difference']:+.2g} nats per token (95%: {low:+.2g} to {high:+.2g})"
     )
@@ -184,7 +177,7 @@ def in_words(row: Mapping[str, Any]) -> str:
 
 def problems(row: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with a row: none where all that differs is chance or rounding."""
-    name, found, (low, high) = f"{row['dtype']} {name_of(row)}", [], row["nll_ci95"]
+    name, found, (low, high) = name_of(row), [], row["nll_ci95"]
     if row["mcnemar_p"] < LEAST_P:
         only = f"{row['only_here']} right only here, {row['only_base']} only in the base"
         found.append(f"{name}: answers differ beyond chance: {only}: McNemar p = {row['mcnemar_p']:.2g} < {LEAST_P}")
@@ -216,7 +209,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
         paths, (low, high) = r["runners"]["target_prefill"], r["nll_ci95"]
         cells = (f"{r['nll']:.6f}", f"{r['nll_difference']:+.1e}", f"{low:+.1e} to {high:+.1e}", paths["replays"])
         answers = (f"{r['equal']} of {r['answers']}", r["near_ties"], r["correct"], f"{r['mcnemar_p']:.2g}")
-        table.add_row(r["dtype"], name_of(r), *map(str, (*cells, paths["eager"], *answers)))
+        table.add_row(*name_of(r).split(" ", 1), *map(str, (*cells, paths["eager"], *answers)))
     console.print(table)
     for r in rows[1:]:
         console.print(r["says"], highlight=False)

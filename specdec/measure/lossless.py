@@ -20,13 +20,13 @@ from tqdm import tqdm
 from specdec.api import attach
 from specdec.functional.sampling import SamplingParams
 from specdec.measure.statistics import most_likely
-from specdec.measure.ties import by_both_attentions, first_difference, near_tie, tie_gap
+from specdec.measure.ties import by_both_attentions, compare_texts, first_difference, near_tie
 
 CONFIGS: tuple[dict[str, Any], ...] = (
     {"num_steps": 3, "topk": 1},
     {"num_steps": 4, "topk": 4, "num_draft_tokens": 16},
 )
-# What sampled text is held against, by device: settings that change how a round runs, and nothing of what it says.
+# What sampled text is compared with, by device: settings that change how a round runs, and nothing of what it says.
 AGAINST: dict[str, dict[str, dict[str, Any]]] = {
     "cuda": {"eager": {"cuda_graph": False, "strict": False}, "torch": {"backend": "torch", "strict": False}},
     "cpu": {"recorded": {"cuda_graph": True, "prefill_graph": "breakable"}},
@@ -46,7 +46,7 @@ def run(
     max_new_tokens: int = 128,
     backend: str = "auto",
     **settings: Any,
-) -> Iterator[list[dict[str, Any]]]:
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of every draft and shape: greedy text at each of `batches`, then sampled text, which temperature 0
     leaves out. drafts: by name, draft and algo as `attach` takes them. settings: of every engine."""
     references = [reference(model, p, max_new_tokens) for p in tqdm(prompts, desc="model.generate")]
@@ -61,7 +61,7 @@ def run(
                 law, kinds = SamplingParams(temperature, seed=0), AGAINST[model.device.type]
                 given |= {"max_batch": sampled_batch, "graph_sampling": "sampled"}
                 found += compare_sampled(model, draft, given, kinds, prompts, law, max_new_tokens)
-            yield [{"draft": name, **config, "backend": backend, **row} for row in found]
+            yield from ({"draft": name, **config, "backend": backend, **row} for row in found)
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -94,24 +94,10 @@ def compare(
 ) -> dict[str, Any]:
     """Compare greedy text at one batch size; where texts part, the target's own logits may be `tie` apart."""
     own = texts(model, draft, {**settings, "max_batch": batch, "graph_sampling": "greedy"}, prompts, max_new_tokens)
-    gaps = [
-        tie_gap(model, prompt, ours, theirs)
-        for prompt, ours, theirs in zip(prompts, own.pop("tokens"), references, strict=True)
-        if ours != theirs
-    ]
-    near_ties = sum(g <= tie for g in gaps)
-    return {
-        "check": "greedy",
-        "against": "generate",
-        "batch": batch,
-        "compared": len(prompts),
-        "equal": len(prompts) - len(gaps),
-        "near_ties": near_ties,
-        "near_tie": round(tie, 4),
-        "unexplained": len(gaps) - (near_ties if tie else 0),
-        "gaps": [round(g, 4) for g in gaps],
-        **own,
-    }
+    row = {"check": "greedy", "against": "generate", "batch": batch, "compared": len(prompts)}
+    row |= compare_texts(model, prompts, own.pop("tokens"), references, tie, 4)
+    explained = row["near_ties"] if tie else 0
+    return {**row, "unexplained": len(prompts) - row["equal"] - explained, **own}
 
 
 def compare_sampled(

@@ -1,6 +1,7 @@
 """Acceptance by where a round begins: by position in the answer, and by length of the context before it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ def rounds_of(request: RequestOutput) -> Iterator[Round]:
 
 def tau_by_position(requests: Sequence[Sequence[RequestOutput]]) -> list[dict[str, Any]]:
     """Return tau by the tokens of the answer before a round; `requests` as for `tau_by_context`."""
-    return _tau_by(requests, lambda one: one.begin, ANSWER_EDGE)
+    return _tau_by("begin", ANSWER_EDGE, requests)
 
 
 def tau_by_context(requests: Sequence[Sequence[RequestOutput]]) -> list[dict[str, Any]]:
@@ -40,29 +41,23 @@ def tau_by_context(requests: Sequence[Sequence[RequestOutput]]) -> list[dict[str
     requests: of each conversation. tau is pooled, ci95 the half width of its 95% interval over the conversations that
     have rounds there, None where there is only one.
     """
-    return _tau_by(requests, lambda one: one.context, CONTEXT_EDGE)
+    return _tau_by("context", CONTEXT_EDGE, requests)
 
 
-def _tau_by(
-    requests: Sequence[Sequence[RequestOutput]], where: Callable[[Round], int], first_edge: int
-) -> list[dict[str, Any]]:
-    bins: dict[int, dict[int, list[int]]] = {}  # bin -> conversation -> [tokens emitted, rounds]
+def _tau_by(where: str, edge: int, requests: Sequence[Sequence[RequestOutput]]) -> list[dict[str, Any]]:
+    bins: dict[int, dict[int, list[int]]] = defaultdict(dict)  # doublings of the edge -> conversation -> round lengths
     for number, own in enumerate(requests):
         for one in (one for request in own for one in rounds_of(request)):
-            doublings = (where(one) // first_edge).bit_length()
-            count = bins.setdefault(doublings, {}).setdefault(number, [0, 0])
-            count[0] += one.length
-            count[1] += 1
-    return [_row(doublings, first_edge, list(bins[doublings].values())) for doublings in sorted(bins)]
-
-
-def _row(doublings: int, first_edge: int, counts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return one range, of [tokens emitted, rounds] by conversation."""
-    emitted, num_rounds = ([count[i] for count in counts] for i in range(2))
-    return {
-        "from": first_edge << (doublings - 1) if doublings else 0,
-        "to": first_edge << doublings,
-        "tau": round(acceptance_length(sum(emitted), sum(num_rounds)), 4),
-        "ci95": rounded(ratio_half_width(emitted, num_rounds)),
-        "rounds": sum(num_rounds),
-    }
+            bins[(getattr(one, where) // edge).bit_length()].setdefault(number, []).append(one.length)
+    rows = []
+    for doublings, lengths in sorted(bins.items()):
+        emitted, num_rounds = [sum(own) for own in lengths.values()], [len(own) for own in lengths.values()]
+        row = {
+            "from": edge << doublings >> 1 if doublings else 0,
+            "to": edge << doublings,
+            "tau": round(acceptance_length(sum(emitted), sum(num_rounds)), 4),
+            "ci95": rounded(ratio_half_width(emitted, num_rounds)),
+            "rounds": sum(num_rounds),
+        }
+        rows.append(row)
+    return rows

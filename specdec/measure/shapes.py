@@ -1,24 +1,118 @@
-"""Targets of named shapes with random weights, whose speed is a trained one's, whole or sharded over ranks, drafts for
-them, and the acceptance that is imposed on those."""
+"""Named shapes of models that people run: targets with random weights, whose speed is that of trained ones, whole or
+sharded over ranks, drafts for them, and the acceptance that is imposed on those."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Mamba2Config,
+    PreTrainedConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3MoeConfig,
+)
 from transformers.distributed import DistributedConfig
+from transformers.models.qwen3_next import Qwen3NextConfig
 
+from specdec.backends.state_pool import ConvSpec, RecurrentSpec, ScanSpec
+from specdec.heads.base import LayerConfig
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from specdec.heads.nextn import NextNHead
-from specdec.measure.sizes import SHAPES, check_shape
 from specdec.targets.weight_bytes import expert_modules
 
 IMPOSED = "weights random, acceptance imposed: position j is accepted with probability 0.8 * 0.75**(j-1)"
 APART = 8.0  # std of embeddings before experts: else all tokens look alike in deep layers, and choose the same ones
 OWN_LAYERS = 16  # of a sharded target that have weights of their own; the others have copies, as a rank makes all first
+LONG = {"max_position_embeddings": 131072}  # so that long contexts can be timed; costs nothing until it is used
+NO_END = {"bos_token_id": None, "eos_token_id": None}  # random weights would say it by chance
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model: the class of its config, and the sizes that are given to it.
+
+    draft_vocab: hot vocabulary of its EAGLE-3 head; draft_layer: that head's layer, by default of the model's sizes.
+    state: what each of its recurrent layers keeps.
+    """
+
+    config: type[PreTrainedConfig]
+    sizes: dict[str, Any]
+    draft_vocab: int = 32000
+    draft_layer: LayerConfig | None = None
+    state: tuple[RecurrentSpec, ...] = ()
+
+    def make_config(self, **options: Any) -> Any:
+        """Return the config. options: in place of the shape's sizes."""
+        return self.config(**{**self.sizes, **NO_END, **options})
+
+    def layer_of_draft(self, config: Any) -> LayerConfig:
+        """Return the layer of an EAGLE-3 head for a model of this shape and that config."""
+        if self.draft_layer is not None:
+            return self.draft_layer
+        heads, width = config.num_attention_heads, config.hidden_size
+        return LayerConfig(width, config.intermediate_size, heads, config.num_key_value_heads, width // heads)
+
+
+def _llama(theta: float, is_tied: bool, *sizes: int) -> dict[str, Any]:
+    """Return a Llama's config. sizes: of vocabulary, hidden states, MLP; layers, heads, key/value heads."""
+    names = ("vocab_size", "hidden_size", "intermediate_size")
+    names += ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    rope = {"rope_type": "default", "rope_theta": theta}
+    return {**dict(zip(names, sizes, strict=True)), **LONG, "rope_parameters": rope, "tie_word_embeddings": is_tied}
+
+
+_MOE = dict(num_hidden_layers=48, hidden_size=2048, vocab_size=151936, intermediate_size=6144, head_dim=128)
+_MOE |= dict(num_attention_heads=32, num_key_value_heads=4, norm_topk_prob=True, moe_intermediate_size=768)
+_MAMBA = dict(num_hidden_layers=64, hidden_size=2560, vocab_size=50288, state_size=128, num_heads=80, head_dim=64)
+_MAMBA |= dict(expand=2, n_groups=1, initializer_range=0.02, tie_word_embeddings=True)
+_TINY = dict(num_hidden_layers=8, hidden_size=32, vocab_size=96, num_attention_heads=2, num_key_value_heads=2)
+_TINY |= dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, linear_num_key_heads=2)
+_TINY |= dict(shared_expert_intermediate_size=24, linear_num_value_heads=4, linear_key_head_dim=8)
+_DELTA = (ConvSpec(8192, 4), ScanSpec(32, 32, 128, 128, "head", is_corrected=True))  # as Qwen3-Next has it
+_SSD = (ConvSpec(5376, 4), ScanSpec(80, 1, 128, 64, "head", is_corrected=False))
+_TINY_DELTA = (ConvSpec(80, 4), ScanSpec(4, 4, 8, 12, "head", is_corrected=True))
+_DELTA_HEAD = LayerConfig(2048, 6144, 16, 2, 256, rms_norm_eps=1e-6)
+
+SHAPES: dict[str, Shape] = {
+    "135m": Shape(LlamaConfig, _llama(1e5, True, 49152, 576, 1536, 30, 9, 3), draft_vocab=16384),
+    "8b": Shape(LlamaConfig, _llama(5e5, False, 128256, 4096, 14336, 32, 32, 8)),
+    "70b": Shape(LlamaConfig, _llama(5e5, False, 128256, 8192, 28672, 80, 64, 8)),
+    "tiny": Shape(LlamaConfig, _llama(1e4, False, 96, 32, 48, 8, 2, 2), draft_vocab=48),
+    "30b-a3b": Shape(
+        Qwen3MoeConfig,
+        {**_MOE, **LONG, "num_experts": 128, "num_experts_per_tok": 8},
+        draft_layer=LayerConfig(2048, 6144, 32, 4, 128, rms_norm_eps=1e-6),
+    ),
+    "35b-a3b": Shape(Qwen3_5MoeTextConfig, LONG, draft_layer=_DELTA_HEAD, state=_DELTA),  # the class's own sizes
+    "qwen3-next-12": Shape(Qwen3NextConfig, {"num_hidden_layers": 12, **LONG}, draft_layer=_DELTA_HEAD, state=_DELTA),
+    "mamba2-2.7b": Shape(Mamba2Config, _MAMBA, draft_layer=LayerConfig(2560, 7680, 20, 5, 128), state=_SSD),
+    "tiny-hybrid": Shape(
+        Qwen3_5MoeTextConfig,
+        {**_TINY, **LONG, "linear_value_head_dim": 12},
+        draft_vocab=48,
+        draft_layer=LayerConfig(32, 48, 2, 2, 16),
+        state=_TINY_DELTA,
+    ),
+}
+
+
+def check_shape(shape: str) -> str:
+    """Return `shape` if there is one of that name; else ValueError."""
+    if shape not in SHAPES:
+        raise ValueError(f"--shape {shape!r}: expected one of {', '.join(SHAPES)} (or a real model as --target)")
+    return shape
+
+
+def recurrent_layers(shape: str) -> tuple[RecurrentSpec, ...]:
+    """List what the recurrent layers of `shape` keep, all of them."""
+    kinds = getattr(SHAPES[shape].make_config(), "layer_types", None) or ()
+    return SHAPES[shape].state * list(kinds).count("linear_attention")
 
 
 def acceptance_rates(steps: int) -> list[float]:
@@ -92,15 +186,11 @@ def shard(model: Any, shape: str, num_ranks: int) -> Any:
         if found is not None:
             for layer in range(int(found[1]) + own, config.num_hidden_layers, own):
                 state[f"model.layers.{layer}.{found[2]}"] = state[name]
-    sharded, told = type(model).from_pretrained(
-        None,
-        config=config,
-        state_dict=state,
-        dtype=model.dtype,
-        distributed_config=DistributedConfig(tp_size=num_ranks),
-        output_loading_info=True,
+    options = {"dtype": model.dtype, "distributed_config": DistributedConfig(tp_size=num_ranks)}
+    sharded, report = type(model).from_pretrained(
+        None, config=config, state_dict=state, output_loading_info=True, **options
     )
-    assert not any(told.values()), f"layers of {shape} do not repeat those of {own}: {told}"
+    assert not any(report.values()), f"layers of {shape} do not repeat those of {own}: {report}"
     _separate(sharded)
     torch.manual_seed(0)  # loading may have drawn: ranks make equal drafts next
     return sharded.eval()
@@ -116,15 +206,18 @@ def _separate(model: nn.Module) -> None:
 
 def make_head(shape: str, model: Any, ids: torch.Tensor | None = None) -> Eagle3Head:
     """Make a head with random weights that fits `model`, a target of `shape`, and drafts tokens of `ids` (or any)."""
-    c, found = model.config, SHAPES[shape]
-    aux = default_aux_layers(c.num_hidden_layers)
-    if ids is None:
-        ids = torch.arange(c.vocab_size)
-    layer = found.layer_of_draft(c)
-    config = Eagle3Config(layer, c.hidden_size, c.vocab_size, min(found.draft_vocab, len(ids)), aux)
+    config = head_config(shape, model.config, None if ids is None else len(ids))
     head = Eagle3Head(config).to(model.device, model.dtype)
+    ids = torch.arange(config.vocab_size) if ids is None else ids
     head.set_hot_vocab(ids[torch.randperm(len(ids))][: config.draft_vocab_size].to(model.device))
     return head.eval().requires_grad_(False)
+
+
+def head_config(shape: str, config: Any, most: int | None = None) -> Eagle3Config:
+    """Return the config of an EAGLE-3 head for a target of `shape` and that config; most: tokens it may draft."""
+    vocab_size, layer = config.vocab_size, SHAPES[shape].layer_of_draft(config)
+    scored = min(SHAPES[shape].draft_vocab, most or vocab_size)
+    return Eagle3Config(layer, config.hidden_size, vocab_size, scored, default_aux_layers(config.num_hidden_layers))
 
 
 def make_nextn(model: Any) -> NextNHead:

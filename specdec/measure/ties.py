@@ -13,6 +13,25 @@ import torch
 LEAST_NEAR_TIE = 0.25  # logits; bf16 rounds logits of size 16..32 to steps of 0.125
 
 
+def compare_texts(
+    model: Any,
+    prompts: Sequence[list[int]],
+    ours: Sequence[list[int]],
+    theirs: Sequence[list[int]],
+    tie: float,
+    digits: int,
+) -> dict[str, Any]:
+    """Return how many texts are equal, by how much the target's logits of both tokens differ where others part, and at
+    how many of those no more than `tie`: near-ties."""
+    gaps = [tie_gap(model, *texts) for texts in zip(prompts, ours, theirs, strict=True) if texts[1] != texts[2]]
+    return {
+        "equal": len(prompts) - len(gaps),
+        "gaps": [round(g, digits) for g in gaps],
+        "near_ties": sum(g <= tie for g in gaps),
+        "near_tie": round(tie, 4),
+    }
+
+
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
     """Return the index of the first token that differs; the shorter length where one is a beginning of the other."""
     differs = (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)

@@ -1,8 +1,11 @@
 """What forwards read of a model's weights: all of the dense ones, and of routed experts those that their tokens use."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -49,14 +52,9 @@ class VerifyCost:
         return self.dense_bytes + self.experts.read_bytes(self.experts.per_token)
 
     @property
-    def verify_bytes(self) -> float:
-        """Bytes of a verify."""
-        return self.dense_bytes + self.experts.read_bytes(self.distinct)
-
-    @property
     def ratio(self) -> float:
         """Steps that read as much as a verify: tau below which speculation cannot pay, whatever the draft costs."""
-        return self.verify_bytes / self.step_bytes
+        return (self.dense_bytes + self.experts.read_bytes(self.distinct)) / self.step_bytes
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -100,14 +98,9 @@ def expert_weights(model: nn.Module, config: Any) -> ExpertWeights | None:
     per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
     if not found or not isinstance(per_token, int):
         return None
-    weights = [p for module in found for p in module.parameters()]
-    return ExpertWeights(
-        num_experts=found[0].down_proj.shape[0],
-        per_token=per_token,
-        num_layers=len(found),
-        num_bytes=sum(p.numel() * p.element_size() for p in weights),
-        num_weights=sum(p.numel() for p in weights),
-    )
+    num_weights = sum(p.numel() for module in found for p in module.parameters())
+    total = sum(map(num_bytes, found))
+    return ExpertWeights(found[0].down_proj.shape[0], per_token, len(found), total, num_weights)
 
 
 def num_bytes(module: nn.Module) -> int:
@@ -120,3 +113,40 @@ def read_bytes(module: nn.Module, embedding: nn.Module | None, head: nn.Module |
     if embedding is None or (head is not None and head.weight is embedding.weight):
         return num_bytes(module)
     return num_bytes(module) - num_bytes(embedding)
+
+
+@torch.no_grad()
+def distinct_experts(
+    model: PreTrainedModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], num_nodes: int
+) -> float | None:
+    """Return the mean number of experts of a layer that `num_nodes` neighbouring tokens of answers use together.
+
+    texts: pairs of a prompt and its answer (ids). A node's choice depends on its path alone, so that neighbouring
+    tokens of an answer choose what they would as accepted nodes of a chain. None if all answers are shorter.
+    """
+    counts = []
+    for prompt, answer in texts:
+        with _choices(model) as chosen:
+            model(input_ids=torch.tensor([[*prompt, *answer]], device=model.device), use_cache=False)
+        for ids in chosen if len(answer) >= num_nodes else ():
+            windows = ids[len(prompt) :].unfold(0, num_nodes, 1).flatten(1).sort(1).values  # [windows, num_nodes * k]
+            counts.append(1 + (windows.diff(dim=1) != 0).sum(1))
+    return float(torch.cat(counts).float().mean()) if counts else None
+
+
+@contextmanager
+def _choices(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Within it, every call of a layer's experts adds their ids [T, k] to the list."""
+    seen: list[torch.Tensor] = []
+
+    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = (*args, *kwargs.values())
+        ids = next(t for t in given if isinstance(t, torch.Tensor) and not t.is_floating_point())
+        seen.append(ids.reshape(-1, ids.shape[-1]))
+
+    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in expert_modules(model)]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -13,31 +13,34 @@ transformers' own `generate`, which is measured first, before the model is attac
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import median
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from specdec.api import Engine, attach
 from specdec.errors import CapacityError
-from specdec.measure.latency.cases import MODES, Cell, Draft, Plan, capacity, split_by_memory
-from specdec.measure.latency.hf import hf_rows
-from specdec.measure.latency.subject import Subject, free
-from specdec.measure.latency.timing import QUICK_S, Call, generate, idle_share
-from specdec.measure.roofline import first_floor_ms, token_floor_ms
+from specdec.measure.latency.cases import MODES, Cell, Draft, Plan, Subject, capacity, free
+from specdec.measure.latency.timing import Call, generate, hf_rows, idle_share
+from specdec.measure.roofline import ShapeFloors
 from specdec.measure.together import of_first
 
+QUICK_S = 0.5  # first tokens that come sooner are timed `repeats` times, slower ones three times
 SLOW_S = 3.0  # prompts that take longer are timed once
 HF_S = 5.0  # of transformers' own generate, a prompt length: its scans in torch are slow
-ALLOWANCE_S = 15.0  # what must be left of the budget before something of unknown length begins
+ALLOWANCE_S = 15.0  # what must be left of the budget beside what is known before something begins
+NUMBERS = ("ms", "round_ms", "tau", "floor_ms", "host_ms", "idle_percent", "graph_mib", "eager")
 
 Row = dict[str, Any]
 
 
 @dataclass
 class Run:
-    """Rows so far, and what was left out or failed. on_row: is told of each row as it comes."""
+    """Rows so far, and what was left out or failed. on_row: is called with each row as it comes."""
 
     subject: Subject
     plan: Plan
@@ -50,42 +53,38 @@ class Run:
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + self.plan.budget
 
-    @property
-    def left(self) -> float:
-        """Seconds of the budget."""
-        return of_first(self.deadline - time.monotonic())
-
     def time_hf(self) -> None:
         """Add rows of transformers' own `generate` at batch 1, before an engine attaches."""
-        lengths = sorted({cell.tokens for group in self.plan.groups for cell in group})
-        for tokens in lengths:
+        widths = sorted({Draft.parse(text).width for text in self.plan.drafts})
+        for tokens in sorted({cell.tokens for group in self.plan.groups for cell in group}):
             cell = Cell(1, tokens)
             prompt = self.subject.prompts(cell)[0]
-            widths = {Draft.parse(text).width for text in self.plan.drafts}
-            rows = hf_rows(self.subject.model, prompt, self.plan.new_tokens, min(HF_S, self.left), sorted(widths))
-            for row in rows:
+            for row in hf_rows(self.subject.model, prompt, self.plan.new_tokens, min(HF_S, self._left), widths):
                 self._add({**self._key("hf", Draft(), cell), **row})
         free(self.subject.device)
 
     def engines(self) -> Iterator[None]:
         """Measure engine by engine, those of short contexts first; yields after each, so that rows can be written."""
-        for group in self.plan.groups:
-            for mode in self.plan.modes:
-                for draft in map(Draft.parse, self.plan.drafts):
-                    self._serve(mode, draft, group)
-                    yield
+        for group, mode, draft in product(self.plan.groups, self.plan.modes, map(Draft.parse, self.plan.drafts)):
+            self._serve(mode, draft, list(group))
+            yield
 
-    def _serve(self, mode: str, draft: Draft, group: list[Cell]) -> None:
-        """Measure all cells of a group by one engine. One that fails is told of, and the next ones still run."""
-        name, subject = f"{mode} {draft}", self.subject
-        cells, too_large = of_first(
-            split_by_memory(subject.shape, group, self.plan.new_tokens, subject.device, subject.ranks)
-        )
-        self.skipped += [f"{name}, {cell}: does not fit" for cell in too_large]
-        if self.left < self.longest_attach + ALLOWANCE_S:
-            self.skipped += [f"{name}, {cell}: budget" for cell in cells]
+    @property
+    def _left(self) -> float:
+        """Seconds of the budget."""
+        return of_first(self.deadline - time.monotonic())
+
+    def _has_time(self, seconds: float, *names: str) -> bool:
+        """Whether the budget has so many seconds left; else what is called `names` is skipped."""
+        has_time = self._left >= seconds + ALLOWANCE_S
+        self.skipped += [] if has_time else [f"{name}: budget" for name in names]
+        return has_time
+
+    def _serve(self, mode: str, draft: Draft, cells: list[Cell]) -> None:
+        """Measure cells by one engine. If it fails, that is noted, and the next ones still run."""
+        name, engine = f"{mode} {draft}", None
+        if not self._has_time(self.longest_attach, *(f"{name}, {cell}" for cell in cells)):
             return
-        engine = None
         try:
             engine = self._attach(mode, draft, cells)
             for cell in cells:
@@ -98,38 +97,46 @@ class Run:
             if engine is not None:
                 engine.detach()
             del engine
-            free(subject.device)
+            free(self.subject.device)
 
     def _attach(self, mode: str, draft: Draft, cells: list[Cell]) -> Engine | None:
-        """Return an engine for `cells`, the largest of which are dropped until it fits; None where none does."""
+        """Return an engine for `cells`, the largest of which are dropped until it fits; None where none does. Add a row
+        of what attaching took."""
+        subject, plan = self.subject, self.plan
+        source, algo = (subject.draft, subject.algo) if draft.steps else (None, None)
+        settings: Row = {**draft.settings(subject.is_random), **MODES[mode], "tokenizer": subject.tokenizer}
+        if not plan.every_kind:
+            settings["graph_sampling"] = plan.samplings
         while cells:
+            start = time.perf_counter()
             try:
-                return self._attached(mode, draft, cells)
+                engine = attach(subject.model, source, algo, **settings, **capacity(cells, plan.new_tokens))
             except CapacityError:
                 cells.sort(key=lambda c: c.batch * c.tokens)
                 self.skipped.append(f"{mode} {draft}, {cells.pop()}: does not fit")
+                continue
+            seconds = time.perf_counter() - start
+            self.longest_attach = max(self.longest_attach, of_first(seconds))
+            self._add(self._attach_row(engine, mode, draft, seconds))
+            return engine
         return None
 
-    def _attached(self, mode: str, draft: Draft, cells: list[Cell]) -> Engine:
-        """Attach an engine for `cells`, and add a row of what it took."""
-        subject = self.subject
-        settings = {**capacity(cells, self.plan.new_tokens), **draft.settings(subject.is_random), **MODES[mode]}
-        if not self.plan.every_kind:
-            settings["graph_sampling"] = self.plan.samplings
-        start = time.perf_counter()
-        source, algo = (subject.draft, subject.algo) if draft.steps else (None, None)
-        engine = attach(subject.model, source, algo, tokenizer=subject.tokenizer, **settings)
-        seconds = time.perf_counter() - start
-        self.longest_attach = max(self.longest_attach, of_first(seconds))
+    def _attach_row(self, engine: Engine, mode: str, draft: Draft, seconds: float) -> Row:
         report = engine.report()
-        mode = _mode_of(mode, engine)
-        row = {**self._key(mode, draft, Cell(engine.config.max_batch, engine.config.max_seq_len)), "what": "attach"}
-        row |= {"ms": round(1e3 * seconds), "compile_s": round(report.compile_seconds, 2)}
-        row |= {"capture_s": round(report.graph_seconds, 2), "num_graphs": len(report.graphs)}
-        row |= {"graph_mib": round(report.graph_bytes / 2**20, 1), "capture": report.capture}
-        row["graph_mib_of"] = {name: round(n / 2**20, 1) for name, n in report.graph_bytes_of.items()}
-        self._add(row | {"prefill_graph": report.prefill_graph, "backend": report.backend})
-        return engine
+        key = self._key(_mode_of(mode, engine), draft, Cell(engine.config.max_batch, engine.config.max_seq_len))
+        return {
+            **key,
+            "what": "attach",
+            "ms": round(1e3 * seconds),
+            "compile_s": round(report.compile_seconds, 2),
+            "capture_s": round(report.graph_seconds, 2),
+            "num_graphs": len(report.graphs),
+            "graph_mib": round(report.graph_bytes / 2**20, 1),
+            "capture": report.capture,
+            "graph_mib_of": {name: round(n / 2**20, 1) for name, n in report.graph_bytes_of.items()},
+            "prefill_graph": report.prefill_graph,
+            "backend": report.backend,
+        }
 
     def _key(self, mode: str, draft: Draft, cell: Cell) -> Row:
         """Return the keys that every row has."""
@@ -138,17 +145,9 @@ class Run:
             shared["algo"] = self.subject.algo
         if draft.vocab is not None:
             shared["draft_vocab"] = draft.vocab
-        return {
-            **shared,
-            "label": self.plan.label,
-            "shape": self.subject.shape,
-            "mode": mode,
-            "steps": draft.steps,
-            "topk": draft.topk,
-            "draft_tokens": draft.width,
-            "batch": cell.batch,
-            "tokens": cell.tokens,
-        }
+        shared |= {"label": self.plan.label, "shape": self.subject.shape, "mode": mode, "steps": draft.steps}
+        shared |= {"topk": draft.topk, "draft_tokens": draft.width, "batch": cell.batch, "tokens": cell.tokens}
+        return shared
 
     def _measure(self, engine: Engine, mode: str, draft: Draft, cell: Cell) -> None:
         """Add the rows of one cell, by how tokens are drawn, with and without the tokenizer."""
@@ -164,69 +163,67 @@ class Run:
 
     def _times(self, engine: Engine, draft: Draft, cell: Cell, sampling: str, name: str) -> Iterator[Row]:
         """Yield the ttft row and the tpot row, as far as the budget lets them."""
-        shape, prompts, most = self.subject.shape, self.subject.prompts, self.plan.repeats
-        if self.left < ALLOWANCE_S:
-            self.skipped.append(f"{name}: budget")
-            return
-        one = generate(engine, prompts(cell), 1, sampling).seconds  # not counted: kernels may still have to be loaded
-        repeats = most if one < QUICK_S else min(most, 3 if one < SLOW_S else 1)
-        if self.left < (repeats + 2) * one:
-            self.skipped.append(f"{name}: budget")
-            return
-        first = [generate(engine, prompts(cell), 1, sampling) for _ in range(repeats)]
-        ms, host_ms = _medians(first)
-        floor = first_floor_ms(shape, cell.batch, cell.tokens, self.subject.ranks) if self._has_floor else None
-        yield {"what": "ttft", "ms": round(ms, 3), "host_ms": self._host(host_ms), "floor_ms": floor}
-        num = self.plan.new_tokens
-        if not cell.has_tpot:
-            return
-        if self.left < ALLOWANCE_S + one or self.left < 4 * generate(engine, prompts(cell), num, sampling).seconds:
-            self.skipped.append(f"{name}, tpot: budget")
-            return
-        calls = [generate(engine, prompts(cell), num, sampling) for _ in range(3 if one < SLOW_S else 1)]
-        yield self._token_row(calls, draft, cell, ms, host_ms) | (
-            self._idle(engine, cell) if sampling == "greedy" else {}
-        )
 
-    def _token_row(self, calls: list[Call], draft: Draft, cell: Cell, first_ms: float, first_host_ms: float) -> Row:
-        """Return the tpot row of long calls, given the medians of the short ones."""
-        (ms, host_ms), tau, num = _medians(calls), median(c.tau for c in calls), self.plan.new_tokens
-        a_token, host = (ms - first_ms) / (num - 1), (host_ms - first_host_ms) / (num - 1)
-        floor = None
-        if self._has_floor:
-            context = cell.tokens + num / 2
-            case = (self.subject.shape, draft.steps, draft.width, cell.batch, context, tau, self.subject.ranks)
-            floor = token_floor_ms(*case, algo=self.subject.algo or "eagle3", vocab=draft.vocab)
-        row = {"what": "tpot", "ms": round(a_token, 4), "round_ms": round(a_token * tau, 4), "tau": round(tau, 3)}
-        return row | {"host_ms": self._host(host), "floor_ms": floor}
+        def call(new_tokens: int) -> Call:
+            return generate(engine, self.subject.prompts(cell), new_tokens, sampling)
+
+        if not self._has_time(0.0, name):
+            return
+        one = call(1).seconds  # not counted: kernels may still have to be loaded
+        several = 3 if one < SLOW_S else 1
+        repeats = self.plan.repeats if one < QUICK_S else min(self.plan.repeats, several)
+        if not self._has_time((repeats + 2) * one - ALLOWANCE_S, name):
+            return
+        first_ms, first_host, _ = _medians([call(1) for _ in range(repeats)])
+        floors, is_gpu, num = self._floors(draft), self.subject.device == "cuda", self.plan.new_tokens
+        yield {
+            "what": "ttft",
+            "ms": round(first_ms, 3),
+            "host_ms": round(first_host, 4) if is_gpu else None,  # on a CPU the host is the device
+            "floor_ms": floors and floors.first_ms(cell.batch, cell.tokens),
+        }
+        if not cell.has_tpot or not self._has_time(one, f"{name}, tpot"):
+            return
+        if not self._has_time(4 * call(num).seconds - ALLOWANCE_S, f"{name}, tpot"):
+            return
+        ms, host, tau = _medians([call(num) for _ in range(several)])
+        a_token, context = (ms - first_ms) / (num - 1), cell.tokens + num / 2
+        row = {
+            "what": "tpot",
+            "ms": round(a_token, 4),
+            "round_ms": round(a_token * tau, 4),
+            "tau": round(tau, 3),
+            "host_ms": round((host - first_host) / (num - 1), 4) if is_gpu else None,
+            "floor_ms": floors and floors.token_ms(draft.steps, draft.width, cell.batch, context, tau),
+        }
+        yield row | (self._idle(engine, cell) if sampling == "greedy" else {})
 
     def _idle(self, engine: Engine, cell: Cell) -> Row:
         """Return the GPU's idle share for the shortest context at batch 1, where the host can be the slower one."""
         is_short = cell.batch == 1 and cell.tokens == min(self.plan.tokens)
-        if self.subject.device != "cuda" or not is_short or self.left < ALLOWANCE_S:
+        if self.subject.device != "cuda" or not is_short or not self._has_time(0.0):
             return {}
         try:
             return idle_share(engine, self.subject.prompts(cell)[0])
         except (RuntimeError, OSError, KeyError, ValueError) as error:  # a profiler that fails costs one column
             return {"idle_error": f"{type(error).__name__}: {error}"}
 
-    @property
-    def _has_floor(self) -> bool:
-        """Whether the bounds on times, those of a GPU and of named shapes, mean something here."""
-        return self.subject.device == "cuda" and self.subject.is_random
-
-    def _host(self, ms: float) -> float | None:
-        """On a CPU the host is the device."""
-        return round(ms, 4) if self.subject.device == "cuda" else None
+    def _floors(self, draft: Draft) -> ShapeFloors | None:
+        """Bounds on times where they mean something: those of a GPU and of named shapes."""
+        subject = self.subject
+        if subject.device != "cuda" or not subject.is_random:
+            return None
+        return ShapeFloors(subject.shape, subject.ranks, subject.algo or "eagle3", draft.vocab)
 
     def _add(self, row: Row) -> None:
         self.rows.append(row)
         self.on_row(row)
 
 
-def _medians(calls: list[Call]) -> tuple[float, float]:
-    """ms of a call, and of the host's share of it."""
-    return 1e3 * median(c.seconds for c in calls), 1e3 * median(c.host_seconds for c in calls)
+def _medians(calls: list[Call]) -> tuple[float, float, float]:
+    """ms of a call, ms of the host's share of it, and tau."""
+    seconds, host, tau = (median(values) for values in zip(*calls, strict=True))
+    return 1e3 * seconds, 1e3 * host, tau
 
 
 def _mode_of(mode: str, engine: Engine) -> str:
@@ -240,3 +237,24 @@ def _eager_runs(engine: Engine) -> Counter[str]:
     return Counter(
         {f"{name}: {why}": n for name, c in runners.items() if c["eager"] for why, n in c["rejects"].items()}
     )
+
+
+def draft_of_row(row: Mapping[str, Any]) -> str:
+    """Return how a row's rounds drafted, as S:K:D or "plain"."""
+    return f"{row['steps']}:{row['topk']}:{row['draft_tokens']}" if row["steps"] else "plain"
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a line a row, then how often each path ran without its graph, and why."""
+    table = Table("what", "mode", "S:K:D", "batch", "tokens", "text", *NUMBERS)
+    eager: Counter[str] = Counter()
+    for row in rows:
+        text = {True: "yes", False: "no", None: "-"}[row.get("tokenizer")]
+        what = row["what"] if "sampling" not in row else f"{row['what']}, {row['sampling']}"
+        numbers = ("-" if row.get(name) is None else f"{row[name]:g}" for name in NUMBERS)
+        table.add_row(what, row["mode"], draft_of_row(row), str(row["batch"]), str(row["tokens"]), text, *numbers)
+        eager.update(row.get("why_eager", {}))
+    console = Console(width=150)
+    console.print(table)
+    for reason, times in eager.most_common():
+        console.print(f"ran eagerly {times} times: {reason}", markup=False, highlight=False)
