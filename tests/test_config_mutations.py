@@ -17,8 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specdec.errors import CheckpointError
+from specdec.heads.configs import SCHEMA
 from specdec.heads.load import inspect
-from specdec.heads.schema import AUX, HEAD, LAYER, MTP, OWN_MTP, ROPE
+from specdec.heads.nextn_format import KEYS
 from specdec.targets.pretrained import load_draft
 from tests import layout_models as lm
 from tests.layout_heads import DEEPSEEK_NORMS, LLAMA3, MIMO_NORMS, Played, combine_tensors, load, target, under
@@ -32,14 +33,6 @@ JUNK = (
     *([], [1], [1, 2, 7], [-1], ["a"], [[1]], [None], [0.5], [10**30], {}, {"a": 1}, {"factor": 2.0}),
     *({"rope_type": "yarn"}, {"rope_type": "llama3", "factor": 0}, {"type": ["linear"]}, [[]] * 3),
 )
-KEYS = {
-    "eagle_config": tuple(AUX),
-    "transformer_layer_config": tuple(LAYER),
-    "text_config": tuple(MTP),
-    "rope_parameters": tuple(ROPE),
-    "rope_scaling": tuple(ROPE),
-    "specdec_nextn": tuple(OWN_MTP),
-}
 
 
 def _mimo_like(at: str, **layer: Any) -> lm.Tensors:
@@ -94,16 +87,15 @@ def _objects(config: dict[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 @st.composite
-def mutations(draw: st.DrawFn, config: dict[str, Any], top: tuple[str, ...]) -> dict[str, Any]:
-    """`config` with one or two values replaced, added or taken away, at any depth. top: keys that are read there."""
+def mutations(draw: st.DrawFn, config: dict[str, Any], read: tuple[str, ...]) -> dict[str, Any]:
+    """`config` with one or two values replaced, added or taken away, at any depth. read: keys that are read."""
     config = copy.deepcopy(config)
     for _ in range(draw(st.integers(1, 2))):
         path = draw(st.sampled_from(sorted(_objects(config))))
         held = config
         for key in path:
             held = held[key]
-        known = KEYS.get(path[-1], ()) if path else top
-        key = draw(st.sampled_from(known if known and draw(st.booleans()) else sorted(held) or ["a"]))
+        key = draw(st.sampled_from(read if draw(st.booleans()) else sorted(held) or ["a"]))
         if draw(st.integers(0, 9)) == 0:
             held.pop(key, None)
         else:
@@ -144,7 +136,7 @@ def test_a_mutated_config_loads_or_is_refused(tmp_path: Path, layout: str) -> No
     seen = set()
 
     @settings(QUIET, max_examples=40)
-    @given(mutations(config, (*HEAD, *LAYER) if family == "llama" else tuple(MTP)))
+    @given(mutations(config, tuple(SCHEMA) if family == "llama" else KEYS))
     def check(mutated: dict[str, Any]) -> None:
         (folder / "config.json").write_text(json.dumps(mutated))
         seen.add(runs(folder, family))
@@ -161,7 +153,7 @@ def test_a_mutated_config_of_a_whole_model_loads_or_is_refused() -> None:
         seen = set()
 
         @settings(QUIET, max_examples=20)
-        @given(mutations(config, tuple(LAYER)))
+        @given(mutations(config, tuple(SCHEMA)))
         def check(mutated: dict[str, Any]) -> None:
             (folder / "config.json").write_text(json.dumps(mutated))
             with warnings.catch_warnings():

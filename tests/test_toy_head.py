@@ -1,6 +1,7 @@
-"""A kind of head that nobody has heard of: class and format in one file (this one), and one row in the table."""
+"""Another kind of head: class and format in one file (this one), and one row in the table."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ import specdec
 from specdec.heads import formats
 from specdec.heads.base import LayerConfig
 from specdec.heads.eagle import EagleConfig, EagleHead
-from specdec.heads.eagle_format import EagleFormat
-from specdec.heads.layouts import Layout, same
+from specdec.heads.eagle_format import EAGLE, read
+from specdec.heads.format import Layout, same
 from specdec.heads.load import detect_algo, inspect, load_head, save_head
 from specdec.targets.shape import TargetShape
 from specdec.train import config
@@ -30,31 +31,27 @@ class ToyHead(EagleHead):
         return super().fuse(features) / 2
 
 
-class ToyFormat(EagleFormat):
-    """Its fc goes by another name in files."""
-
-    algo = "toy"
-    written = ("toy",)
-    layouts = (Layout("toy", "toy", r"toy_fc\.", (("toy_fc.", "fc."), *same("layers.", "embed_tokens."))),)
-
-    training = replace(EagleFormat.training, name="Toy head", recipe={"num_steps": 2, "feature_weight": 1.0})
-
-    def make(self, config, target):
-        return ToyHead(config)
-
-    def fresh(self, model, shape, seed, hot_ids):
-        return fresh_toy(model).train()
-
-
 def fresh_toy(model):
     width, vocab = model.config.hidden_size, model.config.vocab_size
     return noisy(ToyHead(EagleConfig(LayerConfig(width, 48, 4, 2, 16), vocab)))
 
 
+TOY = replace(
+    EAGLE,
+    algo="toy",
+    # its fc goes by another name in files
+    layouts=(Layout("toy", "toy", r"toy_fc\.", (("toy_fc.", "fc."), *same("layers.", "embed_tokens."))),),
+    read=partial(read, head_class=ToyHead),
+    fresh=lambda model, shape, seed, hot_ids: fresh_toy(model).train(),
+    written=lambda head: ("toy",),
+    training=replace(EAGLE.training, name="Toy head", recipe={"num_steps": 2, "feature_weight": 1.0}),
+)
+
+
 @pytest.fixture(autouse=True)
 def row(monkeypatch):
     """The one row that a new kind of head needs."""
-    monkeypatch.setattr(formats, "ROWS", (ToyFormat(), *formats.ROWS))
+    monkeypatch.setattr(formats, "ROWS", (TOY, *formats.ROWS))
 
 
 def test_it_is_trained_and_has_a_card(tmp_path):

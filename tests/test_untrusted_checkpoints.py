@@ -161,7 +161,6 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "heads that do not group": ({"num_key_value_heads": 3}, "num_key_value_heads=3: expected a divisor of 4"),
     "heads of odd width": ({"head_dim": 7}, "heads of 7 elements: expected an even number"),
     "heads that do not share": ({"num_attention_heads": 5, "num_key_value_heads": 5}, "5 heads do not share"),
-    "no epsilon": ({"rms_norm_eps": None}, r"rms_norm_eps=None: expected a number of \[0, 1\)"),
     "a negative window": ({"sliding_window": -4}, "sliding_window=-4: expected an integer of 0"),
     "theta is a list": ({"rope_theta": [1e4]}, r"rope_theta=\[10000.0\]: expected a number above 0"),
     "theta is text": ({"rope_theta": "abc"}, "rope_theta='abc'"),
@@ -173,7 +172,7 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "a part of a head": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: expected 1"),
     "architectures": ({"architectures": 3}, "architectures=3: expected a list, each a string"),
     "kinds of layers": ({"layer_types": [["full_attention"]]}, "expected a list, each a string"),
-    "layers without end": ({"num_hidden_layers": 10**30}, r"num_hidden_layers=10+: expected an integer of 1..4096"),
+    "layers without end": ({"num_hidden_layers": 10**30}, r"num_hidden_layers=10+: expected an integer of 1.."),
     "a draft vocabulary": ({"draft_vocab_size": "40"}, "draft_vocab_size='40'"),
     "a target's width": ({"target_hidden_size": -1}, "target_hidden_size=-1"),
     "eagle_config": ({"eagle_config": [1]}, r"eagle_config=\[1\]: expected an object"),
@@ -215,7 +214,7 @@ def test_what_no_check_foresaw_is_told_with_its_file(tmp_path: Path, monkeypatch
     def broken(*_: Any) -> None:
         raise KeyError("unforeseen")
 
-    monkeypatch.setattr(head_configs, "rope_of", broken)
+    monkeypatch.setattr(head_configs, "_rope", broken)
     lm.write(tmp_path, EAGLE, lm.eagle_tensors(fc_bias=False))
     with pytest.raises(
         CheckpointError, match=r"config.json cannot be read as that of 'eagle': KeyError: 'unforeseen'"

@@ -30,8 +30,8 @@ from specdec.functional.checks import checked
 from specdec.functional.ops import RoundOps
 from specdec.functional.torch_ops import pick_ops
 from specdec.graphs.counters import Counters
+from specdec.heads.formats import why_absent
 from specdec.heads.load import check_head, load_head, open_draft
-from specdec.heads.open import why_absent
 from specdec.round.parts import Parts
 from specdec.round.state import EngineState
 from specdec.targets.hf import HFTarget

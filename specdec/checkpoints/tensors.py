@@ -45,7 +45,7 @@ Shapes = dict[str, tuple[tuple[int, ...], Any]]
 class Checkpoint:
     """Contents of a checkpoint folder, without the data.
 
-    layout: a name of `specdec.heads.layouts`; algo: the algorithm it drafts with. config: config.json as it is.
+    layout: a name of `specdec.heads.formats.layouts`; algo: the algorithm it drafts with. config: config.json as it is.
     tensors: shape and dtype of each tensor by its name in the file; of a head inside a target, the head's only. notes:
     where values were read from, and defaults taken.
     """

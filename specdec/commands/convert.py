@@ -1,7 +1,6 @@
 """`specdec convert`: EAGLE-3 heads between the official layout and vLLM speculators', tensor by tensor, bit for bit."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,14 +12,14 @@ from specdec.checkpoints.replacing import check_free, write_checkpoint
 from specdec.checkpoints.tensors import TensorFiles
 from specdec.commands.choices import Json, finish
 from specdec.errors import CheckpointError
-from specdec.heads.build import head_problems, wanted_tensors
+from specdec.heads.configs import AUX_IDS, AUX_LAYERS
 from specdec.heads.custom_generate import write_custom_generate
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head
-from specdec.heads.eagle3_format import eagle3_json, proposal_json, speculators_json
+from specdec.heads.eagle3_configs import official_json, proposal_json, speculators_json
+from specdec.heads.eagle3_format import read
 from specdec.heads.files import HeadFiles
 from specdec.heads.formats import layouts
-from specdec.heads.layouts import AUX_IDS, AUX_LAYERS
-from specdec.heads.open import open_head, read_config
+from specdec.heads.load import open_head
 from specdec.targets.pretrained import BUNDLED, load_pretrained
 from specdec.targets.shape import TargetShape
 
@@ -55,14 +54,11 @@ def convert(
     if Path(dst).exists() and Path(dst).resolve() == head.folder.resolve():
         raise ValueError(f"dst={str(dst)!r} is the source: expected another folder")
     check_free(dst, overwrite)
-    reading, config = read_config(head)
-    if not isinstance(config, Eagle3Config):
-        raise CheckpointError(str(head.folder), reading.problems)
-    with torch.device("meta"):
-        likeness = Eagle3Head(replace(config, own_embedding="embed_tokens.weight" in head.names))
-    problems = reading.problems + head_problems(head, likeness, *wanted_tensors(head, likeness))
-    if problems:
-        raise CheckpointError(str(head.folder), problems)
+    stored = read(head, None)
+    if head.problems or stored is None:
+        raise CheckpointError(str(head.folder), head.problems)
+    assert isinstance(stored.head, Eagle3Head)
+    config = stored.head.config
     tensors = head.read(list(head.names))
     if to == "official":
         written = _to_official(head, config)
@@ -75,12 +71,12 @@ def convert(
     layout = layouts()[TO[to]]
     write_checkpoint(dst, written, {layout.theirs(ours): t.contiguous() for ours, t in tensors.items()})
     write_custom_generate(dst)
-    return reading.notes + reading.doubts
+    return head.notes + head.doubts
 
 
 def _to_official(head: HeadFiles, config: Eagle3Config) -> dict[str, Any]:
     raw = head.raw
-    written = eagle3_json(config, lm_head_from_target=bool(raw.get("lm_head_from_target")))
+    written = official_json(config, lm_head_from_target=bool(raw.get("lm_head_from_target")))
     layer = raw["transformer_layer_config"]
     written.update({key: layer.get(key, raw.get(key)) for key in PASSED if key in layer or key in raw})
     _keep_aux(raw, written, written["eagle_config"])

@@ -1,7 +1,8 @@
 """EAGLE-3 checkpoints: SafeAILab's layout (arXiv 2503.01840), which SpecForge and SGLang write too, and vLLM's."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -9,233 +10,124 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.checkpoints.fitting import full_vocab_ids, full_vocab_problems, vocab_problems
-from specdec.draft.head import DraftHead
 from specdec.heads import fresh
-from specdec.heads.configs import Reading, eagle3_config, speculators_config
-from specdec.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
-from specdec.heads.eagle_format import rope_problems, why_of_eagle
-from specdec.heads.files import HeadFiles
-from specdec.heads.format import HeadFormat, IsOwn, Training, Wanted, layer_json
-from specdec.heads.layouts import AUX_IDS, AUX_LAYERS, Layout, same
+from specdec.heads.configs import AUX_IDS
+from specdec.heads.eagle3 import Eagle3Head, default_aux_layers
+from specdec.heads.eagle3_configs import (
+    inexpressible,
+    official_json,
+    proposal_json,
+    read_official,
+    read_speculators,
+    speculators_json,
+)
+from specdec.heads.eagle_format import why_of_eagle
+from specdec.heads.files import EMBEDDING, LM_HEAD, HeadFiles, shapes_of
+from specdec.heads.format import HeadFormat, HotIds, Layout, Saving, Stored, Tensors, Training, same
 from specdec.targets.shape import TargetShape
 
 MAX_EXTRA_LAYERS = 16  # beyond the first
-_EAGLE3_SHARED = same("fc.", "fc_norm.", "input_norm.", "norm.", "lm_head.", "embed_tokens.", "d2t", "t2d")
+_SHARED = same("fc.", "fc_norm.", "input_norm.", "norm.", "lm_head.", "embed_tokens.", "d2t", "t2d")
+OFFICIAL = Layout("eagle3", "eagle3", r"midlayer\.", (*same("midlayer.", "additional_layers."), *_SHARED))
+SPECULATORS = Layout(
+    "speculators",
+    "eagle3",
+    mark=r"layers\.0\.hidden_norm\.|d2t$",
+    prefixes=(
+        ("layers.0.", "midlayer."),
+        *((f"layers.{i + 1}.", f"additional_layers.{i}.") for i in range(MAX_EXTRA_LAYERS)),
+        *_SHARED,
+    ),
+)
 
 
-class Eagle3Format(HeadFormat):
-    """EAGLE-3 checkpoints. `lm_head.weight` may be absent where config.json says `lm_head_from_target`."""
+def read(files: HeadFiles, target: TargetShape | None) -> Stored | None:
+    """Read the head in `files`; see `HeadFormat`. `lm_head.weight` may be absent where config.json says
+    `lm_head_from_target`, and the maps d2t and t2d of a head that scores all tokens."""
+    reader = read_official if files.layout is OFFICIAL else read_speculators
+    config = files.parse(reader, target and target.num_layers)
+    if config is None:
+        return None
+    width, vocab_size = config.layer.hidden_size, config.vocab_size
+    files.check_target(target, config.target_hidden_size, vocab_size)
+    is_narrow = target is not None and width != target.hidden_size
+    head = files.make(Eagle3Head, replace(config, own_embedding=is_narrow or files.is_own(EMBEDDING, target)))
+    wanted, scores_all = shapes_of(head), config.draft_vocab_size == vocab_size
+    derived = [LM_HEAD] if files.raw.get("lm_head_from_target") else []
+    derived += ["d2t", "t2d"] if scores_all else []
+    optional = {EMBEDDING: (vocab_size, width)} | {name: wanted.pop(name) for name in derived}
+    files.check(wanted, optional, partial(_why, head))
+    maps = files.read([n for n in ("d2t", "t2d") if files.shape(n) == tuple(head.get_buffer(n).shape)])
+    if scores_all:
+        files.problems += full_vocab_problems(maps.get("d2t"), maps.get("t2d"))
+    elif len(maps) == 2:
+        files.problems += vocab_problems(**maps)
+    return Stored(head, _tensors(files, list(wanted), maps, vocab_size if scores_all else None, target))
 
-    algo = "eagle3"
-    features = "aux"
-    layouts = (
-        Layout(
-            name="eagle3",
-            algo="eagle3",
-            mark=r"midlayer\.",
-            prefixes=(*same("midlayer.", "additional_layers."), *_EAGLE3_SHARED),
-        ),
-        Layout(
-            name="speculators",
-            algo="eagle3",
-            mark=r"layers\.0\.hidden_norm\.|d2t$",
-            prefixes=(
-                ("layers.0.", "midlayer."),
-                *((f"layers.{i + 1}.", f"additional_layers.{i}.") for i in range(MAX_EXTRA_LAYERS)),
-                *_EAGLE3_SHARED,
-            ),
-        ),
-    )
-    written = ("eagle3", "speculators")
-    shares_lm_head_rows = True
-    combining = r"midlayer\.self_attn\.[qkv]_proj"
-    training = Training(
+
+def _tensors(
+    files: HeadFiles, wanted: list[str], maps: Tensors, scored: int | None, target: TargetShape | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the head's tensors. scored: V of a head that scores all tokens: its rows go in the target's order."""
+    yield from files.items([name for name in wanted if name not in (LM_HEAD, "d2t", "t2d")])
+    order = None
+    if scored:
+        order = full_vocab_ids(maps["d2t"]).argsort() if "d2t" in maps else None
+        maps = {"d2t": torch.zeros(scored, dtype=torch.int64), "t2d": torch.ones(scored, dtype=torch.bool)}
+    yield from maps.items()
+    if LM_HEAD in files.found:
+        rows = files.read([LM_HEAD])[LM_HEAD]
+        yield LM_HEAD, rows if order is None else rows[order]
+    else:
+        assert target is not None, "the rows of lm_head are its target's"
+        rows = target.lm_head_rows()
+        yield LM_HEAD, rows[full_vocab_ids(maps["d2t"]).to(rows.device)]
+
+
+def _why(head: Eagle3Head, name: str, shape: tuple[int, ...] | None) -> str:
+    if shape is not None and name in (LM_HEAD, "d2t", "t2d"):
+        return "draft_vocab_size or vocab_size in config.json is not what the head was trained with"
+    if shape is not None and name in [f"midlayer.self_attn.{part}_proj.weight" for part in "qkv"]:
+        return "the first layer of EAGLE-3 reads [embedding, feature], twice the head's width"
+    return why_of_eagle(head, len(head.aux_layers), name, shape)
+
+
+def write(head: Eagle3Head, saving: Saving) -> tuple[dict[str, Any], Tensors]:
+    """Return config.json and the tensors. ValueError names what the layout cannot express."""
+    if saving.layout == "eagle3":
+        config = official_json(head.config, saving.lm_head_from_target)
+    else:
+        ours = {"lm_head_from_target": True} if saving.lm_head_from_target else {}
+        config = {**speculators_json(head.config), **ours, "speculators_config": proposal_json(saving.verifier)}
+    depth = saving.num_layers or 0
+    if depth > 7 and head.aux_layers == default_aux_layers(depth):
+        # every reader's default is left out: SGLang counts given ids differently from vLLM
+        config.get("eagle_config", config).pop(AUX_IDS)
+    tensors = head.state_dict()
+    if saving.lm_head_from_target:
+        del tensors[LM_HEAD]
+    return config, tensors
+
+
+def _fresh(model: PreTrainedModel, shape: Any, seed: int, hot_ids: HotIds) -> Eagle3Head:
+    config = fresh.eagle3_config(model, shape.draft_vocab_size, shape.aux_layers, shape.intermediate_size)
+    return fresh.new_eagle3(model, config, hot_ids(config.draft_vocab_size), seed)
+
+
+EAGLE3 = HeadFormat(
+    algo="eagle3",
+    layouts=(OFFICIAL, SPECULATORS),
+    read=read,
+    write=write,
+    fresh=_fresh,
+    written=lambda head: ("speculators", "eagle3") if inexpressible(head.config) else ("eagle3", "speculators"),
+    training=Training(
         MappingProxyType({}),
         frozenset({"intermediate_size", "draft_vocab_size", "aux_layers"}),
         "EAGLE-3 draft head",
         "Official EAGLE-3 layout, for targets of the same hidden size, vocabulary and layers.",
-    )
-
-    def fresh(self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]) -> DraftHead:
-        config = fresh.eagle3_config(model, shape.draft_vocab_size, shape.aux_layers, shape.intermediate_size)
-        return fresh.new_eagle3(model, config, hot_ids(config.draft_vocab_size), seed)
-
-    def read_config(self, reading: Reading, layout: Layout, names: Sequence[str]) -> Eagle3Config | None:
-        return (speculators_config if layout.name == "speculators" else eagle3_config)(reading)
-
-    def make(self, config: Eagle3Config, target: TargetShape) -> DraftHead:
-        return Eagle3Head(config)
-
-    def sizes(self, config: Eagle3Config) -> tuple[int, int]:
-        return config.target_hidden_size, config.vocab_size
-
-    def with_own_copies(self, config: Eagle3Config, target: TargetShape, is_own: IsOwn) -> Eagle3Config:
-        is_narrow = config.layer.hidden_size != target.hidden_size
-        return replace(config, own_embedding=is_narrow or is_own("embed_tokens.weight", target.embed_tokens))
-
-    def try_out(self, head: Eagle3Head) -> list[str]:
-        return rope_problems(head.config.layer)
-
-    def leave_out(self, files: HeadFiles, head: Eagle3Head, wanted: Wanted) -> Wanted:
-        optional = super().leave_out(files, head, wanted)
-        if files.raw.get("lm_head_from_target"):
-            optional["lm_head.weight"] = wanted.pop("lm_head.weight")
-        if _scores_all(head):  # the maps are identities, often left out or zero
-            optional.update({name: wanted.pop(name) for name in ("d2t", "t2d")})
-        return optional
-
-    def value_problems(self, files: HeadFiles, head: Eagle3Head, wanted: Wanted) -> list[str]:
-        if _scores_all(head):
-            maps = _stored_maps(files, head)
-            return full_vocab_problems(maps.get("d2t"), maps.get("t2d"))
-        names = [name for name in ("d2t", "t2d") if files.found.get(name, (None,))[0] == wanted[name]]
-        return vocab_problems(**files.read(names)) if len(names) == 2 else []
-
-    def why(self, head: DraftHead, name: str, shape: tuple[int, ...] | None) -> str:
-        cause = why_of_eagle(head, name, shape, num_parts=len(head.aux_layers))
-        if cause or shape is None:
-            return cause
-        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) and name.startswith("midlayer"):
-            return "the first layer of EAGLE-3 reads [embedding, feature], twice the head's width"
-        if name == "lm_head.weight" or name in ("d2t", "t2d"):
-            return "draft_vocab_size or vocab_size in config.json is not what the head was trained with"
-        return super().why(head, name, shape)
-
-    def complete(
-        self,
-        files: HeadFiles,
-        head: Eagle3Head,
-        state: dict[str, torch.Tensor],
-        target: TargetShape,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Add maps that are identities, and rows of the target's output head."""
-        if "lm_head.weight" in files.found:
-            state["lm_head.weight"] = files.read(["lm_head.weight"])["lm_head.weight"].to(device, dtype, copy=True)
-        if _scores_all(head):
-            d2t = _stored_maps(files, head).get("d2t")
-            if d2t is not None and "lm_head.weight" in state:  # rows go in target order: hot ids are ascending
-                state["lm_head.weight"] = state["lm_head.weight"][full_vocab_ids(d2t).argsort().to(device)]
-            state["d2t"] = torch.zeros(head.config.draft_vocab_size, dtype=torch.int64, device=device)
-            state["t2d"] = torch.ones(head.config.vocab_size, dtype=torch.bool, device=device)
-        if "lm_head.weight" not in state:
-            rows = target.lm_head_rows()
-            hot = state["d2t"] + torch.arange(state["d2t"].numel(), device=device)
-            state["lm_head.weight"] = rows[hot.to(rows.device)].to(device=device, dtype=dtype)
-
-    def default_layout(self, head: Eagle3Head) -> str:
-        return "speculators" if inexpressible(head.config) else "eagle3"
-
-    def config_json(
-        self,
-        layout: str,
-        head: Eagle3Head,
-        lm_head_from_target: bool,
-        verifier: Mapping[str, Any] | None,
-        num_layers: int | None,
-    ) -> dict[str, Any]:
-        if layout == "eagle3":
-            written = eagle3_json(head.config, lm_head_from_target)
-        else:
-            ours = {"lm_head_from_target": True} if lm_head_from_target else {}
-            written = {**speculators_json(head.config), **ours, "speculators_config": proposal_json(verifier)}
-        _without_default_ids(written, head.config, num_layers)
-        return written
-
-
-def _stored_maps(files: HeadFiles, head: Eagle3Head) -> dict[str, torch.Tensor]:
-    """Read d2t and t2d, those that are stored in their shapes."""
-    sizes = {"d2t": head.config.draft_vocab_size, "t2d": head.config.vocab_size}
-    return files.read([name for name, size in sizes.items() if files.found.get(name, (None,))[0] == (size,)])
-
-
-def _scores_all(head: Eagle3Head) -> bool:
-    return head.config.draft_vocab_size == head.config.vocab_size
-
-
-def inexpressible(c: Eagle3Config) -> list[str]:
-    """List what the official EAGLE-3 layout cannot express of a head."""
-    flags = {
-        "norm_before_residual": c.norm_before_residual,
-        "norm_before_fc": c.norm_before_fc,
-        "norm_output (recycles_normed)": c.recycles_normed,
-        "sliding_window": c.layer.window is not None,
-        "q_norm and k_norm (qwen3)": c.layer.qk_norm,
-        f"{c.num_layers} layers": c.num_layers > 1,
-    }
-    return [name for name, is_set in flags.items() if is_set]
-
-
-def eagle3_json(c: Eagle3Config, lm_head_from_target: bool) -> dict[str, Any]:
-    """Make config.json of the official EAGLE-3 layout, like SpecForge's. ValueError names what it cannot express."""
-    flags = inexpressible(c)
-    if flags:
-        raise ValueError(f"the official EAGLE-3 layout cannot express {', '.join(flags)}; keep it in speculators'")
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "target_hidden_size": c.target_hidden_size,
-        **layer_json(c.layer),
-        "attention_bias": c.layer.qkv_bias,
-        "vocab_size": c.vocab_size,
-        "draft_vocab_size": c.draft_vocab_size,
-        "tie_word_embeddings": False,
-        "fc_norm": c.fc_norm,
-        "lm_head_from_target": lm_head_from_target,
-        "eagle_config": {**_aux_ids(c), "use_aux_hidden_state": True},
-        AUX_LAYERS: list(c.aux_layers),
-    }
-
-
-def speculators_json(c: Eagle3Config) -> dict[str, Any]:
-    """Return config.json of speculators' EAGLE-3 layout, except for `proposal_json`."""
-    layer = {
-        "model_type": "qwen3" if c.layer.qk_norm else "llama",
-        "num_hidden_layers": c.num_layers,
-        **layer_json(c.layer),
-        "attention_bias": c.layer.qkv_bias,
-        "vocab_size": c.vocab_size,
-        "tie_word_embeddings": False,
-    }
-    if c.layer.window is not None:
-        kinds = ["sliding_attention"] * c.num_layers
-        layer.update(sliding_window=c.layer.window, use_sliding_window=True, layer_types=kinds)
-    return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "transformer_layer_config": layer,
-        "draft_vocab_size": c.draft_vocab_size,
-        "target_hidden_size": None if c.target_hidden_size == c.layer.hidden_size else c.target_hidden_size,
-        "norm_before_residual": c.norm_before_residual,
-        "norm_before_fc": c.norm_before_fc,
-        "fc_norm": c.fc_norm,
-        "norm_output": c.recycles_normed,
-        "embed_requires_grad": False,
-        **_aux_ids(c),
-        AUX_LAYERS: list(c.aux_layers),
-    }
-
-
-def proposal_json(verifier: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `speculators_config`: how to draft, and for which target ({"name_or_path", "architectures"})."""
-    greedy = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    return {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [greedy],
-        "verifier": dict(verifier or {"name_or_path": None, "architectures": []}),
-    }
-
-
-def _aux_ids(c: Eagle3Config) -> dict[str, list[int]]:
-    """Return aux ids as files count them: the residual stream after k layers is the output of layer k-1."""
-    return {AUX_IDS: [i + 1 for i in c.aux_layers]}
-
-
-def _without_default_ids(config: dict[str, Any], c: Eagle3Config, num_layers: int | None) -> None:
-    """Drop aux ids that are the paper's layers of a target of `num_layers`, every reader's default: SGLang counts given
-    ids differently from vLLM."""
-    if num_layers is not None and num_layers > 7 and c.aux_layers == default_aux_layers(num_layers):
-        config.get("eagle_config", config).pop(AUX_IDS)
+    ),
+    features="aux",
+    shares_lm_head_rows=True,
+    combining=r"midlayer\.self_attn\.[qkv]_proj",
+)

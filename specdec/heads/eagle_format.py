@@ -1,109 +1,95 @@
-"""EAGLE-1/2 checkpoints: SafeAILab's layout (arXiv 2401.15077, 2406.16858)."""
+"""EAGLE-1/2 checkpoints: SafeAILab's layout (arXiv 2401.15077, 2406.16858). The smallest example of a head format."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
-from specdec.checkpoints.fitting import ANOTHER_TARGET
 from specdec.draft.head import DraftHead
 from specdec.heads import fresh
-from specdec.heads.base import LayerConfig, layer_rope
-from specdec.heads.configs import Reading, eagle_config
+from specdec.heads.configs import is_sound, layer_json, read_layer
 from specdec.heads.eagle import EagleConfig, EagleHead
-from specdec.heads.format import HeadFormat, IsOwn, Training, layer_json
-from specdec.heads.layouts import Layout, same
+from specdec.heads.files import EMBEDDING, HeadFiles, shapes_of
+from specdec.heads.format import HeadFormat, Layout, Saving, Stored, Tensors, Training, same
 from specdec.targets.shape import TargetShape
 
 
-class EagleFormat(HeadFormat):
-    """EAGLE-1/2 checkpoints."""
+def read(
+    files: HeadFiles, target: TargetShape | None, head_class: Callable[[EagleConfig], EagleHead] = EagleHead
+) -> Stored | None:
+    """Read the head in `files`; see `HeadFormat`."""
+    config = files.parse(_config)
+    if config is None:
+        return None
+    shape = (config.vocab_size, config.layer.hidden_size)
+    files.check_target(target, shape[1], shape[0])
+    head = files.make(head_class, replace(config, own_embedding=files.is_own(EMBEDDING, target)))
+    wanted = shapes_of(head)
+    files.check(wanted, {EMBEDDING: shape}, partial(_why, head))
+    return Stored(head, files.items(list(wanted)))
 
-    algo = "eagle"
-    layouts = (
-        Layout(
-            name="eagle",
-            algo="eagle",
-            mark=r"(fc|layers\.\d+)\.",
-            prefixes=same("fc.", "layers.", "embed_tokens."),
-        ),
-    )
-    written = ("eagle",)
+
+def _config(files: HeadFiles) -> EagleConfig | None:
+    """Read config.json. `bias` of fc is true where it does not say, as in the official reader; fc.bias must agree."""
+    if not is_sound(files, files.raw):
+        return None
+    has_bias = files.flag("bias", "fc.bias", absent=True)
+    layer = read_layer(files, files.raw, "layers.0", bias_key="qkv_bias")
+    num_layers = max(1, files.count("layers"))
+    files.compare("num_hidden_layers", files.raw.get("num_hidden_layers"), num_layers)
+    return EagleConfig(layer, files.raw["vocab_size"], has_bias, num_layers)
+
+
+def _why(head: DraftHead, name: str, shape: tuple[int, ...] | None) -> str:
+    if shape is not None and name.endswith("layers.0.input_layernorm.weight"):
+        return "the first layer of EAGLE-1/2 has no input norm"
+    return why_of_eagle(head, 2, name, shape)
+
+
+def why_of_eagle(head: DraftHead, num_parts: int, name: str, shape: tuple[int, ...] | None) -> str:
+    """Return causes that EAGLE heads have in common; num_parts: parts, each as wide as the target, that fc reads."""
+    if shape is None:
+        narrow = "absent embedding: the head's width differs from the target's, so it needs its own"
+        return narrow if name == EMBEDDING else ""
+    if name == EMBEDDING:
+        return "the vocabulary or the hidden size of another target"
+    if name == "fc.weight" and len(shape) == 2:
+        has, rest = divmod(shape[1], head.target_hidden_size)
+        if rest or has == num_parts:
+            return "the hidden size of another target"
+        return f"it reads {has} parts of {head.target_hidden_size}, where config.json and layout mean {num_parts}"
+    return "config.json and weights do not belong together" if name in head.state_dict() else ""
+
+
+def write(head: EagleHead, saving: Saving) -> tuple[dict[str, Any], Tensors]:
+    """Return an ordinary Llama config with `bias` of fc, and the tensors."""
+    c = head.config
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": c.num_layers,
+        **layer_json(c.layer),
+        "vocab_size": c.vocab_size,
+        "bias": c.fc_bias,
+        "qkv_bias": c.layer.qkv_bias,
+        "tie_word_embeddings": False,
+    }
+    return config, head.state_dict()
+
+
+EAGLE = HeadFormat(
+    algo="eagle",
+    layouts=(Layout("eagle", "eagle", mark=r"(fc|layers\.\d+)\.", prefixes=same("fc.", "layers.", "embed_tokens.")),),
+    read=read,
+    write=write,
+    fresh=lambda model, shape, seed, hot_ids: fresh.new_eagle(model, seed, shape.intermediate_size),
+    written=lambda head: ("eagle",),
     # arXiv 2401.15077 trains with both losses.
-    training = Training(
+    training=Training(
         MappingProxyType({"num_steps": 3, "feature_weight": 1.0, "soft_weight": 0.1}),
         frozenset({"intermediate_size"}),
         "EAGLE-1/2 draft head",
         "Official EAGLE layout, for targets of the same hidden size and vocabulary.",
-    )
-
-    def fresh(self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]) -> DraftHead:
-        return fresh.new_eagle(model, seed, shape.intermediate_size)
-
-    def read_config(self, reading: Reading, layout: Layout, names: Sequence[str]) -> EagleConfig | None:
-        return eagle_config(reading)
-
-    def make(self, config: EagleConfig, target: TargetShape) -> DraftHead:
-        return EagleHead(config)
-
-    def sizes(self, config: EagleConfig) -> tuple[int, int]:
-        return config.layer.hidden_size, config.vocab_size
-
-    def with_own_copies(self, config: EagleConfig, target: TargetShape, is_own: IsOwn) -> EagleConfig:
-        return replace(config, own_embedding=is_own("embed_tokens.weight", target.embed_tokens))
-
-    def try_out(self, head: EagleHead) -> list[str]:
-        return rope_problems(head.config.layer)
-
-    def why(self, head: DraftHead, name: str, shape: tuple[int, ...] | None) -> str:
-        if shape is not None and name.endswith("layers.0.input_layernorm.weight"):
-            return "the first layer of EAGLE-1/2 has no input norm"
-        return why_of_eagle(head, name, shape, num_parts=2) or super().why(head, name, shape) * (shape is not None)
-
-    def config_json(
-        self,
-        layout: str,
-        head: EagleHead,
-        lm_head_from_target: bool,
-        verifier: Mapping[str, Any] | None,
-        num_layers: int | None,
-    ) -> dict[str, Any]:
-        """Return an ordinary Llama config, and `bias` of fc."""
-        c = head.config
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "num_hidden_layers": c.num_layers,
-            **layer_json(c.layer),
-            "vocab_size": c.vocab_size,
-            "bias": c.fc_bias,
-            "qkv_bias": c.layer.qkv_bias,
-            "tie_word_embeddings": False,
-        }
-
-
-def rope_problems(c: LayerConfig) -> list[str]:
-    """Check that the rope tables of two positions are finite and as wide as a head."""
-    cos, sin = layer_rope(c, torch.arange(2), torch.float32)
-    if cos.shape[-1] == c.head_dim and bool(torch.isfinite(cos).all() & torch.isfinite(sin).all()):
-        return []
-    said = f"rope_theta={c.rope_theta:g} and rope_scaling={c.rope_scaling}"
-    return [f"{said} give no finite angles for heads of {c.head_dim} elements"]
-
-
-def why_of_eagle(head: DraftHead, name: str, shape: tuple[int, ...] | None, num_parts: int) -> str:
-    """Return causes that EAGLE heads have in common; num_parts: parts, each as wide as the target, that fc reads."""
-    if shape is None:
-        is_narrow = name == "embed_tokens.weight"
-        return "absent embedding: the head's width differs from the target's, so it needs its own" if is_narrow else ""
-    if name == "embed_tokens.weight":
-        return "the vocabulary or the hidden size of another target"
-    if name != "fc.weight" or len(shape) != 2:
-        return ""
-    num_features, rest = divmod(shape[1], head.target_hidden_size)
-    if rest or num_features == num_parts:
-        return ANOTHER_TARGET
-    return f"it reads {num_features} parts of {head.target_hidden_size}, where config.json and layout mean {num_parts}"
+    ),
+)

@@ -1,26 +1,90 @@
-"""All that differs between kinds of draft head: reading, checking, building and writing checkpoints, and training.
+"""A head format: its layouts, and the functions that read, write and make its heads. `heads.formats` is the table."""
 
-`heads.formats` is the table of kinds; the common part is in `heads.open`, `heads.build` and `heads.write`, and for
-training in `train.students`.
-"""
-
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from specdec.draft.head import DraftHead
-from specdec.heads.base import LayerConfig
-from specdec.heads.configs import Reading
-from specdec.heads.files import HeadFiles
-from specdec.heads.layouts import Layout
 from specdec.targets.shape import TargetShape
 
-Wanted = dict[str, tuple[int, ...]]
-IsOwn = Callable[[str, Any], bool]  # whether the stored tensor of our name differs from a module's weight
+MAX_MODULES = 8  # MTP layers of one target
+
+Tensors = dict[str, torch.Tensor]
+HotIds = Callable[[int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A checkpoint layout, recognised by its tensor names alone.
+
+    mark: a pattern that matches a tensor of this layout and of no later one. prefixes: (the file's, ours), of which the
+    first match is used; our names are those of the head's class. "{m}" counts MTP layers from 0, "{at}" from
+    the number of the first one in files, which is config.json's num_hidden_layers. module: a pattern of a tensor of an
+    MTP layer, with its number as group 1. hidden_first: the projection reads [hidden, embedding]. holds_target: the
+    tensors are among those of a whole target.
+    """
+
+    name: str
+    algo: str
+    mark: str
+    prefixes: tuple[tuple[str, str], ...]
+    module: str = ""
+    hidden_first: bool = False
+    holds_target: bool = False
+
+    def pairs(self, first: int) -> list[tuple[str, str]]:
+        """Return the prefixes for all MTP layers that there could be, if the first one has the number `first`."""
+        return [
+            (theirs.format(m=m, at=first + m), ours.format(m=m))
+            for theirs, ours in self.prefixes
+            for m in range(MAX_MODULES if "{" in theirs else 1)
+        ]
+
+    def theirs(self, name: str, first: int = 0) -> str:
+        """Return the file's name of our tensor `name`."""
+        found = renamed(name, [(ours, theirs) for theirs, ours in self.pairs(first)])
+        assert found is not None, f"the layout {self.name!r} has no name for {name!r}"
+        return found
+
+    def modules(self, names: Iterable[str]) -> list[int]:
+        """Return the numbers of the MTP layers among the file's tensors `names`, ascending."""
+        found = (re.match(self.module, name) for name in names) if self.module else ()
+        return sorted({int(match[1]) for match in found if match})
+
+
+def renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str | None:
+    """Replace the first prefix of (old, new) that `name` begins with; None if there is none."""
+    return next((new + name.removeprefix(old) for old, new in pairs if name.startswith(old)), None)
+
+
+def same(*prefixes: str) -> tuple[tuple[str, str], ...]:
+    """Pair prefixes that a layout has in common with us."""
+    return tuple((p, p) for p in prefixes)
+
+
+class Stored(NamedTuple):
+    """A head that was read. head: on the meta device. tensors: all of its state by our names, as stored or derived.
+
+    kept: dtypes of tensors that are not converted to the head's dtype.
+    """
+
+    head: DraftHead
+    tensors: Iterable[tuple[str, torch.Tensor]]
+    kept: Mapping[str, torch.dtype] = {}
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The options of `save_head` that a format writes by; `layout` is the name of one of its layouts."""
+
+    layout: str
+    lm_head_from_target: bool = False
+    verifier: Mapping[str, Any] | None = None
+    num_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -37,118 +101,30 @@ class Training:
     fits: str
 
 
-class HeadFormat(ABC):
-    """One kind of head; a config is whatever its class is made from.
+@dataclass(frozen=True)
+class HeadFormat:
+    """One kind of head.
 
-    algo: its name as an algorithm. features: target hidden states that it reads, see `AlgoSpec`. layouts: those it is
-    read from, the most specific first. written: names of those it can be written in, the default first.
-    shares_lm_head_rows: whether its lm_head can be left out, since its rows may be the target's. combining: a pattern
-    of the names of the linear layers that read [embedding, feature].
-    training: defaults and card texts.
+    algo: its name as an algorithm. layouts: those it is read from, the most specific first.
+    read(files, target): the head that `files` (`heads.files.HeadFiles`) holds; None if config.json is invalid. Problems
+    and notes go into `files`. target: None to inspect a head without its target; a head that is made of its target's
+    layers is None then.
+    write(head, saving): (config.json, tensors by our names).
+    fresh(model, shape, seed, hot_ids): a head to be trained, in fp32 on the device of the target `model`; shape: a
+    `train.students.Shape`; hot_ids(n): the n target tokens that a head had best score, [n] int64.
+    written(head): names of the layouts it can be written in, the default first.
+    features: target hidden states that it reads, see `AlgoSpec`. shares_lm_head_rows: its lm_head can be left out of a
+    file, since its rows may be the target's. combining: a pattern of the names of the linear layers that read
+    [embedding, feature].
     """
 
     algo: str
-    features: str = "last"
     layouts: tuple[Layout, ...]
-    written: tuple[str, ...]
+    read: Callable[[Any, TargetShape | None], Stored | None]
+    write: Callable[[Any, Saving], tuple[dict[str, Any], Tensors]]
+    fresh: Callable[[PreTrainedModel, Any, int, HotIds], DraftHead]
+    written: Callable[[Any], tuple[str, ...]]
+    training: Training
+    features: str = "last"
     shares_lm_head_rows: bool = False
     combining: str = "fc"
-    training: Training
-
-    @abstractmethod
-    def read_config(self, reading: Reading, layout: Layout, names: Sequence[str]) -> Any | None:
-        """Make the config from config.json and tensors, `names` being the file's; None if it cannot be made."""
-
-    @abstractmethod
-    def make(self, config: Any, target: TargetShape) -> DraftHead:
-        """Make the head on the device in force; ValueError if it cannot be made for `target`."""
-
-    @abstractmethod
-    def config_json(
-        self,
-        layout: str,
-        head: Any,
-        lm_head_from_target: bool,
-        verifier: Mapping[str, Any] | None,
-        num_layers: int | None,
-    ) -> dict[str, Any]:
-        """Return config.json of `head` in `layout`; the arguments are those of `save_head`."""
-
-    @abstractmethod
-    def fresh(self, model: PreTrainedModel, shape: Any, seed: int, hot_ids: Callable[[int], torch.Tensor]) -> DraftHead:
-        """Make a head to be trained, in fp32 on the device of the target `model`.
-
-        shape: a `train.students.Shape`; hot_ids(n): the n target tokens that a head had best score, [n] int64.
-        """
-
-    def first_index(self, layout: Layout, names: Sequence[str]) -> int | None:
-        """Return the number that the layout's "{at}" begins with."""
-        return None
-
-    def sizes(self, config: Any) -> tuple[int, int] | None:
-        """Return (hidden size, vocabulary) of its target, from config.json; None if that does not say."""
-        return None
-
-    def with_own_copies(self, config: Any, target: TargetShape, is_own: IsOwn) -> Any:
-        """Return `config` with what the head stores itself: embeddings and heads that differ from the target's."""
-        return config
-
-    def try_out(self, head: Any) -> list[str]:
-        """List what is wrong with a head that was made from sizes alone."""
-        return []
-
-    def leave_out(self, files: HeadFiles, head: Any, wanted: Wanted) -> Wanted:
-        """Return tensors that may be missing, and take some of them out of `wanted`."""
-        return {"embed_tokens.weight": (head.vocab_size, head.hidden_size)}
-
-    def value_problems(self, files: HeadFiles, head: Any, wanted: Wanted) -> list[str]:
-        """List what is wrong with values, where shapes are right."""
-        return []
-
-    def why(self, head: Any, name: str, shape: tuple[int, ...] | None) -> str:
-        """Return the likely cause of a problem with our tensor `name`; shape: the one it has, None if it is missing."""
-        return "config.json and weights do not belong together" if name in head.state_dict() else ""
-
-    def complete(
-        self,
-        files: HeadFiles,
-        head: Any,
-        state: dict[str, torch.Tensor],
-        target: TargetShape,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Add to `state` the tensors that a file may leave out."""
-        return None
-
-    def kept_dtypes(self, head: Any, target: TargetShape) -> dict[str, torch.dtype]:
-        """Return dtypes of tensors that are not converted, by our names."""
-        return {}
-
-    def finish(self, head: Any, device: torch.device) -> None:
-        """Finish `head` after its weights are loaded."""
-        return None
-
-    def default_layout(self, head: Any) -> str:
-        """Return the layout that `head` is written in if none is asked for."""
-        return self.written[0]
-
-    def to_write(self, head: Any, state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int | None]:
-        """Return `state` as stored in files, and the number that the layout's "{at}" begins with."""
-        return state, None
-
-
-def layer_json(c: LayerConfig) -> dict[str, Any]:
-    """Return a Llama-like layer as config.json has it."""
-    scaling = {"rope_scaling": c.rope_scaling} if c.rope_scaling is not None else {}
-    return {
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": c.rope_theta,
-        **scaling,
-    }

@@ -1,36 +1,29 @@
-"""Loads, checks and saves draft heads in every layout of `specdec.heads.formats`; all problems of a checkpoint are
-reported at once.
+"""Detects, inspects, loads, checks and saves draft heads in every layout of `specdec.heads.formats`; all problems of a
+checkpoint are reported at once."""
 
-Beyond the layouts: EAGLE-3's `lm_head.weight` may be absent where config.json says `lm_head_from_target`; its rows are
-then the target's.
-"""
-
+import re
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from specdec.checkpoints.fitting import warn_of_weights
 from specdec.checkpoints.folders import local_path, read_json
+from specdec.checkpoints.replacing import check_free, write_checkpoint
 from specdec.checkpoints.tensors import Checkpoint, TensorFiles
 from specdec.draft.head import DraftHead
 from specdec.errors import CheckpointError
-from specdec.heads.build import build_head
-from specdec.heads.formats import layouts_of
-from specdec.heads.layouts import STANDALONE
-from specdec.heads.open import open_head, pick_layout, read_config
-from specdec.heads.write import save_head
+from specdec.heads.custom_generate import write_custom_generate
+from specdec.heads.files import HeadFiles
+from specdec.heads.format import Saving, renamed
+from specdec.heads.formats import STANDALONE, WHOLE_MODEL, formats, layouts, layouts_of, pick_layout
 from specdec.targets.pretrained import BUNDLED, gguf_of
 from specdec.targets.shape import LAST, TargetShape
 
-__all__ = [
-    "Checkpoint",
-    "TargetShape",
-    "check_head",
-    "detect_algo",
-    "inspect",
-    "load_head",
-    "save_head",
-]
+# In any layout: buffers that older transformers stored, which follow from the config.
+IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
 def detect_algo(path_or_id: str | Path, wanted: str | None = None) -> str:
@@ -54,28 +47,53 @@ def open_draft(path_or_id: str | Path, wanted: str | None = None) -> tuple[str, 
     return wanted, None if wanted == STANDALONE else files
 
 
+def open_head(files: TensorFiles, algo: str | None = None) -> HeadFiles:
+    """Open the head in `files`, with the shapes of its own tensors only. CheckpointError if there is none."""
+    raw = read_json(files.folder, "config.json")
+    listed = [name for name in files.files if not IGNORED.search(name)]
+    layout = pick_layout(files.folder, listed, algo)
+    modules = layout.modules(listed)
+    pairs = layout.pairs(next(iter(modules), 0))
+    names: dict[str, str] = {}
+    copies: dict[str, str] = {}
+    for name in listed:
+        ours = renamed(name, pairs)
+        if ours is not None and ours in names:  # MTP layers after the first bring the same embedding and head along
+            copies[name] = ours
+        elif ours is not None:
+            names[ours] = name
+        elif not layout.holds_target or (layout.name != "nextn" and re.match(layout.mark, name)):
+            names[name] = name
+    shapes = files.shapes(names.values())
+    found = {ours: shapes[name] for ours, name in names.items()}
+    return HeadFiles(files.folder, layout, raw, files, names, found, modules, copies)
+
+
 def inspect(path_or_id: str | Path) -> Checkpoint:
-    """Describe what a checkpoint holds and how it would be read, without a target and without its data.
+    """Describe what a checkpoint holds and how it would be read, without a target.
 
     Raises CheckpointError if it cannot be opened; what is wrong inside is noted as "problem: …".
     """
     if str(path_or_id) == BUNDLED or gguf_of(path_or_id) is not None:
-        return Checkpoint(
-            local_path(path_or_id), STANDALONE, STANDALONE, {}, {}, ["a GGUF file, loaded as a whole model"]
-        )
+        notes = ["a GGUF file, loaded as a whole model"]
+        return Checkpoint(local_path(path_or_id), STANDALONE, STANDALONE, {}, {}, notes)
     files = TensorFiles.at(path_or_id)
-    folder = files.folder
-    layout = pick_layout(folder, list(files.files), None)
-    if layout.name == STANDALONE:
-        config = read_json(folder, "config.json")
-        return Checkpoint(folder, layout.name, layout.algo, config, files.shapes(files.files), ["an ordinary model"])
+    layout = pick_layout(files.folder, list(files.files), None)
+    if layout is WHOLE_MODEL:
+        config, tensors = read_json(files.folder, "config.json"), files.shapes(files.files)
+        return Checkpoint(files.folder, layout.name, layout.algo, config, tensors, ["an ordinary model"])
     head = open_head(files)
-    reading, _ = read_config(head)
-    notes = [*reading.notes, *reading.doubts, *(f"problem: {problem}" for problem in reading.problems)]
+    try:
+        formats()[layout.algo].read(head, None)
+        problems = head.problems
+    except CheckpointError as error:
+        problems = list(error.problems)
+    notes = [*head.notes, *head.doubts, *(f"problem: {problem}" for problem in problems)]
     tensors = {head.names[ours]: facts for ours, facts in head.found.items()}
-    return Checkpoint(folder, layout.name, layout.algo, head.raw, tensors, notes)
+    return Checkpoint(files.folder, layout.name, layout.algo, head.raw, tensors, notes)
 
 
+@torch.no_grad()
 def load_head(
     source: str | Path | TensorFiles,
     target: TargetShape,
@@ -88,10 +106,23 @@ def load_head(
     source: a folder, a Hub id, or opened files; algo: which head to take where there are several. Raises
     CheckpointError with every problem found.
     """
-    head = open_head(source if isinstance(source, TensorFiles) else TensorFiles.at(source), algo)
-    if head.layout.name == STANDALONE:
-        raise CheckpointError(str(head.folder), ["it is a whole model, not a head: load it with load_pretrained"])
-    return build_head(head, target, dtype, device)
+    files = open_head(source if isinstance(source, TensorFiles) else TensorFiles.at(source), algo)
+    where = str(files.folder)
+    if files.layout is WHOLE_MODEL:
+        raise CheckpointError(where, ["it is a whole model, not a head: load it with load_pretrained"])
+    stored = formats()[files.layout.algo].read(files, target)
+    for doubt in files.doubts:
+        warnings.warn(f"{where}: {doubt}", stacklevel=3)
+    if files.problems or stored is None:
+        raise CheckpointError(where, files.problems)
+    state = {}
+    for name, tensor in stored.tensors:
+        to = stored.kept.get(name, dtype) if tensor.is_floating_point() else tensor.dtype
+        state[name] = tensor.to(device=device, dtype=to, copy=True)  # never the file's own pages
+    head = stored.head
+    head.load_state_dict(state, assign=True)
+    warn_of_weights(head, where)
+    return head.to(device).eval().requires_grad_(False)
 
 
 def check_head(head: DraftHead, target: TargetShape, dtype: torch.dtype, device: torch.device) -> None:
@@ -112,3 +143,39 @@ def check_head(head: DraftHead, target: TargetShape, dtype: torch.dtype, device:
     if problems:
         raise CheckpointError(type(head).__name__, problems)
     warn_of_weights(head, type(head).__name__)
+
+
+def save_head(
+    folder: str | Path,
+    head: DraftHead,
+    *,
+    layout: str | None = None,
+    dtype: torch.dtype,
+    lm_head_from_target: bool = False,
+    verifier: Mapping[str, Any] | None = None,
+    num_layers: int | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write `head` to `folder` (config.json, model.safetensors, custom_generate/generate.py), floats as `dtype`.
+
+    layout: "eagle", "eagle3" (official), "speculators" or "nextn" (DeepSeek-V3's names); None: the official one, or
+    speculators for an EAGLE-3 head that the official one cannot express. lm_head_from_target leaves out EAGLE-3's
+    lm_head, whose rows must then be the target's. verifier: speculators' `speculators_config.verifier`, the target.
+    num_layers: the target's; if given, aux ids that are every reader's default are left out. Embeddings and output
+    heads shared with the target are not stored. overwrite: replace a checkpoint in `folder`. ValueError names what a
+    layout cannot express, or what is in `folder`.
+    """
+    kind = formats()[head.algo]
+    written = kind.written(head)
+    name = layout or written[0]
+    if name not in written:
+        raise ValueError(f"layout={name!r}: expected one of {tuple(sorted(written))} for a head of {head.algo!r}")
+    if lm_head_from_target and not kind.shares_lm_head_rows:
+        raise ValueError(f"lm_head_from_target=True: a head of {head.algo!r} has no lm_head of its own to leave out")
+    check_free(folder, overwrite)
+    config, tensors = kind.write(head, Saving(name, lm_head_from_target, verifier, num_layers))
+    buffers = dict(head.named_buffers())  # those that transformers keeps in fp32 stay so
+    tensors = {n: t.detach().cpu() if n in buffers else t.detach().to("cpu", dtype) for n, t in tensors.items()}
+    first = config.get("num_hidden_layers") or 0
+    write_checkpoint(folder, config, {layouts()[name].theirs(n, first): t.contiguous() for n, t in tensors.items()})
+    write_custom_generate(folder)

@@ -88,7 +88,8 @@ class NextNHead(DraftHead):
         self.recycles_normed = c.recycles_normed
         like = full_attention_layer(text)
         self.mtp = nn.ModuleList([NextNLayer(decoder, self.hf_config, like) for _ in range(c.num_layers)])
-        self.rotary = type(decoder.rotary_emb)(config=self.hf_config)
+        with torch.device(target.get_input_embeddings().weight.device):  # a head on the meta device has angles, too
+            self.rotary = type(decoder.rotary_emb)(config=self.hf_config)
         differs = "layer_type" in signature(self.rotary.forward).parameters  # one rotary for several kinds of layers
         self._rope_kind = {"layer_type": "full_attention"} if differs else {}
         self.embed_tokens = nn.Embedding(self.vocab_size, self.hidden_size) if c.own_embedding else None
