@@ -111,9 +111,10 @@ def _setting(
         "temperature": temperature,
         "sample_drafts": config.sample_drafts,
     }
-    if narrow is not None:
-        is_first = isinstance(narrow, int)
-        row |= {"draft_vocab": narrow if is_first else len(narrow), "chosen": "first" if is_first else "listed"}
+    if isinstance(narrow, int):
+        row |= {"draft_vocab": narrow, "chosen": "first"}
+    elif narrow is not None:
+        row |= {"draft_vocab": len(narrow), "chosen": "listed"}
     row |= {"max_new_tokens": max_new_tokens, "first_token": FIRST_TOKEN, "template_sha": template_sha(tokenizer)}
     return row | {"thinking": thinking_of(tokenizer)}
 
@@ -153,9 +154,8 @@ def _beside_prediction(row: dict[str, Any], engine: Engine, requests: Sequence[R
     """Add to the row of a greedy chain the a_j that the trainer simulates on the generated text, and how far the
     measured ones are off."""
     draft = engine.draft_module
-    has_trainer = draft is not None and getattr(draft, "num_modules", 1) == 1  # it knows heads of one module
-    if row["temperature"] or row["topk"] > 1 or not has_trainer:
-        return row
+    if row["temperature"] or row["topk"] > 1 or draft is None or getattr(draft, "num_modules", 1) > 1:
+        return row  # the trainer knows heads of one module
     text = [(r.prompt_ids, r.tokens) for r in requests]
     stats = predict(engine.target_module, draft, text, row["steps"])
     measured = AcceptanceStats().merge([r.acceptance for r in requests])

@@ -94,7 +94,7 @@ def compare(
 ) -> dict[str, Any]:
     """Compare greedy text at one batch size; where texts part, the target's own logits may be `tie` apart."""
     own = texts(model, draft, {**settings, "max_batch": batch, "graph_sampling": "greedy"}, prompts, max_new_tokens)
-    row = {"check": "greedy", "against": "generate", "batch": batch, "compared": len(prompts)}
+    row: dict[str, Any] = {"check": "greedy", "against": "generate", "batch": batch, "compared": len(prompts)}
     row |= compare_texts(model, prompts, own.pop("tokens"), references, tie, 4)
     explained = row["near_ties"] if tie else 0
     return {**row, "unexplained": len(prompts) - row["equal"] - explained, **own}

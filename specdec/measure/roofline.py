@@ -137,14 +137,15 @@ class ShapeFloors:
                 draft: nn.Module = NextNHead(model)
                 head = model.get_output_embeddings().weight.numel() // self.ranks
             else:
-                draft = Eagle3Head(head_config(self.shape, model.config))
-                once, head = draft.fc.weight.numel(), draft.lm_head.weight.numel()
+                config = head_config(self.shape, model.config)
+                config = replace(config, draft_vocab_size=min(config.draft_vocab_size, self.vocab or config.vocab_size))
+                draft, head = Eagle3Head(config), 0  # its own is among its parameters
+                once = len(config.aux_layers) * config.target_hidden_size * config.layer.hidden_size
+        if head and self.vocab is not None:
+            head = self.vocab * model.config.hidden_size
         experts = expert_weights(draft, model.config)
         own = sum(p.numel() for p in draft.parameters() if p.dim() > 1) - (experts.num_weights if experts else 0)
-        body = own - once - (head if self.algo == "eagle3" else 0)
-        narrow = head if self.vocab is None else self.vocab * model.config.hidden_size
-        scored = min(head, narrow) if self.algo == "eagle3" else narrow
-        return steps * Weights(body + scored, scored, experts).read(tokens) + once
+        return steps * Weights(own - once + head, head, experts).read(tokens) + once
 
 
 @cache

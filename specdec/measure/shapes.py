@@ -61,16 +61,16 @@ class Shape:
 
 def _llama(theta: float, is_tied: bool, *sizes: int) -> dict[str, Any]:
     """Return a Llama's config. sizes: of vocabulary, hidden states, MLP; layers, heads, key/value heads."""
-    names = ("vocab_size", "hidden_size", "intermediate_size")
-    names += ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names = ["vocab_size", "hidden_size", "intermediate_size"]
+    names += ["num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
     rope = {"rope_type": "default", "rope_theta": theta}
     return {**dict(zip(names, sizes, strict=True)), **LONG, "rope_parameters": rope, "tie_word_embeddings": is_tied}
 
 
 _MOE = dict(num_hidden_layers=48, hidden_size=2048, vocab_size=151936, intermediate_size=6144, head_dim=128)
 _MOE |= dict(num_attention_heads=32, num_key_value_heads=4, norm_topk_prob=True, moe_intermediate_size=768)
-_MAMBA = dict(num_hidden_layers=64, hidden_size=2560, vocab_size=50288, state_size=128, num_heads=80, head_dim=64)
-_MAMBA |= dict(expand=2, n_groups=1, initializer_range=0.02, tie_word_embeddings=True)
+_MAMBA: dict[str, Any] = dict(num_hidden_layers=64, hidden_size=2560, vocab_size=50288, state_size=128, num_heads=80)
+_MAMBA |= dict(head_dim=64, expand=2, n_groups=1, initializer_range=0.02, tie_word_embeddings=True)
 _TINY = dict(num_hidden_layers=8, hidden_size=32, vocab_size=96, num_attention_heads=2, num_key_value_heads=2)
 _TINY |= dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, linear_num_key_heads=2)
 _TINY |= dict(shared_expert_intermediate_size=24, linear_num_value_heads=4, linear_key_head_dim=8)
