@@ -1,7 +1,7 @@
 """Checks that tensors fit a head and its target: problems in words, with shapes found and expected, and why."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from torch import nn
 from specdec.checkpoints.tensors import FLOATS, Shapes
 
 INIT_STD = 0.02  # of embeddings that transformers initialises
-ANOTHER_TARGET = "the hidden size of another target"
+ABSOLUTE = "d2t holds absolute target ids; expected offsets (target id = draft id + d2t[draft id])"
 
 
 def tensor_problems(
@@ -19,36 +19,25 @@ def tensor_problems(
     named: Callable[[str], str],
     why: Callable[[str, tuple[int, ...] | None], str],
 ) -> list[str]:
-    """List missing, unexpected and misshapen tensors; keys are our names, and `named` gives those for messages.
+    """List missing, unexpected, misshapen and quantised tensors; keys are our names, and `named` gives the file's.
 
     why: the likely cause for a tensor of ours and the shape it has; "" if none is known.
     """
-
-    def described(problem: str, name: str, shape: tuple[int, ...] | None) -> str:
-        cause = why(name, shape)
-        return f"{problem}: {cause}" if cause else problem
-
-    missing = [n for n in wanted if n not in found]
-    problems = [described(f"missing tensor {named(n)} of shape {wanted[n]}", n, None) for n in missing]
     known = {**optional, **wanted}
-    problems += [described(f"unexpected tensor {named(n)}", n, found[n][0]) for n in found if n not in known]
-    for name, shape in known.items():
-        if name in found and found[name][0] != shape:
-            has = found[name][0]
-            problems.append(described(f"{named(name)} has shape {has}, expected {shape}", name, has))
-    problems += quantised_problems(found, known, named)
+    wrong = [(f"missing tensor {named(n)} of shape {wanted[n]}", n, None) for n in wanted if n not in found]
+    wrong += [(f"unexpected tensor {named(n)}", n, has) for n, (has, _) in found.items() if n not in known]
+    wrong += [
+        (f"{named(n)} has shape {found[n][0]}, expected {shape}", n, found[n][0])
+        for n, shape in known.items()
+        if n in found and found[n][0] != shape
+    ]
+    problems = [": ".join(filter(None, (what, why(name, shape)))) for what, name, shape in wrong]
+    odd = [n for n in known if n in found and found[n][1] not in FLOATS and n not in ("d2t", "t2d")]
+    if odd:
+        what = f"{named(odd[0])} and {len(odd) - 1} more" if len(odd) > 1 else named(odd[0])
+        kinds = ", ".join(sorted({str(found[n][1]) for n in odd}))
+        problems.append(f"{what} stored as {kinds}: quantised weights; expected float16, bfloat16 or float32")
     return problems
-
-
-def quantised_problems(found: Shapes, known: Iterable[str], named: Callable[[str], str]) -> list[str]:
-    """Report weights stored in a type that needs scales."""
-    whole = ("d2t", "t2d")
-    odd = [n for n in known if n in found and found[n][1] not in FLOATS and n not in whole]
-    if not odd:
-        return []
-    kinds = sorted({str(found[n][1]) for n in odd})
-    what = f"{named(odd[0])} and {len(odd) - 1} more" if len(odd) > 1 else named(odd[0])
-    return [f"{what} stored as {', '.join(kinds)}: quantised weights; expected float16, bfloat16 or float32"]
 
 
 def vocab_problems(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
@@ -65,28 +54,25 @@ def vocab_problems(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
     if ids.min() >= 0 and ids.max() < t2d.numel() and bool(t2d[ids].all()) and bool((ids.diff() > 0).all()):
         return []
     if d2t.min() >= 0 and d2t.max() < t2d.numel() and bool(t2d[d2t].all()):
-        return ["d2t holds absolute target ids; expected offsets (target id = draft id + d2t[draft id])"]
+        return [ABSOLUTE]
     return ["d2t does not map the draft vocabulary onto the tokens that t2d marks"]
 
 
 def full_vocab_problems(d2t: torch.Tensor | None, t2d: torch.Tensor | None) -> list[str]:
     """Check the maps of a head that scores all V tokens: t2d marks all or none; d2t is zero, or gives a permutation."""
     problems = []
-    if t2d is not None and 0 < int((t2d != 0).sum()) < t2d.numel():
-        marked = int((t2d != 0).sum())
+    marked = 0 if t2d is None else int((t2d != 0).sum())
+    if t2d is not None and 0 < marked < t2d.numel():
         problems.append(f"t2d marks {marked} target tokens, but the head scores all {t2d.numel()}: expected all")
     if d2t is None or not bool((d2t != 0).any()):
         return problems
+    all_ids = torch.arange(d2t.numel())
     if d2t.is_floating_point() or d2t.dtype == torch.bool:
-        return [*problems, f"d2t is {d2t.dtype}; expected torch.int64"]
-    if full_vocab_ids(d2t).sort().values.equal(torch.arange(d2t.numel())):
-        return problems
-    if d2t.long().sort().values.equal(torch.arange(d2t.numel())):
-        return [*problems, "d2t holds absolute target ids; expected offsets (target id = draft id + d2t[draft id])"]
-    return [
-        *problems,
-        f"d2t does not lead to each of the {d2t.numel()} target tokens once, and the head scores them all",
-    ]
+        problems.append(f"d2t is {d2t.dtype}; expected torch.int64")
+    elif not full_vocab_ids(d2t).sort().values.equal(all_ids):
+        lost = f"d2t does not lead to each of the {d2t.numel()} target tokens once, and the head scores them all"
+        problems.append(ABSOLUTE if d2t.long().sort().values.equal(all_ids) else lost)
+    return problems
 
 
 def full_vocab_ids(d2t: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from specdec.checkpoints.folders import (
     INDEX,
@@ -18,25 +18,18 @@ from specdec.checkpoints.folders import (
     download,
     locate,
     read_weight_map,
+    shortened,
 )
 from specdec.errors import CheckpointError
 
+_FLOAT_NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    **_FLOAT_NAMES,
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool, "U8": torch.uint8},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
 }
 
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # dtypes that need no scales
+FLOATS = tuple(_FLOAT_NAMES.values())  # dtypes that need no scales
 
 Shapes = dict[str, tuple[tuple[int, ...], Any]]
 
@@ -101,7 +94,8 @@ class TensorFiles:
         found: dict[str, torch.Tensor] = {}
         for file_name, wanted in self._by_file(names).items():
             with _opened(self.folder, file_name, self.repo) as file:
-                found.update({n: file[n] if isinstance(file, dict) else file.get_tensor(n) for n in wanted})
+                get = file.__getitem__ if isinstance(file, dict) else file.get_tensor
+                found.update({name: get(name) for name in wanted})
         return found
 
     def _by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
@@ -113,58 +107,22 @@ class TensorFiles:
 
 @contextmanager
 def _opened(folder: Path, name: str, repo: str | None = None) -> Iterator[Any]:
-    """Open the file `name`: a safetensors handle, or a dict of a .bin file. Read errors become CheckpointError."""
-    path = folder / name
-    if repo is not None and not path.is_file():
-        path = download(repo, name)
-    if not path.is_file():
-        raise CheckpointError(str(folder), [f"the index of its parts names {name}, which is not there: download it"])
-    if name.endswith(".bin"):
-        yield _load_legacy(folder, path)
-        return
-    try:
-        with safe_open(path, "pt") as file:
-            yield file
-    except (SafetensorError, RuntimeError, OSError, KeyError) as error:
-        problem = f"{name} is truncated, corrupted or not what its index says: {error}; download it anew"
-        raise CheckpointError(str(folder), [problem]) from error
-
-
-class _State(dict[str, torch.Tensor]):
-    """The tensors of a .bin file. A name that its index lists and the file lacks raises CheckpointError."""
-
-    def __init__(self, folder: Path, name: str, state: Mapping[str, torch.Tensor]):
-        super().__init__(state)
-        self.folder, self.name = folder, name
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        raise CheckpointError(
-            str(self.folder), [f"{self.name} has no {name!r}, which its index says: download it anew"]
-        )
-
-
-def _load_legacy(folder: Path, path: Path) -> _State:
-    """Load the plain tensors in the pickle `path`; no code in it is run."""
-    with as_checkpoint_error(folder, f"{path.name} is truncated, corrupted or no file of tensors; download it anew"):
+    """Open the file `name`: a safetensors handle, or the dict of tensors in a .bin file, whose code is not run."""
+    with as_checkpoint_error(folder, f"{name} is truncated, corrupted or not what its index says; download it anew"):
+        path = folder / name
+        if repo is not None and not path.is_file():
+            path = download(repo, name)
+        if not path.is_file():
+            what = f"the index of its parts names {shortened(name)}, which is not there: download it"
+            raise CheckpointError(str(folder), [what])
+        if not name.endswith(".bin"):
+            with safe_open(path, "pt") as file:
+                yield file
+            return
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    named = state if isinstance(state, dict) else {}
-    tensors = {name: t for name, t in named.items() if isinstance(t, torch.Tensor)}
-    if not tensors or not all(isinstance(name, str) for name in named):
-        what = "no tensors by names" if isinstance(state, dict) else f"a {type(state).__name__}"
-        raise CheckpointError(str(folder), [f"{path.name} holds {what}: expected a dict of tensors by their names"])
-    odd = {name: _oddity(t) for name, t in tensors.items() if _oddity(t)}
-    if odd:
-        name, why = next(iter(odd.items()))
-        more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-        problem = f"{path.name}: {name}{more} is {why}: expected plain, dense tensors; save them so"
-        raise CheckpointError(str(folder), [problem])
-    return _State(folder, path.name, tensors)
-
-
-def _oddity(tensor: torch.Tensor) -> str | None:
-    """Return what kind of tensor a stored one is, if it is not a plain one."""
-    if tensor.is_meta:
-        return "a meta tensor, which has no data"
-    if tensor.layout is not torch.strided:
-        return f"stored as {tensor.layout}"
-    return "quantised" if tensor.is_quantized else "nested" if tensor.is_nested else None
+        named = state.items() if isinstance(state, dict) else ()
+        tensors = {n: t for n, t in named if isinstance(n, str) and isinstance(t, torch.Tensor)}
+        if not tensors:
+            what = f"{name} holds a {type(state).__name__}: expected a dict of tensors by their names"
+            raise CheckpointError(str(folder), [what])
+        yield tensors
