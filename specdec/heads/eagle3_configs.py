@@ -11,55 +11,62 @@ from specdec.heads.eagle3 import Eagle3Config, default_aux_layers
 from specdec.heads.files import LM_HEAD, HeadFiles
 
 
-def read_official(files: HeadFiles, num_layers: int | None) -> Eagle3Config | None:
-    """Read config.json of the official layout (SafeAILab, SpecForge) for a target of `num_layers`.
-
-    `norm_output` (SpecForge) only says that a norm precedes lm_head, which is always so: states before it are recycled.
-    """
-    raw = files.raw
-    if not is_sound(files, raw):
+def read_config(files: HeadFiles, num_layers: int | None) -> Eagle3Config | None:
+    """Read config.json of either layout for a target of `num_layers`; None if its values are invalid."""
+    raw, is_official = files.raw, files.layout.name == "eagle3"
+    at = "" if is_official else "transformer_layer_config."
+    layer_raw = raw if is_official else _with_defaults(files, raw.get("transformer_layer_config"))
+    if layer_raw is None or not is_sound(files, layer_raw, at):
         return None
+    layer = read_layer(files, layer_raw, "midlayer", bias_key="attention_bias")
+    vocab_size, depth = layer_raw["vocab_size"], 1 + files.count("additional_layers")
+    stated = layer_raw.get("num_hidden_layers")
+    if is_official:
+        files.compare("num_hidden_layers", stated, depth)
+        flags = _official_flags(files, layer)
+    else:
+        if stated not in (None, depth):
+            files.problems.append(f"num_hidden_layers={stated}, but {depth} have tensors")
+        flags = _speculators_flags(files)
+    scored = (files.shape(LM_HEAD) or files.shape("d2t") or (vocab_size,))[0]
+    files.notes.append(f"recycled state: {'after' if flags.get('recycles_normed') else 'before'} the out norm")
+    return Eagle3Config(
+        layer=layer,
+        target_hidden_size=raw.get("target_hidden_size") or layer.hidden_size,
+        vocab_size=vocab_size,
+        draft_vocab_size=raw.get("draft_vocab_size") or scored,
+        aux_layers=_aux_layers(files, num_layers),
+        num_layers=depth,
+        **flags,
+    )
+
+
+def _official_flags(files: HeadFiles, layer: LayerConfig) -> dict[str, bool]:
+    """Read flags of Eagle3Config from the official layout. `norm_output` (SpecForge) only says there that a norm
+    precedes lm_head, which is always so: states before it are recycled."""
+    raw = files.raw
     for key in ("norm_before_residual", "norm_before_fc"):
         if raw.get(key):
             files.problems.append(f"config.json sets {key}, which this layout cannot say; expected layers.0.* tensors")
     if "norm_output" in raw:
         files.notes.append(f"norm_output={raw['norm_output']}: here only that lm_head reads normed states")
-    layer = read_layer(files, raw, "midlayer", bias_key="attention_bias")
     if layer.rope_theta != 10000.0 and "LlamaForCausalLMEagle3" not in (raw.get("architectures") or ()):
         files.notes.append("SafeAILab's EAGLE-3 trainer used rope theta 10000 whatever config.json says")
-    depth = 1 + files.count("additional_layers")
-    files.compare("num_hidden_layers", raw.get("num_hidden_layers"), depth)
-    fc_norm = files.flag("fc_norm", "fc_norm", absent=None)
-    return _config(files, num_layers, layer, raw["vocab_size"], num_layers=depth, fc_norm=fc_norm)
+    return {"fc_norm": files.flag("fc_norm", "fc_norm", absent=None)}
 
 
-def read_speculators(files: HeadFiles, num_layers: int | None) -> Eagle3Config | None:
-    """Read config.json of speculators' layout for a target of `num_layers`.
-
-    norm_before_residual, norm_before_fc, fc_norm and norm_output (recycle states AFTER the norm) are false where
-    config.json does not say. Sizes that `transformer_layer_config` leaves out are the defaults of its model_type.
-    """
-    raw = files.raw
-    layer_raw = _with_defaults(files, raw.get("transformer_layer_config"))
-    if layer_raw is None or not is_sound(files, layer_raw, "transformer_layer_config."):
-        return None
-    depth = 1 + files.count("additional_layers")
-    if (layer_raw.get("num_hidden_layers") or depth) != depth:
-        files.problems.append(f"num_hidden_layers={layer_raw['num_hidden_layers']}, but {depth} have tensors")
+def _speculators_flags(files: HeadFiles) -> dict[str, bool]:
+    """Read flags of Eagle3Config from speculators' layout: false where config.json does not say. `norm_output` recycles
+    states AFTER the norm."""
     for key in ("norm_before_residual", "norm_output"):
-        if key not in raw:
+        if key not in files.raw:
             files.notes.append(f"{key}: false; config.json does not say")
-    return _config(
-        files,
-        num_layers,
-        read_layer(files, layer_raw, "midlayer", bias_key="attention_bias"),
-        layer_raw["vocab_size"],
-        num_layers=depth,
-        norm_before_residual=bool(raw.get("norm_before_residual")),
-        norm_before_fc=files.flag("norm_before_fc", "input_norm"),
-        fc_norm=files.flag("fc_norm", "fc_norm"),
-        recycles_normed=bool(raw.get("norm_output")),
-    )
+    return {
+        "norm_before_residual": bool(files.raw.get("norm_before_residual")),
+        "norm_before_fc": files.flag("norm_before_fc", "input_norm"),
+        "fc_norm": files.flag("fc_norm", "fc_norm"),
+        "recycles_normed": bool(files.raw.get("norm_output")),
+    }
 
 
 def _with_defaults(files: HeadFiles, raw: Any) -> dict[str, Any] | None:
@@ -75,23 +82,6 @@ def _with_defaults(files: HeadFiles, raw: Any) -> dict[str, Any] | None:
     keys |= {"num_key_value_heads", "head_dim"} if kind == "qwen3" else set()  # Llama's follow from others
     defaults = AutoConfig.for_model(kind).to_dict()
     return {**{key: defaults[key] for key in keys if key in defaults}, **raw}
-
-
-def _config(
-    files: HeadFiles, target_layers: int | None, layer: LayerConfig, vocab_size: int, **more: Any
-) -> Eagle3Config:
-    """Make the config from what both layouts store in the same way."""
-    raw = files.raw
-    scored = (files.shape(LM_HEAD) or files.shape("d2t") or (vocab_size,))[0]
-    files.notes.append(f"recycled state: {'after' if more.get('recycles_normed') else 'before'} the out norm")
-    return Eagle3Config(
-        layer=layer,
-        target_hidden_size=raw.get("target_hidden_size") or layer.hidden_size,
-        vocab_size=vocab_size,
-        draft_vocab_size=raw.get("draft_vocab_size") or scored,
-        aux_layers=_aux_layers(files, target_layers),
-        **more,
-    )
 
 
 def _aux_layers(files: HeadFiles, num_layers: int | None) -> tuple[int, ...]:

@@ -17,8 +17,7 @@ from specdec.heads.eagle3_configs import (
     inexpressible,
     official_json,
     proposal_json,
-    read_official,
-    read_speculators,
+    read_config,
     speculators_json,
 )
 from specdec.heads.eagle_format import why_of_eagle
@@ -44,8 +43,7 @@ SPECULATORS = Layout(
 def read(files: HeadFiles, target: TargetShape | None) -> Stored | None:
     """Read the head in `files`; see `HeadFormat`. `lm_head.weight` may be absent where config.json says
     `lm_head_from_target`, and the maps d2t and t2d of a head that scores all tokens."""
-    reader = read_official if files.layout is OFFICIAL else read_speculators
-    config = files.parse(reader, target and target.num_layers)
+    config = files.parse(read_config, target and target.num_layers)
     if config is None:
         return None
     width, vocab_size = config.layer.hidden_size, config.vocab_size
