@@ -19,10 +19,10 @@ from specdec.heads.load import detect_algo, load_head, save_head
 from specdec.heads.nextn import NextNHead
 from specdec.targets.shape import TargetShape
 from specdec.train.batches import Batches
-from specdec.train.config import recipe
+from specdec.train.config import Shape, recipe
 from specdec.train.data import Corpus
 from specdec.train.objectives import HeadObjective
-from specdec.train.students import Setup, Shape, make_student
+from specdec.train.students import Setup, make_student
 from specdec.train.trainer import Trainer
 from tests.heads import ALGOS, MODULES, random_draft, random_head
 from tests.test_algorithms import DEVICE, FromScratch

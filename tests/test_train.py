@@ -24,17 +24,15 @@ from specdec.draft.head import DraftHead
 from specdec.heads.fresh import new_nextn
 from specdec.heads.load import load_head, save_head
 from specdec.targets.shape import LAST, TargetShape
+from specdec.train.acceptance import Tally, accepted_prefixes
 from specdec.train.batches import Batch, Batches
 from specdec.train.card import write_card
-from specdec.train.checkpoint import save_checkpoint
 from specdec.train.config import TrainConfig, recipe
 from specdec.train.data import Corpus
 from specdec.train.losses import Goal, OutputHead, RowMath, imitation_loss
-from specdec.train.objectives import HeadObjective
-from specdec.train.schedule import learning_rate, progress
-from specdec.train.tally import Tally, accepted_prefixes
+from specdec.train.objectives import HeadObjective, Outcome
 from specdec.train.teacher import Teacher
-from specdec.train.trainer import Trainer
+from specdec.train.trainer import Trainer, learning_rate
 from specdec.train.ttt import TTTAttention, unroll
 from tests.tiny_models import tiny_model
 from tests.train_models import AUX, fresh, tiny_corpus, tiny_head, tiny_target
@@ -208,7 +206,7 @@ def test_chunked_loss_equals_autograd(lk_weight: float, hot: list[int] | None) -
     lm_head = torch.randn(ids.numel(), 6, dtype=torch.float64, requires_grad=True)
     target_logits = 2 * torch.randn(11, 20, dtype=torch.float64)
     rows, places = RowMath(4), torch.arange(11.0, dtype=torch.float64)  # places stand for hidden states
-    goal = rows.hot_goal(lambda i: target_logits[i.long()], places, ids, 20) if hot else rows.goal(target_logits)
+    goal = rows.goal(lambda i: target_logits[i.long()], places, 20, ids if hot else None)
     loss, best = imitation_loss(rows, states, OutputHead(lm_head), goal, goal.weights, lk_weight)
     got = torch.autograd.grad(2 * loss, [states, lm_head])
     q = (states @ lm_head.T).softmax(-1)
@@ -230,7 +228,7 @@ def test_compiled_math_equals_eager(device: str) -> None:
     results = []
     for rows in (RowMath(4), RowMath(4, compiled=True)):  # the last chunk of three rows is padded
         leaf = states.clone().requires_grad_()
-        goal = rows.goal(target_logits)
+        goal = rows.goal(lambda hidden: hidden, target_logits, 300)
         loss, best = imitation_loss(rows, leaf, OutputHead(lm_head), goal, goal.weights, 0.3)
         results.append([goal.lse, goal.best, loss.detach(), best, *torch.autograd.grad(loss, [leaf, lm_head])])
     for eager, compiled in zip(*results, strict=True):
@@ -337,10 +335,10 @@ def test_acceptance_counts_prefixes_from_chain_starts() -> None:
     prefixes = accepted_prefixes(batch, right)
     # column i is right at step j if row i+1+j is: (3, 4), (4, 5), (5, beyond the end)
     assert prefixes.tolist() == [[True, False, True], [True, False, False]]
-    tally = Tally.zero(2, CPU)
+    tally = Tally(2, CPU)
     goal = Goal(torch.zeros(4, 3), torch.zeros(4), torch.tensor([0, 1, 2, -1]))
     drafted = [torch.where(row, goal.best, 9) for row in right]
-    tally.add(batch, goal, [torch.tensor(1.0), torch.tensor(3.0)], drafted)
+    tally.add(batch, Outcome(torch.tensor(2.0), goal, [torch.tensor(1.0), torch.tensor(3.0)], drafted))
     rates = tally.read()
     assert rates["accept_at"] == pytest.approx([2 / 3, 1 / 3]) and rates["tau"] == pytest.approx(2.0)
     assert rates["acc"] == [0.75, 0.75] and rates["argmax_coverage"] == 0.75 and rates["loss"] == [1.0, 3.0]
@@ -348,22 +346,37 @@ def test_acceptance_counts_prefixes_from_chain_starts() -> None:
 
 def test_a_miss_of_the_hot_vocabulary_is_never_right() -> None:
     batch = Batch(torch.zeros(1, 17).long(), torch.tensor([4]), torch.tensor([3]), NONE, 16, 7)
-    tally = Tally.zero(1, CPU)
-    tally.add(
-        batch, Goal(torch.zeros(1, 3), torch.zeros(1), torch.tensor([-1])), [torch.tensor(0.0)], [torch.tensor([0])]
-    )
+    tally = Tally(1, CPU)
+    goal = Goal(torch.zeros(1, 3), torch.zeros(1), torch.tensor([-1]))
+    tally.add(batch, Outcome(torch.tensor(0.0), goal, [torch.tensor(0.0)], [torch.tensor([0])]))
     assert tally.read()["acc"] == [0.0]
 
 
-def test_schedule_follows_whichever_share_is_largest() -> None:
-    assert progress((5, 10), (30, 300)) == 0.5 and progress((5, None), (270, 300)) == 0.9
-    assert progress((99, 10), (0, None)) == 1 and progress((1, 10), (40, 80), (0, 5)) == 0.5
+@pytest.mark.parametrize(
+    ("limits", "seen", "share"),
+    [
+        ({"max_steps": 10, "minutes": 5}, (5, 0, 30), 0.5),
+        ({"max_tokens": 800, "minutes": 5}, (5, 60, 270), 0.9),
+        ({"max_steps": 10}, (99, 0, 0), 1.0),
+        ({"max_steps": 10, "max_tokens": 80, "minutes": 5}, (1, 40, 0), 0.5),
+    ],
+)
+def test_progress_is_the_largest_share(target, corpus, monkeypatch, limits, seen, share) -> None:
+    trainer = head_trainer(target, fresh("eagle", target), corpus, config(**{"max_steps": None, **limits}))
+    trainer.step, trainer.tokens_seen, _ = seen
+    monkeypatch.setattr(Trainer, "seconds", seen[2])
+    assert trainer.progress == pytest.approx(share)
+
+
+def test_learning_rates_and_limits() -> None:
     assert learning_rate(1.0, 0.01, 0.02) == 0.5 and learning_rate(1.0, 1.0, 0.02) == pytest.approx(0.0)
     assert learning_rate(1.0, 0.51, 0.02) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="one at least"):
         TrainConfig()
     for wrong in ({"max_steps": -1}, {"minutes": 0.0}, {"max_steps": 1, "lr": math.nan}, {"max_steps": 1, "clip": 0.0}):
-        with pytest.raises(ValueError, match=rf"{list(wrong)[-1]}=.*: expected a (limit|finite number) above 0"):
+        with pytest.raises(
+            ValueError, match=rf"{list(wrong)[-1]}=.*: expected (an integer of at least 1|a finite number above 0)"
+        ):
             TrainConfig(**wrong)
 
 
@@ -410,9 +423,11 @@ def test_lm_head_stays_the_targets_unless_asked(target: LlamaForCausalLM, corpus
         assert torch.equal(head.lm_head.weight, rows) is not train_lm_head
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_older_one(tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_written_leaves_the_older_one(target, corpus, tmp_path, monkeypatch):
     path = tmp_path / "run.pt"
-    save_checkpoint(path, {"identity": 1})
+    trainer = head_trainer(target, fresh("eagle", target), corpus, config())
+    trainer.save(path)
+    before = path.read_bytes()
 
     def fail(state, partial):
         partial.write_bytes(b"half")
@@ -420,8 +435,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_older_one(tmp_path, monk
 
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(path, {"identity": 2})
-    assert [f.name for f in tmp_path.iterdir()] == ["run.pt"] and torch.load(path) == {"identity": 1}
+        trainer.save(path)
+    assert [f.name for f in tmp_path.iterdir()] == ["run.pt"] and path.read_bytes() == before
 
 
 @pytest.mark.usefixtures("python_sigint")

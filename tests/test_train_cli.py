@@ -19,8 +19,8 @@ from specdec.targets.pretrained import load_pretrained
 from specdec.text.prompts import tokenizer_fingerprint
 from specdec.train.cli import _print_json, app
 from specdec.train.data import Corpus
-from specdec.train.divergence import Watch
 from specdec.train.generation import Generation, shard_jobs
+from specdec.train.trainer import Watch
 from tests.train_models import save_target, tiny_corpus, tiny_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -200,7 +200,7 @@ def test_shards_share_out_the_same_jobs() -> None:
     parts = [Generation(chats=5, samples_per_question=2, shard=f"{i}/3") for i in range(3)]
     jobs = [shard_jobs(part, questions, []) for part in parts]
     assert sorted(map(repr, chain.from_iterable(jobs))) == sorted(map(repr, shard_jobs(whole, questions, [])))
-    assert [part.num_chats for part in parts] == [2, 2, 1] and len({part.turn_seed() for part in parts}) == 3
+    assert [part.num_chats for part in parts] == [2, 2, 1] and len({part.turn_seed for part in parts}) == 3
     for wrong in ("3/3", "1", "-1/2"):
         with pytest.raises(ValueError, match="expected i/n"):
             Generation(chats=1, shard=wrong)

@@ -8,12 +8,12 @@ import torch
 import specdec
 from specdec.heads.fresh import new_eagle, new_nextn
 from specdec.metrics import AcceptanceStats
+from specdec.train.acceptance import outcomes, play_rounds
 from specdec.train.batches import Batches
 from specdec.train.config import recipe
 from specdec.train.data import Corpus
 from specdec.train.losses import Goal
-from specdec.train.objectives import HeadObjective
-from specdec.train.rounds import play_rounds
+from specdec.train.objectives import HeadObjective, Outcome
 from specdec.train.trainer import Trainer
 from tests.train_models import tiny_corpus, tiny_head, tiny_target
 
@@ -29,7 +29,7 @@ def test_rounds_begin_where_the_last_one_ended():
     best = torch.arange(batch.rows.numel())
     wrong = torch.isin(batch.rows, torch.tensor([4, 7]))  # they say what tokens 5 and 8 are
     drafted = torch.where(wrong, best + 1, best)
-    stats = play_rounds([(batch, Goal(best, best, best), [drafted, drafted])])
+    stats = play_rounds([(batch, Outcome(best, Goal(best, best, best), [], [drafted, drafted]))])
     # roots are tokens 3, 5, 8: one draft right and the bonus; token 6 and 7 right and the bonus; the end
     assert stats == AcceptanceStats(3, 6, [2, 1])
 
@@ -48,11 +48,5 @@ def test_prediction_equals_the_engine(algo, one_thread):
     out = engine.generate(prompts, max_new_tokens=21, ignore_eos=True)
     engine.detach()
     batches = Batches(Corpus.of(list(zip(prompts, out.tokens, strict=True))), STEPS, 512, 99, CPU)
-    outcomes = []
-    for indices in batches.plan(None):
-        batch = batches.build(indices)
-        with torch.no_grad():
-            outcome = objective.forward(batch, None)
-        outcomes.append((batch, outcome.goal, outcome.drafted))
     assert out.stats.tau > 1.2, "the test needs drafts that are right at times"
-    assert play_rounds(outcomes) == out.stats.acceptance
+    assert play_rounds(outcomes(objective, batches)) == out.stats.acceptance

@@ -12,13 +12,12 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from specdec.targets.pretrained import load_draft
 from specdec.text.prompts import tokenizer_fingerprint
+from specdec.train.acceptance import Tally
 from specdec.train.batches import Batches
-from specdec.train.config import TrainConfig
+from specdec.train.config import Shape, TrainConfig
 from specdec.train.data import Corpus
-from specdec.train.export import write_gguf, write_note, write_safetensors
-from specdec.train.rounding import rounded
-from specdec.train.standalone import LMShape, StandaloneObjective, new_student, project
-from specdec.train.tally import Tally
+from specdec.train.export import rounded, write_gguf, write_note, write_safetensors
+from specdec.train.standalone import StandaloneObjective, new_student, project
 from specdec.train.trainer import Trainer
 from tests.train_models import VOCAB, tiny_corpus, tiny_student, tiny_target
 
@@ -87,7 +86,10 @@ def test_a_student_starts_in_the_principal_directions(target: LlamaForCausalLM, 
     student = tiny_student(target, corpus)
     assert student.lm_head.weight is student.model.embed_tokens.weight
     assert student.config.rope_parameters["rope_theta"] == 5000.0 and student.config.max_position_embeddings == 256
-    for wrong, message in ((LMShape(128, 64, 1, 2, 1), "hidden_size=128"), (LMShape(32, 64, 1, 5, 1), "num_heads=5")):
+    for wrong, message in (
+        (Shape(hidden_size=128, num_heads=2), "hidden_size=128"),
+        (Shape(hidden_size=32, num_heads=5), "num_heads=5"),
+    ):
         with pytest.raises(ValueError, match=message):
             new_student(target, wrong, torch.ones(VOCAB), 0)
     with pytest.raises(ValueError, match=r"soft_weight=0\.5 for 'standalone': expected 1\.0"):
@@ -97,7 +99,7 @@ def test_a_student_starts_in_the_principal_directions(target: LlamaForCausalLM, 
 def test_resumed_run_equals_the_uninterrupted_one(target: LlamaForCausalLM, corpus: Corpus, tmp_path: Path) -> None:
     whole, first, second = (trainer(target, corpus, seed, "Q4_0") for seed in (1, 1, 2))
     whole.fit()
-    tally = Tally.zero(3, CPU)
+    tally = Tally(3, CPU)
     for _ in range(5):
         first.train_step(first.progress, tally)
     first.save(tmp_path / "run.pt")

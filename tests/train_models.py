@@ -16,8 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from specdec.draft.head import DraftHead
 from specdec.heads.eagle3 import Eagle3Head
 from specdec.heads.fresh import eagle3_config, new_eagle, new_eagle3, new_nextn
+from specdec.train.config import Shape
 from specdec.train.data import Corpus
-from specdec.train.standalone import LMShape, new_student
+from specdec.train.standalone import new_student
 
 VOCAB = 96
 EOS = 2
@@ -59,7 +60,7 @@ def fresh(algo: str, model: LlamaForCausalLM, seed: int = 1) -> DraftHead:
 def tiny_student(model: LlamaForCausalLM, corpus: Corpus, seed: int = 1) -> LlamaForCausalLM:
     """A fresh standalone draft."""
     counts = torch.bincount(corpus.tokens.long(), minlength=VOCAB)
-    return new_student(model, LMShape(32, 64, num_layers=2, num_heads=2, num_kv_heads=1), counts, seed)
+    return new_student(model, Shape(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2), counts, seed)
 
 
 def save_target(model: LlamaForCausalLM, folder: Path) -> None:

@@ -15,7 +15,7 @@ from specdec.measure.statistics import conditional, ratio_half_width, rounded
 from specdec.metrics import AcceptanceStats
 from specdec.outputs import RequestOutput
 from specdec.text.prompts import template_sha, thinking_of
-from specdec.train.predict import predict
+from specdec.train.acceptance import predict
 
 
 class Shape(NamedTuple):

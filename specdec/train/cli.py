@@ -13,10 +13,9 @@ import typer
 
 from specdec.checkpoints.replacing import check_free
 from specdec.targets.pretrained import BUNDLED
-from specdec.train.config import TrainConfig, recipe
+from specdec.train.config import Shape, TrainConfig, recipe
 from specdec.train.fit import check_checkpoint, checkpoint_of, train
 from specdec.train.generation import Generation, prepare
-from specdec.train.students import Shape
 
 app = typer.Typer(help="Train drafts on what the target itself generates.", no_args_is_help=True)
 

@@ -7,10 +7,38 @@ from typing import Any
 
 from specdec.heads.format import Training
 from specdec.heads.formats import formats
+from specdec.ranges import FLAG, Range, check_fields, optional, real, whole
 
 LIMITS = ("epochs", "max_steps", "max_tokens", "minutes")
 # Fields that may differ between a checkpoint's run and the one that resumes it: limits, logging and computation.
 FREE = frozenset({*LIMITS, "log_every", "eval_every", "save_every", "chunk_rows", "compile"})
+
+
+def _positive(value: Any) -> float:
+    number: float = real(0, math.inf).read(value)
+    if not 0 < number < math.inf:
+        raise ValueError
+    return number
+
+
+POSITIVE = Range("a finite number above 0", _positive)
+SHARE = real(0, 0.999)
+WEIGHT = real(0, 1e6)
+RANGES = MappingProxyType(
+    {
+        **dict.fromkeys(("num_steps", "tokens_per_batch", "max_len", "chunk_rows"), whole(1)),
+        **dict.fromkeys(("log_every", "eval_every", "save_every"), whole(1)),
+        **dict.fromkeys(("epochs", "max_steps", "max_tokens"), optional(whole(1), " for no limit")),
+        "minutes": optional(POSITIVE, " for no limit"),
+        **dict.fromkeys(("lr", "clip", "step_decay"), POSITIVE),
+        **dict.fromkeys(("soft_weight", "feature_weight", "lk_weight", "prompt_weight"), WEIGHT),
+        **dict.fromkeys(("feature_noise", "weight_decay"), WEIGHT),
+        "warmup": SHARE,
+        **dict.fromkeys(("normalise_steps", "train_lm_head"), FLAG),
+        "compile": optional(FLAG, " for on CUDA only"),
+        "seed": whole(0),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -53,24 +81,12 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self, RANGES)
         limits = {name: getattr(self, name) for name in LIMITS}
-        for name, value in limits.items():
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value}: expected a limit above 0; leave it out for none")
         if not any(limits.values()):
             raise ValueError(f"{limits}: expected one at least that ends the run; pass minutes=10, say")
-        for name in ("num_steps", "tokens_per_batch", "max_len", "chunk_rows", "log_every", "eval_every", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected 1 or more")
-        for name in ("lr", "clip", "step_decay"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: expected a finite number above 0")
-        if not 0 <= self.warmup < 1:
-            raise ValueError(f"warmup={self.warmup}: expected a share of the run in [0, 1)")
-        if self.soft_weight < 0 or self.feature_weight < 0 or not self.soft_weight + self.feature_weight:
-            raise ValueError(
-                f"soft_weight={self.soft_weight}, feature_weight={self.feature_weight}: expected 0 or more, one above 0"
-            )
+        if not self.soft_weight + self.feature_weight:
+            raise ValueError("soft_weight=0, feature_weight=0: expected one of them above 0")
 
     @property
     def step_weights(self) -> list[float]:
@@ -103,6 +119,30 @@ STANDALONE = Training(
     "Standalone draft model",
     "A small Llama, for targets with the same tokenizer.",
 )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Shape of a fresh student; None: the algorithm's default.
+
+    init: a trained draft to continue from, a folder or Hub id; of the rest only file_format and embed_type go with it.
+    intermediate_size: of the MLP. eagle3: draft_vocab_size, and three aux_layers. nextn: copy_layer starts its layer as
+    the target's last one with full attention. standalone: hidden_size, num_layers, num_heads, num_kv_heads, whose
+    defaults take about 7 MB for a vocabulary of 49152; file_format "gguf", with the embedding as embed_type, or
+    "safetensors".
+    """
+
+    init: str | None = None
+    intermediate_size: int | None = None
+    draft_vocab_size: int = 8192
+    aux_layers: tuple[int, ...] | None = None
+    copy_layer: bool = False
+    hidden_size: int = 192
+    num_layers: int = 4
+    num_heads: int = 3
+    num_kv_heads: int = 1
+    file_format: str = "gguf"
+    embed_type: str = "Q4_0"
 
 
 def training_of(algo: str) -> Training:

@@ -4,7 +4,7 @@ It knows nothing about models or batches: `regenerate` fills it, `batches` reads
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -123,6 +123,10 @@ class Corpus:
         """Number of tokens that the target generated."""
         return int(self.answer.sum())
 
+    def answer_counts(self, vocab_size: int) -> torch.Tensor:
+        """Return how often the target generated each id, as [vocab_size] int64."""
+        return torch.bincount(self.tokens[self.answer].long(), minlength=vocab_size)
+
     @property
     def digest(self) -> str:
         """SHA-256 of tokens, offsets and answer mask."""
@@ -183,3 +187,26 @@ def split_held_out(corpus: Corpus, num_held_out: int, seed: int) -> tuple[Corpus
             "--held-out 0"
         )
     return corpus.select(train), corpus.select(sorted(held_out))
+
+
+def choose_hot_vocab(corpus: Corpus, size: int, vocab_size: int, always: Collection[int] = ()) -> torch.Tensor:
+    """Choose the target tokens that a draft head scores: [min(size, vocab_size)] int64, ascending.
+
+    The `always` ids come first, then the most frequent generated tokens; ties by prompt frequency, then by id.
+    vocab_size: the target's. always: special tokens such as EOS.
+    """
+    if len(corpus) and int(corpus.tokens.max()) >= vocab_size:
+        raise ValueError(
+            f"the corpus has token {int(corpus.tokens.max())}, the target's vocabulary ends at {vocab_size - 1}; "
+            "use the corpus that this target generated"
+        )
+    size = min(size, vocab_size)
+    if len(set(always)) > size:
+        raise ValueError(f"draft vocabulary of {size}: expected room for {len(set(always))} special tokens; enlarge it")
+    prompts = torch.bincount(corpus.tokens[~corpus.answer].long(), minlength=vocab_size)
+    wanted = torch.zeros(vocab_size, dtype=torch.int64)
+    wanted[sorted(set(always))] = 1
+    order = torch.arange(vocab_size)
+    for key in (prompts, corpus.answer_counts(vocab_size), wanted):
+        order = order[key[order].argsort(descending=True, stable=True)]  # the last key weighs most
+    return order[:size].sort().values

@@ -10,9 +10,9 @@ from specdec.targets.pretrained import BUNDLED
 from specdec.targets.shape import vocab_size_of
 from specdec.text.prompts import tokenizer_fingerprint
 from specdec.train.card import write_card
-from specdec.train.config import TrainConfig
+from specdec.train.config import Shape, TrainConfig
 from specdec.train.data import Corpus, split_held_out
-from specdec.train.students import Setup, Shape, make_student
+from specdec.train.students import Setup, make_student
 from specdec.train.target import load
 from specdec.train.trainer import Trainer
 

@@ -8,15 +8,18 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from specdec.api import Engine, attach
+from specdec.ranges import FLAG, Range, check_fields, optional, whole
 from specdec.targets.pretrained import BUNDLED
 from specdec.targets.shape import position_limit
 from specdec.text.inputs import encode
 from specdec.text.prompts import tokenizer_fingerprint
+from specdec.train.config import POSITIVE
 from specdec.train.fit import sizes
 from specdec.train.regenerate import (
     Budget,
@@ -36,7 +39,31 @@ GRAPH_BATCHES = (64, 128, 256, 512)  # few and large: a batch is full until its 
 CHUNK_BATCHES = 8  # batches drain at the end of a chunk, so chunks are long; answers are saved after each
 MAX_BATCH = {"cuda": 512, "cpu": 32}
 
-T = TypeVar("T")
+
+def _shard(value: str) -> str:
+    index, _, count = value.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise ValueError
+    return value
+
+
+def _temperatures(value: str) -> str:
+    if not all(0 <= float(law) < math.inf for law in value.split(",")):
+        raise ValueError
+    return value
+
+
+RANGES = MappingProxyType(
+    {
+        **dict.fromkeys(("chats", "seed"), whole(0)),
+        **dict.fromkeys(("samples_per_question", "max_new_tokens"), whole(1)),
+        **dict.fromkeys(("num_questions", "max_batch"), optional(whole(1))),
+        "gen_minutes": optional(POSITIVE, " for no limit"),
+        "shard": Range("i/n with i of 0..n-1, such as 0/4", _shard),
+        "temperatures": Range("numbers from 0, such as 0,0.7,1.0", _temperatures),
+        "compile": FLAG,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -62,18 +89,9 @@ class Generation:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        check_fields(self, RANGES)
         if self.gsm8k is None and not self.chats:
             raise ValueError("nothing to generate: pass gsm8k=PATH of train.jsonl, or chats=N, or both")
-        index, _, count = self.shard.partition("/")
-        if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
-            raise ValueError(f"shard={self.shard!r}: expected i/n with i of 0..n-1, such as 0/4")
-        try:
-            valid = all(0 <= law < math.inf for law in self.laws)
-        except ValueError:
-            valid = False
-        if not valid:
-            raise ValueError(f"temperatures={self.temperatures!r}: expected numbers from 0, such as 0,0.7,1.0")
 
     @property
     def laws(self) -> list[float]:
@@ -81,38 +99,20 @@ class Generation:
         return [float(t) for t in self.temperatures.split(",")]
 
     @property
-    def shard_index(self) -> int:
-        """i of the shard i/n."""
-        return int(self.shard.partition("/")[0])
-
-    @property
-    def num_shards(self) -> int:
-        """n of the shard i/n."""
-        return int(self.shard.partition("/")[2])
+    def part(self) -> slice:
+        """Picks this shard's jobs of those that are the same in all shards."""
+        index, _, count = self.shard.partition("/")
+        return slice(int(index), None, int(count))
 
     @property
     def num_chats(self) -> int:
         """Number of chats of this shard."""
-        return len(range(self.shard_index, self.chats, self.num_shards))
+        return len(range(self.chats)[self.part])
 
-    def part(self, jobs: Sequence[T]) -> list[T]:
-        """Return this shard's part of `jobs`, which are the same in all shards."""
-        return list(jobs[self.shard_index :: self.num_shards])
-
+    @property
     def turn_seed(self) -> int:
-        """Return the seed of the user turns, different in every shard."""
-        return self.seed * 1009 + self.shard_index
-
-
-def _check_numbers(g: Generation) -> None:
-    """Raise ValueError for counts below their least, and times that are over before they begin."""
-    least = {"chats": 0, "seed": 0, "num_questions": 1, "samples_per_question": 1, "max_new_tokens": 1, "max_batch": 1}
-    for name, low in least.items():
-        value = getattr(g, name)
-        if value is not None and value < low:
-            raise ValueError(f"{name}={value}: expected {low} or more")
-    if g.gen_minutes is not None and not g.gen_minutes > 0:
-        raise ValueError(f"gen_minutes={g.gen_minutes}: expected a time above 0; leave it out for no limit")
+        """The seed of the user turns, different in every shard."""
+        return self.seed * 1009 + int(self.part.start)
 
 
 def check_corpus_free(out: Path, overwrite: bool) -> None:
@@ -145,11 +145,16 @@ def prepare(
     turn_tokens = min(g.max_new_tokens, USER_TURN_TOKENS) if g.chats else 0
     frame = sum(len(encode(tokenizer, part)) for part in user_turn_frame(tokenizer))
     longest = max([frame + turn_tokens, *map(len, questions)])
-    _check_length(model, longest, g.max_new_tokens)
+    limit, _ = position_limit(model.config.get_text_config())
+    if limit is not None and longest + g.max_new_tokens > limit:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens, and max_new_tokens={g.max_new_tokens}: the target has positions "
+            f"up to {limit}; leave such questions out, or take fewer new tokens"
+        )
     engine = generating_engine(model, g, longest + g.max_new_tokens)
     chunk = CHUNK_BATCHES * engine.config.max_batch
     turns = Budget(g.gen_minutes * USER_TURN_SHARE if g.gen_minutes and g.chats else None)
-    chats = self_chat_prompts(engine, tokenizer, g.num_chats, g.turn_seed(), turn_tokens, chunk=chunk, budget=turns)
+    chats = self_chat_prompts(engine, tokenizer, g.num_chats, g.turn_seed, turn_tokens, chunk=chunk, budget=turns)
     turns_report = turns.report()
     rest = Budget(g.gen_minutes - turns.seconds / 60 if g.gen_minutes else None)
     jobs = shard_jobs(g, questions, chats)
@@ -170,20 +175,11 @@ def prepare(
     }
 
 
-def _check_length(model: PreTrainedModel, longest: int, max_new_tokens: int) -> None:
-    limit, _ = position_limit(model.config.get_text_config())
-    if limit is not None and longest + max_new_tokens > limit:
-        raise ValueError(
-            f"the longest prompt has {longest} tokens, and max_new_tokens={max_new_tokens}: the target has positions "
-            f"up to {limit}; leave such questions out, or take fewer new tokens"
-        )
-
-
 def shard_jobs(g: Generation, questions: Sequence[list[int]], chats: Sequence[list[int]]) -> list[Job]:
     """Return the requests of this shard, its part of all questions' jobs and its own chats, shuffled so that a run cut
     short has the same mix."""
-    of_questions = g.part(answer_jobs(questions, g.laws, g.samples_per_question, g.seed))
-    jobs = of_questions + answer_jobs(chats, g.laws, 1, g.turn_seed() + ANSWER_SEEDS)
+    of_questions = answer_jobs(questions, g.laws, g.samples_per_question, g.seed)[g.part]
+    jobs = of_questions + answer_jobs(chats, g.laws, 1, g.turn_seed + ANSWER_SEEDS)
     random.Random(g.seed).shuffle(jobs)
     return jobs
 

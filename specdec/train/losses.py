@@ -6,6 +6,7 @@ bf16 gradients, with everything between in fp32 registers.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,69 +45,52 @@ class OutputHead(NamedTuple):
 
 
 class RowMath:
-    """Runs `row_losses` and `row_summary` over chunks of `chunk_rows`; compiled, the last chunk is padded to full size,
+    """Runs `row_losses` and `row_lse` over chunks of `chunk_rows`; compiled, the last chunk is padded to full size,
     so that each is compiled once."""
 
     def __init__(self, chunk_rows: int, compiled: bool = False):
         self.chunk_rows = chunk_rows
         self.is_compiled = compiled
-        self._losses: Callable[..., Any] = _compile(row_losses) if compiled else row_losses
-        self._summary: Callable[..., Any] = _compile(row_summary) if compiled else row_summary
+        compile = partial(torch.compile, dynamic=False, fullgraph=True) if compiled else lambda function: function
+        self._losses, self._lse = compile(row_losses), compile(row_lse)
 
     def spans(self, num_rows: int) -> Iterator[slice]:
         """Return the slices that cut `num_rows` rows into chunks."""
         return (slice(i, min(i + self.chunk_rows, num_rows)) for i in range(0, num_rows, self.chunk_rows))
 
-    def losses(
+    def losses(self, *rows: torch.Tensor, lk_weight: float, wants_grad: bool) -> Any:
+        """Compute `row_losses` of a chunk; rows: its tensors, [n, ...] each."""
+        results = self._losses(*map(self._full, rows), lk_weight, wants_grad)
+        return [None if t is None else t[: rows[0].shape[0]] for t in results]
+
+    def goal(
         self,
-        logits: torch.Tensor,
-        goal_logits: torch.Tensor,
-        goal_lse: torch.Tensor,
-        weights: torch.Tensor,
-        lk_weight: float,
-        wants_grad: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Compute `row_losses` of a chunk."""
-        full = (self._full(t) for t in (logits, goal_logits, goal_lse, weights))
-        return self._cut(self._losses(*full, lk_weight, wants_grad), logits.shape[0])
-
-    def summary(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute `row_summary` of a chunk."""
-        return self._cut(self._summary(self._full(logits)), logits.shape[0])
-
-    def goal(self, logits: torch.Tensor) -> Goal:
-        """Return the Goal of a draft that scores the whole vocabulary; it keeps `logits` [N, V], not a copy."""
-        lse = torch.empty(logits.shape[0], device=logits.device)
-        best = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-        for span in self.spans(logits.shape[0]):
-            lse[span], best[span] = self.summary(logits[span])
-        return Goal(logits, lse, best)
-
-    def hot_goal(
-        self, score: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, hot_ids: torch.Tensor, vocab: int
+        score: Callable[[torch.Tensor], torch.Tensor],
+        hidden: torch.Tensor,
+        vocab_size: int,
+        hot_ids: torch.Tensor | None = None,
     ) -> Goal:
-        """Return the Goal over hot_ids [dv] int64, ascending; the target's logits [N, V] are score(hidden [N, h])."""
+        """Return the Goal over hot_ids [dv] int64, ascending, or None for all V; the target's logits [N, V] are
+        score(hidden [N, h])."""
         num_rows, device = hidden.shape[0], hidden.device
-        to_draft = torch.full((vocab,), -1, dtype=torch.int64, device=device)
-        to_draft[hot_ids] = torch.arange(hot_ids.numel(), device=device)
-        logits = torch.empty(num_rows, hot_ids.numel(), dtype=hidden.dtype, device=device)
+        ids = torch.arange(vocab_size, device=device) if hot_ids is None else hot_ids
+        to_draft = torch.full((vocab_size,), -1, dtype=torch.int64, device=device)
+        to_draft[ids] = torch.arange(ids.numel(), device=device)
+        logits = hidden.new_empty(num_rows, ids.numel())
         lse = torch.empty(num_rows, device=device)
         best = torch.empty(num_rows, dtype=torch.int64, device=device)
         for span in self.spans(num_rows):
             block = score(hidden[span])
-            torch.index_select(block, 1, hot_ids, out=logits[span])
+            logits = logits.to(block.dtype)  # some models score in fp32
+            logits[span] = block if hot_ids is None else block[:, ids]
             best[span] = to_draft[block.argmax(-1)]
-            lse[span] = self.summary(logits[span])[0]
+            lse[span] = self._lse(self._full(logits[span]))[: block.shape[0]]
         return Goal(logits, lse, best)
 
     def _full(self, rows: torch.Tensor) -> torch.Tensor:
         """Pad `rows` [n, ...] with zeros to chunk_rows, if compiled."""
         missing = self.chunk_rows - rows.shape[0]
         return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if self.is_compiled and missing else rows
-
-    @staticmethod
-    def _cut(results: Any, num_rows: int) -> Any:
-        return tuple(None if t is None else t[:num_rows] for t in results)
 
 
 def imitation_loss(
@@ -149,9 +133,8 @@ class _Imitation(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_head else None
         for span in math.spans(states.shape[0]):
             logits = F.linear(states[span], weight, bias)
-            row_loss, best[span], grad = math.losses(
-                logits, goal.logits[span], goal.lse[span], weights[span], lk_weight, wants_grad
-            )
+            rows = (logits, goal.logits[span], goal.lse[span], weights[span])
+            row_loss, best[span], grad = math.losses(*rows, lk_weight=lk_weight, wants_grad=wants_grad)
             loss += row_loss.sum()
             if grad_states is not None and grad is not None:
                 grad_states[span] = grad @ weight
@@ -198,11 +181,6 @@ def row_losses(
     return loss * weights, z.argmax(-1), (grad * weights.unsqueeze(-1)).to(logits.dtype) if wants_grad else None
 
 
-def row_summary(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (log-sum-exp [n] fp32, argmax [n] int64) of logits [n, V]."""
-    z = logits.float()
-    return z.logsumexp(-1), z.argmax(-1)
-
-
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False, fullgraph=True)
+def row_lse(logits: torch.Tensor) -> torch.Tensor:
+    """Return the log-sum-exp [n] fp32 of logits [n, V]."""
+    return logits.float().logsumexp(-1)

@@ -28,6 +28,11 @@ class Outcome:
     losses: list[torch.Tensor]
     drafted: list[torch.Tensor]
 
+    @property
+    def right(self) -> torch.Tensor:
+        """[num_steps, N] bool: rows where the draft's argmax is the target's."""
+        return torch.stack(self.drafted) == self.goal.best
+
 
 class Objective(ABC):
     """A student module in fp32, trained in place to imitate `model`, which is only read."""

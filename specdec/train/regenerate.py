@@ -6,10 +6,10 @@ It keeps the sampled token ids; text is never tokenised again. The engine is pas
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -21,21 +21,11 @@ SENTINEL = "Qx7sentinel7xQ"
 MIN_USER_TURN = 3  # tokens; shorter turns are dropped
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One request: prompt ids and how to sample its answer."""
 
     prompt: list[int]
     sampling: SamplingParams
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The target's answer to a prompt, the id that ended it included, and the finish reason."""
-
-    prompt: list[int]
-    tokens: list[int]
-    finish: str
 
 
 @dataclass
@@ -81,26 +71,25 @@ def gsm8k_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
 
     ValueError names the line that holds none.
     """
-    path = Path(path)
+    path, questions = Path(path), list[str]()
     if not path.is_file():
         raise ValueError(f"gsm8k={str(path)!r}: no such file; expected GSM8K's train.jsonl")
-    lines = enumerate(path.read_text("utf-8").split("\n"), 1)
-    questions = [_question(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+    for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: no JSON ({error}); correct the line or leave it out") from error
+        question = row.get("question") if isinstance(row, dict) else None
+        if not isinstance(question, str) or not question.strip():
+            raise ValueError(f'{where}: expected {{"question": "some text", ...}}, got {line[:80]}')
+        questions.append(question)
     if not questions:
         raise ValueError(f"gsm8k={str(path)!r} is empty: expected one question a line, as in GSM8K's train.jsonl")
     prefix, suffix = user_turn_frame(tokenizer)
     return [encode(tokenizer, prefix + question + suffix) for question in questions]
-
-
-def _question(line: str, where: str) -> str:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: no JSON ({error}); correct the line or leave it out") from error
-    question = row.get("question") if isinstance(row, dict) else None
-    if not isinstance(question, str) or not question.strip():
-        raise ValueError(f'{where}: expected {{"question": "some text", ...}}, got {line[:80]}')
-    return question
 
 
 def user_turn_frame(tokenizer: Any) -> tuple[str, str]:
@@ -130,16 +119,18 @@ def self_chat_prompts(
     prefix, suffix = (encode(tokenizer, part) for part in user_turn_frame(tokenizer))
     ends = {tokenizer.eos_token_id, suffix[0]} - {None}
     turns: dict[tuple[int, ...], None] = {}  # an ordered set
-    kept: list[tuple[int, ...]] = []
     jobs = [Job(prefix, SamplingParams(temperature=1.0, seed=_seed(seed, i))) for i in range(3 * n)]
     with tqdm(total=n, desc="user turns", unit="turn") as bar:
-        for said in run_jobs(engine, jobs, max_new_tokens, sorted(ends), chunk, budget or Budget()):
-            turns.update(dict.fromkeys(_turn(s, ends) for s in said if s.finish != "length"))
-            kept = [turn for turn in turns if len(turn) >= MIN_USER_TURN][:n]
-            bar.update(len(kept) - bar.n)
-            if len(kept) == n:
+        for _, out in run_jobs(engine, jobs, max_new_tokens, sorted(ends), chunk, budget or Budget()):
+            for tokens, reason in zip(out.tokens, out.finish_reasons, strict=True):
+                while tokens and tokens[-1] in ends:
+                    tokens = tokens[:-1]
+                if reason != "length" and len(tokens) >= MIN_USER_TURN:
+                    turns[tuple(tokens)] = None
+            bar.update(min(len(turns), n) - bar.n)
+            if len(turns) >= n:
                 break
-    return [prefix + list(turn) + suffix for turn in kept]
+    return [prefix + list(turn) + suffix for turn in list(turns)[:n]]
 
 
 def answer_jobs(
@@ -178,9 +169,10 @@ def answer(
     """
     pairs: list[tuple[list[int], list[int]]] = []
     with tqdm(total=len(jobs), desc="answers", unit="answer") as bar:
-        for said in run_jobs(engine, jobs, max_new_tokens, [], chunk, budget or Budget()):
-            pairs += [(s.prompt, s.tokens) for s in said if s.tokens and s.finish != "error"]
-            bar.update(len(said))
+        for part, out in run_jobs(engine, jobs, max_new_tokens, [], chunk, budget or Budget()):
+            said = zip(part, out.tokens, out.finish_reasons, strict=True)
+            pairs += [(job.prompt, list(tokens)) for job, tokens, reason in said if tokens and reason != "error"]
+            bar.update(len(part))
             if keep:
                 keep(Corpus.of(pairs))
     return Corpus.of(pairs)
@@ -188,8 +180,8 @@ def answer(
 
 def run_jobs(
     engine: Any, jobs: Sequence[Job], max_new_tokens: int, stop_token_ids: list[int], chunk: int, budget: Budget
-) -> Iterator[list[Answer]]:
-    """Yield the answers to `jobs`, in order, a chunk at a time, until the budget is spent."""
+) -> Iterator[tuple[Sequence[Job], Any]]:
+    """Yield (a chunk of `jobs`, the engine's output for it) until the budget is spent."""
     start = 0
     while start < len(jobs) and (size := budget.affordable(chunk)):
         part = jobs[start : start + size]
@@ -203,15 +195,7 @@ def run_jobs(
         start += len(part)
         budget.num_requests += len(part)
         budget.num_tokens += sum(map(len, out.tokens))
-        yield [Answer(j.prompt, list(t), f) for j, t, f in zip(part, out.tokens, out.finish_reasons, strict=True)]
-
-
-def _turn(said: Answer, ends: Collection[int]) -> tuple[int, ...]:
-    """Return the ids of a user turn, without the ones that ended it."""
-    tokens = said.tokens
-    while tokens and tokens[-1] in ends:
-        tokens = tokens[:-1]
-    return tuple(tokens)
+        yield part, out
 
 
 def _seed(seed: int, i: int) -> int:

@@ -1,7 +1,6 @@
 """Distils a small causal LM with the target's vocabulary, which drafts from tokens alone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,23 +10,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specdec.heads.fresh import rope_theta
 from specdec.train.batches import Batch
-from specdec.train.config import TrainConfig
+from specdec.train.config import Shape, TrainConfig
+from specdec.train.export import stored
 from specdec.train.losses import Goal, OutputHead, imitation_loss
 from specdec.train.objectives import Objective, Outcome, refuse
-from specdec.train.rounding import rounded, stored_type
 
+MLP_WIDTH = 512  # if none is asked for
 SMOOTHING = 1.0  # added to every token's count in the embedding's PCA, so that unseen tokens have some weight
-
-
-@dataclass(frozen=True)
-class LMShape:
-    """Shape of the student. The defaults take about 7 MB for a vocabulary of 49152 as GGUF, embeddings in Q4_0."""
-
-    hidden_size: int = 192
-    intermediate_size: int = 512
-    num_layers: int = 4
-    num_heads: int = 3
-    num_kv_heads: int = 1
 
 
 class StandaloneObjective(Objective):
@@ -48,7 +37,7 @@ class StandaloneObjective(Objective):
             raise ValueError(f"soft_weight={config.soft_weight} for 'standalone': expected 1.0, {reason}")
         student.requires_grad_(True)
         self.embed_type = embed_type
-        rounding = None if embed_type is None else partial(_stored, embed_type=embed_type)
+        rounding = None if embed_type is None else partial(stored, embed_type=embed_type)
         super().__init__(model, student, config, (), rounding)
 
     def forward(self, batch: Batch, random: torch.Generator | None) -> Outcome:
@@ -79,12 +68,8 @@ class StandaloneObjective(Objective):
         return rows, weights / weights.sum().clamp(min=1e-6)
 
 
-def _stored(name: str, weight: torch.Tensor, embed_type: str) -> torch.Tensor:
-    return rounded(weight, stored_type(name, weight, embed_type))
-
-
 @torch.no_grad()
-def new_student(model: PreTrainedModel, shape: LMShape, counts: torch.Tensor, seed: int) -> LlamaForCausalLM:
+def new_student(model: PreTrainedModel, shape: Shape, counts: torch.Tensor, seed: int) -> LlamaForCausalLM:
     """Make a Llama in fp32 on the target's device, with tied embeddings projected from the target's output head.
 
     counts [V] int64: how often the target emits each token; frequent tokens shape the projection most.
@@ -95,7 +80,7 @@ def new_student(model: PreTrainedModel, shape: LMShape, counts: torch.Tensor, se
     config = LlamaConfig(
         vocab_size=head.shape[0],
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
+        intermediate_size=shape.intermediate_size or MLP_WIDTH,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,

@@ -79,9 +79,7 @@ class Teacher:
     @torch.no_grad()
     def goal(self, hidden: torch.Tensor, hot_ids: torch.Tensor | None, math: RowMath) -> Goal:
         """Return the Goal of rows with last hidden states `hidden` [N, h]; hot_ids [dv] int64, or None for all V."""
-        if hot_ids is None:
-            return math.goal(self.logits(hidden))
-        return math.hot_goal(self.logits, hidden, hot_ids, self.output_head.weight.shape[0])
+        return math.goal(self.logits, hidden, self.output_head.weight.shape[0], hot_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map last hidden states [N, h] to logits [N, V], through all that the model does to them."""
