@@ -20,6 +20,7 @@ from specdec import shipped
 from specdec.api import Engine, attach
 from specdec.assembly.arguments import check_mapping, check_settings
 from specdec.outputs import GenerationOutput
+from specdec.ranges import whole
 from specdec.targets.pretrained import BUNDLED
 from specdec.train.target import load
 
@@ -97,15 +98,14 @@ def generate(
     batch_size below 1.
     """
     for name, value in (("replicas", replicas), ("batch_size", batch_size)):
-        _at_least_one(name, value)
+        whole(1).check(name, value)
     _check_mappings(kwargs)
-    resources = _resources(num_cpus)
     return dataset.map_batches(
         replica,
         fn_constructor_kwargs={"target": target, "draft": draft, **kwargs},
         batch_size=batch_size,
         compute=ActorPoolStrategy(size=replicas),
-        **resources,
+        **_resources(num_cpus),
     )
 
 
@@ -126,7 +126,7 @@ def serve_app(
     `Replica`.
     """
     for name, value in (("replicas", replicas), ("max_ongoing_requests", max_ongoing_requests)):
-        _at_least_one(name, value)
+        whole(1).check(name, value)
     _check_mappings(kwargs)
     from ray import serve
 
@@ -174,11 +174,6 @@ def _resources(num_cpus: float | None) -> dict[str, Any]:
         ray.init()
     resources: dict[str, Any] = {"num_gpus": 1} if ray.cluster_resources().get("GPU", 0) else {}
     return resources if num_cpus is None else {**resources, "num_cpus": num_cpus}
-
-
-def _at_least_one(name: str, value: Any) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}: expected an integer of at least 1")
 
 
 def _check_mappings(kwargs: Mapping[str, Any]) -> None:

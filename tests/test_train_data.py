@@ -18,7 +18,7 @@ from specdec.train.regenerate import (
     Budget,
     answer,
     answer_jobs,
-    gsm8k_prompts,
+    question_prompts,
     self_chat_prompts,
     user_turn_frame,
 )
@@ -178,25 +178,25 @@ def test_the_frame_is_found_for_any_template(tmp_path: Path) -> None:
     assert user_turn_frame(tokenizer) == ("sys|u:", "\0|a:")
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n", "utf-8")
-    assert gsm8k_prompts(path, tokenizer) == [encode(tokenizer, "sys|u:1+1?\0|a:")]
+    assert question_prompts(path, tokenizer) == [encode(tokenizer, "sys|u:1+1?\0|a:")]
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"question": ', r"line 3: no JSON \(Expecting value"),
-        ('{"prompt": "1+1?"}', r'line 3: expected \{"question": "some text".*got \{"prompt"'),
-        ("[1]", "line 3: expected"),
-        ('{"question": 5}', "line 3: expected"),
-        ('{"question": " "}', "line 3: expected"),
-        (None, "is empty: expected one question a line"),
+        ('{"question": ', r"train.jsonl:3: not JSON \(Expecting value"),
+        ('{"text": "1+1?"}', r"train.jsonl:3: not a prompt \(.*in \['text'\]\); expected one of .*'question'"),
+        ("[1]", "train.jsonl:3: not a prompt"),
+        ('{"question": 5}', "train.jsonl:3: not a prompt"),
+        ('{"question": " "}', "train.jsonl:3: not a prompt"),
+        (None, "holds no prompts; expected one of"),
     ],
 )
 def test_bad_questions_are_named_by_their_line(tmp_path: Path, line: str | None, said: str) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text("" if line is None else f'{{"question": "1+1?"}}\n\n{line}\n', "utf-8")
     with pytest.raises(ValueError, match=said):
-        gsm8k_prompts(path, None)
+        question_prompts(path, WordTokenizer())
 
 
 def test_the_target_writes_user_turns() -> None:

@@ -1,6 +1,7 @@
 """Turns tokens back into text, all at once or piece by piece, with stop strings."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
@@ -36,15 +37,13 @@ class Detokenizer:
     def feed(self, tokens: Sequence[int]) -> str:
         """Return the text that is now final. `num_fed` counts `tokens`, up to the one that completed a stop string."""
         if len(tokens) > 1 and self.stop_strings:
-            before = (self._window.copy(), self._given, self._settled, self._held, self._num_before)
-            text = self._feed(tokens)
-            if not self.stopped:
-                return text
-            # Feed them again one by one to find the token that completed the stop string: the last one at the latest.
-            self._window, self._given, self._settled, self._held, self._num_before = before
-            self.stopped = False
-            self.num_fed -= len(tokens)
-            return "".join(self._feed([t]) for t in tokens if not self.stopped)
+            ahead = copy(self)
+            ahead._window = self._window.copy()
+            text = ahead._feed(tokens)
+            if ahead.stopped:  # one by one, to find the token that completed the stop string: the last at the latest
+                return "".join(self._feed([t]) for t in tokens if not self.stopped)
+            vars(self).update(vars(ahead))
+            return text
         return self._feed(tokens)
 
     def finish(self) -> str:

@@ -26,7 +26,7 @@ from specdec.train.regenerate import (
     Job,
     answer,
     answer_jobs,
-    gsm8k_prompts,
+    question_prompts,
     self_chat_prompts,
     user_turn_frame,
 )
@@ -115,15 +115,6 @@ class Generation:
         return self.seed * 1009 + int(self.part.start)
 
 
-def check_corpus_free(out: Path, overwrite: bool) -> None:
-    """ValueError if there is a corpus already, which may have taken hours, unless it is to be overwritten."""
-    if out.exists() and not overwrite:
-        raise ValueError(
-            f"{str(out)!r} is there already: train on it with `specdec train fit --corpus {out}`, name another, or "
-            "pass overwrite=True (--overwrite)"
-        )
-
-
 def prepare(
     out: Path,
     *,
@@ -138,10 +129,14 @@ def prepare(
     overwrite: replace a file that is there. options: fields of Generation.
     """
     g = Generation(**options)
-    check_corpus_free(out, overwrite)
+    if out.exists() and not overwrite:  # it may have taken hours
+        raise ValueError(
+            f"{str(out)!r} is there already: train on it with `specdec train fit --corpus {out}`, name another, or "
+            "pass overwrite=True (--overwrite)"
+        )
     model, tokenizer = load(target, dtype, device)
     fingerprint = tokenizer_fingerprint(tokenizer)
-    questions = gsm8k_prompts(g.gsm8k, tokenizer)[: g.num_questions] if g.gsm8k else []
+    questions = question_prompts(g.gsm8k, tokenizer)[: g.num_questions] if g.gsm8k else []
     turn_tokens = min(g.max_new_tokens, USER_TURN_TOKENS) if g.chats else 0
     frame = sum(len(encode(tokenizer, part)) for part in user_turn_frame(tokenizer))
     longest = max([frame + turn_tokens, *map(len, questions)])

@@ -4,7 +4,6 @@ It keeps the sampled token ids; text is never tokenised again. The engine is pas
 `generate(prompts, max_new_tokens, sampling, ignore_eos, stop_token_ids)` returns `tokens` and `finish_reasons`.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from tqdm import tqdm
 
 from specdec.functional.sampling import SamplingParams
 from specdec.text.inputs import encode, render_chat
+from specdec.text.prompts import read_questions
 from specdec.train.data import Corpus
 
 SENTINEL = "Qx7sentinel7xQ"
@@ -66,30 +66,11 @@ class Budget:
         }
 
 
-def gsm8k_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
-    """Return token ids of every question in a GSM8K .jsonl file, rendered with the chat template up to the answer.
-
-    ValueError names the line that holds none.
-    """
-    path, questions = Path(path), list[str]()
-    if not path.is_file():
-        raise ValueError(f"gsm8k={str(path)!r}: no such file; expected GSM8K's train.jsonl")
-    for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where}: no JSON ({error}); correct the line or leave it out") from error
-        question = row.get("question") if isinstance(row, dict) else None
-        if not isinstance(question, str) or not question.strip():
-            raise ValueError(f'{where}: expected {{"question": "some text", ...}}, got {line[:80]}')
-        questions.append(question)
-    if not questions:
-        raise ValueError(f"gsm8k={str(path)!r} is empty: expected one question a line, as in GSM8K's train.jsonl")
+def question_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
+    """Return token ids of every question in a file of JSON lines, such as GSM8K's train.jsonl, rendered with the chat
+    template up to the answer; see `read_questions`."""
     prefix, suffix = user_turn_frame(tokenizer)
-    return [encode(tokenizer, prefix + question + suffix) for question in questions]
+    return [encode(tokenizer, prefix + question + suffix) for question in read_questions(path)]
 
 
 def user_turn_frame(tokenizer: Any) -> tuple[str, str]:
@@ -141,8 +122,6 @@ def answer_jobs(
     Temperatures rotate over prompts and samples, so the mix holds wherever generation stops; a prompt is answered
     greedily in the first turn of `temperatures` only.
     """
-    if not temperatures:
-        raise ValueError("temperatures is empty: expected one at least, such as (0.0, 1.0, 0.7)")
     jobs = []
     for s in range(samples_per_prompt):
         for k, prompt in enumerate(prompts):
