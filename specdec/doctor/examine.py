@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel
 
@@ -22,8 +22,8 @@ LOW_TAU = 1.25  # a draft with less is suspect
 UNLIKE = 0.05  # correlation below which two embeddings have nothing in common
 LOW_COVERAGE = 0.5
 
-Draft = DraftHead | PreTrainedModel
-Text = tuple[Sequence[int], Sequence[int]]  # ids of a prompt and of its answer
+Draft: TypeAlias = DraftHead | PreTrainedModel
+Text: TypeAlias = tuple[Sequence[int], Sequence[int]]  # ids of a prompt and of its answer
 
 
 def examine(

@@ -153,7 +153,7 @@ def _listed(record: Mapping[str, Any]) -> Sequence[Any]:
 def _any_turns(record: Mapping[str, Any]) -> Sequence[Any] | None:
     """Return what stands under the first of `QUESTION_KEYS`: one string or several turns."""
     found = next((record[k] for k in QUESTION_KEYS if k in record), None)
-    return [found] if isinstance(found, str) else found
+    return [found] if isinstance(found, str) else found if isinstance(found, list) else None
 
 
 def _speed_bench_turns(record: Mapping[str, Any]) -> Sequence[Any] | None:

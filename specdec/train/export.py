@@ -6,6 +6,7 @@ so that a student trains on the weights that will be stored; the gguf package pa
 
 import copy
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -31,8 +32,7 @@ def write_gguf(folder: Path, student: PreTrainedModel, embed_type: str) -> None:
     reads it. embed_type: GGUF type of the embedding; see `stored_type`."""
     if find_spec("gguf") is None:
         raise ValueError("writing GGUF needs its package: pip install gguf accelerate; or export safetensors")
-    import gguf
-
+    gguf: Any = import_module("gguf")
     c = student.config
     check_blocks(c.hidden_size, c.intermediate_size, embed_type)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
