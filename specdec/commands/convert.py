@@ -14,10 +14,10 @@ from specdec.commands.choices import Json, finish
 from specdec.errors import CheckpointError
 from specdec.heads.configs import AUX_IDS, AUX_LAYERS
 from specdec.heads.custom_generate import write_custom_generate
-from specdec.heads.eagle3 import Eagle3Config, Eagle3Head
-from specdec.heads.eagle3_configs import official_json, proposal_json, speculators_json
-from specdec.heads.eagle3_format import read
-from specdec.heads.files import HeadFiles
+from specdec.heads.eagle3_configs import proposal_json
+from specdec.heads.eagle3_format import EAGLE3
+from specdec.heads.files import LM_HEAD, HeadFiles
+from specdec.heads.format import Saving, Stored
 from specdec.heads.formats import layouts
 from specdec.heads.load import open_head
 from specdec.targets.pretrained import BUNDLED, load_pretrained
@@ -54,42 +54,32 @@ def convert(
     if Path(dst).exists() and Path(dst).resolve() == head.folder.resolve():
         raise ValueError(f"dst={str(dst)!r} is the source: expected another folder")
     check_free(dst, overwrite)
-    stored = read(head, None)
+    stored = EAGLE3.read(head, None)
     if head.problems or stored is None:
         raise CheckpointError(str(head.folder), head.problems)
-    assert isinstance(stored.head, Eagle3Head)
-    config = stored.head.config
     tensors = head.read(list(head.names))
-    if to == "official":
-        written = _to_official(head, config)
-    else:
-        written = _to_speculators(head, config)
-        if head.raw.get("lm_head_from_target") and "lm_head.weight" not in tensors:
-            tensors["lm_head.weight"] = _targets_rows(target, tensors)
-    if verifier is not None or to == "speculators":
-        written["speculators_config"] = _with_verifier(head.raw.get("speculators_config"), verifier)
+    if to == "speculators" and head.raw.get("lm_head_from_target") and LM_HEAD not in tensors:
+        tensors[LM_HEAD] = _targets_rows(target, tensors)
+    written = _config(head, stored, to, verifier)
     layout = layouts()[TO[to]]
     write_checkpoint(dst, written, {layout.theirs(ours): t.contiguous() for ours, t in tensors.items()})
     write_custom_generate(dst)
     return head.notes + head.doubts
 
 
-def _to_official(head: HeadFiles, config: Eagle3Config) -> dict[str, Any]:
-    raw = head.raw
-    written = official_json(config, lm_head_from_target=bool(raw.get("lm_head_from_target")))
-    layer = raw["transformer_layer_config"]
-    written.update({key: layer.get(key, raw.get(key)) for key in PASSED if key in layer or key in raw})
-    _keep_aux(raw, written, written["eagle_config"])
-    if "speculators_config" in raw:
-        written["speculators_config"] = raw["speculators_config"]
-    return written
-
-
-def _to_speculators(head: HeadFiles, config: Eagle3Config) -> dict[str, Any]:
-    raw = head.raw
-    written = speculators_json(config)
-    written["transformer_layer_config"].update({key: raw[key] for key in PASSED if key in raw})
-    _keep_aux(raw, written, written)
+def _config(head: HeadFiles, stored: Stored, to: str, verifier: str | None) -> dict[str, Any]:
+    """Return config.json in the layout `to`, with what other readers use of the one in `head`."""
+    raw, lacks_rows = head.raw, bool(head.raw.get("lm_head_from_target")) and to == "official"
+    written, _ = EAGLE3.write(stored.head, Saving(TO[to], lacks_rows))
+    given = {**raw, **raw.get("transformer_layer_config", {})}
+    layer = written.get("transformer_layer_config", written)
+    layer.update({key: given[key] for key in PASSED if key in given})
+    _keep_aux(raw, written, written.get("eagle_config", written))
+    known = raw.get("speculators_config")
+    if verifier is not None or to == "speculators":
+        written["speculators_config"] = _with_verifier(known, verifier)
+    elif known is not None:
+        written["speculators_config"] = known
     return written
 
 
