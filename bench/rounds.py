@@ -143,7 +143,7 @@ def phase_ms(engine: Any, case: Case, num_rounds: int = 30) -> dict[str, float]:
     with running(engine, case) as core:
         program, kind, capture = core.round, case.kind, FullCapture(core.device)
         rows = core._batch_of(core.scheduler.decoding()).rows
-        draft = capture.capture(lambda: program.worker.draft(program.batch(kind, rows)))
+        draft = capture.capture(lambda: program.draft(program.batch(kind, rows)))
         verify = capture.capture(lambda: program.verify(program.batch(kind, rows), draft.outputs.tree))
         accept = capture.capture(lambda: program.accept(program.batch(kind, rows), draft.outputs, verify.outputs[0]))
         extend = capture.capture(lambda: program.extend(program.batch(kind, rows), accept.outputs, verify.outputs[1]))
