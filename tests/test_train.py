@@ -501,7 +501,6 @@ def test_export_comes_back_with_the_same_logits(target: LlamaForCausalLM, tmp_pa
 
 def test_card_has_facts_and_tables(tmp_path: Path) -> None:
     facts = {"algo": "nextn", "target": "T", "tokens": 12345, "acc": [0.5, 0.4], "accept_at": [0.5, 0.2]}
-    text = write_card(tmp_path, facts, [{"prompts": "gsm8k", "tau": 2.5}]).read_text("utf-8")
+    text = write_card(tmp_path, facts).read_text("utf-8")
     assert "# NextN (MTP) draft head for T" in text and "| tokens | 12,345 |" in text and "| 2 | 0.4 | 0.2 |" in text
-    assert "| gsm8k | 2.5 |" in text and "{" not in text
-    assert "bench acceptance" not in write_card(tmp_path, facts).read_text("utf-8")
+    assert "{" not in text

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from specdec.api import attach
 from specdec.doctor.facts import embedding_likeness, facts_of, untouched_norm, weight_problems
-from specdec.doctor.readings import Trial, search, unclear
+from specdec.doctor.readings import Trial, doubts, search
 from specdec.doctor.rows import Agreement, commonest, coverage, model_agreement, observe
 from specdec.draft.head import DraftHead
 from specdec.measure.acceptance import ci95
@@ -194,17 +194,6 @@ def _why_low(found: Mapping[str, Any], draft: Draft, base: Agreement | None) -> 
     else:
         why = "it is untrained, or was trained for another target"
     return "untrained or random", f"it agrees no more than chance under every reading: {why}"
-
-
-def doubts(trials: Sequence[Trial], base: Agreement) -> list[str]:
-    """Return a remark on the reading that may be better than `base`, if any is."""
-    maybe = unclear(trials, base)
-    if maybe is None:
-        return []
-    return [
-        f"it may read better with {maybe.alternative.name!r} ({maybe.agreement.score:.2f} of two drafts accepted, "
-        f"not {base.score:.2f}); {base.num_rows} rows do not tell, give more prompts"
-    ]
 
 
 def verify_remark(cost: VerifyCost, break_even: float) -> str:

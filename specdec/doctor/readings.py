@@ -224,10 +224,16 @@ def search(
     return base, trials, repairs
 
 
-def unclear(trials: Sequence[Trial], base: Agreement) -> Trial | None:
-    """Return the trial that seems to gain most over `base`, though it may be chance: more rows would tell."""
+def doubts(trials: Sequence[Trial], base: Agreement) -> list[str]:
+    """Return a remark on the reading that seems to gain most over `base`, though it may be chance, if there is any."""
     gaining = [t for t in trials if not t.alternative.leaks and _is_clear(t.agreement, base, num_errors=1.5)]
-    return max(gaining, key=lambda t: t.agreement.score, default=None)
+    best = max(gaining, key=lambda t: t.agreement.score, default=None)
+    if best is None:
+        return []
+    return [
+        f"it may read better with {best.alternative.name!r} ({best.agreement.score:.2f} of two drafts accepted, not "
+        f"{base.score:.2f}); {base.num_rows} rows do not tell, give more prompts"
+    ]
 
 
 def _best(trials: Sequence[Trial], base: Agreement) -> Trial | None:

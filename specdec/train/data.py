@@ -67,14 +67,10 @@ class Corpus:
         tokenizers = {part.tokenizer for part in parts} - {None}
         if len(tokenizers) > 1:
             raise ValueError("the corpora were made with different tokenizers: expected those of one target")
-        lengths = torch.cat([part.lengths for part in parts]) if parts else torch.zeros(0, dtype=torch.int64)
-        empty = cls.of([])
-        return cls(
-            torch.cat([empty.tokens, *(part.tokens for part in parts)]),
-            torch.cat([empty.offsets, lengths.cumsum(0)]),
-            torch.cat([empty.answer, *(part.answer for part in parts)]),
-            next(iter(tokenizers), None),
-        )
+        parts = [cls.of([]), *parts]
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), *(part.lengths for part in parts)]).cumsum(0)
+        tokens, answer = (torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "answer"))
+        return cls(tokens, offsets, answer, next(iter(tokenizers), None))
 
     @classmethod
     def load(cls, path: str | Path) -> "Corpus":

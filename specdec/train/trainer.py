@@ -61,14 +61,17 @@ class Trainer:
                 bar.update()
                 if self.step % self.config.log_every == 0:
                     self._check_finite()
-                    bar.set_postfix_str(self._postfix(tally.read()))
+                    bar.set_postfix_str(f"{describe(tally.read())} {self.tokens_seen / self.seconds:.0f} tok/s")
                     tally = Tally(self.config.num_steps, self.device)
                 if self.step % self.config.eval_every == 0:
                     bar.write(f"step {self.step} held out: {describe(self.evaluate())}")
                 if self.checkpoint and self.step % self.config.save_every == 0:
                     self.save(self.checkpoint)
                 if is_interrupted():
-                    self._break_off()
+                    if self.checkpoint:
+                        self.save(self.checkpoint)
+                        said = f"interrupted after step {self.step}; --resume goes on from {self.checkpoint}"
+                        print(said, file=sys.stderr)
                     break  # KeyboardInterrupt comes at the end of `deferred`
         seconds = self.seconds
         self._check_finite()
@@ -78,11 +81,6 @@ class Trainer:
             self.save(self.checkpoint)
         pace = {"minutes": seconds / 60, "tokens_per_s": self.tokens_seen / max(seconds, 1e-9)}
         return {"steps": self.step, "tokens": self.tokens_seen, **pace, **result}
-
-    def _break_off(self) -> None:
-        if self.checkpoint:
-            self.save(self.checkpoint)
-            print(f"interrupted after step {self.step}; --resume goes on from {self.checkpoint}", file=sys.stderr)
 
     def train_step(self, share: float, tally: Tally) -> None:
         """Update once, at `share` of the run."""
@@ -170,9 +168,6 @@ class Trainer:
         """Return the facts that a checkpoint must share to be this run's."""
         recipe = {k: v for k, v in asdict(self.config).items() if k not in FREE}
         return {**recipe, "student": self.objective.shape, "corpus": self._digest}
-
-    def _postfix(self, rates: dict[str, Any]) -> str:
-        return f"{describe(rates)} {self.tokens_seen / self.seconds:.0f} tok/s"
 
 
 def describe(rates: dict[str, Any]) -> str:
