@@ -41,6 +41,7 @@ def _compile_head(worker: HeadWorker, config: EngineConfig) -> list["Traced"]:
     """Trace every module of a head, states of (ids, positions, states) [T, ...], and the norm before its output head,
     where that is not part of it."""
     head, inputs = worker.head, _inputs(worker)
+    done: list[Traced] = []
 
     def traced(run: Callable[..., Any], inputs: Batch, num_layers: int) -> "Traced":
         subject = Subject(
@@ -51,7 +52,8 @@ def _compile_head(worker: HeadWorker, config: EngineConfig) -> list["Traced"]:
             num_layers=num_layers,
             largest=max(config.prefill_tokens, config.max_batch * config.tail_reserve),
         )
-        return trace_checked(subject, config, head.weight.device)
+        done.append(trace_checked(subject, config, head.weight.device))
+        return done[-1]
 
     num_layers = max(1, len(head.attention_layers) // worker.num_modules)
     with ExitStack() as undo:
@@ -61,7 +63,7 @@ def _compile_head(worker: HeadWorker, config: EngineConfig) -> list["Traced"]:
             if not (head.recycles_normed or isinstance(head.out_norm(module), nn.Identity)):
                 worker.compiled_norms[module] = traced(partial(head.normed, module=module), inputs[2:], 0)
         undo.pop_all()
-    return [*worker.compiled.values(), *worker.compiled_norms.values()]
+    return done
 
 
 def _inputs(worker: HeadWorker) -> Batch:

@@ -109,7 +109,7 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         reasons.append(
             "; ".join(["its logits are NaN", *weight_doubts(model)]) + ": take another export of its weights"
         )
-    found, recurrent = None, ()
+    found, recurrent = None, tuple[RecurrentSpec, ...]()
     if not reasons:
         found = _find_stack(model, attention, first, ids)
         if found is None:

@@ -141,8 +141,9 @@ def _column(layer: Layer) -> Forward | None:
     style = layer.style
     if style.input_layouts != Replicate() or not style.use_local_output:
         return None
-    gathered = partial(_gathered, layer.original, layer.share.size, layer.share.group)
-    return {Shard(-1): layer.original, Replicate(): gathered}.get(style.output_layouts)
+    gathered: Forward = partial(_gathered, layer.original, layer.share.size, layer.share.group)
+    forwards: dict[Any, Forward] = {Shard(-1): layer.original, Replicate(): gathered}
+    return forwards.get(style.output_layouts)
 
 
 def _packed_column(layer: Layer) -> Forward | None:
