@@ -32,7 +32,7 @@ from specdec.outputs import GenerationOutput, Report, RequestOutput
 from specdec.targets.exclusive import ATTACHING
 from specdec.targets.hf import HFTarget
 from specdec.targets.marks import owner_of
-from specdec.targets.sharded import find_group
+from specdec.targets.parallel.sharded import find_group
 from specdec.targets.weight_bytes import verify_cost
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from specdec.backends.recurrent import recurrent_scope
 from specdec.backends.state_pool import ScanInputs
-from specdec.targets.recording import Recorder
+from specdec.targets.admission.recording import Recorder
 
 
 class Naive(Recorder):

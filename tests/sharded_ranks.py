@@ -25,7 +25,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Colwis
 from specdec.backends.comm import Communicator
 from specdec.errors import AttachError
 from specdec.targets.adapters.experts import Experts
-from specdec.targets.sharded import Sharded, find_group, plain
+from specdec.targets.parallel.sharded import Sharded, find_group, plain
 from tests.tiny_models import CONFIGS, VOCAB
 
 SIZE = 2

@@ -32,7 +32,7 @@ from specdec.backends.op import ForwardContext
 from specdec.backends.rope import Rope, rope_table, rotate
 from specdec.batch import ForwardMode
 from specdec.cache.pool import KVPool
-from specdec.targets.masks import Reach, classify_mask
+from specdec.targets.admission.masks import Reach, classify_mask
 
 triton = pytest.importorskip("triton")
 from specdec.backends.triton import backend, tiling  # noqa: E402

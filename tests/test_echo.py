@@ -8,7 +8,7 @@ import torch
 from specdec.backends.differences import MOST, distance
 from specdec.backends.op import attention
 from specdec.errors import GraphError
-from specdec.targets.checked import compare, expect
+from specdec.targets.compiling.checked import compare, expect
 
 ROWS = torch.arange(32)
 

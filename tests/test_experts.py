@@ -18,7 +18,7 @@ from specdec.backends.experts import grouped_linear_twin
 from specdec.backends.triton import choices
 from specdec.backends.triton import experts as kernels
 from specdec.targets.adapters.experts import Experts, experts_forward
-from specdec.targets.routers import take_over_choices
+from specdec.targets.compiling.routers import take_over_choices
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 

@@ -20,9 +20,9 @@ from specdec.commands.main import app
 from specdec.config import EngineConfig
 from specdec.graphs import kept
 from specdec.graphs.trace import trace
-from specdec.targets import checked
-from specdec.targets.checked import Subject
-from specdec.targets.compiled import start_compilers
+from specdec.targets.compiling import checked
+from specdec.targets.compiling.checked import Subject
+from specdec.targets.compiling.target import start_compilers
 from tests.tiny_models import tiny_model
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from specdec.errors import AttachError
 from specdec.targets.adapters.mixers import Mixers
 from specdec.targets.adapters.overrides import ConfigViews
 from specdec.targets.adapters.primitives import PRIMITIVES
-from specdec.targets.recording import RecurrentCall
+from specdec.targets.admission.recording import RecurrentCall
 from tests.recurrent_models import CONFIGS, recurrent_model
 from tests.recurrent_naive import Naive, record_mixers
 from tests.tiny_models import VOCAB, tiny_model

@@ -484,7 +484,7 @@ def test_layers_that_do_not_trace_are_named_and_run_as_they_are():
 
 def test_auto_compiles_where_rounds_have_graphs_and_says_why_not(monkeypatch):
     from specdec.config import EngineConfig
-    from specdec.targets.compiled import why_uncompiled
+    from specdec.targets.compiling.target import why_uncompiled
 
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert why_uncompiled(EngineConfig(), cuda) == "SPECDEC_COMPILE=0"  # tests/conftest.py
@@ -498,7 +498,7 @@ def test_auto_compiles_where_rounds_have_graphs_and_says_why_not(monkeypatch):
 
 def test_auto_runs_a_model_that_does_not_trace_without_a_word(monkeypatch):
     model, prompts = untraceable(), ragged_prompts()
-    for where in ("assembly.models", "targets.compiled", "targets.compiled_draft"):  # where it is imported
+    for where in ("assembly.models", "targets.compiling.target", "targets.compiling.draft"):  # where it is imported
         monkeypatch.setattr(f"specdec.{where}.why_uncompiled", lambda config, device: "")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

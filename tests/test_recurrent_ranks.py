@@ -15,8 +15,8 @@ from specdec.backends.comm import Communicator
 from specdec.engine import ranks
 from specdec.targets.adapters.experts import Experts
 from specdec.targets.adapters.mixers import Mixers
-from specdec.targets.mixer_ranks import FORMS, SharedMixers
-from specdec.targets.sharded import find_group, plain
+from specdec.targets.parallel.mixer_ranks import FORMS, SharedMixers
+from specdec.targets.parallel.sharded import find_group, plain
 from tests import shape_ranks
 from tests.heads import random_draft
 from tests.ranks import on_ranks

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as hal
 from specdec.backends.op import attention, attention_scope
 from specdec.backends.rope import rope_table, rotate
 from specdec.graphs.trace import trace
-from specdec.targets.rotation import hand_over_rotations
+from specdec.targets.compiling.rotation import hand_over_rotations
 
 DIM = 16
 

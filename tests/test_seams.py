@@ -7,10 +7,10 @@ from torch import nn
 import specdec
 from specdec.errors import AttachError
 from specdec.targets.adapters.attention import Attention
+from specdec.targets.admission.masks import Reach, classify_mask
+from specdec.targets.admission.probe import probe
 from specdec.targets.hf import HFTarget
 from specdec.targets.marks import Turns, layer_id, number_layers
-from specdec.targets.masks import Reach, classify_mask
-from specdec.targets.probe import probe
 from tests.heads import random_draft, random_head
 from tests.test_attach import CONFIGS, greedy, ragged_prompts
 from tests.tiny_models import COUNTED, OWN_METHODS, REPEATED, WINDOW, tiny_model

@@ -8,7 +8,7 @@ from specdec.measure.latency.cases import random_subject
 from specdec.measure.latency.timing import hf_rows
 from specdec.measure.roofline import ShapeFloors
 from specdec.measure.shapes import SHAPES, fewer_layers, make_head, make_nextn, make_target, recurrent_layers
-from specdec.targets.probe import probe
+from specdec.targets.admission.probe import probe
 from specdec.targets.weight_bytes import ExpertWeights, distinct_experts
 from tests.test_bench import last_line
 

@@ -1,8 +1,8 @@
 """The kernels that an engine will run held against their torch twins, if wanted: on its device, at its models' sizes.
 
-`targets.equality` compares our route with the model's own forward on the twins, and tests see some sizes, GPUs and
-versions of Triton. What is compiled elsewhere may be wrong all the same, without an error. Attention, recurrent layers
-and products with experts are checked; trees, sampling and placement are left to tests.
+`targets.admission.equality` compares our route with the model's own forward on the twins, and tests see some sizes,
+GPUs and versions of Triton. What is compiled elsewhere may be wrong all the same, without an error. Attention,
+recurrent layers and products with experts are checked; trees, sampling and placement are left to tests.
 """
 
 from collections.abc import Iterator, Sequence

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from specdec.config import EngineConfig
 from specdec.draft.worker import DraftWorker
-from specdec.targets.compiled import compile_layers, start_compilers, why_uncompiled
-from specdec.targets.compiled_draft import compile_draft
+from specdec.targets.compiling.draft import compile_draft
+from specdec.targets.compiling.target import compile_layers, start_compilers, why_uncompiled
 from specdec.targets.exclusive import make_exclusive
 from specdec.targets.few_rows import FewRows
 from specdec.targets.hf import HFTarget

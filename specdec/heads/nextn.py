@@ -19,7 +19,7 @@ from specdec.backends.base import LayerSpec
 from specdec.backends.rope import Rope
 from specdec.draft.head import Attend, DraftHead
 from specdec.targets.adapters.experts import Experts
-from specdec.targets.recording import attention_spec
+from specdec.targets.admission.recording import attention_spec
 from specdec.targets.shape import LAST, vocab_size_of
 
 IMPLEMENTATION = "specdec_head"  # attention of a head's layers: calls what its attention module was handed

@@ -20,7 +20,7 @@ from specdec.draft.head import DraftHead
 from specdec.heads.eagle3 import Eagle3Head
 from specdec.heads.nextn import NextNHead
 from specdec.measure.shapes import SHAPES, head_config, recurrent_layers
-from specdec.targets.mixer_ranks import form_of
+from specdec.targets.parallel.mixer_ranks import form_of
 from specdec.targets.weight_bytes import ExpertWeights, VerifyCost, expert_weights, num_bytes, read_bytes
 
 COPIED = {"cuda": 2**30}  # bytes, more than any cache holds; elsewhere 2**27

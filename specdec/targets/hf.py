@@ -22,13 +22,13 @@ from specdec.errors import AttachError
 from specdec.graphs import Change
 from specdec.target import TargetOutput
 from specdec.targets.adapters.ropes import warn_of_low_precision
-from specdec.targets.equality import check_equality
+from specdec.targets.admission.equality import check_equality
+from specdec.targets.admission.probe import ModelSpec, probe
+from specdec.targets.admission.recording import Positions
 from specdec.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
-from specdec.targets.probe import ModelSpec, probe
-from specdec.targets.recording import Positions
+from specdec.targets.parallel.sharded import Sharded, find_group, plain
 from specdec.targets.route import Route
 from specdec.targets.shape import LAST, TargetShape
-from specdec.targets.sharded import Sharded, find_group, plain
 from specdec.targets.taps import UNORDERED, Taps
 
 if TYPE_CHECKING:  # it imports private parts of torch, which uncompiled engines do not need

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from specdec.graphs import Change, ChangeKind
 from specdec.targets.adapters import Attention, routed
 from specdec.targets.adapters.overrides import evaluating
+from specdec.targets.admission.probe import ModelSpec
 from specdec.targets.exclusive import answering
 from specdec.targets.marks import number_layers
-from specdec.targets.probe import ModelSpec
 
 
 def _places(model: nn.Module, routed: Collection[nn.Module]) -> set[tuple[nn.Module, str]]:

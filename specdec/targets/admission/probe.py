@@ -23,9 +23,8 @@ from specdec.backends.state_pool import ConvSpec, RecurrentSpec
 from specdec.checkpoints.fitting import weight_doubts
 from specdec.errors import AttachError
 from specdec.targets.adapters import ADAPTERS, Adapter, Attention, Mixers
-from specdec.targets.exclusive import answering
-from specdec.targets.placement import placement_reasons
-from specdec.targets.reasons import (
+from specdec.targets.admission.placement import placement_reasons
+from specdec.targets.admission.reasons import (
     call_reasons,
     failure_reasons,
     foreign_layers,
@@ -33,7 +32,8 @@ from specdec.targets.reasons import (
     unrouted_layers,
     with_reach,
 )
-from specdec.targets.recording import PassThroughCache, Recorder, Recording, probing
+from specdec.targets.admission.recording import PassThroughCache, Recorder, Recording, probing
+from specdec.targets.exclusive import answering
 from specdec.targets.shape import position_limit, vocab_size_of
 from specdec.targets.taps import found_layers
 

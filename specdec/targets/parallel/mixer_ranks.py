@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from specdec.backends.comm import all_gather
-from specdec.targets.styles import Share, is_gathered_linear, row_linear
-from specdec.targets.trials import Changes, any_rank, hidden_states, is_same
+from specdec.targets.parallel.styles import Share, is_gathered_linear, row_linear
+from specdec.targets.parallel.trials import Changes, any_rank, hidden_states, is_same
 
 COUNTS = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")  # attributes that count heads
 

@@ -14,9 +14,9 @@ from specdec.config import EngineConfig
 from specdec.errors import GraphError
 from specdec.graphs.building import progress_bar
 from specdec.graphs.kept import folder, has_pieces, keeping, num_found, renewing
-from specdec.targets.echo import disturbed, echoing
-from specdec.targets.rotation import hand_over_rotations
-from specdec.targets.routers import take_over_choices
+from specdec.targets.compiling.echo import disturbed, echoing
+from specdec.targets.compiling.rotation import hand_over_rotations
+from specdec.targets.compiling.routers import take_over_choices
 
 if TYPE_CHECKING:
     from specdec.graphs.trace import Traced

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from specdec.errors import AttachError
-from specdec.targets.deferred_sums import defer_sums
-from specdec.targets.mixer_ranks import SharedMixers, share_mixers
-from specdec.targets.styles import HF_STYLES, Forward, Layer, Share, is_sharded, plain_forward
-from specdec.targets.trials import Changes
+from specdec.targets.parallel.deferred_sums import defer_sums
+from specdec.targets.parallel.mixer_ranks import SharedMixers, share_mixers
+from specdec.targets.parallel.styles import HF_STYLES, Forward, Layer, Share, is_sharded, plain_forward
+from specdec.targets.parallel.trials import Changes
 
 CELLS = frozenset({"self", "original_forward", "mesh", "module"})  # what the closures hold there, by name
 OTHER_WAYS = frozenset({"pp", "fsdp"})  # names of HF's meshes that are not of tensor parallelism

@@ -15,8 +15,8 @@ from torch import nn
 
 from specdec.backends.comm import all_reduce
 from specdec.targets.adapters.experts import Experts
-from specdec.targets.styles import Forward, Share, is_summed, part_forward
-from specdec.targets.trials import Changes, any_rank, hidden_states, is_same
+from specdec.targets.parallel.styles import Forward, Share, is_summed, part_forward
+from specdec.targets.parallel.trials import Changes, any_rank, hidden_states, is_same
 
 SCALE = -2.0  # of parts, when it is asked whether a block is linear in them: exact, and of the other sign
 UNDERFLOWS = {torch.float16: 0.05}  # share of elements that may differ all the same: products below 6e-5 lose bits

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 from specdec.backends import LayerSpec
 from specdec.backends.state_pool import ConvSpec, Decay, RecurrentSpec, ScanInputs, ScanSpec
 from specdec.targets.adapters.attention import Attention
-from specdec.targets.masks import Reach, classify_mask
+from specdec.targets.admission.masks import Reach, classify_mask
 
 # Known tensor arguments of attention calls; any other TENSOR argument means arithmetic that we do not know.
 HARMLESS_TENSORS = frozenset({"position_ids", "s_aux", "position_embeddings", "cache_position"})

@@ -23,8 +23,8 @@ from specdec.backends.state_pool import StatePool
 from specdec.batch import AttentionMetadata, ForwardMode
 from specdec.cache.pool import KVPool
 from specdec.errors import AttachError, RankError
-from specdec.targets.echo import disturbed
-from specdec.targets.probe import ModelSpec
+from specdec.targets.admission.probe import ModelSpec
+from specdec.targets.compiling.echo import disturbed
 
 PROMPT_LENS = (8, 5)
 LENGTH = 12  # of a row of the batch

@@ -14,9 +14,9 @@ from specdec.config import EngineConfig
 from specdec.errors import GraphError
 from specdec.graphs.alike import alike
 from specdec.graphs.kept import has_pieces
-from specdec.targets.checked import ATTENTION, CONV, NUM_TOKENS, SCAN, Batch, Subject, trace_checked
+from specdec.targets.admission.probe import ModelSpec
+from specdec.targets.compiling.checked import ATTENTION, CONV, NUM_TOKENS, SCAN, Batch, Subject, trace_checked
 from specdec.targets.hf import HFTarget
-from specdec.targets.probe import ModelSpec
 
 if TYPE_CHECKING:
     from specdec.graphs.trace import Traced

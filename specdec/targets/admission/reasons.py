@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from specdec.backends import LayerSpec
 from specdec.targets.adapters.ropes import varying_ropes
-from specdec.targets.masks import Reach
-from specdec.targets.recording import Call, Recording
+from specdec.targets.admission.masks import Reach
+from specdec.targets.admission.recording import Call, Recording
 from specdec.targets.shape import rope_limit
 
 # Layer types whose meaning is known here. Others are no reason against a model, but explain one.

@@ -12,8 +12,8 @@ from specdec.config import EngineConfig
 from specdec.draft.eagle import HeadWorker
 from specdec.draft.standalone import StandaloneWorker
 from specdec.draft.worker import DraftWorker
-from specdec.targets.checked import NUM_TOKENS, Batch, Subject, trace_checked
-from specdec.targets.compiled import compile_layers, compiled_or_why, random_tokens, why_uncompiled
+from specdec.targets.compiling.checked import NUM_TOKENS, Batch, Subject, trace_checked
+from specdec.targets.compiling.target import compile_layers, compiled_or_why, random_tokens, why_uncompiled
 from specdec.targets.hf import HFTarget
 
 if TYPE_CHECKING:

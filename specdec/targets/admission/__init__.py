@@ -1,0 +1,1 @@
+"""Decides whether a live model can be attached: what a recorded forward does, where its weights are, equal logits."""

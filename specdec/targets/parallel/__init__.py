@@ -1,0 +1,1 @@
+"""Replaces transformers' tensor parallelism by plain tensors and collectives of ours while an engine is attached."""
