@@ -76,7 +76,7 @@ def check_equality(
 ) -> None:
     """Raise AttachError if `run` does not give the logits of the model's own forward, on any of the ranks.
 
-    A model whose bare forward and `generate` place tokens differently is held against what `generate` gives it, with a
+    A model whose bare forward and `generate` place tokens differently is compared with what `generate` gives it, with a
     warning. See `differences`; any_rank: whether something is so on any rank, which all ask.
     """
 
@@ -121,8 +121,8 @@ def differences(
     ids = torch.cat([*prompts, nodes.flatten()])
     ours = _forwards(spec, run, ids, dtype, None)
     unit = _rounding_unit(dtype, device)
-    if unit < TOLERANCE[torch.float32] / 100:  # far below it: a token that differs, or a logit, is seen
-        pairs = (_scored(a, b) for a, b in zip(ours, theirs, strict=True))
+    if unit < TOLERANCE[torch.float32] / 100:  # far below it: a single logit that differs is seen
+        pairs = ((t.view(1, -1) for t in _scored(a, b)) for a, b in zip(ours, theirs, strict=True))
         measured = [(float(largest_difference(*pair)), TOLERANCE[torch.float32]) for pair in pairs]
     else:
         moved = _forwards(spec, run, ids, dtype, unit)
