@@ -24,20 +24,25 @@ def tensor_problems(
     why: the likely cause for a tensor of ours and the shape it has; "" if none is known.
     """
     known = {**optional, **wanted}
-    wrong = [(f"missing tensor {named(n)} of shape {wanted[n]}", n, None) for n in wanted if n not in found]
-    wrong += [(f"unexpected tensor {named(n)}", n, has) for n, (has, _) in found.items() if n not in known]
-    wrong += [
-        (f"{named(n)} has shape {found[n][0]}, expected {shape}", n, found[n][0])
+    has = {name: shape for name, (shape, _) in found.items()}
+    missing = [n for n in wanted if n not in has]
+    problems = [_because(f"missing tensor {named(n)} of shape {wanted[n]}", why(n, None)) for n in missing]
+    problems += [_because(f"unexpected tensor {named(n)}", why(n, has[n])) for n in has if n not in known]
+    problems += [
+        _because(f"{named(n)} has shape {has[n]}, expected {shape}", why(n, has[n]))
         for n, shape in known.items()
-        if n in found and found[n][0] != shape
+        if has.get(n, shape) != shape
     ]
-    problems = [": ".join(filter(None, (what, why(name, shape)))) for what, name, shape in wrong]
     odd = [n for n in known if n in found and found[n][1] not in FLOATS and n not in ("d2t", "t2d")]
     if odd:
         what = f"{named(odd[0])} and {len(odd) - 1} more" if len(odd) > 1 else named(odd[0])
         kinds = ", ".join(sorted({str(found[n][1]) for n in odd}))
         problems.append(f"{what} stored as {kinds}: quantised weights; expected float16, bfloat16 or float32")
     return problems
+
+
+def _because(problem: str, cause: str) -> str:
+    return f"{problem}: {cause}" if cause else problem
 
 
 def vocab_problems(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
