@@ -25,13 +25,13 @@ from tests.tiny_models import VOCAB, tiny_model
 
 NUM_TOKENS = 12
 # What a core calls in its turns, where an exception may come: before the call or after it.
-SCORING = ("slot_tables.reserve", "slot_tables.release", "slot_tables.keep_scored", "prefill.target", "target.head")
+SCORING = ("slot_tables.reserve", "slot_tables.release", "slot_tables.keep", "prefill.target", "target.head")
 PLACES = (
     *SCORING,
     *("scheduler.add", "scheduler.admit", "scheduler.next_prefill", "scheduler.release", "scheduler.sharing.keep"),
     *("slot_tables.write", "slot_tables.pages_of", "_fill", "_round", "_post", "_hand_out", "_hand_over", "_prefill"),
     *("_mailbox.post", "_mailbox.take", "graphs.play", "graphs.first_tokens", "prefill.draft", "target.layers"),
-    *("round.worker.draft", "weights.follow", "abandon"),
+    *("round.worker.draft", "models.follow", "abandon"),
 )
 BAD_ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"max_new_tokens": 0},

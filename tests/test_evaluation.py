@@ -367,7 +367,7 @@ def test_a_call_that_ends_between_two_turns_leaves_nothing_to_the_next(monkeypat
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(engine._core.prefill, "target", lambda *args: (signal.raise_signal(signal.SIGINT), run(*args))[1])
         engine.score(prompts, after)
-    assert engine._core.slot_tables.scored.num_pages > 0
+    assert engine._core.slot_tables.prefixes.num_pages > 0
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
     assert_equal(engine.score(prompts, after), expected_scores(model, prompts, after))
@@ -379,5 +379,5 @@ def test_recurrent_targets_read_everything():
     engine = specdec.attach(model, algo=None, max_batch=4, max_seq_len=24)
     prompts = [STEM] * len(CHOICES)
     assert_equal(engine.score(prompts, CHOICES), expected_scores(model, prompts, CHOICES))
-    assert engine._core.slot_tables.scored.num_pages == 0
+    assert engine._core.slot_tables.prefixes.num_pages == 0
     engine.detach()

@@ -229,7 +229,7 @@ def test_what_is_kept_is_told_and_counted(monkeypatch):
     assert pool.num_bytes == StatePool.bytes_for(specs, 3, 6, torch.float32)
     assert len(specs) == 6 and target.spec.num_layers == 4
     engine.detach()
-    monkeypatch.setattr("specdec.assembly.needs.free_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr("specdec.assembly.memory.free_bytes", lambda device: 1 << 10)
     with pytest.raises(CapacityError, match="states of recurrent layers"):
         engine_of(model, "eagle")
 

@@ -12,7 +12,7 @@ import torch
 
 import specdec
 from specdec import SamplingParams
-from specdec.assembly.memory import MemoryNeed, check_fits
+from specdec.assembly.memory import check_fits
 from specdec.config import GRAPH_SAMPLING, EngineConfig
 from specdec.errors import CapacityError, GraphError
 from specdec.functional.sampling import SamplingKind
@@ -465,22 +465,22 @@ def test_settings_out_of_range_are_named(settings, message):
 
 def test_memory_is_counted_before_anything_is_allocated():
     gib = 2**30
-    needs = [MemoryNeed("KV pool", 8 * gib, "max_batch or max_seq_len"), MemoryNeed("graphs", gib, "graph_batches")]
-    resident = [MemoryNeed("weights", 15 * gib, "")]
+    needs = {"KV pool": (8 * gib, "max_batch or max_seq_len"), "states": (gib, "num_draft_tokens")}
+    resident = {"weights": 15 * gib}
     check_fits(needs, resident, 9 * gib)
     check_fits(needs, resident, None)  # nobody knows
     with pytest.raises(CapacityError) as caught:
         check_fits(needs, resident, 5 * gib)
     assert str(caught.value) == (
-        "the engine needs 9.00 GiB (KV pool 8.00 GiB, graphs 1.00 GiB) and 5.00 GiB can be had (on the device already: "
+        "the engine needs 9.00 GiB (KV pool 8.00 GiB, states 1.00 GiB) and 5.00 GiB can be had (on the device already: "
         "weights 15.00 GiB); lower max_batch or max_seq_len"
     )
 
 
 def test_an_engine_that_cannot_fit_is_refused_and_leaves_the_model_alone(monkeypatch):
-    monkeypatch.setattr("specdec.assembly.needs.free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("specdec.assembly.memory.free_bytes", lambda device: 1 << 20)
     model = model_of()
-    with pytest.raises(CapacityError, match=r"the engine needs .* \(KV pool .*, the draft's KV pool .*, graphs .*\)"):
+    with pytest.raises(CapacityError, match=r"the engine needs .* \(KV pool .*, the draft's KV pool .*\)"):
         engine_of(model, CHAIN, max_batch=64)
     monkeypatch.undo()
     engine_of(model, CHAIN).detach()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from specdec.cache.prefix import keys_of, scored_keys
 from specdec.cache.tables import SlotTables
 from specdec.engine.mailbox import Mailbox
 from specdec.engine.packing import pack_requests, write_history
@@ -137,14 +138,13 @@ def test_tokens_that_no_prefill_sees_are_in_the_history():
     assert state.history.tolist() == [[0] * 5, [5, 6, 0, 0, 0]]
 
 
-def test_both_caches_give_way_and_count_as_free():
-    tables = SlotTables(2, 8, 8, 1, CPU, keeps_prefixes=True)
-    texts = (tables.keep, np.arange(4)), (tables.keep_scored, np.arange(4) + 10)
-    for keep, text in texts:
+def test_what_was_served_and_scored_gives_way_and_counts_as_free():
+    tables, text = SlotTables(2, 8, 8, 1, CPU, keeps_prefixes=True), np.arange(4)
+    for keys in (keys_of(text, 0), scored_keys(text)):
         row = tables.reserve(4)
-        keep(row, text)
+        tables.keep(row, keys)
         tables.release(row)
-    assert tables.num_free_pages == 8
+    assert tables.num_free_pages == 8 and tables.prefixes.num_pages == 3 + 4, "the one is not taken for the other"
     assert tables.reserve(8) is not None and tables.num_free_pages == 0
 
 

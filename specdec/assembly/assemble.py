@@ -5,14 +5,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.assembly.algorithms import algorithm
 from specdec.assembly.kernel_check import check_kernels
+from specdec.assembly.memory import BY_SLOT, Draft, ModelShape, check_memory
 from specdec.assembly.models import HFModels
 from specdec.assembly.narrow import narrow_head
-from specdec.assembly.needs import Draft, ModelShape, check_memory
 from specdec.backends.base import AttentionBackend
 from specdec.backends.checks import is_debug
 from specdec.backends.op import ForwardContext
@@ -26,6 +27,7 @@ from specdec.draft.worker import DraftParts, DraftWorker, NoDraft
 from specdec.engine.core import Core
 from specdec.engine.ranked import RankedCore
 from specdec.engine.ranks import Ranks
+from specdec.errors import CapacityError
 from specdec.functional.checks import checked
 from specdec.functional.ops import RoundOps
 from specdec.functional.torch_ops import pick_ops
@@ -97,9 +99,11 @@ def assemble(
     loaded = None if draft is None or algo is None else _load_draft(draft, algo, target, config, tokenizer)
     try:
         return _assemble(target, config, loaded, algo, ranks)
-    except BaseException:
+    except BaseException as error:
         if isinstance(loaded, HFTarget):
             loaded.detach()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise CapacityError(f"{error}; lower {BY_SLOT}, or max_prefill_tokens") from error
         raise
 
 

@@ -17,6 +17,11 @@ from specdec.cache.pages import NO_PAGES, Pages
 EVICTED = 32  # at least one page in so many goes at a time, so that making room is rare
 
 
+def scored_keys(tokens: np.ndarray) -> np.ndarray:
+    """Return the keys [T] int64 of `tokens` [T] int64 that the target alone has read, for scores: unlike all others."""
+    return -1 - tokens
+
+
 def keys_of(tokens: np.ndarray, looks_ahead: int) -> np.ndarray:
     """Return the keys [n-1] int64 of all positions of `tokens` [n] int64 but the last: of an emitted token the K/V is
     not there yet, and the last one of a prompt is read in any case, for its logits.

@@ -26,8 +26,8 @@ class SlotTables:
 
     A row is reserved with all the slots its request may ever need, so nothing is allocated inside a round and no
     running request can be starved by another; `write` then tells the device. The last row is the dummy row: it names
-    slot 0 and nobody takes it. A row's first pages may be those of others: `prefixes` is what ended requests left, if
-    that is kept; `scored`, what the target alone has read.
+    slot 0 and nobody takes it. A row's first pages may be those of others: `prefixes` has what ended requests left, if
+    that is kept (`keeps_prefixes`), and what scored texts have in common.
 
     A released row keeps its old table. That is safe: a round in flight may still write through it, but it was launched
     before the pages were free, so before anything of their next owner, on the same stream; no later launch names the
@@ -48,9 +48,8 @@ class SlotTables:
         self.max_batch = max_batch
         self.table = torch.zeros(max_batch + 1, width, dtype=torch.int32, device=device)
         self._pages = Pages(self.num_pages)
-        self.prefixes = PrefixCache(self._pages, page_size) if keeps_prefixes else None
-        self.scored = PrefixCache(self._pages, page_size)
-        self._kept = [self.scored, *([] if self.prefixes is None else [self.prefixes])]
+        self.keeps_prefixes = keeps_prefixes
+        self.prefixes = PrefixCache(self._pages, page_size)
         self._of_row: dict[int, np.ndarray] = {}  # row -> its pages, in order of position
         self._free_rows: list[int] = []
         self.repair([])
@@ -93,19 +92,16 @@ class SlotTables:
         if not self._free_rows:
             return None
         self._pages.hold(shared)  # first, so that making room does not take them
-        own = self._take(self.pages_for(num_tokens) - len(shared))
+        count = self.pages_for(num_tokens) - len(shared)
+        if count > self._pages.num_free:
+            self.prefixes.evict(count - self._pages.num_free)
+        own = self._pages.take(count)
         if own is None:
             self._pages.drop(shared)
             return None
         row = self._free_rows.pop()
         self._of_row[row] = np.concatenate([shared, own])
         return row
-
-    def _take(self, count: int) -> np.ndarray | None:
-        for kept in self._kept:
-            if count > self._pages.num_free:
-                kept.evict(count - self._pages.num_free)
-        return self._pages.take(count)
 
     def release(self, row: int) -> None:
         """Return a row, and its pages as far as nobody else holds them."""
@@ -114,17 +110,7 @@ class SlotTables:
 
     def keep(self, row: int, keys: np.ndarray) -> None:
         """Keep K/V of the first positions of a reserved `row` for texts that begin alike; keys: see `PrefixCache`."""
-        if self.prefixes is not None:
-            self.prefixes.keep(keys, self._of_row[row])
-
-    def keep_scored(self, row: int, tokens: np.ndarray) -> None:
-        """Keep the target's K/V of the first `tokens` [T] int64 of a reserved `row` for others that it reads alone."""
-        self.scored.keep(tokens, self._of_row[row])
-
-    def forget_kept(self) -> None:
-        """Keep nothing of what is kept now; pages of reserved rows stay theirs."""
-        for kept in self._kept:
-            kept.clear()
+        self.prefixes.keep(keys, self._of_row[row])
 
     def pages_of(self, rows: Sequence[int]) -> np.ndarray:
         """Pages of reserved `rows`, [n, longest] int64; the shorter are filled up with the dummy page."""
@@ -142,8 +128,7 @@ class SlotTables:
         """Everything that is not held by one of the reserved `rows` is free again; what was kept is forgotten."""
         self._of_row = {row: self._of_row[row] for row in rows}
         self._free_rows = [row for row in reversed(range(self.max_batch)) if row not in self._of_row]
-        for kept in self._kept:
-            kept.forget()
+        self.prefixes.forget()
         self._pages.repair(self._of_row.values())
 
     @property
@@ -154,20 +139,20 @@ class SlotTables:
     @property
     def num_free_pages(self) -> int:
         """Pages that no row holds; what is kept counts as free, since it gives way."""
-        return self._pages.num_free + sum(kept.num_idle for kept in self._kept)
+        return self._pages.num_free + self.prefixes.num_idle
 
     @property
     def prefix_facts(self) -> dict[str, int]:
         """What `Report.prefix_cache` says."""
         cache = self.prefixes
-        if cache is None:
+        if not self.keeps_prefixes:
             return {}
         return {"kept": cache.num_pages * self.page_size, "asked": cache.num_asked, "found": cache.num_found}
 
     def check_integrity(self) -> None:
         """Assert the invariants: every page but page 0 is free or held by those that count as its holders, and the
         tables of reserved rows and of the dummy row name their pages."""
-        self._pages.check_integrity([*self._of_row.values(), *(pages for kept in self._kept for pages in kept.held())])
+        self._pages.check_integrity([*self._of_row.values(), *self.prefixes.held()])
         assert sorted([*self._of_row, *self._free_rows]) == list(range(self.max_batch)), "a row is lost or doubled"
         for row in (*self._of_row, self.max_batch):
             pages = self.table[row].unique() // self.page_size

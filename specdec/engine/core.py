@@ -125,7 +125,7 @@ class Core:
     def forget_prefixes(self) -> None:
         """Keep no K/V of what was served, or is being served, for other requests."""
         with self.turns:
-            self.slot_tables.forget_kept()
+            self.slot_tables.prefixes.clear()
             for request in self.scheduler.running:
                 request.is_kept = False
 

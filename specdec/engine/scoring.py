@@ -17,7 +17,7 @@ import torch
 
 from specdec.batch import on_device
 from specdec.cache.pages import NO_PAGES
-from specdec.cache.prefix import num_alike
+from specdec.cache.prefix import num_alike, scored_keys
 from specdec.engine.core import Core
 from specdec.engine.packing import copy_to
 from specdec.errors import CapacityError
@@ -25,6 +25,10 @@ from specdec.functional.results import token_logprobs
 from specdec.text.inputs import prompts_to_ids
 
 HEAD_ROWS = 512  # positions whose logits are held at once
+
+# What one product of the head gives: of each scored token its pair's number, [n] int64 on the host, itself, [n] int64,
+# and the logits that came before it, [n, V], on the device.
+Scored = tuple[np.ndarray, torch.Tensor, torch.Tensor]
 
 
 class Score(NamedTuple):
@@ -55,57 +59,38 @@ class Scorable:
     pairs: list[Pair]
 
     @property
-    def num_fed(self) -> int:
-        """Tokens that the target reads."""
-        return len(self.fed)
-
-    @property
     def unscored(self) -> np.ndarray:
-        """The first of them, after which nothing is scored: others may have read them."""
+        """The first tokens, after which nothing is scored: others may have read them."""
         return self.fed[: min(pair.start for pair in self.pairs) - 1]
 
 
-class Placed(NamedTuple):
-    """A sequence in its row, where K/V of its first `begin` tokens is, or will be once those before it are read."""
-
-    sequence: Scorable
-    row: int
-    begin: int
-
-    @property
-    def rest(self) -> int:
-        """Tokens that are left to read."""
-        return self.sequence.num_fed - self.begin
-
-
 class Piece(NamedTuple):
-    """What one prefill feeds of a sequence: its tokens begin..end-1, in `row`."""
+    """Tokens begin..end-1 of a sequence, to be read in `row`; K/V of those before is there, or will be."""
 
     sequence: Scorable
     row: int
     begin: int
     end: int
 
-
-class Scored(NamedTuple):
-    """What one product of the head says: of each scored token its pair's number, itself, and the logits that came
-    before it: [n] int64 on the host, [n] int64 and [n, V] on the device."""
-
-    owners: np.ndarray
-    tokens: torch.Tensor
-    logits: torch.Tensor
+    @property
+    def length(self) -> int:
+        """Tokens to read."""
+        return self.end - self.begin
 
 
 def score(core: Core, tokenizer: Any, prompts: Any, continuations: Any) -> list[Score]:
     """Score a continuation for every prompt; see `Engine.score`."""
     pairs = _checked(core, tokenizer, prompts, continuations)
-    owners, logprobs, is_best = [], [], []
+    owners, results = [], []
     with closing(_scored(core, pairs)) as parts:
-        for part in parts:
-            owners.append(part.owners)
-            logprobs.append(token_logprobs(part.logits.unsqueeze(1), part.tokens.unsqueeze(1), 0)[:, 0, 0])
-            is_best.append(part.logits.argmax(-1) == part.tokens)
-    return _sums(np.concatenate(owners), torch.cat(logprobs), torch.cat(is_best), len(pairs))
+        for numbers, tokens, logits in parts:
+            logprobs = token_logprobs(logits.unsqueeze(1), tokens.unsqueeze(1), 0)[:, 0, 0]
+            owners.append(numbers)
+            results.append(torch.stack([logprobs.double(), (logits.argmax(-1) != tokens).double()], 1))
+    index = torch.from_numpy(np.concatenate(owners))
+    sums = torch.zeros(len(pairs), 2, dtype=torch.float64, device="cpu")
+    sums.index_add_(0, index, torch.cat(results).cpu())  # the only place that waits for the device
+    return [Score(logprob, num_missed == 0) for logprob, num_missed in sums.tolist()]
 
 
 def continuation_logits(
@@ -117,9 +102,9 @@ def continuation_logits(
     """
     rows: list[list[torch.Tensor]] = [[] for _ in prompts]
     with closing(_scored(core, _checked(core, None, prompts, continuations))) as parts:
-        for part in parts:
-            for owner, logits in zip(part.owners.tolist(), part.logits.float().unbind(), strict=True):
-                rows[owner].append(logits)
+        for owners, _tokens, logits in parts:
+            for owner, row in zip(owners.tolist(), logits.float().unbind(), strict=True):
+                rows[owner].append(row)
     return [torch.stack(own) for own in rows]
 
 
@@ -128,10 +113,10 @@ def _scored(core: Core, pairs: Sequence[Pair]) -> Generator[Scored, None, None]:
 
     The engine's turn and rows are held while a reader works, so it must close this if it breaks off.
     """
-    waiting = deque(_grouped(pairs))
-    if core.slot_tables.prefixes is None:  # nobody watches whether weights have changed since the last call
+    waiting, tables = deque(_grouped(pairs)), core.slot_tables
+    if not tables.keeps_prefixes:  # nobody watches whether weights have changed since the last call
         with core.turns:
-            core.slot_tables.scored.clear()
+            tables.prefixes.clear()
     while waiting:
         with core.turns, on_device(core.device), torch.inference_mode():
             core.submit(())  # nothing but its checks: attached, and no weight has moved
@@ -143,16 +128,15 @@ def _scored(core: Core, pairs: Sequence[Pair]) -> Generator[Scored, None, None]:
                 for pieces in _prefills(group, core.config.max_prefill_tokens):
                     yield from _prefill(core, pieces)
             finally:
-                for placed in group:
-                    core.slot_tables.release(placed.row)
+                for piece in group:
+                    tables.release(piece.row)
         if not group:
             core.step()  # they are other requests' rows, and their callers may be in this very thread
 
 
 def _checked(core: Core, tokenizer: Any, prompts: Any, continuations: Any) -> list[Pair]:
     """Return the pairs to score; ValueError (CapacityError) names the first that cannot be."""
-    befores = prompts_to_ids(prompts, tokenizer)
-    afters = _continuation_ids(continuations, tokenizer)
+    befores, afters = prompts_to_ids(prompts, tokenizer), _continuation_ids(continuations, tokenizer)
     if len(befores) != len(afters):
         raise ValueError(f"{len(afters)} continuations for {len(befores)} prompts: expected one for each")
     vocab, most = core.target.spec.vocab_size, core.config.max_seq_len
@@ -162,8 +146,8 @@ def _checked(core: Core, tokenizer: Any, prompts: Any, continuations: Any) -> li
             if not part:
                 raise ValueError(f"{what} {i} is empty: expected at least one token; give a BOS token, say")
         whole = before + after
-        if min(whole) < 0 or max(whole) >= vocab:
-            bad = next(t for t in whole if not 0 <= t < vocab)
+        bad = next((t for t in whole if not 0 <= t < vocab), None)
+        if bad is not None:
             raise ValueError(f"prompt {i} or its continuation holds token {bad}; the target's vocabulary has {vocab}")
         num_fed = len(whole) - 1  # nothing follows the last token
         if num_fed > most:
@@ -176,19 +160,6 @@ def _checked(core: Core, tokenizer: Any, prompts: Any, continuations: Any) -> li
     return pairs
 
 
-def _grouped(pairs: Iterable[Pair]) -> list[Scorable]:
-    """Put pairs together that the target reads the same tokens of; what brings most that is new comes first, so that
-    the others find it, and prefills are of sequences that are about as long."""
-    found: dict[bytes, Scorable] = {}
-    for pair in pairs:
-        fed = pair.ids[:-1]
-        found.setdefault(fed.tobytes(), Scorable(fed, [])).pairs.append(pair)
-    alike = [found[key] for key in sorted(found)]  # each shares with the one before it as much as with any before
-    shared = [0, *(num_alike(before.fed, after.unscored) for before, after in pairwise(alike))]
-    new = [(sequence.num_fed - count, sequence) for sequence, count in zip(alike, shared, strict=True)]
-    return [sequence for _, sequence in sorted(new, key=lambda both: -both[0])]
-
-
 def _continuation_ids(continuations: Any, tokenizer: Any) -> list[list[int]]:
     """Return ids of continuations: text by itself, without the special tokens that begin a prompt."""
     texts = [continuations] if isinstance(continuations, str) else continuations
@@ -199,72 +170,67 @@ def _continuation_ids(continuations: Any, tokenizer: Any) -> list[list[int]]:
     return prompts_to_ids(texts, tokenizer)
 
 
-def _reserve(core: Core, waiting: Iterable[Scorable]) -> list[Placed]:
+def _grouped(pairs: Iterable[Pair]) -> list[Scorable]:
+    """Put pairs together that the target reads the same tokens of; what brings most that is new comes first, so that
+    the others find it, and prefills are of sequences that are about as long."""
+    found: dict[bytes, Scorable] = {}
+    for pair in pairs:
+        fed = pair.ids[:-1]
+        found.setdefault(fed.tobytes(), Scorable(fed, [])).pairs.append(pair)
+    alike = [found[key] for key in sorted(found)]  # each shares with the one before it as much as with any before
+    shared = [0, *(num_alike(before.fed, after.unscored) for before, after in pairwise(alike))]
+    new = [(len(sequence.fed) - count, sequence) for sequence, count in zip(alike, shared, strict=True)]
+    return [sequence for _, sequence in sorted(new, key=lambda both: -both[0])]
+
+
+def _reserve(core: Core, waiting: Iterable[Scorable]) -> list[Piece]:
     """Reserve rows for the first of `waiting`: what one prefill holds, or one sequence that takes several.
 
     What one of them shares may be written in the same prefill: all K/V of a layer is stored before it attends. They are
     about as long, since some backends pad them all to the longest.
     """
     tables, can_share = core.slot_tables, not core.target.spec.recurrent
-    group: list[Placed] = []
+    group: list[Piece] = []
     num_tokens = 0
     for sequence in waiting:
-        shared = tables.scored.find(sequence.unscored) if can_share else NO_PAGES
-        begin = len(shared) * tables.page_size
-        rest = sequence.num_fed - begin
-        num_tokens += rest
-        if group and (num_tokens > core.config.max_prefill_tokens or rest < group[0].rest / 2):
+        shared = tables.prefixes.find(scored_keys(sequence.unscored)) if can_share else NO_PAGES
+        begin, end = len(shared) * tables.page_size, len(sequence.fed)
+        num_tokens += end - begin
+        if group and (num_tokens > core.config.max_prefill_tokens or end - begin < group[0].length / 2):
             break
-        row = tables.reserve(sequence.num_fed, shared)
+        row = tables.reserve(end, shared)
         if row is None:
             break
         if can_share:
-            tables.keep_scored(row, sequence.fed)
-        group.append(Placed(sequence, row, begin))
+            tables.keep(row, scored_keys(sequence.fed))
+        group.append(Piece(sequence, row, begin, end))
     return group
 
 
-def _prefills(group: Sequence[Placed], most: int) -> list[list[Piece]]:
+def _prefills(group: Sequence[Piece], most: int) -> list[list[Piece]]:
     """Cut `group` into prefills of at most `most` tokens; only a single sequence is ever longer."""
-    if sum(placed.rest for placed in group) <= most:
-        return [[Piece(*placed, placed.sequence.num_fed) for placed in group]] if group else []
-    ((sequence, row, begin),) = group
-    begins = range(begin, sequence.num_fed, most)
-    return [[Piece(sequence, row, at, min(at + most, sequence.num_fed))] for at in begins]
+    if sum(piece.length for piece in group) <= most:
+        return [list(group)] if group else []
+    (piece,) = group
+    begins = range(piece.begin, piece.end, most)
+    return [[piece._replace(begin=at, end=min(at + most, piece.end))] for at in begins]
 
 
 def _prefill(core: Core, pieces: Sequence[Piece]) -> Iterator[Scored]:
     """Run the target's layers over `pieces`, and its head where a token is scored."""
-    tables, lens = core.slot_tables, [p.end - p.begin for p in pieces]
-    rows = [p.row for p in pieces]
+    tables, rows, lens = core.slot_tables, [p.row for p in pieces], [p.length for p in pieces]
     there = copy_to(core.device, np.array(rows))
     tables.write(there, copy_to(core.device, tables.pages_of(rows)))
     metadata = core.context.backend.metadata.prefill(tables.table, there, [p.begin for p in pieces], lens)
     ids = copy_to(core.device, np.concatenate([p.sequence.fed[p.begin : p.end] for p in pieces]))
     hidden, _aux = core.prefill.target(metadata, ids)
-    owners, places, tokens = _scored_places(pieces, lens)
-    for at in range(0, len(places), HEAD_ROWS):
-        some = slice(at, at + HEAD_ROWS)
-        logits = core.target.head(hidden.index_select(0, copy_to(core.device, places[some])))
-        yield Scored(owners[some], copy_to(core.device, tokens[some]), logits)
-
-
-def _scored_places(pieces: Sequence[Piece], lens: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, of every scored token that follows one in `pieces`, its pair's number, the row of the packed batch that
-    predicts it, and itself, [n] int64 each."""
-    owners, places, tokens = [], [], []
+    found = []  # of every scored token its pair's number, the row of the packed batch that predicts it, and itself
     for piece, offset in zip(pieces, accumulate(lens, initial=0), strict=False):
         for pair in piece.sequence.pairs:
             at = np.arange(max(pair.start - 1, piece.begin), piece.end)
-            owners.append(np.full(len(at), pair.number))
-            places.append(at - piece.begin + offset)
-            tokens.append(pair.ids[at + 1])
-    return np.concatenate(owners), np.concatenate(places), np.concatenate(tokens)
-
-
-def _sums(owners: np.ndarray, logprobs: torch.Tensor, is_best: torch.Tensor, count: int) -> list[Score]:
-    """Add up tokens by pair, on the host: the only place that waits for the device."""
-    index = torch.from_numpy(owners)
-    totals = torch.zeros(count, dtype=torch.float64, device="cpu").index_add_(0, index, logprobs.cpu().double())
-    num_missed = torch.zeros(count, dtype=torch.float64, device="cpu").index_add_(0, index, (~is_best).cpu().double())
-    return [Score(t, m == 0) for t, m in zip(totals.tolist(), num_missed.tolist(), strict=True)]
+            found.append(np.stack([np.full(len(at), pair.number), at - piece.begin + offset, pair.ids[at + 1]]))
+    owners, places, tokens = np.concatenate(found, 1)
+    for begin in range(0, len(places), HEAD_ROWS):
+        some = slice(begin, begin + HEAD_ROWS)
+        logits = core.target.head(hidden.index_select(0, copy_to(core.device, places[some])))
+        yield owners[some], copy_to(core.device, tokens[some]), logits

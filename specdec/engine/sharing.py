@@ -26,8 +26,9 @@ class Sharing:
     def cached(self, request: Request) -> np.ndarray:
         """Return the pages [n] int64 of the prompt's beginning that are there: never those of all of it, for its last
         token is read in any case."""
-        prefixes = self._tables.prefixes
-        return NO_PAGES if prefixes is None else prefixes.find(keys_of(request.prompt[:-1], self._looks_ahead))
+        if not self._tables.keeps_prefixes:
+            return NO_PAGES
+        return self._tables.prefixes.find(keys_of(request.prompt[:-1], self._looks_ahead))
 
     def has_more_soon(self, request: Request, num_cached: int) -> bool:
         """Whether a running request is to be prefilled whose prompt begins as this one does, further than what is
@@ -39,13 +40,13 @@ class Sharing:
 
     def begin(self, request: Request) -> None:
         """Take note of a request that has been admitted."""
-        if self._tables.prefixes is not None:
+        if self._tables.keeps_prefixes:
             self._begun[_beginning(request)] = request
             self._tables.prefixes.count(len(request.prompt_ids), request.num_cached)
 
     def keep(self, request: Request) -> None:
         """Keep the K/V of a running request's tokens; the launches that write it have been made."""
-        if self._tables.prefixes is not None and request.is_kept:
+        if self._tables.keeps_prefixes and request.is_kept:
             assert request.row is not None
             tokens = np.concatenate([request.prompt[:-1], np.array(request.tokens, dtype=np.int64)])
             self._tables.keep(request.row, keys_of(tokens, self._looks_ahead))

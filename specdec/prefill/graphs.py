@@ -10,7 +10,6 @@ import torch
 
 from specdec.backends.op import ForwardContext
 from specdec.batch import AttentionMetadata
-from specdec.config import EngineConfig
 from specdec.graphs.breakable import pick_breakable
 from specdec.graphs.buffers import BufferSpec
 from specdec.graphs.building import build, rehearse
@@ -21,15 +20,11 @@ from specdec.graphs.runner import GraphRunner, Setup
 from specdec.graphs.shapes import token_buckets
 from specdec.outputs import GraphCost
 from specdec.prefill.program import PrefillProgram, Programs
-from specdec.prefill.whole import KINDS, whole_graphs, whole_sizes
+from specdec.prefill.whole import whole_graphs
 from specdec.round.parts import Parts
 from specdec.round.program import Round
-from specdec.target import TargetSpec
 
 LOWER = "max_prefill_tokens, shorten prefill_buckets, or pass prefill_graph='off'"
-# For `estimate_prefill_bytes`; set so that the estimate is close to what an H200 measured.
-NODE_BYTES, NODES_A_LAYER = 5 << 10, 40
-LIVE_ROWS = 12  # hidden-sized activations of a token that live at once
 # Tokens * hidden_size**2 from which the device, and not launching, is what an eager forward takes: an H200 takes 1.3
 # times as long as its host from 512 to 704 tokens of an 8B (bench/prefill.py), and never with a small model.
 BUSY_WORK = 10**10
@@ -149,17 +144,3 @@ def _runner(name: str, program: PrefillProgram, features: torch.Tensor | None, s
 
 def _inputs(metadata: AttentionMetadata, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"ids": ids, "positions": metadata.positions, "slots": metadata.out_cache_loc}
-
-
-def estimate_prefill_bytes(
-    config: EngineConfig, spec: TargetSpec, num_aux: int, itemsize: int, draft_layers: int = 1
-) -> int:
-    """Estimate the device bytes of the prefill graphs of `config`: static rows, scratch of the largest, nodes."""
-    buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
-    attention = max((s.num_heads * (s.qk_dim + s.v_dim) for s in spec.layers), default=0)
-    num_rows = 2 + 2 * num_aux + (draft_layers > 1)  # the target's, and what a draft of its width has
-    static_row = num_rows * spec.hidden_size + attention
-    row_bytes = (static_row + LIVE_ROWS * spec.hidden_size) * itemsize
-    num_layers = spec.num_layers + draft_layers - 1
-    num_graphs = len(buckets) + len(KINDS) * len(whole_sizes(config))
-    return buckets[-1] * row_bytes + num_graphs * num_layers * NODES_A_LAYER * NODE_BYTES

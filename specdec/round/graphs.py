@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from specdec.config import EngineConfig
 from specdec.functional.sampling import SamplingKind
 from specdec.graphs.buffers import BufferSpec
 from specdec.graphs.building import build, rehearse
@@ -16,14 +15,9 @@ from specdec.graphs.runner import GraphRunner, Setup
 from specdec.graphs.shapes import batch_buckets
 from specdec.outputs import GraphCost
 from specdec.round.parts import Parts
-from specdec.round.program import LAW_BYTES, Round
+from specdec.round.program import Round
 
 LOWER = "max_batch, graph_batches or num_draft_tokens, leave kinds out of graph_sampling, or pass cuda_graph=False"
-# For `estimate_bytes`; set so that it is close to what bench/rounds.py measures on an H200 (Llama and SmolLM2 shapes).
-NODE_BYTES = 5 << 10  # of a kernel in an instantiated graph
-NODES_A_LAYER, NODES_A_STEP, NODES_A_ROUND = 24, 60, 200
-LIVE_ROWS = 24  # hidden-sized activations of a token that live at once
-LIVE_LAWS = 11  # copies of the probabilities that live at once in sampling
 
 
 class RoundGraphs:
@@ -111,24 +105,3 @@ def begin_part(
 ) -> torch.Tensor:
     """Run Round.begin, which is the same for every kind."""
     return program.begin(rows, states, max_prefix)
-
-
-def estimate_bytes(
-    config: EngineConfig, hidden_size: int, vocab_size: int, num_layers: int, itemsize: int, draft_layers: int = 1
-) -> int:
-    """Estimate the device bytes of the graphs of `config`: scratch of the largest, and the nodes of all."""
-    num_reqs, *_smaller = reversed(batch_buckets(config.max_batch, config.graph_batches))
-    tokens = num_reqs * config.verify_width
-    logits_bytes = tokens * vocab_size * itemsize
-    if config.logprobs is not None:  # the rows of the path, and a column of them in fp32
-        logits_bytes += num_reqs * vocab_size * ((config.num_steps + 1) * itemsize + 2 * 4)
-    activation_bytes = tokens * hidden_size * itemsize * LIVE_ROWS
-    law_bytes = 0
-    if any(not SamplingKind(kind).is_greedy for kind in config.graph_sampling):
-        law_bytes = LIVE_LAWS * min(LAW_BYTES, 4 * tokens * vocab_size)
-        if config.topk == 1:  # the draft's laws, as the head gives them and over the target's vocabulary
-            law_bytes += 2 * 4 * num_reqs * config.num_steps * vocab_size
-    num_graphs = (1 + len(_smaller)) * len(config.graph_sampling)
-    layers = num_layers + (draft_layers - 1) * config.num_steps  # one of the draft's is in NODES_A_STEP
-    nodes = layers * NODES_A_LAYER + config.num_steps * NODES_A_STEP + NODES_A_ROUND
-    return logits_bytes + activation_bytes + law_bytes + num_graphs * nodes * NODE_BYTES
