@@ -9,7 +9,7 @@ if typing.TYPE_CHECKING:
     from specdec.backends.bridge import AttentionBridge
     from specdec.backends.experts import grouped_linear
     from specdec.backends.metadata import MetadataBuilder
-    from specdec.backends.op import ForwardContext, attention, before_attention, forward_context
+    from specdec.backends.op import ForwardContext, attention, forward_context
     from specdec.backends.registry import BACKENDS, compiling_kernels, pick_backend
     from specdec.backends.rope import Rope
     from specdec.backends.torch_ref import TorchBackend
@@ -33,7 +33,6 @@ __all__ = [
     "SlotTables",
     "TorchBackend",
     "attention",
-    "before_attention",
     "compiling_kernels",
     "forward_context",
     "grouped_linear",

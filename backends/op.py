@@ -96,15 +96,18 @@ class ForwardContext:
 class _PaddedScope:
     """Answers attention calls with one output for all layers of a shape, zeroed once: backends write live rows only.
 
-    A layer's answer has been read when the next layer attends, unless that is another turn of its module.
+    A layer's answer has been read when the next layer attends, unless that is another turn of its module. before:
+    called with the layer's number before each call.
     """
 
     context: ForwardContext
     outputs: dict[tuple[int, ...], torch.Tensor]
+    before: Callable[[int], None]
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
     ) -> torch.Tensor:
+        self.before(layer_id)
         place = (q.shape[0], *self.context.layers[layer_id].answer)
         if place not in self.outputs:
             self.outputs[place] = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
@@ -112,32 +115,20 @@ class _PaddedScope:
         return self.outputs[place]
 
 
-@dataclass(frozen=True)
-class _AnnouncingScope:
-    """Answers attention calls as `scope` does, after a call of `before` with the layer's number."""
-
-    scope: AttentionScope
-    before: Callable[[int], None]
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
-    ) -> torch.Tensor:
-        self.before(layer_id)
-        return self.scope.attend(q, k, v, layer_id, rope)
-
-
 _CURRENT: ContextVar[AttentionScope] = ContextVar("specdec_forward")
 
 
 @contextmanager
-def forward_context(context: ForwardContext, metadata: AttentionMetadata) -> Iterator[None]:
+def forward_context(
+    context: ForwardContext, metadata: AttentionMetadata, before: Callable[[int], None] = lambda layer_id: None
+) -> Iterator[None]:
     """A forward of `metadata`: it is counted and planned, and attention calls and recurrent layers find `context`.
 
-    Of a packed one, rows of padding find zeros where nothing attends.
+    Of a packed one, rows of padding find zeros where nothing attends, and before(layer_id) comes before each attention.
     """
     context.on_forward(metadata.mode)
     context.backend.plan(metadata)
-    scope = _PaddedScope(context, {}) if metadata.is_packed else context
+    scope = _PaddedScope(context, {}, before) if metadata.is_packed else context
     with attention_scope(scope), context.recurrent(metadata):
         yield
 
@@ -155,13 +146,6 @@ def attention_scope(scope: AttentionScope) -> Iterator[None]:
 def current_scope() -> AttentionScope | None:
     """Whoever answers attention calls of this thread, if there is one."""
     return _CURRENT.get(None)
-
-
-@contextmanager
-def before_attention(call: Callable[[int], None]) -> Iterator[None]:
-    """Within a forward's context: call(layer_id) comes before each of its attention calls."""
-    with attention_scope(_AnnouncingScope(_CURRENT.get(), call)):
-        yield
 
 
 def _attn(

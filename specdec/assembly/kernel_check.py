@@ -5,16 +5,14 @@ GPUs and versions of Triton. What is compiled elsewhere may be wrong all the sam
 recurrent layers and products with experts are checked; trees, sampling and placement are left to tests.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from torch import nn
 
 from specdec.backends.attention_check import attention_checks
 from specdec.backends.differences import Check
 from specdec.backends.experts_check import expert_checks
-from specdec.backends.op import ForwardContext
 from specdec.backends.recurrent_check import recurrent_checks
 from specdec.backends.sample_tree import Tail
 from specdec.backends.torch_ref import TorchBackend
@@ -38,9 +36,10 @@ def check_kernels(parts: Parts) -> None:
     if not parts.config.check_kernels:
         return
     with torch.no_grad():
-        of_backends = [*_target_checks(parts), *_draft_checks(parts)]
-        of_experts = [check for model in (target.model, parts.worker.module) for check in _expert_checks(model)]
-        rehearse((), parts.compiling_kernels(), lambda: _compile([*of_backends, *of_experts]))
+        of_backends = list(_backend_checks(parts))
+        models = [model for model in (target.model, parts.worker.module) if model is not None]
+        of_experts = [c for model in models for given in distinct_weights(model) for c in expert_checks(*given)]
+        rehearse((), parts.compiling_kernels(), lambda: _compile(of_backends + of_experts))
         problems, own = ([p for check in checks for p in check.problems()] for checks in (of_backends, of_experts))
     if target.any_rank(bool(problems or own)):
         advice = BY_TRITON if own else BY_BACKEND
@@ -48,41 +47,26 @@ def check_kernels(parts: Parts) -> None:
         raise AttachError(type(target.model).__name__, [*found, _environment(target.device), advice])
 
 
-def _compile(checks: Sequence[Check]) -> None:
+def _compile(checks: list[Check]) -> None:
     for check in checks:
         check.ours()
 
 
-def _target_checks(parts: Parts) -> list[Check]:
-    tail = Tail(parts.config.verify_width, parts.config.tree_words)
-    return _checks(parts, parts.context, parts.target.dtype, [tail], tail)
-
-
-def _draft_checks(parts: Parts) -> list[Check]:
-    """Of a draft with layers: its steps, and what it runs after a verify."""
-    config, worker = parts.config, parts.worker
-    if worker.context is None:
-        return []
-    tails = [Tail(config.topk, config.draft_words), Tail(config.num_steps + 1, 0)]
-    longest = Tail(config.draft_tail, config.draft_words)
-    return _checks(parts, worker.context, worker.dtype or parts.target.dtype, tails, longest)
-
-
-def _checks(
-    parts: Parts, context: ForwardContext, dtype: torch.dtype, tails: Sequence[Tail], longest: Tail
-) -> list[Check]:
-    """Checks of attention in forwards of `tails`, and of recurrent layers with `longest`; none of torch's."""
-    checks: list[Check] = []
-    if not isinstance(context.backend, TorchBackend):
-        checks += attention_checks(context.backend, context.layers, dtype, parts.target.device, tails)
-    if context.state_pool is not None:
-        checks += recurrent_checks(context.state_pool, longest, parts.config.num_steps + 1, dtype)
-    return checks
-
-
-def _expert_checks(model: nn.Module | None) -> Iterator[Check]:
-    for weights in () if model is None else distinct_weights(model):
-        yield from expert_checks(*weights)
+def _backend_checks(parts: Parts) -> Iterator[Check]:
+    """Yield checks of attention, but for torch's, and of recurrent layers, of the target and of a draft with layers: in
+    the forwards that they run."""
+    config, worker, dtype = parts.config, parts.worker, parts.target.dtype
+    verify = Tail(config.verify_width, config.tree_words)
+    cases = [(parts.context, dtype, [verify], verify)]
+    if worker.context is not None:
+        steps, extend = Tail(config.topk, config.draft_words), Tail(config.num_steps + 1, 0)
+        longest = Tail(config.draft_tail, config.draft_words)
+        cases.append((worker.context, worker.dtype or dtype, [steps, extend], longest))
+    for context, own_dtype, tails, most in cases:
+        if not isinstance(context.backend, TorchBackend):
+            yield from attention_checks(context.backend, context.layers, own_dtype, parts.target.device, tails)
+        if context.state_pool is not None:
+            yield from recurrent_checks(context.state_pool, most, config.num_steps + 1, own_dtype)
 
 
 def _environment(device: torch.device) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.backends.op import before_attention, forward_context
+from specdec.backends.op import forward_context
 from specdec.batch import AttentionMetadata, ForwardMode, host_zeros
 from specdec.config import EngineConfig
 from specdec.draft.worker import PrefillChunk
@@ -80,7 +80,7 @@ class WholeProgram:
         chunk = PrefillChunk(metadata, rows, ids, next_ids, last_rows)
         if worker.reads_history:
             self._round.take_prompts(chunk)
-        with forward_context(context, metadata), before_attention(self._before_layer):
+        with forward_context(context, metadata, self._before_layer):
             hidden, aux = target.layers(ForwardMode.EXTEND, chunk.ids, metadata.positions)
         packed = self._round.first_tokens(kind, done_rows, target.head(hidden.index_select(0, last_rows)))
         is_done = done_rows != self._parts.config.dummy_row
