@@ -146,8 +146,9 @@ class Engine:
         do_sample, temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens,
         min_length, max_length, suppress_tokens, begin_suppress_tokens, bad_words_ids, sequence_bias (single tokens),
         eos_token_id, stop_strings, generation_config: as in `model.generate`; None switches one off.
-        logit_bias: id -> value added to its logit. seed: of the first request, the others use hashes of it
-        (`request_seed`), so that other seeds share no sample; None draws fresh ones.
+        logit_bias: id -> value added to its logit. frequency_penalty, presence_penalty: as in OpenAI's API. seed: of
+        the first request, the others use hashes of it (`request_seed`), so that other seeds share no sample; None draws
+        fresh ones.
         sampling: SamplingParams, one for all or one per prompt, in place of all these but EOS and lengths.
         stop: strings that end a request; its text ends before the string. stop_token_ids: ids that end it.
         ignore_eos: go on past EOS.

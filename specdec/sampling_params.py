@@ -62,11 +62,13 @@ class SamplingKind(StrEnum):
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling settings of one request; every field has the meaning it has in `transformers`' `generate`,
-    where it has one: `seed` and `logit_bias` are ours.
+    where it has one: `seed` and `logit_bias` are ours, the penalties for frequency and presence OpenAI's.
 
     temperature: 0 is greedy. top_k 0, top_p 1, min_p 0 are off. seed: of the random numbers; None draws a fresh one
     from torch's CPU generator, so that `torch.manual_seed` makes runs repeatable.
     repetition_penalty (1: off): logits of tokens in prompt and text are divided by it, negative ones multiplied.
+    frequency_penalty, presence_penalty (0: off): subtracted from the logits of emitted tokens, not of the prompt's, the
+    first as often as a token was emitted, the second once.
     no_repeat_ngram_size (0: off): no n-gram occurs twice, the prompt's included. min_new_tokens: EOS is banned before.
     suppress_tokens, begin_suppress_tokens: ids that are never emitted, or not as the first token. bad_words_ids:
     sequences of ids that are never completed. logit_bias: id -> value added to its logit before everything else.
@@ -79,6 +81,8 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
     min_new_tokens: int = 0
     suppress_tokens: Sequence[int] = ()
@@ -113,7 +117,7 @@ class SamplingParams:
     def has_processors(self) -> bool:
         """True if logits are changed by earlier tokens, or by rules for single tokens."""
         lists = (self.suppress_tokens, self.begin_suppress_tokens, self.bad_words_ids, self.logit_bias)
-        numbers = (self.no_repeat_ngram_size, self.min_new_tokens)
+        numbers = (self.frequency_penalty, self.presence_penalty, self.no_repeat_ngram_size, self.min_new_tokens)
         return self.repetition_penalty != 1 or any(map(bool, (*numbers, *lists)))
 
     @cached_property
@@ -150,6 +154,8 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "min_p": real(0, 1, cure=_OFF),
         "seed": optional(whole(0, MAX_SEED, cure="; pass seed % 2**63"), " for a fresh one"),
         "repetition_penalty": real(MIN_TEMPERATURE, _HUGE, cure="; pass 1.0 to turn it off"),
+        "frequency_penalty": real(-2, 2, cure=_OFF),
+        "presence_penalty": real(-2, 2, cure=_OFF),
         "no_repeat_ngram_size": whole(0, MAX_NGRAM, cure=_OFF),
         "min_new_tokens": whole(0, MAX_TOKENS, cure=_OFF),
         "suppress_tokens": TOKEN_IDS,

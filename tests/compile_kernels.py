@@ -249,7 +249,7 @@ def round_kernels() -> None:
     rows.gather_rows(laws, nodes)
     pool = KVPool([LayerShape(2, 16, 8)], 50, torch.bfloat16, torch.device("cpu"))
     rows.committer(pool)(ids.int(), ids[:, 0].clone(), ids[:, 0].clone(), nodes)
-    state = EngineState.empty(3, 600, 5000, torch.device("cpu"))
+    state = EngineState.empty(3, 600, torch.device("cpu"))
     admit.admit(ids, state.columns, torch.zeros(3, 600, dtype=torch.int32), 1)
     lookup.look_up(ids.int(), nodes[0, :2].clone(), nodes[0, :2].clone(), 5, 4)
     for dtype in (torch.bfloat16, torch.float32):

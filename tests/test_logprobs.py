@@ -19,7 +19,7 @@ SHAPES = {
 LAWS = {
     "greedy": {},
     "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 20},
-    "penalised": {"repetition_penalty": 1.3, "suppress_tokens": [5, 6]},
+    "penalised": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "suppress_tokens": [5, 6]},
 }
 
 

@@ -11,7 +11,7 @@ from transformers.generation import logits_process as hf
 
 import specdec
 from specdec import SamplingParams, shipped
-from specdec.functional.processors import MAX_BAD_WORDS, ProcessorState, mark_seen, process
+from specdec.functional.processors import MAX_BAD_WORDS, ProcessorState, process
 from specdec.functional.tree import Tree, ancestor_bits
 from specdec.text.prompts import chat_ids
 from tests.tiny_models import VOCAB, tiny_model
@@ -45,6 +45,13 @@ CASES = {
         "sequence_bias": [[[40], 3.0]],
     },
 }
+# What transformers' `generate` does not have: the reference is a loop over tokens.
+OPENAI = {
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "rewarded presence": {"presence_penalty": -0.5, "frequency_penalty": 2.0},
+    "all": {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.4, "logit_bias": {9: 5}},
+}
 
 
 def random_case(seed, bs=3, num_nodes=7, vocab=30, num_steps=4):
@@ -64,6 +71,8 @@ def random_case(seed, bs=3, num_nodes=7, vocab=30, num_steps=4):
     laws = [
         SamplingParams(
             repetition_penalty=rng.choice([1.0, 1.3, 0.7]),
+            frequency_penalty=rng.choice([0, 0.5, -1.25]),
+            presence_penalty=rng.choice([0, 2, -0.75]),
             no_repeat_ngram_size=rng.choice([0, 1, 2, 3, 4]),
             min_new_tokens=rng.choice([0, 2, 4]),
             suppress_tokens=rng.sample(range(vocab), rng.choice([0, 2])),
@@ -76,24 +85,23 @@ def random_case(seed, bs=3, num_nodes=7, vocab=30, num_steps=4):
     return tree, histories, laws, 5 * torch.randn(bs, num_nodes, vocab, generator=g)
 
 
-def filled(histories, laws, prompt_lens, vocab=30, device="cpu"):
+def filled(histories, laws, prompt_lens, device="cpu"):
     history = torch.zeros(len(histories) + 1, 64, dtype=torch.int32, device=device)
-    state = ProcessorState.empty(history, vocab)
+    state = ProcessorState.empty(history)
     for row, (tokens, law, prompt_len) in enumerate(zip(histories, laws, prompt_lens, strict=True)):
         state.fill(row, tokens[:prompt_len], law, EOS)
-        rest = torch.tensor(tokens[prompt_len:], dtype=torch.int64, device=device)
-        history[row, prompt_len : len(tokens)] = rest.int()
-        mark_seen(rest.unsqueeze(0), torch.tensor([row], device=device), state)
+        history[row, prompt_len : len(tokens)] = torch.tensor(tokens[prompt_len:], dtype=torch.int32, device=device)
     return state
 
 
 def by_transformers(scores, ids, law, prompt_len):
-    """Scores [V] after the tokens `ids`, by the processors of `generate` in its order."""
+    """Scores [V] after the tokens `ids`, by the processors of `generate` in its order, and OpenAI's formula."""
     chain = []
     if law.logit_bias:
         chain.append(hf.SequenceBiasLogitsProcessor({(t,): b for t, b in law.logit_bias.items()}))
     if law.repetition_penalty != 1:
         chain.append(hf.RepetitionPenaltyLogitsProcessor(law.repetition_penalty))
+    chain.append(lambda ids, scores: scores - openai_penalties(ids[0, prompt_len:].tolist(), law, scores))
     if law.no_repeat_ngram_size:
         chain.append(hf.NoRepeatNGramLogitsProcessor(law.no_repeat_ngram_size))
     if law.bad_words_ids:
@@ -107,10 +115,17 @@ def by_transformers(scores, ids, law, prompt_len):
     return scores[0]
 
 
+def openai_penalties(emitted, law, scores):
+    penalties = torch.zeros_like(scores)
+    for token in set(emitted):
+        penalties[0, token] = law.frequency_penalty * emitted.count(token) + law.presence_penalty
+    return penalties
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_every_node_is_processed_as_transformers_would(seed):
     tree, histories, laws, logits = random_case(seed)
-    prompt_lens = [max(1, len(h) - 2) for h in histories]
+    prompt_lens = [max(1, len(h) // 2) for h in histories]
     rows, context = torch.arange(len(histories)), torch.tensor([len(h) for h in histories])
     got = process(logits, tree, rows, context, filled(histories, laws, prompt_lens))
     for b, history in enumerate(histories):
@@ -120,25 +135,25 @@ def test_every_node_is_processed_as_transformers_would(seed):
                 path.insert(0, int(tree.tokens[b, at]))
                 at = int(tree.parents[b, at])
             want = by_transformers(logits[b, node], history + path, laws[b], prompt_lens[b])
-            torch.testing.assert_close(got[b, node], want, rtol=1e-6, atol=0)
+            torch.testing.assert_close(got[b, node], want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(25 if DEVICE.type == "cuda" else 8))
 def test_the_kernels_equal_the_twin(seed):
     triton = pytest.importorskip("specdec.backends.triton.processors")
     tree, histories, laws, logits = random_case(seed, num_nodes=[1, 4, 7, 16][seed % 4])
-    prompt_lens = [max(1, len(h) - 2) for h in histories]
+    prompt_lens = [max(1, len(h) // 2) for h in histories]
     state = filled(histories, laws, prompt_lens, device=DEVICE)
     rows = torch.arange(len(histories), device=DEVICE)
     context = torch.tensor([len(h) for h in histories], device=DEVICE)
     tree, logits = Tree(*(t.to(DEVICE) for t in tree)), logits.to(DEVICE, torch.bfloat16 if seed % 2 else torch.float32)
     got = triton.process(logits, *tree, rows, context, state)
-    torch.testing.assert_close(got, process(logits, tree, rows, context, state), rtol=1e-6, atol=0)
+    torch.testing.assert_close(got, process(logits, tree, rows, context, state), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.gpu
 def test_no_request_is_waited_for():
-    state = ProcessorState.empty(torch.zeros(3, 20, dtype=torch.int64, device=DEVICE), VOCAB)
+    state = ProcessorState.empty(torch.zeros(3, 20, dtype=torch.int32, device=DEVICE))
     torch.cuda.set_sync_debug_mode("error")
     try:
         for law in (SamplingParams(repetition_penalty=1.2, no_repeat_ngram_size=2), SamplingParams()):
@@ -149,7 +164,8 @@ def test_no_request_is_waited_for():
 
 def test_a_row_is_neutral_again_after_a_request_without_rules():
     tree, histories, _, logits = random_case(3)
-    state = filled(histories, [SamplingParams(no_repeat_ngram_size=1, suppress_tokens=[3])] * 3, [1, 1, 1])
+    law = SamplingParams(no_repeat_ngram_size=1, suppress_tokens=[3], frequency_penalty=1, presence_penalty=1)
+    state = filled(histories, [law] * 3, [1, 1, 1])
     for row in range(3):
         state.fill(row, [1, 2], SamplingParams(), EOS)
     rows = torch.arange(3)
@@ -161,6 +177,18 @@ def hf_text(model, prompt, num_tokens, **settings):
     mask = torch.ones_like(ids)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=num_tokens, **{"do_sample": False, **settings})
     return out[0, len(prompt) :].tolist()
+
+
+def loop_text(model, prompt, num_tokens, **settings):
+    """Greedy text of a plain forward a token, processed by `by_transformers`."""
+    ids, law, eos = list(prompt), SamplingParams(**settings), model.generation_config.eos_token_id
+    for _ in range(num_tokens):
+        with torch.inference_mode():
+            scores = model(torch.tensor([ids], device=model.device)).logits[0, -1].float().cpu()
+        ids.append(int(by_transformers(scores, ids, law, len(prompt)).argmax()))
+        if ids[-1] in (eos if isinstance(eos, list) else [eos]):
+            break
+    return ids[len(prompt) :]
 
 
 def apt_draft(model):
@@ -179,7 +207,8 @@ def references():
     model.generation_config.eos_token_id = [2, hf_text(model, PROMPTS[0], NUM_TOKENS)[9]]
     plain = [hf_text(model, p, NUM_TOKENS) for p in PROMPTS]
     texts = {name: [hf_text(model, p, NUM_TOKENS, **s) for p in PROMPTS] for name, s in CASES.items()}
-    assert sum(text != plain for text in texts.values()) == len(CASES)  # or they would show nothing
+    texts |= {name: [loop_text(model, p, NUM_TOKENS, **s) for p in PROMPTS] for name, s in OPENAI.items()}
+    assert all(text != plain for text in texts.values())  # or they would show nothing
     return model, plain, texts
 
 
@@ -188,7 +217,7 @@ def references():
 def test_greedy_text_equals_generate(references, shape, graphs):
     model, plain, texts = references
     engine = specdec.attach(model, apt_draft(model) if shape else None, max_batch=4, cuda_graph=graphs, **(shape or {}))
-    for name, settings in CASES.items():
+    for name, settings in (CASES | OPENAI).items():
         assert engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS, **settings).tokens == texts[name], name
     assert engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS).tokens == plain
     runners = engine.report().runners
@@ -204,8 +233,10 @@ def test_what_the_model_ships_is_honoured_and_neighbours_keep_their_laws():
     engine = specdec.attach(model, apt_draft(model), num_steps=2, max_batch=2)
     assert engine.generate(prompts, max_new_tokens=24).tokens == penalised
     assert engine.generate(prompts, max_new_tokens=24, repetition_penalty=None).tokens == plain
-    laws = [SamplingParams(), SamplingParams(repetition_penalty=1.4)]
-    assert engine.generate(prompts, max_new_tokens=24, sampling=laws).tokens == [plain[0], penalised[1]]
+    for mixed in ({"repetition_penalty": 1.4}, {"frequency_penalty": 1.0}):
+        laws = [SamplingParams(), SamplingParams(**mixed)]
+        text = penalised[1] if "repetition_penalty" in mixed else loop_text(model, prompts[1], 24, **mixed)
+        assert engine.generate(prompts, max_new_tokens=24, sampling=laws).tokens == [plain[0], text]
     assert "repetition_penalty=1.4" in str(engine.report())
 
 
@@ -213,7 +244,7 @@ def test_what_the_model_ships_is_honoured_and_neighbours_keep_their_laws():
 def test_sampled_text_has_the_law_of_transformers(shape):
     """The second token given the first, under penalty, bans and a bias: chi-square over 600 seeds."""
     model, prompt = tiny_model("llama").to(DEVICE), [5, 9, 5, 9, 6]
-    rules = {"repetition_penalty": 1.5, "bad_words_ids": [[5], [9]], "logit_bias": {20: 2.0}}
+    rules = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "bad_words_ids": [[5], [9]], "logit_bias": {20: 2.0}}
     draft = apt_draft(model) if shape else None
     engine = specdec.attach(model, draft, max_batch=200, max_seq_len=32, **(shape or {}))
     law = SamplingParams(temperature=1.0, top_k=6, seed=0, **rules)
@@ -271,6 +302,8 @@ def test_smollm2_equals_generate_with_its_shipped_draft(smollm2, smollm2_texts, 
         ({"logit_bias": [1]}, "expected a mapping"),
         ({"repetition_penalty": 0.0}, "expected a number from 1e-05"),
         ({"repetition_penalty": 1e-300}, "expected a number from 1e-05"),  # 0 in float32
+        ({"presence_penalty": 2.5}, "presence_penalty=2.5: expected a number from -2 to 2; pass 0 to turn it off"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty=nan: expected a number from -2 to 2"),
         ({"temperature": 1e39}, r"number from 1e-05 to 1e\+10"),
         ({"no_repeat_ngram_size": 33}, "from 0 to 32"),
         ({"bad_words_ids": [[]]}, r"item 0 is \[\]\): expected a list of words, each a list of 1 to 32 token ids"),

@@ -34,7 +34,7 @@ LAWS = {
     "greedy": SamplingParams(),
     "sampled": SamplingParams(temperature=0.9, seed=3),
     "filtered": SamplingParams(temperature=1.1, top_p=0.9, min_p=0.01, seed=4),
-    "processed_greedy": SamplingParams(repetition_penalty=1.3, no_repeat_ngram_size=2, logit_bias={5: 2.0}),
+    "processed_greedy": SamplingParams(frequency_penalty=0.3, no_repeat_ngram_size=2, logit_bias={5: 2.0}),
     "processed": SamplingParams(temperature=1.1, top_k=40, seed=5, repetition_penalty=1.2, bad_words_ids=[[7], [8, 9]]),
 }
 

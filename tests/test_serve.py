@@ -188,6 +188,15 @@ def test_sampling_repeats_with_its_seed(smol):
     assert texts(seed=5) == smol.engine.generate([CHAT, CHAT], **law).texts
 
 
+def test_penalties_are_those_of_generate(smol):
+    """Also where several choices share a prompt."""
+    law = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
+    text = smol.engine.generate("1, 1, 1, 1,", max_new_tokens=8, **law).texts[0]
+    out = smol.api.completions.create(model=NAME, prompt="1, 1, 1, 1,", max_tokens=8, n=2, temperature=0, **law)
+    assert [choice.text for choice in out.choices] == [text] * 2
+    assert text != smol.engine.generate("1, 1, 1, 1,", max_new_tokens=8).texts[0]
+
+
 def test_64_streams_at_once(smol):
     prompts = [f"{n} and" for n in range(16)] * 4
     expected = smol.engine.generate(prompts[:16], max_new_tokens=4).texts * 4
@@ -236,8 +245,8 @@ BAD_CHATS = [  # fields, the field at fault, what the message says
     ({"top_logprobs": 3}, "top_logprobs", "only with logprobs"),
     ({"tools": [{"type": "function"}]}, "tools", "not support"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not support"),
-    ({"presence_penalty": 0.5}, "presence_penalty", "not support"),
-    ({"frequency_penalty": -1}, "frequency_penalty", "not support"),
+    ({"presence_penalty": 2.1}, "presence_penalty", "presence_penalty=2.1: expected a number from -2 to 2"),
+    ({"frequency_penalty": "1"}, "frequency_penalty", "frequency_penalty='1': expected a number from -2 to 2"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "the server's own"),
     ({"temperature": -1}, "temperature", "expected 0 or a number"),
     ({"temperature": float("nan")}, "temperature", "expected 0 or a number"),

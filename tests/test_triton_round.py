@@ -369,7 +369,7 @@ def test_admission(seed, num, page_size, num_pages):
     packed = torch.cat([rows, *numbers, pages], 1).to(DEVICE)
     outcomes = []
     for ops in (TORCH_OPS, OPS):
-        state = EngineState.empty(num_rows, width, 50, DEVICE)
+        state = EngineState.empty(num_rows, width, DEVICE)
         table = torch.full((num_rows, width), -7, dtype=torch.int32, device=DEVICE)
         ops.admit(packed, state.columns, table, page_size)
         outcomes.append([*state.columns, table])

@@ -1,8 +1,8 @@
-"""Logits processors for every node of a tree, in four launches. Twin: `specdec.functional.processors.process`.
+"""Logits processors for every node of a tree, in five launches. Twin: `specdec.functional.processors.process`.
 
-One launch writes the tokens that each node follows, the nearest first; one takes the repetition penalty over the
-vocabulary; one program a node then does what names single tokens (drafts on its path, biases, bans, bad words), and
-the last looks for n-grams in the history. Rows that use none of it leave at once.
+One launch writes the tokens that each node follows, the nearest first; one counts the tokens of the history; one takes
+the penalties over the vocabulary; one program a node then does what names single tokens (drafts on its path, biases,
+bans, bad words), and the last looks for n-grams in the history. Rows that use none of it leave at once.
 """
 
 from typing import Any
@@ -11,10 +11,23 @@ import torch
 import triton
 import triton.language as tl
 
+_PROMPT = tl.constexpr(1 << 30)  # of a count: the prompt holds the token. The bits below: times that it was emitted
+
 
 @triton.jit
-def _penalised(x, penalty):
-    return tl.where(x < 0, x * penalty, x / penalty)
+def _penalties(penalties, row):
+    """Those for repetition, frequency and presence, and whether any is on."""
+    own = penalties + 3 * row
+    repetition, frequency, presence = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    return repetition, frequency, presence, (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
+
+
+@triton.jit
+def _penalised(x, count, num_drafted, repetition, frequency, presence):
+    """x after `count`, see `_count_kernel`, and `num_drafted` times on the node's path."""
+    num_emitted = (count & (_PROMPT - 1)) + num_drafted
+    x = tl.where((count != 0) | (num_drafted > 0), tl.where(x < 0, x * repetition, x / repetition), x)
+    return x - frequency * num_emitted - tl.where(num_emitted > 0, presence, 0.0)
 
 
 @triton.jit
@@ -57,16 +70,40 @@ def _suffix_kernel(
     tl.store(suffix + at * M + k, tl.where(position >= 0, old, -2), mask=is_old)
 
 
+@triton.jit
+def _num_drafted(token, own_tokens, own_parents, node, depth):
+    """How often each of `token` is on the path of `node`, itself included; the root belongs to the history."""
+    times = tl.zeros_like(token)
+    for _ in range(0, depth):
+        times += (token == tl.load(own_tokens + node)).to(tl.int64)
+        node = tl.load(own_parents + node)
+    return times
+
+
+@triton.jit(do_not_specialize=["vocab", "width"])
+def _count_kernel(rows, num_context, prompt_lens, penalties, history, counts, vocab, width, BLOCK: tl.constexpr):
+    request = tl.program_id(0).to(tl.int64)
+    row, context = tl.load(rows + request), tl.load(num_context + request)
+    begin = tl.program_id(1).to(tl.int64) * BLOCK
+    if not _penalties(penalties, row)[3] or begin >= context:
+        return
+    position = begin + tl.arange(0, BLOCK)
+    is_text = (position < context) & (position < width)
+    is_prompt = position < tl.load(prompt_lens + row)
+    own = counts + request * vocab + tl.load(history + row * width + position, mask=is_text, other=0)
+    tl.atomic_or(own, _PROMPT, mask=is_text & is_prompt)
+    tl.atomic_add(own, 1, mask=is_text & ~is_prompt)
+
+
 @triton.jit(do_not_specialize=["vocab"])
-def _penalty_kernel(logits, rows, penalties, seen, out, vocab, stride, D: tl.constexpr, BLOCK: tl.constexpr):
+def _penalty_kernel(logits, rows, penalties, counts, out, vocab, stride, D: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(rows + at // D)
-    penalty = tl.load(penalties + row)
+    repetition, frequency, presence, is_on = _penalties(penalties, tl.load(rows + at // D))
     x = tl.load(logits + at * stride + v, mask=v < vocab, other=0.0).to(tl.float32)
-    if penalty != 1.0:
-        is_seen = tl.load(seen + row * vocab + v, mask=v < vocab, other=0) != 0
-        x = tl.where(is_seen, _penalised(x, penalty), x)
+    if is_on:
+        count = tl.load(counts + at // D * vocab + v, mask=v < vocab, other=0)
+        x = _penalised(x, count, 0, repetition, frequency, presence)
     tl.store(out + at * vocab + v, x, mask=v < vocab)
 
 
@@ -74,6 +111,7 @@ def _penalty_kernel(logits, rows, penalties, seen, out, vocab, stride, D: tl.con
 def _tokens_kernel(
     logits,
     tree_tokens,
+    parents,
     depths,
     ancestor_bits,
     rows,
@@ -87,7 +125,7 @@ def _tokens_kernel(
     biases,
     untils,
     bad_words,
-    seen,
+    counts,
     out,
     vocab,
     stride,
@@ -102,17 +140,20 @@ def _tokens_kernel(
     at = tl.program_id(0).to(tl.int64)
     request = at // D
     row = tl.load(rows + request)
-    own_logits, own = logits + at * stride, out + at * vocab
+    own_logits, own, own_counts = logits + at * stride, out + at * vocab, counts + request * vocab
+    own_tokens, own_parents, depth = tree_tokens + request * D, parents + request * D, tl.load(depths + at)
     n = tl.arange(0, BLOCK_D)
     is_path = _path(ancestor_bits, at, n, D)
-    draft = tl.load(tree_tokens + request * D + n, mask=is_path, other=-1)
-    penalty = tl.load(penalties + row)
-    # From the logits, not from `out`: a token twice on the path, or seen before, is penalised once.
+    draft = tl.load(own_tokens + n, mask=is_path, other=-1)
+    repetition, frequency, presence, _ = _penalties(penalties, row)
+    # From the logits, not from `out`: a token twice on the path, or seen before, is penalised once for repetition.
     on_path = tl.load(own_logits + draft, mask=is_path, other=0.0).to(tl.float32)
-    tl.store(own + draft, _penalised(on_path, penalty), mask=is_path)
+    counted = tl.load(own_counts + draft, mask=is_path, other=0)
+    times = _num_drafted(draft, own_tokens, own_parents, at % D, depth)
+    tl.store(own + draft, _penalised(on_path, counted, times, repetition, frequency, presence), mask=is_path)
     tl.debug_barrier()  # a rule may name a token of the path
 
-    length = tl.load(num_context + request) + tl.load(depths + at)
+    length = tl.load(num_context + request) + depth
     num_emitted = length - tl.load(prompt_lens + row)
     count = tl.load(num_entries + row)
     for base in range(0, count, BLOCK_E):
@@ -122,9 +163,9 @@ def _tokens_kernel(
         bias = tl.load(biases + row * most_entries + e, mask=is_entry, other=0.0)
         until = tl.load(untils + row * most_entries + e, mask=is_entry, other=0)
         x = tl.load(own_logits + token, mask=is_entry, other=0.0).to(tl.float32) + bias
-        is_drafted = tl.max(((token[:, None] == draft[None, :]) & is_path[None, :]).to(tl.int32), 1) > 0
-        is_seen = is_drafted | (tl.load(seen + row * vocab + token, mask=is_entry, other=0) != 0)
-        x = tl.where(is_seen, _penalised(x, penalty), x)  # by 1, where there is no penalty
+        before = tl.load(own_counts + token, mask=is_entry, other=0)
+        num_drafted = _num_drafted(token, own_tokens, own_parents, at % D, depth)
+        x = _penalised(x, before, num_drafted, repetition, frequency, presence)
         tl.store(own + token, tl.where(num_emitted < until, float("-inf"), x), mask=is_entry)
     tl.debug_barrier()  # a banned word may end in a token with a rule of its own
 
@@ -209,18 +250,22 @@ def process(
     suffix = torch.empty(bs, num_nodes, most_back, dtype=torch.int64, device=device)
     out = torch.empty(bs, num_nodes, vocab, dtype=torch.float32, device=device)
     shape = {"D": num_nodes, "BLOCK_D": triton.next_power_of_2(num_nodes), "M": most_back}
+    counts = torch.zeros(bs, vocab, dtype=torch.int32, device=device)
     num_programs, block = bs * num_nodes, min(4096, triton.next_power_of_2(vocab))
     _suffix_kernel[(num_programs,)](
         tokens, depths, bits, rows, num_context, state.history, suffix, width, **shape,
         BLOCK_M=triton.next_power_of_2(most_back), num_warps=1,
     )  # fmt: skip
+    _count_kernel[(bs, triton.cdiv(width, 1024))](
+        rows, num_context, state.prompt_lens, state.penalties, state.history, counts, vocab, width, BLOCK=1024
+    )
     _penalty_kernel[(num_programs, triton.cdiv(vocab, block))](
-        flat, rows, state.penalties, state.seen, out, vocab, flat.stride(0), D=num_nodes, BLOCK=block
+        flat, rows, state.penalties, counts, out, vocab, flat.stride(0), D=num_nodes, BLOCK=block
     )
     _tokens_kernel[(num_programs,)](
-        flat, tokens, depths, bits, rows, num_context, suffix,
+        flat, tokens, parents, depths, bits, rows, num_context, suffix,
         state.penalties, state.prompt_lens, state.num_entries, state.num_bad_words,
-        state.tokens, state.biases, state.untils, state.bad_words, state.seen, out,
+        state.tokens, state.biases, state.untils, state.bad_words, counts, out,
         vocab, flat.stride(0), state.tokens.shape[1], state.bad_words.shape[1], **shape, BLOCK_E=64, BLOCK_Q=64,
     )  # fmt: skip
     block = 1024

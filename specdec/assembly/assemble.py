@@ -143,7 +143,7 @@ def _assemble(
         context=context,
         ops=_ops_for(backend),
         tables=tables,
-        state=EngineState.empty(config.num_rows, config.table_width, target.spec.vocab_size, device, logprobs),
+        state=EngineState.empty(config.num_rows, config.table_width, device, logprobs),
         counters=counters,
         models=HFModels(target, worker, config),
         compiling_kernels=partial(compiling_kernels, in_use, device),

@@ -32,7 +32,7 @@ RULES = (
 )
 LENGTHS = ("max_new_tokens", "max_length")
 STOPS = ("eos_token_id", "stop_strings")
-OURS = ("logit_bias", "seed")  # not in `transformers`
+OURS = ("logit_bias", "seed", "frequency_penalty", "presence_penalty")  # not in `transformers`
 HONOURED = frozenset({"do_sample", *LAW, *RULES, *LENGTHS, *STOPS, *OURS})
 
 # Settings that change neither tokens nor text here: caches, speed, ids that only padding and encoders need.

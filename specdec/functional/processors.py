@@ -62,11 +62,11 @@ class TokenRules:
 class ProcessorState:
     """What processors know of every row; rows of requests that use none are neutral, whatever their lists hold.
 
-    penalties [n] float32 (1: off); ngram_sizes [n] int64 (0: off); prompt_lens [n] int64; num_entries, num_bad_words
-    [n] int64: how many of a row's rules count. tokens, untils [n, MAX_ENTRIES] int32 and biases, float32: see
-    `TokenRules`. bad_words [n, MAX_BAD_WORDS, MAX_CONTEXT + 1] int32: the banned token, then the ones before it, the
-    nearest first, -1 past the word. history [n, width] int32: tokens by position, see `EngineState`. seen [n, V] uint8:
-    which tokens those are.
+    penalties [n, 3] float32: for repetition (1: off), frequency and presence (0: off); ngram_sizes [n] int64 (0: off);
+    prompt_lens [n] int64; num_entries, num_bad_words [n] int64: how many of a row's rules count. tokens, untils
+    [n, MAX_ENTRIES] int32 and biases, float32: see `TokenRules`. bad_words [n, MAX_BAD_WORDS, MAX_CONTEXT + 1] int32:
+    the banned token, then the ones before it, the nearest first, -1 past the word. history [n, width] int32: tokens by
+    position, see `EngineState`; what was seen and how often is counted there.
     """
 
     penalties: Tensor
@@ -79,11 +79,10 @@ class ProcessorState:
     untils: Tensor
     bad_words: Tensor
     history: Tensor
-    seen: Tensor
     used: set[int] = field(default_factory=set)  # rows that are not neutral, known on the host
 
     @classmethod
-    def empty(cls, history: Tensor, vocab_size: int) -> "ProcessorState":
+    def empty(cls, history: Tensor) -> "ProcessorState":
         """All rows of `history` neutral."""
         num_rows, device = history.shape[0], history.device
 
@@ -91,7 +90,7 @@ class ProcessorState:
             return torch.zeros(num_rows, *shape, dtype=dtype, device=device)
 
         return cls(
-            penalties=torch.ones(num_rows, dtype=torch.float32, device=device),
+            penalties=torch.tensor([1.0, 0.0, 0.0], device=device).repeat(num_rows, 1),
             ngram_sizes=zeros(),
             prompt_lens=zeros(),
             num_entries=zeros(),
@@ -101,13 +100,12 @@ class ProcessorState:
             untils=zeros(MAX_ENTRIES, dtype=torch.int32),
             bad_words=zeros(MAX_BAD_WORDS, MAX_CONTEXT + 1, dtype=torch.int32),
             history=history,
-            seen=zeros(vocab_size, dtype=torch.uint8),
         )
 
     @staticmethod
-    def bytes_for(num_rows: int, vocab_size: int) -> int:
+    def bytes_for(num_rows: int) -> int:
         """Bytes that the state of so many rows takes beside the history."""
-        return num_rows * (5 * 8 + 12 * MAX_ENTRIES + 4 * MAX_BAD_WORDS * (MAX_CONTEXT + 1) + vocab_size)
+        return num_rows * (6 * 8 + 12 * MAX_ENTRIES + 4 * MAX_BAD_WORDS * (MAX_CONTEXT + 1))
 
     def fill(self, row: int, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int]) -> None:
         """Take a new request into its row, without waiting for the device; one without processors costs nothing."""
@@ -116,9 +114,9 @@ class ProcessorState:
             self._write(row, prompt_ids, params, eos_ids)
         elif row in self.used:
             self.used.discard(row)
-            for constant in (self.ngram_sizes, self.num_entries, self.num_bad_words):
-                constant[row : row + 1] = 0  # a fill; to an element a number is copied, and waited for
             self.penalties[row : row + 1] = 1.0
+            for constant in (self.penalties[:, 1:], self.ngram_sizes, self.num_entries, self.num_bad_words):
+                constant[row : row + 1] = 0  # a fill; to an element a number is copied, and waited for
 
     def _write(self, row: int, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int]) -> None:
         """The rules of a request and its prompt, in two copies."""
@@ -128,20 +126,17 @@ class ProcessorState:
         lists = (constants, prompt_ids, rules.tokens, rules.untils, [token for word in words for token in word])
         packed = ints_to_device([value for values in lists for value in values], device)
         constant, prompt, tokens, untils, bad_words = packed.split([len(values) for values in lists])
-        floats = to_device(
-            torch.tensor([params.repetition_penalty, *rules.biases], dtype=torch.float32, device="cpu"), device
-        )
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        floats = to_device(torch.tensor([*penalties, *rules.biases], dtype=torch.float32, device="cpu"), device)
         named = (self.prompt_lens, self.ngram_sizes, self.num_entries, self.num_bad_words)
         for target, value in zip(named, constant, strict=True):
             target[row] = value
-        self.penalties[row] = floats[0]
+        self.penalties[row] = floats[:3]
         self.tokens[row, : tokens.numel()] = tokens
         self.untils[row, : tokens.numel()] = untils
-        self.biases[row, : tokens.numel()] = floats[1:]
+        self.biases[row, : tokens.numel()] = floats[3:]
         self.bad_words[row, : len(words)] = bad_words.view(len(words), MAX_CONTEXT + 1)
         self.history[row, : prompt.numel()] = prompt
-        self.seen[row].zero_()
-        self.seen[row].index_fill_(0, prompt, 1)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -153,8 +148,9 @@ def process(logits: Tensor, tree: Tree, rows: Tensor, num_context: Tensor, state
     """Logits [bs, D, V], any float dtype, as the processors of `rows` [bs] int64 make them: float32.
 
     num_context [bs] int64: tokens of the history that every node follows, the root's included; a node follows its
-    ancestors, itself included, besides. In the order of `transformers`: biases of tokens, the repetition penalty, then
-    what is banned: single tokens for a time, bad words, n-grams that were there before.
+    ancestors, itself included, besides. In the order of `transformers` and vLLM: biases of tokens; the repetition
+    penalty, for tokens of the prompt and emitted ones; those for frequency and presence, for emitted tokens, to which a
+    node's ancestors belong; then what is banned: single tokens for a time, bad words, n-grams that were there before.
     """
     _, num_nodes, vocab_size = logits.shape
     scores = logits.float()
@@ -166,11 +162,16 @@ def process(logits: Tensor, tree: Tree, rows: Tensor, num_context: Tensor, state
     biases = torch.where(is_entry, state.biases[rows], 0.0)
     scores = scores.scatter_add(2, wide_tokens, biases.unsqueeze(1).expand(-1, num_nodes, -1))
 
+    history, at = state.history[rows].long().unsqueeze(1), torch.arange(state.history.shape[1], device=rows.device)
+    is_prompt = at < state.prompt_lens[rows, None, None]  # [bs, 1, width]
+    is_emitted = ~is_prompt & (at < num_context[:, None, None])
     drafts = tree.tokens.unsqueeze(1).expand(-1, num_nodes, -1)
-    is_seen = state.seen[rows].unsqueeze(1).bool() | _marked(drafts, is_path, vocab_size)
-    penalty = state.penalties[rows, None, None]
-    penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
-    scores = torch.where(is_seen & (penalty != 1), penalised, scores)
+    counts = _counted(history, is_emitted, vocab_size) + _counted(drafts, is_path, vocab_size)
+    is_seen = (counts > 0) | (_counted(history, is_prompt, vocab_size) > 0)
+    repetition, frequency, presence = state.penalties[rows, None, None].unbind(3)
+    scores = torch.where(is_seen, torch.where(scores < 0, scores * repetition, scores / repetition), scores)
+    scores = scores - frequency * counts
+    scores = scores - presence * (counts > 0)
 
     num_emitted = (num_context - state.prompt_lens[rows]).unsqueeze(1) + tree.depths  # [bs, D]
     is_early = is_entry.unsqueeze(1) & (num_emitted.unsqueeze(2) < state.untils[rows].unsqueeze(1))
@@ -179,14 +180,6 @@ def process(logits: Tensor, tree: Tree, rows: Tensor, num_context: Tensor, state
     is_banned |= _bad_words(suffix, tree, rows, num_context, state, vocab_size)
     is_banned |= _repeated_ngrams(suffix, is_path, tree, rows, num_context, state, vocab_size)
     return scores.masked_fill(is_banned, -torch.inf)
-
-
-def mark_seen(emitted: Tensor, rows: Tensor, state: ProcessorState) -> None:
-    """Mark the tokens that a round emitted, [bs, W] int64, -1 past its end, as seen by `rows`."""
-    dummy = state.seen.shape[0] - 1  # nobody reads the last row: padding goes there
-    owners = torch.where(emitted >= 0, rows.unsqueeze(1), dummy)
-    tokens = emitted.clamp(min=0)
-    state.seen[owners, tokens] = torch.ones_like(tokens, dtype=torch.uint8)
 
 
 def suffixes(tree: Tree, rows: Tensor, num_context: Tensor, history: Tensor) -> Tensor:
@@ -200,6 +193,12 @@ def suffixes(tree: Tree, rows: Tensor, num_context: Tensor, history: Tensor) -> 
         found.append(torch.where(current > 0, tree.tokens.gather(1, current), old))
         current = torch.where(current > 0, tree.parents.gather(1, current), 0)
     return torch.stack(found, 2)
+
+
+def _counted(tokens: Tensor, is_counted: Tensor, vocab_size: int) -> Tensor:
+    """[bs, D, V] int32: how often each token is among the tokens [bs, D, n] of every node that `is_counted`."""
+    counts = torch.zeros(*tokens.shape[:2], vocab_size + 1, dtype=torch.int32, device=tokens.device)
+    return counts.scatter_add_(2, torch.where(is_counted, tokens, vocab_size), is_counted.int())[..., :vocab_size]
 
 
 def _marked(tokens: Tensor, is_marked: Tensor, vocab_size: int) -> Tensor:

@@ -16,7 +16,6 @@ from specdec.draft.worker import (
     PrefillChunk,
     RoundBatch,
 )
-from specdec.functional.processors import mark_seen
 from specdec.functional.results import append_logprobs, token_logprobs
 from specdec.functional.sampling import SamplingKind
 from specdec.functional.tree import Tree
@@ -181,8 +180,6 @@ class Round:
     def _emit(self, batch: RoundBatch, verified: VerifyOutput, moves: bool) -> torch.Tensor:
         """The last token is the new root and L += accept_lens, if it moves; results for the host."""
         state = self.state
-        if batch.is_processed:
-            mark_seen(verified.tokens, batch.rows, state.processors)
         arguments = (state.seq_lens, state.roots, state.remaining, state.history, moves)
         lines = self.ops.emit(verified, batch.rows, *arguments)
         if state.logprobs is None:

@@ -42,7 +42,6 @@ class EngineState:
         cls,
         num_rows: int,
         width: int,
-        vocab_size: int,
         device: torch.device,
         logprobs: tuple[int, int] | None = None,
     ) -> "EngineState":
@@ -54,16 +53,16 @@ class EngineState:
         stop_ids = torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int64, device=device)
         sampling = SamplingBatch.stack([SamplingParams()] * num_rows, device)
         history = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
-        processors = ProcessorState.empty(history, vocab_size)
+        processors = ProcessorState.empty(history)
         scores = None
         if logprobs is not None:
             scores = torch.zeros(num_rows, logprobs[0], 1 + 2 * logprobs[1], device=device)
         return cls(zeros(), zeros(), zeros(), stop_ids, history, sampling, processors, scores)
 
     @staticmethod
-    def bytes_for(num_rows: int, width: int, vocab_size: int) -> int:
+    def bytes_for(num_rows: int, width: int) -> int:
         """Bytes of the history and the processors, beside which the rest is small."""
-        return 4 * num_rows * width + ProcessorState.bytes_for(num_rows, vocab_size)
+        return 4 * num_rows * width + ProcessorState.bytes_for(num_rows)
 
     @cached_property
     def columns(self) -> list[torch.Tensor]:

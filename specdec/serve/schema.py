@@ -25,8 +25,9 @@ MOST_STOPS, LONGEST_STOP = 64, 256
 
 LAW = ("temperature", "top_p", "top_k", "min_p")
 NEUTRAL = MappingProxyType({"top_p": (1,), "top_k": (0,), "min_p": (0,)})
-ALSO_CHECKED = ("repetition_penalty", "seed", "logit_bias")
-PASSED_ON = ("repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "logit_bias")  # as they are
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+ALSO_CHECKED = (*PENALTIES, "seed", "logit_bias")
+PASSED_ON = (*PENALTIES, "stop", "stop_token_ids", "ignore_eos", "logit_bias")  # as they are
 ROLES = MappingProxyType({role: role for role in ("system", "user", "assistant")} | {"developer": "system"})
 
 # Fields of OpenAI's that change no text, whatever their value.
@@ -37,8 +38,6 @@ IGNORED = frozenset(
 # Fields that are not supported, with the values besides null that ask for nothing.
 REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "presence_penalty": (0,),
-        "frequency_penalty": (0,),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "functions": ([],),
@@ -272,7 +271,7 @@ _BOTH: Mapping[str, Check] = MappingProxyType(
         "top_p": _engines,
         "top_k": _top_k,
         "min_p": _engines,
-        "repetition_penalty": _engines,
+        **dict.fromkeys(PENALTIES, _engines),
         "logit_bias": _logit_bias,
         "stop": _stop,
         "stop_token_ids": _few(0, MAX_STOP_IDS, "token ids"),
