@@ -60,7 +60,7 @@ def check_memory(target: HFTarget, config: EngineConfig, draft: ModelShape | Non
         return sum(p.numel() * p.element_size() for p in module.parameters())
 
     model = ModelShape.of(target)
-    by_row = 4 * rows * width + EngineState.bytes_for(rows, width, target.spec.vocab_size)
+    by_row = 4 * rows * width + EngineState.bytes_for(rows, width)
     needs = {"KV pool": (pool(model), BY_SLOT), "tables and state by row": (by_row, BY_ROW)}
     recurrent, resident = states(model, config.verify_width), {"weights": weights(target.model)}
     if draft is not None:
