@@ -2,7 +2,7 @@
 
 import typing
 
-from specdec.lazy import names_from
+from specdec.core import names_from
 
 if typing.TYPE_CHECKING:
     from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec, unmet_needs
@@ -13,9 +13,9 @@ if typing.TYPE_CHECKING:
     from specdec.backends.registry import BACKENDS, compiling_kernels, pick_backend
     from specdec.backends.rope import Rope
     from specdec.backends.torch_ref import TorchBackend
-    from specdec.batch import AttentionMetadata, ForwardMode
-    from specdec.cache.pool import KVPool
-    from specdec.cache.tables import SlotTables
+    from specdec.core.batch import AttentionMetadata, ForwardMode
+    from specdec.core.cache.pool import KVPool
+    from specdec.core.cache.tables import SlotTables
 
 __all__ = [
     "BACKENDS",
@@ -40,5 +40,5 @@ __all__ = [
     "unmet_needs",
 ]
 
-_HOMES = ("base", "op", "bridge", "experts", "metadata", "registry", "torch_ref", ".cache.tables")
+_HOMES = ("base", "op", "bridge", "experts", "metadata", "registry", "torch_ref", ".core.cache.tables")
 __getattr__ = names_from(__name__, __all__, _HOMES)

@@ -9,8 +9,8 @@ from specdec.backends.base import AttentionBackend, AttentionCall, LayerSpec
 from specdec.backends.differences import SEED, Answer, Check
 from specdec.backends.sample_tree import Tail, sample_tree
 from specdec.backends.torch_ref import TorchBackend
-from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.cache.pool import KVPool
+from specdec.core.batch import AttentionMetadata, ForwardMode
+from specdec.core.cache.pool import KVPool
 
 PREFILL = (40, 6)  # new tokens of two requests, over prefixes
 WIDTHS = (96, 760)  # positions of a request: the most whose K and V fit POOL_BYTES in fp32, within these

@@ -10,8 +10,8 @@ import torch
 from specdec.backends.checks import check_call, check_indices, check_shapes, is_debug
 from specdec.backends.metadata import MetadataBuilder
 from specdec.backends.rope import Rope
-from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.cache.pool import KVPool, LayerShape
+from specdec.core.batch import AttentionMetadata, ForwardMode
+from specdec.core.cache.pool import KVPool, LayerShape
 
 
 @dataclass(frozen=True)

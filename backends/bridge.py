@@ -15,7 +15,7 @@ import torch
 from specdec.backends.base import AttentionCall
 from specdec.backends.op import ForwardContext, attention_scope
 from specdec.backends.rope import Rope
-from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.core.batch import AttentionMetadata, ForwardMode
 
 Interrupt = Callable[[Callable[[], None]], None]  # takes a callable out of the graph being captured
 

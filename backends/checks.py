@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from specdec.batch import AttentionMetadata
-from specdec.config import MAX_TAIL
+from specdec.core.batch import AttentionMetadata
+from specdec.core.config import MAX_TAIL
 
 
 def check_shapes(m: AttentionMetadata) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.batch import AttentionMetadata, ForwardMode, ints_to_device
+from specdec.core.batch import AttentionMetadata, ForwardMode, ints_to_device
 
 
 class Placement(NamedTuple):

@@ -14,10 +14,10 @@ import torch
 
 from specdec.backends.base import AttentionBackend, AttentionCall, LayerSpec
 from specdec.backends.recurrent import StateScope, recurrent_scope
+from specdec.backends.recurrent.state_pool import StatePool
 from specdec.backends.rope import Rope
-from specdec.backends.state_pool import StatePool
-from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.cache.pool import KVPool, LayerState
+from specdec.core.batch import AttentionMetadata, ForwardMode
+from specdec.core.cache.pool import KVPool, LayerState
 
 
 class AttentionScope(Protocol):

@@ -9,10 +9,10 @@ from types import MappingProxyType
 import torch
 
 from specdec.backends.base import AttentionBackend, Capabilities, LayerSpec, unmet_needs
-from specdec.backends.recurrent_ref import TORCH_RECURRENT
-from specdec.backends.state_pool import RecurrentOps
+from specdec.backends.recurrent.reference import TORCH_RECURRENT
+from specdec.backends.recurrent.state_pool import RecurrentOps
 from specdec.backends.torch_ref import TorchBackend
-from specdec.errors import AttachError
+from specdec.core.errors import AttachError
 
 
 def _triton() -> type[AttentionBackend]:
@@ -53,7 +53,7 @@ def compiling_kernels(
     """
     if device.type != "cuda" or os.environ.get("SPECDEC_AHEAD") == "0" or not all(b.rehearses for b in backends):
         return None
-    from specdec.backends.triton.ahead import compiling_ahead
+    from specdec.backends.triton.launch.ahead import compiling_ahead
 
     return compiling_ahead(device)
 
@@ -98,6 +98,6 @@ def pick_recurrent(capabilities: Capabilities) -> RecurrentOps:
     """The set that goes with a backend that can do `capabilities`."""
     if not capabilities.fused_ops or importlib.util.find_spec("triton") is None:
         return TORCH_RECURRENT
-    from specdec.backends.triton.recurrent import TRITON_RECURRENT
+    from specdec.backends.triton.recurrent.ops import TRITON_RECURRENT
 
     return TRITON_RECURRENT

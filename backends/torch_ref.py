@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec
 from specdec.backends.metadata import TORCH_METADATA, slots_at
 from specdec.backends.rope import rotate
-from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.core.batch import AttentionMetadata, ForwardMode
 
 
 @dataclass

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from specdec.errors import AttachError
-from specdec.targets.hf import HFTarget
+from specdec.core.errors import AttachError
+from specdec.reach.targets.hf import HFTarget
 
 NUM_LAYERS = 4
 MOST_PARAMETERS = 40_000_000

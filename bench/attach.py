@@ -41,7 +41,7 @@ def main() -> None:
         given = ["--shape", args.shape, "--draft", args.draft, *["--check-kernels"] * args.check_kernels]
         rows = [{"process": i + 1, **run(given, folder)} for i in range(args.processes)]
     if args.out:
-        from specdec.measure.results import write_results
+        from specdec.tools.measure.results import write_results
 
         write_results(args.out, "attach", args.shape, vars(args), rows)
     print(json.dumps({"rows": rows}))
@@ -62,8 +62,8 @@ def measure(shape: str, text: str, checks: bool) -> dict[str, Any]:
     import torch
 
     from specdec import attach
-    from specdec.measure.latency.cases import Draft
-    from specdec.measure.shapes import make_head, make_target
+    from specdec.tools.measure.latency.cases import Draft
+    from specdec.tools.measure.shapes import make_head, make_target
 
     draft = Draft.parse(text)
     target = make_target(shape, "cuda" if torch.cuda.is_available() else "cpu")

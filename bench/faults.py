@@ -17,8 +17,8 @@ from rich.table import Table
 from serve_hostile import BODIES  # of this folder
 from starlette.testclient import TestClient
 
-from specdec.measure.results import write_results
-from specdec.serve.server import build_app
+from specdec.tools.measure.results import write_results
+from specdec.tools.serve.server import build_app
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -19,7 +19,7 @@ timed() { # name, seconds at most, lines to print, command
 latency() { # shape, seconds at most, drafts, more options
     local shape=$1 seconds=$2 drafts=$3
     shift 3
-    timed "latency-$shape" "$seconds" 30 python3 -m specdec.commands.main bench latency --shape "$shape" --drafts "$drafts" \
+    timed "latency-$shape" "$seconds" 30 python3 -m specdec.tools.commands.main bench latency --shape "$shape" --drafts "$drafts" \
         --modes compiled --batches 1,8,32 --tokens 128 --ttft-tokens 512,2048 --new-tokens 65 --repeats 3 \
         --budget $((seconds - 40)) ${TOKENIZER:+--tokenizer "$TOKENIZER"} --out "$out" "$@"
 }
@@ -52,7 +52,7 @@ kernels() {
 
 ranks() {
     timed ranks 300 20 python3 -m pytest -q -W ignore --tb=short tests/test_tensor_parallel.py tests/test_recurrent_ranks.py -k cuda
-    local sharded=(torchrun --nproc-per-node 2 -m specdec.commands.main bench latency --modes compiled --tokens 128 --out "$out")
+    local sharded=(torchrun --nproc-per-node 2 -m specdec.tools.commands.main bench latency --modes compiled --tokens 128 --out "$out")
     timed tp2-8b 240 25 "${sharded[@]}" --shape 8b --drafts plain,3:1:4 --batches 1,8,32 --budget 200
     timed tp2-70b 200 25 "${sharded[@]}" --shape 70b --drafts plain,3:1:4 --batches 1,8 --budget 160
     timed tp2-35b 200 25 "${sharded[@]}" --shape 35b-a3b --algo nextn --drafts plain,3:1:4 --batches 1,8 --budget 160

@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from specdec import attach
 from specdec.api import Engine
-from specdec.measure.latency.cases import Draft
-from specdec.measure.results import write_results
-from specdec.measure.shapes import make_head, make_nextn, make_target
+from specdec.tools.measure.latency.cases import Draft
+from specdec.tools.measure.results import write_results
+from specdec.tools.measure.shapes import make_head, make_nextn, make_target
 
 IS_CUDA = torch.cuda.is_available()
 ACTIVITY = ProfilerActivity.CUDA if IS_CUDA else ProfilerActivity.CPU

@@ -25,12 +25,12 @@ from rich.table import Table
 
 import specdec
 from specdec.graphs import FullCapture
-from specdec.measure.latency.cases import SAMPLINGS, Draft
-from specdec.measure.latency.timing import read_trace, traced
-from specdec.measure.results import write_results
-from specdec.measure.roofline import ShapeFloors
-from specdec.measure.shapes import make_head, make_target
-from specdec.targets.pretrained import load_pretrained
+from specdec.reach.targets.pretrained import load_pretrained
+from specdec.tools.measure.latency.cases import SAMPLINGS, Draft
+from specdec.tools.measure.latency.timing import read_trace, traced
+from specdec.tools.measure.results import write_results
+from specdec.tools.measure.roofline import ShapeFloors
+from specdec.tools.measure.shapes import make_head, make_target
 
 PROMPT, NEW_TOKENS = 128, 1800
 GROUPS = 5  # timings of which the median counts

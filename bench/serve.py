@@ -27,13 +27,13 @@ from rich.table import Table
 from starlette.applications import Starlette
 
 from specdec import Engine, attach, shipped
-from specdec.doctor.command import PROMPTS
-from specdec.measure.results import write_results
-from specdec.measure.shapes import acceptance_rates, make_head, make_target
-from specdec.serve.server import build_app
-from specdec.targets.pretrained import BUNDLED
-from specdec.text.prompts import chat_ids
-from specdec.train.target import device_of, load
+from specdec.core.text.prompts import chat_ids
+from specdec.reach.targets.pretrained import BUNDLED
+from specdec.tools.doctor.command import PROMPTS
+from specdec.tools.measure.results import write_results
+from specdec.tools.measure.shapes import acceptance_rates, make_head, make_target
+from specdec.tools.serve.server import build_app
+from specdec.tools.train.target import device_of, load
 
 
 class Letters:

@@ -19,9 +19,9 @@ from serve import serving  # of this folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import Engine, attach
-from specdec.measure.results import write_results
-from specdec.serve.server import build_app
-from specdec.targets.pretrained import load_pretrained
+from specdec.reach.targets.pretrained import load_pretrained
+from specdec.tools.measure.results import write_results
+from specdec.tools.serve.server import build_app
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {  # name: path, number sent at once, an expression of the body

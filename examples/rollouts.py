@@ -16,8 +16,8 @@ from torch import Tensor
 
 import specdec
 from specdec import shipped
-from specdec.targets.pretrained import load_pretrained
-from specdec.text.prompts import chat_ids
+from specdec.core.text.prompts import chat_ids
+from specdec.reach.targets.pretrained import load_pretrained
 
 QUESTIONS = ("Name three animals.", "Why is the sky blue?")
 

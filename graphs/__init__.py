@@ -7,7 +7,7 @@ is counted.
 
 import typing
 
-from specdec.lazy import names_from
+from specdec.core import names_from
 
 if typing.TYPE_CHECKING:
     from specdec.graphs.breakable import BreakableCapture, RecordedBreakable, pick_breakable

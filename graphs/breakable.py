@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specdec.errors import GraphError
+from specdec.core.errors import GraphError
 from specdec.graphs.captures import Body, Capture, FullCapture, Graph, Recorded, RecordedCapture, static_copy
 from specdec.graphs.pool import GraphPool
 

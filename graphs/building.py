@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specdec.errors import GraphError
+from specdec.core.errors import GraphError
 from specdec.graphs.captures import Capture
 from specdec.graphs.runner import GraphRunner
 from specdec.graphs.shapes import ShapeKey

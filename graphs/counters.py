@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from specdec.batch import ForwardMode
+from specdec.core.batch import ForwardMode
 
 
 @dataclass

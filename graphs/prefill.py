@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specdec.batch import ForwardMode
+from specdec.core.batch import ForwardMode
 from specdec.graphs.runner import GraphRunner
 from specdec.graphs.shapes import Decision
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from specdec.batch import ForwardMode
-from specdec.errors import GraphError
+from specdec.core.batch import ForwardMode
+from specdec.core.errors import GraphError
+from specdec.core.outputs import GraphCost
 from specdec.graphs.buffers import BufferSpec, StaticBuffers
 from specdec.graphs.captures import Capture, Graph
 from specdec.graphs.counters import Counters, PathCounters
 from specdec.graphs.once import equal_parts_once
 from specdec.graphs.shapes import Decision, ShapeKey, bucket_for
-from specdec.outputs import GraphCost
 
 
 class Phase(Enum):

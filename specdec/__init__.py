@@ -10,11 +10,11 @@ from specdec import lazy
 
 if typing.TYPE_CHECKING:
     from specdec.api import Engine, attach, engine_of
-    from specdec.config import EngineConfig
-    from specdec.errors import AttachError, CapacityError, CheckpointError, DetachedError, GraphError, RankError
-    from specdec.metrics import AcceptanceStats, acceptance_length
-    from specdec.outputs import GenerationOutput, GenerationStats, GraphCost, Report, RequestOutput
-    from specdec.sampling_params import SamplingParams
+    from specdec.core.config import EngineConfig
+    from specdec.core.errors import AttachError, CapacityError, CheckpointError, DetachedError, GraphError, RankError
+    from specdec.core.metrics import AcceptanceStats, acceptance_length
+    from specdec.core.outputs import GenerationOutput, GenerationStats, GraphCost, Report, RequestOutput
+    from specdec.core.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -40,7 +40,8 @@ __all__ = [
 ]
 
 _ROOMS = ("backends", "graphs", "shipped")  # public modules
-_find = lazy.names_from(__name__, __all__, ("errors", "config", "metrics", "outputs", "sampling_params", "api"))
+_HOMES = (*(f"core.{name}" for name in ("errors", "config", "metrics", "outputs", "sampling_params")), "api")
+_find = lazy.names_from(__name__, __all__, _HOMES)
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -13,27 +13,27 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.assembly.arguments import advised, check_settings, check_target, check_tokenizer, engine_config
-from specdec.assembly.assemble import Source, assemble, resolve_draft
 from specdec.backends.comm import Communicator
-from specdec.batch import on_device, refuse_autocast
-from specdec.config import EngineConfig
-from specdec.doors.generate import EngineGenerate, install
-from specdec.engine.admission import make_requests
-from specdec.engine.core import Core
-from specdec.engine.finished import output_of
-from specdec.engine.generation import shipped_settings
-from specdec.engine.ranks import Ranks
-from specdec.engine.request import Request
-from specdec.engine.scoring import Score, score
-from specdec.errors import DetachedError
-from specdec.metrics import AcceptanceStats
-from specdec.outputs import GenerationOutput, Report, RequestOutput
-from specdec.targets.exclusive import ATTACHING
-from specdec.targets.hf import HFTarget
-from specdec.targets.marks import owner_of
-from specdec.targets.parallel.sharded import find_group
-from specdec.targets.weight_bytes import verify_cost
+from specdec.core.batch import on_device, refuse_autocast
+from specdec.core.config import EngineConfig
+from specdec.core.engine.admission import make_requests
+from specdec.core.engine.core import Core
+from specdec.core.engine.finished import output_of
+from specdec.core.engine.generation import shipped_settings
+from specdec.core.engine.ranks import Ranks
+from specdec.core.engine.request import Request
+from specdec.core.engine.scoring import Score, score
+from specdec.core.errors import DetachedError
+from specdec.core.metrics import AcceptanceStats
+from specdec.core.outputs import GenerationOutput, Report, RequestOutput
+from specdec.reach.assembly.arguments import advised, check_settings, check_target, check_tokenizer, engine_config
+from specdec.reach.assembly.assemble import Source, assemble, resolve_draft
+from specdec.reach.parallel.sharded import find_group
+from specdec.reach.targets.exclusive import ATTACHING
+from specdec.reach.targets.hf import HFTarget
+from specdec.reach.targets.marks import owner_of
+from specdec.reach.targets.weight_bytes import verify_cost
+from specdec.tools.doors.generate import EngineGenerate, install
 
 
 def attach(
@@ -53,7 +53,7 @@ def attach(
         ("standalone"), or None for plain decoding. For "nextn" the target's own checkpoint, if it holds MTP layers, or
         a folder that holds only them.
     algo: "auto" (read from the checkpoint; None without a draft), None (plain decoding) or a name of
-        `specdec.assembly.algorithms.algorithms`; "lookup" takes no draft: it proposes what followed the last tokens
+        `reach.assembly.algorithms.algorithms`; "lookup" takes no draft: it proposes what followed the last tokens
         earlier.
     tokenizer: for text prompts, output text and stop strings; not needed for token ids.
     settings: fields of `EngineConfig` (num_steps, topk, num_draft_tokens, max_batch, max_seq_len, cuda_graph, ...). On
@@ -137,7 +137,7 @@ class Engine:
                 owner.used_by = weakref.ref(self)
 
     def generate(self, prompts: Any, **options: Any) -> GenerationOutput:
-        """Generate for one prompt or a ragged batch; see `specdec.text.inputs.prompts_to_ids` for what a prompt can be.
+        """Generate for one prompt or a ragged batch; `core.text.inputs.prompts_to_ids` says what a prompt can be.
 
         Without options it does what `model.generate` would: the model's own `generation_config` decides about
         sampling, penalties, lengths and EOS; if that sets no length, at most 256 tokens are emitted, fewer where

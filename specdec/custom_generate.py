@@ -1,6 +1,6 @@
 """`model.generate(..., custom_generate=FOLDER, trust_remote_code=True)`: an engine that comes with a draft's folder.
 
-Called by the `custom_generate/generate.py` that `specdec.heads.custom_generate` writes into such folders. The engine is
+Called by the `custom_generate/generate.py` that `reach.heads.custom_generate` writes into such folders. The engine is
 attached at the first call and belongs to the model: later calls use it again, another folder or other settings replace
 it when the calls that it serves have ended, and it goes when the model goes.
 
@@ -26,9 +26,9 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from specdec.api import Engine, attach
 from specdec.api import engine_of as attached_engine
-from specdec.assembly.arguments import check_mapping, check_settings
-from specdec.doors.generate import EngineGenerate, generate_by
-from specdec.targets.exclusive import ATTACHING
+from specdec.reach.assembly.arguments import check_mapping, check_settings
+from specdec.reach.targets.exclusive import ATTACHING
+from specdec.tools.doors.generate import EngineGenerate, generate_by
 
 HOLDER = "_specdec_engine"  # attribute of the model
 _CALLS = threading.Condition()  # notified when one ends

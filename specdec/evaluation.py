@@ -2,7 +2,7 @@
 
 On the command line `specdec eval ...` is `lm_eval ...` with the model registered. In Python, import this module and
 call `lm_eval.simple_evaluate(model="specdec", model_args={...})`. For an engine that is attached already, see
-`specdec.doors.evaluation`.
+`specdec.tools.doors.evaluation`.
 """
 
 import sys
@@ -12,9 +12,9 @@ from lm_eval.api.registry import register_model
 
 from specdec import shipped
 from specdec.api import attach
-from specdec.doors.evaluation import EngineLM
-from specdec.targets.pretrained import BUNDLED
-from specdec.train.target import load
+from specdec.reach.targets.pretrained import BUNDLED
+from specdec.tools.doors.evaluation import EngineLM
+from specdec.tools.train.target import load
 
 HFLM_OPTIONS = frozenset(
     {"add_bos_token", "prefix_token_id", "truncation", "think_end_token", "enable_thinking", "chat_template_args"}

@@ -18,11 +18,11 @@ import numpy as np
 
 from specdec import shipped
 from specdec.api import Engine, attach
-from specdec.assembly.arguments import check_mapping, check_settings
-from specdec.outputs import GenerationOutput
-from specdec.ranges import whole
-from specdec.targets.pretrained import BUNDLED
-from specdec.train.target import load
+from specdec.core.outputs import GenerationOutput
+from specdec.core.ranges import whole
+from specdec.reach.assembly.arguments import check_mapping, check_settings
+from specdec.reach.targets.pretrained import BUNDLED
+from specdec.tools.train.target import load
 
 try:
     import ray

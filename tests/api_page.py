@@ -9,11 +9,11 @@ from types import ModuleType
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 OTHERS = {  # public, but not in an __all__
     "specdec.custom_generate": ("engine_of", "generate_with_draft"),
-    "specdec.heads.load": ("load_head", "save_head", "inspect", "detect_algo"),
-    "specdec.targets.pretrained": ("load_pretrained",),
+    "specdec.reach.heads.load": ("load_head", "save_head", "inspect", "detect_algo"),
+    "specdec.reach.targets.pretrained": ("load_pretrained",),
     "specdec.shipped": ("available", "path", "for_algo"),
-    "specdec.measure.acceptance": ("acceptance",),
-    "specdec.commands.convert": ("convert",),
+    "specdec.tools.measure.acceptance": ("acceptance",),
+    "specdec.tools.commands.convert": ("convert",),
 }
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.assembly import assemble
 from specdec.backends import BACKENDS, AttentionCall, unmet_needs
 from specdec.backends.flashinfer import kernels
+from specdec.reach.assembly import assemble
 
 TOLERANCE_16 = 2e-2
 

@@ -20,7 +20,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from specdec.backends.triton import chunks, experts, tiling
+from specdec.backends.triton.attention import tiling
+from specdec.backends.triton.experts import products as experts
+from specdec.backends.triton.recurrent import chunks
 
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # what one program can have, by compute capability
 
@@ -98,7 +100,7 @@ def sums_over_ranks() -> None:
 
 def products_of_experts() -> None:
     """Few rows of many experts, more, and so many that they are ordered first; both layouts, with and without bias."""
-    from specdec.backends.triton.experts import grouped_linear
+    from specdec.backends.triton.experts.products import grouped_linear
 
     many = [(num_tokens, torch.bfloat16) for num_tokens in (1, 50, 300, 500, 1000)]
     for num_tokens, dtype in [*many, (1, torch.float32), (300, torch.float32)]:
@@ -111,7 +113,7 @@ def products_of_experts() -> None:
 
 def choices_of_routers() -> None:
     """One warp a row, and four."""
-    from specdec.backends.triton.choices import top_scores
+    from specdec.backends.triton.experts.choices import top_scores
 
     for num, dtype in ((256, torch.float32), (512, torch.bfloat16), (1000, torch.float32)):
         top_scores(torch.zeros(3, num, dtype=dtype), 8)
@@ -120,9 +122,9 @@ def choices_of_routers() -> None:
 def recurrent_layers() -> None:
     """Every kind of recurrent layer, in chains, trees of one and two words, prefills, plain steps and commits."""
     from specdec.backends.metadata import TORCH_METADATA
-    from specdec.backends.state_pool import ConvSpec, ScanInputs, ScanSpec, StatePool
-    from specdec.backends.triton.recurrent import TRITON_RECURRENT
-    from specdec.batch import ForwardMode
+    from specdec.backends.recurrent.state_pool import ConvSpec, ScanInputs, ScanSpec, StatePool
+    from specdec.backends.triton.recurrent.ops import TRITON_RECURRENT
+    from specdec.core.batch import ForwardMode
 
     specs = (
         ScanSpec(32, 16, 128, 128, "head", is_corrected=True),
@@ -164,10 +166,10 @@ def attention(dtype: torch.dtype, shape: dict[str, Any], which: Sequence[int]) -
     3 a chain, 4 a prefill."""
     from specdec.backends import AttentionCall, LayerSpec
     from specdec.backends.rope import rope_table
+    from specdec.backends.triton.attention.metadata import TRITON_METADATA
     from specdec.backends.triton.backend import TritonBackend
-    from specdec.backends.triton.metadata import TRITON_METADATA
-    from specdec.batch import ForwardMode
-    from specdec.cache.pool import KVPool
+    from specdec.core.batch import ForwardMode
+    from specdec.core.cache.pool import KVPool
 
     table, rows, lens = torch.ones(3, 600, dtype=torch.int32), torch.arange(2), torch.full((2,), 500)
     depths, bits = torch.ones(2, 8, dtype=torch.int64), torch.ones(2, 8, 1, dtype=torch.int64)
@@ -204,23 +206,12 @@ def flashinfer_tables() -> None:
 
 def round_kernels() -> None:
     """Growth, tree, walks, draws, rows, commit and what ends a round."""
-    from specdec.backends.triton import (
-        admit,
-        chain,
-        draws,
-        law,
-        lookup,
-        processors,
-        rows,
-        sampling,
-        top,
-        tree,
-        trim,
-        walk,
-    )
-    from specdec.cache.pool import KVPool, LayerShape
-    from specdec.functional.sampling import SamplingBatch, SamplingParams
-    from specdec.round.state import EngineState
+    from specdec.backends.triton.round import admit, chain, lookup, rows, tree, trim, walk
+    from specdec.backends.triton.sampling import draws, law, processors, top
+    from specdec.backends.triton.sampling import uniform as sampling
+    from specdec.core.cache.pool import KVPool, LayerShape
+    from specdec.core.functional.sampling import SamplingBatch, SamplingParams
+    from specdec.core.round.state import EngineState
 
     ids, floats = torch.zeros(2, 40, dtype=torch.int64), torch.zeros(2, 40)
     tree.build(ids[:, 0].clone(), ids, floats, ids, ids[0].clone(), num_draft_tokens=32, num_steps=5)

@@ -132,6 +132,6 @@ def smollm2() -> tuple[Any, Any]:
         if _target_is_required():
             pytest.fail(reason)
         pytest.skip(reason)
-    from specdec.targets.pretrained import load_pretrained
+    from specdec.reach.targets.pretrained import load_pretrained
 
     return load_pretrained()

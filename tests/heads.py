@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from specdec.draft.worker import Draft, DraftWorker, PrefillChunk, RoundBatch, RunPrefill
-from specdec.functional.tree import build, chain
-from specdec.functional.verify import VerifyOutput
-from specdec.heads.base import LayerConfig
-from specdec.heads.eagle import EagleConfig, EagleHead
-from specdec.heads.eagle3 import Eagle3Config, Eagle3Head
-from specdec.heads.nextn import NextNConfig, NextNHead
+from specdec.core.draft.worker import Draft, DraftWorker, PrefillChunk, RoundBatch, RunPrefill
+from specdec.core.functional.tree import build, chain
+from specdec.core.functional.verify import VerifyOutput
+from specdec.reach.heads.base import LayerConfig
+from specdec.reach.heads.eagle import EagleConfig, EagleHead
+from specdec.reach.heads.eagle3 import Eagle3Config, Eagle3Head
+from specdec.reach.heads.nextn import NextNConfig, NextNHead
 from tests.tiny_models import HEAD_DIM, tiny_model
 
 ALGOS = ("eagle", "eagle3", "nextn", "standalone")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from specdec.backends.rope import Rope, rotate
-from specdec.draft.head import DraftHead
-from specdec.heads.load import check_head, load_head
-from specdec.targets.shape import TargetShape
+from specdec.core.draft.head import DraftHead
+from specdec.reach.heads.load import check_head, load_head
+from specdec.reach.targets.shape import TargetShape
 from tests import layout_models as lm
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from specdec.backends.recurrent import recurrent_scope
-from specdec.backends.state_pool import ScanInputs
-from specdec.targets.admission.recording import Recorder
+from specdec.backends.recurrent.state_pool import ScanInputs
+from specdec.reach.targets.admission.recording import Recorder
 
 
 class Naive(Recorder):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from specdec.commands import main as cli
-from specdec.measure import shapes
-from specdec.measure.shapes import fewer_layers, make_head, make_nextn, make_target, shard
+from specdec.tools.commands import main as cli
+from specdec.tools.measure import shapes
+from specdec.tools.measure.shapes import fewer_layers, make_head, make_nextn, make_target, shard
 
 SHAPE = "tiny-hybrid"  # 8 layers of recurrence and attention, each with experts and a shared one
 OWN_LAYERS = 4  # so that the others repeat them

@@ -23,9 +23,9 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, ColwiseParallel
 
 from specdec.backends.comm import Communicator
-from specdec.errors import AttachError
-from specdec.targets.adapters.experts import Experts
-from specdec.targets.parallel.sharded import Sharded, find_group, plain
+from specdec.core.errors import AttachError
+from specdec.reach.parallel.sharded import Sharded, find_group, plain
+from specdec.reach.targets.adapters.experts import Experts
 from tests.tiny_models import CONFIGS, VOCAB
 
 SIZE = 2

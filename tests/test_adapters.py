@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import specdec
-from specdec.errors import AttachError, GraphError
+from specdec.core.errors import AttachError, GraphError
 from tests.adapters import with_lora
 from tests.tiny_models import tiny_model
 

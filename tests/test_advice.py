@@ -10,14 +10,14 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from specdec import shipped
-from specdec.assembly.arguments import advised, engine_config
-from specdec.assembly.assemble import resolve_draft
-from specdec.checkpoints.advice import ADVICE, follow_advice, read_advice
-from specdec.commands import chat, choices, demo, generate, serve
-from specdec.commands import main as cli
-from specdec.config import EngineConfig
-from specdec.errors import CheckpointError
-from specdec.measure.break_even import BreakEven
+from specdec.core.config import EngineConfig
+from specdec.core.errors import CheckpointError
+from specdec.reach.assembly.arguments import advised, engine_config
+from specdec.reach.assembly.assemble import resolve_draft
+from specdec.reach.checkpoints.advice import ADVICE, follow_advice, read_advice
+from specdec.tools.commands import chat, choices, demo, generate, serve
+from specdec.tools.commands import main as cli
+from specdec.tools.measure.break_even import BreakEven
 
 TREE = {"num_steps": 4, "topk": 2, "num_draft_tokens": 6}
 
@@ -125,7 +125,7 @@ def run(monkeypatch):
 )
 def test_commands_leave_to_the_draft_what_is_not_given(run, command, on_cpu, on_cuda):
     if command.startswith("serve"):
-        pytest.importorskip("specdec.serve.server")
+        pytest.importorskip("specdec.tools.serve.server")
     for device, expected in (("cpu", on_cpu), ("cuda", on_cuda)):
         ended = run(device, command)
         assert isinstance(ended, Attached) and ended.args == (expected,), (device, ended)
@@ -141,6 +141,6 @@ def test_a_demo_without_a_draft_is_refused(run, device):
 @pytest.mark.parametrize("command", ["generate w5 --target other", "chat --draft none", "serve other"])
 def test_settings_of_drafting_without_a_draft_are_refused(run, command):
     if command.startswith("serve"):
-        pytest.importorskip("specdec.serve.server")
+        pytest.importorskip("specdec.tools.serve.server")
     ended = run("cpu", f"{command} --steps 3")
     assert isinstance(ended, ValueError) and "num_steps: plain decoding drafts nothing" in str(ended)

@@ -9,17 +9,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import specdec
 from specdec.backends import BACKENDS, TorchBackend, comm, compiling_kernels
+from specdec.core.prefill.whole import WholeProgram
+from specdec.core.round.graphs import first_token_part
 from specdec.graphs import BufferSpec, Counters, GraphRunner, RecordedCapture, Setup, build, rehearse
+from specdec.graphs.compile.trace import trace
 from specdec.graphs.once import equal_parts_once, is_once
-from specdec.graphs.trace import trace
-from specdec.prefill.whole import WholeProgram
-from specdec.round.graphs import first_token_part
 from tests.heads import ALGOS, random_draft
 from tests.tiny_models import tiny_model
 
 triton = pytest.importorskip("triton")
-from specdec.backends.triton import ahead  # noqa: E402
-from specdec.backends.triton.relaunch import CachedLaunch  # noqa: E402
+from specdec.backends.triton.launch import ahead  # noqa: E402
+from specdec.backends.triton.launch.relaunch import CachedLaunch  # noqa: E402
 
 tl = pytest.importorskip("triton.language")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,9 +8,9 @@ import torch
 
 import specdec
 from specdec import SamplingParams
-from specdec.assembly.algorithms import algorithms
 from specdec.backends.rope import rotate
-from specdec.targets.shape import LAST
+from specdec.reach.assembly.algorithms import algorithms
+from specdec.reach.targets.shape import LAST
 from tests.heads import ALGOS, MODULES, poison, random_draft
 from tests.laws import assert_own_law
 from tests.test_attach import greedy, ragged_prompts

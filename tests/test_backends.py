@@ -30,18 +30,19 @@ from specdec.backends import (
 from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.op import ForwardContext
 from specdec.backends.rope import Rope, rope_table, rotate
-from specdec.batch import ForwardMode
-from specdec.cache.pool import KVPool
-from specdec.targets.admission.masks import Reach, classify_mask
+from specdec.core.batch import ForwardMode
+from specdec.core.cache.pool import KVPool
+from specdec.reach.targets.admission.masks import Reach, classify_mask
 
 triton = pytest.importorskip("triton")
-from specdec.backends.triton import backend, tiling  # noqa: E402
+from specdec.backends.triton import backend  # noqa: E402
+from specdec.backends.triton.attention import tiling  # noqa: E402
+from specdec.backends.triton.attention.merge import merge, merge_reference  # noqa: E402
+from specdec.backends.triton.attention.metadata import TRITON_METADATA  # noqa: E402
+from specdec.backends.triton.attention.plan import most_keys, split_plan, tile_span  # noqa: E402
+from specdec.backends.triton.attention.plan_reference import split_plan_reference  # noqa: E402
+from specdec.backends.triton.attention.store import store_kv  # noqa: E402
 from specdec.backends.triton.backend import TritonBackend  # noqa: E402
-from specdec.backends.triton.merge import merge, merge_reference  # noqa: E402
-from specdec.backends.triton.metadata import TRITON_METADATA  # noqa: E402
-from specdec.backends.triton.plan import most_keys, split_plan, tile_span  # noqa: E402
-from specdec.backends.triton.plan_reference import split_plan_reference  # noqa: E402
-from specdec.backends.triton.store import store_kv  # noqa: E402
 from tests.ancestors import words_of  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,11 +12,11 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 
 import specdec
 from specdec.backends import BACKENDS
-from specdec.cache.pool import KVPool, LayerShape
-from specdec.functional.checks import checked
-from specdec.functional.torch_ops import pick_ops
-from specdec.functional.tree import chain
-from specdec.heads.load import save_head
+from specdec.core.cache.pool import KVPool, LayerShape
+from specdec.core.functional.checks import checked
+from specdec.core.functional.torch_ops import pick_ops
+from specdec.core.functional.tree import chain
+from specdec.reach.heads.load import save_head
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from specdec import attach, shipped
-from specdec.commands import bench as bench_command
-from specdec.commands import main as cli
-from specdec.heads.load import save_head
-from specdec.measure.acceptance import Shape, acceptance
-from specdec.measure.latency import cases, timing
-from specdec.measure.peers.peer import Task, Way, timed
-from specdec.measure.results import ResultFile, write_results
+from specdec.reach.heads.load import save_head
+from specdec.tools.commands import bench as bench_command
+from specdec.tools.commands import main as cli
+from specdec.tools.measure.acceptance import Shape, acceptance
+from specdec.tools.measure.latency import cases, timing
+from specdec.tools.measure.peers.peer import Task, Way, timed
+from specdec.tools.measure.results import ResultFile, write_results
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, tiny_target
@@ -63,7 +63,7 @@ def test_one_command_makes_the_table(folders, tmp_path, capsys, monkeypatch):
         attached.append(settings["graph_sampling"])
         return attach(*args, **settings)
 
-    monkeypatch.setattr("specdec.measure.acceptance.attach", counting)
+    monkeypatch.setattr("specdec.tools.measure.acceptance.attach", counting)
     drafts = ("--draft", f"{folders / 'head'},none", "--draft", folders / "twin")
     shapes = ("--shape", "2:1:3,3", "--shape", "2:3:6", "--temperature", "0,1")
     code, lines, _ = bench(capsys, monkeypatch, folders, *drafts, *shapes, "--limit", 2, "--out", tmp_path)

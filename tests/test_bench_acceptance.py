@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from specdec import attach
-from specdec.commands import main as cli
-from specdec.heads.load import save_head
-from specdec.measure.acceptance import Shape, acceptance
-from specdec.measure.conversations import Conversations, ask
-from specdec.measure.positions import rounds_of, tau_by_context, tau_by_position
-from specdec.metrics import AcceptanceStats
-from specdec.outputs import RequestOutput
-from specdec.targets.pretrained import load_pretrained
-from specdec.text.prompt_sets import Question
+from specdec.core.metrics import AcceptanceStats
+from specdec.core.outputs import RequestOutput
+from specdec.core.text.prompt_sets import Question
+from specdec.reach.heads.load import save_head
+from specdec.reach.targets.pretrained import load_pretrained
+from specdec.tools.commands import main as cli
+from specdec.tools.measure.acceptance import Shape, acceptance
+from specdec.tools.measure.conversations import Conversations, ask
+from specdec.tools.measure.positions import rounds_of, tau_by_context, tau_by_position
 from tests.heads import random_head
 from tests.train_models import save_target, tiny_target
 

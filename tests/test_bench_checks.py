@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from specdec import SamplingParams
-from specdec.commands import main as cli
-from specdec.heads.load import save_head
-from specdec.measure import gsm8k, lossless, statistics
-from specdec.prefill.graphs import PrefillGraphs
+from specdec.core.prefill.graphs import PrefillGraphs
+from specdec.reach.heads.load import save_head
+from specdec.tools.commands import main as cli
+from specdec.tools.measure import gsm8k, lossless, statistics
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, tiny_target
@@ -54,7 +54,7 @@ def run(capsys, monkeypatch, *arguments: object) -> tuple[int, list[str], str]:
 
 
 def gsm8k_run(capsys, monkeypatch, folder: Path, *arguments: object) -> tuple[int, dict, list[str], str]:
-    monkeypatch.setattr("specdec.commands.bench_checks.CPU_SETTINGS", {**SMALL, "max_seq_len": 64})
+    monkeypatch.setattr("specdec.tools.commands.bench_checks.CPU_SETTINGS", {**SMALL, "max_seq_len": 64})
     common = ("--target", folder / "target", "--draft", folder / "head", "--data", folder, "--device", "cpu")
     counts = ("--json", "--limit", 12, "--answers", 12, "--mode", "off,breakable")
     code, lines, errors = run(capsys, monkeypatch, "gsm8k", *common, *counts, *arguments)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from specdec.errors import GraphError
+from specdec.core.errors import GraphError
 from specdec.graphs import (
     BreakableCapture,
     BufferSpec,
@@ -18,10 +18,10 @@ from specdec.graphs import (
     RecordedBreakable,
     Setup,
     pick_breakable,
-    pieces,
 )
 from specdec.graphs.building import build
-from specdec.graphs.trace import trace
+from specdec.graphs.compile import pieces
+from specdec.graphs.compile.trace import trace
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from specdec.commands import main as cli
-from specdec.measure.compare import compare
-from specdec.measure.rows import Record, identity, label_of, measure_of
+from specdec.tools.commands import main as cli
+from specdec.tools.measure.compare import compare
+from specdec.tools.measure.rows import Record, identity, label_of, measure_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 

@@ -16,11 +16,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdec.errors import CheckpointError
-from specdec.heads.configs import SCHEMA
-from specdec.heads.load import inspect
-from specdec.heads.nextn_format import KEYS
-from specdec.targets.pretrained import load_draft
+from specdec.core.errors import CheckpointError
+from specdec.reach.heads.configs import SCHEMA
+from specdec.reach.heads.load import inspect
+from specdec.reach.heads.nextn_format import KEYS
+from specdec.reach.targets.pretrained import load_draft
 from tests import layout_models as lm
 from tests.layout_heads import DEEPSEEK_NORMS, LLAMA3, MIMO_NORMS, Played, combine_tensors, load, target, under
 from tests.tiny_models import tiny_model

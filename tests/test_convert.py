@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from specdec.commands.convert import convert
-from specdec.commands.main import app
-from specdec.heads.load import load_head, save_head
-from specdec.targets.shape import TargetShape
+from specdec.reach.heads.load import load_head, save_head
+from specdec.reach.targets.shape import TargetShape
+from specdec.tools.commands.convert import convert
+from specdec.tools.commands.main import app
 from tests import layout_models as lm
 from tests.heads import random_head
 from tests.train_models import tiny_target

@@ -17,10 +17,10 @@ from transformers import TextStreamer, dynamic_module_utils
 
 import specdec
 from specdec import shipped
-from specdec.commands.convert import convert
 from specdec.custom_generate import engine_of
-from specdec.heads.custom_generate import FILE, TEXT
-from specdec.heads.load import save_head
+from specdec.reach.heads.custom_generate import FILE, TEXT
+from specdec.reach.heads.load import save_head
+from specdec.tools.commands.convert import convert
 from tests.heads import random_draft
 from tests.tiny_models import tiny_model
 

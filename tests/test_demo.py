@@ -13,16 +13,16 @@ from transformers import AutoTokenizer
 from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
 from specdec import AcceptanceStats, RequestOutput, __version__, attach
-from specdec.commands import chat, generate, main
-from specdec.commands.backends import list_backends
-from specdec.commands.chat import run_chat
-from specdec.commands.choices import Drafting, drafting_of
-from specdec.commands.demo import PROMPTS, Marking, exchange, marked, run_demo
-from specdec.commands.env import command as env_command
-from specdec.commands.terminal import quiet_pipes
-from specdec.heads.load import save_head
-from specdec.measure.break_even import BreakEven, cpu_break_even
-from specdec.targets.pretrained import load_pretrained
+from specdec.reach.heads.load import save_head
+from specdec.reach.targets.pretrained import load_pretrained
+from specdec.tools.commands import chat, generate, main
+from specdec.tools.commands.backends import list_backends
+from specdec.tools.commands.chat import run_chat
+from specdec.tools.commands.choices import Drafting, drafting_of
+from specdec.tools.commands.demo import PROMPTS, Marking, exchange, marked, run_demo
+from specdec.tools.commands.env import command as env_command
+from specdec.tools.commands.terminal import quiet_pipes
+from specdec.tools.measure.break_even import BreakEven, cpu_break_even
 from tests.heads import random_head
 from tests.train_models import save_target, tiny_target
 
@@ -157,7 +157,7 @@ def test_a_chat_remembers_starts_again_and_survives_what_does_not_fit(folder, ca
 )
 def test_a_device_or_a_target_that_is_not_there_is_one_line(command, message, tmp_path, capsys, monkeypatch):
     if command.startswith("serve"):
-        pytest.importorskip("specdec.serve.server")
+        pytest.importorskip("specdec.tools.serve.server")
     command, message = (text.replace("{empty}", str(tmp_path)) for text in (command, message))
     monkeypatch.setattr(sys, "argv", ["specdec", *command.split()])
     with pytest.raises(SystemExit) as stop:
@@ -176,9 +176,11 @@ def test_env_says_what_bug_reports_need(capsys):
 
 def test_tables_show_brackets(capsys, monkeypatch):
     monkeypatch.setattr(
-        "specdec.commands.env.unusable", lambda name, device: "pip install 'specdec-toolkit[flashinfer]'"
+        "specdec.tools.commands.env.unusable", lambda name, device: "pip install 'specdec-toolkit[flashinfer]'"
     )
-    monkeypatch.setattr("specdec.commands.backends.unusable", lambda name, device: "'specdec-toolkit[flashinfer]'")
+    monkeypatch.setattr(
+        "specdec.tools.commands.backends.unusable", lambda name, device: "'specdec-toolkit[flashinfer]'"
+    )
     monkeypatch.setenv("COLUMNS", "200")
     env_command()
     table = capsys.readouterr().out.splitlines()
@@ -196,7 +198,7 @@ def test_bars_are_for_terminals(capsys, monkeypatch):
 
 def test_help_imports_no_torch():
     """Of what takes seconds to import, nothing is until a command is called."""
-    code = "import sys; from specdec.commands.main import main; sys.argv = ['specdec', sys.argv[1]]\n"
+    code = "import sys; from specdec.tools.commands.main import main; sys.argv = ['specdec', sys.argv[1]]\n"
     code += "try: main()\nfinally: print('LOADED', sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     for option, said in (("--help", "doctor"), ("--version", __version__)):
         done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=True)
@@ -243,7 +245,7 @@ def test_a_chat_says_what_answers_and_how_to_leave(folder, capsys, monkeypatch):
 def test_a_cpu_drafts_where_it_pays(growth, batch, steps, folder, monkeypatch):
     found = BreakEven(growth, 0.02)
     assert found.best_steps(batch) == steps
-    monkeypatch.setattr("specdec.commands.choices.cpu_break_even", lambda model, draft: found)
+    monkeypatch.setattr("specdec.tools.commands.choices.cpu_break_even", lambda model, draft: found)
     model, name = tiny_target(), str(folder / "head")
     drafting = drafting_of(name, model, batch)
     assert drafting.settings == ({"num_steps": steps} if steps else {}) and (drafting.algo is None) is (steps == 0)

@@ -17,20 +17,20 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from specdec.api import attach
-from specdec.commands import main as cli
-from specdec.doctor.command import PROMPTS, print_findings, prompt_ids
-from specdec.doctor.examine import examine, measure_verify, verdict, verify_remark
-from specdec.doctor.facts import facts_of, tokenizer_match, weight_problems
-from specdec.doctor.readings import ALTERNATIVES, Trial, doubts, search
-from specdec.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, commonest, coverage, observe
-from specdec.draft.head import DraftHead
-from specdec.heads.load import load_head, save_head
-from specdec.measure import roofline
-from specdec.targets.shape import LAST, TargetShape
-from specdec.targets.weight_bytes import verify_cost
-from specdec.train.config import TrainConfig
-from specdec.train.objectives import HeadObjective
-from specdec.train.trainer import Trainer
+from specdec.core.draft.head import DraftHead
+from specdec.reach.heads.load import load_head, save_head
+from specdec.reach.targets.shape import LAST, TargetShape
+from specdec.reach.targets.weight_bytes import verify_cost
+from specdec.tools.commands import main as cli
+from specdec.tools.doctor.command import PROMPTS, print_findings, prompt_ids
+from specdec.tools.doctor.examine import examine, measure_verify, verdict, verify_remark
+from specdec.tools.doctor.facts import facts_of, tokenizer_match, weight_problems
+from specdec.tools.doctor.readings import ALTERNATIVES, Trial, doubts, search
+from specdec.tools.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, commonest, coverage, observe
+from specdec.tools.measure import roofline
+from specdec.tools.train.config import TrainConfig
+from specdec.tools.train.objectives import HeadObjective
+from specdec.tools.train.trainer import Trainer
 from tests.heads import random_draft, random_head
 from tests.recurrent_models import recurrent_model
 from tests.tiny_models import tiny_model

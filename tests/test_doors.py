@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import specdec
 from specdec import shipped
-from specdec.doors.lockstep import Lockstep
+from specdec.tools.doors.lockstep import Lockstep
 from tests.heads import random_draft
 from tests.recurrent_models import recurrent_model
 from tests.tiny_models import tiny_model
@@ -326,7 +326,7 @@ def test_a_model_is_given_its_generate_back():
     engine.detach()
     assert "generate" not in vars(model)
     with pytest.raises(ValueError, match="on_unsupported='maybe': expected one of"):
-        specdec.doors.generate.EngineGenerate(engine, "maybe")
+        specdec.tools.doors.generate.EngineGenerate(engine, "maybe")
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -10,19 +10,19 @@ from safetensors.torch import load_file
 
 import specdec
 from specdec import SamplingParams
-from specdec.batch import ForwardMode
-from specdec.commands.convert import convert
-from specdec.engine.core import PREFIX_STEP
-from specdec.heads.fresh import new_eagle
-from specdec.heads.load import detect_algo, load_head, save_head
-from specdec.heads.nextn import NextNHead
-from specdec.targets.shape import TargetShape
-from specdec.train.batches import Batches
-from specdec.train.config import Shape, recipe
-from specdec.train.data import Corpus
-from specdec.train.objectives import HeadObjective
-from specdec.train.students import Setup, make_student
-from specdec.train.trainer import Trainer
+from specdec.core.batch import ForwardMode
+from specdec.core.engine.core import PREFIX_STEP
+from specdec.reach.heads.fresh import new_eagle
+from specdec.reach.heads.load import detect_algo, load_head, save_head
+from specdec.reach.heads.nextn import NextNHead
+from specdec.reach.targets.shape import TargetShape
+from specdec.tools.commands.convert import convert
+from specdec.tools.train.batches import Batches
+from specdec.tools.train.config import Shape, recipe
+from specdec.tools.train.data import Corpus
+from specdec.tools.train.objectives import HeadObjective
+from specdec.tools.train.students import Setup, make_student
+from specdec.tools.train.trainer import Trainer
 from tests.heads import ALGOS, MODULES, random_draft, random_head
 from tests.test_algorithms import DEVICE, FromScratch
 from tests.test_attach import greedy, ragged_prompts

@@ -7,8 +7,8 @@ import torch
 
 from specdec.backends.differences import MOST, distance
 from specdec.backends.op import attention
-from specdec.errors import GraphError
-from specdec.targets.compiling.checked import compare, expect
+from specdec.core.errors import GraphError
+from specdec.reach.targets.compiling.checked import compare, expect
 
 ROWS = torch.arange(32)
 

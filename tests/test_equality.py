@@ -6,10 +6,10 @@ import transformers as tf
 
 import specdec
 from specdec.backends import TorchBackend, pick_backend, unmet_needs
-from specdec.targets.admission.equality import LENGTH
-from specdec.targets.admission.probe import probe
-from specdec.targets.admission.recording import Positions
-from specdec.targets.hf import HFTarget
+from specdec.reach.targets.admission.equality import LENGTH
+from specdec.reach.targets.admission.probe import probe
+from specdec.reach.targets.admission.recording import Positions
+from specdec.reach.targets.hf import HFTarget
 from tests.tiny_models import _BASE, VOCAB, WINDOW, random_weights, tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -69,7 +69,7 @@ def counted():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("doctored", [parallel_hybrid, neighbours, counted])
 def test_models_that_would_write_another_text_are_refused(doctored, dtype, monkeypatch):
-    monkeypatch.setattr("specdec.targets.adapters.mixers.PRIMITIVES", {})  # no recurrent layer is known
+    monkeypatch.setattr("specdec.reach.targets.adapters.mixers.PRIMITIVES", {})  # no recurrent layer is known
     model = converted(doctored(), dtype)
     with pytest.raises(specdec.AttachError, match=r"logits differ from its own forward's by \d\.\de.* \(allowed: \d"):
         specdec.attach(model)

@@ -16,7 +16,7 @@ import torch
 
 import specdec
 from specdec import shipped
-from specdec.commands.main import main
+from specdec.tools.commands.main import main
 from tests.heads import random_draft
 from tests.recurrent_models import recurrent_model
 from tests.tiny_models import tiny_model
@@ -159,7 +159,7 @@ def test_a_detached_engine_scores_nothing():
 
 
 def test_lm_eval_and_ray_are_imported_by_nobody_else():
-    code = "import sys, specdec.api, specdec.commands.main; assert not {'lm_eval', 'ray'} & set(sys.modules)"
+    code = "import sys, specdec.api, specdec.tools.commands.main; assert not {'lm_eval', 'ray'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -228,7 +228,7 @@ def test_lm_eval_answers_equal_those_of_its_own_model(smollm2, tasks):
     pytest.importorskip("lm_eval")
     from lm_eval.models.huggingface import HFLM
 
-    from specdec.doors.evaluation import EngineLM
+    from specdec.tools.doors.evaluation import EngineLM
 
     model, tokenizer = smollm2
     for length in (1024, LENGTH):
@@ -292,7 +292,7 @@ def test_mistakes_in_model_args_are_named(smollm2, monkeypatch):
     lm.engine.detach()
     engine = specdec.attach(smollm2[0], max_batch=1, max_seq_len=16)
     with pytest.raises(ValueError, match="the engine has no tokenizer"):
-        specdec.doors.evaluation.EngineLM(engine)
+        specdec.tools.doors.evaluation.EngineLM(engine)
     engine.detach()
 
 
@@ -301,7 +301,7 @@ def test_a_reader_that_breaks_off_leaves_turn_and_rows(monkeypatch):
     engine = specdec.attach(tiny_model("llama"), max_batch=2)
     free = engine.report().num_free_pages
     with monkeypatch.context() as patch:
-        patch.setattr("specdec.engine.scoring.token_logprobs", lambda *_: 1 / 0)
+        patch.setattr("specdec.core.engine.scoring.token_logprobs", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError) as kept:
             engine.score([[5, 6, 7]], [[8, 9]])
     assert not torch.is_inference_mode_enabled()

@@ -13,12 +13,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import specdec
 from specdec.backends import grouped_linear
-from specdec.backends.choices import top_scores_twin
 from specdec.backends.experts import grouped_linear_twin
-from specdec.backends.triton import choices
-from specdec.backends.triton import experts as kernels
-from specdec.targets.adapters.experts import Experts, experts_forward
-from specdec.targets.compiling.routers import take_over_choices
+from specdec.backends.experts.choices import top_scores_twin
+from specdec.backends.triton.experts import choices
+from specdec.backends.triton.experts import products as kernels
+from specdec.reach.targets.adapters.experts import Experts, experts_forward
+from specdec.reach.targets.compiling.routers import take_over_choices
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 

@@ -42,9 +42,9 @@ ALONE = """
 import sys
 import torch
 from specdec.backends import AttentionCall, LayerSpec, TorchBackend
-from specdec.batch import ForwardMode
+from specdec.core.batch import ForwardMode
 from specdec.graphs import BufferSpec, Counters, GraphRunner, RecordedCapture, Setup, build
-from specdec.cache.pool import KVPool
+from specdec.core.cache.pool import KVPool
 
 cpu = torch.device("cpu")
 setup = Setup(RecordedCapture(), Counters(), cpu, buckets=(2, 4))

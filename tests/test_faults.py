@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import specdec
-from specdec.cache.tables import SlotTables
+from specdec.core.cache.tables import SlotTables
 from tests.faults import Tally, Victim
 from tests.heads import random_head
 from tests.test_attach import greedy, ragged_prompts

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import specdec
-from specdec.targets import few_rows
-from specdec.targets.few_rows import MEASURED, FewRows, measure, transposed
+from specdec.reach.targets import few_rows
+from specdec.reach.targets.few_rows import MEASURED, FewRows, measure, transposed
 from tests.heads import random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import tiny_model

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.backends import BACKENDS, LayerSpec, TorchBackend, pick_backend, unmet_needs
-from specdec.batch import ForwardMode
-from specdec.errors import AttachError
+from specdec.core.batch import ForwardMode
+from specdec.core.errors import AttachError
 
 pytest.importorskip("triton")
 from specdec.backends.flashinfer import backend as backends

@@ -8,7 +8,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from specdec.text.frequent import frequent_ids, texts_of
+from specdec.core.text.frequent import frequent_ids, texts_of
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from transformers.generation.utils import GenerationMixin
 
 import specdec
 from specdec import SamplingParams
-from specdec.engine import generation
-from specdec.engine.generation import HARMLESS, HONOURED, REFUSED, REFUSED_ARGUMENTS, REFUSED_SAMPLED, Settings
-from specdec.sampling_params import request_seed
+from specdec.core.engine import generation
+from specdec.core.engine.generation import HARMLESS, HONOURED, REFUSED, REFUSED_ARGUMENTS, REFUSED_SAMPLED, Settings
+from specdec.core.sampling_params import request_seed
 from tests.tiny_models import tiny_model
 
 # A value of each refused setting that would change the text.

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.batch import ForwardMode
-from specdec.errors import GraphError
+from specdec.core.batch import ForwardMode
+from specdec.core.errors import GraphError
 from specdec.graphs import (
     BufferSpec,
     Counters,

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specdec.draft.head import DraftHead
-from specdec.errors import CheckpointError
-from specdec.heads.base import LayerConfig
-from specdec.heads.eagle import EagleConfig, EagleHead
-from specdec.heads.eagle3 import Eagle3Config, Eagle3Head
-from specdec.heads.load import check_head, detect_algo, inspect, load_head, save_head
-from specdec.heads.nextn import NextNConfig, NextNHead
+from specdec.core.draft.head import DraftHead
+from specdec.core.errors import CheckpointError
+from specdec.reach.heads.base import LayerConfig
+from specdec.reach.heads.eagle import EagleConfig, EagleHead
+from specdec.reach.heads.eagle3 import Eagle3Config, Eagle3Head
+from specdec.reach.heads.load import check_head, detect_algo, inspect, load_head, save_head
+from specdec.reach.heads.nextn import NextNConfig, NextNHead
 from tests import layout_models as lm
 from tests.layout_heads import CPU, DEEPSEEK_NORMS, LLAMA3, MIMO_NORMS, combine_tensors, load, shape_of, target, under
 
@@ -186,7 +186,7 @@ def test_a_head_takes_the_place_of_another_only_if_told(tmp_path: Path) -> None:
 
 
 def test_a_crash_while_writing_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdec.checkpoints import replacing
+    from specdec.reach.checkpoints import replacing
 
     head = heads_to_save()["eagle"][1]
     save_head(tmp_path / "head", head, dtype=torch.float32)

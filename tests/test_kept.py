@@ -16,13 +16,13 @@ import torch
 from typer.testing import CliRunner
 
 import specdec
-from specdec.commands.main import app
-from specdec.config import EngineConfig
-from specdec.graphs import kept
-from specdec.graphs.trace import trace
-from specdec.targets.compiling import checked
-from specdec.targets.compiling.checked import Subject
-from specdec.targets.compiling.target import start_compilers
+from specdec.core.config import EngineConfig
+from specdec.graphs.compile import kept
+from specdec.graphs.compile.trace import trace
+from specdec.reach.targets.compiling import checked
+from specdec.reach.targets.compiling.checked import Subject
+from specdec.reach.targets.compiling.target import start_compilers
+from specdec.tools.commands.main import app
 from tests.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
@@ -184,7 +184,7 @@ def test_nothing_is_read_as_a_trace(cache, monkeypatch, tmp_path):
     planted.write_text(json.dumps({"args": [], "groups": [], "pieces": [[node]], "children": {}, "graph": [node]}))
     opened, live = [], Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda path, *args, **kw: opened.append(path) or live(path, *args, **kw))
-    monkeypatch.setattr("specdec.graphs.pieces._compile", lambda piece, *rest: piece.forward)
+    monkeypatch.setattr("specdec.graphs.compile.pieces._compile", lambda piece, *rest: piece.forward)
     specdec.attach(tiny_model("llama"), **SETTINGS).detach()
     assert planted not in opened and not (tmp_path / "ran").exists()
 

@@ -9,20 +9,23 @@ import pytest
 import torch
 
 import specdec
-from specdec.assembly.kernel_check import check_kernels
-from specdec.backends import LayerSpec, TorchBackend, attention_check, experts, experts_check, recurrent_check
+from specdec.backends import LayerSpec, TorchBackend, attention_check, experts
 from specdec.backends.attention_check import attention_checks
 from specdec.backends.differences import Check, allowed, largest_difference
-from specdec.backends.experts_check import expert_checks
-from specdec.backends.recurrent_check import recurrent_checks
-from specdec.backends.recurrent_ref import TORCH_RECURRENT
+from specdec.backends.experts import check as experts_check
+from specdec.backends.experts.check import expert_checks
+from specdec.backends.recurrent import check as recurrent_check
+from specdec.backends.recurrent.check import recurrent_checks
+from specdec.backends.recurrent.reference import TORCH_RECURRENT
+from specdec.backends.recurrent.state_pool import ConvSpec, ScanSpec, StatePool
 from specdec.backends.sample_tree import Tail, sample_tree
-from specdec.backends.state_pool import ConvSpec, ScanSpec, StatePool
-from specdec.backends.triton import chunks, recurrent
-from specdec.backends.triton import experts as expert_kernels
 from specdec.backends.triton.backend import TritonBackend
-from specdec.errors import AttachError
-from specdec.targets.adapters.experts import distinct_weights
+from specdec.backends.triton.experts import products as expert_kernels
+from specdec.backends.triton.recurrent import chunks
+from specdec.backends.triton.recurrent import ops as recurrent
+from specdec.core.errors import AttachError
+from specdec.reach.assembly.kernel_check import check_kernels
+from specdec.reach.targets.adapters.experts import distinct_weights
 from tests.recurrent_models import recurrent_model
 from tests.test_attach import ragged_prompts
 from tests.test_recurrent_kernels import KINDS, REAL
@@ -226,7 +229,7 @@ def test_attach_checks_all_kernels(subjects, monkeypatch):
         check_kernels(parts)
         have_stayed.append(all(map(torch.equal, before, random_states())))
 
-    monkeypatch.setattr("specdec.assembly.assemble.check_kernels", watched)
+    monkeypatch.setattr("specdec.reach.assembly.assemble.check_kernels", watched)
     settings = {"num_steps": 2, "max_batch": 1, "max_seq_len": 64, "backend": "triton", "cuda_graph": False}
     engine = specdec.attach(model, draft, prefill_graph="off", check_kernels=True, **settings)
     assert have_stayed == [True]
@@ -310,7 +313,7 @@ def test_attach_checks_on_a_gpu(dtype, monkeypatch):
         check_kernels(parts)
         peaks.append((torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before))
 
-    monkeypatch.setattr("specdec.assembly.assemble.check_kernels", measured)
+    monkeypatch.setattr("specdec.reach.assembly.assemble.check_kernels", measured)
     model = recurrent_model("qwen3_next", dtype=dtype).to(DEVICE)
     engine = specdec.attach(model, algo=None, max_batch=2, max_seq_len=128, check_kernels=True)
     assert len(seen) == 5 and {s.split(",")[0].split(" [")[0] for s in seen} >= {"triton", "experts"}

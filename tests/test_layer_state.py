@@ -5,10 +5,10 @@ import torch
 
 import specdec
 from specdec.backends import BACKENDS, AttentionCall, LayerSpec, TorchBackend, op, unmet_needs
-from specdec.batch import ForwardMode
-from specdec.cache.pool import KVPool, LayerState
-from specdec.functional.torch_ops import TORCH_OPS
-from specdec.targets.hf import HFTarget
+from specdec.core.batch import ForwardMode
+from specdec.core.cache.pool import KVPool, LayerState
+from specdec.core.functional.torch_ops import TORCH_OPS
+from specdec.reach.targets.hf import HFTarget
 from tests.heads import random_draft
 from tests.test_attach import ragged_prompts
 from tests.tiny_models import tiny_model

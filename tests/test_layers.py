@@ -5,10 +5,10 @@ import torch
 import torch._dynamo.eval_frame
 
 import specdec
-from specdec.graphs import layers as equal_layers
-from specdec.graphs.alike import alike
-from specdec.graphs.layers import Layers
-from specdec.graphs.trace import trace
+from specdec.graphs.compile import layers as equal_layers
+from specdec.graphs.compile.alike import alike
+from specdec.graphs.compile.layers import Layers
+from specdec.graphs.compile.trace import trace
 from tests.tiny_models import tiny_model
 
 SIN = (torch.ops.aten.sin.default,)
@@ -129,7 +129,7 @@ def test_torch_keeps_nothing_of_a_trace():
         traced_layers(Stack(*[2.0] * 3))
         sizes.append({getattr(b, "compiler_fn", None) for b in kept.values()})
     assert sizes[0] == sizes[1]
-    assert any(backend is specdec.graphs.walk._give_back for backend in sizes[0])
+    assert any(backend is specdec.graphs.compile.walk._give_back for backend in sizes[0])
 
 
 def test_attention_keeps_its_layers():

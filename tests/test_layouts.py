@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specdec
-from specdec.checkpoints.tensors import TensorFiles
-from specdec.heads.load import detect_algo, inspect, save_head
-from specdec.targets.shape import LAST
+from specdec.reach.checkpoints.tensors import TensorFiles
+from specdec.reach.heads.load import detect_algo, inspect, save_head
+from specdec.reach.targets.shape import LAST
 from tests import layout_models as lm
 from tests.heads import random_draft
 from tests.layout_heads import (

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import specdec
-from specdec.errors import GraphError
+from specdec.core.errors import GraphError
 from tests.adapters import lora_layers, with_lora
 from tests.tiny_models import tiny_model
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import specdec
-from specdec.functional.results import append_logprobs, line_width, pack, unpack
+from specdec.core.functional.results import append_logprobs, line_width, pack, unpack
 from tests.heads import random_draft
 from tests.test_attach import ragged_prompts
 from tests.tiny_models import tiny_model

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec
-from specdec.functional.torch_ops import TORCH_OPS, pick_ops
+from specdec.core.functional.torch_ops import TORCH_OPS, pick_ops
 from tests.heads import random_head
 from tests.laws import assert_own_law
 from tests.test_attach import greedy, ragged_prompts

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import specdec
-from specdec.draft.worker import NarrowHead
+from specdec.core.draft.worker import NarrowHead
 from tests.heads import ALGOS, MODULES, random_draft
 from tests.laws import assert_own_law
 from tests.test_attach import greedy, ragged_prompts

@@ -20,13 +20,13 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from specdec import shipped
-from specdec.commands import main as cli
-from specdec.measure import results
-from specdec.measure.page import charts, page
-from specdec.measure.page.parts import shortener, table
-from specdec.measure.results import without_paths, write_results
-from specdec.measure.rows import Record, read_record
-from specdec.measure.statistics import conditional, wilson
+from specdec.tools.commands import main as cli
+from specdec.tools.measure import results
+from specdec.tools.measure.page import charts, page
+from specdec.tools.measure.page.parts import shortener, table
+from specdec.tools.measure.results import without_paths, write_results
+from specdec.tools.measure.rows import Record, read_record
+from specdec.tools.measure.statistics import conditional, wilson
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = sorted((ROOT / "bench" / "results").glob("*.json"))
@@ -298,7 +298,7 @@ def test_results_have_a_page_beside_them(tmp_path, capsys, monkeypatch):
 
 def test_missing_libraries_are_told_once(tmp_path, capsys, monkeypatch):
     told = "jinja2 and matplotlib not installed (pip install 'specdec-toolkit[bench]')"
-    monkeypatch.setattr("specdec.measure.page.page.find_spec", lambda name: None)
+    monkeypatch.setattr("specdec.tools.measure.page.page.find_spec", lambda name: None)
     results._warn_once.cache_clear()
     paths = [write_results(tmp_path, "x", "tiny", {}, [{"a": 1}]) for _ in range(2)]
     assert all(path.is_file() and not path.with_suffix(".html").exists() for path in paths)

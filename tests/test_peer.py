@@ -11,9 +11,9 @@ import torch
 
 import specdec
 from specdec import shipped
-from specdec.commands.demo import PROMPTS
-from specdec.heads.load import save_head
-from specdec.text.prompts import chat_ids
+from specdec.core.text.prompts import chat_ids
+from specdec.reach.heads.load import save_head
+from specdec.tools.commands.demo import PROMPTS
 from tests.heads import random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model

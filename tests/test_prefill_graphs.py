@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import specdec
-from specdec.batch import ForwardMode
-from specdec.errors import GraphError
+from specdec.core.batch import ForwardMode
+from specdec.core.errors import GraphError
 from specdec.graphs import BufferSpec, Counters, EagerCapture, GraphRunner, PrefillRunner, RecordedCapture, Setup
 from specdec.graphs.building import build
 from specdec.graphs.prefill import check_padding, reject_target_verify
@@ -430,14 +430,14 @@ def test_attention_that_fails_in_a_replay_fails_its_request_only(mode):
 
 @pytest.mark.parametrize("mode", LIKELY)
 def test_out_of_memory_at_a_capture_leaves_the_smaller_sizes(mode, monkeypatch):
-    layers = specdec.targets.hf.HFTarget.layers
+    layers = specdec.reach.targets.hf.HFTarget.layers
 
     def short(self, mode, ids, positions):
         if ids.shape[0] > 24:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         return layers(self, mode, ids, positions)
 
-    monkeypatch.setattr(specdec.targets.hf.HFTarget, "layers", short)
+    monkeypatch.setattr(specdec.reach.targets.hf.HFTarget, "layers", short)
     with pytest.warns(UserWarning, match=r"no graph for target_prefill of 64: out of memory.*lower max_prefill_tokens"):
         engine = engine_of(model_of(), mode)
     monkeypatch.undo()
@@ -483,8 +483,8 @@ def test_layers_that_do_not_trace_are_named_and_run_as_they_are():
 
 
 def test_auto_compiles_where_rounds_have_graphs_and_says_why_not(monkeypatch):
-    from specdec.config import EngineConfig
-    from specdec.targets.compiling.target import why_uncompiled
+    from specdec.core.config import EngineConfig
+    from specdec.reach.targets.compiling.target import why_uncompiled
 
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert why_uncompiled(EngineConfig(), cuda) == "SPECDEC_COMPILE=0"  # tests/conftest.py
@@ -597,7 +597,7 @@ def test_layers_that_depend_on_the_number_of_tokens_are_refused():
 def test_compiled_layers_that_differ_are_refused(what, monkeypatch):
     """Spoil what one product of the trace computes with, or the features, after the live layers have run."""
     model = model_of()
-    call = specdec.graphs.trace.Traced.__call__
+    call = specdec.graphs.compile.trace.Traced.__call__
 
     def spoilt(self, *inputs):
         if what == "aux":
@@ -611,7 +611,7 @@ def test_compiled_layers_that_differ_are_refused(what, monkeypatch):
         weight.div_(-3)
         return out
 
-    monkeypatch.setattr(specdec.graphs.trace.Traced, "__call__", spoilt)
+    monkeypatch.setattr(specdec.graphs.compile.trace.Traced, "__call__", spoilt)
     with pytest.raises(GraphError, match="compiled, they differ from the live model's"):
         engine_of(model, "piecewise")
     assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
@@ -623,7 +623,7 @@ def test_compiled_layers_that_raise_leave_no_trace(monkeypatch):
     def raises(self, *inputs):
         raise RuntimeError("an illegal something")
 
-    monkeypatch.setattr(specdec.graphs.trace.Traced, "__call__", raises)
+    monkeypatch.setattr(specdec.graphs.compile.trace.Traced, "__call__", raises)
     with pytest.raises(GraphError, match="compiled, they fail: an illegal something"):
         engine_of(model, "piecewise")
     with pytest.warns(UserWarning, match="runs uncompiled: compiled, they fail"):
@@ -678,8 +678,8 @@ def test_attaching_draws_no_random_numbers():
 
 
 def test_auto_captures_prefills_where_there_are_graphs():
-    from specdec.assembly.models import resolve_prefill_mode
-    from specdec.config import EngineConfig
+    from specdec.core.config import EngineConfig
+    from specdec.reach.assembly.models import resolve_prefill_mode
 
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
 

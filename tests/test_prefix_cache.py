@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec
-from specdec.cache.pages import Pages
-from specdec.cache.prefix import PrefixCache, keys_of
-from specdec.config import EngineConfig
-from specdec.functional.sampling import SamplingKind
-from specdec.prefill.whole import whole_sizes
+from specdec.core.cache.pages import Pages
+from specdec.core.cache.prefix import PrefixCache, keys_of
+from specdec.core.config import EngineConfig
+from specdec.core.functional.sampling import SamplingKind
+from specdec.core.prefill.whole import whole_sizes
 from tests.heads import ALGOS, MODULES, random_draft
 from tests.recurrent_models import recurrent_model
 from tests.test_attach import greedy

@@ -11,9 +11,9 @@ from transformers.generation import logits_process as hf
 
 import specdec
 from specdec import SamplingParams, shipped
-from specdec.functional.processors import MAX_BAD_WORDS, ProcessorState, process
-from specdec.functional.tree import Tree, ancestor_bits
-from specdec.text.prompts import chat_ids
+from specdec.core.functional.processors import MAX_BAD_WORDS, ProcessorState, process
+from specdec.core.functional.tree import Tree, ancestor_bits
+from specdec.core.text.prompts import chat_ids
 from tests.tiny_models import VOCAB, tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -140,7 +140,7 @@ def test_every_node_is_processed_as_transformers_would(seed):
 
 @pytest.mark.parametrize("seed", range(25 if DEVICE.type == "cuda" else 8))
 def test_the_kernels_equal_the_twin(seed):
-    triton = pytest.importorskip("specdec.backends.triton.processors")
+    triton = pytest.importorskip("specdec.backends.triton.sampling.processors")
     tree, histories, laws, logits = random_case(seed, num_nodes=[1, 4, 7, 16][seed % 4])
     prompt_lens = [max(1, len(h) // 2) for h in histories]
     state = filled(histories, laws, prompt_lens, device=DEVICE)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdec.text.prompt_sets import PLACEHOLDER, read_file, read_set
-from specdec.text.prompts import ids_sha, read_questions, template_sha, thinking_of
+from specdec.core.text.prompt_sets import PLACEHOLDER, read_file, read_set
+from specdec.core.text.prompts import ids_sha, read_questions, template_sha, thinking_of
 
 TWO = {"question_id": 81, "category": "writing", "turns": ["one", "two"]}
 # set -> (file, lines, turns and category of each)

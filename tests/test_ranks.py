@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from specdec.engine import ranks as module
-from specdec.engine.ranks import Ranks
-from specdec.errors import RankError
+from specdec.core.engine import ranks as module
+from specdec.core.engine.ranks import Ranks
+from specdec.core.errors import RankError
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ README = Path(__file__).parents[1] / "README.md"
 def port(smollm2):
     """Of a server as `specdec serve bundled` would be, on any free port."""
     uvicorn = pytest.importorskip("uvicorn")
-    from specdec.serve.server import build_app
+    from specdec.tools.serve.server import build_app
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -67,7 +67,7 @@ def test_every_block_says_what_happens(smollm2, request, monkeypatch):
 
 
 def test_the_engine_page_says_what_happens(smollm2, monkeypatch):
-    monkeypatch.setattr("specdec.targets.pretrained.load_pretrained", lambda: smollm2)
+    monkeypatch.setattr("specdec.reach.targets.pretrained.load_pretrained", lambda: smollm2)
     (text,) = blocks(README.with_name("docs") / "engine.md")
     run(text, {})
     used = engine_of(smollm2[0])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import specdec
-from specdec.backends.state_pool import StatePool
-from specdec.errors import AttachError, CapacityError
-from specdec.targets.hf import HFTarget
+from specdec.backends.recurrent.state_pool import StatePool
+from specdec.core.errors import AttachError, CapacityError
+from specdec.reach.targets.hf import HFTarget
 from tests.heads import random_draft
 from tests.laws import assert_own_law
 from tests.recurrent_models import CONFIGS, recurrent_model
@@ -229,7 +229,7 @@ def test_what_is_kept_is_told_and_counted(monkeypatch):
     assert pool.num_bytes == StatePool.bytes_for(specs, 3, 6, torch.float32)
     assert len(specs) == 6 and target.spec.num_layers == 4
     engine.detach()
-    monkeypatch.setattr("specdec.assembly.memory.free_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr("specdec.reach.assembly.memory.free_bytes", lambda device: 1 << 10)
     with pytest.raises(CapacityError, match="states of recurrent layers"):
         engine_of(model, "eagle")
 

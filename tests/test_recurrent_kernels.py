@@ -8,13 +8,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.recurrent import StateScope, conv, recurrent_scope, scan
-from specdec.backends.recurrent_ref import TORCH_RECURRENT
-from specdec.backends.state_pool import ConvSpec, ScanInputs, ScanSpec, StatePool
-from specdec.backends.triton import chunks
-from specdec.backends.triton import scan as scan_kernels
-from specdec.backends.triton.recurrent import TRITON_RECURRENT
-from specdec.batch import ForwardMode
-from specdec.functional.torch_ops import TORCH_OPS
+from specdec.backends.recurrent.reference import TORCH_RECURRENT
+from specdec.backends.recurrent.state_pool import ConvSpec, ScanInputs, ScanSpec, StatePool
+from specdec.backends.triton.recurrent import chunks
+from specdec.backends.triton.recurrent import scan as scan_kernels
+from specdec.backends.triton.recurrent.ops import TRITON_RECURRENT
+from specdec.core.batch import ForwardMode
+from specdec.core.functional.torch_ops import TORCH_OPS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"  # the interpreter is slow

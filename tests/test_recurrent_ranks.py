@@ -12,11 +12,11 @@ from transformers.distributed import DistributedConfig
 
 import specdec
 from specdec.backends.comm import Communicator
-from specdec.engine import ranks
-from specdec.targets.adapters.experts import Experts
-from specdec.targets.adapters.mixers import Mixers
-from specdec.targets.parallel.mixer_ranks import FORMS, SharedMixers
-from specdec.targets.parallel.sharded import find_group, plain
+from specdec.core.engine import ranks
+from specdec.reach.parallel.mixer_ranks import FORMS, SharedMixers
+from specdec.reach.parallel.sharded import find_group, plain
+from specdec.reach.targets.adapters.experts import Experts
+from specdec.reach.targets.adapters.mixers import Mixers
 from tests import shape_ranks
 from tests.heads import random_draft
 from tests.ranks import on_ranks

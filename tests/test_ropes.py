@@ -5,7 +5,7 @@ import torch
 import transformers as tf
 
 import specdec
-from specdec.targets.shape import rope_limit
+from specdec.reach.targets.shape import rope_limit
 from tests.heads import random_head
 from tests.test_attach import greedy
 from tests.tiny_models import _BASE, VOCAB, random_weights

@@ -9,8 +9,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as hal
 
 from specdec.backends.op import attention, attention_scope
 from specdec.backends.rope import rope_table, rotate
-from specdec.graphs.trace import trace
-from specdec.targets.compiling.rotation import hand_over_rotations
+from specdec.graphs.compile.trace import trace
+from specdec.reach.targets.compiling.rotation import hand_over_rotations
 
 DIM = 16
 

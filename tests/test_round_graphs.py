@@ -12,13 +12,13 @@ import torch
 
 import specdec
 from specdec import SamplingParams
-from specdec.assembly.memory import check_fits
-from specdec.config import GRAPH_SAMPLING, EngineConfig
-from specdec.errors import CapacityError, GraphError
-from specdec.functional.sampling import SamplingKind
-from specdec.functional.tree import Tree
-from specdec.functional.verify import VerifyOutput, impose_acceptance
-from specdec.round.graphs import first_token_part
+from specdec.core.config import GRAPH_SAMPLING, EngineConfig
+from specdec.core.errors import CapacityError, GraphError
+from specdec.core.functional.sampling import SamplingKind
+from specdec.core.functional.tree import Tree
+from specdec.core.functional.verify import VerifyOutput, impose_acceptance
+from specdec.core.round.graphs import first_token_part
+from specdec.reach.assembly.memory import check_fits
 from tests.heads import ALGOS, MODULES, random_draft
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
@@ -478,7 +478,7 @@ def test_memory_is_counted_before_anything_is_allocated():
 
 
 def test_an_engine_that_cannot_fit_is_refused_and_leaves_the_model_alone(monkeypatch):
-    monkeypatch.setattr("specdec.assembly.memory.free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("specdec.reach.assembly.memory.free_bytes", lambda device: 1 << 20)
     model = model_of()
     with pytest.raises(CapacityError, match=r"the engine needs .* \(KV pool .*, the draft's KV pool .*\)"):
         engine_of(model, CHAIN, max_batch=64)

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from specdec.functional.sampling import SamplingBatch, SamplingParams, process_logits, sample, uniform
+from specdec.core.functional.sampling import SamplingBatch, SamplingParams, process_logits, sample, uniform
 
 BELOW_ONE = 1.0 - 2.0**-53
 

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from specdec.cache.prefix import keys_of, scored_keys
-from specdec.cache.tables import SlotTables
-from specdec.engine.mailbox import Mailbox
-from specdec.engine.packing import pack_requests, write_history
-from specdec.engine.request import Request
-from specdec.engine.scheduler import Scheduler
-from specdec.engine.sharing import WORTH_WAITING
-from specdec.round.state import MAX_STOP_IDS
-from specdec.sampling_params import SamplingParams
-from specdec.text.detokenizer import Detokenizer
+from specdec.core.cache.prefix import keys_of, scored_keys
+from specdec.core.cache.tables import SlotTables
+from specdec.core.engine.mailbox import Mailbox
+from specdec.core.engine.packing import pack_requests, write_history
+from specdec.core.engine.request import Request
+from specdec.core.engine.scheduler import Scheduler
+from specdec.core.engine.sharing import WORTH_WAITING
+from specdec.core.round.state import MAX_STOP_IDS
+from specdec.core.sampling_params import SamplingParams
+from specdec.core.text.detokenizer import Detokenizer
 
 CPU = torch.device("cpu")
 TAIL = 3

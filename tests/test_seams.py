@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 import specdec
-from specdec.errors import AttachError
-from specdec.targets.adapters.attention import Attention
-from specdec.targets.admission.masks import Reach, classify_mask
-from specdec.targets.admission.probe import probe
-from specdec.targets.hf import HFTarget
-from specdec.targets.marks import Turns, layer_id, number_layers
+from specdec.core.errors import AttachError
+from specdec.reach.targets.adapters.attention import Attention
+from specdec.reach.targets.admission.masks import Reach, classify_mask
+from specdec.reach.targets.admission.probe import probe
+from specdec.reach.targets.hf import HFTarget
+from specdec.reach.targets.marks import Turns, layer_id, number_layers
 from tests.heads import random_draft, random_head
 from tests.test_attach import CONFIGS, greedy, ragged_prompts
 from tests.tiny_models import COUNTED, OWN_METHODS, REPEATED, WINDOW, tiny_model

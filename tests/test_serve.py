@@ -16,7 +16,7 @@ import pytest
 
 import specdec
 from specdec import shipped
-from specdec.commands.serve import command as serve_command
+from specdec.tools.commands.serve import command as serve_command
 from tests.test_text import TOKENIZER
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, tiny_target
@@ -25,7 +25,7 @@ httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 parser = pytest.importorskip("prometheus_client.parser")
-build_app = pytest.importorskip("specdec.serve.server").build_app
+build_app = pytest.importorskip("specdec.tools.serve.server").build_app
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -449,7 +449,7 @@ def test_the_command_says_what_is_missing(monkeypatch):
 
 COMMAND = """
 import sys
-from specdec.commands.main import main
+from specdec.tools.commands.main import main
 assert not {"starlette", "uvicorn", "prometheus_client"} & set(sys.modules), "imported before they are needed"
 main()
 """

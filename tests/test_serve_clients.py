@@ -13,9 +13,9 @@ from tests.tiny_models import tiny_model
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
-schema = pytest.importorskip("specdec.serve.schema")
-server = pytest.importorskip("specdec.serve.server")
-prompts = pytest.importorskip("specdec.serve.prompts")
+schema = pytest.importorskip("specdec.tools.serve.schema")
+server = pytest.importorskip("specdec.tools.serve.server")
+prompts = pytest.importorskip("specdec.tools.serve.prompts")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KEY = {"authorization": "Bearer secret"}

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from specdec.heads.nextn import NextNHead
-from specdec.measure.latency.cases import random_subject
-from specdec.measure.latency.timing import hf_rows
-from specdec.measure.roofline import ShapeFloors
-from specdec.measure.shapes import SHAPES, fewer_layers, make_head, make_nextn, make_target, recurrent_layers
-from specdec.targets.admission.probe import probe
-from specdec.targets.weight_bytes import ExpertWeights, distinct_experts
+from specdec.reach.heads.nextn import NextNHead
+from specdec.reach.targets.admission.probe import probe
+from specdec.reach.targets.weight_bytes import ExpertWeights, distinct_experts
+from specdec.tools.measure.latency.cases import random_subject
+from specdec.tools.measure.latency.timing import hf_rows
+from specdec.tools.measure.roofline import ShapeFloors
+from specdec.tools.measure.shapes import SHAPES, fewer_layers, make_head, make_nextn, make_target, recurrent_layers
 from tests.test_bench import last_line
 
 COMMON = ("latency", "--shape", "tiny-hybrid", "--new-tokens", 4, "--repeats", 1, "--modes", "graph", "--batches", 1)
@@ -124,7 +124,7 @@ def test_shapes_that_ranks_cannot_share():
 
 
 def test_latency_of_a_hybrid_and_of_transformers(capsys, monkeypatch):
-    monkeypatch.setattr("specdec.measure.latency.run.HF_S", 100.0)  # a machine may be busy
+    monkeypatch.setattr("specdec.tools.measure.latency.run.HF_S", 100.0)  # a machine may be busy
     rows = last_line(capsys, monkeypatch, *COMMON, "--drafts", "plain,2:1:3", "--algo", "nextn", "--hf")["rows"]
     theirs = [row for row in rows if row["mode"] == "hf"]
     assert [row["what"] for row in theirs] == ["hf_ttft", "hf_token"] and all(row["ms"] > 0 for row in theirs)

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from specdec.targets.parallel.deferred_sums import _is_linear
-from specdec.targets.parallel.sharded import find_group
+from specdec.reach.parallel.deferred_sums import _is_linear
+from specdec.reach.parallel.sharded import find_group
 from tests.sharded_ranks import MODELS, SIZE
 from tests.tiny_models import tiny_model
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from specdec import attach, shipped
-from specdec.assembly.algorithms import algorithms
-from specdec.commands.choices import Drafting
-from specdec.commands.demo import PROMPTS, run_demo
-from specdec.measure.acceptance import Shape, acceptance
-from specdec.text.prompts import chat_ids, read_questions
+from specdec.core.text.prompts import chat_ids, read_questions
+from specdec.reach.assembly.algorithms import algorithms
+from specdec.tools.commands.choices import Drafting
+from specdec.tools.commands.demo import PROMPTS, run_demo
+from specdec.tools.measure.acceptance import Shape, acceptance
 
 NUM_TOKENS = 32
 CONFIGS = ({"num_steps": 3}, {"num_steps": 4, "topk": 4, "num_draft_tokens": 16})

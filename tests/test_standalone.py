@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import specdec
 from specdec import shipped
-from specdec.targets.pretrained import _gguf_read_once, load_pretrained, read_tokenizer
-from specdec.text.prompts import tokenizer_fingerprint
+from specdec.core.text.prompts import tokenizer_fingerprint
+from specdec.reach.targets.pretrained import _gguf_read_once, load_pretrained, read_tokenizer
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import VOCAB, tiny_model
 

@@ -5,9 +5,9 @@ import torch
 import transformers as tf
 
 import specdec
-from specdec.targets.taps import Taps
-from specdec.train.batches import Batch
-from specdec.train.teacher import Teacher
+from specdec.reach.targets.taps import Taps
+from specdec.tools.train.batches import Batch
+from specdec.tools.train.teacher import Teacher
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 

@@ -19,11 +19,11 @@ from transformers.distributed import DistributedConfig
 
 import specdec
 from specdec.backends.comm import LOST, Communicator, agreed
-from specdec.engine import ranks
-from specdec.errors import GraphError
+from specdec.core.engine import ranks
+from specdec.core.errors import GraphError
+from specdec.core.round.state import EngineState
 from specdec.graphs import FullCapture, RecordedCapture
-from specdec.heads.load import save_head
-from specdec.round.state import EngineState
+from specdec.reach.heads.load import save_head
 from tests.heads import ALGOS, random_draft
 from tests.ranks import on_ranks, renew, save, told_file
 from tests.tiny_models import tiny_model
@@ -232,7 +232,7 @@ def fails_to_compile(model, rank):
     def broken(*args, **options):
         raise GraphError("no graph")
 
-    patched = mock.patch("specdec.graphs.trace.trace", broken) if rank else nullcontext()
+    patched = mock.patch("specdec.graphs.compile.trace.trace", broken) if rank else nullcontext()
     with patched, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine = engine_of(model, "eagle3", compile=True, compiler="eager", prefill_graph="off")

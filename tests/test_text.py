@@ -8,9 +8,9 @@ import torch
 
 import specdec
 from specdec import SamplingParams
-from specdec.engine.request import Request
-from specdec.text.detokenizer import Detokenizer
-from specdec.text.inputs import prompts_to_ids
+from specdec.core.engine.request import Request
+from specdec.core.text.detokenizer import Detokenizer
+from specdec.core.text.inputs import prompts_to_ids
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import tiny_model
 

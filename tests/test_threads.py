@@ -11,7 +11,7 @@ import torch
 
 import specdec
 from specdec import DetachedError
-from specdec.engine.turns import Turns
+from specdec.core.engine.turns import Turns
 from tests.heads import random_draft, random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_text import TOKENIZER

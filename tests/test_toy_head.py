@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import specdec
-from specdec.heads import formats
-from specdec.heads.base import LayerConfig
-from specdec.heads.eagle import EagleConfig, EagleHead
-from specdec.heads.eagle_format import EAGLE, read
-from specdec.heads.format import Layout, same
-from specdec.heads.load import detect_algo, inspect, load_head, save_head
-from specdec.targets.shape import TargetShape
-from specdec.train import config
-from specdec.train.fit import train
+from specdec.reach.heads import formats
+from specdec.reach.heads.base import LayerConfig
+from specdec.reach.heads.eagle import EagleConfig, EagleHead
+from specdec.reach.heads.eagle_format import EAGLE, read
+from specdec.reach.heads.format import Layout, same
+from specdec.reach.heads.load import detect_algo, inspect, load_head, save_head
+from specdec.reach.targets.shape import TargetShape
+from specdec.tools.train import config
+from specdec.tools.train.fit import train
 from tests.heads import noisy
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import tiny_model

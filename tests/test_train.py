@@ -18,22 +18,22 @@ from specdec.backends.metadata import TORCH_METADATA
 from specdec.backends.op import ForwardContext, attention, forward_context
 from specdec.backends.rope import Rope
 from specdec.backends.torch_ref import TorchBackend
-from specdec.batch import ForwardMode
-from specdec.cache.pool import KVPool
-from specdec.draft.head import DraftHead
-from specdec.heads.fresh import new_nextn
-from specdec.heads.load import load_head, save_head
-from specdec.targets.shape import LAST, TargetShape
-from specdec.train.acceptance import Tally, accepted_prefixes
-from specdec.train.batches import Batch, Batches
-from specdec.train.card import write_card
-from specdec.train.config import TrainConfig, recipe
-from specdec.train.data import Corpus
-from specdec.train.losses import Goal, OutputHead, RowMath, imitation_loss
-from specdec.train.objectives import HeadObjective, Outcome
-from specdec.train.teacher import Teacher
-from specdec.train.trainer import Trainer, learning_rate
-from specdec.train.ttt import TTTAttention, unroll
+from specdec.core.batch import ForwardMode
+from specdec.core.cache.pool import KVPool
+from specdec.core.draft.head import DraftHead
+from specdec.reach.heads.fresh import new_nextn
+from specdec.reach.heads.load import load_head, save_head
+from specdec.reach.targets.shape import LAST, TargetShape
+from specdec.tools.train.acceptance import Tally, accepted_prefixes
+from specdec.tools.train.batches import Batch, Batches
+from specdec.tools.train.card import write_card
+from specdec.tools.train.config import TrainConfig, recipe
+from specdec.tools.train.data import Corpus
+from specdec.tools.train.losses import Goal, OutputHead, RowMath, imitation_loss
+from specdec.tools.train.objectives import HeadObjective, Outcome
+from specdec.tools.train.teacher import Teacher
+from specdec.tools.train.trainer import Trainer, learning_rate
+from specdec.tools.train.ttt import TTTAttention, unroll
 from tests.tiny_models import tiny_model
 from tests.train_models import AUX, fresh, tiny_corpus, tiny_head, tiny_target
 

@@ -14,13 +14,13 @@ import torch
 from typer.testing import CliRunner
 
 from specdec.api import attach
-from specdec.heads.load import detect_algo
-from specdec.targets.pretrained import load_pretrained
-from specdec.text.prompts import tokenizer_fingerprint
-from specdec.train.cli import _print_json, app
-from specdec.train.data import Corpus
-from specdec.train.generation import Generation, shard_jobs
-from specdec.train.trainer import Watch
+from specdec.core.text.prompts import tokenizer_fingerprint
+from specdec.reach.heads.load import detect_algo
+from specdec.reach.targets.pretrained import load_pretrained
+from specdec.tools.train.cli import _print_json, app
+from specdec.tools.train.data import Corpus
+from specdec.tools.train.generation import Generation, shard_jobs
+from specdec.tools.train.trainer import Watch
 from tests.train_models import save_target, tiny_corpus, tiny_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")

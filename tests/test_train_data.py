@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.functional.sampling import SamplingParams
-from specdec.text.inputs import encode
-from specdec.train.batches import Batches
-from specdec.train.data import Corpus, choose_hot_vocab, split_held_out
-from specdec.train.regenerate import (
+from specdec.core.functional.sampling import SamplingParams
+from specdec.core.text.inputs import encode
+from specdec.tools.train.batches import Batches
+from specdec.tools.train.data import Corpus, choose_hot_vocab, split_held_out
+from specdec.tools.train.regenerate import (
     Budget,
     answer,
     answer_jobs,
@@ -235,7 +235,7 @@ def test_a_spent_budget_stops_cleanly() -> None:
 
 def test_a_budget_plans_by_the_pace_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     budget, now = Budget(minutes=10, began=0.0), [0.0]
-    monkeypatch.setattr("specdec.train.regenerate.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("specdec.tools.train.regenerate.time.monotonic", lambda: now[0])
     assert Budget().affordable(80) == 80 and budget.affordable(80) == 20  # a quarter, to learn the pace
     budget.num_requests, now[0] = 20, 60.0  # 3 s a request
     assert budget.affordable(80) == 80

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import specdec
-from specdec.heads.fresh import new_eagle, new_nextn
-from specdec.metrics import AcceptanceStats
-from specdec.train.acceptance import outcomes, play_rounds
-from specdec.train.batches import Batches
-from specdec.train.config import recipe
-from specdec.train.data import Corpus
-from specdec.train.losses import Goal
-from specdec.train.objectives import HeadObjective, Outcome
-from specdec.train.trainer import Trainer
+from specdec.core.metrics import AcceptanceStats
+from specdec.reach.heads.fresh import new_eagle, new_nextn
+from specdec.tools.train.acceptance import outcomes, play_rounds
+from specdec.tools.train.batches import Batches
+from specdec.tools.train.config import recipe
+from specdec.tools.train.data import Corpus
+from specdec.tools.train.losses import Goal
+from specdec.tools.train.objectives import HeadObjective, Outcome
+from specdec.tools.train.trainer import Trainer
 from tests.train_models import tiny_corpus, tiny_head, tiny_target
 
 CPU = torch.device("cpu")

@@ -10,15 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from specdec.targets.pretrained import load_draft
-from specdec.text.prompts import tokenizer_fingerprint
-from specdec.train.acceptance import Tally
-from specdec.train.batches import Batches
-from specdec.train.config import Shape, TrainConfig
-from specdec.train.data import Corpus
-from specdec.train.export import rounded, write_gguf, write_note, write_safetensors
-from specdec.train.standalone import StandaloneObjective, new_student, project
-from specdec.train.trainer import Trainer
+from specdec.core.text.prompts import tokenizer_fingerprint
+from specdec.reach.targets.pretrained import load_draft
+from specdec.tools.train.acceptance import Tally
+from specdec.tools.train.batches import Batches
+from specdec.tools.train.config import Shape, TrainConfig
+from specdec.tools.train.data import Corpus
+from specdec.tools.train.export import rounded, write_gguf, write_note, write_safetensors
+from specdec.tools.train.standalone import StandaloneObjective, new_student, project
+from specdec.tools.train.trainer import Trainer
 from tests.train_models import VOCAB, tiny_corpus, tiny_student, tiny_target
 
 CPU = torch.device("cpu")

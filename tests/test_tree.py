@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec.functional.tree import Tree, ancestor_mask, build, chain, expand
+from specdec.core.functional.tree import Tree, ancestor_mask, build, chain, expand
 from tests.ancestors import words_of
 
 VOCAB_SIZE = 12

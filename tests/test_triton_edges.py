@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
-from specdec.backends.triton import walk
 from specdec.backends.triton.backend import TritonBackend
-from specdec.cache.pool import KVPool, LayerShape
-from specdec.functional import sampling, tree, verify
-from specdec.functional.torch_ops import TORCH_OPS, pick_ops
-from specdec.functional.tree import Tree
+from specdec.backends.triton.round import walk
+from specdec.core.cache.pool import KVPool, LayerShape
+from specdec.core.functional import sampling, tree, verify
+from specdec.core.functional.torch_ops import TORCH_OPS, pick_ops
+from specdec.core.functional.tree import Tree
 from tests.test_triton_round import generator, same, same_growth
 from tests.test_verify import BELOW_ONE, VOCAB_SIZE, agreeable_logits, one_hot_law, random_tree
 

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from specdec.functional.sampling import SamplingBatch, SamplingParams, process_logits
-from specdec.functional.torch_ops import pick_ops
+from specdec.core.functional.sampling import SamplingBatch, SamplingParams, process_logits
+from specdec.core.functional.torch_ops import pick_ops
 
 pytest.importorskip("triton")
-from specdec.backends.triton import law as law_module
 from specdec.backends.triton.backend import TritonBackend
+from specdec.backends.triton.sampling import law as law_module
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OPS = pick_ops(TritonBackend.capabilities)

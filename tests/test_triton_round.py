@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.cache.pool import KVPool, LayerShape
-from specdec.functional import sampling, tree, verify
-from specdec.functional.sampling import SamplingBatch, SamplingParams
-from specdec.functional.torch_ops import TORCH_OPS, pick_ops
-from specdec.functional.tree import Tree
-from specdec.round.state import EngineState
+from specdec.core.cache.pool import KVPool, LayerShape
+from specdec.core.functional import sampling, tree, verify
+from specdec.core.functional.sampling import SamplingBatch, SamplingParams
+from specdec.core.functional.torch_ops import TORCH_OPS, pick_ops
+from specdec.core.functional.tree import Tree
+from specdec.core.round.state import EngineState
 
 pytest.importorskip("triton")
 from specdec.backends.triton.backend import TritonBackend

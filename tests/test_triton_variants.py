@@ -57,7 +57,7 @@ def variant(kernel, arguments):
 
 
 def test_products_with_experts_have_a_variant_a_tile(keys):
-    from specdec.backends.triton.experts import grouped_linear
+    from specdec.backends.triton.experts.products import grouped_linear
 
     weight = torch.randn(8, 16, 16)
     for num_tokens in (1, 3, 8, 9, 64, 65, 70):  # up to 64 rows, and ordered first
@@ -68,7 +68,7 @@ def test_products_with_experts_have_a_variant_a_tile(keys):
 
 
 def test_the_key_tells_alignment_and_ones(keys):
-    from specdec.backends.triton.rows import gather_rows
+    from specdec.backends.triton.round.rows import gather_rows
 
     values, index = torch.zeros(3, 4, 8), torch.zeros(3, 2, dtype=torch.int64)
     gather_rows(values, index)

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import specdec
 from specdec import shipped
-from specdec.errors import CheckpointError
-from specdec.heads.load import check_head, detect_algo, inspect, load_head
-from specdec.targets.pretrained import load_draft
+from specdec.core.errors import CheckpointError
+from specdec.reach.heads.load import check_head, detect_algo, inspect, load_head
+from specdec.reach.targets.pretrained import load_draft
 from tests import layout_models as lm
 from tests.layout_heads import CPU, DEEPSEEK_NORMS, combine_tensors, load, shape_of, target, under
 from tests.tiny_models import tiny_model
@@ -199,7 +199,7 @@ def test_values_that_no_mtp_layer_can_have(tmp_path: Path, changes: dict[str, An
 
 
 def test_what_no_check_foresaw_is_told_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdec.heads import configs as head_configs
+    from specdec.reach.heads import configs as head_configs
 
     def broken(*_: Any) -> None:
         raise KeyError("unforeseen")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from specdec.functional.sampling import SamplingBatch, SamplingParams, process_logits, sample, uniform
-from specdec.functional.tree import Tree, build, chain
-from specdec.functional.verify import VerifyOutput, trim, verify_chain, verify_greedy, verify_tree
+from specdec.core.functional.sampling import SamplingBatch, SamplingParams, process_logits, sample, uniform
+from specdec.core.functional.tree import Tree, build, chain
+from specdec.core.functional.verify import VerifyOutput, trim, verify_chain, verify_greedy, verify_tree
 from tests.test_tree import grow
 
 VOCAB_SIZE = 7

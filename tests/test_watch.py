@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import specdec
-from specdec.errors import GraphError
+from specdec.core.errors import GraphError
 from specdec.graphs import Watch
 from tests.heads import random_head
 from tests.recurrent_models import recurrent_model

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import specdec
-from specdec.batch import ForwardMode
+from specdec.core.batch import ForwardMode
+from specdec.core.prefill import whole
+from specdec.core.prefill.whole import MOST_REQUESTS
+from specdec.core.sampling_params import SamplingKind
 from specdec.graphs import pick_capture
-from specdec.prefill import whole
-from specdec.prefill.whole import MOST_REQUESTS
-from specdec.sampling_params import SamplingKind
 from tests.heads import MODULES, poison, random_draft
 from tests.test_attach import greedy, ragged_prompts
 from tests.tiny_models import ADMITTED, VOCAB, tiny_model
@@ -185,7 +185,7 @@ def test_what_a_whole_graph_does_not_hold_is_prefilled_in_parts():
 
 def test_auto_takes_prompts_that_have_nothing_cached(monkeypatch):
     """Their graphs need no split of keys; the later chunks of a long prompt go in parts. (On a CPU auto is "off".)"""
-    monkeypatch.setattr("specdec.assembly.models.auto_captures", lambda *_: True)
+    monkeypatch.setattr("specdec.reach.assembly.models.auto_captures", lambda *_: True)
     engine = engine_of(model_of(), "eagle3", "auto", num_steps=3, max_prefill_tokens=16, prefill_buckets=(8, 16))
     whole = engine._core.prefill.whole
     assert whole.runner.runner.variants == ("greedy, fresh", "filtered, fresh")

@@ -13,12 +13,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specdec.draft.head import DraftHead
-from specdec.heads.eagle3 import Eagle3Head
-from specdec.heads.fresh import eagle3_config, new_eagle, new_eagle3, new_nextn
-from specdec.train.config import Shape
-from specdec.train.data import Corpus
-from specdec.train.standalone import new_student
+from specdec.core.draft.head import DraftHead
+from specdec.reach.heads.eagle3 import Eagle3Head
+from specdec.reach.heads.fresh import eagle3_config, new_eagle, new_eagle3, new_nextn
+from specdec.tools.train.config import Shape
+from specdec.tools.train.data import Corpus
+from specdec.tools.train.standalone import new_student
 
 VOCAB = 96
 EOS = 2

@@ -29,8 +29,8 @@ from specdec.backends.flashinfer.prefill import PrefillAttention
 from specdec.backends.flashinfer.uniform import UniformAttention
 from specdec.backends.sample_tree import Tail
 from specdec.backends.triton.backend import TritonBackend
-from specdec.batch import AttentionMetadata, ForwardMode
-from specdec.errors import AttachError
+from specdec.core.batch import AttentionMetadata, ForwardMode
+from specdec.core.errors import AttachError
 
 FA3_GAINS = frozenset({128, 256})  # head dims
 _DTYPES = frozenset({torch.bfloat16, torch.float16})

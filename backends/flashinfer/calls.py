@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.backends.base import AttentionCall
-from specdec.backends.triton.ahead import is_rehearsing
+from specdec.backends.triton.launch.ahead import is_rehearsing
 
 CAUSAL, CUSTOM = 1, 2  # MaskMode
 _NHD = 0  # layout of pages

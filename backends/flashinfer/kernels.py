@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from specdec.backends.base import LayerSpec
 from specdec.backends.flashinfer.variant import variant
-from specdec.errors import AttachError
+from specdec.core.errors import AttachError
 
 SUPPORTED = ("0.6.18.post1",)  # whose plan `tables` writes
 HEAD_DIMS = frozenset({64, 128, 256})

@@ -13,7 +13,7 @@ import torch
 from specdec.backends.base import AttentionCall, LayerSpec
 from specdec.backends.flashinfer.calls import CAUSAL, Paged, run_fa2, run_fa3, run_variant
 from specdec.backends.flashinfer.kernels import Kernel, kernel_for, prefill_family
-from specdec.batch import AttentionMetadata
+from specdec.core.batch import AttentionMetadata
 
 
 class PinnedRing:

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.backends.triton.relaunch import CachedLaunch
+from specdec.backends.triton.launch.relaunch import CachedLaunch
 
 MIN_CHUNK = 128  # keys
 NO_WINDOW = 1 << 30

@@ -13,7 +13,7 @@ from specdec.backends.base import AttentionCall, LayerSpec
 from specdec.backends.flashinfer.calls import CAUSAL, CUSTOM, Paged, run_fa2, run_variant
 from specdec.backends.flashinfer.kernels import Kernel, kernel_for, uniform_family
 from specdec.backends.flashinfer.tables import NO_WINDOW, Shapes, budget_for, plan_info, write_tables
-from specdec.batch import AttentionMetadata
+from specdec.core.batch import AttentionMetadata
 
 
 class Kind(NamedTuple):

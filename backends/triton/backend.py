@@ -5,14 +5,14 @@ from typing import NamedTuple
 import torch
 
 from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec
-from specdec.backends.triton.attention import AttendAgain, attend
-from specdec.backends.triton.merge import merge
-from specdec.backends.triton.metadata import TRITON_METADATA
-from specdec.backends.triton.plan import FEW, MERGE_WIDTH, SplitPlan, most_keys, split_plan
-from specdec.backends.triton.relaunch import INTERPRETED, is_aligned
-from specdec.backends.triton.store import store_kv
-from specdec.backends.triton.tiling import Tiling, choose_tiling, num_tiles
-from specdec.batch import AttentionMetadata, ForwardMode
+from specdec.backends.triton.attention.kernel import AttendAgain, attend
+from specdec.backends.triton.attention.merge import merge
+from specdec.backends.triton.attention.metadata import TRITON_METADATA
+from specdec.backends.triton.attention.plan import FEW, MERGE_WIDTH, SplitPlan, most_keys, split_plan
+from specdec.backends.triton.attention.store import store_kv
+from specdec.backends.triton.attention.tiling import Tiling, choose_tiling, num_tiles
+from specdec.backends.triton.launch.relaunch import INTERPRETED, is_aligned
+from specdec.core.batch import AttentionMetadata, ForwardMode
 
 FRESH_CHUNK = 2048  # keys: prompts with nothing cached have a tile for every few of them, which fill the GPU
 

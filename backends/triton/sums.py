@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.backends.triton.relaunch import CachedLaunch
+from specdec.backends.triton.launch.relaunch import CachedLaunch
 
 BLOCK_BYTES = 4096  # of a part, that one program sends, adds up and counts by itself
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}

@@ -1,0 +1,79 @@
+"""`specdec::grouped_linear`: products of tokens with the experts they were sent to, one op for any number of tokens.
+
+Expert weights are its arguments, so traces and checks of addresses see them. Nothing waits for the host on CUDA, where
+kernels of ours run it: it can be captured, in prefills too.
+"""
+
+import importlib.util
+from functools import cache
+
+import torch
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    is_transposed: bool = False,
+) -> torch.Tensor:
+    """Return [T*k, N]: row t*k+j is x's product with the weight of expert expert_ids[t, j], plus its bias.
+
+    x: [T, K], whose row t serves all k, or [T*k, K]. expert_ids: [T, k], int64 or int32, not negative; those past the
+    last expert, which stand for experts of other ranks, give rows of zeros. weight: [E, N, K], or [E, K, N] if
+    is_transposed, of x's dtype. bias: [E, N]. A product is rounded to that dtype before its bias is added.
+    """
+    return torch.ops.specdec.grouped_linear.default(x, expert_ids, weight, bias, is_transposed)
+
+
+def grouped_linear_twin(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    is_transposed: bool = False,
+) -> torch.Tensor:
+    """See `grouped_linear`: an expert at a time, as transformers' eager experts do. It reads ids on the host."""
+    ids = expert_ids.flatten()
+    copies = ids.shape[0] // max(x.shape[0], 1)
+    matrices = weight if is_transposed else weight.transpose(1, 2)
+    out = x.new_zeros(ids.shape[0], matrices.shape[2])
+    for expert in ids[ids < weight.shape[0]].unique().tolist():
+        rows = (ids == expert).nonzero().squeeze(1)
+        product = x[rows // copies] @ matrices[expert]
+        out[rows] = product if bias is None else product + bias[expert]
+    return out
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _on_cuda(
+    x: torch.Tensor, expert_ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
+) -> torch.Tensor:
+    """Run the kernels; the twin, which waits for the host, where Triton is not installed, and in other dtypes."""
+    if weight.dtype not in KERNEL_DTYPES or not has_triton():
+        return grouped_linear_twin(x, expert_ids, weight, bias, is_transposed)
+    from specdec.backends.triton.experts import products as experts
+
+    return experts.grouped_linear(x, expert_ids, weight, bias, is_transposed)
+
+
+def _fake(
+    x: torch.Tensor, expert_ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
+) -> torch.Tensor:
+    return x.new_empty(expert_ids.numel(), weight.shape[2 if is_transposed else 1])
+
+
+_LIBRARY = torch.library.Library("specdec", "FRAGMENT")
+_LIBRARY.define(
+    "grouped_linear(Tensor x, Tensor expert_ids, Tensor weight, Tensor? bias, bool is_transposed) -> Tensor"
+)
+_LIBRARY.impl("grouped_linear", grouped_linear_twin, "CPU")
+_LIBRARY.impl("grouped_linear", _on_cuda, "CUDA")
+torch.library.register_fake("specdec::grouped_linear", _fake, lib=_LIBRARY)

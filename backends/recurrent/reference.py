@@ -1,0 +1,306 @@
+"""The operations of recurrent layers in torch, which specifies them: `TORCH_RECURRENT`. It reads nothing on the host.
+
+Scans are computed over sets of nodes at a time. With cum_i the sum of log decays from the state S to node i,
+    u_i = beta_i (v_i - (exp(cum_i) S)^T k_i - sum of exp(cum_i - cum_j) (k_i . k_j) u_j over j before i on its path),
+    o_i = (exp(cum_i) S)^T q_i + sum of exp(cum_i - cum_j) (q_i . k_j) u_j over j on its path, i included,
+and the fold of a path that ends with e is exp(cum_e) S + sum of exp(cum_e - cum_j) k_j (x) u_j. The nodes of a prefill
+are the tokens of a chunk, after which they are folded. No exponent is above 0: where nothing is seen, it is -inf.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from specdec.backends.recurrent.state_pool import (
+    ConvLayer,
+    RecurrentLayer,
+    RecurrentOps,
+    ScanInputs,
+    ScanLayer,
+    ScanSpec,
+)
+from specdec.core.batch import AttentionMetadata
+from specdec.core.cache.pool import Commit
+
+# Tokens. Decays by key make [CHUNK, CHUNK, heads, k_dim]; by element they multiply differences of cum by rates, and so
+# their rounding: one at a time there are none, and no state is made twice.
+CHUNK = {"head": 64, "key": 16, "state": 1}
+NEVER = float("-inf")
+
+
+class Nodes(NamedTuple):
+    """Nodes as tails hold them: k [bs, n, key_heads, k_dim], u [bs, n, heads, v_dim], cum [bs, n, *decay_shape]."""
+
+    k: torch.Tensor
+    u: torch.Tensor
+    cum: torch.Tensor
+
+
+def visible_nodes(metadata: AttentionMetadata) -> torch.Tensor:
+    """Return which tail nodes each query sees, itself included: [bs, q_len, tail_len] bool."""
+    m = metadata
+    node = torch.arange(m.tail_len, device=m.rows.device)
+    if m.ancestor_bits is None:
+        return (node <= node[m.tail_len - m.q_len :, None]).expand(m.num_reqs, -1, -1)
+    return (m.ancestor_bits[:, :, node // 64] >> (node % 64) & 1).bool()
+
+
+def from_start(state: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
+    """Return state [bs, ...], zeros for requests whose prefix is empty."""
+    return torch.where(prefix_lens.view(-1, *[1] * (state.dim() - 1)) > 0, state, 0)
+
+
+def _convolve(
+    windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Windows [..., kernel, C], weight [C, kernel]."""
+    y = (windows.float() * weight.float().T).sum(-2)
+    return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def conv_tail(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """See `StatePool.conv`: x is stored in the tails, and windows reach along paths into the state."""
+    m, kernel = metadata, layer.spec.kernel
+    requests = torch.arange(m.num_reqs, device=x.device)
+    nodes = torch.arange(m.tail_len - m.q_len, m.tail_len, device=x.device)
+    layer.tail[m.rows.unsqueeze(1), nodes] = x.reshape(m.num_reqs, m.q_len, -1).to(layer.tail.dtype)
+    state = from_start(layer.state[m.rows], m.prefix_lens)
+    inputs = torch.cat([state, layer.tail[m.rows, : m.tail_len]], 1)
+    visible = visible_nodes(m)
+    num_below = visible.flip(2).cumsum(2).flip(2).unsqueeze(2)  # of the path's nodes, from each to the query
+    back = torch.arange(kernel - 1, -1, -1, device=x.device)
+    is_it = visible.unsqueeze(2) & (num_below == back.unsqueeze(1) + 1)
+    depth = visible.sum(2, keepdim=True)
+    index = torch.where(back < depth, is_it.int().argmax(3) + kernel - 1, (kernel - 2 + depth - back).clamp(min=0))
+    windows = inputs[requests.view(-1, 1, 1), index]
+    return _convolve(windows, weight, bias, x.dtype).view(x.shape)
+
+
+def conv_step(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """See `StatePool.conv`: a tail of one node, which is folded at once."""
+    out = conv_tail(x, weight, bias, layer, metadata)
+    _fold_conv(layer, metadata.rows, metadata.prefix_lens, torch.zeros_like(metadata.rows).unsqueeze(1))
+    return out
+
+
+def conv_extend(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """See `StatePool.conv`: windows reach back into the row's state, which then holds the last inputs."""
+    m, kept = metadata, layer.spec.kernel - 1
+    state = from_start(layer.state[m.rows], m.prefix_lens)
+    begin, end = m.qo_indptr[:-1].long(), m.qo_indptr[1:].long()
+
+    def inputs_at(request: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """Inputs at places of the packed x; those before the request's begin are in the state."""
+        before = place - begin[request]
+        old = state[request, (before + kept).clamp(0, kept - 1)]
+        return torch.where((before >= 0).unsqueeze(-1), x[place.clamp(0, x.shape[0] - 1)].to(old.dtype), old)
+
+    owners = m.owners()
+    request = owners.clamp(max=m.num_reqs - 1).unsqueeze(1)
+    places = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    windows = inputs_at(request, places + torch.arange(-kept, 1, device=x.device))
+    y = _convolve(windows, weight, bias, x.dtype)
+    requests = torch.arange(m.num_reqs, device=x.device).unsqueeze(1)
+    newest = inputs_at(requests, end.unsqueeze(1) + torch.arange(-kept, 0, device=x.device))
+    layer.state[m.rows] = torch.where((end > begin).view(-1, 1, 1), newest, layer.state[m.rows])
+    return y.masked_fill((owners == m.num_reqs).unsqueeze(1), 0)
+
+
+def _heads(spec: ScanSpec, x: torch.Tensor) -> torch.Tensor:
+    """Repeat key heads for the heads that share them: [bs, n, key_heads, k_dim] -> [bs, n, heads, k_dim], fp32."""
+    return x.float().repeat_interleave(spec.heads // spec.key_heads, 2)
+
+
+def _decays(spec: ScanSpec, cum: torch.Tensor, rates: torch.Tensor | None) -> torch.Tensor:
+    """Log decays of elements of the state, [..., heads, k_dim or 1, v_dim or 1]."""
+    if spec.decay == "head":
+        return cum[..., None, None]
+    return cum.unsqueeze(-1) if rates is None else rates * cum.unsqueeze(-2)
+
+
+def _read(
+    spec: ScanSpec, x: torch.Tensor, cum: torch.Tensor, state: torch.Tensor, nodes: Nodes, sees: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of vectors x [bs, q, heads, k_dim] at cum: what they read from the state, and their weights of nodes they see.
+
+    [bs, heads, q, v_dim] and [bs, heads, q, n]; the decay is by head or by key.
+    """
+    at = cum if spec.decay == "key" else cum.unsqueeze(-1)
+    from_state = torch.einsum("bihn,bhnp->bhip", x * at.exp(), state)
+    gap = cum.unsqueeze(2) - nodes.cum.unsqueeze(1)
+    decay = torch.where(sees.view(*sees.shape, *[1] * (gap.dim() - 3)), gap, NEVER).exp()
+    k = _heads(spec, nodes.k)
+    if spec.decay == "key":
+        return from_state, torch.einsum("bihn,bjhn,bijhn->bhij", x, k, decay)
+    return from_state, torch.einsum("bihn,bjhn->bhij", x, k) * decay.permute(0, 3, 1, 2)
+
+
+def _path_sums(g: torch.Tensor, old: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
+    """Sums of g [bs, q, ...] along paths, on top of old [bs, first, ...], the sums of older nodes."""
+    first = old.shape[1]
+    numbers = torch.arange(1, first + 1, device=g.device)
+    last = torch.cat([torch.zeros_like(sees[..., :1]), sees[..., :first] * numbers], 2).amax(2)
+    padded = torch.cat([torch.zeros_like(g[:, :1]), old], 1)
+    requests = torch.arange(g.shape[0], device=g.device).unsqueeze(1)
+    return torch.einsum("bij,bj...->bi...", sees[..., first:].float(), g) + padded[requests, last.long()]
+
+
+def run_nodes(
+    spec: ScanSpec,
+    inputs: ScanInputs,
+    state: torch.Tensor,
+    old: Nodes,
+    sees: torch.Tensor,
+) -> tuple[torch.Tensor, Nodes]:
+    """Run new nodes that follow `old` ones after state [bs, heads, k_dim, v_dim]; sees [bs, q, old and new].
+
+    inputs: as `ScanInputs`, but [bs, q, ...]. Returns outputs [bs, q, heads, v_dim] fp32 and the new nodes.
+    """
+    cum = _path_sums(inputs.g.float(), old.cum, sees)
+    q, k, v = _heads(spec, inputs.q), _heads(spec, inputs.k), inputs.v.float()
+    if inputs.rates is not None:
+        new = Nodes(inputs.k.float(), v, cum)
+        nodes = Nodes(*(torch.cat(pair, 1) for pair in zip(old, new, strict=True)))
+        reads = [
+            torch.einsum(
+                "bhn,bhnp->bhp", q[:, i], _fold_elements(spec, state, nodes, cum[:, i], sees[:, i], inputs.rates)
+            )
+            for i in range(q.shape[1])
+        ]
+        return torch.stack(reads, 1), new
+    first = old.k.shape[1]
+    nodes = Nodes(torch.cat([old.k, inputs.k.float()], 1), old.u, torch.cat([old.cum, cum], 1))
+    u = v.transpose(1, 2)  # [bs, heads, q, v_dim]
+    if inputs.beta is not None:
+        own = torch.arange(first, sees.shape[2], device=sees.device).unsqueeze(1)
+        others = sees & (torch.arange(sees.shape[2], device=sees.device) != own)
+        from_state, weights = _read(spec, k, cum, state, nodes, others)
+        beta = inputs.beta.float().transpose(1, 2).unsqueeze(3)
+        known = beta * (u - from_state - weights[..., :first] @ old.u.transpose(1, 2))
+        system = torch.eye(u.shape[2], device=u.device) + beta * weights[..., first:]
+        u = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    from_state, weights = _read(spec, q, cum, state, nodes, sees)
+    new = Nodes(inputs.k.float(), u.transpose(1, 2), cum)
+    out = from_state + weights @ torch.cat([old.u, new.u], 1).transpose(1, 2)
+    return out.transpose(1, 2), new
+
+
+def _fold_elements(
+    spec: ScanSpec, state: torch.Tensor, nodes: Nodes, cum: torch.Tensor, sees: torch.Tensor, rates: torch.Tensor
+) -> torch.Tensor:
+    """Fold the nodes that `sees` [bs, n] names, decaying each element of the state to cum [bs, heads, v_dim]."""
+    out = _decays(spec, cum, rates).exp() * state
+    for j, k in enumerate(_heads(spec, nodes.k).unbind(1)):
+        gap = _decays(spec, cum - nodes.cum[:, j], rates)
+        decay = torch.where(sees[:, j].view(-1, 1, 1, 1), gap, NEVER).exp()
+        out = out + decay * k.unsqueeze(-1) * nodes.u[:, j].unsqueeze(-2)
+    return out
+
+
+def fold_nodes(
+    spec: ScanSpec, state: torch.Tensor, path: Nodes, num: torch.Tensor, rates: torch.Tensor | None
+) -> torch.Tensor:
+    """Fold the first num [bs] nodes of a path into state [bs, heads, k_dim, v_dim]; none leave it as it is."""
+    requests = torch.arange(state.shape[0], device=state.device)
+    end = path.cum[requests, (num - 1).clamp(min=0)]
+    is_in = torch.arange(path.k.shape[1], device=state.device) < num.unsqueeze(1)
+    if rates is not None:
+        folded = _fold_elements(spec, state, path, end, is_in, rates)
+    else:
+        gap = _decays(spec, end.unsqueeze(1) - path.cum, None).squeeze(-1)
+        decay = torch.where(is_in[..., None, None], gap, NEVER).exp()
+        written = torch.einsum("bjhn,bjhp->bhnp", decay * _heads(spec, path.k), path.u)
+        folded = _decays(spec, end, None).exp() * state + written
+    return torch.where(num.view(-1, 1, 1, 1) > 0, folded, state)
+
+
+def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
+    """See `StatePool.scan`: nodes run after the row's state and the older nodes of their paths, into the tails."""
+    m, spec = metadata, layer.spec
+    first = m.tail_len - m.q_len
+    old = Nodes(*(t[m.rows, :first] for t in (layer.k, layer.u, layer.cum)))
+    tokens = torch.arange(m.num_reqs * m.q_len, device=m.rows.device).view(m.num_reqs, m.q_len)
+    batch = _taken(inputs, tokens, _keep_rates(inputs.rates, layer))
+    state = from_start(layer.state[m.rows], m.prefix_lens)
+    out, new = run_nodes(spec, batch, state, old, visible_nodes(m))
+    for tail, value in zip((layer.k, layer.u, layer.cum), new, strict=True):
+        tail[m.rows.unsqueeze(1), torch.arange(first, m.tail_len, device=tail.device)] = value
+    return out.reshape(inputs.v.shape).to(inputs.v.dtype)
+
+
+def _taken(inputs: ScanInputs, tokens: torch.Tensor, rates: torch.Tensor | None) -> ScanInputs:
+    q, k, v, g, beta, _ = inputs
+    return ScanInputs(q[tokens], k[tokens], v[tokens], g[tokens], None if beta is None else beta[tokens], rates)
+
+
+def _keep_rates(rates: torch.Tensor | None, layer: ScanLayer) -> torch.Tensor | None:
+    return None if rates is None or layer.rates is None else layer.rates.copy_(rates)
+
+
+def scan_step(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
+    """See `StatePool.scan`: a tail of one node, which is folded at once."""
+    out = scan_tail(inputs, layer, metadata)
+    _fold_scan(layer, metadata.rows, metadata.prefix_lens, torch.zeros_like(metadata.rows).unsqueeze(1))
+    return out
+
+
+def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
+    """See `StatePool.scan`: every request's tokens run after its row's state, which is updated."""
+    m, spec = metadata, layer.spec
+    rates, device, num_tokens = _keep_rates(inputs.rates, layer), m.rows.device, inputs.v.shape[0]
+    begin, end = m.qo_indptr[:-1, None].long(), m.qo_indptr[1:, None].long()
+    state = from_start(layer.state[m.rows], m.prefix_lens)
+    out = inputs.v.new_zeros(num_tokens + 1, *inputs.v.shape[1:])  # the last takes what is no token
+    size = min(CHUNK[spec.decay], m.q_len)
+    causal = torch.ones(size, size, dtype=torch.bool, device=device).tril().expand(m.num_reqs, -1, -1)
+    empty = Nodes(*(t[m.rows, :0] for t in (layer.k, layer.u, layer.cum)))
+    for first in range(0, m.q_len, size):
+        place = begin + first + torch.arange(size, device=device)
+        num = (end - begin - first).clamp(0, size).squeeze(1)
+        chunk = _taken(inputs, place.clamp(max=num_tokens - 1), rates)
+        found, nodes = run_nodes(spec, chunk, state, empty, causal)
+        out[torch.where(place < end, place, num_tokens)] = found.to(out.dtype)
+        state = fold_nodes(spec, state, nodes, num, rates)
+    layer.state[m.rows] = torch.where((end > begin).view(-1, 1, 1, 1), state, layer.state[m.rows])
+    return out[:-1]
+
+
+def _fold_conv(layer: ConvLayer, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor) -> None:
+    num = (accept_index >= 0).sum(1, keepdim=True)
+    path = layer.tail[rows.unsqueeze(1), accept_index.clamp(min=0)]
+    inputs = torch.cat([from_start(layer.state[rows], seq_lens), path], 1)
+    newest = num + torch.arange(layer.spec.kernel - 1, device=rows.device)
+    folded = inputs[torch.arange(rows.shape[0], device=rows.device).unsqueeze(1), newest]
+    layer.state[rows] = torch.where(num.unsqueeze(2) > 0, folded, layer.state[rows])
+
+
+def _fold_scan(layer: ScanLayer, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor) -> None:
+    num, nodes = (accept_index >= 0).sum(1), accept_index.clamp(min=0)
+    path = Nodes(*(t[rows.unsqueeze(1), nodes] for t in (layer.k, layer.u, layer.cum)))
+    folded = fold_nodes(layer.spec, from_start(layer.state[rows], seq_lens), path, num, layer.rates)
+    layer.state[rows] = torch.where(num.view(-1, 1, 1, 1) > 0, folded, layer.state[rows])
+
+
+def folder(layers: Sequence[RecurrentLayer]) -> Commit:
+    """Return the function that folds accepted paths into the states of `layers`."""
+
+    def commit(
+        slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor
+    ) -> None:
+        for layer in layers:
+            if isinstance(layer, ConvLayer):
+                _fold_conv(layer, rows, seq_lens, accept_index)
+            else:
+                _fold_scan(layer, rows, seq_lens, accept_index)
+
+    return commit
+
+
+TORCH_RECURRENT = RecurrentOps("torch", conv_extend, conv_step, conv_tail, scan_extend, scan_step, scan_tail, folder)

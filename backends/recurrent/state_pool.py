@@ -1,0 +1,208 @@
+"""State of recurrent layers: short convolutions, and linear recurrences ("scans") whose state is a matrix a head.
+
+What is committed lies by row; the inputs of a round's nodes lie in a tail beside it, like K/V of tail nodes. A node
+sees the row's state and the tail nodes of its path, and a commit folds the accepted ones into the state. A plain step's
+only node is accepted whatever the logits are, so it goes into the state at once. This file knows shapes;
+`backends.recurrent_ref` says what is computed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+
+from specdec.core.batch import AttentionMetadata, ForwardMode
+from specdec.core.cache.pool import Commit, LayerState
+
+Decay = Literal["head", "key", "state"]
+
+
+@dataclass(frozen=True)
+class ConvSpec:
+    """A causal convolution along the sequence, a channel at a time; `kernel` >= 2 inputs make an output."""
+
+    channels: int
+    kernel: int
+
+
+@dataclass(frozen=True)
+class ScanSpec:
+    """A linear recurrence with a state [k_dim, v_dim] a head.
+
+    key_heads: heads of q and k; head h uses h // (heads // key_heads).
+    decay: what has a decay of its own: a head, each of its keys (KDA), or each element of its state (S6).
+    is_corrected: the delta rule, which writes the difference to what the state holds under a key.
+    """
+
+    heads: int
+    key_heads: int
+    k_dim: int
+    v_dim: int
+    decay: Decay
+    is_corrected: bool
+
+    @property
+    def decay_shape(self) -> tuple[int, ...]:
+        """Shape of one token's log decays."""
+        return {"head": (self.heads,), "key": (self.heads, self.k_dim), "state": (self.heads, self.v_dim)}[self.decay]
+
+
+RecurrentSpec = ConvSpec | ScanSpec
+
+
+class ConvLayer(NamedTuple):
+    """state [num_rows, kernel - 1, channels], oldest first; tail [num_rows, max_tail, channels]: inputs of nodes."""
+
+    spec: ConvSpec
+    state: torch.Tensor
+    tail: torch.Tensor
+
+
+class ScanLayer(NamedTuple):
+    """What a scan keeps, fp32: state [num_rows, heads, k_dim, v_dim], and of nodes, [num_rows, max_tail, ...]:
+
+    k [key_heads, k_dim]; u [heads, v_dim], what was written under k; cum [*decay_shape], log decay from the committed
+    state to the node. rates [heads, k_dim, v_dim], of decay "state": an element's log decay is rates * cum.
+    """
+
+    spec: ScanSpec
+    state: torch.Tensor
+    k: torch.Tensor
+    u: torch.Tensor
+    cum: torch.Tensor
+    rates: torch.Tensor | None
+
+
+RecurrentLayer = ConvLayer | ScanLayer
+
+
+class ScanInputs(NamedTuple):
+    """q, k [T, key_heads, k_dim], v [T, heads, v_dim], g [T, *decay_shape], beta [T, heads] of corrected ones.
+
+    rates: see `ScanLayer`. Any float dtype, any strides. q comes scaled, and q and k normalised.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor | None
+    rates: torch.Tensor | None
+
+
+Conv = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, ConvLayer, AttentionMetadata], torch.Tensor]
+Scan = Callable[[ScanInputs, ScanLayer, AttentionMetadata], torch.Tensor]
+Op = TypeVar("Op", Conv, Scan)
+
+
+@dataclass(frozen=True)
+class RecurrentOps:
+    """The device operations of recurrent layers; `backends.recurrent_ref` specifies them.
+
+    conv_extend, scan_extend: prefills, which update states. conv_step, scan_step: plain decoding, a token a request,
+    which update them, too. conv_tail, scan_tail: the rest, which write tails.
+    folder(layers): made once a pool; it gives the `Commit` of all layers.
+    """
+
+    name: str
+    conv_extend: Conv
+    conv_step: Conv
+    conv_tail: Conv
+    scan_extend: Scan
+    scan_step: Scan
+    scan_tail: Scan
+    folder: Callable[[Sequence[RecurrentLayer]], Commit]
+
+
+class StatePool(LayerState):
+    """State by row of all recurrent layers of a model; a layer's id is its place in `specs`."""
+
+    def __init__(
+        self,
+        specs: Sequence[RecurrentSpec],
+        num_rows: int,
+        max_tail: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: RecurrentOps,
+    ):
+        self.num_rows, self.max_tail = num_rows, max_tail
+        self.layers = [_allocate(spec, num_rows, max_tail, dtype, device) for spec in specs]
+        self.ops = ops
+
+    def conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        layer_id: int,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Convolve x [T, channels] with weight [channels, kernel] and add bias [channels]: [T, channels].
+
+        y[t, c] = bias[c] + sum_j weight[c, j] * window[j, c]; the window is the last inputs ending with t, on t's path.
+        """
+        layer = self.layers[layer_id]
+        assert isinstance(layer, ConvLayer), f"layer {layer_id} is {type(layer).__name__}"
+        of_mode = {ForwardMode.EXTEND: self.ops.conv_extend, ForwardMode.DECODE: self.ops.conv_step}
+        return self._pick(of_mode, self.ops.conv_tail, metadata)(x, weight, bias, layer, metadata)
+
+    def scan(self, inputs: ScanInputs, layer_id: int, metadata: AttentionMetadata) -> torch.Tensor:
+        """Run the recurrence over tokens, see `ScanInputs`: [T, heads, v_dim] in v's dtype.
+
+        S_t = exp(g_t) S_{t-1} + k_t (x) u_t, o_t = S_t^T q_t; u_t = v_t, or, of corrected ones,
+        u_t = beta_t (v_t - (exp(g_t) S_{t-1})^T k_t).
+        """
+        layer = self.layers[layer_id]
+        assert isinstance(layer, ScanLayer), f"layer {layer_id} is {type(layer).__name__}"
+        assert (inputs.beta is not None) == layer.spec.is_corrected, "beta is for corrected scans, and they need it"
+        assert (inputs.rates is not None) == (layer.rates is not None), "rates are for decays by element of the state"
+        of_mode = {ForwardMode.EXTEND: self.ops.scan_extend, ForwardMode.DECODE: self.ops.scan_step}
+        return self._pick(of_mode, self.ops.scan_tail, metadata)(inputs, layer, metadata)
+
+    def _pick(self, of_mode: Mapping[ForwardMode, Op], of_nodes: Op, metadata: AttentionMetadata) -> Op:
+        if metadata.mode in of_mode:
+            return of_mode[metadata.mode]
+        assert metadata.tail_len <= self.max_tail, f"{metadata.tail_len} nodes in a tail of {self.max_tail}"
+        return of_nodes
+
+    def committer(self, ops: Any) -> Commit:
+        """See `LayerState`. The pool's own operations commit, not those of the round."""
+        return self.ops.folder(self.layers)
+
+    def tensors(self, owner: str) -> dict[str, torch.Tensor]:
+        """See `LayerState`."""
+        return {
+            f"{owner} {name}[{i}]": value
+            for i, layer in enumerate(self.layers)
+            for name, value in layer._asdict().items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    @staticmethod
+    def bytes_for(specs: Sequence[RecurrentSpec], num_rows: int, max_tail: int, dtype: torch.dtype) -> int:
+        """Bytes that a pool of these layers holds."""
+        layers = [_allocate(spec, num_rows, max_tail, dtype, torch.device("meta")) for spec in specs]
+        tensors = [value for layer in layers for value in layer if isinstance(value, torch.Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _allocate(
+    spec: RecurrentSpec, num_rows: int, max_tail: int, dtype: torch.dtype, device: torch.device
+) -> RecurrentLayer:
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    if isinstance(spec, ConvSpec):
+        assert spec.kernel >= 2, "a convolution of one input keeps no state"
+        state = zeros(num_rows, spec.kernel - 1, spec.channels, dtype=dtype)
+        return ConvLayer(spec, state, zeros(num_rows, max_tail, spec.channels, dtype=dtype))
+    return ScanLayer(
+        spec,
+        state=zeros(num_rows, spec.heads, spec.k_dim, spec.v_dim),
+        k=zeros(num_rows, max_tail, spec.key_heads, spec.k_dim),
+        u=zeros(num_rows, max_tail, spec.heads, spec.v_dim),
+        cum=zeros(num_rows, max_tail, *spec.decay_shape),
+        rates=zeros(spec.heads, spec.k_dim, spec.v_dim) if spec.decay == "state" else None,
+    )

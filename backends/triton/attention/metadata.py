@@ -1,0 +1,149 @@
+"""Kernels for the functions of `backends.metadata`, their specification in torch: one launch each."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.backends.metadata import MetadataBuilder, Placement
+from specdec.backends.triton.launch.relaunch import CachedLaunch
+
+
+# Triton compiles a variant for every alignment of a kernel's pointers; views of packed tensors can have any alignment.
+@triton.jit(
+    do_not_specialize=["table_stride", "width"],
+    do_not_specialize_on_alignment=["slot_table", "rows", "prefix_lens", "depths", "tail_depths"],
+)
+def _uniform_kernel(
+    slot_table,
+    rows,
+    prefix_lens,
+    depths,
+    tail_depths,
+    positions,
+    out_cache_loc,
+    qo_indptr,
+    tail_positions,
+    table_stride,
+    width,
+    Q_LEN: tl.constexpr,
+    FIRST_NODE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    HAS_DEPTHS: tl.constexpr,
+    HAS_TAIL_DEPTHS: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    prefix = tl.load(prefix_lens + request)
+    i = tl.arange(0, BLOCK_Q)
+    is_query = i < Q_LEN
+    at = request * Q_LEN + i
+    place = prefix + FIRST_NODE + i
+    depth = FIRST_NODE + i
+    if HAS_DEPTHS:
+        depth = tl.load(depths + at, mask=is_query, other=0)
+    tl.store(positions + at, prefix + depth, mask=is_query)
+    place = tl.minimum(tl.maximum(place, 0), width - 1)
+    table = slot_table + tl.load(rows + request) * table_stride
+    slots = tl.load(table + place, mask=is_query, other=0)
+    tl.store(out_cache_loc + at, slots.to(tl.int64), mask=is_query)
+    tl.store(qo_indptr + request + 1, (request * Q_LEN + Q_LEN).to(tl.int32))
+    if request == 0:
+        tl.store(qo_indptr, 0)
+    if HAS_TAIL_DEPTHS:
+        TAIL_LEN: tl.constexpr = FIRST_NODE + Q_LEN
+        t = tl.arange(0, BLOCK_TAIL)
+        at = request * TAIL_LEN + t
+        tail_depth = tl.load(tail_depths + at, mask=t < TAIL_LEN, other=0)
+        tl.store(tail_positions + at, prefix + tail_depth, mask=t < TAIL_LEN)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=[
+        "slot_table", "rows", "starts", "q_lens", "positions", "out_cache_loc", "qo_indptr",
+    ],
+)  # fmt: skip
+def _prefill_kernel(
+    slot_table, rows, starts, q_lens, positions, out_cache_loc, qo_indptr, table_stride, BLOCK: tl.constexpr
+):
+    request = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    first = tl.zeros([], tl.int64)
+    for base in range(0, request, BLOCK):
+        first += tl.sum(tl.load(q_lens + base + lanes, mask=base + lanes < request, other=0))
+    start, q_len = tl.load(starts + request), tl.load(q_lens + request)
+    tl.store(qo_indptr + request + 1, (first + q_len).to(tl.int32))
+    if request == 0:
+        tl.store(qo_indptr, 0)
+    i = tl.program_id(1) * BLOCK + lanes
+    table = slot_table + tl.load(rows + request) * table_stride
+    slots = tl.load(table + start + i, mask=i < q_len, other=0)
+    tl.store(positions + first + i, start + i, mask=i < q_len)
+    tl.store(out_cache_loc + first + i, slots.to(tl.int64), mask=i < q_len)
+
+
+_launch_prefill = CachedLaunch(_prefill_kernel)
+
+
+def uniform_placement(
+    slot_table: torch.Tensor,
+    rows: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    q_len: int,
+    first_node: int,
+    depths: torch.Tensor | None,
+    tail_depths: torch.Tensor | None,
+) -> Placement:
+    """Twin: `backends.metadata.uniform_placement`."""
+    bs, device, tail_len = rows.shape[0], prefix_lens.device, first_node + q_len
+    tail_positions = None if tail_depths is None else torch.empty(bs, tail_len, dtype=torch.int64, device=device)
+    placement = _empty_placement(bs, bs * q_len, device)._replace(tail_positions=tail_positions)
+    _uniform_kernel[(bs,)](
+        slot_table,
+        rows,
+        prefix_lens,
+        None if depths is None else depths.contiguous(),
+        None if tail_depths is None else tail_depths.contiguous(),
+        *placement,
+        slot_table.stride(0),
+        slot_table.shape[1],
+        Q_LEN=q_len,
+        FIRST_NODE=first_node,
+        BLOCK_Q=triton.next_power_of_2(q_len),
+        BLOCK_TAIL=triton.next_power_of_2(tail_len),
+        HAS_DEPTHS=depths is not None,
+        HAS_TAIL_DEPTHS=tail_depths is not None,
+    )
+    return placement
+
+
+def prefill_placement(
+    slot_table: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    q_lens: torch.Tensor,
+    num_tokens: int,
+    longest: int,
+    into: Sequence[torch.Tensor] | None = None,
+) -> Placement:
+    """Twin: `backends.metadata.prefill_placement`. Where `num_tokens` is a bound, `into` must be given, as zeros."""
+    bs, block = rows.shape[0], 256
+    if into is None:
+        placement = _empty_placement(bs, num_tokens, rows.device)
+    else:
+        qo_indptr = torch.empty(bs + 1, dtype=torch.int32, device=rows.device)
+        placement = Placement(into[0][:num_tokens], into[1][:num_tokens], qo_indptr)
+    grid, stride = (bs, triton.cdiv(longest, block)), slot_table.stride(0)
+    _launch_prefill(grid, slot_table, rows, starts, q_lens, *placement[:3], stride, BLOCK=block)
+    return placement
+
+
+def _empty_placement(bs: int, num_tokens: int, device: torch.device) -> Placement:
+    positions = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    qo_indptr = torch.empty(bs + 1, dtype=torch.int32, device=device)
+    return Placement(positions, torch.empty_like(positions), qo_indptr)
+
+
+TRITON_METADATA = MetadataBuilder(uniform_placement, prefill_placement)

@@ -1,0 +1,181 @@
+"""K and V of new tokens into the pool in one launch, with the rotation of q and k where the caller hands it over.
+
+Twin: `KVPool.write` after `backends.rope.rotate`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specdec.backends.rope import Rope
+from specdec.backends.triton.launch.relaunch import follows_early
+
+
+@triton.jit
+def _rotated_copy(
+    source,
+    target,
+    cos,
+    sin,
+    source_stride_h,
+    target_stride_h,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Copy one token's [HEADS, DIM], its first ROTARY dims rotated in fp32."""
+    HALF: tl.constexpr = ROTARY // 2
+    h = tl.arange(0, BLOCK_H)[:, None]
+    i = tl.arange(0, BLOCK_HALF)
+    is_low = (h < HEADS) & (i < HALF)
+    low = tl.load(source + h * source_stride_h + i, mask=is_low, other=0.0).to(tl.float32)
+    high = tl.load(source + h * source_stride_h + HALF + i, mask=is_low, other=0.0).to(tl.float32)
+    cos_low = tl.load(cos + i, mask=i < HALF, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + i, mask=i < HALF, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    dtype = target.dtype.element_ty
+    tl.store(target + h * target_stride_h + i, (low * cos_low - high * sin_low).to(dtype), mask=is_low)
+    tl.store(target + h * target_stride_h + HALF + i, (high * cos_high + low * sin_high).to(dtype), mask=is_low)
+    if ROTARY < DIM:
+        d = ROTARY + tl.arange(0, BLOCK_D)
+        is_rest = (h < HEADS) & (d < DIM)
+        rest = tl.load(source + h * source_stride_h + d, mask=is_rest, other=0.0)
+        tl.store(target + h * target_stride_h + d, rest, mask=is_rest)
+
+
+@triton.jit
+def _copy(
+    source,
+    target,
+    source_stride_h,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    h = tl.arange(0, BLOCK_H)[:, None]
+    d = tl.arange(0, BLOCK_D)
+    inside = (h < HEADS) & (d < DIM)
+    values = tl.load(source + h * source_stride_h + d, mask=inside, other=0.0)
+    tl.store(target + h * DIM + d, values.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_kernel(
+    q,
+    q_out,
+    k,
+    v,
+    k_pool,
+    v_pool,
+    slots,
+    cos,
+    sin,
+    q_stride_t,
+    q_stride_h,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
+    rope_stride_t,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    COPIES_Q: tl.constexpr,
+    BLOCK_HQ: tl.constexpr,
+    BLOCK_HKV: tl.constexpr,
+    BLOCK_QK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    k_row, v_row = k + token * k_stride_t, v + token * v_stride_t
+    k_slot, v_slot = k_pool + slot * (NUM_KV_HEADS * QK_DIM), v_pool + slot * (NUM_KV_HEADS * V_DIM)
+    _copy(v_row, v_slot, v_stride_h, NUM_KV_HEADS, V_DIM, BLOCK_HKV, BLOCK_V)
+    if ROTARY == 0:
+        _copy(k_row, k_slot, k_stride_h, NUM_KV_HEADS, QK_DIM, BLOCK_HKV, BLOCK_QK)
+        if COPIES_Q:
+            q_row, q_target = q + token * q_stride_t, q_out + token * (NUM_HEADS * QK_DIM)
+            _copy(q_row, q_target, q_stride_h, NUM_HEADS, QK_DIM, BLOCK_HQ, BLOCK_QK)
+    else:
+        cos_row, sin_row = cos + token * rope_stride_t, sin + token * rope_stride_t
+        _rotated_copy(
+            k_row, k_slot, cos_row, sin_row, k_stride_h, QK_DIM, NUM_KV_HEADS, QK_DIM, ROTARY,
+            BLOCK_HKV, BLOCK_HALF, BLOCK_QK,
+        )  # fmt: skip
+        _rotated_copy(
+            q + token * q_stride_t, q_out + token * (NUM_HEADS * QK_DIM), cos_row, sin_row, q_stride_h, QK_DIM,
+            NUM_HEADS, QK_DIM, ROTARY, BLOCK_HQ, BLOCK_HALF, BLOCK_QK,
+        )  # fmt: skip
+
+
+def store_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slots: torch.Tensor,
+    rope: Rope | None,
+    q_out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write k [T, Hkv, qk_dim] and v [T, Hkv, v_dim] to the pool at `slots` [T] int64; returns the q to attend with.
+
+    Without `rope` q [T, Hq, qk_dim] comes back as it is; with it q and k are rotated. q_out, dense like q, takes the
+    q to attend with in either case.
+    """
+    assert q.stride(2) == k.stride(2) == v.stride(2) == 1, "q, k and v need a dense last dim"
+    num_tokens, num_heads, qk_dim = q.shape
+    num_kv_heads, v_dim = v.shape[1:]
+    rotary = 0 if rope is None else rope.cos.shape[-1]
+    copies_q = rope is None and q_out is not None
+    if q_out is None:
+        q_out = q if rope is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    assert q_out is q or (q_out.is_contiguous() and q_out.shape == q.shape), "q_out must be dense and like q"
+    cos, sin = (q, q) if rope is None else rope
+    assert cos.stride() == sin.stride() and cos.stride(-1) == 1, "cos and sin need one layout and a dense last dim"
+    is_early = follows_early()
+    _store_kernel[(num_tokens,)](
+        q,
+        q_out,
+        k,
+        v,
+        k_pool,
+        v_pool,
+        slots,
+        cos,
+        sin,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        cos.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        QK_DIM=qk_dim,
+        V_DIM=v_dim,
+        ROTARY=rotary,
+        COPIES_Q=copies_q,
+        BLOCK_HQ=triton.next_power_of_2(num_heads),
+        BLOCK_HKV=triton.next_power_of_2(num_kv_heads),
+        BLOCK_QK=triton.next_power_of_2(qk_dim),
+        BLOCK_V=triton.next_power_of_2(v_dim),
+        BLOCK_HALF=triton.next_power_of_2(max(rotary // 2, 1)),
+        PDL=is_early,
+        launch_pdl=is_early,
+    )
+    return q_out

@@ -1,0 +1,217 @@
+"""Products of tokens with the experts that they were sent to, without a sort, atomics, or the host.
+
+Twin: `specdec.backends.experts.grouped_linear_twin`. For few rows a program finds the rows of its expert among
+all ids by itself and reads a tile of that expert's weight once, which decides the time of a decode; programs of experts
+that nobody chose leave. Above, another launch puts rows in the order of experts first; programs take blocks of them.
+Ids past the last expert are one more expert, of no features: its products are zero. For one tile, results depend on
+neither the order of programs nor the other rows of an expert.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.backends.triton.launch.relaunch import INTERPRETED
+from specdec.backends.triton.launch.shared_memory import shared_memory
+
+SCANNED = 512  # rows, a power of two; above, comparing each of a block with all of them costs more than another launch
+SCANNED_AN_EXPERT = 8  # rows on average; above, some experts would have more than a tile, and be read again for them
+PRECISION = tl.constexpr("tf32x3")  # of products of fp32: three on tensor cores, which leave out 2^-22 of a term
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ids"])
+def _route_kernel(ids, order, starts, num_rows, E: tl.constexpr, BLOCK: tl.constexpr):
+    """One expert: the number of rows of lower ones is where its own begin; they come in their order."""
+    expert = tl.program_id(0)
+    at = tl.zeros([], tl.int32)
+    for first in range(0, num_rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        found = tl.load(ids + row, mask=row < num_rows, other=E).to(tl.int32)
+        at += tl.sum((tl.minimum(found, E) < expert).to(tl.int32))
+    tl.store(starts + expert, at)
+    for first in range(0, num_rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        found = tl.load(ids + row, mask=row < num_rows, other=E).to(tl.int32)
+        is_own = (tl.minimum(found, E) == expert) & (row < num_rows)
+        place = at + tl.cumsum(is_own.to(tl.int32), 0) - 1
+        tl.store(order + place, row, mask=is_own)
+        at += tl.sum(is_own.to(tl.int32))
+
+
+@triton.jit
+def _routed_block(starts, block, num_rows, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert of a block of rows, and where those begin and end in the order; they end at 0 past the last block."""
+    experts = tl.arange(0, BLOCK_E)
+    begin = tl.load(starts + experts, mask=experts <= E, other=num_rows)
+    end = tl.load(starts + experts + 1, mask=experts < E, other=num_rows)
+    num_blocks = (end - begin + BLOCK_M - 1) // BLOCK_M
+    upto = tl.cumsum(num_blocks, 0)
+    expert = tl.sum((upto <= block).to(tl.int32))
+    is_it = experts == expert
+    first = tl.sum(tl.where(is_it, begin + (block - upto + num_blocks) * BLOCK_M, 0))
+    return expert, first, tl.minimum(first + BLOCK_M, tl.sum(tl.where(is_it, end, 0)))
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "copies", "by_row"],
+    do_not_specialize_on_alignment=["ids", "order", "starts"],
+)
+def _grouped_linear_kernel(
+    x,
+    ids,
+    weight,
+    bias,
+    out,
+    order,
+    starts,
+    num_rows,
+    copies,
+    by_row,
+    N,
+    K,
+    stride_e,
+    stride_row,
+    E: tl.constexpr,
+    ROUTED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_IDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_N columns of the products with one expert: of one block of its rows if ROUTED, else of all of them.
+
+    Else programs are of experts, or by_row (1 or 0) of the first row that each expert has.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    program = tl.program_id(1)
+    i = tl.arange(0, BLOCK_IDS)
+    if ROUTED:
+        expert, begin, end = _routed_block(starts, program, num_rows, E, BLOCK_IDS, BLOCK_M)
+    else:
+        found = tl.minimum(tl.load(ids + i, mask=i < num_rows, other=E).to(tl.int32), E)
+        chosen = tl.load(ids + tl.minimum(program, num_rows - 1)).to(tl.int32)
+        expert = tl.where(by_row == 1, tl.minimum(chosen, E), program)
+        is_own = (found == expert) & (i < num_rows)
+        rank = tl.cumsum(is_own.to(tl.int32), 0) - 1
+        num_before = tl.sum((is_own & (i < program)).to(tl.int32)) * by_row
+        begin = 0
+        end = tl.where(num_before == 0, tl.sum(is_own.to(tl.int32)), 0)
+    num_features = tl.where(expert < E, K, 0)
+    matrix = weight + expert.to(tl.int64) * stride_e
+    for first in range(begin, end, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        if ROUTED:
+            row = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
+        else:
+            is_it = is_own[None, :] & (rank[None, :] == m[:, None])
+            row = tl.sum(tl.where(is_it, i[None, :], 0), 1).to(tl.int64)
+        is_row = (m < end)[:, None]
+        total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for k_first in range(0, num_features, BLOCK_K):
+            k = k_first + tl.arange(0, BLOCK_K)
+            a = tl.load(x + (row // copies)[:, None] * K + k, mask=is_row & (k < K), other=0.0)
+            inside = (k < K)[:, None] & (n < N)
+            if TRANSPOSED:
+                b = tl.load(matrix + k[:, None] * stride_row + n, mask=inside, other=0.0)
+            else:
+                b = tl.load(matrix + n * stride_row + k[:, None], mask=inside, other=0.0)
+            if UPCAST:  # the interpreter cannot multiply bf16
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+        product = total.to(out.dtype.element_ty)
+        if HAS_BIAS:
+            added = tl.load(bias + expert * N + n, mask=(n < N) & (expert < E), other=0.0)
+            product = (product.to(tl.float32) + added.to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(out + row[:, None] * N + n, product, mask=is_row & (n < N))
+
+
+class Tiling(NamedTuple):
+    """Rows, columns and features of a tile; warps of a program, and tiles that it loads ahead."""
+
+    m: int
+    n: int
+    k: int
+    num_warps: int
+    num_stages: int
+
+
+def is_scanned(num_rows: int, num_experts: int) -> bool:
+    """Return whether programs find the rows of their experts by themselves."""
+    return num_rows <= min(SCANNED, SCANNED_AN_EXPERT * num_experts)
+
+
+def tiling(num_rows: int, num_experts: int, itemsize: int, shared: int) -> Tiling:
+    """Return the tile for `num_rows` rows of all experts together, of elements of `itemsize` bytes.
+
+    Few rows: narrow tiles, so that many programs read weights at once. Many: a tile that reuses what it has loaded, as
+    far ahead as `shared` memory has bytes for.
+    """
+    if itemsize > 2:  # its parts take registers: larger tiles would not fit them
+        return Tiling(16, 64, 32, 4, 4) if is_scanned(num_rows, num_experts) else Tiling(32, 128, 32, 4, 3)
+    if is_scanned(num_rows, num_experts):
+        return Tiling(16, 32, 128, 4, 4)
+    if num_rows < 32 * num_experts:
+        return Tiling(32, 64, 64, 4, 4)
+    loaded = (128 + 256) * 64 * itemsize
+    return Tiling(128, 256, 64, 8, max(min(shared // loaded, 4), 1))
+
+
+def grouped_linear(
+    x: torch.Tensor, expert_ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
+) -> torch.Tensor:
+    """See `specdec.backends.experts.grouped_linear`; bf16, fp16 or fp32, weight with a dense dim besides the first."""
+    if weight.stride(2) != 1:  # a view: it is dense the other way round
+        weight, is_transposed = weight.transpose(1, 2), not is_transposed
+    assert weight.stride(2) == 1 and x.dtype == weight.dtype, "experts need a dense dim, and x of their dtype"
+    x, ids = x.contiguous(), expert_ids.contiguous()
+    num_experts, num_rows = weight.shape[0], ids.numel()
+    num_columns = weight.shape[2 if is_transposed else 1]
+    out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    tile = tiling(num_rows, num_experts, x.element_size(), shared_memory(x.device))
+    is_routed = not is_scanned(num_rows, num_experts)
+    order, starts = _route(ids, num_experts) if is_routed else (ids, ids)
+    block_ids = triton.next_power_of_2(num_experts + 1) if is_routed else 64 if num_rows <= 64 else SCANNED
+    num_groups = num_rows // tile.m + min(num_experts + 1, num_rows) if is_routed else min(num_experts + 1, num_rows)
+    _grouped_linear_kernel[(triton.cdiv(num_columns, tile.n), num_groups)](
+        x,
+        ids,
+        weight,
+        weight if bias is None else bias.contiguous(),
+        out,
+        order,
+        starts,
+        num_rows,
+        num_rows // x.shape[0],
+        int(num_rows <= num_experts),
+        num_columns,
+        x.shape[1],
+        weight.stride(0),
+        weight.stride(1),
+        E=num_experts,
+        ROUTED=is_routed,
+        TRANSPOSED=is_transposed,
+        HAS_BIAS=bias is not None,
+        UPCAST=INTERPRETED and x.dtype == torch.bfloat16,
+        BLOCK_IDS=block_ids,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def _route(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows [num_rows] in the order of experts, and where each expert's begin [E + 1], both int32."""
+    order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
+    _route_kernel[(num_experts + 1,)](ids, order, starts, ids.numel(), E=num_experts, BLOCK=4096, num_warps=8)
+    return order, starts

@@ -1,0 +1,1 @@
+"""Compiling and launching kernels with less work on the host."""

@@ -1,0 +1,81 @@
+"""Relaunches a compiled kernel with new first arguments, so that Triton need not inspect all arguments again.
+
+A launch from Python costs 20 µs or more, most of it to find the compiled kernel that fits the arguments. The layers of
+one forward launch attention with equal arguments, except q, out, K, V and sinks.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from specdec.backends.triton.launch.ahead import is_rehearsing
+
+# Programmatic dependent launch: a kernel is launched before the one in front has ended. SPECDEC_PDL=0 turns it off.
+PDL = os.environ.get("SPECDEC_PDL", "1") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # triton.jit reads it too, on import
+
+
+class Relaunch:
+    """Repeats the launch kernel[grid](*args, **constants) of a JIT function, which returned `compiled`."""
+
+    def __init__(
+        self, kernel: Any, compiled: Any, grid: Sequence[int], args: Sequence[Any], constants: Mapping[str, Any]
+    ):
+        self._args = [*args, *(constants[name] for name in kernel.arg_names[len(args) :])]
+        self._compiled = compiled
+        self._grid = (*grid, 1, 1)[:3]
+
+    def __call__(self, *first: Any) -> None:
+        """Launch with `first` in place of the first arguments: tensors of the same dtype, strides and alignment."""
+        self._args[: len(first)] = first
+        _launch(self._compiled, self._grid, first[0].device, self._args)
+
+
+class CachedLaunch:
+    """Launches a JIT function and looks up its compiled kernel only once per device, dtypes and constants.
+
+    For kernels that specialise on nothing else: not on integers, which must fit 32 bits, and not on the alignment of
+    pointers, unless those pointers are always aligned equally. An instance lives beside its kernel, as Triton's own
+    cache does.
+    """
+
+    def __init__(self, kernel: Any, num_warps: int = 4):
+        self._kernel = kernel
+        self._num_warps = num_warps
+        self._compiled: dict[tuple[object, ...], Any] = {}
+
+    def __call__(self, grid: Sequence[int], *args: Any, **constants: Any) -> None:
+        """Launch kernel[grid](*args, **constants); constants in the order of the signature, after all of `args`."""
+        kinds = [a.dtype if isinstance(a, torch.Tensor) else type(a) for a in args]
+        device = next(a.device for a in args if isinstance(a, torch.Tensor))
+        key = (device, *kinds, *constants.values())
+        if key in self._compiled:
+            _launch(self._compiled[key], (*grid, 1, 1)[:3], device, (*args, *constants.values()))
+            return
+        compiled = self._kernel[tuple(grid)](*args, **constants, num_warps=self._num_warps)
+        if compiled is not None:  # the interpreter compiles nothing; a rehearsal gets it later
+            self._compiled[key] = compiled
+
+
+def _launch(compiled: Any, grid: Sequence[int], device: torch.device, args: Sequence[Any]) -> None:
+    """Launch as compiled[grid](*args) does, but without the hooks of Triton's own profiler and the data for them."""
+    if is_rehearsing():
+        return
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+
+
+def follows_early() -> bool:
+    """Whether kernels that wait for the one before by themselves are launched before it ends (PDL, from Hopper on)."""
+    if INTERPRETED or not PDL:
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
+
+
+def is_aligned(*tensors: torch.Tensor | None) -> bool:
+    """Return whether Triton treats all `tensors` as aligned, as is nearly always the case; others get other kernels."""
+    return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)

@@ -1,0 +1,151 @@
+"""Bodies of the kernels of `chunks`: where a chunk of tokens lies, its log decays, and products as exact as fp32.
+
+Twin: `backends.recurrent_ref.scan_extend`.
+"""
+
+import triton
+import triton.language as tl
+
+from specdec.backends.triton.launch.relaunch import INTERPRETED
+
+UPCAST = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16
+
+
+@triton.jit
+def find_chunk(qo_indptr, chunk, num_reqs, num_tokens, CHUNK: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Return the request of a chunk, its first token (int64) and how many tokens are left from there.
+
+    Chunks number those of all requests one after the other; after them come chunks of padding, of "request" num_reqs.
+    """
+    r = tl.arange(0, BLOCK_R)
+    begin = tl.load(qo_indptr + r, mask=r < num_reqs, other=0)
+    end = tl.load(qo_indptr + r + 1, mask=r < num_reqs, other=0)
+    num = ((end - begin + CHUNK - 1) // CHUNK).to(tl.int32)
+    request = tl.sum(((tl.cumsum(num, 0) <= chunk) & (r < num_reqs)).to(tl.int32))
+    earlier = tl.sum(tl.where(r < request, num, 0))
+    first = tl.load(qo_indptr + request).to(tl.int64) + (chunk - earlier) * CHUNK
+    last = tl.load(qo_indptr + request + 1, mask=request < num_reqs, other=num_tokens)
+    return request, first, (last - first).to(tl.int32)
+
+
+@triton.jit
+def chunks_before(qo_indptr, request, CHUNK: tl.constexpr, BLOCK_R: tl.constexpr):
+    """How many chunks the requests before one have."""
+    r = tl.arange(0, BLOCK_R)
+    begin = tl.load(qo_indptr + r, mask=r < request, other=0)
+    end = tl.load(qo_indptr + r + 1, mask=r < request, other=0)
+    return tl.sum((end - begin + CHUNK - 1) // CHUNK).to(tl.int32)
+
+
+@triton.jit
+def load_tile(x, stride, i, n, left, WIDTH: tl.constexpr):
+    """Load columns n of a chunk's rows i: bf16 as it is, for `product`, all else in fp32."""
+    tile = tl.load(x + i[:, None] * stride + n[None, :], mask=(i < left)[:, None] & (n < WIDTH)[None, :], other=0.0)
+    if tile.dtype == tl.bfloat16:
+        return tile
+    else:
+        return tile.to(tl.float32)
+
+
+@triton.jit
+def _dot(a, b, total, PRECISION: tl.constexpr):
+    if a.dtype == tl.float32:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+    elif UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    else:
+        return tl.dot(a, b, total)
+
+
+@triton.jit
+def _rounded(x):
+    """Round fp32 to what bf16 holds, in fp32; a conversion waits till its product, as it takes shared memory."""
+    return (x.to(tl.int32, bitcast=True) + 0x8000 & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _parts(x):
+    """Take fp32 apart into three that bf16 holds, first to last: two have 16 bits, three 24."""
+    first = _rounded(x)
+    second = _rounded(x - first)
+    return first, second, x - first - second
+
+
+@triton.jit
+def product(a, b, total, PRECISION: tl.constexpr, PARTS: tl.constexpr):
+    """Return total + a b. What is in bf16 stays so, and an fp32 partner is taken apart: cheaper than tf32x3."""
+    if a.dtype == b.dtype:
+        return _dot(a, b, total, PRECISION)
+    elif a.dtype == tl.bfloat16:
+        first, second, third = _parts(b)
+        if PARTS == 3:
+            total = _dot(a, third.to(tl.bfloat16), total, PRECISION)
+        total = _dot(a, second.to(tl.bfloat16), total, PRECISION)
+        return _dot(a, first.to(tl.bfloat16), total, PRECISION)
+    else:
+        first, second, third = _parts(a)
+        if PARTS == 3:
+            total = _dot(third.to(tl.bfloat16), b, total, PRECISION)
+        total = _dot(second.to(tl.bfloat16), b, total, PRECISION)
+        return _dot(first.to(tl.bfloat16), b, total, PRECISION)
+
+
+@triton.jit
+def store_parts(at, step, x, mask, PARTS: tl.constexpr):
+    """Store fp32 in parts, `step` elements apart, for `stored_product`."""
+    first, second, third = _parts(x)
+    tl.store(at, first.to(tl.bfloat16), mask=mask)
+    tl.store(at + step, second.to(tl.bfloat16), mask=mask)
+    if PARTS == 3:
+        tl.store(at + 2 * step, third.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def stored_product(at, step, mask, b, total, IS_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr):
+    """Return total + a b, of an `a` (or its transpose) in parts: those reach the tensor cores without registers."""
+    a_first = tl.load(at, mask=mask, other=0.0)
+    a_second = tl.load(at + step, mask=mask, other=0.0)
+    if IS_TRANSPOSED:
+        a_first, a_second = tl.trans(a_first), tl.trans(a_second)
+    first, second, third = _parts(b)
+    if PARTS == 3:
+        part = third.to(tl.bfloat16)
+        total = _dot(a_first, part, total, PRECISION)
+        part = second.to(tl.bfloat16)
+        total = _dot(a_second, part, total, PRECISION)
+    else:
+        part = second.to(tl.bfloat16)
+    total = _dot(a_first, part, total, PRECISION)
+    part = first.to(tl.bfloat16)
+    if PARTS == 3:
+        a_third = tl.load(at + 2 * step, mask=mask, other=0.0)
+        if IS_TRANSPOSED:
+            a_third = tl.trans(a_third)
+        total = _dot(a_third, part, total, PRECISION)
+    return _dot(a_first, part, _dot(a_second, part, total, PRECISION), PRECISION)
+
+
+@triton.jit
+def solved(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 of a strictly lower [CHUNK, CHUNK], fp32: blocks of 16 by columns, all at once, then pairs of blocks.
+
+    Both are forward substitution: powers of `a` can be large where the inverse is not.
+    """
+    BLOCKS: tl.constexpr = CHUNK // 16
+    block, i = tl.arange(0, BLOCKS), tl.arange(0, 16)
+    is_diagonal = (block[:, None] == block[None, :])[:, None, :, None]
+    diagonal = tl.sum(tl.where(is_diagonal, tl.reshape(a, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
+    x = tl.where((i[:, None] == i[None, :])[None, :, :], 1.0, tl.zeros([BLOCKS, 16, 16], tl.float32))
+    for j in tl.static_range(0, 15):
+        column = tl.sum(tl.where((i == j)[None, None, :], diagonal, 0.0), 2)
+        row = tl.sum(tl.where((i == j)[None, :, None], x, 0.0), 1)
+        x -= column[:, :, None] * row[:, None, :]
+    x = tl.reshape(tl.where(is_diagonal, x[:, :, None, :], 0.0), [CHUNK, CHUNK])
+    c = tl.arange(0, CHUNK)
+    size: tl.constexpr = 16
+    for level in tl.static_range(0, 4):
+        if (size << level) < CHUNK:
+            of_row, of_column = c[:, None] // (size << level), c[None, :] // (size << level)
+            lower = tl.where((of_row % 2 == 1) & (of_column == of_row - 1), a, 0.0)
+            x -= tl.dot(x, tl.dot(lower, x, input_precision=PRECISION), input_precision=PRECISION)
+    return x

@@ -1,0 +1,254 @@
+"""Causal convolutions over paths of nodes and over packed prefills, a tile of channels at a time.
+
+Twins: `backends.recurrent_ref.conv_tail`, `conv_step` and `conv_extend`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.backends.recurrent.state_pool import ConvLayer
+from specdec.core.batch import AttentionMetadata
+
+BLOCK_C = 128
+EXTEND = dict(BLOCK=256, BLOCK_T=16, num_warps=4)  # channels and tokens of a prefill's program
+
+
+@triton.jit(
+    do_not_specialize=["first_node", "q_len", "max_tail"],
+    do_not_specialize_on_alignment=["rows", "prefix_lens", "ancestor_bits"],
+)
+def _conv_tail_kernel(
+    x, weight, bias, out, state, tail, rows, prefix_lens, ancestor_bits, first_node, q_len, max_tail,
+    x_t, x_c, weight_c, weight_k,
+    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK_NODES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One node: its path from itself upwards, then the row's state from its newest input on."""
+    channel, token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
+    inside = channel < CHANNELS
+    request = token // q_len
+    node = first_node + (token - request * q_len)
+    row = tl.load(rows + request)
+    has_prefix = tl.load(prefix_lens + request) > 0
+    state += row * ((KERNEL - 1) * CHANNELS) + channel
+    tail += row * max_tail * CHANNELS + channel
+    x += channel * x_c
+    given = tl.load(x + token * x_t, mask=inside, other=0.0)
+    tl.store(tail + node * CHANNELS, given, mask=inside)
+    total = given.to(tl.float32) * _weight(weight, channel, KERNEL - 1, weight_c, weight_k, inside)
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    if WORDS:
+        t = tl.arange(0, BLOCK_NODES)
+        words = tl.load(ancestor_bits + token * WORDS + t // 64, mask=t // 64 < WORDS, other=0)
+        is_seen = (words >> (t % 64) & 1) != 0
+    ancestor, num_old = node, tl.zeros([], tl.int64)  # num_old: inputs taken from the state
+    for back in tl.static_range(1, KERNEL):
+        if WORDS:
+            ancestor = tl.max(tl.where(is_seen & (t < ancestor), t, -1)).to(tl.int64)
+        else:
+            ancestor = tl.maximum(ancestor - 1, -1)
+        is_node = ancestor >= 0
+        is_own = ancestor >= first_node  # one of this forward, which may not be in the tail yet
+        own = tl.load(x + (token + ancestor - node) * x_t, mask=inside & is_own, other=0.0).to(tl.float32)
+        older = tl.load(tail + ancestor * CHANNELS, mask=inside & is_node & ~is_own, other=0.0).to(tl.float32)
+        place = KERNEL - 2 - num_old
+        kept = tl.load(state + place * CHANNELS, mask=inside & has_prefix & ~is_node, other=0.0).to(tl.float32)
+        num_old += tl.where(is_node, 0, 1)
+        value = own + older + kept
+        total += value * _weight(weight, channel, KERNEL - 1 - back, weight_c, weight_k, inside)
+    tl.store(out + token * CHANNELS + channel, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "prefix_lens"])
+def _conv_step_kernel(
+    x, weight, bias, out, state, rows, prefix_lens, x_t, x_c, weight_c, weight_k,
+    CHANNELS: tl.constexpr, KEPT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token of a request, which becomes the newest of its row's inputs."""
+    channel, request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
+    j, inside = tl.arange(0, BLOCK_K)[:, None], channel < CHANNELS
+    state += tl.load(rows + request) * (KEPT * CHANNELS) + channel
+    has_prefix = tl.load(prefix_lens + request) > 0
+    kept = (j < KEPT) & inside[None, :]
+    old = tl.load(state[None, :] + j * CHANNELS, mask=kept & has_prefix, other=0.0)
+    taps = tl.load(weight + channel[None, :] * weight_c + j * weight_k, mask=kept, other=0.0)
+    given = tl.load(x + request * x_t + channel * x_c, mask=inside, other=0.0)
+    total = given.to(tl.float32) * _weight(weight, channel, KEPT, weight_c, weight_k, inside)
+    total += tl.sum(old.to(tl.float32) * taps.to(tl.float32), 0)
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + request * CHANNELS + channel, total.to(out.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # what one thread overwrites may be another's source
+    tl.store(state[None, :] + (j - 1) * CHANNELS, old, mask=kept & (j > 0))
+    tl.store(state + (KEPT - 1) * CHANNELS, given.to(state.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _weight(weight, channel, tap: tl.constexpr, weight_c, weight_k, inside):
+    return tl.load(weight + channel * weight_c + tap * weight_k, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_reqs"], do_not_specialize_on_alignment=["rows", "prefix_lens", "qo_indptr"]
+)
+def _conv_extend_kernel(
+    x, weight, bias, out, state, rows, prefix_lens, qo_indptr, num_tokens, num_reqs,
+    x_t, x_c, weight_c, weight_k,
+    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_T tokens of a packed prefill; padding gets zeros."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin, t, r = tl.program_id(1).to(tl.int64) * BLOCK_T, tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
+    token = begin + t
+    ends = tl.load(qo_indptr + 1 + r, mask=r < num_reqs, other=2147483647)
+    owner = tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)
+    is_live = (owner < num_reqs) & (token < num_tokens)
+    place = token - tl.load(qo_indptr + owner, mask=is_live, other=0)  # in the request
+    inside = channel < CHANNELS
+    tile = is_live[:, None] & inside[None, :]
+    x += begin * x_t
+    total = tl.zeros([BLOCK_T, BLOCK], tl.float32)
+    if tl.sum((is_live & (place < KERNEL - 1)).to(tl.int32)) > 0:  # a request begins here
+        row = tl.load(rows + owner, mask=is_live, other=0)
+        has_prefix = tl.load(prefix_lens + owner, mask=is_live, other=0) > 0
+        for tap in tl.static_range(KERNEL - 1):
+            source = place + tap  # in the state
+            is_old = (source < KERNEL - 1) & has_prefix
+            state_at = state + (row * (KERNEL - 1) + source)[:, None] * CHANNELS + channel[None, :]
+            old = tl.load(state_at, mask=tile & is_old[:, None], other=0.0).to(tl.float32)
+            total += old * _weight(weight, channel, tap, weight_c, weight_k, inside)[None, :]
+    for tap in tl.static_range(KERNEL):
+        is_new = (place - (KERNEL - 1) + tap >= 0)[:, None]
+        x_at = x + (t - (KERNEL - 1) + tap)[:, None] * x_t + channel[None, :] * x_c
+        new = tl.load(x_at, mask=tile & is_new, other=0.0)
+        total += new.to(tl.float32) * _weight(weight, channel, tap, weight_c, weight_k, inside)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
+    out_at = out + begin * CHANNELS + t[:, None] * CHANNELS + channel[None, :]
+    result = tl.where(is_live[:, None], total, 0.0).to(out.dtype.element_ty)
+    tl.store(out_at, result, mask=(token < num_tokens)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "prefix_lens", "qo_indptr"])
+def _keep_inputs_kernel(
+    x, state, rows, prefix_lens, qo_indptr, x_t, x_c,
+    CHANNELS: tl.constexpr, KEPT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The last inputs of one request become its row's state."""
+    channel, request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    begin, end = tl.load(qo_indptr + request).to(tl.int64), tl.load(qo_indptr + request + 1)
+    if begin == end:
+        return
+    j = tl.arange(0, BLOCK_K)
+    state += tl.load(rows + request) * (KEPT * CHANNELS) + channel[None, :]
+    source = end - begin - KEPT + j  # in the request; below 0, in the state
+    inside = (channel < CHANNELS)[None, :]
+    is_new = ((source >= 0) & (j < KEPT))[:, None]
+    is_old = ((source < 0) & (j < KEPT) & (tl.load(prefix_lens + request) > 0))[:, None]
+    new = tl.load(x + (begin + source)[:, None] * x_t + channel[None, :] * x_c, mask=is_new & inside, other=0.0)
+    old = tl.load(state + (source + KEPT)[:, None] * CHANNELS, mask=is_old & inside, other=0.0)
+    tl.debug_barrier()  # what one thread overwrites may be another's source
+    kept = tl.where(is_new, new.to(state.dtype.element_ty), old)
+    tl.store(state + j[:, None] * CHANNELS, kept, mask=(j < KEPT)[:, None] & inside)
+
+
+def conv_tail(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """See `backends.recurrent_ref.conv_tail`."""
+    m, spec, bits = metadata, layer.spec, metadata.ancestor_bits
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _conv_tail_kernel[(triton.cdiv(spec.channels, BLOCK_C), x.shape[0])](
+        x,
+        weight,
+        bias,
+        out,
+        layer.state,
+        layer.tail,
+        m.rows,
+        m.prefix_lens,
+        bits,
+        m.tail_len - m.q_len,
+        m.q_len,
+        layer.tail.shape[1],
+        *x.stride(),
+        *weight.stride(),
+        CHANNELS=spec.channels,
+        KERNEL=spec.kernel,
+        HAS_BIAS=bias is not None,
+        WORDS=0 if bits is None else bits.shape[2],
+        BLOCK_NODES=triton.next_power_of_2(m.tail_len),
+        BLOCK=BLOCK_C,
+        num_warps=BLOCK_C // 32,
+    )
+    return out
+
+
+def conv_step(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """See `backends.recurrent_ref.conv_step`."""
+    spec, kept = layer.spec, layer.spec.kernel - 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _conv_step_kernel[(triton.cdiv(spec.channels, BLOCK_C), x.shape[0])](
+        x,
+        weight,
+        bias,
+        out,
+        layer.state,
+        metadata.rows,
+        metadata.prefix_lens,
+        *x.stride(),
+        *weight.stride(),
+        CHANNELS=spec.channels,
+        KEPT=kept,
+        HAS_BIAS=bias is not None,
+        BLOCK_K=triton.next_power_of_2(kept),
+        BLOCK=BLOCK_C,
+        num_warps=BLOCK_C // 32,
+    )
+    return out
+
+
+def conv_extend(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """See `backends.recurrent_ref.conv_extend`."""
+    m, spec, kept = metadata, layer.spec, layer.spec.kernel - 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grid = triton.cdiv(spec.channels, EXTEND["BLOCK"]), triton.cdiv(x.shape[0], EXTEND["BLOCK_T"])
+    _conv_extend_kernel[grid](
+        x,
+        weight,
+        bias,
+        out,
+        layer.state,
+        m.rows,
+        m.prefix_lens,
+        m.qo_indptr,
+        x.shape[0],
+        m.num_reqs,
+        *x.stride(),
+        *weight.stride(),
+        CHANNELS=spec.channels,
+        KERNEL=spec.kernel,
+        HAS_BIAS=bias is not None,
+        BLOCK_R=triton.next_power_of_2(m.num_reqs),
+        **EXTEND,
+    )
+    _keep_inputs_kernel[(triton.cdiv(spec.channels, BLOCK_C), m.num_reqs)](
+        x,
+        layer.state,
+        m.rows,
+        m.prefix_lens,
+        m.qo_indptr,
+        *x.stride(),
+        CHANNELS=spec.channels,
+        KEPT=kept,
+        BLOCK_K=triton.next_power_of_2(kept),
+        BLOCK=BLOCK_C,
+    )
+    return out

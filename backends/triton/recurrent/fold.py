@@ -1,0 +1,149 @@
+"""Accepted paths folded into the states of recurrent layers: one launch for all layers of a kind.
+
+Twin: `backends.recurrent_ref.folder`. Requests that accepted nothing leave their state as it is.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.backends.recurrent.state_pool import ConvSpec, RecurrentLayer, ScanSpec
+from specdec.backends.triton.recurrent.scan import constants, width
+from specdec.backends.triton.recurrent.tokens import no_decay, take_node
+from specdec.core.cache.pool import Commit
+
+
+@triton.jit
+def _path_length(accept_index, request, W: tl.constexpr, BLOCK_W: tl.constexpr):
+    c = tl.arange(0, BLOCK_W)
+    path = tl.load(accept_index + request * W + c, mask=c < W, other=-1)
+    return tl.sum((path >= 0).to(tl.int32))
+
+
+@triton.jit(
+    do_not_specialize=["num_layers", "max_tail"],
+    do_not_specialize_on_alignment=["pointers", "rows", "seq_lens", "accept_index"],
+)
+def _fold_scan_kernel(
+    pointers, like, rows, seq_lens, accept_index, num_layers, max_tail,
+    W: tl.constexpr, BLOCK_W: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
+    DECAY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Some values of one head of one request in one layer; pointers [state, k, u, cum, rates] x layers."""
+    head, layer, request = tl.program_id(1) % H, tl.program_id(1) // H, tl.program_id(2).to(tl.int64)
+    num = _path_length(accept_index, request, W, BLOCK_W)
+    if num == 0:
+        return
+    key_head = head // (H // G)
+    n, p = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    inside = (n < N)[:, None] & (p < P)
+    row = tl.load(rows + request)
+    at = (head * N + n[:, None]) * P + p
+    state_at = tl.load(pointers + layer).to(like.dtype) + row * (H * N * P) + at
+    tail_k = tl.load(pointers + num_layers + layer).to(like.dtype) + row * max_tail * (G * N)
+    tail_u = tl.load(pointers + 2 * num_layers + layer).to(like.dtype) + row * max_tail * (H * P)
+    tail_cum = tl.load(pointers + 3 * num_layers + layer).to(like.dtype) + row * max_tail * (H * WIDTH)
+    rate = tl.zeros([], tl.float32)
+    if DECAY == "state":
+        rate = tl.load(tl.load(pointers + 4 * num_layers + layer).to(like.dtype) + at, mask=inside, other=0.0)
+    has_prefix = tl.load(seq_lens + request) > 0
+    current, cum = (
+        tl.load(state_at, mask=inside & has_prefix, other=0.0),
+        no_decay(BLOCK_N, BLOCK_P, DECAY),
+    )
+    for c in range(0, num):
+        node = tl.load(accept_index + request * W + c)
+        current, cum = take_node(
+            current, cum, tail_k, tail_u, tail_cum, node, head, key_head, n, p, rate, H, G, N, P, WIDTH, DECAY
+        )
+    tl.store(state_at, current, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["num_layers", "max_tail"],
+    do_not_specialize_on_alignment=["pointers", "rows", "seq_lens", "accept_index"],
+)
+def _fold_conv_kernel(
+    pointers, like, rows, seq_lens, accept_index, num_layers, max_tail,
+    W: tl.constexpr, BLOCK_W: tl.constexpr,
+    CHANNELS: tl.constexpr, KEPT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Some channels of one request in one layer; pointers [state, tail] x layers."""
+    layer, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    num = _path_length(accept_index, request, W, BLOCK_W)
+    if num == 0:
+        return
+    j, channel = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    row = tl.load(rows + request)
+    state = tl.load(pointers + layer).to(like.dtype) + row * (KEPT * CHANNELS) + channel
+    tail = tl.load(pointers + num_layers + layer).to(like.dtype) + row * max_tail * CHANNELS + channel
+    source = num + j  # among the state's inputs and, behind them, the path's
+    is_old = (source < KEPT) & (tl.load(seq_lens + request) > 0)
+    is_node = (source >= KEPT) & (j < KEPT)
+    node = tl.load(accept_index + request * W + source - KEPT, mask=is_node, other=0)
+    inside = (channel < CHANNELS)[None, :]
+    old = tl.load(state[None, :] + source[:, None] * CHANNELS, mask=is_old[:, None] & inside, other=0.0)
+    new = tl.load(tail[None, :] + node[:, None] * CHANNELS, mask=is_node[:, None] & inside, other=0.0)
+    tl.debug_barrier()  # what one thread overwrites may be another's source
+    tl.store(state[None, :] + j[:, None] * CHANNELS, tl.where(is_node[:, None], new, old), (j < KEPT)[:, None] & inside)
+
+
+def folder(layers: Sequence[RecurrentLayer]) -> Commit:
+    """See `backends.recurrent_ref.folder`; the layers' tensors are looked up here, once."""
+    kinds: dict[ConvSpec | ScanSpec, list[RecurrentLayer]] = {}
+    for layer in layers:
+        kinds.setdefault(layer.spec, []).append(layer)
+    folds = [_fold_of_kind(members) for members in kinds.values()]
+
+    def commit(
+        slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor
+    ) -> None:
+        for fold in folds:
+            fold(slot_table, rows, seq_lens, accept_index)
+
+    return commit
+
+
+def _fold_of_kind(layers: Sequence[RecurrentLayer]) -> Commit:
+    """Return the fold of layers of one spec."""
+    spec = layers[0].spec
+    if isinstance(spec, ConvSpec):
+        kernel, max_tail, block = _fold_conv_kernel, layers[0].tail.shape[1], 256  # type: ignore[union-attr]
+        kept = spec.kernel - 1
+        options = dict(CHANNELS=spec.channels, KEPT=kept, BLOCK_K=triton.next_power_of_2(kept), BLOCK_C=block)
+        blocks, programs = triton.cdiv(spec.channels, block), len(layers)
+    else:
+        kernel, max_tail, options = _fold_scan_kernel, layers[0].k.shape[1], constants(spec)  # type: ignore[union-attr]
+        options = {**options, "WIDTH": width(spec)}
+        del options["CORRECTED"]
+        blocks, programs = triton.cdiv(spec.v_dim, options["BLOCK_P"]), len(layers) * spec.heads
+    like = layers[0].state
+    pointers = _pointers(layers)
+
+    def commit(
+        slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor
+    ) -> None:
+        bs, path = accept_index.shape
+        kernel[(blocks, programs, bs)](
+            pointers,
+            like,
+            rows,
+            seq_lens,
+            accept_index.contiguous(),
+            len(layers),
+            max_tail,
+            W=path,
+            BLOCK_W=triton.next_power_of_2(path),
+            **options,
+        )
+
+    return commit
+
+
+def _pointers(layers: Sequence[RecurrentLayer]) -> torch.Tensor:
+    """Addresses of the layers' tensors, [tensors of a layer, layers] int64; 0 where a layer has none."""
+    columns = [[0 if t is None else t.data_ptr() for t in layer[1:]] for layer in layers]
+    return torch.tensor(columns, dtype=torch.int64, device=layers[0].state.device).T.contiguous()

@@ -1,0 +1,102 @@
+"""Rows moved by index: features of the accepted path, the draft-extend row, and K/V of the path in every layer."""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.core.cache.pool import KVPool
+
+
+@triton.jit(do_not_specialize=["num_rows", "h"])
+def _gather_kernel(values, index, out, num_rows, h, stride_b, stride_n, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.maximum(tl.load(index + row), 0)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(values + (row // num_rows) * stride_b + source * stride_n + d, mask=d < h, other=0)
+    tl.store(out + row * h + d, found, mask=d < h)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "width"],
+    do_not_specialize_on_alignment=["slot_table", "rows", "seq_lens", "accept_index"],
+)
+def _move_kernel(
+    caches,
+    row_sizes,
+    like,
+    slot_table,
+    rows,
+    seq_lens,
+    accept_index,
+    table_stride,
+    width,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One request's path in one cache, BLOCK elements of each row."""
+    request, cache = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pool = tl.load(caches + cache).to(like.dtype)
+    row_size = tl.load(row_sizes + cache)
+    c = tl.arange(0, BLOCK_W)
+    node = tl.load(accept_index + request * W + c, mask=c < W, other=-1)
+    start = tl.load(seq_lens + request)
+    table = slot_table + tl.load(rows + request) * table_stride
+    source = tl.load(table + tl.minimum(start + tl.maximum(node, 0), width - 1)).to(tl.int64)
+    target = tl.load(table + tl.minimum(start + c, width - 1)).to(tl.int64)
+    d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    moves = ((node >= 0) & (node != c))[:, None] & (d < row_size)
+    moved = tl.load(pool + source[:, None] * row_size + d, mask=moves, other=0)
+    tl.debug_barrier()  # a row that one thread overwrites may be another's source
+    tl.store(pool + target[:, None] * row_size + d, moved, mask=moves)
+
+
+def gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """values [bs, n, h] (last dim dense), index [bs, m] int64, -1 reads row 0: [bs, m, h].
+
+    Twin: `values.gather(1, index.clamp(min=0).unsqueeze(2).expand(-1, -1, h))`.
+    """
+    assert values.stride(2) == 1, "values need a dense last dim"
+    (bs, num_rows), h, block = index.shape, values.shape[2], 1024
+    out = torch.empty(bs, num_rows, h, dtype=values.dtype, device=values.device)
+    _gather_kernel[(bs * num_rows, triton.cdiv(h, block))](
+        values, index.contiguous(), out, num_rows, h, values.stride(0), values.stride(1), BLOCK=block
+    )
+    return out
+
+
+def committer(pool: KVPool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """Move an accepted path's K/V in all layers of `pool` in one launch. Twin: `core.functional.ops.TORCH_OPS`.
+
+    The pool's tensors are looked up here, once: they must stay where they are.
+    """
+    tensors = pool.planes
+    device = tensors[0].device
+    sizes = [t[0].numel() for t in tensors]
+    caches = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
+    row_sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
+    block = min(256, triton.next_power_of_2(max(sizes)))
+    num_blocks = triton.cdiv(max(sizes), block)
+
+    def commit(
+        slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor
+    ) -> None:
+        bs, width = accept_index.shape
+        _move_kernel[(bs, len(tensors), num_blocks)](
+            caches,
+            row_sizes,
+            tensors[0],
+            slot_table,
+            rows,
+            seq_lens,
+            accept_index.contiguous(),
+            slot_table.stride(0),
+            slot_table.shape[1],
+            W=width,
+            BLOCK_W=triton.next_power_of_2(width),
+            BLOCK=block,
+        )
+
+    return commit

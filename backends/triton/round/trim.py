@@ -1,0 +1,147 @@
+"""How a round ends, one program a request: what was accepted is cut at stops and limits, then state moves on.
+
+Twins: `trim` and `emit` of `specdec.core.functional.ops.TORCH_OPS`. Rows may repeat only where padding points to one
+dummy row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.backends.triton.round.walk import VerifyOutput
+
+
+@triton.jit
+def _trim_kernel(
+    rows,
+    stop_ids,
+    remaining,
+    accept_index,
+    accept_lens,
+    tokens,
+    invalid,
+    out_index,
+    out_lens,
+    out_tokens,
+    W: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_STOPS: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + request)
+    c, s = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_STOPS)
+    at = request * W + c
+    token = tl.load(tokens + at, mask=c < W, other=-1)
+    node = tl.load(accept_index + at, mask=c < W, other=-1)
+    stops = tl.load(stop_ids + row * NUM_STOPS + s, mask=s < NUM_STOPS, other=-1)
+    left = tl.load(remaining + row)
+    # The paddings of both equal each other, but only past accept_lens, where a stop changes nothing.
+    is_stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), 1) > 0
+    until_stop = tl.min(tl.where(is_stop & (c < W), c + 1, W + 1)).to(tl.int64)
+    length = tl.minimum(tl.load(accept_lens + request), until_stop)
+    length = tl.minimum(length, tl.maximum(left, 0))
+    is_over = (until_stop <= length) | (left <= length) | tl.load(invalid + request)
+    tl.store(out_index + at, tl.where(c < length, node, -1), mask=c < W)
+    tl.store(out_tokens + at, tl.where(c < length, token, -1), mask=c < W)
+    tl.store(out_lens + request, length)
+    tl.store(remaining + row, tl.where(is_over, 0, left - length))
+
+
+@triton.jit(do_not_specialize=["width"])
+def _emit_kernel(
+    rows,
+    seq_lens,
+    roots,
+    remaining,
+    history,
+    accept_lens,
+    tokens,
+    invalid,
+    out,
+    width,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    MOVES: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + request)
+    c = tl.arange(0, BLOCK_W)
+    token = tl.load(tokens + request * W + c, mask=c < W, other=-1)
+    length = tl.load(accept_lens + request)
+    last = tl.sum(tl.where(c == tl.maximum(length - 1, 0), token, 0))
+    tl.store(roots + row, tl.maximum(last, 0))
+    start = tl.load(seq_lens + row)
+    if MOVES:
+        tl.store(seq_lens + row, start + length)
+        start += 1
+    is_kept = (c < W) & (token >= 0) & (start + c < width)
+    tl.store(history + row * width + start + c, token.to(tl.int32), mask=is_kept)
+    at = out + request * (W + 3)
+    tl.store(at + c, token, mask=c < W)
+    tl.store(at + W, length)
+    tl.store(at + W + 1, tl.load(invalid + request).to(tl.int64))
+    tl.store(at + W + 2, (tl.load(remaining + row) == 0).to(tl.int64))
+
+
+def trim(verified: VerifyOutput, rows: torch.Tensor, stop_ids: torch.Tensor, remaining: torch.Tensor) -> VerifyOutput:
+    """Cut `verified` of `rows` [bs] at stops and limits.
+
+    stop_ids [num_rows, num_stops] int64, -1 padded; remaining [num_rows] int64 is lowered, to 0 where a row is over.
+    """
+    accept_index, accept_lens, tokens, invalid = (t.contiguous() for t in verified)
+    bs, width = tokens.shape
+    out_index, out_lens, out_tokens = (torch.empty_like(t) for t in (accept_index, accept_lens, tokens))
+    _trim_kernel[(bs,)](
+        rows,
+        stop_ids,
+        remaining,
+        accept_index,
+        accept_lens,
+        tokens,
+        invalid,
+        out_index,
+        out_lens,
+        out_tokens,
+        W=width,
+        NUM_STOPS=stop_ids.shape[1],
+        BLOCK_W=triton.next_power_of_2(width),
+        BLOCK_STOPS=triton.next_power_of_2(stop_ids.shape[1]),
+        num_warps=1,
+    )
+    return out_index, out_lens, out_tokens, invalid
+
+
+def emit(
+    verified: VerifyOutput,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    roots: torch.Tensor,
+    remaining: torch.Tensor,
+    history: torch.Tensor,
+    moves: bool,
+) -> torch.Tensor:
+    """Results of `verified`, which is trimmed, for the host, [bs, W+3] int64.
+
+    In place: `roots` [num_rows] int64 and, if it `moves`, `seq_lens`; tokens go to history [num_rows, width] int32.
+    """
+    _, accept_lens, tokens, invalid = (t.contiguous() for t in verified)
+    bs, width = tokens.shape
+    out = torch.empty(bs, width + 3, dtype=torch.int64, device=tokens.device)
+    _emit_kernel[(bs,)](
+        rows,
+        seq_lens,
+        roots,
+        remaining,
+        history,
+        accept_lens,
+        tokens,
+        invalid,
+        out,
+        history.shape[1],
+        W=width,
+        BLOCK_W=triton.next_power_of_2(width),
+        MOVES=moves,
+        num_warps=1,
+    )
+    return out

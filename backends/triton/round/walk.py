@@ -1,0 +1,260 @@
+"""Verification on the device: finds the drafts that the target accepts, one program per request.
+
+Twins: `specdec.core.functional.verify.verify_greedy`, `_tree`, `_chain`.
+A walk ends after num_steps iterations, whatever the logits are. A law that is not finite marks its request
+`invalid`; no program reads another request's row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.backends.triton.sampling.draws import draw_bonus, masses, note_draw
+from specdec.backends.triton.sampling.top import row_max
+
+# accept_index, accept_lens, tokens, invalid
+VerifyOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@triton.jit
+def _at(values, index, n):
+    """Return values[index] for vectors in registers: one value per entry of `index`, 0 where the entry is not in n."""
+    return tl.sum(tl.where(index[:, None] == n[None, :], values[None, :], 0), 1)
+
+
+@triton.jit
+def _store_output(
+    path, tokens, is_usable, n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W: tl.constexpr
+):
+    """Write a path (node at depth c, -1 past it), cut to the root if a law on it is unusable; the bonus comes later.
+
+    Returns accept_len and whether the row is invalid.
+    """
+    is_on_path = (path >= 0) & (c < W)
+    usable = _at(is_usable.to(tl.int32), tl.maximum(path, 0), n)
+    invalid = tl.max((is_on_path & (usable == 0)).to(tl.int32)) > 0
+    path = tl.where((invalid & (c > 0)) | (c >= W), -1, path)
+    accept_len = tl.sum((path >= 0).to(tl.int32))
+    next_node = _at(path, c + 1, c)
+    drafts = _at(tokens, tl.maximum(next_node, 0), n)
+    at = request * W + c
+    tl.store(accept_index + at, path.to(tl.int64), mask=c < W)
+    tl.store(out_tokens + at, tl.where(c < accept_len - 1, drafts, -1), mask=c < W)
+    tl.store(accept_lens + request, accept_len.to(tl.int64))
+    tl.store(out_invalid + request, invalid)
+    return accept_len, invalid
+
+
+@triton.jit
+def _greedy_kernel(
+    best,
+    target,
+    tokens,
+    parents,
+    accept_index,
+    accept_lens,
+    out_tokens,
+    out_invalid,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    n, c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
+    is_node = n < D
+    token = tl.load(tokens + request * D + n, mask=is_node, other=-1)
+    parent = tl.load(parents + request * D + n, mask=is_node, other=-1)
+    wanted = tl.load(target + request * D + n, mask=is_node, other=0)
+    logit = tl.load(best + request * D + n, mask=is_node, other=0.0).to(tl.float32)
+    path = tl.where(c == 0, 0, -1)
+    current = 0
+    for step in range(1, W):
+        want = tl.sum(tl.where(n == current, wanted, 0))
+        is_match = (parent == current) & (token == want) & (n > 0)  # the root is its own parent, not its own child
+        child = tl.max(tl.where(is_match, n, -1))
+        path = tl.where(c == step, child, path)
+        current = tl.where(child >= 0, child, current)
+    bonus = tl.sum(tl.where(n == current, wanted, 0))
+    is_finite = (logit == logit) & (tl.abs(logit) != float("inf"))
+    accept_len, invalid = _store_output(
+        path, token, is_finite, n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W
+    )
+    tl.debug_barrier()  # the bonus takes the place of a -1 that another thread has stored
+    tl.store(out_tokens + request * W + accept_len - 1, tl.where(invalid, 0, bonus))
+
+
+@triton.jit
+def _is_law(mass):
+    return (mass > 0) & (mass < float("inf"))
+
+
+@triton.jit
+def _tree_kernel(
+    probs,
+    mass,
+    tokens,
+    parents,
+    uniforms,
+    excluded,
+    rows,
+    scales,
+    accept_index,
+    accept_lens,
+    out_tokens,
+    out_invalid,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    n, c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
+    is_node = n < D
+    token = tl.load(tokens + request * D + n, mask=is_node, other=-1)
+    parent = tl.load(parents + request * D + n, mask=is_node, other=-1)
+    total = tl.load(mass + request * D + n, mask=is_node, other=1.0)
+    u = tl.load(uniforms + request * D + n, mask=is_node, other=0.0)
+    is_draft = is_node & (n > 0)
+    at_parent = tl.load(probs + (request * D + parent) * V + token, mask=is_draft, other=0.0).to(tl.float64)
+
+    path = tl.where(c == 0, 0, -1)
+    current = 0
+    # Once no child is accepted, `current` stays, and its children are rejected again.
+    for step in range(1, W):
+        is_child = is_draft & (parent == current)
+        prob = tl.where(is_child, at_parent, 0.0)
+        before = tl.cumsum(prob) - prob  # of the siblings tried before each child
+        own_mass = tl.sum(tl.where(n == current, total, 0.0))
+        residual = tl.maximum(own_mass - before, 0.0)  # rounding: probability 0 is never accepted
+        child = tl.min(tl.where(is_child & (u * residual < prob), n, BLOCK_D))
+        path = tl.where((c == step) & (child < BLOCK_D), child, path)
+        current = tl.where(child < BLOCK_D, child, current)
+
+    is_rejected = is_draft & (parent == current)
+    num_rejected = tl.sum(is_rejected.to(tl.int32))
+    place = tl.cumsum(is_rejected.to(tl.int32)) - 1
+    tl.store(excluded + request * D + place, token, mask=is_rejected)
+    _store_output(path, token, _is_law(total), n, c, request, accept_index, accept_lens, out_tokens, out_invalid, W)
+    u_bonus = tl.sum(tl.where(n == 0, u, 0.0))
+    note_draw(rows, scales, request, request * D + current, 0, num_rejected, 1.0, 0.0, u_bonus)
+
+
+@triton.jit
+def _chain_kernel(
+    probs,
+    mass,
+    draft_probs,
+    draft_mass,
+    tokens,
+    uniforms,
+    rows,
+    scales,
+    accept_index,
+    accept_lens,
+    out_tokens,
+    out_invalid,
+    W: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK_W)
+    is_node, is_draft = c < W, (c > 0) & (c < W)
+    token = tl.load(tokens + request * W + c, mask=is_node, other=-1)
+    total = tl.load(mass + request * W + c, mask=is_node, other=1.0)
+    u = tl.load(uniforms + request * W + c, mask=is_node, other=0.0)
+    # Draft c was drawn from law c-1 and is judged by the target's law after node c-1.
+    q_total = tl.load(draft_mass + request * (W - 1) + c - 1, mask=is_draft, other=0.0)
+    p_total = tl.load(mass + request * W + c - 1, mask=is_draft, other=1.0)
+    p = tl.load(probs + (request * W + c - 1) * V + token, mask=is_draft, other=0.0).to(tl.float64) / p_total
+    q = tl.load(draft_probs + (request * (W - 1) + c - 1) * V + token, mask=is_draft, other=0.0).to(tl.float64)
+    is_accepted = is_draft & _is_law(q_total) & (u * (q / tl.where(is_draft, q_total, 1.0)) < p)
+    last = tl.min(tl.where(is_accepted | (c == 0), W, tl.where(is_draft, c, W))) - 1  # the deepest accepted node
+    path = tl.where(c <= last, c, -1)
+    _store_output(path, token, _is_law(total), c, c, request, accept_index, accept_lens, out_tokens, out_invalid, W)
+    law_mass = tl.sum(tl.where(c == last, total, 0.0))
+    next_mass = tl.sum(tl.where(c == last + 1, q_total, 0.0))  # 0 behind the last draft: there nothing was proposed
+    next_scale = tl.where(_is_law(next_mass), 1.0 / tl.where(_is_law(next_mass), next_mass, 1.0), 0.0)
+    law_scale = 1.0 / tl.where(_is_law(law_mass), law_mass, 1.0)
+    u_bonus = tl.sum(tl.where(c == 0, u, 0.0))
+    draft_row = request * (W - 1) + tl.minimum(last, W - 2)
+    note_draw(rows, scales, request, request * W + last, draft_row, 0, law_scale, next_scale, u_bonus)
+
+
+def verify_greedy(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_steps: int) -> VerifyOutput:
+    """Verify a chain or tree by argmax. logits [bs, D, V], tokens and parents [bs, D] int64.
+
+    Returns accept_index [bs, S+1], accept_lens [bs], tokens [bs, S+1], all int64, and invalid [bs] bool.
+    """
+    best, target = row_max(logits.flatten(0, 1))
+    verified, shape = _empty_output(tokens, num_steps)
+    _greedy_kernel[(tokens.shape[0],)](
+        best, target, tokens.contiguous(), parents.contiguous(), *verified, **shape, num_warps=1
+    )
+    return verified
+
+
+def verify_tree(
+    probs: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_steps: int, uniforms: torch.Tensor
+) -> VerifyOutput:
+    """Verify a tree by sampling. probs [bs, D, V] float, tokens and parents [bs, D] int64, uniforms [bs, D] float64.
+
+    Returns as verify_greedy.
+    """
+    verified, shape = _empty_output(tokens, num_steps)
+    probs, excluded, noted = probs.contiguous(), torch.empty_like(tokens), _empty_notes(tokens)
+    inputs = (tokens.contiguous(), parents.contiguous(), uniforms.contiguous())
+    _tree_kernel[(tokens.shape[0],)](
+        probs, masses(probs), *inputs, excluded, *noted, *verified, **shape, V=probs.shape[-1]
+    )
+    draw_bonus(probs, None, excluded, noted, verified)
+    return verified
+
+
+def verify_chain(
+    probs: torch.Tensor,
+    draft_probs: torch.Tensor,
+    tokens: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> VerifyOutput:
+    """Verify a chain that was sampled from draft_probs. Returns as verify_greedy.
+
+    probs [bs, S+1, V] and draft_probs [bs, S, V] float, tokens [bs, S+1] int64, uniforms [bs, S+1] float64.
+    """
+    width = tokens.shape[1]
+    verified, shape = _empty_output(tokens, width - 1)
+    probs, draft_probs, tokens, noted = (*(x.contiguous() for x in (probs, draft_probs, tokens)), _empty_notes(tokens))
+    _chain_kernel[(tokens.shape[0],)](
+        probs,
+        masses(probs),
+        draft_probs,
+        masses(draft_probs),
+        tokens,
+        uniforms.contiguous(),
+        *noted,
+        *verified,
+        W=width,
+        V=probs.shape[-1],
+        BLOCK_W=shape["BLOCK_W"],
+    )
+    draw_bonus(probs, draft_probs if width > 1 else None, tokens, noted, verified)
+    return verified
+
+
+def _empty_notes(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and scales for `note_draw`."""
+    bs, device = tokens.shape[0], tokens.device
+    return torch.empty(bs, 3, dtype=torch.int64, device=device), torch.empty(bs, 3, dtype=torch.float64, device=device)
+
+
+def _empty_output(tokens: torch.Tensor, num_steps: int) -> tuple[VerifyOutput, dict[str, int]]:
+    (bs, num_nodes), width, device = tokens.shape, num_steps + 1, tokens.device
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int64, device=device)
+
+    verified = (empty(bs, width), empty(bs), empty(bs, width), torch.empty(bs, dtype=torch.bool, device=device))
+    blocks = {"BLOCK_D": triton.next_power_of_2(num_nodes), "BLOCK_W": triton.next_power_of_2(width)}
+    return verified, {"D": num_nodes, "W": width, **blocks}

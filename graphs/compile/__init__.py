@@ -1,0 +1,1 @@
+"""Traces of layers, split into pieces that Inductor compiles."""

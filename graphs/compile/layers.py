@@ -1,0 +1,287 @@
+"""Equal layers are walked by Dynamo once: one call of the first and of the last of a kind, their weights as arguments.
+
+Within the walk of the whole, an op stands for each of them; afterwards the layer's graph is written out in its place.
+So what follows sees one flat graph, and products and norms fuse across layers. Layers are of one kind if their classes,
+plain attributes, weights' shapes and arguments agree, and the two walks, at two numbers of tokens, give one graph.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental import _config as shape_config
+from torch.utils._pytree import tree_leaves, tree_map
+
+from specdec.core.errors import GraphError
+from specdec.graphs.compile.alike import PLAIN, seen, tensors_of
+from specdec.graphs.compile.pieces import Noting, check_guards, fingerprint, is_call
+from specdec.graphs.compile.walk import Walked, walk
+
+FEWEST = 3  # layers of a kind: two of them are walked
+
+
+class Call(NamedTuple):
+    """A layer's arguments, and what it returned."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The graph of a layer, and what its placeholders stand for: ("input", i), ("own", name), ("other", id), ("size",
+    0); others: the tensors of those ids, which all layers of the kind read."""
+
+    graph: fx.GraphModule
+    operands: list[tuple[str, Any]]
+    others: Mapping[int, torch.Tensor]
+
+
+@torch.library.custom_op("specdec::layer", mutates_args=())
+def _layer(hidden: torch.Tensor, others: list[torch.Tensor], number: int) -> torch.Tensor:
+    raise AssertionError("it stands for a layer while Dynamo walks, and is never run")
+
+
+@_layer.register_fake
+def _(hidden: torch.Tensor, others: list[torch.Tensor], number: int) -> torch.Tensor:
+    return torch.empty_like(hidden)
+
+
+class Layers:
+    """Layers of a callable: `groups` of them are equal by what can be seen (`alike`). Run it at two numbers of tokens
+    within `recording` before it is walked."""
+
+    def __init__(self, groups: Sequence[Sequence[nn.Module]]):
+        self._groups = [group for group in groups if len(group) >= FEWEST]
+        self._calls: dict[nn.Module, list[Call]] = defaultdict(list)
+        self.standing: list[tuple[nn.Module, Kind]] = []  # by their numbers, once they were walked
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note the arguments of every layer, at the first two numbers of tokens."""
+
+        def recorder(layer: nn.Module) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                out = forward_of_class(layer, *args, **kwargs)
+                call, calls = Call(args, kwargs, out), self._calls[layer]
+                if not calls or (len(calls) == 1 and _shapes(calls[0]) != _shapes(call)):
+                    calls.append(call)
+                return out
+
+            forward_of_class = type(layer).forward
+            return forward
+
+        with _replaced({layer: recorder(layer) for group in self._groups for layer in group}):
+            yield
+
+    @contextmanager
+    def standing_in(self, numbers: Mapping[Any, Sequence[int]], sizes: tuple[int, int]) -> Iterator[None]:
+        """Walk the layers, see `walk`, and let `specdec::layer` stand for them within the context.
+
+        numbers: ops whose argument 3 differs between equal layers.
+        """
+        kinds: dict[nn.Module, Kind] = {}
+        for layers in self._by_arguments():
+            kind = self._kind(layers[0], layers[-1], tuple(numbers), sizes)
+            kinds |= dict.fromkeys(layers, kind) if kind is not None else {}
+        self.standing = list(kinds.items())
+        with _replaced({layer: _stand_in(i, self._calls[layer][0].out) for i, layer in enumerate(kinds)}):
+            yield
+
+    def _by_arguments(self) -> list[list[nn.Module]]:
+        """Return the groups, those apart that were called in another way; without what is called in none of ours."""
+        alike: dict[Any, list[nn.Module]] = defaultdict(list)
+        for number, group in enumerate(self._groups):
+            for layer in group:
+                calls = self._calls[layer]
+                if len(calls) == 2 and _fits(calls[0]):
+                    alike[number, str(tree_map(seen, calls))].append(layer)
+        return [layers for layers in alike.values() if len(layers) >= FEWEST]
+
+    def _kind(self, first: nn.Module, last: nn.Module, ops: Sequence[Any], sizes: tuple[int, int]) -> Kind | None:
+        """Return the kind of both, None if their graphs differ or cannot be made."""
+        try:
+            a, b = (_walk_layer(layer, self._calls[layer], i, ops, sizes) for i, layer in enumerate((first, last)))
+        except GraphError:  # the walk of the whole meets it, and says where
+            return None
+        is_one = a.operands == b.operands and fingerprint(a.graph, False) == fingerprint(b.graph, False)
+        return a if is_one else None
+
+
+def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors among arguments, and in tuples and lists of them. Dynamo walks through this, too."""
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += [v for v in value if isinstance(v, torch.Tensor)]
+    return found
+
+
+def _shapes(call: Call) -> list[torch.Size]:
+    return [t.shape for t in _leaves(call.args, call.kwargs)]
+
+
+def _fits(call: Call) -> bool:
+    """Return whether the arguments are plain or tensors of `_leaves`, and one tensor is returned, like the first."""
+    everything, found = tree_leaves((call.args, call.kwargs)), _leaves(call.args, call.kwargs)
+    out = call.out if isinstance(call.out, tuple) else (call.out,)
+    return (
+        all(isinstance(x, (torch.Tensor, *PLAIN)) for x in everything)
+        and len(found) == sum(isinstance(x, torch.Tensor) for x in everything) > 0
+        and seen(out[0]) == seen(found[0])
+        and all(x is None for x in out[1:])
+    )
+
+
+@contextmanager
+def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Give modules these forwards, in the place of their classes', within the context."""
+    try:
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module in forwards:
+            module.__dict__.pop("forward", None)
+
+
+def _stand_in(number: int, out: Any) -> Callable[..., Any]:
+    """Return the forward of layer `number`, which returns what is like `out`."""
+    num_none = len(out) - 1 if isinstance(out, tuple) else -1
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden, *others = _leaves(args, kwargs)
+        result = torch.ops.specdec.layer(hidden, others, number)
+        return result if num_none < 0 else (result, *[None] * num_none)
+
+    return forward
+
+
+def _walk_layer(
+    layer: nn.Module, calls: Sequence[Call], which: int, ops: Sequence[Any], sizes: tuple[int, int]
+) -> Kind:
+    """Walk one call of `layer`; dimensions that differ between `calls` are T."""
+    args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, calls[which][:2])
+    leaves = _leaves(args, kwargs)
+    pairs = zip(*map(_shapes, calls), strict=True)
+    dynamic = [[i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b] for pair in pairs]
+
+    def run(*args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
+        out = type(layer).forward(layer, *args, **kwargs)
+        return (out[0] if isinstance(out, tuple) else out,)
+
+    graph, tensors, _ = walk(run, args, list(zip(leaves, dynamic, strict=True)), sizes, kwargs)
+    if len(next(n for n in graph.graph.nodes if n.op == "output").args[0]) != 1:
+        raise GraphError("a layer keeps tensors elsewhere")
+    for op in ops:
+        number(graph, op, [0] * len(_calls(graph, op)))
+    known: dict[int, tuple[str, Any]] = {}
+    for name, tensor in tensors_of(layer).items():
+        known.setdefault(id(tensor), ("own", name))
+    known |= {id(leaf): ("input", i) for i, leaf in enumerate(leaves)}
+    operands = [("size", 0) if isinstance(t, int) else known.get(id(t), ("other", id(t))) for t in tensors]
+    return Kind(graph, operands, {id(t): t for t in tensors})
+
+
+def write_out(walked: Walked, layers: Layers, sizes: tuple[int, int]) -> Walked:
+    """Put the graphs of layers where ops stand for them, in place; their tensors become arguments."""
+    graph, args, mode = walked
+    writing = _Writing(graph, args, mode)
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        shape_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
+        mode,
+        enable_python_dispatcher(),
+    ):
+        for call in _calls(graph, torch.ops.specdec.layer.default):
+            writing.write(call, *layers.standing[call.args[2]])  # type: ignore[index]
+    graph.graph.lint()
+    graph.recompile()
+    check_guards(mode.shape_env, *sizes)
+    return walked
+
+
+class _Writing:
+    """A graph, and its arguments, that layers are written into."""
+
+    def __init__(self, graph: fx.GraphModule, args: list[Any], mode: Any):
+        self._graph, self._args, self._mode = graph, args, mode
+        nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        self._last = nodes[-1]
+        self._places = {id(arg): node for arg, node in zip(args, nodes, strict=True) if not isinstance(arg, int)}
+        self._size = next((n for arg, n in zip(args, nodes, strict=True) if isinstance(arg, int)), None)
+        self._noted: dict[int, list[Any]] = {}  # by kind, example values of its placeholders
+
+    def write(self, call: fx.Node, layer: nn.Module, kind: Kind) -> None:
+        """Put the graph of `kind` in the place of `call`."""
+        hidden, others, _ = call.args
+        inputs: list[Any] = [hidden, *others]  # type: ignore[misc]
+        tensors: dict[str, Mapping[Any, torch.Tensor]] = {"own": tensors_of(layer), "other": kind.others}
+        examples = self._noted.get(id(kind), [None] * len(kind.operands))
+        operands = []
+        for (what, which), example in zip(kind.operands, examples, strict=True):
+            if what == "input":
+                operands.append(inputs[which])
+            else:
+                operands.append(self._size if what == "size" else self._argument(tensors[what][which], example))
+        if id(kind) not in self._noted:
+            self._noted[id(kind)] = [o.meta["example_value"] for o in operands]
+            Noting(kind.graph).run(*self._noted[id(kind)])
+        with self._graph.graph.inserting_before(call):
+            result = self._copy(kind, operands)
+        call.replace_all_uses_with(result)
+        self._graph.graph.erase_node(call)
+
+    def _argument(self, tensor: torch.Tensor, example: Any) -> fx.Node:
+        """Return the placeholder of `tensor`, a new one if it has none."""
+        if id(tensor) not in self._places:
+            with self._graph.graph.inserting_after(self._last):
+                self._last = self._graph.graph.placeholder(f"weight_{len(self._args)}")
+            if example is None:
+                example = self._mode.from_tensor(tensor, static_shapes=True)
+            self._last.meta["example_value"] = example
+            self._args.append(tensor)
+            self._places[id(tensor)] = self._last
+        return self._places[id(tensor)]
+
+    def _copy(self, kind: Kind, operands: Sequence[Any]) -> Any:
+        """Copy the nodes of `kind` to where nodes are being inserted; return its result."""
+        given, copies = iter(operands), {}
+        for node in kind.graph.graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(given)
+            elif node.op == "output":
+                (result,) = fx.map_arg(node.args[0], lambda n: copies[n])
+                return result
+            else:
+                copies[node] = self._graph.graph.node_copy(node, lambda n: copies[n])
+                if node.op == "get_attr":
+                    copies[node].target = f"of_{id(kind)}_{node.target}".replace(".", "_")
+                    setattr(self._graph, copies[node].target, getattr(kind.graph, str(node.target)))
+        raise AssertionError("a graph without an output")
+
+
+def _calls(graph: fx.GraphModule, op: Any) -> list[fx.Node]:
+    return [n for n in graph.graph.nodes if is_call(n, (op,))]
+
+
+def number(graph: fx.GraphModule, op: Any, numbers: Sequence[int]) -> None:
+    """Give the calls of `op` in `graph`, in their order, `numbers` as the argument 3.
+
+    GraphError if there are more or fewer calls.
+    """
+    calls = _calls(graph, op)
+    if len(calls) != len(numbers):
+        raise GraphError(f"its trace calls {op} {len(calls)} times, a forward {len(numbers)} times")
+    for call, value in zip(calls, numbers, strict=True):
+        call.update_arg(3, value)
+    graph.recompile()

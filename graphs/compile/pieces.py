@@ -1,0 +1,246 @@
+"""A traced graph as a chain of pieces, equal ones once, and what compiles them.
+
+Compiling is apart from tracing: the arguments' sizes get a symbol of their own, one for the number of tokens T.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor import standalone_compile
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import _config as shape_config
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.passes.split_module import split_module
+
+from specdec.core.errors import GraphError
+from specdec.graphs.compile.kept import num_found
+from specdec.graphs.compile.merge import join
+
+UNROLLED = 16  # terms of a sum over a token's experts. As a reduction, Inductor tunes it for the T that it has seen
+
+
+class Counts(NamedTuple):
+    """Of a chain: parts between the ops it is cut at, distinct ones, which are compiled, and those of them that an
+    earlier compilation had left in Inductor's caches."""
+
+    num_pieces: int
+    num_compiled: int
+    num_found: int
+
+
+def cut(graph: fx.GraphModule, split_at: Sequence[Any]) -> fx.GraphModule:
+    """Split `graph` into a chain of submodules; every call of an op of `split_at` is a submodule of its own.
+
+    Needs the nodes' example values; modules that are equal become one.
+    """
+    part = 0
+    parts: dict[fx.Node, int] = {}
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if is_call(node, split_at):
+            parts[node] = part + 1
+            part += 2
+        else:
+            parts[node] = part
+    _repeat_shapes(graph, parts)
+    split = split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
+    first: dict[tuple[Any, ...], fx.GraphModule] = {}
+    for name, module in list(split.named_children()):
+        assert isinstance(module, fx.GraphModule)
+        setattr(split, name, first.setdefault(fingerprint(module), module))
+    return split
+
+
+def _repeat_shapes(graph: fx.GraphModule, parts: dict[fx.Node, int]) -> None:
+    """Have every part that uses a tensor's whole shape ask for it itself: parts pass tensors and ints, no `torch.Size`,
+    which Inductor cannot return."""
+    for node in [n for n in parts if n.op == "call_method" and n.target == "size" and len(n.args) == 1]:
+        asked = {parts[node]: node}
+        for user in sorted(u for u in node.users if parts.get(u, parts[node]) != parts[node]):
+            part = parts[user]
+            if part not in asked:
+                with graph.graph.inserting_before(user):
+                    asked[part] = graph.graph.node_copy(node)
+                parts[asked[part]] = part
+            user.replace_input_with(node, asked[part])
+        if not node.users:
+            graph.graph.erase_node(node)
+
+
+def is_call(node: fx.Node, ops: Sequence[Any]) -> bool:
+    """Whether `node` calls one of the op overloads `ops`."""
+    return node.op == "call_function" and any(node.target in (op, op.overloadpacket) for op in ops)
+
+
+def fingerprint(module: fx.GraphModule, has_values: bool = True) -> tuple[Any, ...]:
+    """Return the key of a compiled graph: equal for graphs that differ only in names and in the values of inputs.
+
+    has_values: shapes of example values are part of it.
+    """
+    numbers: dict[fx.Node, int] = {}
+    lines: list[Any] = []
+
+    def name(node: fx.Node) -> str:
+        return f"%{numbers[node]}"
+
+    for i, node in enumerate(module.graph.nodes):
+        numbers[node] = i
+        args = fx.map_arg((node.args, node.kwargs), name) if node.op != "placeholder" else ()
+        target: Any = "" if node.op in ("placeholder", "output") else str(node.target)
+        if node.op == "get_attr":
+            target = id(getattr(module, str(node.target)))  # a constant: equal only to itself
+        lines.append((node.op, target, repr(args), has_values and _signature(node.meta.get("example_value"))))
+    return tuple(lines)
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), str(tuple(value.shape)), str(value.stride()), str(value.device), value.requires_grad)
+    return str(type(value))
+
+
+def compile_pieces(
+    chain: fx.GraphModule,
+    args: Sequence[Any],
+    groups: Sequence[Sequence[int]],
+    inputs: Sequence[torch.Tensor],
+    split_at: Sequence[Any],
+    compiler: str,
+    largest: int,
+    progress: Callable[[], None],
+) -> Counts:
+    """Put the compiled form of every piece in its place in `chain`, a graph of `cut` that takes `args`. See `trace`;
+    GraphError if it is not correct for every T from 2 to `largest`. Whatever else a compiler raises comes through."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        shape_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
+        inductor_config.patch(shape_padding=False),  # whether to pad a product depends on T
+        inductor_config.patch(unroll_reductions_threshold=UNROLLED + 1),
+        compile_lock,
+    ):
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        with tracing(TracingContext(mode)):
+            compiling = _Compiling(chain, split_at, compiler, progress)
+            with mode, enable_python_dispatcher():  # which keeps sizes symbolic in composite ops
+                compiling.run(*_fakes(mode, args, groups, inputs))
+    # The compiler guards against one row wherever an op could broadcast it, but its code is correct for one row.
+    check_guards(mode.shape_env, 2, largest)
+    return Counts(compiling.num_pieces, len(compiling.done), compiling.num_found)
+
+
+def _fakes(
+    mode: FakeTensorMode, args: Sequence[Any], groups: Sequence[Sequence[int]], inputs: Sequence[torch.Tensor]
+) -> list[Any]:
+    """Return what stands for `args`: every first dimension of an input is the same symbol."""
+    env, source = mode.shape_env, ConstantSource("T")
+    assert env is not None
+    num_tokens = inputs[0].shape[0]
+    symbol = env.create_symbol(num_tokens, source, DimDynamic.DYNAMIC, constraint_dim=None)
+    size = env.create_symintnode(symbol, hint=num_tokens, source=source)
+    places = {id(t) for t in inputs}
+
+    def fake(arg: Any) -> Any:
+        if isinstance(arg, int):
+            return size
+        if id(arg) in places:
+            return torch.empty_strided((size, *arg.shape[1:]), arg.stride(), dtype=arg.dtype, device=arg.device)
+        return mode.from_tensor(arg, static_shapes=True)
+
+    with mode:
+        fakes = [fake(arg) for arg in args]
+        for group in groups:
+            fakes[group[0]] = join([fakes[i] for i in group])
+    return fakes
+
+
+class _Compiling(fx.Interpreter):
+    """Runs a chain on fake tensors, equal pieces once, and replaces every piece by its compiled form."""
+
+    def __init__(self, chain: fx.GraphModule, split_at: Sequence[Any], compiler: str, progress: Callable[[], None]):
+        super().__init__(chain)
+        self.extra_traceback = False
+        self.num_pieces = self.num_found = 0
+        self.done: dict[fx.GraphModule, Callable[..., Any]] = {}
+        self._split_at, self._compiler, self._progress = split_at, compiler, progress
+        self._outputs: dict[Any, Any] = {}
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.fetch_attr(target)
+        if module not in self._outputs:
+            self._outputs[module] = Noting(module).run(*args)
+        if any(is_call(node, self._split_at) for node in module.graph.nodes):
+            return self._outputs[module]
+        self.num_pieces += 1
+        if module not in self.done:
+            before = num_found()
+            self.done[module] = _compile(module, args, self._compiler)
+            self.num_found += num_found() > before
+        # An attribute of the instance takes precedence over the submodule of that name.
+        self.module.__dict__[target] = self.done[module]
+        self._progress()
+        return self._outputs[module]
+
+
+class Noting(fx.Interpreter):
+    """Runs a piece and notes every node's value, without which torch does not look it up in its cache."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        n.meta["example_value"] = value = super().run_node(n)
+        return value
+
+
+def _compile(module: fx.GraphModule, args: Sequence[Any], compiler: str) -> Callable[..., Any]:
+    if compiler == "eager":
+        return module.forward
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # an advice to round what has to stay exact
+        return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")
+
+
+def start_workers(device: torch.device) -> None:
+    """Start the processes in which Inductor compiles kernels for a GPU; until they are up it compiles one by one.
+
+    torch.compile starts them when it is told to use Inductor; we call that later, and by another door.
+    """
+    if device.type != "cuda":
+        return
+    from torch._inductor import async_compile  # slow to import
+
+    start = getattr(async_compile, "maybe_warm_pool", None)  # torch's own, for torch's own use
+    if start is not None:
+        start()
+
+
+def check_guards(shape_env: ShapeEnv | None, smallest: int, largest: int) -> None:
+    """Raise GraphError if the trace is correct only for some of the sizes. Dynamo would retrace for others; we bypass
+    it."""
+    size = sympy.Symbol("T", integer=True, positive=True)
+    seen: set[Any] = {sympy.true}
+    for guard in shape_env.guards if shape_env is not None else ():
+        told = guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, size))  # every dynamic size is T
+        if told in seen or _holds(told, size, smallest, largest):
+            seen.add(told)
+            continue
+        raise GraphError(
+            f"what it computes depends on the number of tokens T: {told} was taken for granted, {guard.sloc}"
+        )
+
+
+def _holds(told: Any, size: sympy.Symbol, smallest: int, largest: int) -> bool:
+    """Whether the relation `told` holds for every `size` from `smallest` to `largest`."""
+    sizes: Sequence[int] = range(smallest, largest + 1)
+    is_inequality = isinstance(told, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt)
+    if is_inequality and sympy.diff(told.lhs - told.rhs, size).is_number:  # linear: the ends decide
+        sizes = (smallest, largest)
+    return all(told.subs(size, n) == True for n in sizes)  # noqa: E712 (sympy)

@@ -1,0 +1,141 @@
+"""Traces a callable once with `torch.compile` and our own backend, and splits the graph at an op that is not compiled.
+
+The trace has a dynamic first dimension. Pieces that differ only in their weights, such as the middle layers of a model,
+are compiled once; weights are arguments. The result is called directly, bypassing Dynamo: no guards, no recompilation
+at sizes 0 and 1, no limit on how many models one process traces. Compiling runs nothing and captures nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from specdec.core.errors import GraphError
+from specdec.graphs.compile.layers import Layers, number, write_out
+from specdec.graphs.compile.merge import MergedWeights, merge_linears
+from specdec.graphs.compile.pieces import Counts, compile_pieces, cut
+from specdec.graphs.compile.walk import walk, why
+from specdec.graphs.once import is_once
+
+
+class Traced:
+    """A traced callable of tensors [T, ...] with any T, on the weights it was traced with. See `Counts`."""
+
+    def __init__(
+        self,
+        chain: fx.GraphModule,
+        args: Sequence[Any],
+        groups: Sequence[Sequence[int]],
+        counts: Counts,
+        inputs: Sequence[torch.Tensor],
+    ):
+        """chain, args: see `compile_pieces`; groups: see `merge_linears`."""
+        self._split = chain
+        self._once = _equal_parts_once(chain)
+        self._args = list(args)
+        self._sizes = [i for i, a in enumerate(self._args) if isinstance(a, int)]
+        self._places = [next((i for i, a in enumerate(self._args) if a is t), None) for t in inputs]
+        self.num_pieces, self.num_compiled, self.num_found = counts
+        self._merged = MergedWeights(groups, self._args)
+        self._merged.join()
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
+        args = self._args.copy()
+        for size in self._sizes:
+            args[size] = inputs[0].shape[0]
+        for place, value in zip(self._places, inputs, strict=True):
+            if place is not None:  # an input that the callable does not use is not an argument of its graph
+                args[place] = value
+        return self._once(*args) if is_once() else self._split(*args)
+
+    def release(self) -> None:
+        """Give joined weights their own storage again; the callable cannot be called afterwards."""
+        self._merged.part()
+        self._args = []
+
+
+def _equal_parts_once(graph: fx.GraphModule) -> fx.GraphModule:
+    """Return `graph` with one call of each of its submodules, the first, whose results stand for those of all."""
+    nodes = fx.Graph()
+    kept: dict[fx.Node, Any] = {}
+    first: dict[int, Any] = {}
+    for node in graph.graph.nodes:
+        called = id(getattr(graph, node.target)) if node.op == "call_module" else id(node)
+        if called not in first:
+            first[called] = nodes.node_copy(node, lambda n: kept[n])
+        kept[node] = first[called]
+    return fx.GraphModule(graph, nodes)
+
+
+def trace(
+    fn: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    split_at: Sequence[Any],
+    compiler: str,
+    *,
+    num_outputs: int = 1,
+    smallest: int = 1,
+    largest: int = 1 << 13,
+    layers: Layers | None = None,
+    numbers: Mapping[Any, Sequence[int]] = MappingProxyType({}),
+    rewrite: Callable[[fx.GraphModule], object] = lambda graph: None,
+    progress: Callable[[], None] = lambda: None,
+) -> Traced:
+    """Trace fn(*inputs), which returns `num_outputs` tensors, possibly in tuples and beside None.
+
+    inputs: examples [T, ...] of one T > 1, whose first dimension becomes dynamic. smallest, largest: the T it will be
+    called with. A caller that compares T=1 with `fn` itself passes smallest=2: torch's own ops guard against one row
+    where a copy might broadcast, which seldom changes their result. split_at: op overloads to split at.
+    compiler: "inductor", or "eager" to leave the pieces as they are.
+    layers: equal layers within `fn`, which are walked once; where they cannot be, they are walked one by one.
+    numbers: of these ops the argument 3 of their calls, in their order.
+    rewrite: changes the graph of all, with every layer written out, in place, before it is split.
+    progress: called after every piece.
+    Raises GraphError for what cannot be traced as one graph for every T, or not be compiled; it names the op.
+    """
+
+    def flat(layers: Layers | None) -> tuple[fx.GraphModule, list[Any]]:
+        return _flat(fn, inputs, num_outputs, (smallest, largest), layers, numbers)
+
+    try:
+        graph, args = flat(layers)
+    except GraphError:
+        if layers is None:
+            raise
+        graph, args = flat(None)
+    rewrite(graph)
+    groups = merge_linears(graph, args)
+    chain = cut(graph, split_at)
+    try:
+        counts = compile_pieces(chain, args, groups, inputs, split_at, compiler, largest, progress)
+    except Exception as error:
+        raise GraphError(f"it cannot be traced and compiled as one graph: {why(error)}") from error
+    return Traced(chain, args, groups, counts, inputs)
+
+
+def _flat(
+    fn: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    num_outputs: int,
+    sizes: tuple[int, int],
+    layers: Layers | None,
+    numbers: Mapping[Any, Sequence[int]],
+) -> tuple[fx.GraphModule, list[Any]]:
+    """Walk through `fn`, see `trace`; return one graph of all it does, and what that is called with: the inputs, other
+    tensors, and T where it takes an int. Its nodes have example values."""
+    dynamic = [(tensor, (0,)) for tensor in inputs]
+    with nullcontext() if layers is None else layers.standing_in(numbers, sizes):
+        walked = walk(fn, inputs, dynamic, sizes)
+    graph, args, _ = walked if layers is None else write_out(walked, layers, sizes)
+    for op, values in numbers.items():
+        number(graph, op, values)
+    returned = len(next(n for n in graph.graph.nodes if n.op == "output").args[0])
+    if returned != num_outputs:
+        raise GraphError(
+            f"its trace returns {returned} tensors, {num_outputs} were expected: it keeps tensors elsewhere, or "
+            "returns one twice"
+        )
+    return graph, args

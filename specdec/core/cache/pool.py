@@ -1,0 +1,117 @@
+"""The contract of what layers keep of a request between forwards, and its first kind: the K/V pool. Others go by row.
+
+Layers write while a forward runs, each kind by a `write` of its own. What a prefill or a plain step writes counts at
+once. What a round writes of the nodes it verifies counts once the round commits the accepted path; the rest is dropped.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+# (slot_table [num_rows, width] int32, rows [bs], seq_lens [bs], accept_index [bs, W]): nodes accept_index of each
+# request, -1 past the path's end, are its tokens at positions seq_lens.. from now on. int64 unless said.
+Commit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class CommitOps(Protocol):
+    """The operations that a state may commit with; see `specdec.core.functional.ops.RoundOps`."""
+
+    @property
+    def committer(self) -> Callable[[Any], Commit]:
+        """Make the commit of a KV pool."""
+        ...
+
+
+class LayerState(ABC):
+    """State of one kind, of all layers that have it.
+
+    State by row is [num_rows, ...] under the rows of `SlotTables`; the last is the dummy row, which padding writes. A
+    prefill that begins at position 0 begins with an empty state, whatever a row held.
+    commits_chains: whether an accepted chain has to be committed, too.
+    """
+
+    commits_chains: bool = True
+
+    @abstractmethod
+    def committer(self, ops: CommitOps) -> Commit:
+        """Return the function that commits an accepted path, on the device and without a look at it from the host."""
+
+    @abstractmethod
+    def tensors(self, owner: str) -> dict[str, torch.Tensor]:
+        """Return every tensor under a name that begins with `owner`; they stay where they are."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held on the device."""
+        return sum(t.numel() * t.element_size() for t in self.tensors("").values())
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """K/V shape of one attention layer: heads, head dims (elements). v_in_k: V is the first v_dim elements of K."""
+
+    num_kv_heads: int
+    qk_dim: int
+    v_dim: int
+    v_in_k: bool = False
+
+    @property
+    def slot_size(self) -> int:
+        """Elements that one slot holds."""
+        return self.num_kv_heads * (self.qk_dim + (0 if self.v_in_k else self.v_dim))
+
+
+class KVPool(LayerState):
+    """K and V of every layer: k[layer] is [num_slots, Hkv, qk_dim], v[layer] is [num_slots, Hkv, v_dim].
+
+    Where V lies in K, v[layer] is a view of k[layer]. `planes` are the tensors that hold memory.
+    """
+
+    commits_chains = False  # a chain's K/V lies where it belongs; rejected slots are simply past the new L
+
+    def __init__(self, layers: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device):
+        def zeros(heads: int, dim: int) -> torch.Tensor:
+            return torch.zeros(num_slots, heads, dim, dtype=dtype, device=device)
+
+        self.layers, self.num_slots = tuple(layers), num_slots  # slots: the dummy page's included
+        self.k = [zeros(s.num_kv_heads, s.qk_dim) for s in layers]
+        self.v = [
+            k[..., : s.v_dim] if s.v_in_k else zeros(s.num_kv_heads, s.v_dim)
+            for k, s in zip(self.k, layers, strict=True)
+        ]
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k [T, Hkv, qk_dim] and v [T, Hkv, v_dim], unless it lies in K, at `slots` [T] int64."""
+        self.k[layer].index_copy_(0, slots, k)
+        if not self.layers[layer].v_in_k:
+            self.v[layer].index_copy_(0, slots, v)
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy K/V of every layer from slots `source` [N] to slots `target` [N]; all reads happen before the writes."""
+        for cache in self.planes:
+            cache.index_copy_(0, target, cache.index_select(0, source))
+
+    def committer(self, ops: CommitOps) -> Commit:
+        """Return the function that moves an accepted path's K/V to where a chain's lies."""
+        return ops.committer(self) if self.layers else lambda *_: None
+
+    def tensors(self, owner: str) -> dict[str, torch.Tensor]:
+        return {f"{owner} {name}": plane for name, plane in self._named_planes.items()}
+
+    @property
+    def planes(self) -> list[torch.Tensor]:
+        """The tensors that hold memory: K of every layer, then V of those where it does not lie in K."""
+        return list(self._named_planes.values())
+
+    @property
+    def _named_planes(self) -> dict[str, torch.Tensor]:
+        own_v = {f"v[{i}]": v for i, v in enumerate(self.v) if not self.layers[i].v_in_k}
+        return {**{f"k[{i}]": k for i, k in enumerate(self.k)}, **own_v}
+
+    @staticmethod
+    def bytes_for(layers: Sequence[LayerShape], num_slots: int, dtype: torch.dtype) -> int:
+        """Bytes that a pool of these layers would hold."""
+        return num_slots * dtype.itemsize * sum(s.slot_size for s in layers)

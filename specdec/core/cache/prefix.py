@@ -1,0 +1,174 @@
+"""K/V of texts that were served, kept for prompts that begin alike: a radix tree over positions, a page a step.
+
+The idea is RadixAttention's (SGLang, arXiv 2312.07104). K/V at a position depends on the tokens up to it alone, with
+drafts of the EAGLE family on the next one, too: `keys_of` makes a number of a position of what its K/V depends on
+besides those before. The tree holds its pages beside the requests that use them, and gives up those that were used
+longest ago where requests need room.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from specdec.core.cache.pages import NO_PAGES, Pages
+
+EVICTED = 32  # at least one page in so many goes at a time, so that making room is rare
+
+
+def scored_keys(tokens: np.ndarray) -> np.ndarray:
+    """Return the keys [T] int64 of `tokens` [T] int64 that the target alone has read, for scores: unlike all others."""
+    return -1 - tokens
+
+
+def keys_of(tokens: np.ndarray, looks_ahead: int) -> np.ndarray:
+    """Return the keys [n-1] int64 of all positions of `tokens` [n] int64 but the last: of an emitted token the K/V is
+    not there yet, and the last one of a prompt is read in any case, for its logits.
+
+    looks_ahead: 1 if K/V depends on the next token as well, 0 if not.
+    """
+    return tokens[:-1] << 32 | tokens[1:] if looks_ahead else tokens[:-1]
+
+
+class Node:
+    """A stretch of text: keys [n * page_size] int64 and their pages [n], n >= 1 but for the root; `used` says when.
+
+    children: by the bytes of their first page's keys.
+    """
+
+    __slots__ = ("children", "keys", "pages", "parent", "used")
+
+    def __init__(self, parent: "Node | None", keys: np.ndarray, pages: np.ndarray, used: int):
+        self.parent, self.keys, self.pages, self.used = parent, keys, pages, used
+        self.children: dict[bytes, Node] = {}
+
+
+class PrefixCache:
+    """The tree of one engine, with the counts of what it saved: prompt tokens asked for, and found."""
+
+    def __init__(self, pages: Pages, page_size: int):
+        self._pages = pages
+        self._page_size = page_size
+        self._time = 0
+        self.num_asked = self.num_found = 0
+        self.root = Node(None, NO_PAGES, NO_PAGES, 0)
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        """Return the pages of the longest beginning of `keys` [T] int64 that is kept: whole pages only."""
+        self._time += 1
+        *_, found = self._walk(keys)
+        return found
+
+    def keep(self, keys: np.ndarray, pages: np.ndarray) -> None:
+        """Keep K/V at positions of `keys` [T] int64, which lies in the first of `pages`. What is kept already stays as
+        it is; a last page that is not full is not kept."""
+        self._time += 1
+        node, same, found = self._walk(keys)
+        at, end = len(found), len(keys) // self._page_size
+        if at == end:
+            return
+        if same < len(node.pages):
+            node = self._split(node, same)
+        added = pages[at:end].copy()
+        self._pages.hold(added)
+        self._attach(Node(node, keys[at * self._page_size : end * self._page_size].copy(), added, self._time))
+
+    def evict(self, count: int) -> None:
+        """Free `count` pages, or as many as there are that nobody else holds, those used longest ago first."""
+        count = max(count, self._pages.num_pages // EVICTED)
+        order = itertools.count()  # of nodes used at one time: all ranks of an engine evict the same
+        leaves = [(n.used, next(order), n) for n in self._nodes() if n is not self.root and not n.children]
+        heapq.heapify(leaves)
+        while leaves and count > 0:
+            _, _, leaf = heapq.heappop(leaves)
+            parent = leaf.parent
+            count -= self._shorten(leaf, count)
+            if not len(leaf.pages) and parent is not None and parent is not self.root and not parent.children:
+                heapq.heappush(leaves, (parent.used, next(order), parent))
+
+    def clear(self) -> None:
+        """Forget everything; pages that running requests use stay theirs."""
+        held = self.held()
+        self.forget()  # first: what breaks off here must not leave pages in the tree that are free
+        for pages in held:
+            self._pages.drop(pages)
+
+    def forget(self) -> None:
+        """Become empty without giving pages back: for `Pages.repair`."""
+        self.root = Node(None, NO_PAGES, NO_PAGES, 0)
+
+    def held(self) -> list[np.ndarray]:
+        """Return the pages that the tree holds, an array a node."""
+        return [node.pages for node in self._nodes()]
+
+    def count(self, num_asked: int, num_found: int) -> None:
+        """Note a prompt of `num_asked` tokens, `num_found` of which were here."""
+        self.num_asked += num_asked
+        self.num_found += num_found
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the tree holds."""
+        return sum(map(len, self.held()))
+
+    @property
+    def num_idle(self) -> int:
+        """Those of them that nobody else holds."""
+        return sum(int((self._pages.holders[pages] == 1).sum()) for pages in self.held())
+
+    def _walk(self, keys: np.ndarray) -> tuple[Node, int, np.ndarray]:
+        """Return the last node that `keys` reach, how many of its pages they share, and the pages of all they share."""
+        size, node, same = self._page_size, self.root, 0
+        found = [NO_PAGES]
+        while same == len(node.pages):
+            child = node.children.get(keys[:size].tobytes())
+            if child is None:
+                break
+            node, same = child, num_alike(child.keys, keys) // size
+            node.used = self._time
+            found.append(node.pages[:same])
+            keys = keys[same * size :]
+        return node, same, np.concatenate(found)
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Divide `node` after its first `at` pages; return the first part."""
+        size = self._page_size
+        first = Node(node.parent, node.keys[: at * size], node.pages[:at], node.used)
+        node.parent, node.keys, node.pages = first, node.keys[at * size :], node.pages[at:]
+        self._attach(node)
+        self._attach(first)
+        return first
+
+    def _attach(self, node: Node) -> None:
+        assert node.parent is not None
+        node.parent.children[self._key(node)] = node
+
+    def _key(self, node: Node) -> bytes:
+        return node.keys[: self._page_size].tobytes()
+
+    def _shorten(self, leaf: Node, count: int) -> int:
+        """Free up to `count` of the last pages of `leaf`, and drop a leaf without pages; return how many."""
+        is_shared = np.flatnonzero(self._pages.holders[leaf.pages] > 1)
+        first = max(int(is_shared[-1]) + 1 if len(is_shared) else 0, len(leaf.pages) - count)
+        freed, key = leaf.pages[first:], self._key(leaf)
+        leaf.keys, leaf.pages = leaf.keys[: first * self._page_size], leaf.pages[:first]
+        self._pages.drop(freed)
+        if first == 0 and leaf.parent is not None:
+            del leaf.parent.children[key]
+        return len(freed)
+
+    def _nodes(self) -> Iterator[Node]:
+        """Yield all nodes, the root first."""
+        waiting = [self.root]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += node.children.values()
+
+
+def num_alike(a: np.ndarray, b: np.ndarray) -> int:
+    """Return how many first elements of `a` and `b` are equal."""
+    size = min(len(a), len(b))
+    differ = a[:size] != b[:size]
+    return int(differ.argmax()) if differ.any() else size

@@ -1,0 +1,160 @@
+"""The slot tables of running requests: which pages of the K/V pool each row has. Knows no model and no algorithm.
+
+Slot = page * page_size + offset. Page 0 is the dummy page: padding writes there and nobody reads it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from specdec.core.cache.pages import NO_PAGES, Pages
+from specdec.core.cache.prefix import PrefixCache
+from specdec.core.errors import CapacityError
+
+
+def write_pages(table: torch.Tensor, rows: torch.Tensor, pages: torch.Tensor, page_size: int) -> None:
+    """Let `rows` [n] int64 of table [num_rows, width] int32 name the slots of `pages` [n, P] int64, and slot 0 past
+    them."""
+    slots = (pages.unsqueeze(2) * page_size + torch.arange(page_size, device=pages.device)).flatten(1)
+    missing = table.shape[1] - slots.shape[1]  # negative: the end of a last page that no position reaches
+    table.index_copy_(0, rows, torch.nn.functional.pad(slots, (0, missing)).to(table.dtype))
+
+
+class SlotTables:
+    """Which slots each running request uses: `table` [max_batch + 1, width] int32 on the device, pages on the host.
+
+    A row is reserved with all the slots its request may ever need, so nothing is allocated inside a round and no
+    running request can be starved by another; `write` then tells the device. The last row is the dummy row: it names
+    slot 0 and nobody takes it. A row's first pages may be those of others: `prefixes` has what ended requests left, if
+    that is kept (`keeps_prefixes`), and what scored texts have in common.
+
+    A released row keeps its old table. That is safe: a round in flight may still write through it, but it was launched
+    before the pages were free, so before anything of their next owner, on the same stream; no later launch names the
+    row until it is reserved again, and `write` replaces its table as a whole.
+    """
+
+    def __init__(
+        self,
+        max_batch: int,
+        width: int,
+        num_slots: int,
+        page_size: int,
+        device: torch.device,
+        keeps_prefixes: bool = False,
+    ):
+        self.page_size = page_size
+        self.num_pages = num_slots // page_size
+        self.max_batch = max_batch
+        self.table = torch.zeros(max_batch + 1, width, dtype=torch.int32, device=device)
+        self._pages = Pages(self.num_pages)
+        self.keeps_prefixes = keeps_prefixes
+        self.prefixes = PrefixCache(self._pages, page_size)
+        self._of_row: dict[int, np.ndarray] = {}  # row -> its pages, in order of position
+        self._free_rows: list[int] = []
+        self.repair([])
+
+    @property
+    def total_slots(self) -> int:
+        """Slots a pool must have: all pages and the dummy page."""
+        return self.slots_for(self.num_pages * self.page_size, self.page_size)
+
+    @staticmethod
+    def slots_for(num_slots: int, page_size: int) -> int:
+        """Slots a pool must have for `num_slots` of its own: whole pages of them and the dummy page."""
+        return (num_slots // page_size + 1) * page_size
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    @property
+    def most_tokens(self) -> int:
+        """The most slots that one request can have."""
+        return min(self.num_pages * self.page_size, self.table.shape[1])
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Raise CapacityError if a request of `num_tokens` slots could not run even alone."""
+        if self.pages_for(num_tokens) > self.num_pages:
+            raise CapacityError(
+                f"the request needs {num_tokens} KV slots, the pool has {self.num_pages * self.page_size}; "
+                "shorten the prompt, lower max_new_tokens, or attach with a larger num_slots"
+            )
+        if num_tokens > self.table.shape[1]:
+            raise CapacityError(
+                f"the request needs {num_tokens} positions, a slot table has {self.table.shape[1]}; "
+                "shorten the prompt, lower max_new_tokens, or attach with a larger max_seq_len"
+            )
+
+    def reserve(self, num_tokens: int, shared: np.ndarray = NO_PAGES) -> int | None:
+        """Reserve a row with slots for `num_tokens` tokens, the first in pages `shared` [n] int64, which others hold;
+        None if rows or pages have run out."""
+        if not self._free_rows:
+            return None
+        self._pages.hold(shared)  # first, so that making room does not take them
+        count = self.pages_for(num_tokens) - len(shared)
+        if count > self._pages.num_free:
+            self.prefixes.evict(count - self._pages.num_free)
+        own = self._pages.take(count)
+        if own is None:
+            self._pages.drop(shared)
+            return None
+        row = self._free_rows.pop()
+        self._of_row[row] = np.concatenate([shared, own])
+        return row
+
+    def release(self, row: int) -> None:
+        """Return a row, and its pages as far as nobody else holds them."""
+        self._pages.drop(self._of_row.pop(row))
+        self._free_rows.append(row)
+
+    def keep(self, row: int, keys: np.ndarray) -> None:
+        """Keep K/V of the first positions of a reserved `row` for texts that begin alike; keys: see `PrefixCache`."""
+        self.prefixes.keep(keys, self._of_row[row])
+
+    def pages_of(self, rows: Sequence[int]) -> np.ndarray:
+        """Pages of reserved `rows`, [n, longest] int64; the shorter are filled up with the dummy page."""
+        found = [self._of_row[row] for row in rows]
+        pages = np.zeros((len(found), max(map(len, found))), dtype=np.int64)
+        for line, own in zip(pages, found, strict=True):
+            line[: len(own)] = own
+        return pages
+
+    def write(self, rows: torch.Tensor, pages: torch.Tensor) -> None:
+        """Tell the device: reserved `rows` [n] int64 use `pages` [n, P] int64, see `pages_of`."""
+        write_pages(self.table, rows, pages, self.page_size)
+
+    def repair(self, rows: Sequence[int]) -> None:
+        """Everything that is not held by one of the reserved `rows` is free again; what was kept is forgotten."""
+        self._of_row = {row: self._of_row[row] for row in rows}
+        self._free_rows = [row for row in reversed(range(self.max_batch)) if row not in self._of_row]
+        self.prefixes.forget()
+        self._pages.repair(self._of_row.values())
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows nobody holds."""
+        return len(self._free_rows)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that no row holds; what is kept counts as free, since it gives way."""
+        return self._pages.num_free + self.prefixes.num_idle
+
+    @property
+    def prefix_facts(self) -> dict[str, int]:
+        """What `Report.prefix_cache` says."""
+        cache = self.prefixes
+        if not self.keeps_prefixes:
+            return {}
+        return {"kept": cache.num_pages * self.page_size, "asked": cache.num_asked, "found": cache.num_found}
+
+    def check_integrity(self) -> None:
+        """Assert the invariants: every page but page 0 is free or held by those that count as its holders, and the
+        tables of reserved rows and of the dummy row name their pages."""
+        self._pages.check_integrity([*self._of_row.values(), *self.prefixes.held()])
+        assert sorted([*self._of_row, *self._free_rows]) == list(range(self.max_batch)), "a row is lost or doubled"
+        for row in (*self._of_row, self.max_batch):
+            pages = self.table[row].unique() // self.page_size
+            expected = set(self._of_row[row].tolist()) if row in self._of_row else set()
+            assert set(pages.unique().tolist()) - {0} == expected, f"slot table of row {row} names foreign pages"

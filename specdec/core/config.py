@@ -1,0 +1,232 @@
+"""Engine settings: frozen, validated once, derived with `dataclasses.replace`. Knows nothing about models."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+
+from specdec.core.ranges import FLAG, TOKEN, Range, check_fields, either, list_of, one_of, optional, real, whole
+
+MAX_TOP = 128  # best tokens whose log-probabilities are returned
+MAX_TOPK = 64  # branches a step: its K*K children are ranked by one program
+MAX_TAIL = 256  # nodes that ancestor masks name: four words of 64 bits; the kernels hold a tree in one program
+GRAPH_SAMPLING = ("greedy", "sampled", "filtered", "processed_greedy", "processed")
+PREFILL_GRAPHS = ("auto", "whole", "piecewise", "breakable", "off")
+COMPILES = ("auto", True, False)
+COMPILERS = ("inductor", "eager")
+
+
+def num_words(num_nodes: int) -> int:
+    """Return how many words of 64 bits name `num_nodes` nodes: the W of ancestor bits."""
+    return -(-num_nodes // 64)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an engine: drafting, capacity, backend and graphs.
+
+    num_steps S: draft depth, tokens on the longest drafted path (0 without a draft).
+    topk K: branches kept per step; 1 drafts a chain.
+    num_draft_tokens D: nodes verified per request and round, root included; a chain has S+1.
+    max_batch: requests decoded together; more wait their turn.
+    max_seq_len: longest prompt plus output of one request, in tokens.
+    num_slots: KV slots (tokens) of the pool; None holds `max_batch` requests of `max_seq_len`.
+    page_size: KV slots allocated together.
+    prefix_cache: whether K/V of what was served stays while there is room, so that of prompts which begin alike (turns
+        of a chat, many samples of one prompt, the same examples before every question) only what is new is prefilled.
+        "auto": where model and draft allow it. When the model changes all is forgotten, but what is written
+        through `.data` or `numpy()` is not noticed: call `Engine.clear_prefix_cache` then.
+    max_prefill_tokens: prompt tokens of one prefill forward; longer prompts are prefilled in chunks.
+    mixed_prefill_tokens: the same while requests that came earlier decode: a round of theirs follows each forward, so
+        that a long prompt slows them down but does not stop them. Prompts submitted together are prefilled first, all.
+    sample_drafts: whether chains of sampled requests are drawn from the draft's own law, which accepts more; False
+        drafts the most likely tokens. Both are lossless.
+    draft_vocab: target tokens that a draft may propose, of those it scores: their ids, or n for all ids below n and the
+        model's EOS; None: all. Its output head has only these rows (FR-Spec, arXiv 2502.14856); texts stay the same.
+    backend: attention backend, "auto" or a name in `specdec.backends`.
+    cuda_graph: whether rounds replay from graphs; None: on CUDA. True elsewhere records and re-runs, for tests.
+    graph_batches: batch sizes to capture, None for the usual ones up to max_batch.
+    graph_sampling: kinds of sampling to capture, of "greedy", "sampled" (no filters), "filtered", and, for requests
+        with penalties, bans or biases, "processed_greedy" and "processed".
+    prefill_graph: graphs of prefills: "breakable" (captured in segments around attention), "piecewise" (the same, of
+        traced and compiled pieces), "whole" (attention, first tokens and the draft's prefill included: one launch;
+        batches it does not serve take "piecewise" where layers are compiled, else "breakable"), "off", or "auto": on
+        CUDA whole ones up to 2048 tokens and those others; "off" elsewhere.
+    prefill_buckets: token counts to capture for prefills, None for the usual ones up to max_prefill_tokens.
+    compile: whether the target's layers are traced and compiled, for rounds and prefills; attaching takes longer then,
+        most of all the first time on a machine. "auto": on CUDA, where rounds have graphs; a model that does not trace
+        runs as it is, and `Engine.report()` says why. True warns of such a model, or raises GraphError under strict.
+        SPECDEC_COMPILE=0 in the environment turns "auto" off.
+    compiler: compiler of traced pieces, "inductor" or "eager" (none; for tests).
+    strict: raise GraphError where a round, or a prefill that has graphs, cannot replay, instead of running it eagerly.
+    check_kernels: whether attaching first holds the kernels of attention, recurrent layers and experts against their
+        torch twins, at the model's own sizes; AttachError names one that is wrong.
+    logprobs: with every emitted token, its log-probability and those of so many best tokens (0: its own alone); None:
+        none are computed. Costs a pass over the logits of emitted tokens in every round.
+    synthetic_acceptance: for measuring speed only: share of rounds in which draft position 1, 2, .. S is accepted,
+        whatever the target says; the text is meaningless then.
+    """
+
+    num_steps: int = 3
+    topk: int = 1
+    num_draft_tokens: int | None = None
+    max_batch: int = 8
+    max_seq_len: int = 2048
+    num_slots: int | None = None
+    page_size: int = 1
+    prefix_cache: bool | str = False
+    max_prefill_tokens: int = 8192
+    mixed_prefill_tokens: int = 1024
+    sample_drafts: bool = True
+    draft_vocab: int | tuple[int, ...] | None = None
+    backend: str = "auto"
+    cuda_graph: bool | None = None
+    graph_batches: tuple[int, ...] | None = None
+    graph_sampling: tuple[str, ...] = GRAPH_SAMPLING
+    prefill_graph: str = "auto"
+    prefill_buckets: tuple[int, ...] | None = None
+    compile: bool | str = "auto"
+    compiler: str = "inductor"
+    strict: bool = False
+    check_kernels: bool = False
+    logprobs: int | None = None
+    synthetic_acceptance: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, _RANGES)
+        if self.num_steps == 0 and self.topk > 1:
+            raise ValueError(f"topk={self.topk} with num_steps=0: a tree needs at least one draft step")
+        if self.topk * max(self.num_steps - 1, 1) > MAX_TAIL:
+            raise ValueError(
+                f"topk={self.topk}, num_steps={self.num_steps}: topk*(num_steps-1) draft nodes exceed {MAX_TAIL}; "
+                "lower one of them"
+            )
+        if self.num_draft_tokens is None:
+            default = self.num_steps + 1 if self.topk == 1 else min(self.num_candidates + 1, 32)
+            object.__setattr__(self, "num_draft_tokens", default)
+        self._check_draft_tokens()
+        if self.num_slots is not None and self.num_slots < self.page_size:
+            raise ValueError(f"num_slots={self.num_slots}: expected at least page_size={self.page_size}")
+        if self.strict and self.cuda_graph is False:
+            raise ValueError("strict=True with cuda_graph=False: strict refuses to run eagerly; leave one of them out")
+        object.__setattr__(self, "graph_sampling", tuple(k for k in GRAPH_SAMPLING if k in self.graph_sampling))
+        if self.synthetic_acceptance is not None:
+            self._check_rates(self.synthetic_acceptance)
+
+    def _check_rates(self, rates: tuple[float, ...]) -> None:
+        if len(rates) != self.num_steps or any(a < b for a, b in pairwise(rates)):
+            raise ValueError(
+                f"synthetic_acceptance={rates!r}: expected num_steps={self.num_steps} shares of rounds from 1 to 0, "
+                "none above the one before (position j is accepted only if j-1 is)"
+            )
+        if any(rates[self.verify_width - 1 :]):
+            raise ValueError(
+                f"synthetic_acceptance={rates}: with num_draft_tokens={self.verify_width} no more than "
+                f"{self.verify_width - 1} drafts can be accepted; the rates after that must be 0"
+            )
+
+    def _check_draft_tokens(self) -> None:
+        d = self.verify_width
+        if self.topk == 1:
+            if d != self.num_steps + 1:
+                raise ValueError(
+                    f"num_draft_tokens={d} with topk=1: a chain verifies num_steps+1={self.num_steps + 1} nodes; "
+                    "leave num_draft_tokens out, or set topk > 1 for a tree"
+                )
+            return
+        most = min(MAX_TAIL, self.num_candidates + 1)
+        if not 2 <= d <= most:
+            raise ValueError(
+                f"num_draft_tokens={d}: expected 2..{most} for topk={self.topk}, num_steps={self.num_steps} "
+                f"({self.num_candidates} candidates and the root, {MAX_TAIL} nodes at most)"
+            )
+
+    @property
+    def tree_words(self) -> int:
+        """Words of ancestor bits of the nodes verified, 0 for a chain."""
+        return num_words(self.verify_width) if self.topk > 1 else 0
+
+    @property
+    def draft_words(self) -> int:
+        """Words of ancestor bits of the K·(S-1) nodes that a draft model runs in a round, 0 for a chain."""
+        return num_words(self.topk * (self.num_steps - 1)) if self.topk > 1 else 0
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes the draft proposes before the re-rank: K + (S-1)·K²; a chain has S."""
+        return self.topk + (self.num_steps - 1) * self.topk**2 if self.num_steps else 0
+
+    @property
+    def verify_width(self) -> int:
+        """D: nodes verified per request and round, root included."""
+        assert self.num_draft_tokens is not None
+        return self.num_draft_tokens
+
+    @property
+    def draft_tail(self) -> int:
+        """Nodes that a draft model may run in a round, one after the other: max(K·(S-1), D, S+1)."""
+        return max(self.topk * (self.num_steps - 1), self.verify_width, self.num_steps + 1)
+
+    @property
+    def tail_reserve(self) -> int:
+        """Slots a round may write past L: max(K·(S-1), D, S+1), and one for drafts that are a token ahead."""
+        return self.draft_tail + 1
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of the largest prefill forward: a chunk, or all prompts that can run at once."""
+        return min(self.max_prefill_tokens, self.max_batch * (self.max_seq_len - 1), self.pool_slots)
+
+    @property
+    def dummy_row(self) -> int:
+        """The row of per-request state that padding of captured batches points to."""
+        return self.max_batch
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of per-request state, the dummy row included."""
+        return self.max_batch + 1
+
+    @property
+    def table_width(self) -> int:
+        """Positions in a row of the slot table: the longest request and one round's tail."""
+        return self.max_seq_len + self.tail_reserve
+
+    @property
+    def pool_slots(self) -> int:
+        """KV slots of the pool, the dummy page not counted."""
+        if self.num_slots is not None:
+            return self.num_slots
+        per_request = self.max_seq_len + 2 * self.tail_reserve + self.page_size
+        return self.max_batch * per_request
+
+
+_KIND = one_of(*GRAPH_SAMPLING)
+_KINDS = list_of(_KIND, f"one or more of {GRAPH_SAMPLING}", low=1)
+_RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "num_steps": whole(0, MAX_TAIL - 1),
+        "topk": whole(1, MAX_TOPK),
+        "num_draft_tokens": optional(whole(1, MAX_TAIL)),
+        "max_batch": whole(1),
+        "max_seq_len": whole(2),
+        "num_slots": optional(whole(1)),
+        "page_size": whole(1),
+        "prefix_cache": one_of(*COMPILES),
+        "max_prefill_tokens": whole(1),
+        "mixed_prefill_tokens": whole(1),
+        "sample_drafts": FLAG,
+        "draft_vocab": optional(either(whole(2), list_of(TOKEN, "token ids of at least 0", low=1)), " for all"),
+        "cuda_graph": one_of(None, True, False),
+        "graph_batches": optional(list_of(whole(1), "batch sizes of at least 1", low=1), " for the usual ones"),
+        "graph_sampling": either(Range(_KIND.expected, lambda value: (_KIND.read(value),)), _KINDS),
+        "prefill_graph": one_of(*PREFILL_GRAPHS),
+        "prefill_buckets": optional(list_of(whole(1), "token counts of at least 1", low=1), " for the usual ones"),
+        "compile": one_of(*COMPILES),
+        "compiler": one_of(*COMPILERS),
+        "strict": FLAG,
+        "check_kernels": FLAG,
+        "logprobs": optional(whole(0, MAX_TOP)),
+        "synthetic_acceptance": optional(list_of(real(0, 1), "shares of rounds from 1 to 0, one a draft step")),
+    }
+)

@@ -1,0 +1,276 @@
+"""What all draft models do alike: grow a chain or a tree a step at a time, and follow what the target accepted.
+
+Between rounds a row holds what the last draft-extend (or the prefill) left: the logits of the token after the root,
+and the state that a next step takes, so drafting S deep costs S-1 forwards. The draft's KV lies in a pool of its own
+under the target's slot numbers. Chains: arXiv 2211.17192; trees as in EAGLE-2, arXiv 2406.16858.
+"""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+
+from specdec.backends.op import ForwardContext, forward_context
+from specdec.core.batch import AttentionMetadata, ForwardMode
+from specdec.core.config import EngineConfig
+from specdec.core.draft.worker import STREAM_DRAFT, Draft, DraftParts, DraftWorker, RoundBatch
+from specdec.core.functional.tree import Frontier, own_bits
+from specdec.core.functional.verify import VerifyOutput
+
+
+class DraftModelWorker(DraftWorker):
+    """Drafts with a model that scores the target tokens `hot_ids` [dv] int64, or those of a narrow head.
+
+    State by row: `logits` [num_rows, dv], and `hidden` [num_rows, h_d] of a model that is fed its own states.
+    """
+
+    def __init__(
+        self,
+        parts: DraftParts,
+        *,
+        hot_ids: torch.Tensor,
+        vocab_size: int,
+        state_size: int,
+        dtype: torch.dtype,
+    ):
+        """state_size: h_d, 0 for a model that is fed tokens only; vocab_size V: the target's."""
+        self.narrow, config = parts.narrow, parts.config
+        hot_ids = hot_ids if self.narrow is None else self.narrow.ids
+        num_hot, device = hot_ids.numel(), hot_ids.device
+        if config.topk > num_hot:
+            raise ValueError(f"topk={config.topk}: the draft scores only {num_hot} tokens")
+        assert parts.context is not None, "a model has attention layers"
+        self.spec = parts.spec
+        self.id_shift = parts.spec.id_shift
+        self.config = config
+        self.ops = parts.ops
+        self.dtype = dtype
+        self.hot_ids = hot_ids
+        self.vocab_size = vocab_size
+        self.draws_chains = config.sample_drafts
+        self.context: ForwardContext = parts.context
+        self._commits = [s.committer(parts.ops) for s in parts.context.states if s.commits_chains]
+        self.candidate_depths = candidate_depths(config).to(device)
+        self.own_bits = node_bits(config).to(device)  # [S-1, K, W]
+        self.logits = torch.zeros(config.num_rows, num_hot, dtype=dtype, device=device)
+        self.hidden = torch.zeros(config.num_rows, state_size, dtype=dtype, device=device) if state_size else None
+
+    @abstractmethod
+    def run(
+        self,
+        mode: ForwardMode,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor | None,
+        module: int = 0,
+    ) -> torch.Tensor:
+        """The model's states [T, h_d] of ids [T] at positions [T], beside hidden [T, h_d]; attention is in scope."""
+
+    @abstractmethod
+    def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
+        """Logits [T, dv] over `hot_ids` of states [T, h_d]."""
+
+    def inputs(self, features: torch.Tensor | None) -> torch.Tensor | None:
+        """What stands in the place of states beside true tokens, from the target's features [T, num_aux*h]."""
+        return None
+
+    def prefill_layers(
+        self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
+    ) -> torch.Tensor:
+        hidden = features if module else self.inputs(features)
+        return self.run(ForwardMode.EXTEND, ids, positions, hidden, module)
+
+    def draft(self, batch: RoundBatch) -> Draft:
+        return self._draft_chain(batch) if self.config.topk == 1 else self._draft_tree(batch)
+
+    def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> None:
+        """Run a row for every token that could be accepted, on true features; the last accepted token's row is kept.
+
+        Rows past it compute garbage into slots past the new L, where nobody looks.
+        """
+        width = verified.tokens.shape[1]  # S+1, or D where the tree is too small for a path of S
+        features = None
+        if aux is not None:
+            features = self.inputs(self.ops.gather_rows(aux, verified.accept_index).flatten(0, 1))
+        ids = verified.tokens.clamp(min=0).view(-1)
+        states = self.forward(batch, ForwardMode.DRAFT_EXTEND, ids, features, q_len=width).unflatten(0, (-1, width))
+        self.commit(batch, width, verified.accept_lens)
+        last = verified.accept_lens.unsqueeze(1) - 1
+        self.keep(batch.rows, self.ops.gather_rows(states, last).squeeze(1))
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        own = {"hot_ids": self.hot_ids, "logits": self.logits}
+        if self.hidden is not None:
+            own["hidden"] = self.hidden
+        return own | {name: t for state in self.context.states for name, t in state.tensors("cache").items()}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {
+            "algo": self.spec.name,
+            "features": self.spec.features,
+            "aux_layers": self.aux_layers,
+            "draft_vocab_size": self.hot_ids.numel(),
+            "draft_kv_bytes": self.context.pool.num_bytes,
+        }
+
+    def forward(
+        self,
+        batch: RoundBatch,
+        mode: ForwardMode,
+        ids: torch.Tensor,
+        hidden: torch.Tensor | None,
+        module: int = 0,
+        **shape: Any,
+    ) -> torch.Tensor:
+        """A forward of ids [T] after the draft's committed tokens: states [T, h_d]. shape: see `MetadataBuilder`."""
+        ahead = 1 - self.spec.id_shift  # tokens that the draft has seen more than the target: the root, or none
+        metadata: AttentionMetadata = self.context.backend.metadata.uniform(
+            mode,
+            batch.slot_table,
+            batch.rows,
+            batch.seq_lens + ahead if ahead else batch.seq_lens,
+            max_prefix=min(batch.max_prefix + ahead, batch.slot_table.shape[1]),
+            **shape,
+        )
+        with forward_context(self.context, metadata):
+            return self.run(mode, ids, metadata.positions, hidden, module)
+
+    def commit(self, batch: RoundBatch, width: int, lens: torch.Tensor) -> None:
+        """Commit the first lens [bs] of the `width` tokens that the last forward ran; K/V lie where they belong."""
+        if not self._commits:
+            return
+        nodes = torch.arange(width, device=lens.device)
+        path = torch.where(nodes < lens.unsqueeze(1), nodes, -1)
+        for commit in self._commits:
+            commit(batch.slot_table, batch.rows, batch.seq_lens + 1 - self.spec.id_shift, path)
+
+    def of_rows(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the lines of values [num_rows, n] that belong to `rows`."""
+        return self.ops.gather_rows(values.unsqueeze(0), rows.unsqueeze(0)).squeeze(0)
+
+    def keep(self, rows: torch.Tensor, states: torch.Tensor) -> None:
+        """Store the states [n, h_d] that predict the next tokens of `rows`, and their logits."""
+        if self.hidden is not None:
+            self.hidden[rows] = states
+        self.logits[rows] = self.score(states).to(self.logits.dtype)  # a head may give fp32 for states in bf16
+
+    def tail_depths(self, ids: torch.Tensor, num_steps: int) -> torch.Tensor | None:
+        """Depths [bs, K*num_steps] of the draft nodes of `num_steps` steps, ids [bs, K] each; windows and chunks go by
+        them."""
+        if all(layer.sees_all for layer in self.context.layers):
+            return None
+        depths = torch.arange(num_steps, device=ids.device).repeat_interleave(ids.shape[1])
+        return depths.expand(ids.shape[0], -1).contiguous()
+
+    def steps(self, batch: RoundBatch) -> "Steps":
+        """The draft steps of one round."""
+        return Steps(self, batch)
+
+    def _draft_chain(self, batch: RoundBatch) -> Draft:
+        """K=1: the best (or a sampled) token a step."""
+        logits, steps = self.of_rows(self.logits, batch.rows), self.steps(batch)
+        tokens: list[torch.Tensor] = []
+        laws: list[torch.Tensor] = []
+        for step in range(self.config.num_steps):
+            if step:
+                logits = self.score(steps.advance(tokens[-1].unsqueeze(1)), steps.module)
+            if batch.sampling is None or not self.draws_chains:
+                tokens.append(self.ops.best_token(logits, self.hot_ids))
+            else:
+                law = self.ops.law(logits.unsqueeze(1), batch.sampling).squeeze(1)
+                draws = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, STREAM_DRAFT + step, 1)
+                tokens.append(self.hot_ids[self.ops.sample(law, draws.squeeze(1))])
+                laws.append(law)
+        return Draft(self.ops.chain(batch.roots, torch.stack(tokens, 1)), self._over_target_vocab(laws))
+
+    def _draft_tree(self, batch: RoundBatch) -> Draft:
+        """K>1: grow K branches a step by cumulative log-probability, then re-rank everything proposed (EAGLE-2)."""
+        k, bs, steps = self.config.topk, batch.rows.shape[0], self.steps(batch)
+        best, ids = self.ops.top_tokens(self.of_rows(self.logits, batch.rows), k, self.hot_ids)  # [bs, K]
+        names = torch.arange(k, device=ids.device).repeat(bs, 1)
+        frontier = Frontier(ids, best, names, self.own_bits[:1].repeat(bs, 1, 1))
+        tokens, scores, parents = [ids], [best], [torch.full_like(ids, -1)]
+        for step in range(1, self.config.num_steps):
+            states = steps.advance(frontier.tokens, frontier.above, frontier.bits)
+            log_probs, ids = self.ops.top_tokens(self.score(states, steps.module), k, self.hot_ids)  # [bs*K, K]
+            log_probs, ids = log_probs.view(bs, k, k), ids.view(bs, k * k)
+            own_bits = self.own_bits[min(step, len(self.own_bits) - 1)]  # the last step's children stay leaves
+            best, owners, frontier = self.ops.grow(log_probs, ids, frontier, own_bits, k + (step - 1) * k * k)
+            tokens.append(ids)
+            scores.append(best)
+            parents.append(owners)
+        tree = self.ops.build(
+            batch.roots,
+            torch.cat(tokens, 1),
+            torch.cat(scores, 1),
+            torch.cat(parents, 1),
+            self.candidate_depths,
+            num_draft_tokens=self.config.verify_width,
+            num_steps=self.config.num_steps,
+        )
+        return Draft(tree, None)
+
+    def _over_target_vocab(self, laws: list[torch.Tensor]) -> torch.Tensor | None:
+        """Draft laws S x [bs, dv] as [bs, S, V]; tokens outside the hot vocabulary have probability 0."""
+        if not laws:
+            return None
+        q = torch.stack(laws, 1)
+        if q.shape[2] == self.vocab_size:
+            return q
+        wide = q.new_zeros(*q.shape[:2], self.vocab_size)
+        return wide.index_copy_(2, self.hot_ids, q)
+
+
+class Steps:
+    """The forwards of one round's draft, a step at a time: K new nodes each, which see their ancestors.
+
+    module: of the head, the one whose states came last (see `DraftHead.num_modules`).
+    """
+
+    def __init__(self, worker: DraftModelWorker, batch: RoundBatch):
+        self.worker = worker
+        self.batch = batch
+        self.step = self.module = 0
+        self._states: torch.Tensor | None = None  # [bs, K, h_d] of the last step
+
+    def advance(
+        self, ids: torch.Tensor, above: torch.Tensor | None = None, bits: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """States [bs*K, h_d] after nodes ids [bs, K]; above [bs, K]: their parents among the nodes of the last step.
+
+        bits [bs, K, W]: draft nodes that each one sees, itself included; None for a chain.
+        """
+        self.step += 1
+        shape: dict[str, Any] = {"q_len": ids.shape[1], "first_node": ids.shape[1] * (self.step - 1)}
+        if bits is not None:
+            shape |= {"depths": torch.full_like(ids, self.step - 1), "ancestor_bits": bits}
+            shape["tail_depths"] = self.worker.tail_depths(ids, self.step)
+        inputs = self._inputs(ids.shape[1], above)
+        states = self.worker.forward(self.batch, ForwardMode.DRAFT, ids.reshape(-1), inputs, self.module, **shape)
+        self._states = states.unflatten(0, ids.shape)
+        return states
+
+    def _inputs(self, k: int, above: torch.Tensor | None) -> torch.Tensor | None:
+        """What the nodes of a step are fed: their parents' states [bs*K, h_d]."""
+        if self.worker.hidden is None:
+            return None
+        if self._states is None:
+            return self.worker.of_rows(self.worker.hidden, self.batch.rows).repeat_interleave(k, 0)
+        states = self._states if above is None else self.worker.ops.gather_rows(self._states, above)
+        return states.flatten(0, 1)
+
+
+def candidate_depths(config: EngineConfig) -> torch.Tensor:
+    """[N] int64: depth of every tree candidate in creation order: K at depth 1, then K*K a step."""
+    k = config.topk
+    return torch.tensor([1] * k + [d for d in range(2, config.num_steps + 1) for _ in range(k * k)], device="cpu")
+
+
+def node_bits(config: EngineConfig) -> torch.Tensor:
+    """[S-1, K, W] int64: the bits of the draft nodes of each step: K of them, numbered through the draft's tail."""
+    num_later = max(config.num_steps - 1, 0)
+    num_nodes = config.topk * num_later
+    bits = own_bits(torch.arange(num_nodes, device="cpu"), num_nodes)
+    return bits.view(num_later, config.topk, bits.shape[1])

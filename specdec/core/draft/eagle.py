@@ -1,0 +1,118 @@
+"""The worker of the EAGLE family: EAGLE-1/2, EAGLE-3 and NextN heads, which read features of the target.
+
+Position p of the draft sees (embedding of token p+1, feature of position p): arXiv 2401.15077, 2503.01840; for NextN
+2412.19437. What the heads do with them is theirs; what they read says `AlgoSpec`.
+"""
+
+from typing import Any, Protocol
+
+import torch
+
+from specdec.backends.op import attention
+from specdec.backends.rope import Rope
+from specdec.core.batch import ForwardMode
+from specdec.core.draft.drafting import DraftModelWorker
+from specdec.core.draft.head import DraftHead
+from specdec.core.draft.worker import DraftParts, PrefillChunk, RoundBatch, RunPrefill
+
+
+class Compiled(Protocol):
+    """A traced part of a head: of a module, states of (ids, positions, states), or its norm of states."""
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """See `HeadWorker.run_live` and `DraftHead.normed`."""
+        ...
+
+    def release(self) -> None:
+        """Give joined weights their own storage again."""
+        ...
+
+
+class HeadWorker(DraftModelWorker):
+    """Drafts with a head for the target, whose embedding and output head it uses where it has none of its own."""
+
+    has_begin = True
+
+    def __init__(self, parts: DraftParts, head: DraftHead):
+        weight, target, config = head.weight, parts.target, parts.config
+        super().__init__(
+            parts,
+            hot_ids=head.hot_ids,
+            vocab_size=head.vocab_size,
+            state_size=head.hidden_size,
+            dtype=weight.dtype,
+        )
+        self.head = self.module = head
+        self.target = target
+        self.embed_tokens = head.embed_tokens if head.embed_tokens is not None else target.embed_tokens
+        self.aux_layers = head.aux_layers
+        self.hidden_size = head.hidden_size
+        self.num_modules = head.num_modules
+        every_position = torch.arange(config.table_width, device=weight.device)
+        self.compiled: dict[int, Compiled] = {}  # by module
+        self.compiled_norms: dict[int, Compiled] = {}  # of those whose norm before the output head stands apart
+        self.rope_tables = torch.stack(head.rope(every_position), 1)  # [table_width, 2, R]: cos, sin
+
+    def run(
+        self,
+        mode: ForwardMode,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor | None,
+        module: int = 0,
+    ) -> torch.Tensor:
+        assert hidden is not None, "a head reads states"
+        if module in self.compiled:
+            (states,) = self.compiled[module](ids.contiguous(), positions, hidden.contiguous())
+            return states
+        with self.head.routed():
+            return self.run_live(ids, positions, hidden, module)
+
+    def run_live(self, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, module: int) -> torch.Tensor:
+        """`run` by the head's own modules; needs `DraftHead.routed`. This is what gets traced."""
+        rope = Rope(*self.rope_tables[positions].unbind(1))
+        return self.head(self.embed_tokens(ids), hidden, rope, _attend, module)
+
+    def drop_compiled(self) -> None:
+        """Switch back to the live modules; every weight has a storage of its own again."""
+        for traced in (*self.compiled.values(), *self.compiled_norms.values()):
+            traced.release()
+        self.compiled.clear()
+        self.compiled_norms.clear()
+
+    def close(self) -> None:
+        self.drop_compiled()
+
+    def prefill_layers(
+        self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
+    ) -> torch.Tensor:
+        # The token after a prompt whose logits are not finite is -1: that request is over, any id will do.
+        return super().prefill_layers(ids.clamp(min=0), positions, features, module)
+
+    def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
+        if module in self.compiled_norms:
+            (normed,) = self.compiled_norms[module](states.contiguous())
+        else:
+            normed = self.head.normed(states, module)
+        return self.narrow(normed) if self.narrow is not None else self.head.project(normed, self.target.head)
+
+    def inputs(self, features: torch.Tensor | None) -> torch.Tensor:
+        assert features is not None, f"{self.spec.name} needs the target's features"
+        return self.head.fuse(features)
+
+    def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> torch.Tensor:
+        assert hidden is not None
+        return hidden.index_select(0, chunk.last_rows)
+
+    def begin(self, batch: RoundBatch, states: torch.Tensor | None) -> None:
+        assert states is not None
+        self.keep(batch.rows, states)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts, "recycles": "post_norm" if self.head.recycles_normed else "pre_norm"}
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, layer: int) -> torch.Tensor:
+    """The head's layers through our op; the backend rotates what comes un-rotated."""
+    return attention(q, k, v, layer, rope)

@@ -1,0 +1,113 @@
+"""The interface of a draft head to its callers: the draft workers and the trainer.
+
+A row of a head takes the embedding of token p+1 and a feature of token p, and gives the state that is scored for token
+p+2 and fed back in place of a feature. The head knows neither KV pool nor tree: attention is a callable that the worker
+or the trainer passes in, so both run the very same arithmetic.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from specdec.backends.base import LayerSpec
+from specdec.backends.rope import Rope
+
+# attend(q, k, v, rope, layer): q [..., Hq, d], k and v [..., Hkv, d] to [..., Hq, d]; q and k come un-rotated with rope
+# tables, so that a backend can rotate them where it stores them, or rotated with None. layer: index in the head.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rope | None, int], torch.Tensor]
+
+
+class DraftHead(nn.Module, ABC):
+    """A head of the EAGLE family. `embed_tokens` and `lm_head` are None where it shares the target's.
+
+    algo: its row in `reach.assembly.algorithms`. aux_layers: target layers whose OUTPUT it reads, low to high, or
+    (LAST,). recycles_normed: whether a step feeds back the state after the out norm. vocab_size V: the target's.
+    num_modules: heads of several MTP layers run module min(j, num_modules-1) at draft step j, on states of the previous
+    module; each has an attention layer of its own.
+    """
+
+    algo: str
+    aux_layers: tuple[int, ...]
+    num_modules: int = 1
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    recycles_normed: bool
+    embed_tokens: nn.Embedding | None
+    lm_head: nn.Linear | None
+
+    @property
+    @abstractmethod
+    def attention_layers(self) -> Sequence[LayerSpec]:
+        """Attention specs of all layers, in call order."""
+
+    @property
+    def sinks(self) -> Sequence[torch.Tensor | None]:
+        """Attention sinks [Hq] of every layer, or None."""
+        return [None] * len(self.attention_layers)
+
+    @property
+    def hot_ids(self) -> torch.Tensor:
+        """[dv] int64, ascending: target ids of the tokens that the head scores; by default the whole vocabulary."""
+        return torch.arange(self.vocab_size, device=self.weight.device)
+
+    @property
+    @abstractmethod
+    def weight(self) -> torch.Tensor:
+        """One of its weights, which gives dtype and device."""
+
+    def routed(self) -> AbstractContextManager[None]:
+        """Return a context in which its modules run by our ops: experts, of a head that has them."""
+        return nullcontext()
+
+    @abstractmethod
+    def rope(self, positions: torch.Tensor) -> Rope:
+        """Return rotary tables [..., R] for positions [...] int64, in the head's dtype."""
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """Map the target's features [..., num_aux*h] to the input [..., h_d] that takes a state's place."""
+        return features
+
+    def forward(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend, module: int = 0
+    ) -> torch.Tensor:
+        """Return the recycled state [..., h_d].
+
+        embeds [..., h_d]: of token p+1. hidden [..., h_d]: feature or state at p.
+        """
+        out = self.run_layers(embeds, hidden, rope, attend, module)
+        return self.out_norm(module)(out) if self.recycles_normed else out
+
+    @abstractmethod
+    def run_layers(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend, module: int
+    ) -> torch.Tensor:
+        """Run `forward` up to the out norm."""
+
+    @abstractmethod
+    def out_norm(self, module: int = 0) -> nn.Module:
+        """Return the norm before the output head."""
+
+    def normed(self, state: torch.Tensor, module: int = 0) -> torch.Tensor:
+        """Return the output head's input, from a recycled state [..., h_d]."""
+        return state if self.recycles_normed else self.out_norm(module)(state)
+
+    def logits(
+        self,
+        state: torch.Tensor,
+        target_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        module: int = 0,
+    ) -> torch.Tensor:
+        """Map a recycled state [N, h_d] to logits [N, dv], with its own output head or else `target_head`."""
+        return self.project(self.normed(state, module), target_head)
+
+    def project(
+        self, normed: torch.Tensor, target_head: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Map the output head's input [N, h_d] to logits [N, dv]; see `logits`."""
+        score: Callable[[torch.Tensor], torch.Tensor] | None = self.lm_head or target_head
+        assert score is not None, f"a head of {self.algo!r} without an output head needs the target's"
+        return score(normed)

@@ -1,0 +1,228 @@
+"""Admission: turns a caller's arguments into checked requests. Mistakes are found here, before anything runs."""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, pairwise
+from operator import add
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from specdec.core.engine.core import Core
+from specdec.core.engine.generation import HONOURED, LENGTHS, Settings
+from specdec.core.engine.request import Request
+from specdec.core.errors import CapacityError
+from specdec.core.functional.processors import MAX_BAD_WORDS, MAX_ENTRIES, TokenRules
+from specdec.core.ranges import FLAG, TOKEN_IDS, is_whole
+from specdec.core.round.state import MAX_STOP_IDS
+from specdec.core.sampling_params import SamplingParams
+from specdec.core.text.detokenizer import Detokenizer
+from specdec.core.text.inputs import check_text, prompts_to_ids
+
+DEFAULT_NEW_TOKENS = 256
+
+
+def make_requests(
+    core: Core,
+    tokenizer: Any,
+    prompts: Any,
+    *,
+    attention_mask: Any = None,
+    max_new_tokens: int | Sequence[int] | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    generation_config: Any = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: int | Sequence[int] | None = None,
+    ignore_eos: bool = False,
+    **settings: Any,
+) -> list[Request]:
+    """Return one request per prompt, not queued yet; the options are those of `Engine.generate`."""
+    if sampling is not None:
+        _refuse_two_laws(settings)
+    merged = Settings.merge(core.target.model.generation_config, generation_config, settings)
+    batch = prompts_to_ids(prompts, tokenizer, attention_mask)
+    limits = _limits(core, merged, max_new_tokens, batch)
+    eos = frozenset() if FLAG.check("ignore_eos", ignore_eos) else merged.eos_ids
+    ids = () if stop_token_ids is None else [stop_token_ids] if is_whole(stop_token_ids) else stop_token_ids
+    strings, special = _stop_strings(stop if stop is not None else merged.get("stop_strings"), tokenizer)
+    stop_ids = tuple(sorted({*eos, *TOKEN_IDS.check("stop_token_ids", ids), *special}))
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise ValueError(f"{len(stop_ids)} stop ids (EOS included): at most {MAX_STOP_IDS}")
+    _check_vocabulary(core, "stop ids", stop_ids)
+    laws = _laws(sampling, merged, batch)
+    if core.config.synthetic_acceptance is not None:  # it draws random numbers even for greedy requests
+        laws = [law if law.seed is not None else law.with_seed(i) for i, law in enumerate(laws)]
+    arrays = _checked_prompts(core, batch, limits)
+    may_be_long = sampling is None and not {"min_new_tokens", "min_length"} & merged.given  # the model's own, then
+    for i, (law, limit) in enumerate(zip(laws, limits, strict=True)):
+        _check_rules(core, law, eos)
+        if law.min_new_tokens > limit and not may_be_long:
+            raise ValueError(
+                f"min_new_tokens={law.min_new_tokens} of prompt {i} is more than max_new_tokens={limit}: lower it, or "
+                "raise max_new_tokens"
+            )
+    requests = [
+        Request(prompt, array, limit, law, stop_ids, eos, Detokenizer(tokenizer, strings, prompt), special)
+        for prompt, array, limit, law in zip(batch, arrays, limits, laws, strict=True)
+    ]
+    if core.config.logprobs is not None:
+        for request in requests:
+            request.logprobs = []
+    return requests
+
+
+def _refuse_two_laws(settings: dict[str, Any]) -> None:
+    """Raise ValueError for settings beside SamplingParams, which are complete: the settings would be ignored."""
+    both = sorted((HONOURED - {*LENGTHS, "eos_token_id", "stop_strings"}) & settings.keys())
+    if both:
+        raise ValueError(
+            f"sampling=SamplingParams(...) together with {', '.join(both)}: say it in one of the two; "
+            "SamplingParams has these fields, too"
+        )
+
+
+def _limits(core: Core, settings: Settings, given: Any, batch: list[list[int]]) -> list[int]:
+    """Return max_new_tokens of every prompt: the caller's, else the model's or 256, up to what the engine holds."""
+    if given is not None:
+        return _per_prompt("max_new_tokens", given, len(batch))
+    limits = [settings.max_new_tokens(len(prompt)) for prompt in batch]
+    if any(name in settings.given and settings.get(name) is not None for name in LENGTHS):
+        return cast(list[int], limits)
+    longest = min(core.config.max_seq_len, core.scheduler.longest_request)
+    room = [longest - len(prompt) for prompt in batch]
+    if any(limit is not None and limit > most >= 1 for limit, most in zip(limits, room, strict=True)):
+        setting = "max_seq_len" if longest == core.config.max_seq_len else "num_slots"
+        warnings.warn(
+            f"the model's generation_config allows more tokens than {setting}={getattr(core.config, setting)} holds: "
+            f"texts end there. Attach with a larger {setting}, or give max_new_tokens",
+            stacklevel=5,
+        )
+    # One token at least: a prompt that leaves no room for it is refused, as everything else that does not fit.
+    return [
+        min(DEFAULT_NEW_TOKENS if limit is None else limit, max(most, 1))
+        for limit, most in zip(limits, room, strict=True)
+    ]
+
+
+def _stop_strings(stop: Any, tokenizer: Any) -> tuple[list[str], tuple[int, ...]]:
+    """Return the stop strings that text can contain, and the ids of those that are special tokens, never in text."""
+    strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, Iterable) or not all(isinstance(s, str) for s in strings):
+        raise ValueError(f"stop={stop!r}: expected a string or a list of strings")
+    strings = [check_text("stop", s) for s in strings]
+    if strings and tokenizer is None:
+        raise ValueError(f"stop={stop!r} needs a tokenizer; attach(..., tokenizer=...)")
+    if not all(strings):
+        raise ValueError(f"stop={stop!r}: stop strings must not be empty")
+    special = _special_tokens(tokenizer) if strings else {}
+    mixed = [(s, t) for s in strings for t in special if t in s and t != s]
+    if mixed:
+        raise ValueError(
+            f"stop={mixed[0][0]!r} holds the special token {mixed[0][1]!r}, which never becomes text: "
+            "stop at the token alone, or leave it out of the string"
+        )
+    return [s for s in strings if s not in special], tuple(special[s] for s in strings if s in special)
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the id of every special token (decoding leaves them out) by its text."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    found = {str(token): index for index, token in added.items() if getattr(token, "special", False)}
+    names, ids = getattr(tokenizer, "all_special_tokens", ()), getattr(tokenizer, "all_special_ids", ())
+    return {**found, **dict(zip(map(str, names), ids, strict=False))}
+
+
+def _checked_prompts(core: Core, batch: list[list[int]], limits: list[Any]) -> list[np.ndarray]:
+    """Return the prompts as `Request.prompt`; ValueError (CapacityError) names the first that cannot be served."""
+    ends = list(accumulate((len(prompt) + 1 for prompt in batch), initial=0))
+    try:
+        ids = chain.from_iterable(part for prompt in batch for part in (prompt, (0,)))
+        flat = np.fromiter(ids, dtype=np.int64, count=ends[-1])
+    except OverflowError:
+        flat = np.array([-1])  # not a token
+    # All at once, since calls may have hundreds; if something is wrong, one by one, to name the prompt and the error.
+    are_ids = all(batch) and flat.view(np.uint64).max() < core.target.spec.vocab_size  # negative ones are large so
+    are_limits = all(type(limit) is int and limit >= 1 for limit in limits)
+    if not (are_ids and are_limits and max(map(add, map(len, batch), limits)) <= core.config.max_seq_len):
+        for i, (prompt, limit) in enumerate(zip(batch, limits, strict=True)):
+            _check(core, i, prompt, limit)
+    longest = max(map(add, map(len, batch), limits))
+    core.slot_tables.check_fits(core.scheduler.slots_needed(longest, 0))
+    return [flat[begin:end] for begin, end in pairwise(ends)]
+
+
+def _check(core: Core, index: int, ids: list[int], max_new_tokens: int) -> None:
+    if not ids:
+        raise ValueError(f"prompt {index} is empty; a target needs at least one token to continue")
+    vocab = core.target.spec.vocab_size
+    if min(ids) < 0 or max(ids) >= vocab:
+        bad = next(t for t in ids if not 0 <= t < vocab)
+        raise ValueError(f"prompt {index} holds token {bad}; the target's vocabulary has {vocab} tokens")
+    if not is_whole(max_new_tokens) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} for prompt {index}: expected an integer of at least 1")
+    total = len(ids) + max_new_tokens
+    if total > core.config.max_seq_len:
+        raise CapacityError(
+            f"prompt {index} has {len(ids)} tokens and may emit {max_new_tokens}: {total} exceed "
+            f"max_seq_len={core.config.max_seq_len}; shorten it, lower max_new_tokens, or attach with more"
+        )
+
+
+def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    """Return one value per prompt, from one value for all or one for each."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} values for {count} prompts")
+    return list(value)
+
+
+def _laws(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, settings: Settings, batch: list[list[int]]
+) -> list[SamplingParams]:
+    """Return the seeded law of every prompt; one law for all gives `request_seed`s; a missing one is drawn."""
+    if isinstance(sampling, SamplingParams):
+        laws = [sampling] * len(batch)
+    elif sampling is None:
+        lens = [len(prompt) if settings.counts_prompts else 0 for prompt in batch]
+        by_length = {n: settings.params(n) for n in set(lens)}
+        laws = [by_length[n] for n in lens]
+    else:
+        laws = _per_prompt("sampling", sampling, len(batch))
+        wrong = next((s for s in laws if not isinstance(s, SamplingParams)), None)
+        if wrong is not None:
+            raise ValueError(f"sampling={wrong!r}: expected SamplingParams")
+        return [_seeded(law, 0) for law in laws]
+    if all(law.is_greedy and law.seed is None for law in laws):
+        return laws
+    return [_seeded(law, i) for i, law in enumerate(laws)]
+
+
+def _seeded(law: SamplingParams, index: int) -> SamplingParams:
+    """Return `law` with a seed of its own: `request_seed`, or one drawn from torch's generator."""
+    if law.seed is not None or law.is_greedy:
+        return law.for_request(index)
+    return law.with_seed(int(torch.randint(2**63 - 1, (), device="cpu")))
+
+
+def _check_rules(core: Core, law: SamplingParams, eos: frozenset[int]) -> None:
+    """Raise ValueError if the rules of `law` name tokens outside the vocabulary, or are too many."""
+    if not law.has_processors:
+        return
+    _check_vocabulary(core, "suppressed, banned and biased tokens", law.named_tokens)
+    rules = TokenRules.of(law, sorted(eos))
+    counts = {
+        "tokens suppressed, banned or biased": (len(rules.tokens), MAX_ENTRIES),
+        "bad words of several tokens": (len(rules.bad_words), MAX_BAD_WORDS),
+    }
+    for what, (count, most) in counts.items():
+        if count > most:
+            raise ValueError(f"{count} {what}: at most {most} a request")
+
+
+def _check_vocabulary(core: Core, what: str, ids: Iterable[int]) -> None:
+    vocab = core.target.spec.vocab_size
+    wrong = next((token for token in ids if token >= vocab), None)
+    if wrong is not None:
+        raise ValueError(f"{what} hold {wrong}; the target's vocabulary has {vocab} tokens")

@@ -1,0 +1,76 @@
+"""Mailbox for the results of rounds: copies to pinned host memory, queued behind the launches that made them."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.core.engine.request import Request
+
+
+@dataclass
+class Results:
+    """Results of one launch, being copied to the host: [n, W+3] int64: tokens, accept_lens, invalid, finished.
+
+    num_read: requests that have their tokens already, counted by the caller that hands them out.
+    """
+
+    requests: tuple[Request, ...]
+    host: torch.Tensor
+    ready: torch.cuda.Event | None
+    is_round: bool
+    num_read: int = 0
+
+
+class Mailbox:
+    """Copies results to the host behind the launches that made them; they are read in order of arrival.
+
+    most: elements of the largest results. Pinned buffers are reused once they are read. wait: waits for an event.
+    """
+
+    wait: Callable[[torch.cuda.Event], None] = staticmethod(lambda event: event.synchronize())
+
+    def __init__(self, device: torch.device, most: int):
+        self._device = device
+        self._most = most
+        self._free: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._pending: deque[tuple[Results, torch.Tensor]] = deque()
+
+    def post(self, requests: Sequence[Request], packed: torch.Tensor, is_round: bool) -> None:
+        """Start the copy of `packed` [n, W+3], which may be overwritten right after the call."""
+        if self._device.type != "cuda":
+            host = packed.clone()
+            self._pending.append((Results(tuple(requests), host, None, is_round), host))
+            return
+        buffer, ready = self._free.pop() if self._free else self._new_buffer()
+        host = buffer[: packed.numel()].view(packed.shape)
+        host.copy_(packed, non_blocking=True)
+        ready.record()
+        self._pending.append((Results(tuple(requests), host, ready, is_round), buffer))
+
+    def take(self, num_left: int) -> Iterator[tuple[Results, list[list[int]]]]:
+        """Yield results and their rows on the host, oldest first, until `num_left` are left; waits for their copies.
+
+        Results count as taken when the next ones are requested: a caller that stops early gets them again.
+        """
+        while len(self._pending) > num_left:
+            results, buffer = self._pending[0]
+            if results.ready is not None:
+                self.wait(results.ready)  # the copy of an earlier launch; a later one is already running
+            yield results, results.host.tolist()
+            self._pending.popleft()
+            if results.ready is not None:
+                self._free.append((buffer, results.ready))
+
+    @property
+    def num_pending(self) -> int:
+        """Number of launches whose results have not been taken yet."""
+        return len(self._pending)
+
+    def clear(self) -> None:
+        """Drop all results that have not been taken."""
+        self._pending.clear()  # buffers are not reused: copies may still be writing to them
+
+    def _new_buffer(self) -> tuple[torch.Tensor, torch.cuda.Event]:
+        return torch.empty(self._most, dtype=torch.int64, device="cpu", pin_memory=True), torch.cuda.Event()

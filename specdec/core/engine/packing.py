@@ -1,0 +1,101 @@
+"""What the host tells the device, in as few copies as can be: newly admitted requests, and the tokens of a prefill."""
+
+from collections.abc import Sequence
+from struct import Struct
+
+import numpy as np
+import torch
+
+from specdec.backends.metadata import MetadataBuilder
+from specdec.core.batch import to_device
+from specdec.core.cache.tables import SlotTables
+from specdec.core.draft.worker import PrefillChunk
+from specdec.core.engine.request import Request
+from specdec.core.functional.ops import RoundOps
+from specdec.core.prefill.whole import Piece
+from specdec.core.round.state import MAX_STOP_IDS, EngineState
+
+FLOATS, BITS = Struct("3d"), Struct("3q")  # float64 numbers, and the int64 of the same bits
+
+
+def copy_to(device: torch.device, values: np.ndarray) -> torch.Tensor:
+    """`values`, int64, on the device, without waiting for it."""
+    return to_device(torch.from_numpy(values), device)
+
+
+def pack_requests(requests: Sequence[Request]) -> np.ndarray:
+    """What `requests` bring along, as [n, F] int64, floats by their float64 bits: one copy takes them over."""
+    return np.array([_numbers_of(r) for r in requests], dtype=np.int64)
+
+
+def _numbers_of(request: Request) -> tuple[int, ...]:
+    """The numbers of a request in the order of ADMITTED."""
+    law, stop_ids = request.sampling, request.stop_ids
+    temperature, top_p, min_p = BITS.unpack(FLOATS.pack(law.temperature, law.top_p, law.min_p))
+    lens, no_ids = (len(request.prompt_ids), request.max_new_tokens), (-1,) * (MAX_STOP_IDS - len(stop_ids))
+    return (*lens, *stop_ids, *no_ids, temperature, law.top_k, top_p, min_p, law.seed or 0)
+
+
+def write_requests(
+    state: EngineState, slot_tables: SlotTables, requests: Sequence[Request], constants: np.ndarray, ops: RoundOps
+) -> None:
+    """Write `constants` (see `pack_requests`) and the slot tables of admitted requests into their rows, in one copy;
+    those with penalties, bans or biases take two more each."""
+    rows = [r.row for r in requests if r.row is not None]
+    assert constants.shape[1] == state.num_admitted, "packed by other names than ADMITTED"
+    packed = np.concatenate([np.array(rows)[:, None], constants, slot_tables.pages_of(rows)], 1)
+    table = slot_tables.table
+    ops.admit(copy_to(table.device, packed), state.columns, table, slot_tables.page_size)
+    _write_rules(state, requests)
+
+
+def _write_rules(state: EngineState, requests: Sequence[Request]) -> None:
+    """Penalties, bans and biases of `requests`; nothing is launched where there are none."""
+    for r in requests:
+        if r.row is not None and (r.sampling.has_processors or r.row in state.processors.used):
+            state.processors.fill(r.row, r.prompt_ids, r.sampling, sorted(r.eos_ids))
+
+
+def write_history(state: EngineState, requests: Sequence[Request]) -> None:
+    """Write the tokens of `requests` that no prefill will see, since their K/V is there already, to the history."""
+    for r in requests:
+        if r.row is not None and r.num_cached:
+            state.history[r.row, : r.num_cached] = copy_to(state.history.device, r.prompt[: r.num_cached])
+
+
+def rewrite_row(state: EngineState, slot_tables: SlotTables, ops: RoundOps, row: int) -> None:
+    """Admit to `row` what it holds already, and no pages: for the dummy row, so that the kernel is compiled."""
+    own = [column[row].reshape(-1) for column in state.columns]
+    numbers = [n.double().view(torch.int64) if n.is_floating_point() else n for n in own]
+    packed = torch.cat([own[0].new_tensor([row]), *numbers]).unsqueeze(0)
+    ops.admit(packed, state.columns, slot_tables.table, slot_tables.page_size)
+
+
+def pack_piece(request: Request, num_tokens: int) -> Piece:
+    """The next `num_tokens` of a running request's prompt."""
+    start, end = request.num_prefilled, request.num_prefilled + num_tokens
+    assert request.row is not None
+    # Ids one to the left: the token after each prefilled one, the next chunk's first included; an unknown one is 0.
+    ids, next_ids = request.prompt[start:end], request.prompt[start + 1 : end + 1]
+    return Piece(request.row, start, ids, next_ids, end == len(request.prompt_ids))
+
+
+def pack_chunk(
+    pieces: Sequence[tuple[Request, int]],
+    table: torch.Tensor,
+    builder: MetadataBuilder,
+    into: Sequence[torch.Tensor] | None = None,
+) -> PrefillChunk:
+    """The packed chunk that `pieces` (request, number of tokens) make; one copy brings it over.
+
+    table [num_rows, width] int32: the slot tables; builder: of the target's backend; into: see its `prefill`.
+    """
+    packed_pieces = [pack_piece(r, n) for r, n in pieces]
+    starts, lens = [p.start for p in packed_pieces], [len(p.ids) for p in packed_pieces]
+    ids, next_ids = (np.concatenate(own) for own in zip(*((p.ids, p.next_ids) for p in packed_pieces), strict=True))
+    last_rows = np.cumsum(lens) - 1
+    parts = [np.array([p.row for p in packed_pieces]), last_rows, np.array(starts), np.array(lens), ids, next_ids]
+    packed = copy_to(table.device, np.concatenate(parts))
+    rows, last, starts_there, lens_there, ids_there, next_there = packed.split([len(p) for p in parts])
+    metadata = builder.prefill(table, rows, starts, lens, (starts_there, lens_there), into)
+    return PrefillChunk(metadata, rows, ids_there, next_there, last)

@@ -1,0 +1,125 @@
+"""A request: one prompt being served, and what is known of its text on the host.
+
+The device decides when a request is finished (EOS, stop ids, length); the host learns it from the copied results, and
+adds stop strings, which only text can show.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specdec.core.functional.sampling import SamplingParams
+from specdec.core.metrics import AcceptanceStats
+from specdec.core.outputs import TokenLogprob
+from specdec.core.text.detokenizer import Detokenizer
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt being served; `prompt` [T+1] int64 is a copy of its ids with a 0 behind them, for prefills.
+
+    row: set while it runs; num_prefilled: prompt tokens already in the cache; num_cached: those of them that others had
+    left there.
+    is_kept: whether its K/V may serve others.
+    num_certain: least number of tokens it will have emitted once everything launched for it has come back.
+    string_ids: stop ids that stand for stop strings: special tokens.
+    failure: the error that ended it, with finish_reason "error"; the caller that waits for the request raises it.
+    round_lens: tokens that each verify round emitted, after trimming; the engine updates it along with `acceptance`.
+    logprobs: of each of `tokens`; None if the engine does not compute them.
+    arrived: when it was queued (`Scheduler.add`), seconds; first_token_s and time_s count from there.
+    """
+
+    prompt_ids: list[int]
+    prompt: np.ndarray
+    max_new_tokens: int
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...]
+    eos_ids: frozenset[int]
+    detokenizer: Detokenizer
+    string_ids: tuple[int, ...] = ()
+    row: int | None = None
+    num_prefilled: int = 0
+    num_cached: int = 0
+    is_kept: bool = True
+    num_certain: int = 0
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+    failure: BaseException | None = None
+    acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
+    round_lens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    arrived: float = 0.0
+    first_token_s: float | None = None
+    time_s: float | None = None
+    _num_read: int = 0
+    _text: str | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """True while it holds a row and is not finished."""
+        return self.row is not None and self.finish_reason is None
+
+    @property
+    def is_prefilled(self) -> bool:
+        """True once its whole prompt is in the cache."""
+        return self.num_prefilled == len(self.prompt_ids)
+
+    def take(self, tokens: list[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
+        """Append emitted `tokens` and their `logprobs`; set `finish_reason` if they end the request.
+
+        The device has cut them at stop ids and at the length. Text is decoded here only if there are stop strings.
+        """
+        if self.first_token_s is None:
+            self.first_token_s = time.perf_counter() - self.arrived
+        self.tokens += tokens
+        if self.logprobs is not None:
+            self.logprobs += logprobs
+        reason = None
+        if tokens[-1] in self.stop_ids:
+            reason = self._why_stopped(tokens[-1])
+        elif len(self.tokens) >= self.max_new_tokens:
+            reason = "length"
+        if self.detokenizer.stop_strings:
+            self.pieces.append(self.detokenizer.feed(tokens))
+            if reason is not None:
+                self.pieces.append(self.detokenizer.finish())
+            if self.detokenizer.stopped:
+                for kept in (self.tokens, self.logprobs or []):
+                    del kept[self.detokenizer.num_fed :]  # what came after the stop string in one round
+                reason = "stop_string"
+        self.finish_reason = reason  # last: a thread that reads text takes it for complete then
+
+    def read(self) -> str:
+        """Return the text that has become certain since the last call; all the rest once the request is finished."""
+        is_over = self.finish_reason is not None
+        self._catch_up(is_over)
+        begin, self._num_read = self._num_read, len(self.pieces)  # first: another thread's step may append pieces
+        return "".join(self.pieces[begin : self._num_read])
+
+    def decode(self) -> str:
+        """Return the text of a finished request; it is decoded in one go, unless parts were needed before, and kept."""
+        if self._text is None and self.pieces:
+            self._catch_up(is_over=True)
+            self._text = "".join(self.pieces)
+        elif self._text is None:
+            self._text = self.detokenizer.decode(self.tokens)
+        return self._text
+
+    def _catch_up(self, is_over: bool) -> None:
+        """Decode tokens that have not been decoded. With stop strings `take` does that, unless an error ended the
+        request."""
+        if self.detokenizer.stop_strings and not is_over:
+            return
+        tokens = self.tokens[self.detokenizer.num_fed :]
+        if tokens:
+            self.pieces.append(self.detokenizer.feed(tokens))
+        if is_over:
+            self.pieces.append(self.detokenizer.finish())
+
+    def _why_stopped(self, token: int) -> str:
+        if token in self.eos_ids:
+            return "eos"
+        return "stop_string" if token in self.string_ids else "stop_id"

@@ -1,0 +1,124 @@
+"""The scheduler, which owns running and waiting requests and their slots; it touches no model."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from specdec.core.cache.tables import SlotTables
+from specdec.core.engine.request import Request
+from specdec.core.engine.sharing import Sharing
+
+
+class Scheduler:
+    """Admits waiting requests in order of arrival while rows and slots last.
+
+    `running` lists the requests that hold a row; `repair` recomputes from it whatever is lost or doubled elsewhere.
+    sharing: what of their prompts' K/V is there when they are admitted; looks_ahead: see `Sharing`.
+    """
+
+    def __init__(self, slot_tables: SlotTables, tail_reserve: int, looks_ahead: int = 0):
+        self.slot_tables = slot_tables
+        self.tail_reserve = tail_reserve
+        self.sharing = Sharing(slot_tables, looks_ahead)
+        self.refill = max(1, slot_tables.max_batch // 16)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.admitted: list[Request] = []  # of `running`, whose constants are not on the device yet
+
+    def slots_needed(self, prompt_len: int, max_new_tokens: int) -> int:
+        """Return the KV slots a request reserves: prompt, output, and what a round may write past L."""
+        return prompt_len + max_new_tokens + self.tail_reserve
+
+    @property
+    def longest_request(self) -> int:
+        """The most tokens, prompt and output, of a request that could run alone."""
+        return self.slot_tables.most_tokens - self.tail_reserve
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests that have passed `check_fits`."""
+        now = time.perf_counter()
+        for request in requests:
+            request.arrived = now
+            self.waiting.append(request)
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether requests wait and rows are free for them: of a large batch a sixteenth, so that prefills come in
+        batches too."""
+        least = min(len(self.waiting), self.refill) if self.running else 1
+        return bool(self.waiting) and self.slot_tables.num_free_rows >= least
+
+    def admit(self) -> None:
+        """Move waiting requests to running, first come first served, while rows and slots last, if it `may_admit`."""
+        if not self.may_admit:
+            return
+        while self.waiting and self.slot_tables.num_free_rows:
+            request = self.waiting[0]
+            pages = self.sharing.cached(request)
+            num_cached = len(pages) * self.slot_tables.page_size
+            if self.sharing.has_more_soon(request, num_cached):
+                return
+            need = self.slots_needed(len(request.prompt_ids), request.max_new_tokens)
+            row = self.slot_tables.reserve(need, pages)
+            if row is None:
+                return
+            request.row, request.num_prefilled, request.num_cached = row, num_cached, num_cached
+            self.admitted.append(request)
+            self.running.append(request)  # from here on it owns the row, whatever happens; see `repair`
+            self.waiting.popleft()
+            self.sharing.begin(request)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether requests decode that came before one whose prompt is still to be prefilled."""
+        arrivals = [r.arrived for r in self.running if not r.is_prefilled and r.finish_reason is None]
+        return bool(arrivals) and any(r.arrived < max(arrivals) for r in self.decoding())
+
+    def next_prefill(self, max_tokens: int) -> list[tuple[Request, int]]:
+        """Return the prompt pieces of one prefill forward: (request, number of tokens), at most `max_tokens` in all."""
+        pieces: list[tuple[Request, int]] = []
+        for request in self.running:
+            rest = len(request.prompt_ids) - request.num_prefilled
+            if rest and max_tokens and request.finish_reason is None:
+                pieces.append((request, min(rest, max_tokens)))
+                max_tokens -= pieces[-1][1]
+        return pieces
+
+    def decoding(self) -> list[Request]:
+        """Return the requests of the next round: not those whose last token is already on its way."""
+        return [
+            r
+            for r in self.running
+            if r.finish_reason is None and r.num_certain < r.max_new_tokens and r.num_prefilled == len(r.prompt_ids)
+        ]
+
+    def release(self, request: Request) -> None:
+        """Free row and slots of a finished or abandoned request, or drop a waiting one."""
+        if request in self.running:
+            self.running.remove(request)
+            if request in self.admitted:
+                self.admitted.remove(request)
+            if request.tokens and request.finish_reason != "error":
+                self.sharing.keep(request)
+            row, request.row = request.row, None
+            assert row is not None
+            self.slot_tables.release(row)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        request.time_s = time.perf_counter() - request.arrived
+
+    def fail(self, requests: Sequence[Request], error: BaseException) -> None:
+        """End `requests` with `error`, which their callers will raise; finished ones keep their finish_reason."""
+        for request in requests:
+            if request.finish_reason is None:
+                request.failure, request.finish_reason = error, "error"
+            self.release(request)
+
+    def repair(self) -> None:
+        """Make all state agree with `running` again after a turn that an exception ended."""
+        self.running = [r for r in dict.fromkeys(self.running) if r.finish_reason is None and r.row is not None]
+        self.admitted = [r for r in self.running if r in self.admitted]
+        self.waiting = deque(r for r in self.waiting if r not in self.running)
+        for request in self.waiting:
+            request.row = None
+        self.slot_tables.repair([r.row for r in self.running if r.row is not None])

@@ -1,0 +1,57 @@
+"""What requests share whose prompts begin alike: K/V that others have left, or are about to write."""
+
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from specdec.core.cache.pages import NO_PAGES
+from specdec.core.cache.prefix import keys_of, num_alike
+from specdec.core.cache.tables import SlotTables
+from specdec.core.engine.request import Request
+
+WORTH_WAITING = 64  # prompt tokens, whose prefill takes longer than a step without them
+
+
+class Sharing:
+    """Does nothing where `slot_tables` keep no prefixes.
+
+    looks_ahead: K/V at a position depends on so many tokens after it: 1 with drafts that see the next token, or 0.
+    """
+
+    def __init__(self, slot_tables: SlotTables, looks_ahead: int):
+        self._tables = slot_tables
+        self._looks_ahead = looks_ahead
+        self._begun: WeakValueDictionary[bytes, Request] = WeakValueDictionary()  # the last one admitted that began so
+
+    def cached(self, request: Request) -> np.ndarray:
+        """Return the pages [n] int64 of the prompt's beginning that are there: never those of all of it, for its last
+        token is read in any case."""
+        if not self._tables.keeps_prefixes:
+            return NO_PAGES
+        return self._tables.prefixes.find(keys_of(request.prompt[:-1], self._looks_ahead))
+
+    def has_more_soon(self, request: Request, num_cached: int) -> bool:
+        """Whether a running request is to be prefilled whose prompt begins as this one does, further than what is
+        cached: to wait for it takes a step, and saves those tokens."""
+        other = self._begun.get(_beginning(request))
+        if other is None or other.is_prefilled or not other.is_running:
+            return False
+        return num_alike(other.prompt[:-1], request.prompt[:-1]) - num_cached > WORTH_WAITING
+
+    def begin(self, request: Request) -> None:
+        """Take note of a request that has been admitted."""
+        if self._tables.keeps_prefixes:
+            self._begun[_beginning(request)] = request
+            self._tables.prefixes.count(len(request.prompt_ids), request.num_cached)
+
+    def keep(self, request: Request) -> None:
+        """Keep the K/V of a running request's tokens; the launches that write it have been made."""
+        if self._tables.keeps_prefixes and request.is_kept:
+            assert request.row is not None
+            tokens = np.concatenate([request.prompt[:-1], np.array(request.tokens, dtype=np.int64)])
+            self._tables.keep(request.row, keys_of(tokens, self._looks_ahead))
+
+
+def _beginning(request: Request) -> bytes:
+    """What prompts must have in common for one to wait for the other."""
+    return request.prompt[:WORTH_WAITING].tobytes()

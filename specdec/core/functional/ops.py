@@ -1,0 +1,60 @@
+"""The contract of the device operations of a round besides attention. There are two sets: see `torch_ops`.
+
+A set goes with the attention backend. The torch one specifies them and runs anywhere; the Triton one does each
+operation in one or two launches, which is what a captured round is made of.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.core.cache.pool import Commit, KVPool
+from specdec.core.functional.processors import ProcessorState
+from specdec.core.functional.sampling import SamplingBatch
+from specdec.core.functional.tree import Frontier, Tree
+from specdec.core.functional.verify import VerifyOutput
+
+
+@dataclass(frozen=True)
+class RoundOps:
+    """The fields do what the torch functions do that they are twins of.
+
+    chain, best_token, top_tokens, grow, build: `specdec.core.functional.tree`; verify_*: `.verify`; process:
+    `specdec.core.functional.processors`; sample, law (`process_logits`): `specdec.core.functional.sampling`;
+    uniforms(seeds [bs], counters [bs], first_stream, num) -> [bs, num]: `sampling.uniform` on consecutive streams;
+    gather_rows(values [bs, n, h], index [bs, m]) -> [bs, m, h]: rows by index, -1 reads row 0;
+    trim(verified, rows [bs], stop_ids [num_rows, num_stops], remaining [num_rows]) -> the output cut at stops and
+        limits; `remaining` of the rows is lowered in place, to 0 for those that are over;
+    emit(verified, rows, seq_lens, roots, remaining, history [num_rows, width] int32, moves) -> results for the host,
+        [bs, W+3] int64, see `specdec.core.functional.results`; in place, the last token becomes the root, if `moves`,
+        seq_lens grow by accept_lens, and the tokens end in the history's column L;
+    admit(packed [n, 1+F+P] int64, columns, table [num_rows, width] int32, page_size): of each line, into the row that
+        its first number names: F numbers go to the columns [num_rows, ...] one after the other, floats by their
+        float64 bits; P pages become the row's slots, 0 past the last one;
+    look_up: `specdec.core.functional.lookup`;
+    committer(pool): made once a pool; it gives a `Commit` that moves the accepted path's K/V of every layer to the
+    slots of positions L..; -1 moves nothing.
+    """
+
+    name: str
+    chain: Callable[[torch.Tensor, torch.Tensor], Tree]
+    best_token: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    top_tokens: Callable[[torch.Tensor, int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+    grow: Callable[
+        [torch.Tensor, torch.Tensor, Frontier, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, Frontier]
+    ]
+    build: Callable[..., Tree]
+    verify_greedy: Callable[[torch.Tensor, Tree, int], VerifyOutput]
+    verify_tree: Callable[[torch.Tensor, Tree, int, torch.Tensor], VerifyOutput]
+    verify_chain: Callable[[torch.Tensor, torch.Tensor, Tree, torch.Tensor], VerifyOutput]
+    process: Callable[[torch.Tensor, Tree, torch.Tensor, torch.Tensor, ProcessorState], torch.Tensor]
+    law: Callable[[torch.Tensor, SamplingBatch], torch.Tensor]
+    sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    uniforms: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
+    gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    trim: Callable[[VerifyOutput, torch.Tensor, torch.Tensor, torch.Tensor], VerifyOutput]
+    emit: Callable[..., torch.Tensor]
+    look_up: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], torch.Tensor]
+    admit: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, int], None]
+    committer: Callable[[KVPool], Commit]

@@ -1,0 +1,163 @@
+"""The two sets of `RoundOps`: torch, which specifies them, and Triton; and the choice between them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from specdec.backends.base import Capabilities
+from specdec.backends.metadata import slots_at
+from specdec.core.cache.pool import Commit, KVPool
+from specdec.core.cache.tables import write_pages
+from specdec.core.functional import lookup, processors, sampling, tree, verify
+from specdec.core.functional.ops import RoundOps
+from specdec.core.functional.processors import ProcessorState
+from specdec.core.functional.results import pack
+from specdec.core.functional.tree import Frontier, Tree
+from specdec.core.functional.verify import VerifyOutput
+
+
+def pick_ops(capabilities: Capabilities) -> RoundOps:
+    """The set that goes with a backend that can do `capabilities`."""
+    return _triton_ops() if capabilities.fused_ops else TORCH_OPS
+
+
+def _uniforms(seeds: torch.Tensor, counters: torch.Tensor, first_stream: int, num: int) -> torch.Tensor:
+    streams = torch.arange(first_stream, first_stream + num, device=seeds.device)
+    return sampling.uniform(seeds, counters, streams)
+
+
+def _gather_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    wide = index.clamp(min=0).unsqueeze(2).expand(-1, -1, values.shape[2])
+    return values.gather(1, wide)
+
+
+def _trim(verified: VerifyOutput, rows: torch.Tensor, stop_ids: torch.Tensor, remaining: torch.Tensor) -> VerifyOutput:
+    left = remaining[rows]
+    verified, finished = verify.trim(verified, stop_ids[rows], left)
+    remaining[rows] = (left - verified.accept_lens).masked_fill(finished, 0)
+    return verified
+
+
+def _emit(
+    verified: VerifyOutput,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    roots: torch.Tensor,
+    remaining: torch.Tensor,
+    history: torch.Tensor,
+    moves: bool,
+) -> torch.Tensor:
+    positions = seq_lens[rows].unsqueeze(1) + torch.arange(verified.tokens.shape[1], device=rows.device) + int(moves)
+    is_kept = (verified.tokens >= 0) & (positions < history.shape[1])
+    owners = torch.where(is_kept, rows.unsqueeze(1), history.shape[0] - 1)  # padding goes to the dummy row, as token 0
+    history[owners, torch.where(is_kept, positions, 0)] = torch.where(is_kept, verified.tokens, 0).int()
+    last = (verified.accept_lens - 1).clamp(min=0).unsqueeze(1)
+    roots[rows] = verified.tokens.gather(1, last).squeeze(1).clamp(min=0)
+    if moves:
+        seq_lens[rows] = seq_lens[rows] + verified.accept_lens
+    return pack(verified.tokens, verified.accept_lens, verified.invalid, remaining[rows] == 0)
+
+
+def _admit(packed: torch.Tensor, columns: Sequence[torch.Tensor], table: torch.Tensor, page_size: int) -> None:
+    sizes = [column[0].numel() for column in columns]
+    first, *values, pages = packed.split([1, *sizes, packed.shape[1] - 1 - sum(sizes)], 1)
+    rows = first[:, 0]
+    for column, value in zip(columns, values, strict=True):
+        numbers = value.view(torch.float64) if column.is_floating_point() else value
+        column.index_copy_(0, rows, numbers.reshape(-1, *column.shape[1:]).to(column.dtype))
+    write_pages(table, rows, pages, page_size)
+
+
+def _committer(pool: KVPool) -> Commit:
+    def commit(
+        slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor
+    ) -> None:
+        start = seq_lens.unsqueeze(1)
+        source = slots_at(slot_table, rows, start + accept_index.clamp(min=0))
+        target = slots_at(slot_table, rows, start + torch.arange(accept_index.shape[1], device=start.device))
+        # Columns past the accepted path copy a slot onto itself: nothing moves, no shape depends on the data.
+        target = torch.where(accept_index >= 0, target, source)
+        pool.move(source.view(-1), target.view(-1))
+
+    return commit
+
+
+TORCH_OPS = RoundOps(
+    name="torch",
+    chain=tree.chain,
+    best_token=tree.best_token,
+    top_tokens=tree.top_tokens,
+    grow=tree.grow,
+    build=tree.build,
+    verify_greedy=verify.verify_greedy,
+    verify_tree=verify.verify_tree,
+    verify_chain=verify.verify_chain,
+    process=processors.process,
+    law=sampling.process_logits,
+    sample=sampling.sample,
+    uniforms=_uniforms,
+    gather_rows=_gather_rows,
+    trim=_trim,
+    emit=_emit,
+    look_up=lookup.look_up,
+    admit=_admit,
+    committer=_committer,
+)
+
+
+def _triton_ops() -> RoundOps:
+    """The kernels, in the types of this layer; imported here, since triton is optional."""
+    from specdec.backends.triton.round import admit, chain, lookup, rows, tree, trim, walk
+    from specdec.backends.triton.sampling import draws, law, processors, top
+    from specdec.backends.triton.sampling import uniform as sampling
+
+    def line(root: torch.Tensor, drafts: torch.Tensor) -> Tree:
+        return Tree(*chain.chain(root, drafts))
+
+    def grow(
+        log_probs: torch.Tensor, tokens: torch.Tensor, before: Frontier, own_bits: torch.Tensor, first_name: int
+    ) -> tuple[torch.Tensor, torch.Tensor, Frontier]:
+        found = tree.grow(log_probs, tokens, before.scores, before.names, before.bits, own_bits, first_name)
+        return found[0], found[1], Frontier(*found[2:])
+
+    def build(*candidates: torch.Tensor, num_draft_tokens: int, num_steps: int) -> Tree:
+        return Tree(*tree.build(*candidates, num_draft_tokens=num_draft_tokens, num_steps=num_steps))
+
+    def verify_greedy(logits: torch.Tensor, draft: Tree, num_steps: int) -> VerifyOutput:
+        return VerifyOutput(*walk.verify_greedy(logits, draft.tokens, draft.parents, num_steps))
+
+    def verify_tree(probs: torch.Tensor, draft: Tree, num_steps: int, uniforms: torch.Tensor) -> VerifyOutput:
+        return VerifyOutput(*walk.verify_tree(probs, draft.tokens, draft.parents, num_steps, uniforms))
+
+    def verify_chain(probs: torch.Tensor, laws: torch.Tensor, draft: Tree, uniforms: torch.Tensor) -> VerifyOutput:
+        return VerifyOutput(*walk.verify_chain(probs, laws, draft.tokens, uniforms))
+
+    def process(
+        logits: torch.Tensor, draft: Tree, owners: torch.Tensor, num_context: torch.Tensor, state: ProcessorState
+    ) -> torch.Tensor:
+        return processors.process(logits, *draft, owners, num_context, state)
+
+    def cut(verified: VerifyOutput, *state: torch.Tensor) -> VerifyOutput:
+        return VerifyOutput(*trim.trim(verified, *state))
+
+    return RoundOps(
+        name="triton",
+        chain=line,
+        best_token=top.best_token,
+        top_tokens=top.top_tokens,
+        grow=grow,
+        build=build,
+        verify_greedy=verify_greedy,
+        verify_tree=verify_tree,
+        verify_chain=verify_chain,
+        process=process,
+        law=law.law,
+        sample=draws.sample,
+        uniforms=sampling.uniform,
+        gather_rows=rows.gather_rows,
+        trim=cut,
+        emit=trim.emit,
+        look_up=lookup.look_up,
+        admit=admit.admit,
+        committer=rows.committer,
+    )

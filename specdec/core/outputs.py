@@ -1,0 +1,211 @@
+"""Results for users: outputs of requests, totals of a call, and the engine's report."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from specdec.core.metrics import AcceptanceStats
+
+
+class TokenLogprob(NamedTuple):
+    """Natural log-probability of an emitted token, and of the target's best tokens: (id, log-probability), best first.
+
+    Of the target's own softmax, before temperature, filters, penalties and bans.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One finished request.
+
+    tokens: ids emitted, EOS or stop id included; text: without special tokens, cut before a stop string.
+    finish_reason: "eos", "stop_id", "stop_string", "length", or "error" (the target's logits were not finite).
+    acceptance: rounds and acceptance of this request; first_token_s, time_s: seconds since it was queued.
+    round_lens: tokens that each verify round emitted, in order; `tokens` begins with one more, the prefill's.
+    logprobs: of each of `tokens`; None unless the engine was attached with `logprobs`.
+    num_cached: prompt tokens whose K/V the prefix cache had.
+    """
+
+    prompt_ids: list[int]
+    tokens: list[int]
+    text: str
+    finish_reason: str
+    acceptance: AcceptanceStats
+    first_token_s: float
+    time_s: float
+    round_lens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    num_cached: int = 0
+
+    @property
+    def is_drafted(self) -> list[bool]:
+        """For each of `tokens`, whether it was drafted and accepted; else the target chose it itself.
+
+        The last token of a round is the target's own. Where the request ended within a round, the last one kept may
+        have been a draft; it counts as the target's.
+        """
+        marks = [i < n - 1 for n in self.round_lens for i in range(n)]
+        return [False] * (len(self.tokens) - len(marks)) + marks
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Totals of one call of `generate`.
+
+    acceptance: over all requests; time_s: seconds of the whole call; num_tokens: emitted, the prefills' included;
+    num_cached_tokens: prompt tokens whose K/V the prefix cache had.
+    """
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_tokens: int
+    acceptance: AcceptanceStats
+    time_s: float
+    num_cached_tokens: int = 0
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length (`specdec.core.metrics.acceptance_length`); 1.0 for plain decoding."""
+        return self.acceptance.tau
+
+    @property
+    def acceptance_at(self) -> list[float]:
+        """a_j: share of rounds in which draft position j was accepted."""
+        return self.acceptance.acceptance_at
+
+    @property
+    def num_rounds(self) -> int:
+        """Verify rounds, summed over requests."""
+        return self.acceptance.num_rounds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Emitted tokens per second of wall time, prefill included."""
+        return self.num_tokens / self.time_s if self.time_s else 0.0
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """Outputs in the order of the prompts, and totals."""
+
+    requests: list[RequestOutput]
+    stats: GenerationStats
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Emitted ids of every request."""
+        return [r.tokens for r in self.requests]
+
+    @property
+    def texts(self) -> list[str]:
+        """Text of every request; empty strings without a tokenizer."""
+        return [r.text for r in self.requests]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Finish reason of every request."""
+        return [r.finish_reason for r in self.requests]
+
+
+@dataclass(frozen=True)
+class GraphCost:
+    """Cost of one captured graph, in seconds and device bytes; `size` requests or tokens (`unit`) of `runner`."""
+
+    runner: str
+    size: int
+    unit: str
+    variant: str
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Setup and counters of an engine; str() gives it as text.
+
+    capture: kind of the rounds' graphs ("full", "recorded" or "eager"); prefill_graph: kind of the prefills' graphs
+    ("piecewise", "breakable" or "off", with "whole, " before it where small ones are one graph); compile_seconds: spent
+    on tracing and compiling, 0 without; compiled: whether the target's layers are, and if not, why;
+    generation: settings that the model ships, which `generate` honours;
+    experts: where experts are routed, what a verify of one request reads beside a step, choices taken as random;
+    prefix_cache: tokens that it keeps (kept), prompt tokens of all requests (asked) and those it had (found); empty if
+    it is off;
+    graphs: each with its cost; runners: name -> {replays, eager, rejects by reason};
+    paths: forward mode -> {replays, eager, attention}, a graph's forwards counting as replays; attention: the kernels
+    that attend there.
+    """
+
+    model: str
+    draft: dict[str, Any]
+    backend: str
+    backend_reason: str
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    kv_bytes: int
+    num_free_pages: int
+    num_pages: int
+    prefix_cache: dict[str, int]
+    capture: str
+    prefill_graph: str
+    compile_seconds: float
+    compiled: str
+    experts: dict[str, Any]
+    graphs: list[GraphCost]
+    runners: dict[str, dict[str, Any]]
+    paths: dict[str, dict[str, Any]]
+    acceptance: AcceptanceStats
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device bytes of all graphs."""
+        return sum(g.num_bytes for g in self.graphs)
+
+    @property
+    def graph_bytes_of(self) -> dict[str, int]:
+        """Device bytes of graphs by runner."""
+        return {name: sum(g.num_bytes for g in self.graphs if g.runner == name) for name in self.runners}
+
+    @property
+    def graph_seconds(self) -> float:
+        """Seconds that capturing took, warm-ups not counted."""
+        return sum(g.seconds for g in self.graphs)
+
+    def __str__(self) -> str:
+        lines = [
+            f"model      {self.model}",
+            "draft      " + ", ".join(f"{k}={v}" for k, v in self.draft.items()),
+            f"backend    {self.backend} ({self.backend_reason})",
+            "config     " + ", ".join(f"{k}={v}" for k, v in self.config.items()),
+            "generation "
+            + (", ".join(f"{k}={v}" for k, v in self.generation.items()) or "nothing set")
+            + " (the model's own; SamplingParams replace all but EOS)",
+            f"KV pool    {self.kv_bytes / 2**20:.1f} MiB, {self.num_free_pages} of {self.num_pages} pages free",
+            f"tau        {self.acceptance.tau:.3f} over {self.acceptance.num_rounds} rounds, a_j = "
+            + (" ".join(f"{a:.2f}" for a in self.acceptance.acceptance_at) or "-"),
+            f"graphs     {self.capture}, prefill {self.prefill_graph}: {len(self.graphs)} captured in "
+            f"{self.graph_seconds:.1f} s, {self.graph_bytes / 2**20:.0f} MiB",
+            f"layers     {self.compiled}",
+        ]
+        if self.prefix_cache:
+            told = "{kept} tokens kept, {found} of {asked} prompt tokens found"
+            lines.append(f"prefixes   {told.format(**self.prefix_cache)}")
+        if self.experts:
+            lines.append("experts    " + ", ".join(f"{k}={v}" for k, v in self.experts.items()))
+        for runner in self.runners:
+            own = [g for g in self.graphs if g.runner == runner]
+            for variant in dict.fromkeys(g.variant for g in own):
+                alike = [g for g in own if g.variant == variant]
+                sizes = " ".join(str(g.size) for g in alike)
+                cost = f"{sum(g.seconds for g in alike):.2f} s, {sum(g.num_bytes for g in alike) / 2**20:.0f} MiB"
+                what = f"{runner} ({variant})" if variant else runner
+                lines.append(f"           {what} of {sizes} {alike[0].unit}: {cost}")
+        lines.append("runner           replays    eager  why not replayed")
+        for name, c in self.runners.items():
+            rejects = ", ".join(f"{reason}: {n}" for reason, n in c["rejects"].items()) or "-"
+            lines.append(f"{name:15s} {c['replays']:8d} {c['eager']:8d}  {rejects}")
+        lines.append("forward mode     replays    eager  (those in a graph that is replayed count as replays)")
+        for mode, path in self.paths.items():
+            lines.append(f"{mode:15s} {path['replays']:8d} {path['eager']:8d}  {path['attention']}")
+        return "\n".join(lines)

@@ -1,0 +1,146 @@
+"""Prefill graphs, in buckets of tokens, behind the guard: layers captured in segments around attention, and whole ones.
+
+Of the former, head, sampling and attention itself run on the live batch, so a graph serves any number of requests.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from specdec.backends.op import ForwardContext
+from specdec.core.batch import AttentionMetadata
+from specdec.core.outputs import GraphCost
+from specdec.core.prefill.program import PrefillProgram, Programs
+from specdec.core.prefill.whole import whole_graphs
+from specdec.core.round.parts import Parts
+from specdec.core.round.program import Round
+from specdec.graphs.breakable import pick_breakable
+from specdec.graphs.buffers import BufferSpec
+from specdec.graphs.building import build, rehearse
+from specdec.graphs.captures import Capture, EagerCapture
+from specdec.graphs.pool import GraphPool
+from specdec.graphs.prefill import PrefillRunner
+from specdec.graphs.runner import GraphRunner, Setup
+from specdec.graphs.shapes import token_buckets
+
+LOWER = "max_prefill_tokens, shorten prefill_buckets, or pass prefill_graph='off'"
+# Tokens * hidden_size**2 from which the device, and not launching, is what an eager forward takes: an H200 takes 1.3
+# times as long as its host from 512 to 704 tokens of an 8B (bench/prefill.py), and never with a small model.
+BUSY_WORK = 10**10
+
+
+class PrefillGraphs:
+    """Owns the prefill runners of one engine and their graphs.
+
+    placement: positions and slots [largest] int64 that graphs read; metadata that is built there is not copied.
+    whole: serves small batches from one graph each; None if there are none.
+    """
+
+    def __init__(self, parts: Parts, program: Round, pool: GraphPool | None, mode: str):
+        target, config, slot_table = parts.target, parts.config, parts.tables.table
+        self.mode = mode
+        self.whole = None if mode == "off" else whole_graphs(parts, program, pool)
+        self._slot_table = slot_table
+        self._dummy_row = config.dummy_row
+        device = slot_table.device
+        breakable = None if mode == "off" else pick_breakable(device, pool)
+        self._capture: Capture = breakable or EagerCapture()
+        buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
+        interrupt = breakable.interrupt if breakable is not None else lambda fn: fn()
+        largest = buckets[-1] if breakable is not None else 0
+        self.programs = Programs(parts, largest, interrupt)
+        self.placement = tuple(torch.zeros(largest, dtype=torch.int64, device=device) for _ in range(2))
+        shared = dict(zip(("positions", "slots"), self.placement, strict=True))
+        setup = Setup(
+            capture=self._capture,
+            counters=parts.counters,
+            device=device,
+            buckets=buckets,
+            strict=config.strict and mode != "off",
+            unit="tokens",
+            shared={} if breakable is None else shared,
+        )
+        self.target_runner = _runner("target_prefill", self.programs.target, None, setup)
+        self.draft_runners = [  # one per module
+            _runner(f"draft_prefill_{module}", program, self.programs.states, setup)
+            if module
+            else _runner("draft_prefill", program, self.programs.features, setup)
+            for module, program in enumerate(self.programs.draft)
+        ]
+        with torch.inference_mode():
+            rehearse(self.runners, parts.compiling_kernels(), self._plan_warm_ups)
+            self._plan_warm_ups()
+            in_parts = [r.runner for r in (self.target_runner, *self.draft_runners)]
+            how: dict[str, Any] = {"lower": LOWER, "strict": config.strict, "settle": target.settle}
+            build(in_parts, self._capture, avoid="prefill_graph='off'", **how)
+            if self.whole is not None:
+                runner = self.whole.runner.runner
+                build([runner], runner.made_by, avoid="prefill_graph='breakable'", **how)
+        if slot_table.is_cuda and not (config.strict or target.group):  # strict pads rather than run eagerly
+            for prefills in (self.target_runner, *([] if self.whole is None else [self.whole.runner])):
+                prefills.device_bound_from = -(-BUSY_WORK // target.spec.hidden_size**2)
+
+    def target(self, metadata: AttentionMetadata, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the target's layers over a packed batch, ids [T] int64; return last hidden states [T, h], aux or None.
+
+        Valid until the next call.
+        """
+        inputs = _inputs(metadata, ids)
+        hidden, aux = self.target_runner(metadata.mode, ids.shape[0], inputs, metadata=metadata)
+        return hidden, aux
+
+    def draft(
+        self, metadata: AttentionMetadata, ids: torch.Tensor, features: torch.Tensor | None, module: int = 0
+    ) -> torch.Tensor:
+        """Run the draft's layers, or those of one of its MTP modules, over a packed batch; return states [T, h_d].
+
+        features: as for `DraftWorker.prefill_layers`. Valid until the next call.
+        """
+        assert self.draft_runners, "this draft has no layers"
+        inputs = {**_inputs(metadata, ids), **({} if features is None else {"features": features})}
+        (states,) = self.draft_runners[module](metadata.mode, ids.shape[0], inputs, metadata=metadata)
+        return states
+
+    @property
+    def name(self) -> str:
+        """The kinds of graphs, for reports."""
+        return self.mode if self.whole is None else f"whole, {self.mode}"
+
+    @property
+    def runners(self) -> list[GraphRunner]:
+        """Graph runners of the target and of the draft, and of both in one."""
+        whole = [] if self.whole is None else [self.whole.runner]
+        return [r.runner for r in (self.target_runner, *self.draft_runners, *whole)]
+
+    @property
+    def costs(self) -> list[GraphCost]:
+        """Time and memory that each graph took to capture, runner by runner in the order of capture."""
+        return [cost for runner in self.runners for cost in runner.costs]
+
+    def _plan_warm_ups(self) -> None:
+        """Plan a few tokens of the dummy row, which warm-ups attend at every break, so that kernels are compiled."""
+        buckets = self.target_runner.runner.buckets
+        for program in (self.programs.target, *self.programs.draft[:1]) if buckets else ():
+            program.plan(buckets[0], self._dummy_batch(program.context, buckets[0]))
+
+    def _dummy_batch(self, context: ForwardContext, num_tokens: int) -> AttentionMetadata:
+        """Return the metadata of a prefill of `num_tokens` tokens, all of them in slot 0."""
+        width = self._slot_table.shape[1]
+        lens = [width] * (num_tokens // width) + [num_tokens % width] * (num_tokens % width > 0)
+        rows = torch.full((len(lens),), self._dummy_row, device=self._slot_table.device)
+        return context.backend.metadata.prefill(self._slot_table, rows, [0] * len(lens), lens)
+
+
+def _runner(name: str, program: PrefillProgram, features: torch.Tensor | None, setup: Setup) -> PrefillRunner:
+    """Return the runner of `program`, which reads `features` [largest, width] if that has any width."""
+    specs = [BufferSpec(what, lambda n: (n,), torch.int64, pad=0) for what in ("ids", "positions", "slots")]
+    if features is not None and features.shape[1]:
+        width, dtype = features.shape[1], features.dtype
+        specs.append(BufferSpec("features", lambda n: (n, width), dtype, pad=0.0))
+        setup = replace(setup, shared={**setup.shared, "features": features} if setup.shared else {})
+    return PrefillRunner(GraphRunner(name, program.capture, specs, setup, live=program.run), program.plan)
+
+
+def _inputs(metadata: AttentionMetadata, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"ids": ids, "positions": metadata.positions, "slots": metadata.out_cache_loc}

@@ -1,0 +1,107 @@
+"""Graphs of rounds, of the first tokens of prompts, and of a draft's begin."""
+
+import warnings
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from specdec.core.functional.sampling import SamplingKind
+from specdec.core.outputs import GraphCost
+from specdec.core.round.parts import Parts
+from specdec.core.round.program import Round
+from specdec.graphs.buffers import BufferSpec
+from specdec.graphs.building import build, rehearse
+from specdec.graphs.captures import pick_capture
+from specdec.graphs.pool import GraphPool
+from specdec.graphs.runner import GraphRunner, Setup
+from specdec.graphs.shapes import batch_buckets
+
+LOWER = "max_batch, graph_batches or num_draft_tokens, leave kinds out of graph_sampling, or pass cuda_graph=False"
+
+
+class RoundGraphs:
+    """Owns the runners of one engine and their graphs."""
+
+    def __init__(self, program: Round, parts: Parts, pool: GraphPool | None):
+        config = parts.config
+        self._program = program
+        self._config = config
+        device = program.slot_table.device
+        self.capture = pick_capture(config.cuda_graph, device, pool)
+        if config.strict and self.capture.refusal:
+            raise ValueError(f"strict=True on {device.type}, where {self.capture.refusal}; leave strict out")
+        buckets = batch_buckets(config.max_batch, config.graph_batches)
+        if config.strict and buckets[-1] < config.max_batch:
+            warnings.warn(
+                f"strict=True with graphs of {buckets[-1]} requests at most: larger batches, up to "
+                f"max_batch={config.max_batch}, will raise; lower max_batch or raise graph_batches",
+                stacklevel=7,
+            )
+        rows = BufferSpec("rows", lambda n: (n,), torch.int64, pad=config.dummy_row)
+        setup = Setup(
+            capture=self.capture,
+            counters=parts.counters,
+            device=device,
+            buckets=buckets,
+            variants=config.graph_sampling,
+            strict=config.strict,
+        )
+        self._name = "round" if config.num_steps else "decode"
+        target, worker = program.target, program.worker
+
+        def spec(name: str, width: int, dtype: torch.dtype) -> BufferSpec:
+            return BufferSpec(name, lambda n: (n, width), dtype, pad=0.0)
+
+        hidden = spec("hidden", target.spec.hidden_size, target.dtype)
+        made = [
+            GraphRunner(self._name, program.play, [rows], setup),
+            GraphRunner("first_token", partial(first_token_part, program), [rows, hidden], setup),
+        ]
+        if worker.has_begin:  # it samples nothing, so one kind serves all
+            states = [spec("states", worker.hidden_size, worker.dtype or target.dtype)] if worker.hidden_size else []
+            once = replace(setup, variants=config.graph_sampling[:1])
+            made.append(GraphRunner("draft_begin", partial(begin_part, program), [rows, *states], once))
+        self.runners = {runner.name: runner for runner in made}
+        with torch.inference_mode():
+            rehearse(made, parts.compiling_kernels())
+            build(made, self.capture, lower=LOWER, strict=config.strict, settle=parts.target.settle)
+
+    def play(self, kind: SamplingKind, rows: torch.Tensor, max_prefix: int) -> torch.Tensor:
+        """Run a round of `rows`; see `Round.play`. The results are valid until the next call."""
+        return self.runners[self._name](self._served_as(kind), {"rows": rows}, max_prefix=max_prefix)
+
+    def first_tokens(self, kind: SamplingKind, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Sample the tokens after prompts from the target's last hidden states [n, h]; see `Round.first_tokens`."""
+        return self.runners["first_token"](self._served_as(kind), {"rows": rows, "hidden": hidden})
+
+    def begin(self, rows: torch.Tensor, states: torch.Tensor | None, max_prefix: int) -> None:
+        """Run `Round.begin` for `rows`."""
+        inputs = {"rows": rows} if states is None else {"rows": rows, "states": states}
+        self.runners["draft_begin"](self._config.graph_sampling[0], inputs, max_prefix=max_prefix)
+
+    def _served_as(self, kind: SamplingKind) -> SamplingKind:
+        """Return the least kind that was captured and serves `kind`; if there is none, `kind` itself."""
+        captured = [SamplingKind(k) for k in self._config.graph_sampling if not self.capture.refusal]
+        return next((k for k in captured if k.serves(kind)), kind)
+
+    @property
+    def costs(self) -> list[GraphCost]:
+        """Time and memory that each graph took to capture, runner by runner in the order of capture."""
+        return [cost for runner in self.runners.values() for cost in runner.costs]
+
+
+def first_token_part(program: Round, kind: str, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Run the head over the last rows of prompts, then Round.first_tokens."""
+    return program.first_tokens(kind, rows, program.target.head(hidden))
+
+
+def begin_part(
+    program: Round,
+    kind: str,
+    rows: torch.Tensor,
+    states: torch.Tensor | None = None,
+    max_prefix: int | None = None,
+) -> torch.Tensor:
+    """Run Round.begin, which is the same for every kind."""
+    return program.begin(rows, states, max_prefix)

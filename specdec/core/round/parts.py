@@ -1,0 +1,34 @@
+"""The parts of an engine, made once by `specdec.reach.assembly` and handed to whatever runs on them."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from specdec.backends.op import ForwardContext
+from specdec.core.cache.tables import SlotTables
+from specdec.core.config import EngineConfig
+from specdec.core.draft.worker import DraftWorker
+from specdec.core.functional.ops import RoundOps
+from specdec.core.round.state import EngineState
+from specdec.core.target import LiveModels, Target
+from specdec.graphs.counters import Counters
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What programs, graphs and the core of one engine share.
+
+    target: reads the hidden states that `worker` asks for. context: the target's attention layers and K/V pool. tables
+    and state: by row, the last of which is the dummy row. compiling_kernels: see `backends.registry`.
+    """
+
+    target: Target
+    config: EngineConfig
+    worker: DraftWorker
+    context: ForwardContext
+    ops: RoundOps
+    tables: SlotTables
+    state: EngineState
+    counters: Counters
+    models: LiveModels
+    compiling_kernels: Callable[[], AbstractContextManager[None] | None]

@@ -1,0 +1,188 @@
+"""The round as a program of fixed shape on the device: draft → verify → accept → commit → extend.
+
+Nothing here looks at the device from the host or has a shape that depends on data: a round depends on the number of
+rows and on the kind of sampling, so it can be captured. Row numbers are its only input; all else is state by row.
+"""
+
+import torch
+
+from specdec.backends.comm import agreed
+from specdec.core.batch import AttentionMetadata, ForwardMode
+from specdec.core.draft.worker import STREAM_PREFILL, STREAM_SYNTHETIC, STREAM_VERIFY, Draft, PrefillChunk, RoundBatch
+from specdec.core.functional.results import append_logprobs, token_logprobs
+from specdec.core.functional.sampling import SamplingKind
+from specdec.core.functional.tree import Tree
+from specdec.core.functional.verify import VerifyOutput, impose_acceptance
+from specdec.core.round.parts import Parts
+
+LAW_BYTES = 64 << 20  # probabilities that sampled acceptance holds at once; larger batches go in parts
+
+
+class Round:
+    """Plays rounds for rows of `state`; slot_table [num_rows, width] int32 says where their K/V lie."""
+
+    def __init__(self, parts: Parts):
+        self.target = parts.target
+        self.config = parts.config
+        self.worker = parts.worker
+        self.context = parts.context
+        self.ops = parts.ops
+        self.slot_table = parts.tables.table
+        self.state = parts.state
+        is_plain, is_tree = parts.config.verify_width == 1, parts.config.topk > 1
+        states = [state for state in parts.context.states if is_tree or state.commits_chains]
+        self._commits = [] if is_plain else [state.committer(parts.ops) for state in states]
+        rates, device = parts.config.synthetic_acceptance, self.slot_table.device
+        self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)
+
+    def play(self, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> torch.Tensor:
+        """One round of `rows` [n] int64: [n, W+3] int64, tokens, accept_len, invalid and finished flag of each.
+
+        kind: how the requests sample (a SamplingKind); max_prefix: host upper bound of L, None if nothing is known.
+        """
+        batch = self.batch(kind, rows, max_prefix)
+        draft = self.draft(batch)
+        logits, aux = self.verify(batch, draft.tree)
+        verified = self.accept(batch, draft, logits)
+        return self.extend(batch, verified, aux)
+
+    def batch(self, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> RoundBatch:
+        """Gather what a round needs to know of `rows`."""
+        kind = SamplingKind(kind)
+        return RoundBatch(
+            rows=rows,
+            slot_table=self.slot_table,
+            history=self.state.history,
+            seq_lens=self.state.seq_lens[rows],
+            roots=self.state.roots[rows],
+            sampling=None if kind.is_greedy else self.state.sampling.select(rows, kind.has_filters),
+            max_prefix=self.slot_table.shape[1] if max_prefix is None else max_prefix,
+            is_processed=kind.has_processors,
+        )
+
+    def draft(self, batch: RoundBatch) -> Draft:
+        """What the draft proposes, the same tree on all ranks."""
+        draft = self.worker.draft(batch)
+        return draft._replace(tree=agreed(self.target.group, draft.tree))
+
+    def verify(self, batch: RoundBatch, tree: Tree) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One target forward over all nodes: logits [bs, D, V] and the draft's features [bs, D, num_aux*h]."""
+        output = self.target.forward(self.context, self._verify_metadata(batch, tree), tree.tokens.view(-1))
+        shape = tree.tokens.shape
+        aux = None if output.aux is None else output.aux.view(*shape, -1)
+        return output.logits.view(*shape, -1), aux
+
+    def accept(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor) -> VerifyOutput:
+        """Decide which nodes are emitted, up to a stop id or the length limit, and commit them."""
+        verified = self._decide(batch, draft, logits, STREAM_VERIFY)
+        if self._rates is not None:
+            draws = self.ops.uniforms(self.state.sampling.seeds[batch.rows], batch.seq_lens, STREAM_SYNTHETIC, 1)
+            verified = impose_acceptance(verified, draft.tree, self._rates, draws[:, 0])
+        verified = agreed(self.target.group, verified)
+        verified = self.ops.trim(verified, batch.rows, self.state.stop_ids, self.state.remaining)
+        for commit in self._commits:
+            commit(batch.slot_table, batch.rows, batch.seq_lens, verified.accept_index)
+        self._keep_logprobs(batch.rows, logits, verified)
+        return verified
+
+    def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> torch.Tensor:
+        """The draft takes the true features; L += accept_lens, the last token is the new root. Returns the results."""
+        self.worker.extend(batch, verified, aux)
+        return self._emit(batch, verified, moves=True)
+
+    def take_prompts(self, chunk: PrefillChunk) -> None:
+        """Write the tokens of `chunk` to the history of its rows."""
+        rows = torch.cat([chunk.rows, chunk.rows.new_full((1,), self.config.dummy_row)])  # the last one takes padding
+        self.state.history[rows[chunk.metadata.owners()], chunk.metadata.positions] = chunk.ids.int()
+
+    def first_tokens(self, kind: str, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The token after each prompt, from logits [n, V]; it becomes the row's first root. Results as `play` gives."""
+        batch = self.batch(kind, rows)
+        root_only = self.ops.chain(batch.roots, batch.roots.new_empty(rows.shape[0], 0))
+        verified = self._decide(batch, Draft(root_only, None), logits.unsqueeze(1), STREAM_PREFILL)
+        verified = agreed(self.target.group, verified)
+        verified = self.ops.trim(verified, rows, self.state.stop_ids, self.state.remaining)
+        self._keep_logprobs(rows, logits.unsqueeze(1), verified)
+        return self._emit(batch, verified, moves=False)  # the token is not in the cache yet: L stays
+
+    def begin(
+        self, rows: torch.Tensor, states: torch.Tensor | None = None, max_prefix: int | None = None
+    ) -> torch.Tensor:
+        """The draft takes the first roots of `rows` [n] and its own states [n, h_d]; returns the rows.
+
+        See `DraftWorker.begin`; max_prefix: see `play`.
+        """
+        self.worker.begin(self.batch(SamplingKind.GREEDY, rows, max_prefix), states)
+        return rows
+
+    def _verify_metadata(self, batch: RoundBatch, tree: Tree) -> AttentionMetadata:
+        """D queries a request: a chain is causal, a tree sees its ancestors."""
+        is_chain = self.config.topk == 1
+        return self.context.backend.metadata.uniform(
+            ForwardMode.DECODE if tree.tokens.shape[1] == 1 else ForwardMode.TARGET_VERIFY,
+            batch.slot_table,
+            batch.rows,
+            batch.seq_lens,
+            q_len=tree.tokens.shape[1],
+            max_prefix=batch.max_prefix,
+            depths=None if is_chain else tree.depths,
+            tail_depths=None if is_chain else tree.depths,
+            ancestor_bits=None if is_chain else tree.ancestor_bits,
+        )
+
+    def _decide(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor, stream: int) -> VerifyOutput:
+        """Which nodes the target accepts (logits [bs, D, V]), before stops and limits."""
+        num_steps = min(self.config.num_steps, logits.shape[1] - 1)
+        if batch.sampling is None and not batch.is_processed:
+            return self.ops.verify_greedy(logits, draft.tree, num_steps)
+        uniforms = None
+        if batch.sampling is not None:
+            uniforms = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, stream, logits.shape[1])
+        size = max(1, LAW_BYTES // (4 * logits[0].numel()))
+        parts = [slice(i, i + size) for i in range(0, logits.shape[0], size)]
+        outputs = [self._verify_part(batch, draft, logits, uniforms, num_steps, stream, part) for part in parts]
+        return outputs[0] if len(outputs) == 1 else VerifyOutput(*map(torch.cat, zip(*outputs, strict=True)))
+
+    def _verify_part(
+        self,
+        batch: RoundBatch,
+        draft: Draft,
+        logits: torch.Tensor,
+        uniforms: torch.Tensor | None,
+        num_steps: int,
+        stream: int,
+        part: slice,
+    ) -> VerifyOutput:
+        """Verify the requests `part` on processed logits, or on the laws that logits make."""
+        tree, scores = Tree(*(t[part] for t in draft.tree)), logits[part]
+        if batch.is_processed:
+            context = self._num_context(batch, stream)[part]
+            scores = self.ops.process(scores, tree, batch.rows[part], context, self.state.processors)
+        if batch.sampling is None or uniforms is None:
+            return self.ops.verify_greedy(scores, tree, num_steps)
+        probs = self.ops.law(scores, batch.sampling.select(part))
+        if draft.probs is not None:
+            return self.ops.verify_chain(probs, draft.probs[part], tree, uniforms[part])
+        return self.ops.verify_tree(probs, tree, num_steps, uniforms[part])
+
+    @staticmethod
+    def _num_context(batch: RoundBatch, stream: int) -> torch.Tensor:
+        """[bs] tokens that the root's logits follow: the prompt alone, or all up to the root."""
+        return batch.seq_lens if stream == STREAM_PREFILL else batch.seq_lens + 1
+
+    def _emit(self, batch: RoundBatch, verified: VerifyOutput, moves: bool) -> torch.Tensor:
+        """The last token is the new root and L += accept_lens, if it moves; results for the host."""
+        state = self.state
+        arguments = (state.seq_lens, state.roots, state.remaining, state.history, moves)
+        lines = self.ops.emit(verified, batch.rows, *arguments)
+        if state.logprobs is None:
+            return lines
+        return append_logprobs(lines, state.logprobs[batch.rows, : verified.tokens.shape[1]])
+
+    def _keep_logprobs(self, rows: torch.Tensor, logits: torch.Tensor, verified: VerifyOutput) -> None:
+        """Keep the log-probabilities of emitted tokens by row, if they are wanted; logits [bs, D, V] of all nodes."""
+        kept, num_top = self.state.logprobs, self.config.logprobs
+        if kept is None or num_top is None:
+            return
+        of_path = self.ops.gather_rows(logits, verified.accept_index)  # each token follows its node of the path
+        kept[rows, : of_path.shape[1]] = token_logprobs(of_path, verified.tokens.clamp(min=0), num_top)

@@ -1,0 +1,83 @@
+"""Device state of running requests, by row."""
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import torch
+
+from specdec.core.functional.processors import ProcessorState
+from specdec.core.functional.sampling import SamplingBatch, SamplingParams
+
+MAX_STOP_IDS = 16
+
+# Of `EngineState.tensors`, what a request brings along when it is admitted, in the order in which it is packed.
+ADMITTED = ("seq_lens", "remaining", "stop_ids", "temperature", "top_k", "top_p", "min_p", "seeds")
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Per-row device state, all [num_rows] unless said; the round reads and writes it, admission fills it.
+
+    The last row is the dummy row: its request is permanently finished, it owns slot 0 only, and padding of captured
+    batches points to it.
+    seq_lens: L; roots: the token at L; remaining: tokens the request may still emit, 0 once it is over;
+    stop_ids [num_rows, MAX_STOP_IDS], -1 padded; history [num_rows, width] int32: tokens by position up to the root;
+    the prompt's are written where somebody reads them (processors, a worker that `reads_history`), and what lies past
+    the root is left over; sampling: parameters by row; processors: penalties and bans by row.
+    logprobs [num_rows, S+1, 1 + 2*num_top] float32: of the tokens emitted last, see `token_logprobs`; None if they are
+    not computed.
+    """
+
+    seq_lens: torch.Tensor
+    roots: torch.Tensor
+    remaining: torch.Tensor
+    stop_ids: torch.Tensor
+    history: torch.Tensor
+    sampling: SamplingBatch
+    processors: ProcessorState
+    logprobs: torch.Tensor | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        num_rows: int,
+        width: int,
+        device: torch.device,
+        logprobs: tuple[int, int] | None = None,
+    ) -> "EngineState":
+        """All rows idle. width: positions that a request can reach; logprobs: S+1 and num_top, if they are computed."""
+
+        def zeros() -> torch.Tensor:
+            return torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+        stop_ids = torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int64, device=device)
+        sampling = SamplingBatch.stack([SamplingParams()] * num_rows, device)
+        history = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
+        processors = ProcessorState.empty(history)
+        scores = None
+        if logprobs is not None:
+            scores = torch.zeros(num_rows, logprobs[0], 1 + 2 * logprobs[1], device=device)
+        return cls(zeros(), zeros(), zeros(), stop_ids, history, sampling, processors, scores)
+
+    @staticmethod
+    def bytes_for(num_rows: int, width: int) -> int:
+        """Bytes of the history and the processors, beside which the rest is small."""
+        return 4 * num_rows * width + ProcessorState.bytes_for(num_rows)
+
+    @cached_property
+    def columns(self) -> list[torch.Tensor]:
+        """The tensors of ADMITTED."""
+        tensors = self.tensors
+        return [tensors[name] for name in ADMITTED]
+
+    @cached_property
+    def num_admitted(self) -> int:
+        """Numbers that a row has in the tensors of ADMITTED."""
+        return sum(column[0].numel() for column in self.columns)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of it by name."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sampling", "processors")}
+        own = {name: tensor for name, tensor in own.items() if tensor is not None}
+        return {**own, **self.sampling.tensors, **self.processors.tensors}

@@ -1,0 +1,128 @@
+"""The contracts between an engine and live models: `Target` runs one, `LiveModels` is what else is done with them.
+
+`targets.hf.HFTarget` and `assembly.models` implement them for `transformers`.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from specdec.backends.base import LayerSpec
+from specdec.backends.op import ForwardContext
+from specdec.backends.recurrent.state_pool import RecurrentOps, RecurrentSpec
+from specdec.core.batch import AttentionMetadata, ForwardMode
+from specdec.core.cache.pool import LayerState
+
+
+class TargetOutput(NamedTuple):
+    """Output of a forward: logits [T, V], and aux [T, num_aux*h] or None."""
+
+    logits: torch.Tensor
+    aux: torch.Tensor | None
+
+
+class TargetSpec(Protocol):
+    """Sizes of a target. layers, sinks ([Hq] or None): by attention layer; recurrent: by recurrent layer."""
+
+    @property
+    def layers(self) -> Sequence[LayerSpec]: ...
+    @property
+    def sinks(self) -> Sequence[torch.Tensor | None]: ...
+    @property
+    def recurrent(self) -> Sequence[RecurrentSpec]: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+
+
+class Target(Protocol):
+    """A model that an engine runs: the target, or a standalone draft.
+
+    model: the live module. aux_layers: layers whose outputs `layers` returns beside the last hidden states. any_rank:
+    returns True if it gets True on any of the ranks that share the model, which all call it. group: name of their
+    process group; "" of a whole model. settle: waits for the device where ranks wait for each other; None of a whole
+    model. shape: sizes and modules that a draft must match (`targets.shape.TargetShape`). compiled: what replaces the
+    live layers, by whether it serves prefills.
+    """
+
+    model: Any
+    aux_layers: tuple[int, ...]
+    any_rank: Callable[[bool], bool]
+    compiled: dict[bool, Any]
+
+    @property
+    def spec(self) -> TargetSpec: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def settle(self) -> Callable[[], None] | None: ...
+    @property
+    def embed_tokens(self) -> nn.Module: ...
+    @property
+    def shape(self) -> Any: ...
+
+    def row_states(self, num_rows: int, max_tail: int, ops: RecurrentOps) -> tuple[LayerState, ...]:
+        """Make the state by row of recurrent layers, if there are any; max_tail: nodes a row runs in a round."""
+
+    def forward(self, context: ForwardContext, metadata: AttentionMetadata, input_ids: torch.Tensor) -> TargetOutput:
+        """Run layers and head on packed input_ids [T] int64, in the context of `metadata`."""
+
+    def layers(
+        self, mode: ForwardMode, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run all but the head on input_ids, positions [T] int64: last hidden states [T, h], aux [T, num_aux*h]."""
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map last hidden states [N, h] to logits [N, V]."""
+
+    def detach(self) -> None:
+        """Leave the model as it was before the attach."""
+
+
+class LiveModels(Protocol):
+    """The target's model and the draft's, beside the forwards that an engine runs of them.
+
+    prefill_mode: "piecewise", "breakable" or "off", once they are compiled. how_compiled, how_draft_compiled: how the
+    layers of either came to run as they do, in words; compile_seconds: what that took.
+    """
+
+    prefill_mode: str
+    how_compiled: str
+    how_draft_compiled: str
+    compile_seconds: float
+
+    def compile(self) -> None:
+        """Compile layers where the engine's settings want it. GraphError for what must be compiled and cannot be."""
+
+    def share(self, turns: AbstractContextManager[Any], is_baked: bool) -> None:
+        """From now on let other callers of the models wait for `turns`, and watch what forwards read of them.
+
+        is_baked: graphs or compiled layers hold parts of the models as they are now.
+        """
+
+    def follow(self) -> bool:
+        """Return True if the models compute something else than at the last call, so that kept K/V is of no use.
+
+        GraphError for a change that the engine cannot follow.
+        """
+
+    def has_changed(self) -> bool:
+        """Return True if `follow` would return True, or raise."""
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """Return a context for the forwards of a step."""
+
+    def close(self) -> None:
+        """Stop watching, and let others call the models without waiting."""

@@ -1,0 +1,1 @@
+"""The reach ring: live models, draft heads, checkpoints and ranks, assembled into engines of the core."""

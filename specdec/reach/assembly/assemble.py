@@ -1,0 +1,221 @@
+"""Putting an engine together: which draft, which backends, whether it fits the device, and the core of all parts."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.backends.base import AttentionBackend
+from specdec.backends.checks import is_debug
+from specdec.backends.op import ForwardContext
+from specdec.backends.registry import compiling_kernels, pick_backend, pick_recurrent
+from specdec.core.cache.pool import KVPool, LayerState
+from specdec.core.cache.tables import SlotTables
+from specdec.core.config import EngineConfig
+from specdec.core.draft.head import DraftHead
+from specdec.core.draft.worker import DraftParts, DraftWorker, NoDraft
+from specdec.core.engine.core import Core
+from specdec.core.engine.ranked import RankedCore
+from specdec.core.engine.ranks import Ranks
+from specdec.core.errors import CapacityError
+from specdec.core.functional.checks import checked
+from specdec.core.functional.ops import RoundOps
+from specdec.core.functional.torch_ops import pick_ops
+from specdec.core.round.parts import Parts
+from specdec.core.round.state import EngineState
+from specdec.graphs.counters import Counters
+from specdec.reach.assembly.algorithms import algorithm
+from specdec.reach.assembly.kernel_check import check_kernels
+from specdec.reach.assembly.memory import BY_SLOT, Draft, ModelShape, check_memory
+from specdec.reach.assembly.models import HFModels
+from specdec.reach.assembly.narrow import narrow_head
+from specdec.reach.checkpoints.tensors import TensorFiles
+from specdec.reach.heads.formats import why_absent
+from specdec.reach.heads.load import check_head, load_head, open_draft
+from specdec.reach.targets.hf import HFTarget
+from specdec.reach.targets.shape import position_limit
+from specdec.reach.targets.standalone import load_standalone
+
+Source = str | Path | nn.Module | TensorFiles  # of a draft, as `resolve_draft` gives it
+
+
+def resolve_draft(draft: Any, algo: str | None) -> tuple[str | None, Any]:
+    """The algorithm's name, and the draft, whose files are open if it is a head's checkpoint.
+
+    Every contradiction between `draft` and `algo` is an error.
+    """
+    if algo not in (None, "auto"):
+        has_model = algorithm(algo).has_model  # unknown names raise here
+        if not has_model and draft is not None:
+            raise ValueError(f"algo={algo!r} drafts without a model, but a draft was given; leave one of them out")
+        if not has_model:
+            return algo, None
+        if draft is None:
+            raise ValueError(f"algo={algo!r} needs a draft: a checkpoint folder, a Hub id, a loaded head or a model")
+    if algo is None and draft is not None:
+        raise ValueError("algo=None is plain decoding, but a draft was given; leave one of them out")
+    if draft is None:
+        return None, None
+    found, opened = _open(draft, None if algo == "auto" else algo)
+    if algo is not None and algo not in ("auto", found):
+        what = type(draft).__name__ if isinstance(draft, nn.Module) else repr(str(draft))
+        why = "" if isinstance(draft, nn.Module) else why_absent(algo, found)
+        raise ValueError(f"algo={algo!r}, but {what} is a draft for {found!r}{why}")
+    return found, draft if opened is None else opened
+
+
+def _open(draft: str | Path | nn.Module, wanted: str | None) -> tuple[str, TensorFiles | None]:
+    if isinstance(draft, DraftHead):
+        return draft.algo, None
+    if isinstance(draft, PreTrainedModel):
+        return "standalone", None
+    if not isinstance(draft, str | Path):
+        raise ValueError(
+            f"draft is a {type(draft).__name__}: expected a folder, a Hub id, a head such as Eagle3Head, or a causal LM"
+        )
+    return open_draft(draft, wanted)
+
+
+def assemble(
+    target: HFTarget,
+    config: EngineConfig,
+    draft: Source | None,
+    algo: str | None,
+    tokenizer: Any,
+    ranks: Ranks | None = None,
+) -> tuple[Core, str]:
+    """The core of an engine, its graphs captured, and why it runs on the backend it does. ranks: of a sharded target.
+
+    ValueError, CheckpointError, CapacityError or GraphError for what cannot be put together; AttachError for a kernel
+    that is wrong, under check_kernels.
+    """
+    _check_length(config, target, "model")
+    if config.logprobs is not None and config.logprobs > target.spec.vocab_size:
+        raise ValueError(f"logprobs={config.logprobs}: the model's vocabulary has {target.spec.vocab_size} tokens")
+    loaded = None if draft is None or algo is None else _load_draft(draft, algo, target, config, tokenizer)
+    try:
+        return _assemble(target, config, loaded, algo, ranks)
+    except BaseException as error:
+        if isinstance(loaded, HFTarget):
+            loaded.detach()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise CapacityError(f"{error}; lower {BY_SLOT}, or max_prefill_tokens") from error
+        raise
+
+
+def _assemble(
+    target: HFTarget, config: EngineConfig, draft: Draft | None, algo: str | None, ranks: Ranks | None
+) -> tuple[Core, str]:
+    device = target.device
+    backend, why = pick_backend(config.backend, target.spec.layers, target.dtype, device)
+    config = replace(config, prefix_cache=_keeps_prefixes(config, target, draft))
+    counters = Counters()
+    narrow = narrow_head(config, draft, target)
+    shape = None if draft is None else ModelShape.of(draft, None if narrow is None else len(narrow.ids))
+    check_memory(target, config, shape)
+    sizes = (config.max_batch, config.table_width, config.pool_slots, config.page_size)
+    tables = SlotTables(*sizes, device, bool(config.prefix_cache))
+    worker: DraftWorker = NoDraft(_ops_for(backend))
+    if algo is not None:
+        row, own, context = algorithm(algo), backend, None
+        if shape is not None:
+            own, draft_why = pick_backend(config.backend, shape.layers, shape.dtype, device)
+            why = why if own is backend else f"{why}; the draft: {own.name}, {draft_why}"
+            states = _row_states(draft, config, config.draft_tail, own)
+            context = _context(own, shape, tables, counters, config.draft_words, states)
+        worker = row.make(DraftParts(row.spec, target, config, _ops_for(own), context, narrow), draft)
+    for model in (target, draft):
+        if isinstance(model, HFTarget):
+            model.expect_positions(config.table_width)
+    target.read_layers(worker.aux_layers)
+    states = _row_states(target, config, config.verify_width, backend)
+    context = _context(backend, ModelShape.of(target), tables, counters, config.tree_words, states)
+    logprobs = None if config.logprobs is None else (config.num_steps + 1, config.logprobs)
+    in_use = [c.backend for c in (context, worker.context) if c is not None]
+    parts = Parts(
+        target=target,
+        config=config,
+        worker=worker,
+        context=context,
+        ops=_ops_for(backend),
+        tables=tables,
+        state=EngineState.empty(config.num_rows, config.table_width, device, logprobs),
+        counters=counters,
+        models=HFModels(target, worker, config),
+        compiling_kernels=partial(compiling_kernels, in_use, device),
+    )
+    check_kernels(parts)
+    return Core(parts) if ranks is None else RankedCore(parts, ranks), why
+
+
+def _load_draft(draft: Source, algo: str, target: HFTarget, config: EngineConfig, tokenizer: Any) -> Draft:
+    if algo == "standalone":
+        assert not isinstance(draft, TensorFiles), "a whole model is loaded from where it lies"
+        model = load_standalone(draft, target, tokenizer)
+        try:
+            _check_length(config, model, "draft")
+        except BaseException:
+            model.detach()
+            raise
+        return model
+    if isinstance(draft, DraftHead):
+        check_head(draft, target.shape, target.dtype, target.device)
+        return draft
+    assert not isinstance(draft, nn.Module)
+    return load_head(draft, target.shape, target.dtype, target.device, algo)
+
+
+def _keeps_prefixes(config: EngineConfig, target: HFTarget, draft: Draft | None) -> bool:
+    """Return whether K/V of what was served can serve others, if it is wanted; ValueError if it must be and cannot."""
+    reasons = []
+    for what, model in (("target", target), ("draft", draft)):
+        if isinstance(model, HFTarget) and model.spec.recurrent:
+            reasons.append(f"the {what} has recurrent layers, whose state is not kept by token")
+    if isinstance(draft, DraftHead) and draft.num_modules > 1:
+        reasons.append(f"the draft has {draft.num_modules} modules that read each other's last states")
+    if config.prefix_cache is True and reasons:
+        raise ValueError(f"prefix_cache=True: {'; '.join(reasons)}; leave prefix_cache out")
+    return config.prefix_cache is not False and not reasons
+
+
+def _check_length(config: EngineConfig, model: HFTarget, what: str) -> None:
+    limit = model.spec.max_positions
+    if config.max_seq_len > limit:
+        _, why = position_limit(model.model.config.get_text_config())
+        raise ValueError(
+            f"max_seq_len={config.max_seq_len}: the {what} has positions up to {limit}{why and f' ({why})'}; "
+            f"attach with max_seq_len={limit} or less"
+        )
+
+
+def _context(
+    kind: type[AttentionBackend],
+    model: ModelShape,
+    tables: SlotTables,
+    counters: Counters,
+    mask_words: int,
+    row_states: tuple[LayerState, ...] = (),
+) -> ForwardContext:
+    """Make a backend that is ready for a model's layers, and their K/V pool under the slots of `tables`."""
+    backend, device = kind(), tables.table.device
+    backend.prepare_for(model.layers, model.dtype, device, mask_words)
+    pool = KVPool([layer.shape for layer in model.layers], tables.total_slots, model.dtype, device)
+    return ForwardContext(backend, pool, model.layers, model.sinks, counters.count_forward, row_states)
+
+
+def _row_states(
+    model: Draft | None, config: EngineConfig, max_tail: int, backend: type[AttentionBackend]
+) -> tuple[LayerState, ...]:
+    """Make what recurrent layers of a model keep; heads have none."""
+    if not isinstance(model, HFTarget):
+        return ()
+    return model.row_states(config.num_rows, max_tail, pick_recurrent(backend.capabilities))
+
+
+def _ops_for(backend: type[AttentionBackend]) -> RoundOps:
+    ops = pick_ops(backend.capabilities)
+    return checked(ops) if is_debug() else ops

@@ -1,0 +1,79 @@
+"""What an engine does with live `transformers` models beside running them: compiles, shares and watches them."""
+
+import time
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.core.config import EngineConfig
+from specdec.core.draft.worker import DraftWorker
+from specdec.reach.targets.compiling.draft import compile_draft
+from specdec.reach.targets.compiling.target import compile_layers, start_compilers, why_uncompiled
+from specdec.reach.targets.exclusive import make_exclusive
+from specdec.reach.targets.few_rows import FewRows
+from specdec.reach.targets.hf import HFTarget
+from specdec.reach.targets.weights import Weights
+
+
+class HFModels:
+    """The target's model and the draft's, if it has one; see `specdec.core.target.LiveModels`."""
+
+    how_draft_compiled = ""
+
+    def __init__(self, target: HFTarget, worker: DraftWorker, config: EngineConfig):
+        self._target, self._worker, self._config = target, worker, config
+        self.prefill_mode = resolve_prefill_mode(config, target.device)
+        self.how_compiled, self.compile_seconds = "", 0.0
+        start_compilers(config, target.device)
+
+    def compile(self) -> None:
+        """Compile what `config` wants; a model that does not trace runs as it is, its prefills "breakable"."""
+        start, target = time.perf_counter(), self._target
+        self.prefill_mode, self.how_compiled = compile_layers(target, self._config, self.prefill_mode)
+        if target.compiled:
+            self.how_draft_compiled = compile_draft(self._worker, self._config, self.prefill_mode)
+            self.compile_seconds = time.perf_counter() - start
+
+    def share(self, turns: AbstractContextManager[Any], is_baked: bool) -> None:
+        """Let other callers wait for `turns`, and watch weights."""
+        models = [m for m in (self._target.model, self._worker.module) if m is not None]
+        self._callers = ExitStack()
+        for model in models:
+            if isinstance(model, PreTrainedModel):
+                self._callers.push(make_exclusive(model, turns))
+        self._weights = Weights(self._target, self._worker.module, bool(self._target.compiled) or is_baked)
+        self._few_rows = FewRows(models)
+
+    def follow(self) -> bool:
+        """See `Weights.follow`."""
+        return self._weights.follow()
+
+    def has_changed(self) -> bool:
+        """See `Weights.has_changed`."""
+        return self._weights.has_changed()
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """See `FewRows.active`."""
+        return self._few_rows.active()
+
+    def close(self) -> None:
+        """Stop watching; nobody waits any more."""
+        self._weights.close()
+        self._few_rows.restore()
+        self._callers.close()
+
+
+def resolve_prefill_mode(config: EngineConfig, device: torch.device) -> str:
+    """Resolve `prefill_graph` to "piecewise", "breakable" or "off" (eager prefills, but for whole graphs)."""
+    if config.prefill_graph not in ("auto", "whole"):
+        return config.prefill_graph
+    if config.prefill_graph == "auto" and not auto_captures(config, device):
+        return "off"
+    return "breakable" if why_uncompiled(config, device) else "piecewise"
+
+
+def auto_captures(config: EngineConfig, device: torch.device) -> bool:
+    """Return True if prefills have graphs under "auto"."""
+    return device.type == "cuda" and config.cuda_graph is not False

@@ -1,0 +1,99 @@
+"""A draft that proposes frequent tokens only, so that its output head is small (FR-Spec, arXiv 2502.14856).
+
+What a draft never proposes costs a rejected position where it is due, and nothing else: the target judges as ever.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from specdec.core.config import EngineConfig
+from specdec.core.draft.head import DraftHead
+from specdec.core.draft.worker import NarrowHead
+from specdec.core.target import Target
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest logit
+NUM_STATES = 4  # states that both heads score
+_SETTING = "draft_vocab"
+
+
+def narrow_head(config: EngineConfig, draft: DraftHead | Target | None, target: Target) -> NarrowHead | None:
+    """Return the output head of `draft` over the tokens of `EngineConfig.draft_vocab`; None where all are scored.
+
+    ValueError for ids that the target does not have, too few that the draft scores, a draft without a model, and output
+    heads that do more than multiply (scaling, softcaps), which rows alone cannot stand for. Ranks that share `target`
+    all call it.
+    """
+    if config.draft_vocab is None:
+        return None
+    if draft is None:
+        raise ValueError(f"{_told(config)}: expected a draft with a model, whose output head it makes smaller")
+    if not isinstance(draft, DraftHead):
+        scored = torch.arange(draft.spec.vocab_size, device=draft.device)
+        score, rows, output = draft.head, draft.shape.lm_head_rows(), draft.shape.lm_head
+    else:
+        scored, own = draft.hot_ids, draft.lm_head
+        score = own or target.head
+        rows = target.shape.lm_head_rows() if own is None else own.weight.detach()
+        output = target.shape.lm_head if own is None else own
+    places = _places(config, scored, target)
+    if len(places) == len(scored):
+        return None
+    bias = _bias(output, len(scored))
+    narrow = NarrowHead(scored[places], rows[places.to(rows.device)], None if bias is None else bias[places])
+    _check(config, narrow, score, places)
+    return narrow
+
+
+def _told(config: EngineConfig) -> str:
+    wanted = config.draft_vocab
+    return f"{_SETTING}={wanted}" if isinstance(wanted, int) else f"{_SETTING} of {len(wanted or ())} ids"
+
+
+def _ends(target: Target) -> list[int]:
+    """Return the ids at which the target's texts end, which drafts should be able to propose."""
+    config = getattr(target.model, "generation_config", None)
+    ends = getattr(config, "eos_token_id", None)
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def _places(config: EngineConfig, scored: torch.Tensor, target: Target) -> torch.Tensor:
+    """Return where in `scored` [n] int64, ascending, the wanted ids are: [dv] int64, ascending."""
+    wanted, size = config.draft_vocab, target.spec.vocab_size
+    if isinstance(wanted, int):
+        is_wanted = (scored < wanted) | torch.isin(scored, scored.new_tensor(_ends(target)))
+    else:
+        strange = [i for i in wanted or () if i >= size]
+        if strange:
+            raise ValueError(f"{_told(config)}: expected ids from 0 to {size - 1}, not {strange[:5]} ({len(strange)})")
+        is_wanted = torch.isin(scored, scored.new_tensor(wanted))
+    places = is_wanted.nonzero().flatten()  # a sync, as in `_check`: at attach, once
+    if len(places) < max(config.topk, 2):
+        raise ValueError(
+            f"{_told(config)}: the draft scores {len(places)} of them; expected at least {max(config.topk, 2)}"
+        )
+    return places
+
+
+def _bias(output: nn.Module, num_scored: int) -> torch.Tensor | None:
+    bias = getattr(output, "bias", None)
+    if bias is not None and len(bias) != num_scored:
+        raise ValueError(f"{_SETTING}: the output head's bias is shared among ranks; leave {_SETTING} out")
+    return None if bias is None else bias.detach()
+
+
+@torch.no_grad()
+def _check(
+    config: EngineConfig, narrow: NarrowHead, score: Callable[[torch.Tensor], torch.Tensor], places: torch.Tensor
+) -> None:
+    """Score a few states with both heads."""
+    weight = narrow.weight
+    random = torch.Generator().manual_seed(0)
+    states = torch.randn(NUM_STATES, weight.shape[1], generator=random, device="cpu").to(weight.device, weight.dtype)
+    whole, own = score(states)[:, places].float(), narrow(states).float()
+    if not (whole - own).abs().max() <= TOLERANCE[weight.dtype] * whole.abs().max():
+        raise ValueError(
+            f"{_told(config)}: this model's output head does more than multiply (it scales or caps logits), so rows of "
+            f"it score differently; leave {_SETTING} out"
+        )

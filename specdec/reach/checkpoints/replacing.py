@@ -1,0 +1,102 @@
+"""Writes checkpoints to a temporary folder and moves them into place: a crash leaves the older files whole, and no
+checkpoint is overwritten unless that was asked for."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from specdec.reach.checkpoints.folders import INDEX, LEGACY_WEIGHTS, WEIGHTS, json_text
+
+CONFIG = "config.json"
+CHECKPOINT = (CONFIG, WEIGHTS, LEGACY_WEIGHTS, "*.gguf")
+INDICES = (WEIGHTS + INDEX, LEGACY_WEIGHTS + INDEX)
+
+
+def check_free(folder: str | Path, overwrite: bool) -> None:
+    """Raise ValueError if `folder` holds a checkpoint already, unless it is to be overwritten.
+
+    A checkpoint in shards with an index is never overwritten: readers would go on loading the old shards.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{str(folder)!r} is a file: expected a folder to write to")
+    found = sorted(f.name for pattern in (*CHECKPOINT, *INDICES) for f in folder.glob(pattern))
+    if found and not overwrite:
+        raise ValueError(
+            f"{str(folder)!r} holds {', '.join(found)} already: expected a folder without a checkpoint; name "
+            "another, or pass overwrite=True (--overwrite)"
+        )
+    listed = [name for name in found if name.endswith(INDEX)]
+    if listed:
+        raise ValueError(
+            f"{str(folder)!r} holds {listed[0]}, which readers would follow: take that checkpoint away first"
+        )
+
+
+def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write config.json and model.safetensors to `folder`, replacing those there; see `check_free`."""
+    with replacing(folder, CHECKPOINT) as partial:
+        save_file(_apart(tensors), str(partial / WEIGHTS), metadata={"format": "pt"})
+        (partial / CONFIG).write_text(json_text(config), "utf-8")
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `tensors`, copies of those that share memory with others: tied ones are stored as often as they are named,
+    since readers look for every name, and safetensors refuses them."""
+    places = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+    many = Counter(places.values())
+    return {name: t.clone() if many[places[name]] > 1 else t for name, t in tensors.items()}
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with replacing(path.parent) as partial:
+        (partial / path.name).write_text(text, "utf-8")
+
+
+@contextmanager
+def replacing(folder: str | Path, stale: Sequence[str] = ()) -> Iterator[Path]:
+    """Yield a temporary folder in `folder`; its files then replace those of the same names, weights first.
+
+    stale: patterns of files of the old checkpoint: those not written again are deleted. An error within leaves `folder`
+    as it was, and removes it if it is new.
+    """
+    folder = Path(folder)
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = Path(mkdtemp(prefix=".partial-", dir=folder))
+    try:
+        yield partial
+        _share(partial)
+        written = [file.name for file in _weights_first(list(partial.iterdir()))]
+        for name in written:
+            os.replace(partial / name, folder / name)
+        for file in [f for pattern in stale for f in folder.glob(pattern) if f.name not in written]:
+            file.unlink()
+    finally:
+        rmtree(partial)
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _share(folder: Path) -> None:
+    """Give all files in `folder` the mode that new files have here; safetensors makes its own for their owner alone."""
+    probe = folder / ".probe"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for file in folder.iterdir():
+        file.chmod(mode)
+
+
+def _weights_first(files: Sequence[Path]) -> list[Path]:
+    """Sort weights first: without their config they do not load; a config without weights might, as another head."""
+    return sorted(files, key=lambda file: (file.suffix == ".json", file.name))

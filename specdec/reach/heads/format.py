@@ -1,0 +1,130 @@
+"""A head format: its layouts, and the functions that read, write and make its heads. `heads.formats` is the table."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.core.draft.head import DraftHead
+from specdec.reach.targets.shape import TargetShape
+
+MAX_MODULES = 8  # MTP layers of one target
+
+Tensors = dict[str, torch.Tensor]
+HotIds = Callable[[int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A checkpoint layout, recognised by its tensor names alone.
+
+    mark: a pattern that matches a tensor of this layout and of no later one. prefixes: (the file's, ours), of which the
+    first match is used; our names are those of the head's class. "{m}" counts MTP layers from 0, "{at}" from
+    the number of the first one in files, which is config.json's num_hidden_layers. module: a pattern of a tensor of an
+    MTP layer, with its number as group 1. hidden_first: the projection reads [hidden, embedding]. holds_target: the
+    tensors are among those of a whole target.
+    """
+
+    name: str
+    algo: str
+    mark: str
+    prefixes: tuple[tuple[str, str], ...]
+    module: str = ""
+    hidden_first: bool = False
+    holds_target: bool = False
+
+    def pairs(self, first: int) -> list[tuple[str, str]]:
+        """Return the prefixes for all MTP layers that there could be, if the first one has the number `first`."""
+        return [
+            (theirs.format(m=m, at=first + m), ours.format(m=m))
+            for theirs, ours in self.prefixes
+            for m in range(MAX_MODULES if "{" in theirs else 1)
+        ]
+
+    def theirs(self, name: str, first: int = 0) -> str:
+        """Return the file's name of our tensor `name`."""
+        found = renamed(name, [(ours, theirs) for theirs, ours in self.pairs(first)])
+        assert found is not None, f"the layout {self.name!r} has no name for {name!r}"
+        return found
+
+    def modules(self, names: Iterable[str]) -> list[int]:
+        """Return the numbers of the MTP layers among the file's tensors `names`, ascending."""
+        found = (re.match(self.module, name) for name in names) if self.module else ()
+        return sorted({int(match[1]) for match in found if match})
+
+
+def renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str | None:
+    """Replace the first prefix of (old, new) that `name` begins with; None if there is none."""
+    return next((new + name.removeprefix(old) for old, new in pairs if name.startswith(old)), None)
+
+
+def same(*prefixes: str) -> tuple[tuple[str, str], ...]:
+    """Pair prefixes that a layout has in common with us."""
+    return tuple((p, p) for p in prefixes)
+
+
+class Stored(NamedTuple):
+    """A head that was read. head: on the meta device. tensors: all of its state by our names, as stored or derived.
+
+    kept: dtypes of tensors that are not converted to the head's dtype.
+    """
+
+    head: DraftHead
+    tensors: Iterable[tuple[str, torch.Tensor]]
+    kept: Mapping[str, torch.dtype] = {}
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The options of `save_head` that a format writes by; `layout` is the name of one of its layouts."""
+
+    layout: str
+    lm_head_from_target: bool = False
+    verifier: Mapping[str, Any] | None = None
+    num_layers: int | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """Training defaults and card texts of one kind of draft.
+
+    recipe: fields in which it differs from the defaults of `train.config.TrainConfig`. takes: fields of
+    `train.students.Shape` that apply to a fresh student. name, fits: for its card, what it is and for which targets.
+    """
+
+    recipe: Mapping[str, Any]
+    takes: frozenset[str]
+    name: str
+    fits: str
+
+
+@dataclass(frozen=True)
+class HeadFormat:
+    """One kind of head.
+
+    algo: its name as an algorithm. layouts: those it is read from, the most specific first.
+    read(files, target): the head that `files` (`heads.files.HeadFiles`) holds; None if config.json is invalid. Problems
+    and notes go into `files`. target: None to inspect a head without its target; a head that is made of its target's
+    layers is None then.
+    write(head, saving): (config.json, tensors by our names).
+    fresh(model, shape, seed, hot_ids): a head to be trained, in fp32 on the device of the target `model`; shape: a
+    `train.students.Shape`; hot_ids(n): the n target tokens that a head had best score, [n] int64.
+    written(head): names of the layouts it can be written in, the default first.
+    features: target hidden states that it reads, see `AlgoSpec`. shares_lm_head_rows: its lm_head can be left out of a
+    file, since its rows may be the target's. combining: a pattern of the names of the linear layers that read
+    [embedding, feature].
+    """
+
+    algo: str
+    layouts: tuple[Layout, ...]
+    read: Callable[[Any, TargetShape | None], Stored | None]
+    write: Callable[[Any, Saving], tuple[dict[str, Any], Tensors]]
+    fresh: Callable[[PreTrainedModel, Any, int, HotIds], DraftHead]
+    written: Callable[[Any], tuple[str, ...]]
+    training: Training
+    features: str = "last"
+    shares_lm_head_rows: bool = False
+    combining: str = "fc"

@@ -1,0 +1,160 @@
+"""Fresh draft heads for a target, initialised so that their logits make sense before the first training step.
+
+A head's projection passes the target's state through and its layer adds little, so at the start it reads that state
+through the target's own output head.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.reach.heads.base import LayerConfig
+from specdec.reach.heads.eagle import EagleConfig, EagleHead
+from specdec.reach.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from specdec.reach.heads.nextn import NextNHead, full_attention_layer
+from specdec.reach.targets.shape import TargetShape
+
+FC_NOISE = 1e-3  # std; small beside the identity, enough to tell the columns of the other features apart
+MOST_GAIN = 10.0  # largest gain of a norm that undoes another
+QUIET_OUT = 0.1  # share of the usual std for projections that add to the residual stream
+
+
+def layer_config(model: PreTrainedModel, intermediate_size: int) -> LayerConfig:
+    """Return the config of a draft layer with the attention heads and rope theta of `model`."""
+    config = model.config.get_text_config()
+    return LayerConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-5)),
+        rope_theta=rope_theta(config),
+    )
+
+
+def eagle3_config(
+    model: PreTrainedModel,
+    draft_vocab_size: int,
+    aux_layers: Sequence[int] | None = None,
+    intermediate_size: int | None = None,
+) -> Eagle3Config:
+    """Return the shape of an EAGLE-3 head for `model`; intermediate_size: of its MLP, by default twice the target's."""
+    shape = TargetShape.of(model)
+    layers = tuple(aux_layers) if aux_layers else default_aux_layers(shape.num_layers)
+    if len(layers) != 3:
+        raise ValueError(f"aux_layers={layers}: expected three layers, low to high")
+    return Eagle3Config(
+        layer=layer_config(model, intermediate_size or 2 * model.config.get_text_config().intermediate_size),
+        target_hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        draft_vocab_size=min(draft_vocab_size, shape.vocab_size),
+        aux_layers=layers,
+    )
+
+
+@torch.no_grad()
+def new_eagle3(model: PreTrainedModel, config: Eagle3Config, hot_ids: torch.Tensor, seed: int) -> Eagle3Head:
+    """Make an EAGLE-3 head in fp32 on the target's device. hot_ids [dv] int64.
+
+    lm_head and norm start as the target's; fc passes the highest feature through.
+    """
+    if hot_ids.numel() != config.draft_vocab_size:
+        raise ValueError(f"hot_ids has {hot_ids.numel()} ids: expected draft_vocab_size={config.draft_vocab_size}")
+    head = Eagle3Head(config)
+    head.set_hot_vocab(hot_ids)
+    random = torch.Generator().manual_seed(seed)
+    _quiet(head.midlayer, random)
+    _pass_last(head.fc, random)
+    rows = model.get_output_embeddings().weight
+    norm, lm_head = head.norm.get_parameter("weight"), head.get_parameter("lm_head.weight")
+    norm.copy_(_final_norm_weight(model, config.layer.hidden_size))
+    lm_head.copy_(rows[head.hot_ids.to(rows.device)])
+    return head.to(rows.device)
+
+
+@torch.no_grad()
+def new_eagle(model: PreTrainedModel, seed: int, intermediate_size: int | None = None) -> EagleHead:
+    """Make an EAGLE-1/2 head in fp32 on the target's device; intermediate_size: of its MLP, by default the target's."""
+    layer = layer_config(model, intermediate_size or model.config.get_text_config().intermediate_size)
+    head = EagleHead(EagleConfig(layer, TargetShape.of(model).vocab_size, fc_bias=False))
+    random = torch.Generator().manual_seed(seed)
+    _quiet(head.layers, random)
+    _pass_last(head.fc, random)
+    return head.to(model.get_input_embeddings().weight.device)
+
+
+@torch.no_grad()
+def new_nextn(model: PreTrainedModel, seed: int, copy_layer: bool = False) -> NextNHead:
+    """Make a NextN head in fp32 on the target's device.
+
+    Its out norm starts as the target's and hnorm undoes that, so the target's state comes out unchanged but for what
+    the layer adds. copy_layer: the layer starts as the target's last one with full attention; else random. Its
+    outputs are scaled down either way.
+    """
+    head = NextNHead(model)
+    decoder: Any = model.get_decoder()
+    mtp: Any = head.mtp[0]
+    random = torch.Generator().manual_seed(seed)
+    _initialise(mtp, decoder, seed)
+    if copy_layer:
+        own = decoder.layers[full_attention_layer(model.config.get_text_config())]
+        mtp.layer.load_state_dict(own.state_dict())
+    _scale_outputs(mtp.layer, QUIET_OUT)
+    if not copy_layer:
+        _quiet(mtp.layer, random)
+    mtp.norm.load_state_dict(decoder.norm.state_dict())
+    gain = _final_norm_weight(model, head.hidden_size)
+    undone = (gain.square().mean().sqrt() / gain).nan_to_num(0.0).clamp(-MOST_GAIN, MOST_GAIN)
+    mtp.hnorm.weight += undone.to(mtp.hnorm.weight) - 1  # a fresh norm's gain is one, whether its weight is 1 or 0
+    _pass_last(mtp.eh_proj, random)
+    return head.to(model.get_input_embeddings().weight.device)
+
+
+def _initialise(module: nn.Module, decoder: Any, seed: int) -> None:
+    """Initialise `module` as transformers does a new model of the decoder's kind: experts, routers and sinks hold
+    whatever lay in memory until then. That draws from torch's own generator, which is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        module.apply(decoder._init_weights)
+
+
+def _scale_outputs(layer: nn.Module, factor: float) -> None:
+    """Scale the projections that add to the residual stream."""
+    for name, p in layer.named_parameters():
+        if p.dim() > 1 and any(part in name for part in ("o_proj", "down_proj")):
+            p.mul_(factor)
+
+
+def _quiet(layers: nn.Module, random: torch.Generator) -> None:
+    """Initialise linear layers at random, with small weights where they add to the residual stream."""
+    for name, module in layers.named_modules():
+        if isinstance(module, nn.Linear):
+            quiet = QUIET_OUT if name.endswith(("o_proj", "down_proj")) else 1.0
+            nn.init.normal_(module.weight, std=quiet * module.in_features**-0.5, generator=random)
+
+
+def _pass_last(projection: nn.Linear, random: torch.Generator) -> None:
+    """Initialise `projection` to pass its last block of input columns through; the other columns are noise."""
+    nn.init.normal_(projection.weight, std=FC_NOISE, generator=random)
+    projection.weight[:, -projection.out_features :] += torch.eye(projection.out_features)
+
+
+def _final_norm_weight(model: PreTrainedModel, size: int) -> torch.Tensor:
+    """Return the gain [size] of the decoder's final norm: an RMS norm's output on ones, which covers 1+w styles too."""
+    norm = getattr(model.get_decoder(), "norm", None)
+    if norm is None:
+        return torch.ones(size)
+    weight = next(norm.parameters(), torch.ones(size))
+    shown = norm(torch.ones(1, size, dtype=weight.dtype, device=weight.device))[0].float()
+    return shown if bool(shown.abs().sum() > 0) else torch.ones(size)  # a norm that subtracts the mean gives zeros
+
+
+def rope_theta(config: Any) -> float:
+    """Return the base of the target's rotary embedding, that of its full-attention layers where layers differ."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention", parameters)
+    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)

@@ -1,0 +1,107 @@
+"""One sum a mixture of experts: while an engine is attached, ranks add up what a block gives, and not its parts apart.
+
+HF's plans sum what the routed experts give, and what the shared expert's last projection gives: two collectives. Both
+enter the block's output linearly, with factors that are equal on all ranks. So each rank runs the block on its parts
+alone, and its outputs are summed. Which modules sum is told by their plain forwards; whether the block is linear in
+their parts, by what it gives then. No model is known by name.
+"""
+
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from specdec.backends.comm import all_reduce
+from specdec.reach.parallel.styles import Forward, Share, is_summed, part_forward
+from specdec.reach.parallel.trials import Changes, any_rank, hidden_states, is_same
+from specdec.reach.targets.adapters.experts import Experts
+
+SCALE = -2.0  # of parts, when it is asked whether a block is linear in them: exact, and of the other sign
+UNDERFLOWS = {torch.float16: 0.05}  # share of elements that may differ all the same: products below 6e-5 lose bits
+
+
+@torch.no_grad()
+def defer_sums(model: Any, share: Share) -> Changes:
+    """Let the mixtures of experts of `model` sum once, until the changes are restored; those that would give something
+    else then, on any rank, are left alone.
+
+    model: with plain forwards for the ranks of `share`. Every rank calls it, at the same point.
+    """
+    changes = Changes()
+    try:
+        with Experts(model).routed():
+            for block in filter(_is_mixture, list(model.modules())):
+                trial = Changes()
+                changes.on_restore(trial.restore)
+                _defer(block, model.config.get_text_config().hidden_size, share, trial)
+    except BaseException:
+        changes.restore()
+        raise
+    return changes
+
+
+def _is_mixture(module: nn.Module) -> bool:
+    """Return whether `module` has experts that are summed, row-wise layers, and a forward of hidden states alone."""
+    if not any(is_summed(child) for child in module.children()):
+        return False
+    return bool(_row_weights(module)) and len(signature(module.forward).parameters) == 1
+
+
+def _row_weights(block: nn.Module) -> list[torch.Tensor]:
+    """List the weights in `block` of the row-wise layers that sum."""
+    return [module.get_parameter("weight") for module in _parts(block, 1) if not is_summed(module)]
+
+
+def _parts(block: nn.Module, size: int) -> dict[nn.Module, Forward]:
+    """Return the modules in `block` that sum, with their forwards that do not."""
+    parts = {module: part_forward(module, size) for module in block.modules() if module is not block}
+    return {module: part for module, part in parts.items() if part is not None}
+
+
+def _defer(block: nn.Module, hidden_size: int, share: Share, trial: Changes) -> None:
+    """Let `block` sum its output alone, if it gives what it gave before."""
+    x = hidden_states(hidden_size, _row_weights(block)[0])
+    before, parts = _hidden(block(x)), _parts(block, share.size)
+    for module, part in parts.items():
+        trial.replace_forward(module, part)
+    own = _hidden(block(x))  # this rank's part of it
+    is_linear = _is_linear(block, parts, x, own)
+    total = all_reduce(own, share.group)  # on all ranks, whatever one finds
+    trial.replace_forward(block, partial(_summed_once, block.forward, share.group))
+    if any_rank(not (is_linear and is_same(total, before)), share.group, x.device):
+        trial.restore()
+
+
+def _is_linear(block: nn.Module, parts: dict[nn.Module, Forward], x: torch.Tensor, own: torch.Tensor) -> bool:
+    """Return whether `own`, what `block` gives of x, scales with its parts: to the bit, by a power of two, but for a
+    few elements in fp16.
+
+    So what is no part, but small, is seen, too, which rounding would hide in 16 bits.
+    """
+    scaled = Changes()
+    for module, part in parts.items():
+        scaled.replace_forward(module, partial(_scaled, part))
+    try:
+        differing = (_hidden(block(x)) != SCALE * own).float().mean()
+        return bool(differing <= UNDERFLOWS.get(own.dtype, 0.0))
+    finally:
+        scaled.restore()
+
+
+def _scaled(part: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return SCALE * part(*args, **kwargs)
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    """Return the hidden states of a block's output, which may be the first of several."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _summed_once(original: Forward, group: str, hidden_states: torch.Tensor) -> Any:
+    """Return what `original` gives of hidden_states [.., h], its hidden states summed over ranks."""
+    out = original(hidden_states)
+    if isinstance(out, tuple):
+        return all_reduce(out[0], group), *out[1:]
+    return all_reduce(out, group)

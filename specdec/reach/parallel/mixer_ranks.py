@@ -1,0 +1,157 @@
+"""Recurrent layers by heads: while an engine is attached, each rank runs only its own heads of a gated delta rule.
+
+HF's plans gather what goes into such a layer, and what comes out: every rank runs all of it, and keeps all of its
+state. But heads know nothing of each other before the projection out. So a rank keeps the rows and channels of its key
+heads, and of the value heads that read them, and the columns of the projection out: one sum is left of all collectives.
+What a weight's rows are is told by names; whether that is so, by what the layers give. No model is known by name.
+"""
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from specdec.backends.comm import all_gather
+from specdec.reach.parallel.styles import Share, is_gathered_linear, row_linear
+from specdec.reach.parallel.trials import Changes, any_rank, hidden_states, is_same
+
+COUNTS = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")  # attributes that count heads
+
+
+class Cut(NamedTuple):
+    """Where a weight lies by heads: along `dim`, in parts of the lengths that attributes of its mixer have, each of
+    which lies by key head; no parts: all of it is one."""
+
+    dim: int = 0
+    parts: tuple[str, ...] = ()
+
+
+_QKV = Cut(0, ("key_dim", "key_dim", "value_dim"))
+_INNER = {"conv1d.weight": _QKV, "A_log": Cut(), "dt_bias": Cut(), "out_proj.weight": Cut(1)}
+FORMS: tuple[Mapping[str, Cut], ...] = (  # all weights of a mixer, but a norm within heads
+    {"in_proj_qkvz.weight": Cut(), "in_proj_ba.weight": Cut(), **_INNER},  # a key head has its q, k, v and z together
+    {
+        "in_proj_qkv.weight": _QKV,
+        "in_proj_z.weight": Cut(),
+        "in_proj_b.weight": Cut(),
+        "in_proj_a.weight": Cut(),
+        **_INNER,
+    },
+)
+WITHIN = frozenset({"norm.weight"})  # [v_dim], the same for all heads
+_TOLD = (
+    "{}: every rank runs all heads of its recurrent layers, as transformers does. Shared by heads they give something "
+    "else ({}): their weights do not lie as their names say"
+)
+
+
+class SharedMixers(Changes):
+    """What `share_mixers` changed, until `restore`.
+
+    parts: by name the weights that must not be written meanwhile: a rank's heads do not see what HF's shards get.
+    wholes: of parameters that are a part of something, that: its writes are counted apart, and checkpoints have it.
+    """
+
+    def __init__(self, wholes: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        super().__init__()
+        self.wholes = wholes
+        self.parts: list[tuple[str, torch.Tensor]] = []
+        self.on_restore(self.parts.clear)
+
+    def replace_weight(self, name: str, module: nn.Module, key: str, own: torch.Tensor) -> None:
+        """Put `own` in the place of the parameter `key` of `module`, `name` in all; a checkpoint that is saved
+        meanwhile has what was there."""
+        kept = module.get_parameter(key)
+        whole = self.wholes.get(kept, kept)
+        module._parameters[key] = new = nn.Parameter(own, requires_grad=kept.requires_grad)
+        self.on_restore(_give_back, module, key, kept)
+        self.on_restore(module.register_state_dict_post_hook(partial(_show, key, whole)).remove)
+        self.parts += [(name, t) for t in (kept, whole, new)]
+
+
+def _part(whole: torch.Tensor, cut: Cut, lengths: Mapping[str, int], share: Share) -> torch.Tensor:
+    """Return this rank's part of a whole weight; lengths: the attributes of its mixer, before they are changed."""
+    parts = [lengths[part] for part in cut.parts] or [whole.shape[cut.dim]]
+    return torch.cat([p.chunk(share.size, cut.dim)[share.rank] for p in whole.split(parts, cut.dim)], cut.dim)
+
+
+def _all_rows(rows: torch.Tensor, share: Share) -> torch.Tensor:
+    """Return all ranks' rows [n, ...], by rank: [size*n, ...]."""
+    return all_gather(rows.reshape(-1), share.size, share.group).view(-1, *rows.shape[1:])
+
+
+@torch.no_grad()
+def share_mixers(model: nn.Module, share: Share, wholes: Mapping[nn.Parameter, torch.Tensor]) -> SharedMixers:
+    """Let each rank run its heads of the mixers of `model` that are known, until `restore`; others are left alone.
+
+    model: with plain forwards; wholes: see `SharedMixers`. Where a mixer gives something else then, on any rank, all
+    are left alone, with a warning. Every rank calls it, at the same point.
+    """
+    shared = SharedMixers(wholes)
+    found = [(name, module, cuts) for name, module in model.named_modules() if (cuts := _cuts(module, share.size))]
+    try:
+        others = [name for name, module, cuts in found if not _share(name, module, cuts, share, shared)]
+        if found and any_rank(bool(others), share.group, found[0][1].get_parameter("A_log").device):
+            shared.restore()
+            warnings.warn(_TOLD.format(type(model).__name__, ", ".join(others[:3]) or "on another rank"), stacklevel=7)
+    except BaseException:
+        shared.restore()
+        raise
+    return shared
+
+
+def form_of(module: nn.Module, size: int) -> Mapping[str, Cut]:
+    """Return how the weights of `module` are cut for so many ranks; nothing if it is no mixer whose heads so many can
+    share. What its forwards are is not asked."""
+    names = {name for name, _ in module.named_parameters()} - WITHIN
+    if not all(count in vars(module) for count in COUNTS) or vars(module)["num_k_heads"] % size:
+        return {}
+    return next((form for form in FORMS if form.keys() == names), {})
+
+
+def _cuts(module: nn.Module, size: int) -> Mapping[str, Cut]:
+    """Return how the weights of `module` are cut; nothing if it cannot be shared, or is not gathered."""
+    cuts = form_of(module, size)
+    return cuts if all(is_gathered_linear(child) for child in _projections(module, cuts).values()) else {}
+
+
+def _projections(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Any]:
+    """Return the projections of a mixer by their weights' names, the one out last."""
+    return {name: module.get_submodule(name.removesuffix(".weight")) for name in cuts if "proj" in name}
+
+
+def _share(name: str, module: nn.Module, cuts: Mapping[str, Cut], share: Share, shared: SharedMixers) -> bool:
+    """Cut the mixer `module`, named `name`; return whether it gives what it gave before."""
+    projections = _projections(module, cuts)
+    weight = module.get_parameter(next(iter(projections)))
+    x = hidden_states(weight.shape[1], weight)
+    before = module(x)
+    lengths = {count: vars(module)[count] for count in COUNTS}
+    for key, cut in cuts.items():
+        weight = module.get_parameter(key)
+        own = _part(_all_rows(weight, share) if key in projections else weight, cut, lengths, share)
+        owner, _, short = key.rpartition(".")
+        shared.replace_weight(f"{name}.{key}", module.get_submodule(owner), short, own)
+    for count, length in lengths.items():
+        shared.replace(vars(module), count, length // share.size)
+    *inner, out = projections.values()
+    for projection in inner:
+        shared.replace_forward(projection, vars(projection)["forward"].args[0])  # not gathered
+    shared.replace_forward(out, partial(row_linear, out, share.group))
+    return is_same(module(x), before)
+
+
+def _give_back(module: nn.Module, key: str, kept: nn.Parameter) -> None:
+    """Put `kept` back, frozen and converted as what stands in its place is."""
+    current = module.get_parameter(key)
+    kept.data = kept.data.to(current.device, current.dtype)
+    module._parameters[key] = kept
+    kept.requires_grad_(current.requires_grad)
+
+
+def _show(key: str, whole: torch.Tensor, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put a whole weight into a state dict: a hook of modules."""
+    state[prefix + key] = whole.detach()

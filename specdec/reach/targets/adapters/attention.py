@@ -1,0 +1,110 @@
+"""Attention of a live model, answered by a function of ours: through transformers' AttentionInterface, or in the
+methods `_attn(query, key, value, ...)` of classes that FORMS lists. Nothing but our instances changes."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from specdec.backends import attention
+from specdec.reach.targets.adapters.overrides import ConfigViews
+from specdec.reach.targets.marks import layer_id
+
+METHOD = "_attn"
+# As AttentionInterface has it: takes the module, q, k and v [1, heads, T, dim], a mask, and others by name; returns
+# [1, T, heads, v_dim] beside None.
+Attend = Callable[..., tuple[torch.Tensor, None]]
+
+
+class Form(NamedTuple):
+    """How a class attends in its method. known: arguments that AttentionInterface would get, of a module; own_window:
+    of how many last tokens it lets a query see, None: all. has_transposed_keys: keys are [B, heads, dim, T]; result:
+    made of what it returns."""
+
+    known: Callable[[Any], dict[str, Any]] = lambda module: {}
+    has_transposed_keys: bool = False
+    result: Callable[[torch.Tensor], Any] = lambda out: (out, None)
+
+
+def _gpt_neo(module: Any) -> dict[str, Any]:
+    return {"scaling": 1.0, "own_window": module.config.window_size if module.attention_type == "local" else None}
+
+
+def _openai(module: Any) -> dict[str, Any]:
+    return {} if module.scale else {"scaling": 1.0}
+
+
+FORMS: Mapping[str, Form] = MappingProxyType(  # by file and class in transformers
+    {
+        "modeling_codegen.CodeGenAttention": Form(),
+        "modeling_gpt_neo.GPTNeoSelfAttention": Form(_gpt_neo),
+        "modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": Form(),
+        "modeling_gptj.GPTJAttention": Form(),
+        "modeling_openai.Attention": Form(_openai, has_transposed_keys=True, result=lambda out: [out]),
+    }
+)
+
+
+def route_attention(
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any = None, **kw: Any
+) -> tuple[torch.Tensor, None]:
+    """Route an attention call through our op; see `Attend`."""
+    out = attention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), layer_id(module))
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register("specdec", route_attention)
+
+
+class Attention:
+    """The attention calls of `model`. own: the modules that attend in their own method, with its form."""
+
+    def __init__(self, model: nn.Module):
+        self._model, self._configs = model, ConfigViews(model, "specdec")
+        self.own = {module: form for module in model.modules() if (form := _form(module)) is not None}
+
+    def routed(self) -> AbstractContextManager[None]:
+        """Route attention calls through our op within the context."""
+        return self._answered(self._configs, route_attention)
+
+    def answered(self, implementation: str, attend: Attend) -> AbstractContextManager[None]:
+        """Answer attention calls by `attend`, registered as `implementation`, within the context; contexts may nest."""
+        return self._answered(ConfigViews(self._model, implementation), attend)
+
+    @contextmanager
+    def _answered(self, configs: ConfigViews, attend: Attend) -> Iterator[None]:
+        before = [(vars(module), vars(module).get(METHOD)) for module in self.own]
+        try:
+            for module, form in self.own.items():
+                vars(module)[METHOD] = partial(_attend, form, partial(attend, module, **form.known(module)))
+            with configs.shown():
+                yield
+        finally:
+            for attributes, method in before:
+                attributes.pop(METHOD, None)
+                attributes.update({} if method is None else {METHOD: method})
+
+
+def _form(module: nn.Module) -> Form | None:
+    """Return how `module` attends in its method, None if that is none of FORMS, or was replaced or overridden."""
+    if METHOD in vars(module):
+        return None
+    for cls in type(module).__mro__:
+        form = FORMS.get(f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}")
+        if form is not None and inspect.getattr_static(type(module), METHOD) is vars(cls)[METHOD]:
+            return form
+    return None
+
+
+def _attend(
+    form: Form, attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, *_: Any
+) -> Any:
+    """Answer a module's method by `attend`; query, value, out: [1, heads, T, dim]."""
+    k = key.mT if form.has_transposed_keys else key
+    return form.result(attend(query, k, value, mask)[0].transpose(1, 2))

@@ -1,0 +1,244 @@
+"""The first half of admission: one forward of the live model with a recording attention function.
+
+It records every attention call (module, shapes, scaling, window, softcap, sinks) and every mask HF would have built,
+classified by evaluating HF's own mask closure far out. What cannot be run, or would differ only far into a text, is a
+reason against the model; what merely looks foreign is a doubt. `equality`, the second half, decides about doubts. No
+model is known by name.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.backends import LayerSpec
+from specdec.backends.recurrent import recurrent_scope
+from specdec.backends.recurrent.state_pool import ConvSpec, RecurrentSpec
+from specdec.core.errors import AttachError
+from specdec.reach.checkpoints.fitting import weight_doubts
+from specdec.reach.targets.adapters import ADAPTERS, Adapter, Attention, Mixers
+from specdec.reach.targets.admission.placement import placement_reasons
+from specdec.reach.targets.admission.reasons import (
+    call_reasons,
+    failure_reasons,
+    foreign_layers,
+    static_reasons,
+    unrouted_layers,
+    with_reach,
+)
+from specdec.reach.targets.admission.recording import PassThroughCache, Recorder, Recording, probing
+from specdec.reach.targets.exclusive import answering
+from specdec.reach.targets.shape import position_limit, vocab_size_of
+from specdec.reach.targets.taps import found_layers
+
+PROBE_LENGTH = 12
+
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Facts for the attach layer: attention modules in call order, their specs and sinks, and widths.
+
+    stack: the module that is all but the head, from ids to last hidden states; stack_output: the class of its output.
+    adapters: what routes its parts, one of each kind. doubts: what may explain logits that turn out to be others than
+    the model's own. counts_positions: layers ask the cache how many tokens it holds, and count positions from there,
+    in place of reading them; takes_positions: the stack does not. recurrent: specs of recurrent calls, by layer id.
+    num_layers: of all kinds. blocks: the layers in their order, each a module that runs once; none where that is not
+    so.
+    """
+
+    modules: tuple[nn.Module, ...]
+    layers: tuple[LayerSpec, ...]
+    sinks: tuple[torch.Tensor | None, ...]
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    stack: nn.Module
+    stack_output: Callable[..., Any]
+    adapters: tuple[Adapter, ...]
+    doubts: tuple[str, ...] = ()
+    counts_positions: bool = False
+    takes_positions: bool = True
+    recurrent: tuple[RecurrentSpec, ...] = ()
+    num_layers: int = 0
+    blocks: tuple[nn.Module, ...] = ()
+
+    def adapter(self, kind: type[A]) -> A:
+        """Return the adapter of a kind."""
+        return _of_kind(self.adapters, kind)
+
+    @cached_property
+    def attending(self) -> frozenset[nn.Module]:
+        """The modules that attend, or are recurrent."""
+        return frozenset([*self.modules, *(mixer.module for mixer in self.adapter(Mixers).mixers)])
+
+
+def _of_kind(adapters: Sequence[Adapter], kind: type[A]) -> A:
+    return next(adapter for adapter in adapters if isinstance(adapter, kind))
+
+
+def probe(model: PreTrainedModel) -> ModelSpec:
+    """Run one short forward and return what was seen; AttachError lists every reason against the model."""
+    name = type(model).__name__
+    misplaced = placement_reasons(model)
+    if misplaced:  # a forward might not run, or bring weights in from elsewhere
+        raise AttachError(name, misplaced)
+    device = model.get_input_embeddings().weight.device
+    ids = torch.arange(PROBE_LENGTH, device=device).unsqueeze(0)
+    config = model.config.get_text_config()
+    adapters = tuple(kind(model) for kind in ADAPTERS)
+    attention, mixers = _of_kind(adapters, Attention), _of_kind(adapters, Mixers)
+    is_recurrent = bool(mixers.mixers)
+    seen: list[Recording] = []
+    try:
+        first = _first_forward(model, attention, ids, seen, may_cache=not is_recurrent)
+    except Exception as error:
+        reasons = [*static_reasons(model), *failure_reasons(error, seen[-1], model), *foreign_layers(model)]
+        raise AttachError(name, reasons) from error
+    recording = first.recording
+    reasons = static_reasons(model) + call_reasons(recording, model, is_recurrent)
+    if bool(first.logits.isnan().any()):  # nothing could be compared with them
+        reasons.append(
+            "; ".join(["its logits are NaN", *weight_doubts(model)]) + ": take another export of its weights"
+        )
+    found, recurrent = None, tuple[RecurrentSpec, ...]()
+    if not reasons:
+        found = _find_stack(model, attention, first, ids)
+        if found is None:
+            reasons = ["its head cannot be run apart from its layers, on hidden states of the embedding's type"]
+        elif is_recurrent:
+            recurrent, reasons = _recurrent_specs(model, found[0], attention, mixers, ids)
+    doubts = [*foreign_layers(model), *([] if is_recurrent else unrouted_layers(recording, model))]
+    if found is None or reasons:
+        raise AttachError(name, list(dict.fromkeys([*reasons, *doubts])))
+    stack, blocks = found
+    modules = tuple(c.module for c in recording.calls)
+    is_repeated = len(set(modules)) < len(modules)
+    takes_positions = not recording.asks_length or "position_ids" in inspect.signature(stack.forward).parameters
+    return ModelSpec(
+        modules=modules,
+        layers=_layers(recording),
+        sinks=tuple(c.sinks for c in recording.calls),
+        hidden_size=config.hidden_size,
+        vocab_size=vocab_size_of(model),
+        max_positions=position_limit(config)[0] or 1 << 30,
+        stack=stack,
+        stack_output=first.outputs[stack],
+        adapters=adapters,
+        doubts=tuple(doubts),
+        counts_positions=recording.counts_positions or not takes_positions,
+        takes_positions=takes_positions,
+        recurrent=recurrent,
+        num_layers=config.num_hidden_layers if is_recurrent or is_repeated else len(recording.calls),
+        blocks=blocks,
+    )
+
+
+def _layers(recording: Recording) -> tuple[LayerSpec, ...]:
+    """Return the specs of the calls, in their order, with turns of modules that attend several times in a row."""
+    layers: list[LayerSpec] = []
+    for i, call in enumerate(recording.calls):
+        is_again = i > 0 and recording.calls[i - 1].module is call.module
+        layers.append(replace(with_reach(call, recording), turn=layers[-1].turn + 1 if is_again else 0))
+    return tuple(layers)
+
+
+@dataclass
+class _Forward:
+    """A recorded forward: the calls, the output classes of modules with last hidden states, and logits [1, T, V]."""
+
+    recording: Recording
+    outputs: dict[nn.Module, Callable[..., Any]]
+    logits: torch.Tensor
+    has_cache: bool
+
+
+def _first_forward(
+    model: PreTrainedModel, attention: Attention, ids: torch.Tensor, seen: list[Recording], may_cache: bool
+) -> _Forward:
+    """Run `model` with a cache, which some need, or else without, since a cache may not know its layers' types, and
+    recurrent layers take another way with one. seen: gets a recording of each try."""
+    for has_cache in (True, False) if may_cache else (False,):
+        recording, outputs = Recording(), dict[nn.Module, Callable[..., Any]]()
+        seen.append(recording)
+        try:
+            with probing(attention, recording), _recorded_outputs(list(model.modules())[1:], outputs):
+                logits = model(input_ids=ids, **_cache_arguments(model, has_cache)).logits
+        except Exception:
+            if not has_cache:
+                raise
+        else:
+            break
+    return _Forward(recording, outputs, logits, has_cache)
+
+
+def _cache_arguments(model: PreTrainedModel, has_cache: bool) -> dict[str, Any]:
+    if not has_cache:
+        return {"use_cache": False}
+    return {"past_key_values": PassThroughCache(config=model.config.get_text_config()), "use_cache": True}
+
+
+@contextmanager
+def _recorded_outputs(modules: Sequence[nn.Module], outputs: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Record the output class of each of `modules` in `outputs` within the context, the innermost first; those without
+    last hidden states do not count."""
+
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(getattr(output, "last_hidden_state", None), torch.Tensor):
+            outputs[module] = type(output)
+
+    handles = [m.register_forward_hook(record) for m in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _find_stack(
+    model: PreTrainedModel, attention: Attention, first: _Forward, ids: torch.Tensor
+) -> tuple[nn.Module, tuple[nn.Module, ...]] | None:
+    """Find the innermost module from whose last hidden states the rest of `model` makes the same logits, or None.
+
+    Beside it, return its layers; see `ModelSpec`.
+
+    They are kept in the embedding's type, so a head must round them itself where layers leave more.
+    """
+    logits, dtype = first.logits, model.get_input_embeddings().weight.dtype
+    config = model.config.get_text_config()
+    for stack, output in first.outputs.items():
+        try:
+            with probing(attention, Recording()):
+                with found_layers(stack, config.num_hidden_layers, config.hidden_size) as layers:
+                    out = stack(input_ids=ids, **_cache_arguments(model, first.has_cache))
+                hidden = out.last_hidden_state.to(dtype)
+                with answering(stack, output(last_hidden_state=hidden)):
+                    again = model(input_ids=torch.zeros_like(ids), use_cache=False).logits
+        except Exception:  # not such a module: try the next
+            continue
+        atol = 1e-3 * float(logits.abs().max())
+        if torch.allclose(again.float(), logits.float(), rtol=1e-3, atol=atol, equal_nan=True):
+            return stack, tuple(layers)
+    return None
+
+
+def _recurrent_specs(
+    model: PreTrainedModel, stack: nn.Module, attention: Attention, mixers: Mixers, ids: torch.Tensor
+) -> tuple[tuple[RecurrentSpec, ...], list[str]]:
+    """Return the specs of the recurrent calls of a forward, which number `mixers` in their order, and reasons."""
+    recorder = Recorder()
+    with probing(attention, Recording()), mixers.routed(), recurrent_scope(recorder):
+        stack(input_ids=ids, use_cache=False)
+    mixers.renumber([call.layer_id for call in recorder.calls])
+    dtype = model.get_input_embeddings().weight.dtype
+    others = sorted({str(c.dtype) for c in recorder.calls if isinstance(c.spec, ConvSpec) and c.dtype is not dtype})
+    reasons = [f"its embedding is {dtype}, but convolutions run in {', '.join(others)}"] if others else []
+    return tuple(call.spec for call in recorder.calls), reasons

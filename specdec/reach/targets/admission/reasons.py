@@ -1,0 +1,100 @@
+"""Reasons against attaching a model, from what a forward was seen to do, and doubts, which may explain one."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.backends import LayerSpec
+from specdec.reach.targets.adapters.ropes import varying_ropes
+from specdec.reach.targets.admission.masks import Reach
+from specdec.reach.targets.admission.recording import Call, Recording
+from specdec.reach.targets.shape import rope_limit
+
+# Layer types whose meaning is known here. Others are no reason against a model, but explain one.
+KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"})
+
+
+def static_reasons(model: PreTrainedModel) -> list[str]:
+    """Return reasons that need no forward."""
+    config = model.config.get_text_config()
+    reasons = []
+    rope = rope_limit(config)
+    if rope is not None and not varying_ropes(model):
+        reasons.append(f"rope type {rope[1]!r}: rotary frequencies depend on the longest sequence of the batch")
+    if model.training:
+        reasons.append("the model is in training mode; call model.eval() first")
+    dropping = [name for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.training and m.p]
+    if dropping and not model.training:
+        reasons.append(f"{dropping[0]} is in training mode ({len(dropping)} dropouts); call model.eval() first")
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if found := [name for name, tensor in tensors if tensor.is_inference()]:
+        reasons.append(
+            f"{', '.join(found[:3])} were made within torch.inference_mode() ({len(found)} tensors), so nobody can "
+            "notice a change of them: load the model, and move it, outside of it, or within torch.no_grad()"
+        )
+    if model.get_output_embeddings() is None:
+        reasons.append("the model has no output head; expected a causal LM")
+    return reasons
+
+
+def failure_reasons(error: Exception, recording: Recording, model: PreTrainedModel) -> list[str]:
+    """Return why the probe's forward failed with `error`, after what was recorded."""
+    firsts: dict[torch.dtype, str] = {}
+    for name, parameter in model.named_parameters():
+        firsts.setdefault(parameter.dtype, name)
+    if "dtype" in str(error) and len(firsts) > 1:
+        found = ", ".join(f"{dtype} ({name})" for dtype, name in firsts.items())
+        return [
+            f"its parameters have several dtypes, which its forward cannot compute with: {found}; expected one: "
+            f"model.to({model.get_input_embeddings().weight.dtype}), or load it with dtype=... ({error})"
+        ]
+    if recording.masks and not recording.calls:  # masks stand for themselves there, and cannot be computed with
+        return [f"its layers compute with masks themselves, so their attention cannot be routed ({error})"]
+    return [f"the probe forward failed: {error}"]
+
+
+def call_reasons(recording: Recording, model: PreTrainedModel, is_recurrent: bool) -> list[str]:
+    """Return reasons found in what was recorded."""
+    calls = recording.calls
+    if not calls and not is_recurrent:
+        return [
+            "its attention does not go through AttentionInterface, nor through a method of a kind that we know, so it "
+            "cannot be routed"
+        ]
+    reasons = [p for c in calls for p in c.problems]
+    dtype = model.get_input_embeddings().weight.dtype
+    others = sorted({str(c.dtype) for c in calls if c.dtype is not dtype})
+    if others:
+        reasons.append(
+            f"its embedding is {dtype}, but attention runs in {', '.join(others)}: pools and heads need one type; load "
+            "the model with from_pretrained(..., dtype=...) or convert the embedding"
+        )
+    used = {c.mask_id for c in calls if c.mask_id is not None}
+    reasons += [f"a layer uses {recording.masks[i]}" for i in used if isinstance(recording.masks[i], str)]
+    return reasons
+
+
+def foreign_layers(model: PreTrainedModel) -> list[str]:
+    """Return a doubt about layers whose type, by the config, is not known."""
+    foreign = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or []) - KNOWN_LAYER_TYPES)
+    return [f"layer types {foreign}: layers of a kind we do not know"] if foreign else []
+
+
+def unrouted_layers(recording: Recording, model: PreTrainedModel) -> list[str]:
+    """Return a doubt about layers that made no attention call, or several."""
+    num_calls, num_layers = len(recording.calls), model.config.get_text_config().num_hidden_layers
+    if num_calls in (0, num_layers):
+        return []
+    return [f"{num_calls} attention calls for {num_layers} layers (layers without routed attention)"]
+
+
+def with_reach(call: Call, recording: Recording) -> LayerSpec:
+    """Return the layer's spec with what its mask lets it see; without a mask, the window of the keyword argument."""
+    if call.mask_id is None:
+        return call.spec
+    reach = recording.masks[call.mask_id]
+    assert isinstance(reach, Reach)
+    windows = [w for w in (reach.window, call.own_window) if w is not None]
+    return replace(call.spec, window=min(windows, default=None), chunk=reach.chunk)

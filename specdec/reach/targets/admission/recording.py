@@ -1,0 +1,183 @@
+"""Records what one forward of a live model does: its attention and recurrent calls and its masks, computing nothing.
+
+Within `probing` attention answers zeros and notes module, shapes, scaling, window, softcap and sinks; masks are those
+that transformers would have built, classified by evaluating their own closures far out. A `Recorder` does the same for
+routed recurrent calls.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import DynamicCache
+
+from specdec.backends import LayerSpec
+from specdec.backends.recurrent.state_pool import ConvSpec, Decay, RecurrentSpec, ScanInputs, ScanSpec
+from specdec.reach.targets.adapters.attention import Attention
+from specdec.reach.targets.admission.masks import Reach, classify_mask
+
+# Known tensor arguments of attention calls; any other TENSOR argument means arithmetic that we do not know.
+HARMLESS_TENSORS = frozenset({"position_ids", "s_aux", "position_embeddings", "cache_position"})
+
+
+@dataclass
+class Call:
+    """An attention call. own_window: what its module's own method lets it see. problems: reasons against it."""
+
+    module: nn.Module
+    spec: LayerSpec
+    sinks: torch.Tensor | None
+    mask_id: int | None
+    dtype: torch.dtype
+    problems: list[str]
+    own_window: int | None = None
+
+
+@dataclass
+class Recording:
+    """Of a forward. counts_positions: layers asked the cache how many tokens it holds; asks_length: the stack did."""
+
+    calls: list[Call] = field(default_factory=list)
+    masks: list[str | Reach] = field(default_factory=list)
+    counts_positions: bool = False
+    asks_length: bool = False
+
+
+_RECORDING: ContextVar[Recording] = ContextVar("specdec_probe")
+
+
+def _recording() -> Recording:
+    """Return the recording of the probe in progress; RuntimeError for a call that is not part of it."""
+    recording = _RECORDING.get(None)
+    if recording is None:
+        raise RuntimeError(
+            "the model ran in another thread while attach() was probing it: attach first, then use the model"
+        )
+    return recording
+
+
+class PassThroughCache(DynamicCache):
+    """Takes K/V updates without storing them, so that keys are exactly this forward's."""
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        if args or kwargs:  # a layer asks; a stack asks without a number
+            _recording().counts_positions = True
+        else:
+            _recording().asks_length = True
+        return 0
+
+    def get_query_offset(self, *args: Any, **kwargs: Any) -> int:  # of masks
+        return 0
+
+
+class Positions:
+    """In the place of a cache: tokens count from its length, so it answers what makes the sums their positions [T]."""
+
+    def __init__(self, positions: torch.Tensor):
+        self._starts = positions - torch.arange(positions.shape[0], device=positions.device)
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """Return [T] int64."""
+        return self._starts
+
+
+def attention_spec(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kw: Mapping[str, Any]) -> LayerSpec:
+    """Return a layer's spec from transformers' attention call: q/k/v [B, heads, T, dim] and other arguments."""
+    return LayerSpec(
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        qk_dim=q.shape[3],
+        v_dim=v.shape[3],
+        scaling=float(kw["scaling"]) if kw.get("scaling") is not None else q.shape[3] ** -0.5,
+        window=kw.get("sliding_window"),
+        softcap=kw.get("softcap"),
+        has_sinks=kw.get("s_aux") is not None,
+    )
+
+
+def record_attention(
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any = None, **kw: Any
+) -> tuple[torch.Tensor, None]:
+    """Record an attention call in the recording in progress, see `Attend`; answer zeros."""
+    mask = attention_mask
+    problems = [
+        f"attention takes a tensor {name!r} that we do not know"
+        for name, value in kw.items()
+        if isinstance(value, torch.Tensor) and name not in HARMLESS_TENSORS
+    ]
+    if k.shape[2] != q.shape[2]:
+        problems.append(f"keys cover {k.shape[2]} positions for {q.shape[2]} queries (compressed or cached keys)")
+    if q.shape[1] % k.shape[1]:
+        problems.append(f"{q.shape[1]} query heads do not group over {k.shape[1]} KV heads")
+    spec = attention_spec(q, k, v, kw)
+    mask_id = int(mask) if isinstance(mask, torch.Tensor) and mask.numel() == 1 else None
+    if mask is not None and mask_id is None:
+        problems.append("attention gets a mask that HF's mask functions did not make")
+    dtypes = {q.dtype, k.dtype, v.dtype}
+    if len(dtypes) > 1:
+        problems.append(f"queries, keys and values have several types ({', '.join(sorted(map(str, dtypes)))})")
+    window = kw.get("own_window")
+    spec = spec if window is None else replace(spec, window=window)
+    _recording().calls.append(Call(module, spec, kw.get("s_aux"), mask_id, k.dtype, problems, window))
+    out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    return out, None
+
+
+def _record_mask(mask_function: Callable[..., Any], device: Any = "cpu", **kw: Any) -> torch.Tensor:
+    recording = _recording()
+    recording.masks.append(classify_mask(mask_function, torch.device(device)))
+    return torch.tensor(len(recording.masks) - 1, device="cpu")
+
+
+AttentionInterface.register("specdec_probe", record_attention)
+AttentionMaskInterface.register("specdec_probe", _record_mask)
+
+
+@contextmanager
+def probing(attention: Attention, recording: Recording) -> Iterator[None]:
+    """Send the attention calls of a model, and its masks, to `recording` within the context."""
+    token = _RECORDING.set(recording)
+    try:
+        with attention.answered("specdec_probe", record_attention), torch.inference_mode():
+            yield
+    finally:
+        _RECORDING.reset(token)
+
+
+class RecurrentCall(NamedTuple):
+    """A recurrent call with `layer_id`; dtype: of what it returned."""
+
+    layer_id: int
+    spec: RecurrentSpec
+    dtype: torch.dtype
+
+
+class Recorder:
+    """A scope of recurrent calls. calls: in their order; ids may be among them several times, or never."""
+
+    def __init__(self) -> None:
+        self.calls: list[RecurrentCall] = []
+
+    def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
+        """See `specdec.backends.recurrent.conv`."""
+        self.calls.append(RecurrentCall(layer_id, ConvSpec(*weight.shape), x.dtype))
+        return torch.zeros_like(x)
+
+    def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
+        """See `specdec.backends.recurrent.scan`."""
+        _, k, v, g, beta, rates = inputs
+        decay: Decay = "state" if rates is not None else "key" if g.dim() == 3 else "head"
+        spec = ScanSpec(v.shape[1], k.shape[1], k.shape[2], v.shape[2], decay, is_corrected=beta is not None)
+        self.calls.append(RecurrentCall(layer_id, spec, v.dtype))
+        return torch.zeros_like(v)

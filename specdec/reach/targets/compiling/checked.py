@@ -1,0 +1,176 @@
+"""Traces and compiles a model's layers, and compares the result with the layers themselves before it is used."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from specdec.backends.differences import bound, distance
+from specdec.core.config import EngineConfig
+from specdec.core.errors import GraphError
+from specdec.graphs.building import progress_bar
+from specdec.graphs.compile.kept import folder, has_pieces, keeping, num_found, renewing
+from specdec.reach.targets.compiling.echo import disturbed, echoing
+from specdec.reach.targets.compiling.rotation import hand_over_rotations
+from specdec.reach.targets.compiling.routers import take_over_choices
+
+if TYPE_CHECKING:
+    from specdec.graphs.compile.trace import Traced
+
+NUM_TOKENS = 32  # of the forward that is traced
+# Tokens of the forwards that are compared. At one, the plain decode, a trace that took T > 1 for granted is wrong.
+COMPARED = (NUM_TOKENS, 7, 1)
+ATTENTION, CONV, SCAN = torch.ops.specdec.attn.default, torch.ops.specdec.conv.default, torch.ops.specdec.scan.default
+Batch = tuple[torch.Tensor, ...]  # what a forward takes, [T, ...] each
+Layers = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A callable to trace: `run` takes a batch and returns `num_outputs` tensors, possibly beside None.
+
+    inputs: a batch of NUM_TOKENS. ready: the context that it runs in, and is traced in. num_layers: attention calls;
+    largest: tokens it will be called with; alike: groups of equal layers; numbers: see `trace`. any_rank: whether
+    something is so on any of the ranks that run it together, which must not part.
+    """
+
+    run: Layers
+    inputs: Batch
+    ready: Callable[[], AbstractContextManager[Any]]
+    num_outputs: int
+    num_layers: int
+    largest: int
+    alike: Sequence[Sequence[nn.Module]] = ()
+    numbers: Mapping[Any, Sequence[int]] = field(default_factory=dict)
+    any_rank: Callable[[bool], bool] = bool
+
+
+class Expected(NamedTuple):
+    """Results of the live layers on some batches: the rows of each output, and the distance that others may have."""
+
+    batches: Sequence[Batch]
+    outputs: list[torch.Tensor]
+    bounds: list[float]
+
+
+def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) -> "Traced":
+    """Trace and compile `subject`; what Inductor compiles is kept for the next process.
+
+    What fails with pieces that were kept is compiled anew: they may be damaged. GraphError for what does not trace, or
+    computes something else.
+    """
+    from specdec.graphs.compile.layers import Layers  # imports private parts of torch, as trace and pieces do
+    from specdec.graphs.compile.pieces import start_workers
+
+    layers = Layers(subject.alike)
+    # The live layers run first: transformers installs hooks on first use, which cannot be traced.
+    with torch.inference_mode(), subject.ready(), layers.recording():
+        expected = [expect(subject.run, _batches(subject.inputs, size)) for size in COMPARED]
+    if config.compiler == "eager":
+        return _trace(subject, layers, config, expected)
+    where, before = folder(device), num_found()
+    if not has_pieces(device):
+        start_workers(device)
+    try:
+        with keeping(where):
+            return _trace(subject, layers, config, expected)
+    except GraphError:
+        if not subject.any_rank(num_found() != before):
+            raise
+    with renewing(where) as fresh, keeping(fresh):
+        return _trace(subject, layers, config, expected)
+
+
+def _batches(inputs: Batch, size: int) -> list[Batch]:
+    """Return forwards of `size` of the tokens of `inputs`: one, or one a token for several of them."""
+    return [tuple(t[i : i + size] for t in inputs) for i in (range(COMPARED[1]) if size == 1 else [0])]
+
+
+def expect(layers: Layers, batches: Sequence[Batch]) -> Expected:
+    """Run the live `layers` on every batch, and once more disturbed, which says how far rounding may take others."""
+    outputs, moved = _outputs(layers, batches), _outputs(layers, batches, is_disturbed=True)
+    return Expected(batches, outputs, [bound(b.dtype, distance(a, b)) for a, b in zip(moved, outputs, strict=True)])
+
+
+def compare(layers: Layers, expected: Expected) -> None:
+    """Raise GraphError if `layers` differ from what is expected by more than rounding."""
+    batches, outputs, bounds = expected
+    num_tokens = batches[0][0].shape[0]
+    for ours, theirs, limit in zip(_outputs(layers, batches), outputs, bounds, strict=True):
+        error = distance(ours, theirs)
+        if math.isnan(error):
+            a, b = (int((~t.isfinite().all(-1)).sum()) for t in (ours, theirs))
+            raise GraphError(f"of {len(ours)} rows {a} are not finite compiled, {b} in the live model's")
+        if not error <= limit:
+            raise GraphError(
+                f"compiled, they differ from the live model's by {error:.1e} of the norm, in forwards of {num_tokens} "
+                f"token{'s' * (num_tokens > 1)}; rounding explains {limit:.1e}"
+            )
+
+
+def _outputs(layers: Layers, batches: Sequence[Batch], is_disturbed: bool = False) -> list[torch.Tensor]:
+    """Run `layers` on every batch and concatenate the rows of each output."""
+    with echoing(), disturbed() if is_disturbed else nullcontext():
+        outputs = zip(*(layers(*batch) for batch in batches), strict=True)
+        return [torch.cat(parts) for parts in outputs if parts[0] is not None]
+
+
+def _trace(subject: Subject, layers: Any, config: EngineConfig, expected: Sequence[Expected]) -> "Traced":
+    """Trace and compile, and compare with what the live layers gave; ranks pass or fail together."""
+    from specdec.graphs.compile.trace import trace
+
+    # The pieces of equal layers are compiled once, so most steps of the bar are short.
+    bar = progress_bar(subject.num_layers + 1, "compile", "piece")
+    with ExitStack() as undo, bar, subject.ready():
+        with _together(subject):
+            traced = trace(
+                subject.run,
+                subject.inputs,
+                (ATTENTION, CONV, SCAN),
+                config.compiler,
+                num_outputs=subject.num_outputs,
+                smallest=2,  # one token is compared
+                largest=subject.largest,
+                layers=layers,
+                numbers=subject.numbers,
+                rewrite=rewrite,
+                progress=lambda: bar.update() and None,
+            )
+            undo.callback(traced.release)
+        with _together(subject), torch.inference_mode():
+            for each in expected:
+                _compare(traced, each, subject)
+        undo.pop_all()
+        return traced
+
+
+def rewrite(graph: fx.GraphModule) -> None:
+    """Put kernels of ours into the flat graph of all layers, before it is cut and compiled."""
+    hand_over_rotations(graph, ATTENTION)
+    take_over_choices(graph)
+
+
+def _compare(traced: "Traced", expected: Expected, subject: Subject) -> None:
+    """See `compare`; GraphError for errors in `traced`, too."""
+    try:
+        compare(traced, expected)
+    except RuntimeError as error:
+        if isinstance(error, GraphError) or subject.any_rank is not bool:  # other ranks are in the middle of it
+            raise
+        raise GraphError(f"compiled, they fail: {error}") from error
+
+
+@contextmanager
+def _together(subject: Subject) -> Iterator[None]:
+    """Within it, GraphError on one rank is one on all."""
+    try:
+        yield
+    except GraphError:
+        subject.any_rank(True)
+        raise
+    if subject.any_rank(False):
+        raise GraphError("they fail on another rank")

@@ -1,0 +1,84 @@
+"""Stand-ins for attention and recurrent layers: one that needs no cache, and one that disturbs what another answers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specdec.backends.differences import disturb
+from specdec.backends.op import attention_scope, current_scope
+from specdec.backends.recurrent import current_recurrent, recurrent_scope
+from specdec.backends.recurrent.state_pool import ScanInputs
+from specdec.backends.rope import Rope, rotate
+
+
+class Echo:
+    """Attention and recurrent layers without a cache, to compare everything else: values weighted by functions of the
+    other arguments, and by the layer. No token reads another."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
+    ) -> torch.Tensor:
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        group = q.shape[1] // v.shape[1]
+        ramp = torch.arange(q.shape[2], device=q.device).cos() / q.shape[2] ** 0.5
+        weight = 1 + 0.5 * torch.tanh(q.float() @ ramp) - 0.5 * torch.tanh(k.float() @ ramp).repeat_interleave(group, 1)
+        return _of_layer(v.repeat_interleave(group, 1) * weight.unsqueeze(2).to(v.dtype), layer_id)
+
+    def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
+        """See `specdec.backends.recurrent.conv`."""
+        out = x * weight.sum(1)
+        return _of_layer(out if bias is None else out + bias, layer_id).to(x.dtype)
+
+    def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
+        """See `specdec.backends.recurrent.scan`."""
+        q, k, v, g, beta, rates = inputs
+        weight = (q.float() * k.float()).sum(-1).repeat_interleave(v.shape[1] // q.shape[1], 1)
+        weight = weight + torch.tanh((g.mean(-1) if g.dim() == 3 else g).float())
+        if beta is not None:
+            weight = weight * beta.float()
+        if rates is not None:
+            weight = weight + torch.tanh(rates.float().mean((1, 2)))
+        return _of_layer(v * weight.unsqueeze(2).to(v.dtype), layer_id)
+
+
+def _of_layer(out: torch.Tensor, layer_id: int) -> torch.Tensor:
+    """Return `out`, weighted by its layer, so that one in another's place is seen."""
+    return out * (1 + layer_id / (layer_id + 8))
+
+
+@contextmanager
+def echoing() -> Iterator[None]:
+    """Answer attention and recurrent layers by `Echo` within the context."""
+    with attention_scope(Echo()), recurrent_scope(Echo()):
+        yield
+
+
+@contextmanager
+def disturbed(unit: float | None = None) -> Iterator[None]:
+    """Disturb what the attention and recurrent layers in force return within the context, see `disturb`."""
+    with (
+        attention_scope(_Disturbing(current_scope(), unit)),
+        recurrent_scope(_Disturbing(current_recurrent(), unit)),
+    ):
+        yield
+
+
+@dataclass(frozen=True)
+class _Disturbing:
+    """Answers as `scope` does, half of it smaller by `unit`."""
+
+    scope: Any
+    unit: float | None
+
+    def attend(self, *args: Any) -> torch.Tensor:
+        return disturb(self.scope.attend(*args), self.unit)
+
+    def conv(self, *args: Any) -> torch.Tensor:
+        return disturb(self.scope.conv(*args), self.unit)
+
+    def scan(self, *args: Any) -> torch.Tensor:
+        return disturb(self.scope.scan(*args), self.unit)

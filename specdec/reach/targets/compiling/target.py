@@ -1,0 +1,126 @@
+"""The target's layers traced and compiled: for piecewise prefills, and inside the graphs of rounds."""
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from specdec.backends.recurrent.state_pool import ConvSpec, ScanSpec
+from specdec.core.config import EngineConfig
+from specdec.core.errors import GraphError
+from specdec.graphs.compile.alike import alike
+from specdec.graphs.compile.kept import has_pieces
+from specdec.reach.targets.admission.probe import ModelSpec
+from specdec.reach.targets.compiling.checked import ATTENTION, CONV, NUM_TOKENS, SCAN, Batch, Subject, trace_checked
+from specdec.reach.targets.hf import HFTarget
+
+if TYPE_CHECKING:
+    from specdec.graphs.compile.trace import Traced
+
+
+def why_uncompiled(config: EngineConfig, device: torch.device) -> str:
+    """Return why rounds are not to be compiled, whatever the model; empty if they are."""
+    if config.compile != "auto":
+        return "" if config.compile else "compile=False"
+    if device.type != "cuda":
+        return f"compile='auto' on {device.type}"
+    if config.cuda_graph is False:
+        return "compile='auto' without graphs"
+    return "SPECDEC_COMPILE=0" if os.environ.get("SPECDEC_COMPILE") == "0" else ""
+
+
+def start_compilers(config: EngineConfig, device: torch.device) -> None:
+    """Start Inductor's processes, where a first attach is going to compile: it takes seconds until they are up."""
+    if config.compiler == "inductor" and not why_uncompiled(config, device) and not has_pieces(device):
+        from specdec.graphs.compile.pieces import start_workers  # imports private parts of torch
+
+        start_workers(device)
+
+
+def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) -> tuple[str, str]:
+    """Compile the layers of `target` where `config` and `prefill_mode` want it; return the prefill mode to use, and how
+    the layers run, in words.
+
+    Layers that do not trace as one graph run as the live model's own, and a "piecewise" that "auto" chose becomes
+    "breakable"; one that was asked for raises GraphError. See `compiled_or_why`.
+    """
+    why, is_piecewise = why_uncompiled(config, target.device), prefill_mode == "piecewise"
+    if why and not is_piecewise:
+        return prefill_mode, f"not compiled: {why}"
+
+    def make() -> list["Traced"]:
+        traced = trace_checked(_subject(target, config), config, target.device)
+        for for_prefills in [True] * is_piecewise + [False] * (not why):  # one trace serves both
+            target.use_compiled(traced, for_prefills)
+        return [traced]
+
+    name, is_wanted = type(target.model).__name__, config.prefill_graph == "piecewise"
+    told = compiled_or_why(make, config, (f"the layers of {name}", name), is_wanted)
+    return ("breakable" if is_piecewise and not target.compiled else prefill_mode), told
+
+
+def compiled_or_why(
+    make: Callable[[], Sequence["Traced"]], config: EngineConfig, names: tuple[str, str], is_wanted: bool = False
+) -> str:
+    """Return how what `make` compiles came to run, in words; what does not trace runs as it is.
+
+    compile=True warns of that, and raises GraphError, with the op, under strict or if it `is_wanted`. names: of the
+    layers, and of the whole.
+    """
+    start = time.perf_counter()
+    try:
+        traced = make()
+    except GraphError as error:
+        if is_wanted or (config.strict and config.compile is True):
+            raise GraphError(f"{names[0]}: {error}") from error
+        if config.compile is True:
+            message = f"{names[1]} runs uncompiled: {error}. Leave compile out if that is expected"
+            warnings.warn(message, stacklevel=9)
+        return f"not compiled: {error}"
+    count, found = sum(t.num_compiled for t in traced), sum(t.num_found for t in traced)
+    pieces = f"{count} piece{'s' * (count > 1)}, {found} of them kept from before"
+    return f"compiled in {time.perf_counter() - start:.1f} s ({pieces})"
+
+
+def _subject(target: HFTarget, config: EngineConfig) -> Subject:
+    """Return the layers as they run in forwards of every mode."""
+    return Subject(
+        run=target.run_layers,
+        inputs=random_tokens(min(NUM_TOKENS, target.spec.max_positions), target.spec.vocab_size, target.device),
+        ready=target.routed,
+        num_outputs=1 + bool(target.tapped),
+        num_layers=len(target.spec.layers) + len(target.spec.recurrent),
+        largest=max(config.prefill_tokens, config.max_batch * config.verify_width),
+        alike=_alike(target),
+        numbers=_numbers(target.spec),
+        any_rank=target.any_rank,
+    )
+
+
+def random_tokens(count: int, vocab_size: int, device: torch.device) -> Batch:
+    """Return ids and positions [count], int64."""
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab_size, (count,), generator=random, device="cpu").to(device)
+    return ids, torch.arange(count, device=device)
+
+
+def _numbers(spec: ModelSpec) -> dict[Any, Sequence[int]]:
+    """Return the layer ids of a forward's calls of each op, in their order."""
+    recurrent = list(enumerate(spec.recurrent))
+    ids = {op: [i for i, s in recurrent if isinstance(s, kind)] for op, kind in ((CONV, ConvSpec), (SCAN, ScanSpec))}
+    return {ATTENTION: range(len(spec.layers)), **ids}
+
+
+def _alike(target: HFTarget) -> list[list[nn.Module]]:
+    """Return groups of equal layers: elements of a list that attend once, or have one recurrent module, whose forward
+    is their class's own."""
+    attending = target.spec.attending
+    lists = [list(module) for module in target.spec.stack.modules() if isinstance(module, nn.ModuleList)]
+    groups = [group for layers in lists for group in alike(layers)]
+    return [
+        [m for m in g if len(attending.intersection(m.modules())) == 1 and "forward" not in vars(m)] for g in groups
+    ]

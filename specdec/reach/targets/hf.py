@@ -1,0 +1,266 @@
+"""The attach layer: runs a live `transformers` causal LM over our KV pool, and restores it afterwards.
+
+The model's own code runs, packed [1, T], without an HF cache and without masks; only its attention calls, its recurrent
+layers' primitives and its experts' products are routed, and only while we run it: what is set for that is put back.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.backends import ForwardContext, forward_context
+from specdec.backends.comm import Communicator
+from specdec.backends.recurrent.state_pool import RecurrentOps, StatePool
+from specdec.core.batch import AttentionMetadata, ForwardMode
+from specdec.core.cache.pool import LayerState
+from specdec.core.errors import AttachError
+from specdec.core.target import TargetOutput
+from specdec.graphs import Change
+from specdec.reach.parallel.sharded import Sharded, find_group, plain
+from specdec.reach.targets.adapters.ropes import warn_of_low_precision
+from specdec.reach.targets.admission.equality import check_equality
+from specdec.reach.targets.admission.probe import ModelSpec, probe
+from specdec.reach.targets.admission.recording import Positions
+from specdec.reach.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
+from specdec.reach.targets.route import Route
+from specdec.reach.targets.shape import LAST, TargetShape
+from specdec.reach.targets.taps import UNORDERED, Taps
+
+if TYPE_CHECKING:  # it imports private parts of torch, which uncompiled engines do not need
+    from specdec.graphs.compile.trace import Traced
+
+ATTACHED_ALREADY = "it is attached already; call detach() on that engine first, which is specdec.engine_of(model)"
+
+
+class HFTarget:
+    """A live model, admitted by `probe`, run in two parts: its layers, and the head over the rows that need logits.
+
+    aux_layers: indices of layers whose output the draft reads, low to high, or (LAST,) for the last hidden states.
+    compiled: what replaces the live model's layers, if anything, in prefills and in rounds. any_rank: whether something
+    is so on any of the ranks that share the model, which all ask. used_by: returns the engine that runs it, while there
+    is one; set by that engine, which it does not keep alive.
+    """
+
+    any_rank: Callable[[bool], bool] = staticmethod(bool)
+    used_by: Callable[[], Any] = staticmethod(lambda: None)
+
+    def __init__(self, model: PreTrainedModel, join: Callable[[Communicator], None] | None = None):
+        """join: gets a sharded model's communicator before it is used: so its ranks can wait for each other."""
+        self.model = model
+        if is_attached(model):
+            gc.collect()  # an engine that nobody holds any more may be waiting for it
+        if is_attached(model):
+            raise AttachError(type(model).__name__, [ATTACHED_ALREADY])
+        self.comm: Communicator | None = None
+        self._sharded: Sharded | None = None
+        group = find_group(model)
+        try:
+            if group is not None:
+                self.comm = Communicator(group, model.device)
+                if join is not None:
+                    join(self.comm)
+                self._sharded = plain(model, self.comm.name)
+            self._admit(model)
+        except BaseException:
+            self._restore()
+            raise
+
+    def _admit(self, model: PreTrainedModel) -> None:
+        """Probe the model and mark it; AttachError for one that cannot be attached."""
+        self.spec: ModelSpec = probe(model)
+        if any(is_attached(module) for module in self.spec.modules):
+            raise AttachError(type(model).__name__, ["some of its layers belong to a model that is attached already"])
+        self.aux_layers: tuple[int, ...] = ()
+        self._taps = Taps()
+        self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
+        self._last_position: int | None = None
+        warn_of_low_precision(model)
+        self._route = Route(model, self.spec)
+        for module in self.spec.modules:
+            setattr(module, ATTACHED, Mark(self))
+        setattr(model, ATTACHED, Mark(self))
+        self._check_equality()
+
+    def _check_equality(self) -> None:
+        """Raise AttachError if our route does not give the logits of the model's own forward; alike on all ranks."""
+
+        def run(metadata: AttentionMetadata, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layers(metadata.mode, ids, metadata.positions)[0])
+
+        def any_rank(is_so: bool) -> bool:
+            if self.comm is None:
+                return is_so
+            return bool(self.comm.all_reduce(torch.tensor([float(is_so)], device=self.device)) > 0)
+
+        check_equality(self.model, self.spec, run, self.dtype, self.device, any_rank)
+
+    @property
+    def group(self) -> str:
+        """The name of the process group that the model is sharded over; empty if it is whole."""
+        return "" if self.comm is None else self.comm.name
+
+    @property
+    def settle(self) -> Callable[[], None] | None:
+        """What waits until the device has done all it was given, and raises RankError where another rank is gone that
+        the device waits for; None for a whole model. A device that is given too much meanwhile stops the host for good.
+        """
+        return self.comm.settle if self.comm is not None else None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the inputs."""
+        return self.embed_tokens.weight.device  # type: ignore[return-value]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights, and so of the KV pool."""
+        return self.embed_tokens.weight.dtype  # type: ignore[return-value]
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        """The input embedding, which EAGLE heads share."""
+        return self.model.get_input_embeddings()
+
+    def row_states(self, num_rows: int, max_tail: int, ops: RecurrentOps) -> tuple[LayerState, ...]:
+        """Make the state by row of recurrent layers, which `ops` work on, if there are any.
+
+        max_tail: nodes that a round may have a row run.
+        """
+        specs = self.spec.recurrent
+        return (StatePool(specs, num_rows, max_tail, self.dtype, self.device, ops),) if specs else ()
+
+    @property
+    def shape(self) -> TargetShape:
+        """Sizes and modules that a draft head must match."""
+        return TargetShape(
+            hidden_size=self.spec.hidden_size,
+            vocab_size=self.spec.vocab_size,
+            num_layers=self.spec.num_layers,
+            embed_tokens=self.embed_tokens,
+            lm_head=self.model.get_output_embeddings(),
+            model=self.model,
+            comm=self.comm,
+        )
+
+    def forward(self, context: ForwardContext, metadata: AttentionMetadata, input_ids: torch.Tensor) -> TargetOutput:
+        """Run one packed forward of input_ids [T]: layers and head."""
+        with forward_context(context, metadata):
+            hidden, aux = self.layers(metadata.mode, input_ids, metadata.positions)
+        return TargetOutput(self.head(hidden), aux)
+
+    def layers(
+        self, mode: ForwardMode, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run all but the head on tokens [T] at positions [T]; return last hidden states [T, h], aux [T, num_aux*h].
+
+        Attention goes to the scope in force. Rows do not interact elsewhere, so any T can be captured.
+        """
+        if self._last_position is not None:
+            positions = positions.clamp(max=self._last_position)
+        compiled = self.compiled.get(mode is ForwardMode.EXTEND)
+        if compiled is not None:
+            hidden, aux = (*compiled(input_ids, positions), None)[:2]
+        else:
+            with self.routed():
+                hidden, aux = self.run_layers(input_ids, positions)
+        return hidden, hidden if self.aux_layers == (LAST,) else aux
+
+    def read_layers(self, aux_layers: tuple[int, ...]) -> None:
+        """Return the outputs of `aux_layers` from `layers` from now on; AttachError for a model that has none."""
+        self.aux_layers = aux_layers
+        if self.tapped and not self.spec.blocks:
+            raise AttachError(type(self.model).__name__, [f"the draft reads layers {self.tapped}: {UNORDERED}"])
+        self._taps = Taps([self.spec.blocks[i] for i in self.tapped])
+
+    def run_layers(self, input_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the live model's own layers, with the outputs of `tapped`; needs `routed`. This is what gets traced."""
+        out = self.spec.stack(
+            input_ids=input_ids.unsqueeze(0), use_cache=False, output_hidden_states=False, **self._placed(positions)
+        )
+        aux = self._taps.take()[0].to(self.dtype) if self.tapped else None
+        return out.last_hidden_state[0].to(self.dtype), aux
+
+    def _placed(self, positions: torch.Tensor) -> dict[str, Any]:
+        """Return the arguments by which the live model gets to know `positions` [T]."""
+        arguments: dict[str, Any] = {"past_key_values": Positions(positions)} if self.spec.counts_positions else {}
+        if self.spec.takes_positions:
+            return {"position_ids": positions.unsqueeze(0), **arguments}
+        # Without a mask it would make one as long as the cache and the text.
+        return {"attention_mask": torch.ones_like(positions).unsqueeze(0), **arguments}
+
+    @property
+    def tapped(self) -> tuple[int, ...]:
+        """Layers whose output must be kept during a forward."""
+        return tuple(i for i in self.aux_layers if i != LAST)
+
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        """Route the model's calls to us within it, see `Route.routed`, and read the outputs of `tapped`."""
+        with self._route.routed(), self._taps.reading():
+            yield
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)  # the stubbed decoder reads none
+        with self._route.only_head(hidden.unsqueeze(0)):
+            return self.model(input_ids=ids, use_cache=False).logits[0]
+
+    def expect_positions(self, count: int) -> None:
+        """Prepare for rounds that reach position count-1. Positions past the model's limit, where learned position
+        tables end, belong to drafts that are never emitted: they take the last position."""
+        if count > self.spec.max_positions:
+            self._last_position = self.spec.max_positions - 1
+
+    def use_compiled(self, traced: "Traced", for_prefills: bool) -> None:
+        """Run `traced` in place of the live layers, in prefills or in rounds."""
+        self.compiled[for_prefills] = traced
+
+    def walk(self) -> None:
+        """See `Route.walk`."""
+        self._route.walk()
+
+    def relies_on(self, change: Change) -> bool:
+        """See `Route.relies_on`."""
+        return self._route.relies_on(change)
+
+    @property
+    def parts(self) -> list[tuple[str, torch.Tensor]]:
+        """Weights, by name, that ranks share by heads: each has copies of its part, so they must not be written."""
+        return [] if self._sharded is None else self._sharded.mixers.parts
+
+    def drop_compiled(self) -> None:
+        """Switch back to the live layers; every weight has a storage of its own again.
+
+        An error (out of memory, where a weight is copied) leaves the model usable, and it can be called again.
+        """
+        for traced in self.compiled.values():
+            traced.release()
+        self.compiled.clear()
+
+    def detach(self) -> None:
+        """Remove our marks and restore the model. A second call does nothing, or goes on where the first failed."""
+        self.drop_compiled()
+        self._restore()
+
+    def _restore(self) -> None:
+        self._unmark()
+        self._release_ranks()
+
+    def _unmark(self) -> None:
+        for module in self.model.modules():
+            mark = getattr(module, ATTACHED, None)
+            if mark is not None and mark.owner() is self:
+                delattr(module, ATTACHED)
+                module.__dict__.pop(LAYER_ID, None)
+
+    def _release_ranks(self) -> None:
+        """Give a sharded model its own forwards and parameters again."""
+        if self._sharded is not None:
+            self._sharded.restore()
+        if self.comm is not None:
+            self.comm.close()

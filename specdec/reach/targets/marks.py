@@ -1,0 +1,75 @@
+"""Marks on the modules of a live model: which target they belong to, and the numbers of its attention layers."""
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from specdec.reach.targets.hf import HFTarget
+
+ATTACHED = "_specdec_attached"
+LAYER_ID = "_specdec_layer_id"
+
+
+class Mark:
+    """Marks a module with the target it belongs to. It holds a weak reference, and a copy of it is empty: copies of a
+    model are not part of the engine."""
+
+    def __init__(self, owner: "HFTarget | None" = None):
+        self._owner = None if owner is None else weakref.ref(owner)
+
+    def owner(self) -> "HFTarget | None":
+        """Return the target if it still exists, else None."""
+        return None if self._owner is None else self._owner()
+
+    def __reduce__(self) -> tuple[type["Mark"], tuple[()]]:
+        return Mark, ()
+
+
+def is_attached(module: nn.Module) -> bool:
+    """Return whether `module` belongs to a target that is alive."""
+    return owner_of(module) is not None
+
+
+def owner_of(module: nn.Module) -> "HFTarget | None":
+    """Return the target that `module` belongs to, if it is alive."""
+    mark = getattr(module, ATTACHED, None)
+    return None if mark is None else mark.owner()
+
+
+class Turns:
+    """The layer ids of what is called several times a forward, in the order of its calls."""
+
+    def __init__(self, layer_ids: Sequence[int]):
+        self.layer_ids, self._turn = tuple(layer_ids), 0
+
+    def take(self) -> int:
+        """Return the id of the next call; after the last one it is the first one's again."""
+        assert self.layer_ids, "a call that was not made in the forward by which calls were numbered"
+        layer_id = self.layer_ids[self._turn]
+        if len(self.layer_ids) > 1:
+            self._turn = (self._turn + 1) % len(self.layer_ids)
+        return layer_id
+
+    def begin(self) -> None:
+        """Begin a forward, whatever became of the one before."""
+        self._turn = 0
+
+
+def layer_id(module: nn.Module) -> int:
+    """Return the number of the attention call that `module` makes now."""
+    number = getattr(module, LAYER_ID)
+    return number.take() if isinstance(number, Turns) else number
+
+
+def number_layers(modules: Sequence[nn.Module]) -> list[Turns]:
+    """Number `modules`, in the order of their calls; return the turns of those that are called several times."""
+    ids: dict[nn.Module, list[int]] = {}
+    for i, module in enumerate(modules):
+        ids.setdefault(module, []).append(i)
+    turns = {module: Turns(numbers) for module, numbers in ids.items() if len(numbers) > 1}
+    for module, (first, *_) in ids.items():
+        setattr(module, LAYER_ID, turns.get(module, first))
+    return list(turns.values())

@@ -1,0 +1,69 @@
+"""Routes a live model through our ops while we run it, by its adapters.
+
+A route knows the model and no engine: whoever runs the model says, by scopes, who answers the ops.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.graphs import Change, ChangeKind
+from specdec.reach.targets.adapters import Attention, routed
+from specdec.reach.targets.adapters.overrides import evaluating
+from specdec.reach.targets.admission.probe import ModelSpec
+from specdec.reach.targets.exclusive import answering
+from specdec.reach.targets.marks import number_layers
+
+
+def _places(model: nn.Module, routed: Collection[nn.Module]) -> set[tuple[nn.Module, str]]:
+    """Return where modules on the paths to `routed` stand: parent, and name in it."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    paths = [name.split(".") for name, module in modules.items() if name and module in routed]
+    names = dict.fromkeys(".".join(path[:i]) for path in paths for i in range(1, len(path) + 1))
+    return {(modules[parent], key) for parent, _, key in (name.rpartition(".") for name in names)}
+
+
+class Route:
+    """The way through `model`, of which `spec` is known; its attention modules are numbered from then on."""
+
+    def __init__(self, model: PreTrainedModel, spec: ModelSpec):
+        self.spec = spec
+        self._model = model
+        self._modules = list(model.modules())
+        self._turns = number_layers(spec.modules)
+        self._places = _places(model, spec.attending)
+
+    def relies_on(self, change: Change) -> bool:
+        """Return whether attention and pools were set up from what has changed: routed modules and those around them,
+        their plain attributes and sinks, and configs."""
+        if change.kind is ChangeKind.MODULE:
+            return (change.owner, change.key) in self._places
+        if change.kind is ChangeKind.ATTRIBUTE:
+            return not isinstance(change.owner, nn.Module) or change.owner in self.spec.attending
+        return change.kind is ChangeKind.TENSOR and any(change.before is sink for sink in self.spec.sinks)
+
+    def walk(self) -> None:
+        """Look again for modules that have a training mode, where some were added."""
+        self._modules = list(self._model.modules())
+
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        """Route what the adapters of the live model have found to us within it."""
+        for turns in self._turns:
+            turns.begin()
+        with routed(self.spec.adapters), evaluating(self._model, self._modules):
+            yield
+
+    @contextmanager
+    def only_head(self, hidden: torch.Tensor) -> Iterator[None]:
+        """Let the decoder answer with last hidden states [1, N, h] within it: of the model, only the head runs."""
+        answer = self.spec.stack_output(last_hidden_state=hidden)
+        with (
+            self.spec.adapter(Attention).routed(),
+            answering(self.spec.stack, answer),
+            evaluating(self._model, self._modules),
+        ):
+            yield

@@ -1,0 +1,73 @@
+"""What an engine reads of live models: what it follows when that changes, and what it refuses."""
+
+from collections.abc import Sequence
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from specdec.core.errors import GraphError
+from specdec.graphs import Change, ChangeKind, Watch
+from specdec.reach.targets.adapters.ropes import varying_ropes
+from specdec.reach.targets.hf import HFTarget
+
+# Attributes of modules and configs that no forward reads, or whose results are not read.
+_OF_MODELS = ("generate", "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "name_or_path")
+_OF_CONFIGS = ("use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "output_router_logits")
+NEUTRAL = frozenset({*vars(PretrainedConfig()), *_OF_MODELS, *_OF_CONFIGS, "warnings_issued", "_is_hf_initialized"})
+# Keep outputs of layers; have them require gradients, for checkpointing in transformers and PEFT. None changes numbers.
+PASSIVE = ("transformers.utils.output_capturing", "make_inputs_require_grads", "make_inputs_require_grad")
+BAKED = "graphs and compiled layers compute with what was there at attach()"
+POOLS = "the engine's pools were made for that"
+ROUTED = "attention and pools were set up from that at attach()"
+SHARED = "each rank has copies of its part, by heads, which stay as they were"
+
+
+class Weights:
+    """Those of a target and of its draft's module, if it has one. is_baked: whether graphs or compiled layers exist."""
+
+    def __init__(self, target: HFTarget, draft: nn.Module | None, is_baked: bool):
+        self._target, self._is_baked = target, is_baked
+        self._parts = {id(tensor) for _, tensor in target.parts}
+        roots = {"": target.model, **({} if draft is None else {"the draft's ": draft})}
+        self._watch = Watch(
+            roots,
+            free=[rope for root in roots.values() for rope in varying_ropes(root)],  # their first frequencies are read
+            tensors=target.parts,
+            neutral=NEUTRAL,
+            passive=PASSIVE,
+        )
+        self.close = self._watch.close
+
+    def follow(self) -> bool:
+        """Return whether what the models compute has changed since the last call, so that kept K/V is of another model.
+
+        GraphError where the engine cannot compute with what is there now; it can once that is put back.
+        """
+        changes = self._watch.changes()
+        refused = [(change, why) for change in changes if (why := self._why_refused(change))]
+        if refused:
+            self._refuse(refused[0][1], [change for change, _ in refused])
+        if changes:
+            self._watch.accept(changes)
+            self._target.walk()
+        return bool(changes)
+
+    def has_changed(self) -> bool:
+        """Return whether `follow` would return True, or raise."""
+        return bool(self._watch.changes())
+
+    def _why_refused(self, change: Change) -> str:
+        if change.kind is ChangeKind.CONVERTED:
+            return POOLS
+        if change.kind is ChangeKind.WRITTEN:
+            return SHARED if id(change.before) in self._parts else ""
+        if self._is_baked:
+            return BAKED
+        return ROUTED if self._target.relies_on(change) else ""
+
+    def _refuse(self, why: str, changes: Sequence[Change]) -> None:
+        told = list(dict.fromkeys(map(str, changes)))
+        raise GraphError(
+            f"the model has changed since attach(): {', '.join(told[:3])}; {len(told)} in all: {why}. "
+            "Put it back, or detach() and attach() again"
+        )

@@ -1,0 +1,169 @@
+"""Options that several commands share: drafting, drafts, lists, names of targets, JSON."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specdec import shipped
+from specdec.api import Engine, attach
+from specdec.reach.assembly.algorithms import algorithms
+from specdec.reach.heads.load import detect_algo, load_head
+from specdec.reach.targets.pretrained import BUNDLED, load_draft
+from specdec.reach.targets.shape import TargetShape
+from specdec.tools.measure.break_even import cpu_break_even, expected_tau
+from specdec.tools.measure.results import ResultFile
+
+Json = Annotated[bool, typer.Option("--json", help="Print the results as one JSON object, the last line.")]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        help="Draft depth S; default: on a CPU what is measured to be fastest, no draft included; else 3, or S, K and "
+        "D as the draft advises if none is given."
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder, .gguf file, Hub id, 'lookup', 'shipped' (EAGLE-3), a shipped name or 'none'; default: shipped "
+        "for the bundled target, none for others."
+    ),
+]
+TopK = Annotated[int | None, typer.Option(help="Branches per step K; 1, the default, drafts a chain.")]
+MaxNew = Annotated[int, typer.Option(help="Tokens to emit at most.")]
+DraftTokens = Annotated[int | None, typer.Option(help="Nodes verified per round D, root included.")]
+
+
+def named_draft(draft: str | None, target: str | None) -> str:
+    """Return the draft's name; if none is given, the shipped head for the bundled target, and "none" for others."""
+    return draft or ("shipped" if target in (None, BUNDLED) else "none")
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Drafting of an engine. source, algo, settings: as `attach` takes them; note: why a CPU drafts so, else ""."""
+
+    source: Any
+    algo: str | None
+    settings: dict[str, Any]
+    note: str = ""
+
+    def attach(self, model: Any, tokenizer: Any, **settings: Any) -> Engine:
+        """Attach an engine that drafts so."""
+        return attach(model, self.source, self.algo, tokenizer=tokenizer, **{**settings, **self.settings})
+
+
+def drafting_of(
+    draft: str,
+    model: Any,
+    max_batch: int,
+    steps: int | None = None,
+    topk: int | None = None,
+    draft_tokens: int | None = None,
+) -> Drafting:
+    """Return how an engine of `max_batch` requests drafts with the draft of that name.
+
+    Options that were given are honoured; beside the draft "none", `attach` refuses them. If none was given, S is the
+    fastest that a CPU is measured to have, and there is no draft where none pays; elsewhere `attach` follows what the
+    draft advises.
+    """
+    drafting = {"num_steps": steps, "topk": topk, "num_draft_tokens": draft_tokens}
+    given = {name: value for name, value in drafting.items() if value is not None}
+    source, algo = draft_of(draft)
+    if algo is None or model.device.type != "cpu" or steps is not None:
+        return Drafting(source, algo, given)
+    if given:
+        return Drafting(source, algo, {"num_steps": 2, **given})
+    found = cpu_break_even(model, draft_module(source, model))
+    best = found.best_steps(max_batch)
+    cost = (
+        f"on this CPU a round of S={best or 1} at {max_batch} request{'s' * (max_batch > 1)} costs "
+        f"{found.cost(best or 1, max_batch):.2f} plain steps (drafting pays below {expected_tau(best or 1):.2f})"
+    )
+    if best:
+        return Drafting(source, algo, {"num_steps": best}, f"{cost}: S={best}")
+    most = found.most_requests
+    remedy = f"drafts pay up to --max-batch {most}; " if 0 < most < max_batch else ""
+    return Drafting(None, None, {}, f"{cost}: no draft; {remedy}--steps 1 drafts anyway")
+
+
+def draft_module(source: Path | str | None, model: Any) -> Any:
+    """Load a draft of `draft_of` beside its target; None for one without weights."""
+    if source is None:
+        return None
+    kind = detect_algo(source)
+    if kind == "standalone":
+        return load_draft(source, dtype=model.dtype, device=model.device)[0]
+    return load_head(source, TargetShape.of(model), model.dtype, model.device, kind)
+
+
+def engine_line(engine: Engine) -> str:
+    """Describe an engine on one line: model, draft, capacity, memory of its KV pool."""
+    config, report = engine.config, engine.report()
+    draft = f"{report.draft['algo']}, S={config.num_steps}" if config.num_steps else "no draft"
+    requests = f"{config.max_batch} request{'s' * (config.max_batch > 1)}"
+    return (
+        f"{report.model} on {engine.target_module.device}, {draft}, up to {requests} of {config.max_seq_len:,} tokens, "
+        f"KV pool {report.kv_bytes / 2**20:,.0f} MiB"
+    )
+
+
+def finish(as_json: bool, found: dict[str, Any], file: str | None = None) -> None:
+    """End a command: print what it found as JSON if that is wanted, or else where the result file is."""
+    if as_json:
+        print(json.dumps({"file": file, **found} if file else found))
+    elif file:
+        print(f"results: {file}")
+
+
+def recorded(
+    file: ResultFile, measured: Iterable[dict[str, Any]], line: Callable[[dict[str, Any]], str] | None = None
+) -> list[dict[str, Any]]:
+    """Collect rows as they are measured; each is written, and its `line` printed on stderr."""
+    rows = []
+    for row in measured:
+        rows.append(row)
+        file.write(rows)
+        if line is not None:
+            print(line(row), file=sys.stderr, flush=True)
+    return rows
+
+
+def draft_of(draft: str) -> tuple[Path | str | None, str | None]:
+    """Return draft and algo as `attach` takes them, for a draft named on the command line."""
+    if draft == "none":
+        return None, None
+    if draft in algorithms() and not algorithms()[draft].has_model:
+        return None, draft
+    return shipped.find(draft), "auto"
+
+
+def listed(values: list[str] | None, default: str = "") -> list[str]:
+    """Split the values of an option that may be repeated, or separated by commas."""
+    return [part.strip() for value in values or [default] for part in value.split(",") if part.strip()]
+
+
+def numbers(option: str, values: list[str] | None) -> tuple[int, ...] | None:
+    """Return the whole numbers of an option that may be repeated, or separated by commas; None if it is not given."""
+    if values is None:
+        return None
+    parts = listed(values)
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--{option} {','.join(values)!r}: expected whole numbers separated by commas, such as 1,8,32")
+    return tuple(map(int, parts))
+
+
+def check_alone(shape: str, **others: object) -> None:
+    """Raise ValueError for an option of real targets that was given beside --shape."""
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"--{name} {str(value)!r} with --shape {shape}: its weights are random; drop one")
+
+
+def name_of_target(target: str) -> str:
+    """Return the target's name for a file name: "135m" for the bundled one."""
+    return "135m" if target == BUNDLED else Path(target).name.lower().removesuffix(".gguf")

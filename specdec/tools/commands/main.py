@@ -1,0 +1,88 @@
+"""The `specdec` command: each command with one line of help; its module is imported when it is called."""
+
+import sys
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from specdec import __version__
+
+COMMANDS = {  # name: module with `command`, or `app` where there are commands below it; first line of its help
+    "demo": ("demo", "Compare HF generate, plain decoding and speculation, and show which tokens were drafted."),
+    "generate": ("generate", "Generate for one prompt and stream the text; statistics go to stderr."),
+    "chat": ("chat", "Chat in the terminal; an empty line starts again, Ctrl-C ends an answer, Ctrl-D the chat."),
+    "serve": ("serve", "Serve a target over HTTP: /v1/chat/completions, /v1/completions, /v1/models"),
+    "bench": ("bench", "Measurements."),
+    "train": ("train", "Train drafts on what the target itself generates."),
+    "convert": ("convert", "Rewrite an EAGLE-3 head in the other layout."),
+    "doctor": ("doctor", "Describe a draft, measure its cost and acceptance on a target, and name its defects."),
+    "backends": ("backends", "Attention backends of this machine."),
+    "cache": ("cache", "Show what attach keeps of compiled layers, by environment, and where."),
+    "env": ("env", "Print versions, devices and usable backends, for bug reports."),
+    "eval": ("evaluate", "Evaluate with lm-eval; its options, such as --model_args pretrained=TARGET --tasks gsm8k."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Commands of COMMANDS; help lists them without importing them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names in their order."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command that has nothing but its line of help."""
+        if cmd_name not in COMMANDS:
+            return None
+        stub = typer.Typer(add_completion=False)
+        stub.command(cmd_name, help=COMMANDS[cmd_name][1])(lambda: None)
+        return typer.main.get_command(stub)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that is called, imported."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else load(name), rest
+
+
+def load(name: str) -> Any:
+    """Import the command called `name`; return it as click has it."""
+    module = import_module(f"specdec.tools.commands.{COMMANDS[name][0]}")
+    import_module("specdec.tools.commands.terminal").quiet_pipes()
+    found = getattr(module, "app", None)
+    if found is None:
+        found = typer.Typer(add_completion=False)
+        found.command(name, context_settings=getattr(module, "CONTEXT", None))(module.command)
+    return typer.main.get_command(found)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, help="Speculative decoding for Hugging Face models.")
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Speculative decoding for Hugging Face models."""
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one line on stderr and exit status 2."""
+    try:
+        app()
+    except (ValueError, FloatingPointError) as error:
+        print(f"specdec: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

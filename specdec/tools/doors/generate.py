@@ -1,0 +1,335 @@
+"""`model.generate` by an engine: the door of pipelines, streamers, evaluation and training code.
+
+transformers prepares a call as always: it resolves the config, makes the mask, the processors and the stopping
+criteria, and repeats prompts. The engine takes the place of the decoding loop that would follow
+(`GenerationMixin._sample`). A call that the engine cannot decode as that loop would is refused, or left to it.
+"""
+
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
+
+from specdec.core.engine.generation import Settings
+from specdec.core.engine.request import Request
+from specdec.core.engine.scoring import continuation_logits
+from specdec.tools.doors.lockstep import Lockstep
+
+WAYS = ("raise", "fallback")
+# Arguments of a model's forward that transformers adds to every call, or that change nothing here.
+CACHES = ("past_key_values", "cache_params")  # models with nothing but recurrent layers name theirs so
+FORWARD_ARGUMENTS = frozenset({"attention_mask", "position_ids", *CACHES, "use_cache", "logits_to_keep"})
+COUNTS_PADDING = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A prepared call: requests that are not queued yet, and the criteria that the engine does not know.
+
+    pads: rows that are over are filled up with `pad_token`, as transformers does where there is an EOS.
+    """
+
+    input_ids: torch.Tensor
+    requests: list[Request]
+    criteria: StoppingCriteriaList
+    pads: bool
+    pad_token: int
+    streamer: Any
+
+
+class EngineGenerate:
+    """A decoding loop for `generate(custom_generate=...)`: rounds of one engine, with the results of `_sample`.
+
+    on_unsupported: "raise" ValueError for what the engine cannot do, or "fallback" to transformers' own loop, with a
+    warning. transformers hands no streamer to a `custom_generate`: use `Engine.install` for streamers.
+    """
+
+    def __init__(self, engine: Any, on_unsupported: str = "raise"):
+        if on_unsupported not in WAYS:
+            raise ValueError(f"on_unsupported={on_unsupported!r}: expected one of {WAYS}")
+        self.engine = engine
+        self.on_unsupported = on_unsupported
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        prepared = (logits_processor, stopping_criteria, generation_config)
+        try:
+            call = _read(self.engine, model, input_ids, *prepared, streamer, model_kwargs)
+        except ValueError as error:
+            name = GENERATION_MODES_MAPPING[generation_config.get_generation_mode()]
+            loop = getattr(type(model), name, None)  # modes that transformers has moved to the Hub have none
+            if self.on_unsupported == "raise" or loop is None:
+                raise
+            warnings.warn(f"decoded by transformers, without speculation: {error}", stacklevel=4)
+            return loop(model, input_ids, *prepared, streamer=streamer, **model_kwargs)
+        sequences = _run(self.engine, call)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences, **_scores(self.engine, call, sequences, logits_processor, generation_config)
+        )
+
+
+class InstalledGenerate:
+    """`generate` of an attached model, by an engine. A copy of the model, or a pickle, gets transformers' own."""
+
+    def __init__(self, decode: EngineGenerate, model: Any):
+        self._model = model
+        self._generate = generate_by(decode)
+        self.__doc__ = self._generate.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._generate(self._model, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _own_generate, (self._model,)
+
+
+def _own_generate(model: Any) -> types.MethodType:
+    """Return the `generate` of the model's type, as a method of `model`."""
+    return types.MethodType(type(model).generate, model)
+
+
+def install(engine: Any, on_unsupported: str) -> Callable[[], None]:
+    """Replace `generate` of the attached model; returns the function that undoes it."""
+    model = engine.target_module
+    if vars(model).get("generate", _own_generate(model)) != _own_generate(model):  # a copy has its own as an attribute
+        raise ValueError("model.generate is replaced already; uninstall() that engine, or delete model.generate, first")
+    decode = EngineGenerate(engine, on_unsupported)
+    model.generate = ours = InstalledGenerate(decode, model)
+
+    def undo() -> None:
+        if vars(model).get("generate") is ours:  # what others have put there since is theirs
+            del model.generate
+
+    return undo
+
+
+def generate_by(decode: EngineGenerate) -> Callable[..., Any]:
+    """Return a `generate`, a method of a model, that prepares like the model's own and decodes by `decode`."""
+
+    def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+        own = type(model).generate
+        given = inspect.signature(own).bind(model, *args, **kwargs).arguments
+        options = {**given.pop("kwargs", {}), **given}
+        del options["self"]
+        if options.get("custom_generate") is not None:
+            return own(model, **options)
+        if options.get("assistant_model") is not None:
+            error = "assistant_model: the engine has a draft of its own; attach another one, or leave this one out"
+            if decode.on_unsupported == "raise":
+                raise ValueError(error)
+            warnings.warn(f"decoded by transformers: {error}", stacklevel=3)
+            return own(model, **options)
+        streamer = options.get("streamer")  # stays in options, too: the prompt is put by transformers
+
+        def loop(model: Any, input_ids: torch.Tensor, **prepared: Any) -> Any:
+            return decode(model, input_ids, streamer=streamer, **prepared)
+
+        return own(model, **_with_stop_strings(model, options, decode.engine.tokenizer), custom_generate=loop)
+
+    generate.__doc__ = f"By a specdec engine: {type(decode.engine.target_module).generate.__doc__}"
+    return generate
+
+
+def _with_stop_strings(model: Any, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Turn stop strings, of the call or the model, into a criterion: transformers keeps their tokenizer for its own
+    loops."""
+    options = dict(options)
+    tokenizer = options.pop("tokenizer", None) or tokenizer
+    configs = (options.get("generation_config"), model.generation_config)
+    given = [options.get("stop_strings"), *(getattr(config, "stop_strings", None) for config in configs)]
+    strings = next((value for value in given if value), None)
+    if strings is None:
+        return options
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={strings!r} need a tokenizer: generate(tokenizer=...) or attach(tokenizer=...)")
+    criteria = [*(options.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
+    return {**options, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
+
+
+def _read(
+    engine: Any,
+    model: Any,
+    input_ids: torch.Tensor,
+    processors: Any,
+    criteria: Any,
+    config: Any,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> Call:
+    """Check a prepared call and make its requests; ValueError for what the engine cannot do as transformers would."""
+    if model is not engine.target_module:
+        raise ValueError(f"this {type(model).__name__} is not the model that the engine is attached to")
+    _check_forward_arguments(model_kwargs)
+    _check_processors(model, input_ids, processors, config, model_kwargs)
+    length = input_ids.shape[1]
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    prompts = [row[keep].tolist() for row, keep in zip(input_ids.cpu(), mask.cpu().bool(), strict=True)]
+    config = _without_ends(config)
+    settings = Settings.merge(None, config)  # ValueError names the first that the engine does not honour
+    if not bool(mask.all()):
+        _refuse_counted_padding(settings)
+    limits = [c.max_length - length for c in criteria if type(c) is MaxLengthCriteria]
+    ends = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
+    eos_ids = sorted({i for ids in ends for i in ids.flatten().tolist() if i >= 0})  # -1 is nobody's token
+    others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
+    limit = min(limits, default=engine.config.max_seq_len - max(map(len, prompts)))
+    law = settings.params(length)
+    law = replace(law, min_new_tokens=min(law.min_new_tokens, max(limit, 0)))  # transformers warns of more
+    requests = engine._requests(
+        prompts,
+        sampling=[law] * len(prompts),
+        generation_config=config,
+        max_new_tokens=limit,
+        eos_token_id=eos_ids or None,
+        stop=(),  # strings and clocks are criteria by now, whoever has set them
+        max_time=None,
+    )
+    pad = getattr(config, "_pad_token_tensor", None)
+    pad_token = 0 if pad is None else int(pad)
+    return Call(input_ids, requests, StoppingCriteriaList(others), bool(ends), pad_token, streamer)
+
+
+def _run(engine: Any, call: Call) -> torch.Tensor:
+    """Play rounds until every row is over by transformers' rules; returns sequences [B, T + new]."""
+    rows = Lockstep(call.input_ids, call.requests, call.criteria, call.pad_token if call.pads else None)
+    with closing(engine._run(call.requests)) as run:
+        for _ in run:
+            _put(call.streamer, rows.advance())
+            if rows.is_over:
+                break  # requests that have run ahead of a criterion are abandoned
+    if any(r.finish_reason == "error" for r in call.requests):
+        raise RuntimeError("generation ended: the target's logits are not finite")
+    assert rows.is_over, "requests ended, and their rows did not"
+    if call.streamer is not None:
+        call.streamer.end()
+    return rows.sequences()
+
+
+def _scores(
+    engine: Any, call: Call, sequences: torch.Tensor, processors: Any, config: Any
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Return logits and processed scores of every column, [B, V] fp32 each, if they are asked for.
+
+    Rounds keep no logits: the target reads all sequences once more, as a prefill, which gives the same up to rounding.
+    """
+    wanted = {name for name in ("scores", "logits") if getattr(config, f"output_{name}")}
+    if not wanted:
+        return {}
+    width = call.input_ids.shape[1]
+    prompts = [request.prompt_ids for request in call.requests]
+    by_row = continuation_logits(engine._attached(), prompts, sequences[:, width:].tolist())
+    logits = torch.stack(by_row, 1).unbind()
+    found = {"logits": logits} if "logits" in wanted else {}
+    if "scores" in wanted:
+        befores = (sequences[:, : width + i] for i in range(len(logits)))
+        found["scores"] = tuple(processors(ids, row.clone()) for ids, row in zip(befores, logits, strict=True))
+    return found
+
+
+def _put(streamer: Any, columns: list[list[int]]) -> None:
+    """Give new tokens to a streamer: those of one row together, else one token of every row a call."""
+    if streamer is None or not columns:
+        return
+    if len(columns[0]) == 1:
+        streamer.put(torch.tensor([token for (token,) in columns], device="cpu"))
+        return
+    for column in columns:
+        streamer.put(torch.tensor(column, device="cpu"))
+
+
+def _without_ends(config: Any) -> Any:
+    """Copy `config` without what transformers has done already, and what its criteria do."""
+    config = copy(config)
+    config.num_return_sequences, config.max_time, config.stop_strings = 1, None, None
+    config.output_scores = config.output_logits = False
+    return config
+
+
+def _check_forward_arguments(model_kwargs: dict[str, Any]) -> None:
+    for name, value in model_kwargs.items():
+        if value is not None and name not in FORWARD_ARGUMENTS:
+            raise ValueError(f"{name} is an argument of the model that the engine does not pass on")
+    for name in CACHES:
+        if _holds_tokens(model_kwargs.get(name)):
+            raise ValueError(f"{name} holds tokens: the engine has a cache of its own; give the whole prompt")
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(f"attention_mask has {mask.dim()} dimensions: expected [batch, tokens]")
+    if positions is not None and mask is not None:
+        counted = mask.long().cumsum(-1) - 1
+        if positions.shape != counted.shape or not torch.equal(positions[mask.bool()], counted[mask.bool()]):
+            raise ValueError("position_ids: the engine counts from 0 along the mask; leave them out")
+
+
+def _holds_tokens(cache: Any) -> bool:
+    """Whether a cache of transformers has read anything; recurrent layers do not count tokens, they have a state."""
+    if cache is None:
+        return False
+    layers = getattr(cache, "layers", ())
+    if not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers):
+        return bool(cache.get_seq_length() > 0)
+    return bool(cache.has_previous_state())
+
+
+def _check_processors(
+    model: Any, input_ids: torch.Tensor, processors: Any, config: Any, model_kwargs: dict[str, Any]
+) -> None:
+    """Refuse processors that the config does not say: they run in Python, a token at a time."""
+    expected = model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=input_ids.shape[1],
+        encoder_input_ids=input_ids,
+        device=input_ids.device,
+        model_kwargs=model_kwargs,
+    )
+    own = [_describe(p) for p in expected]
+    for processor in processors:
+        if _describe(processor) not in own:
+            raise ValueError(
+                f"logits_processor {type(processor).__name__}: it runs in Python, a token at a time; express it with "
+                "settings such as repetition_penalty, bad_words_ids, sequence_bias, or attach(...) and SamplingParams"
+            )
+
+
+def _describe(processor: Any) -> tuple[str, str]:
+    """Return type and values of a processor, for comparison."""
+    return type(processor).__qualname__, repr(sorted(_plain(vars(processor))))
+
+
+def _plain(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        yield name, repr(value.tolist() if isinstance(value, torch.Tensor) else value)
+
+
+def _refuse_counted_padding(settings: Settings) -> None:
+    for name, off in COUNTS_PADDING.items():
+        if settings.get(name) not in (None, off):
+            raise ValueError(
+                f"{name}={settings.get(name)} with padded prompts: transformers counts padding as text, the engine "
+                "does not; give prompts one by one or of equal length"
+            )

@@ -1,0 +1,191 @@
+"""`specdec bench acceptance`: acceptance lengths on real prompts, which do not depend on the machine."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, zip_longest
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from specdec.api import Engine, attach
+from specdec.core.config import EngineConfig
+from specdec.core.metrics import AcceptanceStats
+from specdec.core.outputs import RequestOutput
+from specdec.core.text.prompts import template_sha, thinking_of
+from specdec.tools.measure.conversations import Answers, Conversations, ask
+from specdec.tools.measure.positions import tau_by_context, tau_by_position
+from specdec.tools.measure.statistics import conditional, ratio_half_width, rounded
+from specdec.tools.train.acceptance import predict
+
+
+class Shape(NamedTuple):
+    """Shape of a round: S draft steps, K branches, D nodes verified."""
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        """Parse "S:K:D"; "S" and "S:K" take defaults of `EngineConfig` for the rest. ValueError says what is wrong."""
+        parts = text.split(":")
+        if not 1 <= len(parts) <= 3 or not all(p.strip().isdecimal() for p in parts):
+            raise ValueError(f"shape {text!r}: expected S:K:D, such as 3:1:4 (a chain) or 5:8:32 (a tree)")
+        names = ("num_steps", "topk", "num_draft_tokens")
+        given: dict[str, Any] = {name: int(p) for name, p in zip(names, parts, strict=False)}
+        config = EngineConfig(**given)
+        if config.num_steps == 0:
+            raise ValueError(f"shape {text!r}: it drafts nothing; expected S of at least 1 (plain decoding: no draft)")
+        return cls(config.num_steps, config.topk, config.verify_width)
+
+    def __str__(self) -> str:
+        return ":".join(map(str, self))
+
+
+CHAIN = Shape(3, 1, 4)
+FIRST_TOKEN = "from the prefill, in no round, not counted in tau"
+
+
+def acceptance(
+    model: Any,
+    draft: Any,
+    prompts: Mapping[str, Sequence[Sequence[int]] | Conversations],
+    *,
+    name: str,
+    algo: str | None = "auto",
+    shape: Shape = CHAIN,
+    temperatures: Sequence[float] = (0.0,),
+    tokenizer: Any = None,
+    max_new_tokens: int = 256,
+    max_batch: int = 8,
+    sample_drafts: bool = True,
+    draft_vocab: int | Sequence[int] | None = None,
+    predicted: bool = False,
+    by_category: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Yield acceptance rows of `draft`, called `name` in them: one per file of `prompts` (token ids) and temperature.
+
+    One engine serves them all, since attaching captures graphs. prompts: `Conversations`, too; of these every turn is
+    asked and counted. draft, algo: as `attach` takes them; without both it measures plain decoding, and `shape` and
+    draft_vocab (see `EngineConfig`) are ignored. tokenizer: the target's, compared with a standalone draft's;
+    conversations need it. predicted: rows of greedy chains also get what the trainer simulates on the same text.
+    by_category: after each row, one for every category of its prompts.
+    """
+    asked = {file: Conversations.of(some) for file, some in prompts.items()}
+    longest = max(one.longest(max_new_tokens, tokenizer) for one in asked.values())
+    settings: dict[str, Any] = {"max_batch": max_batch, "max_seq_len": longest, "sample_drafts": sample_drafts}
+    settings["compile"] = False  # an engine a draft and shape: acceptance is the same
+    settings["graph_sampling"] = tuple(dict.fromkeys("sampled" if t else "greedy" for t in temperatures))
+    if draft is not None or algo not in (None, "auto"):
+        settings |= {**shape._asdict(), "draft_vocab": draft_vocab}
+    engine = attach(model, draft, algo, tokenizer=tokenizer, **settings)
+    try:
+        for file, some in asked.items():
+            for temperature in temperatures:
+                answers = ask(engine, some, temperature, max_new_tokens)
+                common = {"draft": name, **_setting(engine, file, some, temperature, max_new_tokens)}
+                num_tokens = sum(len(r.tokens) for r in answers.flat)
+                speed = round(num_tokens / answers.time_s, 1) if answers.time_s else 0.0
+                row = {**common, "category": None, **_measured(answers), "tok_s": speed}
+                yield _beside_prediction(row, engine, answers.flat) if predicted else row
+                for category, numbers in _categories(some).items() if by_category else ():
+                    yield {**common, "category": category, **_measured(answers.of(numbers))}
+    finally:
+        engine.detach()
+
+
+def _setting(
+    engine: Engine, file: str, asked: Conversations, temperature: float, max_new_tokens: int
+) -> dict[str, Any]:
+    """Return what was asked of which engine, and the definitions that other benches differ in; draft_vocab: how many
+    tokens a draft may propose, of those it scores, and how they were chosen, if not all."""
+    config, tokenizer, narrow = engine.config, engine.tokenizer, engine.config.draft_vocab
+    row = {
+        "algo": engine.report().draft["algo"],
+        "prompts": file,
+        "prompts_sha": asked.prompts_sha(tokenizer),
+        "turns": asked.num_turns,
+        "steps": config.num_steps,
+        "topk": config.topk,
+        "draft_tokens": config.verify_width,
+        "temperature": temperature,
+        "sample_drafts": config.sample_drafts,
+    }
+    if isinstance(narrow, int):
+        row |= {"draft_vocab": narrow, "chosen": "first"}
+    elif narrow is not None:
+        row |= {"draft_vocab": len(narrow), "chosen": "listed"}
+    row |= {"max_new_tokens": max_new_tokens, "first_token": FIRST_TOKEN, "template_sha": template_sha(tokenizer)}
+    return row | {"thinking": thinking_of(tokenizer)}
+
+
+def _measured(answers: Answers) -> dict[str, Any]:
+    """Return what some conversations measured; num_prompts counts every turn."""
+    stats = AcceptanceStats().merge(parts := answers.stats())
+    at = stats.acceptance_at
+    return {
+        "num_prompts": len(answers.flat),
+        "conversations": len(parts),
+        "tau": round(stats.tau, 4),
+        "ci95": rounded(ci95(parts)),
+        "rounds": stats.num_rounds,
+        "accept_at": [round(a, 4) for a in at],
+        "conditional_at": conditional(at),
+        "tau_by_position": tau_by_position(answers.requests),
+        "tau_by_context": tau_by_context(answers.requests),
+    }
+
+
+def _categories(asked: Conversations) -> dict[str, list[int]]:
+    """Return the numbers of each category's conversations, in the order in which categories appear."""
+    found: dict[str, list[int]] = {}
+    for number, category in enumerate(asked.categories):
+        if category is not None:
+            found.setdefault(category, []).append(number)
+    return found
+
+
+def ci95(parts: Sequence[AcceptanceStats]) -> float:
+    """Return the half width of the 95% interval of tau, pooled over independent `parts`: the ratio estimator."""
+    return ratio_half_width([p.num_emitted for p in parts], [p.num_rounds for p in parts])
+
+
+def _beside_prediction(row: dict[str, Any], engine: Engine, requests: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Add to the row of a greedy chain the a_j that the trainer simulates on the generated text, and how far the
+    measured ones are off."""
+    draft = engine.draft_module
+    if row["temperature"] or row["topk"] > 1 or draft is None or getattr(draft, "num_modules", 1) > 1:
+        return row  # the trainer knows heads of one module
+    text = [(r.prompt_ids, r.tokens) for r in requests]
+    stats = predict(engine.target_module, draft, text, row["steps"])
+    measured = AcceptanceStats().merge([r.acceptance for r in requests])
+    pairs = zip_longest(measured.acceptance_at, stats.acceptance_at, fillvalue=0.0)
+    off = [round(m / p - 1, 4) if p else None for m, p in pairs]
+    return {**row, "predicted_at": [round(p, 4) for p in stats.acceptance_at], "off_prediction": off}
+
+
+def case_of(row: Mapping[str, Any]) -> str:
+    """Return what a row measured: the file of its prompts, and their category."""
+    return row["prompts"] if row["category"] is None else f"{row['prompts']}: {row['category']}"
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a short table of acceptance rows for each draft, and what its trainer predicted."""
+    console = Console()
+    for draft, group in groupby(rows, key=lambda r: r["draft"]):
+        own = list(group)
+        title = f"{draft} ({own[0]['algo'] or 'plain decoding'})"
+        table = Table("prompts", "S:K:D", "T", "tau", "±95%", "rounds", "accepted at 1, 2, …", title=title)
+        for r in own:
+            what = case_of(r) + (f", {r['draft_vocab']} tokens" if "draft_vocab" in r else "")
+            half_width = "-" if r["ci95"] is None else f"{r['ci95']:.3f}"
+            cells = (what, str(Shape(r["steps"], r["topk"], r["draft_tokens"])), f"{r['temperature']:g}")
+            table.add_row(*cells, f"{r['tau']:.3f}", half_width, str(r["rounds"]), _rates(r["accept_at"]))
+        console.print(table)
+        for r in (r for r in own if "predicted_at" in r):
+            off = " ".join("-" if d is None else f"{d:+.0%}" for d in r["off_prediction"])
+            console.print(f"{r['prompts']}, S={r['steps']}: predicted {_rates(r['predicted_at'])}, off by {off}")
+
+
+def _rates(rates: Sequence[float]) -> str:
+    return " ".join(f"{a:.2f}" for a in rates)

@@ -1,0 +1,103 @@
+"""Prompts of one measurement: token ids, or conversations whose later turns follow the engine's own answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.api import Engine
+from specdec.core.functional.sampling import SamplingParams
+from specdec.core.metrics import AcceptanceStats
+from specdec.core.outputs import RequestOutput
+from specdec.core.text.inputs import encode, ids_of_chat
+from specdec.core.text.prompt_sets import Question
+from specdec.core.text.prompts import ids_sha
+
+LONGER = 2  # text may take more tokens when it is read than when it was written; nobody has seen twice as many
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """What is asked. ids: the first prompt of each; turns: what the user says, () where there is no more than ids;
+    categories: None where there are none. One of each a conversation."""
+
+    ids: list[list[int]]
+    turns: list[tuple[str, ...]]
+    categories: list[str | None]
+
+    @classmethod
+    def of(cls, prompts: "Sequence[Sequence[int]] | Conversations") -> "Conversations":
+        """Take token ids as conversations of one turn."""
+        if isinstance(prompts, Conversations):
+            return prompts
+        return cls([list(p) for p in prompts], [()] * len(prompts), [None] * len(prompts))
+
+    @classmethod
+    def render(cls, questions: Sequence[Question], tokenizer: Any) -> "Conversations":
+        """Render each question's first turn with the chat template."""
+        ids = [ids_of_chat(_messages(q.turns[:1], []), tokenizer) for q in questions]
+        return cls(ids, [q.turns for q in questions], [q.category for q in questions])
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the longest conversation."""
+        return max(max(len(t), 1) for t in self.turns)
+
+    def prompts_sha(self, tokenizer: Any) -> str:
+        """Return a hash of the first prompts' ids and of those of the users' later turns: answers are not in it."""
+        later = [encode(tokenizer, text) for turns in self.turns for text in turns[1:]]
+        return ids_sha([*self.ids, *later])
+
+    def longest(self, max_new_tokens: int, tokenizer: Any) -> int:
+        """Return the tokens that a request can have, prompt and answer."""
+        most = max(map(len, self.ids)) + max_new_tokens
+        for turns in self.turns:
+            if len(turns) > 1:
+                asked = len(ids_of_chat(_messages(turns, [""] * (len(turns) - 1)), tokenizer))
+                most = max(most, asked + max_new_tokens * (LONGER * (len(turns) - 1) + 1))
+        return most
+
+
+@dataclass(frozen=True)
+class Answers:
+    """requests: of each conversation, a request a turn; time_s: seconds of all."""
+
+    requests: list[list[RequestOutput]]
+    time_s: float
+
+    @property
+    def flat(self) -> list[RequestOutput]:
+        """Every request, conversation by conversation."""
+        return [request for own in self.requests for request in own]
+
+    def stats(self) -> list[AcceptanceStats]:
+        """Return the rounds of each conversation, which are what is independent of one another."""
+        return [AcceptanceStats().merge([r.acceptance for r in own]) for own in self.requests]
+
+    def of(self, numbers: Sequence[int]) -> "Answers":
+        """Return those of some conversations, by their numbers."""
+        return Answers([self.requests[i] for i in numbers], self.time_s)
+
+
+def ask(engine: Engine, asked: Conversations, temperature: float, max_new_tokens: int) -> Answers:
+    """Let the engine answer, turn by turn: all first turns, then all second ones. Seeds begin at 0 each turn."""
+    law = SamplingParams(temperature=temperature, seed=0)
+    out = engine.generate(asked.ids, max_new_tokens=max_new_tokens, sampling=law)
+    requests, time_s = [[r] for r in out.requests], out.stats.time_s
+    for turn in range(1, asked.num_turns):
+        those = [i for i, turns in enumerate(asked.turns) if len(turns) > turn]
+        prompts = [_messages(asked.turns[i][: turn + 1], [r.text for r in requests[i]]) for i in those]
+        out = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=law)
+        time_s += out.stats.time_s
+        for i, request in zip(those, out.requests, strict=True):
+            requests[i].append(request)
+    return Answers(requests, time_s)
+
+
+def _messages(turns: Sequence[str], answers: Sequence[str]) -> list[dict[str, str]]:
+    """Return chat messages: what the user said, and the answers in between."""
+    messages = []
+    for i, text in enumerate(turns):
+        messages.append({"role": "user", "content": text})
+        if i < len(answers):
+            messages.append({"role": "assistant", "content": answers[i]})
+    return messages

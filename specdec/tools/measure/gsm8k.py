@@ -1,0 +1,222 @@
+"""`specdec bench gsm8k`: likelihoods and answers with prefill graphs off, breakable and piecewise, with and without a
+draft, each compared with the base: no prefill graphs, plain decoding.
+
+Likelihoods of the gold solutions come through `Engine.score`, several items packed in a prefill, so that they are what
+the prefill graphs compute. A mode differs beyond chance where McNemar's exact test on right and wrong answers says so
+(p < 0.01), or where the paired bootstrap interval of the likelihoods excludes 0 and their mean differs by 1e-3 nats or
+more: other kernels round otherwise, which is tiny but systematic, and with enough items shows in any interval.
+"""
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from specdec.api import Engine, attach
+from specdec.core.text.prompts import chat_ids
+from specdec.tools.measure.statistics import bootstrap_interval, mcnemar
+from specdec.tools.measure.ties import compare_texts, near_tie
+
+MODES: dict[str, dict[str, Any]] = {
+    "off": {"prefill_graph": "off", "compile": False},
+    "breakable": {"prefill_graph": "breakable", "compile": False},
+    "piecewise": {"prefill_graph": "piecewise", "compile": False},
+    "whole": {"prefill_graph": "whole", "compile": False},
+    "piecewise, compiled rounds": {"prefill_graph": "piecewise", "compile": True},
+}
+NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "nextn": "NextN", None: "plain decoding"}  # as sentences write them
+CHAIN = {"num_steps": 3}
+PLAIN = ((None, None), "off")  # draft and mode of the base
+MOST_PACKED = 8  # items of one prefill
+TOLERANCE = 1e-3  # nats per token: what rounding of other kernels may cost
+LEAST_P = 0.01
+
+
+class Items(NamedTuple):
+    """What a run measures.
+
+    gold: ids of each question with its gold solution, and how many of them are the question's; prompts: ids of the
+    questions that are answered; right: their gold numbers.
+    """
+
+    gold: list[tuple[list[int], int]]
+    prompts: list[list[int]]
+    right: list[str]
+
+    @classmethod
+    def of(cls, records: Sequence[Mapping[str, str]], tokenizer: Any, num_items: int, num_answers: int) -> "Items":
+        """Take the first records with `question` and `answer`: those to score and those to answer."""
+        for number, record in enumerate(records, 1):
+            if not all(isinstance(record.get(key), str) for key in ("question", "answer")):
+                raise ValueError(
+                    f"GSM8K item {number} has no `question` and `answer`: give gsm8k/test.jsonl as published"
+                )
+        answered = records[:num_answers]
+        prompts = chat_ids([r["question"] for r in answered], tokenizer)
+        right = [r["answer"].split("####")[-1].strip() for r in answered]
+        return cls([_gold_ids(r, tokenizer) for r in records[:num_items]], prompts, right)
+
+
+class Outcome(NamedTuple):
+    """What one mode said: nll of each item (nats per token), the answers' ids, and which of them are right."""
+
+    nll: list[float]
+    answers: list[list[int]]
+    is_right: list[bool]
+
+
+def run(
+    model: Any,
+    tokenizer: Any,
+    items: Items,
+    drafts: Sequence[tuple[Any, str | None]],
+    modes: Sequence[str] = tuple(MODES),
+    *,
+    max_new_tokens: int = 256,
+    seed: int = 0,
+    **settings: Any,
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for every draft and mode. The first is the base: without graphs and draft, whatever was asked for.
+
+    drafts: draft and algo as `attach` takes them; (None, None) is plain decoding. seed: decides how many items a
+    prefill packs. settings: of every engine, such as backend or max_seq_len.
+    """
+    base: Outcome | None = None
+    tie = 0.0
+    wanted = [(draft, mode) for draft in drafts for mode in modes]
+    for (draft, algo), mode in [PLAIN, *(w for w in wanted if w != PLAIN)]:
+        given = {**settings, **MODES[mode], "graph_sampling": "greedy", **({} if algo is None else CHAIN)}
+        engine = attach(model, draft, algo, tokenizer=tokenizer, **given)
+        try:
+            outcome, row = _measure(engine, items, max_new_tokens, seed)
+        finally:
+            engine.detach()
+        if base is None:
+            base = outcome
+            tie = near_tie(model, items.prompts, base.answers)
+        dtype = str(model.dtype).removeprefix("torch.")
+        row = {"what": "gsm8k", "dtype": dtype, "mode": mode, **row, **_against(model, items, outcome, base, tie)}
+        yield {**row, "says": in_words(row)}
+
+
+def _measure(engine: Engine, items: Items, max_new_tokens: int, seed: int) -> tuple[Outcome, dict[str, Any]]:
+    """Score and answer with one engine."""
+    totals = score(engine, items.gold, seed)
+    lens = [len(ids) - asked for ids, asked in items.gold]
+    start = time.perf_counter()
+    out = engine.generate(items.prompts, max_new_tokens=max_new_tokens)
+    seconds = round(time.perf_counter() - start, 1)
+    is_right = [last_number(text) == gold for text, gold in zip(out.texts, items.right, strict=True)]
+    report = engine.report()
+    row = {
+        "draft": report.draft["algo"],
+        "items": len(lens),
+        "tokens": sum(lens),
+        "nll": round(sum(totals) / sum(lens), 6),
+        "answer_s": seconds,
+        "answers": len(is_right),
+        "correct": sum(is_right),
+        "tau": round(out.stats.tau, 4),
+        "runners": report.runners,
+    }
+    return Outcome([t / n for t, n in zip(totals, lens, strict=True)], out.tokens, is_right), row
+
+
+def score(engine: Engine, gold: Sequence[tuple[list[int], int]], seed: int) -> list[float]:
+    """Return the negative log-likelihood of every solution, nats; `seed` decides how many share a prefill."""
+    random = Random(seed)
+    totals: list[float] = []
+    progress = tqdm(total=len(gold), desc="nll", leave=False)
+    while len(totals) < len(gold):
+        some = gold[len(totals) : len(totals) + random.randint(1, MOST_PACKED)]
+        scores = engine.score([ids[:asked] for ids, asked in some], [ids[asked:] for ids, asked in some])
+        totals += [-s.logprob for s in scores]
+        progress.update(len(some))
+    progress.close()
+    return totals
+
+
+def _against(model: Any, items: Items, outcome: Outcome, base: Outcome, tie: float) -> dict[str, Any]:
+    """Compare one mode with the base: likelihoods item by item, right answers, and where texts part, by how much.
+
+    tie: gap in logits up to which rounding explains that, 0 in fp32.
+    """
+    differences = [ours - theirs for ours, theirs in zip(outcome.nll, base.nll, strict=True)]
+    pairs = list(zip(outcome.is_right, base.is_right, strict=True))
+    only_here, only_base = pairs.count((True, False)), pairs.count((False, True))
+    return {
+        "nll_difference": round(sum(differences) / len(differences), 7),
+        "nll_ci95": [round(edge, 7) for edge in bootstrap_interval(differences)],
+        "only_here": only_here,
+        "only_base": only_base,
+        "mcnemar_p": mcnemar(only_here, only_base),
+        **compare_texts(model, items.prompts, outcome.answers, base.answers, tie, 3),
+    }
+
+
+def name_of(row: Mapping[str, Any]) -> str:
+    """Return what a row measured, as "float32 piecewise, EAGLE-3"."""
+    return f"{row['dtype']} {row['mode']}, {NAMES.get(row['draft'], row['draft'])}"
+
+
+def in_words(row: Mapping[str, Any]) -> str:
+    """Return the comparison with the base as a sentence."""
+    low, high = row["nll_ci95"]
+    only = f"{row['only_here']} answers right only here, {row['only_base']} only in the base"
+    return (
+        f"{name_of(row)}: {only}: McNemar p = {row['mcnemar_p']:.2g}; "
+        f"{row['equal']} of {row['answers']} answers equal, {row['near_ties']} part at near-ties; "
+        f"likelihood {row['nll_difference']:+.2g} nats per token (95%: {low:+.2g} to {high:+.2g})"
+    )
+
+
+def problems(row: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with a row: none where all that differs is chance or rounding."""
+    name, found, (low, high) = name_of(row), [], row["nll_ci95"]
+    if row["mcnemar_p"] < LEAST_P:
+        only = f"{row['only_here']} right only here, {row['only_base']} only in the base"
+        found.append(f"{name}: answers differ beyond chance: {only}: McNemar p = {row['mcnemar_p']:.2g} < {LEAST_P}")
+    if abs(row["nll_difference"]) >= TOLERANCE and not low <= 0 <= high:
+        found.append(
+            f"{name}: likelihoods differ beyond chance: {row['nll_difference']:+.2g} nats per token, 95% interval "
+            f"{low:+.2g} to {high:+.2g}, tolerance {TOLERANCE:g}"
+        )
+    explained = row["near_ties"] if row["near_tie"] else 0
+    if row["equal"] + explained < row["answers"]:
+        found.append(f"{name}: {row['answers'] - row['equal'] - explained} answers differ, and not at a near-tie")
+    replays = row["runners"]["target_prefill"]["replays"]
+    if (replays > 0) != (row["mode"] != "off"):
+        found.append(f"{name}: {replays} prefills were replayed")
+    return found
+
+
+def last_number(text: str) -> str | None:
+    """Return the last number of an answer, as GSM8K's gold answers write it."""
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return numbers[-1].rstrip(".") if numbers else None
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a line a mode, and what it says in words."""
+    heads = ("dtype", "mode", "nll", "difference", "95%", "replays", "eager", "equal", "near-ties", "correct", "p")
+    table, console = Table(*heads), Console(width=150)
+    for r in rows:
+        paths, (low, high) = r["runners"]["target_prefill"], r["nll_ci95"]
+        cells = (f"{r['nll']:.6f}", f"{r['nll_difference']:+.1e}", f"{low:+.1e} to {high:+.1e}", paths["replays"])
+        answers = (f"{r['equal']} of {r['answers']}", r["near_ties"], r["correct"], f"{r['mcnemar_p']:.2g}")
+        table.add_row(*name_of(r).split(" ", 1), *map(str, (*cells, paths["eager"], *answers)))
+    console.print(table)
+    for r in rows[1:]:
+        console.print(r["says"], highlight=False)
+
+
+def _gold_ids(record: Mapping[str, str], tokenizer: Any) -> tuple[list[int], int]:
+    """Return ids of a question with its gold solution, and how many of them are the question's."""
+    question = tokenizer(f"Question: {record['question']}\nAnswer:", add_special_tokens=False)["input_ids"]
+    solution = tokenizer(f" {record['answer']}", add_special_tokens=False)["input_ids"]
+    return question + solution, len(question)

@@ -1,0 +1,260 @@
+"""A run of `specdec bench latency`: engine by engine, cell by cell, until all is measured or the budget is spent.
+
+ttft: wall clock of a call with one new token. tpot: (time of N new tokens - time of one) / (N - 1), ms per token of
+each request; tpot times tau is `round_ms`. Every call has new prompts; EOS is ignored. Medians of three, of `repeats`
+where the first token comes soon; single calls where it takes seconds. With random weights (speed does not depend on
+them) acceptance is imposed: position j is accepted with chance 0.8 * 0.75**(j-1). With a tokenizer prompts are still
+token ids, but text is decoded. `host_ms`: the host's own work per call or per token, without waiting for the device or
+replaying graphs. `idle_percent`: idle share of the GPU between rounds at batch 1. `eager`, `why_eager`: how often a
+path ran without a graph, and why. `skipped` lists what does not fit the device or the budget. `hf_ttft`, `hf_token`:
+transformers' own `generate`, which is measured first, before the model is attached.
+"""
+
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from specdec.api import Engine, attach
+from specdec.core.errors import CapacityError
+from specdec.tools.measure.latency.cases import MODES, Cell, Draft, Plan, Subject, capacity, free
+from specdec.tools.measure.latency.timing import Call, generate, hf_rows, idle_share
+from specdec.tools.measure.roofline import ShapeFloors
+from specdec.tools.measure.together import of_first
+
+QUICK_S = 0.5  # first tokens that come sooner are timed `repeats` times, slower ones three times
+SLOW_S = 3.0  # prompts that take longer are timed once
+HF_S = 5.0  # of transformers' own generate, a prompt length: its scans in torch are slow
+ALLOWANCE_S = 15.0  # what must be left of the budget beside what is known before something begins
+NUMBERS = ("ms", "round_ms", "tau", "floor_ms", "host_ms", "idle_percent", "graph_mib", "eager")
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """Rows so far, and what was left out or failed. on_row: is called with each row as it comes."""
+
+    subject: Subject
+    plan: Plan
+    on_row: Callable[[Row], None]
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    longest_attach: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.plan.budget
+
+    def time_hf(self) -> None:
+        """Add rows of transformers' own `generate` at batch 1, before an engine attaches."""
+        widths = sorted({Draft.parse(text).width for text in self.plan.drafts})
+        for tokens in sorted({cell.tokens for group in self.plan.groups for cell in group}):
+            cell = Cell(1, tokens)
+            prompt = self.subject.prompts(cell)[0]
+            for row in hf_rows(self.subject.model, prompt, self.plan.new_tokens, min(HF_S, self._left), widths):
+                self._add({**self._key("hf", Draft(), cell), **row})
+        free(self.subject.device)
+
+    def engines(self) -> Iterator[None]:
+        """Measure engine by engine, those of short contexts first; yields after each, so that rows can be written."""
+        for group, mode, draft in product(self.plan.groups, self.plan.modes, map(Draft.parse, self.plan.drafts)):
+            self._serve(mode, draft, list(group))
+            yield
+
+    @property
+    def _left(self) -> float:
+        """Seconds of the budget."""
+        return of_first(self.deadline - time.monotonic())
+
+    def _has_time(self, seconds: float, *names: str) -> bool:
+        """Whether the budget has so many seconds left; else what is called `names` is skipped."""
+        has_time = self._left >= seconds + ALLOWANCE_S
+        self.skipped += [] if has_time else [f"{name}: budget" for name in names]
+        return has_time
+
+    def _serve(self, mode: str, draft: Draft, cells: list[Cell]) -> None:
+        """Measure cells by one engine. If it fails, that is noted, and the next ones still run."""
+        name, engine = f"{mode} {draft}", None
+        if not self._has_time(self.longest_attach, *(f"{name}, {cell}" for cell in cells)):
+            return
+        try:
+            engine = self._attach(mode, draft, cells)
+            for cell in cells:
+                assert engine is not None
+                self._measure(engine, mode, draft, cell)
+        except Exception as error:  # whatever it is, it must not cost the rows of the engines that follow
+            traceback.print_exc()
+            self.failed.append(f"{name}: {type(error).__name__}: {error}")
+        finally:
+            if engine is not None:
+                engine.detach()
+            del engine
+            free(self.subject.device)
+
+    def _attach(self, mode: str, draft: Draft, cells: list[Cell]) -> Engine | None:
+        """Return an engine for `cells`, the largest of which are dropped until it fits; None where none does. Add a row
+        of what attaching took."""
+        subject, plan = self.subject, self.plan
+        source, algo = (subject.draft, subject.algo) if draft.steps else (None, None)
+        settings: Row = {**draft.settings(subject.is_random), **MODES[mode], "tokenizer": subject.tokenizer}
+        if not plan.every_kind:
+            settings["graph_sampling"] = plan.samplings
+        while cells:
+            start = time.perf_counter()
+            try:
+                engine = attach(subject.model, source, algo, **settings, **capacity(cells, plan.new_tokens))
+            except CapacityError:
+                cells.sort(key=lambda c: c.batch * c.tokens)
+                self.skipped.append(f"{mode} {draft}, {cells.pop()}: does not fit")
+                continue
+            seconds = time.perf_counter() - start
+            self.longest_attach = max(self.longest_attach, of_first(seconds))
+            self._add(self._attach_row(engine, mode, draft, seconds))
+            return engine
+        return None
+
+    def _attach_row(self, engine: Engine, mode: str, draft: Draft, seconds: float) -> Row:
+        report = engine.report()
+        key = self._key(_mode_of(mode, engine), draft, Cell(engine.config.max_batch, engine.config.max_seq_len))
+        return {
+            **key,
+            "what": "attach",
+            "ms": round(1e3 * seconds),
+            "compile_s": round(report.compile_seconds, 2),
+            "capture_s": round(report.graph_seconds, 2),
+            "num_graphs": len(report.graphs),
+            "graph_mib": round(report.graph_bytes / 2**20, 1),
+            "capture": report.capture,
+            "graph_mib_of": {name: round(n / 2**20, 1) for name, n in report.graph_bytes_of.items()},
+            "prefill_graph": report.prefill_graph,
+            "backend": report.backend,
+        }
+
+    def _key(self, mode: str, draft: Draft, cell: Cell) -> Row:
+        """Return the keys that every row has."""
+        shared: Row = {"tp": self.subject.ranks} if self.subject.ranks > 1 else {}
+        if draft.steps and self.subject.is_random and self.subject.algo != "eagle3":
+            shared["algo"] = self.subject.algo
+        if draft.vocab is not None:
+            shared["draft_vocab"] = draft.vocab
+        shared |= {"label": self.plan.label, "shape": self.subject.shape, "mode": mode, "steps": draft.steps}
+        shared |= {"topk": draft.topk, "draft_tokens": draft.width, "batch": cell.batch, "tokens": cell.tokens}
+        return shared
+
+    def _measure(self, engine: Engine, mode: str, draft: Draft, cell: Cell) -> None:
+        """Add the rows of one cell, by how tokens are drawn, with and without the tokenizer."""
+        own = self.subject.tokenizer
+        for sampling, tokenizer in product(self.plan.samplings, (None,) if own is None else (own, None)):
+            engine.tokenizer = tokenizer
+            key = {**self._key(_mode_of(mode, engine), draft, cell), "tokenizer": tokenizer is not None}
+            key |= {} if sampling == "greedy" else {"sampling": sampling}
+            before = _eager_runs(engine)
+            for row in self._times(engine, draft, cell, sampling, f"{mode} {draft}, {cell}"):
+                why = dict(_eager_runs(engine) - before)
+                self._add({**key, **row, "eager": sum(why.values()), "why_eager": why})
+
+    def _times(self, engine: Engine, draft: Draft, cell: Cell, sampling: str, name: str) -> Iterator[Row]:
+        """Yield the ttft row and the tpot row, as far as the budget lets them."""
+
+        def call(new_tokens: int) -> Call:
+            return generate(engine, self.subject.prompts(cell), new_tokens, sampling)
+
+        if not self._has_time(0.0, name):
+            return
+        one = call(1).seconds  # not counted: kernels may still have to be loaded
+        several = 3 if one < SLOW_S else 1
+        repeats = self.plan.repeats if one < QUICK_S else min(self.plan.repeats, several)
+        if not self._has_time((repeats + 2) * one - ALLOWANCE_S, name):
+            return
+        first_ms, first_host, _ = _medians([call(1) for _ in range(repeats)])
+        floors, is_gpu, num = self._floors(draft), self.subject.device == "cuda", self.plan.new_tokens
+        yield {
+            "what": "ttft",
+            "ms": round(first_ms, 3),
+            "host_ms": round(first_host, 4) if is_gpu else None,  # on a CPU the host is the device
+            "floor_ms": floors and floors.first_ms(cell.batch, cell.tokens),
+        }
+        if not cell.has_tpot or not self._has_time(one, f"{name}, tpot"):
+            return
+        if not self._has_time(4 * call(num).seconds - ALLOWANCE_S, f"{name}, tpot"):
+            return
+        ms, host, tau = _medians([call(num) for _ in range(several)])
+        a_token, context = (ms - first_ms) / (num - 1), cell.tokens + num / 2
+        row = {
+            "what": "tpot",
+            "ms": round(a_token, 4),
+            "round_ms": round(a_token * tau, 4),
+            "tau": round(tau, 3),
+            "host_ms": round((host - first_host) / (num - 1), 4) if is_gpu else None,
+            "floor_ms": floors and floors.token_ms(draft.steps, draft.width, cell.batch, context, tau),
+        }
+        yield row | (self._idle(engine, cell) if sampling == "greedy" else {})
+
+    def _idle(self, engine: Engine, cell: Cell) -> Row:
+        """Return the GPU's idle share for the shortest context at batch 1, where the host can be the slower one."""
+        is_short = cell.batch == 1 and cell.tokens == min(self.plan.tokens)
+        if self.subject.device != "cuda" or not is_short or not self._has_time(0.0):
+            return {}
+        try:
+            return idle_share(engine, self.subject.prompts(cell)[0])
+        except (RuntimeError, OSError, KeyError, ValueError) as error:  # a profiler that fails costs one column
+            return {"idle_error": f"{type(error).__name__}: {error}"}
+
+    def _floors(self, draft: Draft) -> ShapeFloors | None:
+        """Bounds on times where they mean something: those of a GPU and of named shapes."""
+        subject = self.subject
+        if subject.device != "cuda" or not subject.is_random:
+            return None
+        return ShapeFloors(subject.shape, subject.ranks, subject.algo or "eagle3", draft.vocab)
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.on_row(row)
+
+
+def _medians(calls: list[Call]) -> tuple[float, float, float]:
+    """ms of a call, ms of the host's share of it, and tau."""
+    seconds, host, tau = (median(values) for values in zip(*calls, strict=True))
+    return 1e3 * seconds, 1e3 * host, tau
+
+
+def _mode_of(mode: str, engine: Engine) -> str:
+    """Return a mode's name in rows: "eager" for "graph" where the engine has none, as on a CPU."""
+    return "eager" if mode == "graph" and engine.report().capture == "eager" else mode
+
+
+def _eager_runs(engine: Engine) -> Counter[str]:
+    """How often each path has run without its graph, by "path: reason"."""
+    runners = engine.report().runners
+    return Counter(
+        {f"{name}: {why}": n for name, c in runners.items() if c["eager"] for why, n in c["rejects"].items()}
+    )
+
+
+def draft_of_row(row: Mapping[str, Any]) -> str:
+    """Return how a row's rounds drafted, as S:K:D or "plain"."""
+    return f"{row['steps']}:{row['topk']}:{row['draft_tokens']}" if row["steps"] else "plain"
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a line a row, then how often each path ran without its graph, and why."""
+    table = Table("what", "mode", "S:K:D", "batch", "tokens", "text", *NUMBERS)
+    eager: Counter[str] = Counter()
+    for row in rows:
+        text = {True: "yes", False: "no", None: "-"}[row.get("tokenizer")]
+        what = row["what"] if "sampling" not in row else f"{row['what']}, {row['sampling']}"
+        numbers = ("-" if row.get(name) is None else f"{row[name]:g}" for name in NUMBERS)
+        table.add_row(what, row["mode"], draft_of_row(row), str(row["batch"]), str(row["tokens"]), text, *numbers)
+        eager.update(row.get("why_eager", {}))
+    console = Console(width=150)
+    console.print(table)
+    for reason, times in eager.most_common():
+        console.print(f"ran eagerly {times} times: {reason}", markup=False, highlight=False)

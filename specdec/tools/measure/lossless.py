@@ -1,0 +1,174 @@
+"""`specdec bench lossless`: checks that speculation does not change the text, for every algorithm, chains and trees.
+
+Greedy text is compared with `model.generate`: in fp32 every token must be equal; in bf16 each difference is traced and
+must be a near-tie of the target's own top two logits (`measure.ties`). Sampled text, of the same seeds, is
+compared with the same engine without graphs and with the torch backend. There a difference begins where rounding moved
+a law across a random number: how often that happens is estimated from the target alone, run with two attention
+implementations, and the check fails if there are more differences than that makes likely. Rows have
+`algo` and `check`.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from specdec.api import attach
+from specdec.core.functional.sampling import SamplingParams
+from specdec.tools.measure.statistics import most_likely
+from specdec.tools.measure.ties import by_both_attentions, compare_texts, first_difference, near_tie
+
+CONFIGS: tuple[dict[str, Any], ...] = (
+    {"num_steps": 3, "topk": 1},
+    {"num_steps": 4, "topk": 4, "num_draft_tokens": 16},
+)
+# What sampled text is compared with, by device: settings that change how a round runs, and nothing of what it says.
+AGAINST: dict[str, dict[str, dict[str, Any]]] = {
+    "cuda": {"eager": {"cuda_graph": False, "strict": False}, "torch": {"backend": "torch", "strict": False}},
+    "cpu": {"recorded": {"cuda_graph": True, "prefill_graph": "breakable"}},
+}
+DECISIONS = 4  # random decisions that a token takes, at most: each can be flipped by rounding
+CHANCE = 1e-3  # more differing sequences than happen with this probability are not explained by rounding
+
+
+def run(
+    model: Any,
+    prompts: list[list[int]],
+    drafts: Mapping[str, tuple[Any, str | None]],
+    *,
+    batches: Sequence[int] = (1, 4),
+    temperature: float = 1.0,
+    sampled_batch: int = 4,
+    max_new_tokens: int = 128,
+    backend: str = "auto",
+    **settings: Any,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of every draft and shape: greedy text at each of `batches`, then sampled text, which temperature 0
+    leaves out. drafts: by name, draft and algo as `attach` takes them. settings: of every engine."""
+    references = [reference(model, p, max_new_tokens) for p in tqdm(prompts, desc="model.generate")]
+    tie = near_tie(model, prompts, references)
+    common = {"backend": backend, "strict": model.device.type == "cuda", **settings}
+    common["max_seq_len"] = max(map(len, prompts)) + max_new_tokens
+    for name, (draft, algo) in drafts.items():
+        for config in CONFIGS:
+            given = {**common, **config, "algo": algo}
+            found = [compare(model, draft, given, batch, prompts, references, max_new_tokens, tie) for batch in batches]
+            if temperature:
+                law, kinds = SamplingParams(temperature, seed=0), AGAINST[model.device.type]
+                given |= {"max_batch": sampled_batch, "graph_sampling": "sampled"}
+                found += compare_sampled(model, draft, given, kinds, prompts, law, max_new_tokens)
+            yield from ({"draft": name, **config, "backend": backend, **row} for row in found)
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a line a comparison."""
+    keys = ("draft", "check", "against", "batch", "compared", "equal", "near_ties", "unexplained", "tau")
+    table = Table("draft", "S:K", *keys[1:])
+    for row in rows:
+        first, *others = ("-" if row.get(key) is None else str(row[key]) for key in keys)
+        table.add_row(first, f"{row['num_steps']}:{row['topk']}", *others)
+    Console().print(table)
+
+
+def reference(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
+    """Return the greedy tokens of `model.generate` for one prompt."""
+    ids = torch.tensor([prompt], device=model.device)
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def compare(
+    model: Any,
+    draft: Any,
+    settings: dict[str, Any],
+    batch: int,
+    prompts: list[list[int]],
+    references: list[list[int]],
+    max_new_tokens: int,
+    tie: float = 0.0,
+) -> dict[str, Any]:
+    """Compare greedy text at one batch size; where texts part, the target's own logits may be `tie` apart."""
+    own = texts(model, draft, {**settings, "max_batch": batch, "graph_sampling": "greedy"}, prompts, max_new_tokens)
+    row: dict[str, Any] = {"check": "greedy", "against": "generate", "batch": batch, "compared": len(prompts)}
+    row |= compare_texts(model, prompts, own.pop("tokens"), references, tie, 4)
+    explained = row["near_ties"] if tie else 0
+    return {**row, "unexplained": len(prompts) - row["equal"] - explained, **own}
+
+
+def compare_sampled(
+    model: Any,
+    draft: Any,
+    settings: dict[str, Any],
+    kinds: dict[str, dict[str, Any]],
+    prompts: list[list[int]],
+    law: SamplingParams,
+    max_new_tokens: int,
+) -> list[dict[str, Any]]:
+    """Compare sampled text of `settings` with that of every kind, with equal seeds."""
+    first = texts(model, draft, settings, prompts, max_new_tokens, law)
+    rows = []
+    for kind, changes in kinds.items():
+        other = texts(model, draft, {**settings, **changes}, prompts, max_new_tokens, law)
+        pairs = list(zip(first["tokens"], other.pop("tokens"), strict=True))
+        differing = sum(ours != theirs for ours, theirs in pairs)
+        flips = flip_rate(model, prompts, first["tokens"], law.temperature) if differing else 0.0
+        expected = sum(1 - (1 - flips) ** (DECISIONS * len(ours)) for ours, _ in pairs)
+        row = {
+            "check": "sampled",
+            "against": kind,
+            "batch": settings["max_batch"],
+            "temperature": law.temperature,
+            "compared": len(prompts),
+            "equal": len(prompts) - differing,
+            "first_difference": sorted(first_difference(a, b) for a, b in pairs if a != b),  # tokens
+            "flips_per_token": flips,
+            "expected_differing": round(expected, 4),
+            "unexplained": max(0, differing - most_likely(expected, CHANCE)),
+            **other,
+        }
+        rows.append(row)
+    return rows
+
+
+def texts(
+    model: Any,
+    draft: Any,
+    settings: dict[str, Any],
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    law: SamplingParams | None = None,
+) -> dict[str, Any]:
+    """Return `tokens` of every prompt from one engine, with algo, tau and seconds."""
+    engine = attach(model, draft, **{"compile": False, **settings})
+    try:
+        start = time.perf_counter()
+        out = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=law)
+        seconds = time.perf_counter() - start
+        engine.check_integrity()
+        algo = engine.report().draft["algo"]
+    finally:
+        engine.detach()
+    return {"algo": algo, "tokens": out.tokens, "tau": round(out.stats.tau, 3), "seconds": round(seconds, 1)}
+
+
+def flip_rate(
+    model: Any, prompts: list[list[int]], answers: list[list[int]], temperature: float, most: int = 8
+) -> float:
+    """Return the share of sampled tokens that rounding changes: how often one random number draws another token from
+    the target's laws under two attention implementations of its own, mean over the tokens of `most` answers.
+
+    Tokens are drawn in order of their ids, so a shift of the cumulated law moves every boundary after it: among rare
+    tokens, whose boundaries lie close together, it changes many more draws than the laws differ by.
+    """
+    shares = []
+    for pair in by_both_attentions(model, prompts, answers, most):
+        one, other = ((logits.double() / temperature).softmax(-1).cumsum(-1) for logits in pair)
+        begins = torch.maximum(*(torch.nn.functional.pad(c[..., :-1], (1, 0)) for c in (one, other)))
+        alike = (torch.minimum(one, other) - begins).clamp(min=0).sum(-1)
+        shares.append((1 - alike).clamp(min=0))
+    return float(torch.cat(shares).mean())

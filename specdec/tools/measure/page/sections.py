@@ -1,0 +1,122 @@
+"""What a page shows of a kind of rows, as data, and how charts, cards and a table are made of it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from specdec.tools.measure.page.charts import Charts, Point, grouped
+from specdec.tools.measure.page.parts import Card, Figure, Section, Table, named, table, varying
+from specdec.tools.measure.rows import Row, label_of, measure_of, number
+
+Rows = list[dict[str, Any]]
+CASE = ("file", "label", "shape", "dtype", "mode", "speculation", "what", "batch", "tokens")
+PANELS = ("shape", "tokenizer", "sampling", "prompts", "temperature", "tokens", "file")
+DRAWN = ("prompts", "temperature", "shape")
+ENGINE = ("shape", "mode", "rounds_of", "batch", "tokens", "floor_ms")
+
+
+class Chart(NamedTuple):
+    """A chart of a section. form: the method of `Charts` that draws it; x, y: keys of its rows, several of y are parts
+    of a bar; rows: which rows, expanded if need be.
+
+    A panel is drawn for each value of the PANELS that vary; the others stand in the title.
+    """
+
+    title: str
+    form: str
+    x: str
+    y: str | tuple[str, ...]
+    rows: Callable[[Rows], Rows] = lambda rows: rows
+    log: str = ""
+    caption: str = ""
+    axis: str = ""  # of y, if not its key's label
+
+    def figure(self, kind: "Kind", rows: Rows, charts: Charts) -> Figure | None:
+        """Draw `rows`; None where no row has the keys, or a line would have one place only."""
+        parts = (self.y,) if isinstance(self.y, str) else self.y
+        drawn = [(row, key) for row in self.rows(rows) for key in parts if row.get(key) is not None]
+        if len({row[self.x] for row, _ in drawn}) <= (self.form == "lines"):
+            return None
+        told = (*kind.series, *(kind.cases if self.x[0] == "_" else ()))
+        keys = [key for key in PANELS if key not in told and key not in self.x]
+        panels = varying([row for row, _ in drawn], keys)
+        points = [
+            Point(
+                named(row, panels),
+                row["_series"] if key == self.y else label_of(key),
+                *(row[self.x], row[key], _ends(row, key), row.get(f"_{key}_floor")),
+            )
+            for row, key in drawn
+        ]
+        axes = label_of(self.x), self.axis or label_of(parts[0])
+        svg = getattr(charts, self.form)(points, *(axes if self.form == "lines" else reversed(axes)), self.log)
+        fixed = named(drawn[0][0], [key for key in keys if key not in panels and key in DRAWN])
+        return Figure(", ".join(filter(None, (self.title, fixed))), svg, self.caption)
+
+
+def _ends(row: Row, key: str) -> Any:
+    """Return the ends of the 95% interval of `key`, or None."""
+    measure = measure_of(key, None)
+    found = row.get(f"_{key}_ends", row.get(measure.ci) if measure else None)
+    return (row[key] - found, row[key] + found) if isinstance(found, int | float) else found
+
+
+class Best(NamedTuple):
+    """A card of the row with the largest `key`, or by `pick` the smallest; by: a key, each value has a card of its own.
+
+    of: keys that say what the row is of.
+    """
+
+    key: str
+    label: str
+    of: tuple[str, ...] = ENGINE
+    unit: str = ""
+    pick: Callable[..., dict[str, Any]] = max
+    by: str = "_all"
+
+    def cards(self, rows: Rows) -> Iterator[Card]:
+        """Yield the cards."""
+        own = [row for row in rows if row.get(self.key)]
+        for name, group in sorted(grouped(own, lambda row: str(row.get(self.by, ""))).items()):
+            row = self.pick(group, key=lambda row: row[self.key])
+            value = plus_minus(row) if self.key == "tau" else number(row[self.key]) + self.unit
+            yield Card(value, f"{self.label} {name}".strip(), named(row, self.of))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Rows that `takes` accepts, and the section that shows them.
+
+    complete: copies the rows and adds what is computed of them. series, cases: keys; the values of those that vary
+    become the "_series" and the "_case" of a row. columns: the keys that come first in the table.
+    """
+
+    anchor: str
+    title: str
+    intro: str
+    takes: Callable[[Row], bool]
+    complete: Callable[[Sequence[Row]], Rows] = lambda rows: [dict(row) for row in rows]
+    series: tuple[str, ...] = ()
+    cases: tuple[str, ...] = CASE
+    charts: tuple[Chart, ...] = ()
+    best: tuple[Best, ...] = ()
+    columns: str = ""
+    hidden: str = ""
+    tables: Callable[[Rows], list[Table]] = lambda rows: []
+
+    def section(self, rows: Sequence[Row], charts: Charts) -> Section:
+        """Make the section of `rows`."""
+        own = self.complete(rows)
+        for name, keys in (("_series", self.series), ("_case", self.cases)):
+            chosen = varying(own, keys) or [key for key in keys if any(row.get(key) for row in own)][:1]
+            for row in own:
+                row[name] = named(row, chosen)
+        figures = [figure for chart in self.charts if (figure := chart.figure(self, own, charts))]
+        cards = [card for best in self.best for card in best.cards(own)]
+        tables = [table("Every row", own, self.columns.split(), self.hidden.split())] if self.columns else []
+        return Section(self.anchor, self.title, self.intro, cards, figures, [*tables, *self.tables(own)])
+
+
+def plus_minus(row: Row) -> str:
+    """Write the tau of a row or of a bucket, with its 95% interval."""
+    return f"{row['tau']:.2f}" + (f" ± {number(round(row['ci95'], 2))}" if row.get("ci95") else "")

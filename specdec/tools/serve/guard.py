@@ -1,0 +1,80 @@
+"""Looks at requests before anything is made of them: who asks, from where, and how much is sent."""
+
+import secrets
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specdec.tools.serve.forms import as_json, problem
+
+
+class Gone(Exception):
+    """The client has left."""
+
+
+class Guard:
+    """Middleware that refuses requests with a foreign Host header, and those to /v1 without the API key.
+
+    hosts: names that the Host header may have, None for any. A page of a foreign site can make its own name mean this
+    machine (DNS rebinding), and would then read what a server on a loopback address answers.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str] | None, api_key: str | None):
+        self.app, self.hosts, self.api_key = app, hosts, api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        error = self._refusal(Headers(scope=scope), scope["path"]) if scope["type"] == "http" else None
+        if error is None:
+            await self.app(scope, receive, send)
+        else:
+            status, content = problem(error)
+            await as_json(content, status)(scope, receive, send)
+
+    def _refusal(self, headers: Headers, path: str) -> HTTPException | None:
+        host = headers.get("host")
+        if self.hosts is not None and host is not None and _name_of(host) not in self.hosts:
+            return HTTPException(400, f"Host {host[:200]!r} is not this server's: give it with --allowed-hosts")
+        if self.api_key is not None and path.startswith("/v1/"):
+            given = headers.get("authorization", "").encode()
+            if not secrets.compare_digest(given, f"Bearer {self.api_key}".encode()):
+                return HTTPException(401, "the header 'Authorization: Bearer KEY' is missing, or its key is wrong")
+        return None
+
+
+def _name_of(host: str) -> str | None:
+    """Return the name in a Host header, without the port."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:  # half a pair of brackets
+        return None
+
+
+async def read_body(request: Request, most_bytes: int) -> bytes:
+    """Return the body of a request, whatever content type it names: plain `curl -d` names a form's.
+
+    A browser sends such types from pages of any site without asking the server first, so a request that has an Origin
+    must say that it is JSON.
+    """
+    if "origin" in request.headers and "json" not in request.headers.get("content-type", ""):
+        raise HTTPException(415, "a request with an Origin header needs 'Content-Type: application/json'")
+    declared, parts, size = request.headers.get("content-length", ""), [], 0
+    if declared.isdecimal() and int(declared) > most_bytes:
+        raise _too_large(most_bytes)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > most_bytes:
+                raise _too_large(most_bytes)
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise Gone from error
+    return b"".join(parts)
+
+
+def _too_large(most_bytes: int) -> HTTPException:
+    return HTTPException(413, f"the body has more than {most_bytes} bytes: send fewer prompts at once")

@@ -1,0 +1,249 @@
+"""The app: OpenAI's chat and text completions, models, health and metrics, over one engine."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import lru_cache
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from specdec.api import Engine
+from specdec.core.errors import CapacityError
+from specdec.core.sampling_params import request_seed
+from specdec.tools.serve.forms import STATUS, Form, as_json, event, problem
+from specdec.tools.serve.guard import Gone, Guard, read_body
+from specdec.tools.serve.metrics import EngineCollector
+from specdec.tools.serve.prompts import ids_of
+from specdec.tools.serve.schema import MOST_VALUES, Body, parse
+from specdec.tools.serve.stepper import Job, Piece, Stepper
+
+NUM_TEXT_TOKENS = 16  # of a text completion that gives no length, as OpenAI's
+MOST_BYTES = 2 * 2**20  # of a body, besides 16 for every token of the longest request
+
+
+def build_app(
+    engine: Engine,
+    name: str,
+    max_waiting: int = 256,
+    *,
+    api_key: str | None = None,
+    allowed_origins: Sequence[str] = (),
+    allowed_hosts: Collection[str] | None = None,
+) -> Starlette:
+    """Return the app that serves `engine` as model `name`; `app.state.stepper` drains it. The caller detaches it.
+
+    max_waiting: requests that may wait beside those that run; more are refused with 429. api_key: required of requests
+    to /v1. allowed_origins: sites whose pages may ask (CORS), "*" for all. allowed_hosts: names that the Host header
+    may have; None: any.
+    """
+    served = Endpoints(engine, name, Stepper(engine, max_waiting))
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        served.stepper.start(asyncio.get_running_loop())
+        yield
+        await asyncio.to_thread(served.stepper.close)
+
+    routes = [
+        Route("/v1/chat/completions", served.chat, methods=["POST"]),
+        Route("/v1/completions", served.text, methods=["POST"]),
+        Route("/v1/models", served.models),
+        Route("/v1/models/{wanted:path}", served.one_model),
+        Route("/health", served.health),
+        Route("/metrics", served.metrics),
+    ]
+    everything = ("*",)
+    middleware = [Middleware(Guard, hosts=allowed_hosts, api_key=api_key)]
+    if allowed_origins:
+        cors = Middleware(
+            CORSMiddleware, allow_origins=allowed_origins, allow_methods=everything, allow_headers=everything
+        )
+        middleware.insert(0, cors)
+    kinds = (HTTPException, Gone, Exception, *(kind for kind, _ in STATUS))
+    handlers: dict[Any, Any] = dict.fromkeys(kinds, served.fail)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
+    app.state.stepper = served.stepper
+    return app
+
+
+class Endpoints:
+    """Answers of each path, for one engine that `stepper` steps."""
+
+    def __init__(self, engine: Engine, name: str, stepper: Stepper):
+        self.engine, self.name, self.stepper = engine, name, stepper
+        self.samples = bool(engine.report().generation.get("do_sample"))
+        self.registry = CollectorRegistry()
+        what = "Answers by HTTP status; 499: the client left"
+        self.answers = Counter("specdec_requests", what, ["status"], registry=self.registry)
+        self.registry.register(EngineCollector(engine, stepper))
+        length = engine.config.max_seq_len
+        self.model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "specdec"}
+        self.model["max_model_len"] = length
+        self.most_bytes, self.most_values = MOST_BYTES + 16 * length, MOST_VALUES + length
+        self.token_text = lru_cache(2**16)(lambda token: engine.tokenizer.decode([token]))
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions; without a length, the text is what fits."""
+        return await self._complete(request, is_chat=True)
+
+    async def text(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._complete(request, is_chat=False)
+
+    async def models(self, _: Request) -> Response:
+        """GET /v1/models."""
+        return as_json({"object": "list", "data": [self.model]})
+
+    async def one_model(self, request: Request) -> Response:
+        """GET /v1/models/NAME."""
+        self._check_name(request.path_params["wanted"])
+        return as_json(self.model)
+
+    async def health(self, _: Request) -> Response:
+        """GET /health."""
+        return as_json({"status": "ok"}) if self.stepper.is_open else as_json({"status": "closing"}, 503)
+
+    async def metrics(self, _: Request) -> Response:
+        """GET /metrics, for Prometheus."""
+        return Response(await asyncio.to_thread(generate_latest, self.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def fail(self, _: Request, error: Exception) -> Response:
+        """Answer with what went wrong."""
+        status, content = (499, {}) if isinstance(error, Gone) else problem(error)
+        self.answers.labels(status).inc()
+        return as_json(content, status)
+
+    async def _complete(self, request: Request, is_chat: bool) -> Response:
+        """Generate, and answer with the whole text or a stream of it."""
+        body = Body(parse(await read_body(request, self.most_bytes), self.most_values), is_chat)
+        self._check_name(body.get("model"))
+        self._check_logprobs(body)
+        with self.stepper.room_for(body.num_choices):
+            jobs = await self._make_jobs(body)
+            self.stepper.submit(jobs)
+        pieces, form = follow(jobs, request), Form(is_chat, self.name, body.num_top, self.token_text)
+        for _ in jobs:  # what the engine refuses has no part in a stream
+            await anext(pieces)
+        if body.stream:
+            return StreamingResponse(self._stream(body, form, jobs, pieces), media_type="text/event-stream")
+        choices: list[list[Piece]] = [[] for _ in jobs]
+        async with aclosing(pieces):
+            async for piece in pieces:
+                choices[piece.choice].append(piece)
+        self.answers.labels(200).inc()
+        return as_json(form.whole(choices, usage(body, jobs)))
+
+    def _check_name(self, wanted: str | None) -> None:
+        if wanted not in (None, self.name):
+            raise HTTPException(404, f"model={wanted[:200]!r}: only {self.name!r} is served")
+
+    def _check_logprobs(self, body: Body) -> None:
+        most = self.engine.config.logprobs
+        if body.num_top is None:
+            return
+        if most is None:
+            raise ValueError("logprobs: this server computes none: start it with --max-logprobs N, or leave it out")
+        if body.num_top > most:
+            name = "top_logprobs" if body.is_chat else "logprobs"
+            raise ValueError(f"{name}={body.num_top}: at most {most}, which --max-logprobs sets")
+
+    async def _make_jobs(self, body: Body) -> list[Job]:
+        """A job a choice."""
+        options, longest = body.options(self.samples), self.engine.config.max_seq_len
+        ids = await asyncio.to_thread(ids_of, body, self.engine.tokenizer, longest)
+        events: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        jobs = []
+        for index, prompt in enumerate(p for p in ids for _ in range(body.n)):
+            own = {**options, "max_new_tokens": new_tokens(body, len(prompt), longest)}
+            if (seed := body.get("seed")) is not None:
+                own["seed"] = request_seed(seed, index)
+            jobs.append(Job(index, prompt, own, events))
+        return jobs
+
+    async def _stream(
+        self, body: Body, form: Form, jobs: list[Job], pieces: AsyncGenerator[Piece, None]
+    ) -> AsyncIterator[str]:
+        status = 499  # unless it comes to an end
+        try:
+            async with aclosing(pieces):
+                for chunk in form.begin(len(jobs)):
+                    yield event(chunk)
+                async for piece in pieces:
+                    for chunk in form.chunks(piece):
+                        yield event(chunk)
+            if body.get("stream_options"):
+                yield event(form.usage_chunk(usage(body, jobs)))
+            yield "data: [DONE]\n\n"
+            status = 200
+        except Gone:
+            pass
+        except Exception as error:
+            status, content = problem(error)
+            yield event(content)
+        finally:
+            self.answers.labels(status).inc()
+
+
+def new_tokens(body: Body, prompt_len: int, max_seq_len: int) -> int:
+    """Return the length of a text: what the body asks for, else what fits; of text completions up to a default.
+
+    CapacityError if none fits, or less than was asked for; ValueError if it is less than `min_tokens`.
+    """
+    room = max_seq_len - prompt_len
+    if room < 1:
+        raise CapacityError(
+            f"the prompt has {prompt_len} tokens: with one of text they exceed max_seq_len={max_seq_len}; shorten it"
+        )
+    name = "max_completion_tokens" if body.get("max_completion_tokens") else "max_tokens"
+    asked, least = body.get(name), body.get("min_tokens", 0)
+    if asked is not None and asked > room:
+        raise CapacityError(
+            f"{name}={asked}: with the prompt's {prompt_len} tokens they exceed max_seq_len={max_seq_len}; give "
+            f"{room} at most, or shorten the prompt"
+        )
+    length = asked or (room if body.is_chat else min(max(NUM_TEXT_TOKENS, least), room))
+    if least > length:
+        raise ValueError(f"min_tokens={least}: the text has at most {length} tokens")
+    return length
+
+
+async def follow(jobs: Sequence[Job], request: Request) -> AsyncGenerator[Piece, None]:
+    """Yield the events of `jobs` until all have ended; raises what ended one. Jobs that are not read on are dropped."""
+    events, left = jobs[0].events, len(jobs)
+    watch = asyncio.create_task(_say_when_gone(request, events))
+    try:
+        while left:
+            piece = await events.get()
+            if isinstance(piece, Exception):
+                raise piece
+            left -= piece.finish_reason is not None
+            yield piece
+    finally:
+        watch.cancel()
+        for job in jobs:
+            job.is_dropped = True
+
+
+async def _say_when_gone(request: Request, events: asyncio.Queue[Piece | Exception]) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    events.put_nowait(Gone())
+
+
+def usage(body: Body, jobs: Sequence[Job]) -> dict[str, Any]:
+    """Tokens of the prompts, each counted once whatever `n` is, and of the texts."""
+    firsts = jobs[:: body.n]
+    prompt = sum(len(job.prompt) for job in firsts)
+    cached = sum(job.request.num_cached for job in firsts if job.request is not None)
+    completion = sum(len(job.request.tokens) for job in jobs if job.request is not None)
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}

@@ -1,0 +1,191 @@
+"""Generates a corpus with an engine on the target: answers to questions, and chats whose user turns it writes too.
+
+A corpus can be generated in shards, one process per device; merged, they hold every job once.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from specdec.api import Engine, attach
+from specdec.core.ranges import FLAG, Range, check_fields, optional, whole
+from specdec.core.text.inputs import encode
+from specdec.core.text.prompts import tokenizer_fingerprint
+from specdec.reach.targets.pretrained import BUNDLED
+from specdec.reach.targets.shape import position_limit
+from specdec.tools.train.config import POSITIVE
+from specdec.tools.train.fit import sizes
+from specdec.tools.train.regenerate import (
+    Budget,
+    Job,
+    answer,
+    answer_jobs,
+    question_prompts,
+    self_chat_prompts,
+    user_turn_frame,
+)
+from specdec.tools.train.target import load
+
+USER_TURN_SHARE = 0.3  # of the generation budget; answers take the rest
+USER_TURN_TOKENS = 128
+ANSWER_SEEDS = 1 << 20  # added to the user turns' seed for chat answers, so that no two shards draw alike
+GRAPH_BATCHES = (64, 128, 256, 512)  # few and large: a batch is full until its chunk runs out
+CHUNK_BATCHES = 8  # batches drain at the end of a chunk, so chunks are long; answers are saved after each
+MAX_BATCH = {"cuda": 512, "cpu": 32}
+
+
+def _shard(value: str) -> str:
+    index, _, count = value.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise ValueError
+    return value
+
+
+def _temperatures(value: str) -> str:
+    if not all(0 <= float(law) < math.inf for law in value.split(",")):
+        raise ValueError
+    return value
+
+
+RANGES = MappingProxyType(
+    {
+        **dict.fromkeys(("chats", "seed"), whole(0)),
+        **dict.fromkeys(("samples_per_question", "max_new_tokens"), whole(1)),
+        **dict.fromkeys(("num_questions", "max_batch"), optional(whole(1))),
+        "gen_minutes": optional(POSITIVE, " for no limit"),
+        "shard": Range("i/n with i of 0..n-1, such as 0/4", _shard),
+        "temperatures": Range("numbers from 0, such as 0,0.7,1.0", _temperatures),
+        "compile": FLAG,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Settings of a generation run.
+
+    gsm8k: path of train.jsonl, of which num_questions are answered samples_per_question times. chats: user turns that
+    the target writes and answers once. temperatures: comma-separated, used in turn. gen_minutes: wall clock; None: no
+    limit. max_batch: requests decoded together; None: by device. shard: "i/n" makes part i of n of the questions' jobs,
+    and its share of the chats from a seed of its own. compile: compile the target's layers with Inductor.
+    """
+
+    gsm8k: Path | None = None
+    num_questions: int | None = None
+    samples_per_question: int = 3
+    chats: int = 0
+    temperatures: str = "0,0.7,1.0"
+    max_new_tokens: int = 256
+    gen_minutes: float | None = None
+    max_batch: int | None = None
+    shard: str = "0/1"
+    compile: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, RANGES)
+        if self.gsm8k is None and not self.chats:
+            raise ValueError("nothing to generate: pass gsm8k=PATH of train.jsonl, or chats=N, or both")
+
+    @property
+    def laws(self) -> list[float]:
+        """The temperatures as floats."""
+        return [float(t) for t in self.temperatures.split(",")]
+
+    @property
+    def part(self) -> slice:
+        """Picks this shard's jobs of those that are the same in all shards."""
+        index, _, count = self.shard.partition("/")
+        return slice(int(index), None, int(count))
+
+    @property
+    def num_chats(self) -> int:
+        """Number of chats of this shard."""
+        return len(range(self.chats)[self.part])
+
+    @property
+    def turn_seed(self) -> int:
+        """The seed of the user turns, different in every shard."""
+        return self.seed * 1009 + int(self.part.start)
+
+
+def prepare(
+    out: Path,
+    *,
+    target: str = BUNDLED,
+    dtype: str = "auto",
+    device: str = "auto",
+    overwrite: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Regenerate a corpus with the target, write it to `out`, and return a report of its sizes and generation times.
+
+    overwrite: replace a file that is there. options: fields of Generation.
+    """
+    g = Generation(**options)
+    if out.exists() and not overwrite:  # it may have taken hours
+        raise ValueError(
+            f"{str(out)!r} is there already: train on it with `specdec train fit --corpus {out}`, name another, or "
+            "pass overwrite=True (--overwrite)"
+        )
+    model, tokenizer = load(target, dtype, device)
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    questions = question_prompts(g.gsm8k, tokenizer)[: g.num_questions] if g.gsm8k else []
+    turn_tokens = min(g.max_new_tokens, USER_TURN_TOKENS) if g.chats else 0
+    frame = sum(len(encode(tokenizer, part)) for part in user_turn_frame(tokenizer))
+    longest = max([frame + turn_tokens, *map(len, questions)])
+    limit, _ = position_limit(model.config.get_text_config())
+    if limit is not None and longest + g.max_new_tokens > limit:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens, and max_new_tokens={g.max_new_tokens}: the target has positions "
+            f"up to {limit}; leave such questions out, or take fewer new tokens"
+        )
+    engine = generating_engine(model, g, longest + g.max_new_tokens)
+    chunk = CHUNK_BATCHES * engine.config.max_batch
+    turns = Budget(g.gen_minutes * USER_TURN_SHARE if g.gen_minutes and g.chats else None)
+    chats = self_chat_prompts(engine, tokenizer, g.num_chats, g.turn_seed, turn_tokens, chunk=chunk, budget=turns)
+    turns_report = turns.report()
+    rest = Budget(g.gen_minutes - turns.seconds / 60 if g.gen_minutes else None)
+    jobs = shard_jobs(g, questions, chats)
+    corpus = answer(engine, jobs, g.max_new_tokens, chunk=chunk, budget=rest, keep=lambda c: c.save(out, fingerprint))
+    engine.detach()
+    corpus.save(out, fingerprint)
+    if len(corpus):
+        print(corpus.show(tokenizer, 0))
+    return {
+        "corpus": str(out),
+        "target": target,
+        "shard": g.shard,
+        "questions": len(questions),
+        "chats": len(chats),
+        "user_turns": turns_report,
+        "answers": rest.report(),
+        **sizes(corpus),
+    }
+
+
+def shard_jobs(g: Generation, questions: Sequence[list[int]], chats: Sequence[list[int]]) -> list[Job]:
+    """Return the requests of this shard, its part of all questions' jobs and its own chats, shuffled so that a run cut
+    short has the same mix."""
+    of_questions = answer_jobs(questions, g.laws, g.samples_per_question, g.seed)[g.part]
+    jobs = of_questions + answer_jobs(chats, g.laws, 1, g.turn_seed + ANSWER_SEEDS)
+    random.Random(g.seed).shuffle(jobs)
+    return jobs
+
+
+def generating_engine(model: PreTrainedModel, g: Generation, max_seq_len: int) -> Engine:
+    """Attach an engine without a draft, set for throughput: large batches, few graphs, of the kind that is needed."""
+    kind = model.device.type
+    max_batch = g.max_batch or MAX_BATCH.get(kind, MAX_BATCH["cpu"])
+    settings: dict[str, Any] = {"max_batch": max_batch, "max_seq_len": max_seq_len, "compile": g.compile}
+    if kind == "cuda":
+        settings["graph_batches"] = tuple(sorted({*(b for b in GRAPH_BATCHES if b < max_batch), max_batch}))
+        # a batch that mixes greedy and sampled requests counts as sampled; user turns are always sampled
+        settings["graph_sampling"] = ("greedy",) if set(g.laws) == {0.0} and not g.chats else ("sampled",)
+    return attach(model, None, algo=None, **settings)

@@ -1,0 +1,142 @@
+"""Training objectives: each makes a loss and draft tokens of a batch, which is all the training loop knows of it."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.core.draft.head import DraftHead
+from specdec.reach.targets.shape import LAST
+from specdec.tools.train.batches import Batch
+from specdec.tools.train.config import TrainConfig
+from specdec.tools.train.losses import Goal, OutputHead, RowMath, feature_loss, imitation_loss
+from specdec.tools.train.optimizer import Optimizer, Rounding
+from specdec.tools.train.teacher import Teacher
+from specdec.tools.train.ttt import unroll
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of one batch. loss: the value to minimise. goal: at batch.rows [N]. losses: one scalar per draft step, for
+    the log. drafted: [N] int64 per draft step, the draft's argmax at batch.rows, in the goal's ids."""
+
+    loss: torch.Tensor
+    goal: Goal
+    losses: list[torch.Tensor]
+    drafted: list[torch.Tensor]
+
+    @property
+    def right(self) -> torch.Tensor:
+        """[num_steps, N] bool: rows where the draft's argmax is the target's."""
+        return torch.stack(self.drafted) == self.goal.best
+
+
+class Objective(ABC):
+    """A student module in fp32, trained in place to imitate `model`, which is only read."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        student: nn.Module,
+        config: TrainConfig,
+        aux_layers: tuple[int, ...],
+        rounding: Rounding | None = None,
+    ):
+        self.config = config
+        self.teacher = Teacher(model, aux_layers)
+        self.device = self.teacher.weight.device
+        is_compiled = self.device.type == "cuda" if config.compile is None else config.compile
+        self.math = RowMath(config.chunk_rows, is_compiled)
+        self.optimizer = Optimizer(student, self.teacher.weight.dtype, config, rounding)
+
+    @abstractmethod
+    def forward(self, batch: Batch, random: torch.Generator | None) -> Outcome:
+        """Return the Outcome of a batch. random: this training step's generator; None: an evaluation, without noise."""
+
+    @property
+    def num_trained(self) -> int:
+        """Number of trained parameters."""
+        return sum(p.numel() for p in self.optimizer.module.parameters() if p.requires_grad)
+
+    @property
+    @abstractmethod
+    def shape(self) -> dict[str, Any]:
+        """Facts of the student, in plain types, that a checkpoint's student must share."""
+
+
+class HeadObjective(Objective):
+    """A draft head unrolled over its own states; soft cross-entropy over its tokens, and features if weighted."""
+
+    def __init__(self, model: PreTrainedModel, head: DraftHead, config: TrainConfig):
+        if head.num_modules > 1:
+            raise ValueError(f"the head has {head.num_modules} MTP modules: expected one, more cannot be trained yet")
+        refuse(config, head.algo, "prompt_weight", "a head reads features of the answer's rows only")
+        if head.aux_layers != (LAST,):
+            refuse(config, head.algo, "feature_weight", "its states are no features of the target")
+        if head.lm_head is None:
+            refuse(config, head.algo, "train_lm_head", "its output head is the target's")
+        head.requires_grad_(True)
+        if head.embed_tokens is not None:
+            head.embed_tokens.requires_grad_(False)
+        if head.lm_head is not None:
+            head.lm_head.requires_grad_(config.train_lm_head)
+        self.head = head
+        super().__init__(model, head, config, head.aux_layers)
+
+    def forward(self, batch: Batch, random: torch.Generator | None) -> Outcome:
+        c, draft = self.config, self.draft
+        lesson = self.teacher.read(batch)
+        hidden = lesson.hidden.flatten(0, 1).index_select(0, batch.rows)
+        goal = self.teacher.goal(hidden, self.hot_ids, self.math)
+        features = lesson.features if random is None else self._noisy(lesson.features, random)
+        losses, drafted = [], []
+        for j, state in enumerate(unroll(draft, self.teacher.embed_tokens, batch.tokens, features, c.num_steps)):
+            rows = draft.normed(state.flatten(0, 1).index_select(0, batch.rows - 1 - j))
+            soft, best = imitation_loss(self.math, rows, self.output_head, goal, goal.weights, c.lk_weight)
+            feature = c.feature_weight * feature_loss(rows, hidden) if c.feature_weight else 0.0
+            losses.append(c.soft_weight * soft + feature)
+            drafted.append(best)
+        total = torch.stack([w * loss for w, loss in zip(c.step_weights, losses, strict=True)]).sum()
+        return Outcome(total, goal, losses, drafted)
+
+    @property
+    def draft(self) -> DraftHead:
+        """The working copy of the head, in the target's dtype."""
+        working = self.optimizer.working
+        assert isinstance(working, DraftHead)
+        return working
+
+    @property
+    def hot_ids(self) -> torch.Tensor | None:
+        """[dv] int64: target ids of the tokens that the head scores, or None for all."""
+        ids = self.head.hot_ids
+        return ids if ids.numel() < self.head.vocab_size else None
+
+    @property
+    def output_head(self) -> OutputHead:
+        """The draft's own output head or else the target's."""
+        own = self.draft.lm_head
+        return self.teacher.output_head if own is None else OutputHead(own.get_parameter("weight"))
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        head = self.head
+        reads = {"algo": head.algo, "aux_layers": list(head.aux_layers), "recycles_normed": head.recycles_normed}
+        return {**reads, **{name: list(p.shape) for name, p in head.named_parameters()}}
+
+    def _noisy(self, features: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+        """Add uniform noise within ±feature_noise."""
+        if not self.config.feature_noise:
+            return features
+        noise = torch.empty_like(features).uniform_(-1, 1, generator=random)
+        return features + self.config.feature_noise * noise
+
+
+def refuse(config: TrainConfig, algo: str, name: str, reason: str) -> None:
+    """Raise ValueError if `config` sets field `name`, which `algo` does not support."""
+    value = getattr(config, name)
+    if value:
+        raise ValueError(f"{name}={value} for {algo!r}: expected {type(value)()}, {reason}")
