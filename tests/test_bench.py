@@ -12,7 +12,7 @@ from specdec import attach, shipped
 from specdec.reach.heads.load import save_head
 from specdec.tools.commands import bench as bench_command
 from specdec.tools.commands import main as cli
-from specdec.tools.measure.acceptance import Shape, acceptance
+from specdec.tools.measure.acceptance import DraftShape, acceptance
 from specdec.tools.measure.latency import cases, timing
 from specdec.tools.measure.peers.peer import Task, Way, timed
 from specdec.tools.measure.results import ResultFile, write_results
@@ -119,11 +119,11 @@ def test_greedy_drafts_are_a_setting(folders):
 
 
 def test_shapes():
-    assert Shape.parse("5:8:32") == (5, 8, 32) and Shape.parse("3") == Shape.parse("3:1") == (3, 1, 4)
-    assert str(Shape.parse("2:4")) == "2:4:21"
+    assert DraftShape.parse("5:8:32") == (5, 8, 32) and DraftShape.parse("3") == DraftShape.parse("3:1") == (3, 1, 4)
+    assert str(DraftShape.parse("2:4")) == "2:4:21"
     for text, message in (("3:1:4:5", "S:K:D"), ("a", "S:K:D"), ("0", "drafts nothing"), ("3:1:9", "chain verifies")):
         with pytest.raises(ValueError, match=message):
-            Shape.parse(text)
+            DraftShape.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -276,9 +276,9 @@ def test_latency_engines():
     room = cases.capacity(cases.groups_of(cells)[1], 257)
     assert room == {"max_batch": 8, "max_seq_len": 8192 + 257, "num_slots": 8 * (8192 + 257 + cases.SPARE)}
     with pytest.raises(ValueError, match=r"--drafts '3:1': expected plain or S:K:D"):
-        cases.Draft.parse("3:1")
+        cases.DraftCase.parse("3:1")
     for text in ("plain", "3:1:4", "5:8:32@16384"):
-        assert str(cases.Draft.parse(text)) == text
+        assert str(cases.DraftCase.parse(text)) == text
 
 
 def test_peers_say_the_same_or_why_not(folders, tmp_path, capsys, monkeypatch):

@@ -14,7 +14,7 @@ from specdec.core.text.prompt_sets import Question
 from specdec.reach.heads.load import save_head
 from specdec.reach.targets.pretrained import load_pretrained
 from specdec.tools.commands import main as cli
-from specdec.tools.measure.acceptance import Shape, acceptance
+from specdec.tools.measure.acceptance import DraftShape, acceptance
 from specdec.tools.measure.conversations import Conversations, ask
 from specdec.tools.measure.positions import rounds_of, tau_by_context, tau_by_position
 from tests.heads import random_head
@@ -125,7 +125,7 @@ def test_rounds_fall_where_they_begin():
 
 def test_ids_alone_have_no_template():
     model = tiny_target()
-    options = {"name": "own", "shape": Shape(2, 1, 3), "max_new_tokens": 6, "by_category": True}
+    options = {"name": "own", "shape": DraftShape(2, 1, 3), "max_new_tokens": 6, "by_category": True}
     (row,) = acceptance(model, random_head(model), {"ids": [[5, 6, 7], [8, 9]]}, **options)
     assert (row["template_sha"], row["thinking"], row["turns"], row["category"]) == (None, "not applicable", 1, None)
 

@@ -18,10 +18,10 @@ from specdec.reach.heads.nextn import NextNHead
 from specdec.reach.targets.shape import TargetShape
 from specdec.tools.commands.convert import convert
 from specdec.tools.train.batches import Batches
-from specdec.tools.train.config import Shape, recipe
+from specdec.tools.train.config import HeadShape, recipe
 from specdec.tools.train.data import Corpus
 from specdec.tools.train.objectives import HeadObjective
-from specdec.tools.train.students import Setup, make_student
+from specdec.tools.train.students import StudentSetup, make_student
 from specdec.tools.train.trainer import Trainer
 from tests.heads import ALGOS, MODULES, random_draft, random_head
 from tests.test_algorithms import DEVICE, FromScratch
@@ -213,15 +213,15 @@ def test_a_run_is_not_resumed_on_another_corpus(tmp_path):
 @pytest.mark.parametrize(
     ("algo", "shape", "names"),
     [
-        ("eagle", Shape(aux_layers=(0, 1, 2), hidden_size=64), "aux_layers, hidden_size: algo='eagle'"),
-        ("nextn", Shape(intermediate_size=8), "intermediate_size: algo='nextn' takes only copy_layer"),
-        ("eagle3", Shape(init="somewhere", draft_vocab_size=8), "goes on from 'somewhere' takes only nothing"),
+        ("eagle", HeadShape(aux_layers=(0, 1, 2), hidden_size=64), "aux_layers, hidden_size: algo='eagle'"),
+        ("nextn", HeadShape(intermediate_size=8), "intermediate_size: algo='nextn' takes only copy_layer"),
+        ("eagle3", HeadShape(init="somewhere", draft_vocab_size=8), "goes on from 'somewhere' takes only nothing"),
     ],
 )
 def test_options_that_a_student_has_no_use_for_are_refused(algo, shape, names):
     model = tiny_model("llama").requires_grad_(False)
     with pytest.raises(ValueError, match=names):
-        make_student(algo, Setup("t", model, None, tokens(3), recipe(algo, max_steps=1, compile=False), shape))
+        make_student(algo, StudentSetup("t", model, None, tokens(3), recipe(algo, max_steps=1, compile=False), shape))
 
 
 class Upcasting(torch.nn.Linear):

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from specdec.backends.flashinfer import backend as backends
 from specdec.backends.flashinfer import check, kernels, prefill, tables, uniform
 from specdec.backends.flashinfer.kernels import Kernel
-from specdec.backends.flashinfer.tables import NO_WINDOW, Layout, Shapes
+from specdec.backends.flashinfer.tables import NO_WINDOW, Shapes, TableLayout
 from specdec.backends.flashinfer.tables_reference import read_tables, tables_reference
 from specdec.backends.flashinfer.variant import variant
 from specdec.backends.triton.backend import TritonBackend
@@ -108,7 +108,7 @@ def test_the_twin_says_what_flashinfers_source_says(q_len, group, head_dim, cta,
 
 def test_the_integers_are_functions_of_shapes():
     shapes = Shapes(3, 4, 32, 8, 128, 33)
-    at = Layout.of(shapes)
+    at = TableLayout.of(shapes)
     assert tables.plan_info(shapes, 0, 77) == [
         *(33, 12, at.num_rows, 16, at.request, at.qo_tile, at.kv_tile, at.merge_indptr, at.o_indptr),
         *(at.chunk_size, 0, 77, at.is_valid, 1, 1),

@@ -10,7 +10,7 @@ from specdec.reach.targets.adapters.attention import Attention
 from specdec.reach.targets.admission.masks import Reach, classify_mask
 from specdec.reach.targets.admission.probe import probe
 from specdec.reach.targets.hf import HFTarget
-from specdec.reach.targets.marks import Turns, layer_id, number_layers
+from specdec.reach.targets.marks import LayerTurns, layer_id, number_layers
 from tests.heads import random_draft, random_head
 from tests.test_attach import CONFIGS, greedy, ragged_prompts
 from tests.tiny_models import COUNTED, OWN_METHODS, REPEATED, WINDOW, tiny_model
@@ -103,7 +103,7 @@ def test_turns_begin_again():
     layer_id(a)
     for t in turns:
         t.begin()
-    assert layer_id(a) == 0 and isinstance(turns[0], Turns)
+    assert layer_id(a) == 0 and isinstance(turns[0], LayerTurns)
 
 
 def test_the_windows_and_scalings_of_own_methods_are_known():

@@ -5,7 +5,7 @@ import torch
 
 from specdec.reach.heads.nextn import NextNHead
 from specdec.reach.targets.admission.probe import probe
-from specdec.reach.targets.weight_bytes import ExpertWeights, distinct_experts
+from specdec.reach.targets.weight_bytes import ExpertBytes, distinct_experts
 from specdec.tools.measure.latency.cases import random_subject
 from specdec.tools.measure.latency.timing import hf_rows
 from specdec.tools.measure.roofline import ShapeFloors
@@ -36,7 +36,7 @@ def test_tokens_of_a_random_mixture_choose_as_if_at_random():
     sizes = dict(num_hidden_layers=12, hidden_size=128, num_attention_heads=4, head_dim=32, vocab_size=500)
     model = make_target("30b-a3b", "cpu", **sizes, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=32)
     text = torch.randint(0, 500, (160,), generator=torch.Generator().manual_seed(0)).tolist()
-    uniform = ExpertWeights(num_experts=32, per_token=4, num_layers=12, num_bytes=0, num_weights=0)
+    uniform = ExpertBytes(num_experts=32, per_token=4, num_layers=12, num_bytes=0, num_weights=0)
     for num in (4, 16):
         assert distinct_experts(model, [(text[:32], text[32:])], num) == pytest.approx(uniform.distinct(num), rel=0.05)
 
@@ -54,7 +54,7 @@ def test_drafts_fit(hybrid):
 
 
 def test_distinct_experts():
-    experts = ExpertWeights(num_experts=128, per_token=8, num_layers=48, num_bytes=0, num_weights=0)
+    experts = ExpertBytes(num_experts=128, per_token=8, num_layers=48, num_bytes=0, num_weights=0)
     assert [round(experts.distinct(n), 1) for n in (1, 4, 8, 32)] == [8.0, 29.1, 51.6, 111.8]
 
 

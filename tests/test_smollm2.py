@@ -11,7 +11,7 @@ from specdec.core.text.prompts import chat_ids, read_questions
 from specdec.reach.assembly.algorithms import algorithms
 from specdec.tools.commands.choices import Drafting
 from specdec.tools.commands.demo import PROMPTS, run_demo
-from specdec.tools.measure.acceptance import Shape, acceptance
+from specdec.tools.measure.acceptance import DraftShape, acceptance
 
 NUM_TOKENS = 32
 CONFIGS = ({"num_steps": 3}, {"num_steps": 4, "topk": 4, "num_draft_tokens": 16})
@@ -69,7 +69,9 @@ def test_acceptance_row(smollm2, tmp_path: Path):
     file = tmp_path / "own.jsonl"
     file.write_text("\n".join(json.dumps({"question": p}) for p in PROMPTS[:2]))
     prompts = chat_ids(read_questions(file), tokenizer)
-    (row,) = acceptance(model, shipped.path(), {"own": prompts}, name="e3", shape=Shape(2, 1, 3), max_new_tokens=16)
+    (row,) = acceptance(
+        model, shipped.path(), {"own": prompts}, name="e3", shape=DraftShape(2, 1, 3), max_new_tokens=16
+    )
     assert row["tau"] == pytest.approx(1 + sum(row["accept_at"]), abs=1e-3)
     assert row["draft_tokens"] == 3
 

@@ -20,7 +20,7 @@ from specdec.reach.targets.pretrained import load_pretrained
 from specdec.tools.train.cli import _print_json, app
 from specdec.tools.train.data import Corpus
 from specdec.tools.train.generation import Generation, shard_jobs
-from specdec.tools.train.trainer import Watch
+from specdec.tools.train.trainer import LossWatch
 from tests.train_models import save_target, tiny_corpus, tiny_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -157,18 +157,18 @@ def test_a_run_that_diverges_ends_with_its_step_and_leaves_the_older_draft(folde
 
 
 def test_a_start_that_is_not_finite_is_not_blamed_on_the_learning_rate() -> None:
-    watch = Watch(1e-3, torch.device("cpu"))
+    watch = LossWatch(1e-3, torch.device("cpu"))
     for step, loss in enumerate([1.0, math.inf, 1.0, math.nan], 1):
         watch.note(step, torch.tensor(loss))
     with pytest.raises(FloatingPointError, match=r"at step 2, .*lower lr=0\.001"):
         watch.check(4, [torch.ones(2)])
-    broken = Watch(1e-3, torch.device("cpu"))
+    broken = LossWatch(1e-3, torch.device("cpu"))
     broken.check(0, [torch.ones(2)])
     broken.note(1, torch.tensor(math.nan))
     with pytest.raises(FloatingPointError, match="at step 1, so the training was ended; no update came before it"):
         broken.check(1, [torch.ones(2)])
     with pytest.raises(FloatingPointError, match=r"the weights are not finite after step 3, .*lower lr"):
-        Watch(1e-3, torch.device("cpu")).check(3, [torch.ones(2), torch.tensor([1.0, math.nan])])
+        LossWatch(1e-3, torch.device("cpu")).check(3, [torch.ones(2), torch.tensor([1.0, math.nan])])
 
 
 def test_the_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from specdec.core.text.prompts import tokenizer_fingerprint
 from specdec.reach.targets.pretrained import load_draft
 from specdec.tools.train.acceptance import Tally
 from specdec.tools.train.batches import Batches
-from specdec.tools.train.config import Shape, TrainConfig
+from specdec.tools.train.config import HeadShape, TrainConfig
 from specdec.tools.train.data import Corpus
 from specdec.tools.train.export import rounded, write_gguf, write_note, write_safetensors
 from specdec.tools.train.standalone import StandaloneObjective, new_student, project
@@ -87,8 +87,8 @@ def test_a_student_starts_in_the_principal_directions(target: LlamaForCausalLM, 
     assert student.lm_head.weight is student.model.embed_tokens.weight
     assert student.config.rope_parameters["rope_theta"] == 5000.0 and student.config.max_position_embeddings == 256
     for wrong, message in (
-        (Shape(hidden_size=128, num_heads=2), "hidden_size=128"),
-        (Shape(hidden_size=32, num_heads=5), "num_heads=5"),
+        (HeadShape(hidden_size=128, num_heads=2), "hidden_size=128"),
+        (HeadShape(hidden_size=32, num_heads=5), "num_heads=5"),
     ):
         with pytest.raises(ValueError, match=message):
             new_student(target, wrong, torch.ones(VOCAB), 0)

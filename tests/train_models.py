@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from specdec.core.draft.head import DraftHead
 from specdec.reach.heads.eagle3 import Eagle3Head
 from specdec.reach.heads.fresh import eagle3_config, new_eagle, new_eagle3, new_nextn
-from specdec.tools.train.config import Shape
+from specdec.tools.train.config import HeadShape
 from specdec.tools.train.data import Corpus
 from specdec.tools.train.standalone import new_student
 
@@ -60,7 +60,7 @@ def fresh(algo: str, model: LlamaForCausalLM, seed: int = 1) -> DraftHead:
 def tiny_student(model: LlamaForCausalLM, corpus: Corpus, seed: int = 1) -> LlamaForCausalLM:
     """A fresh standalone draft."""
     counts = torch.bincount(corpus.tokens.long(), minlength=VOCAB)
-    return new_student(model, Shape(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2), counts, seed)
+    return new_student(model, HeadShape(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2), counts, seed)
 
 
 def save_target(model: LlamaForCausalLM, folder: Path) -> None:

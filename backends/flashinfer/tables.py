@@ -81,7 +81,7 @@ def budget_for(bs: int, tiles: int, num_processors: int, num_kv_heads: int) -> i
     return max(stock, bs * tiles + stock // 2)
 
 
-class Layout(NamedTuple):
+class TableLayout(NamedTuple):
     """Byte offsets of the tables in the int workspace, in FlashInfer's order, and its size."""
 
     request: int
@@ -95,7 +95,7 @@ class Layout(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def of(cls, shapes: Shapes) -> "Layout":
+    def of(cls, shapes: Shapes) -> "TableLayout":
         """Lay the tables of `shapes` out as FlashInfer's allocator does."""
         offsets, at = [], 0
         # chunk_size alone is not aligned, which leaves it right behind o_indptr.
@@ -112,7 +112,7 @@ def plan_info(shapes: Shapes, v_offset: int, s_offset: int) -> list[int]:
 
     v_offset, s_offset: bytes at which partial outputs and their log-sum-exp lie in the float workspace.
     """
-    at = Layout.of(shapes)
+    at = TableLayout.of(shapes)
     return [
         shapes.grid,
         shapes.rows,
@@ -252,7 +252,7 @@ def write_tables(
     slot_table [num_rows, width] int32, of less than 2^31 elements: seen flat, it is the page list (`kv_indices`).
     Twin: `tables_reference.tables_reference`.
     """
-    bs, device, at = shapes.bs, prefix_lens.device, Layout.of(shapes)
+    bs, device, at = shapes.bs, prefix_lens.device, TableLayout.of(shapes)
     workspace = torch.empty(at.num_bytes, dtype=torch.uint8, device=device)
     ints = workspace.view(torch.int32)
     pages = torch.empty(2 * bs + 1, dtype=torch.int32, device=device)

@@ -2,7 +2,7 @@
 
 import torch
 
-from specdec.backends.flashinfer.tables import MIN_CHUNK, Layout, Shapes
+from specdec.backends.flashinfer.tables import MIN_CHUNK, Shapes, TableLayout
 
 
 def tables_reference(shapes: Shapes, kv_lens: list[int]) -> dict[str, list[int]]:
@@ -39,10 +39,10 @@ def tables_reference(shapes: Shapes, kv_lens: list[int]) -> dict[str, list[int]]
 
 def read_tables(shapes: Shapes, workspace: torch.Tensor) -> dict[str, list[int]]:
     """The tables in a workspace [bytes] uint8, by name, as `tables_reference` gives them. Waits for the device."""
-    at, host = Layout.of(shapes), workspace.cpu()
+    at, host = TableLayout.of(shapes), workspace.cpu()
     lens = [shapes.grid] * 3 + [shapes.bs + 1, 1, 1, shapes.rows + 1, shapes.grid]
     found = {}
-    for name, offset, n in zip(Layout._fields, at, lens, strict=False):
+    for name, offset, n in zip(TableLayout._fields, at, lens, strict=False):
         width = 1 if name == "is_valid" else 4
         raw = host[offset : offset + width * n].clone()
         found[name] = (raw if width == 1 else raw.view(torch.int32)).tolist()

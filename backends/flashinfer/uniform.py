@@ -16,7 +16,7 @@ from specdec.backends.flashinfer.tables import NO_WINDOW, Shapes, budget_for, pl
 from specdec.core.batch import AttentionMetadata
 
 
-class Kind(NamedTuple):
+class LayerKind(NamedTuple):
     """What decides the tables of a layer; layers alike share them."""
 
     num_heads: int
@@ -26,7 +26,7 @@ class Kind(NamedTuple):
     mask_mode: int
 
 
-def kind_of(layer: LayerSpec, m: AttentionMetadata) -> Kind:
+def kind_of(layer: LayerSpec, m: AttentionMetadata) -> LayerKind:
     """How the kernel must be told to mask a layer of a forward.
 
     A chain is causal. So is a tree, which its bits then thin out, but only where the kernel asks the variant at every
@@ -41,7 +41,7 @@ def kind_of(layer: LayerSpec, m: AttentionMetadata) -> Kind:
     window_left = NO_WINDOW
     if layer.window is not None:
         window_left = layer.window - 1 + (m.tail_len if is_tree else 0)
-    return Kind(layer.num_heads, layer.num_kv_heads, layer.qk_dim, window_left, CAUSAL if is_causal else CUSTOM)
+    return LayerKind(layer.num_heads, layer.num_kv_heads, layer.qk_dim, window_left, CAUSAL if is_causal else CUSTOM)
 
 
 class UniformAttention:
@@ -50,7 +50,7 @@ class UniformAttention:
     def __init__(self, modules: Mapping[Kernel, Any], device: torch.device):
         self._modules = modules
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._planned: dict[Kind, Paged] = {}
+        self._planned: dict[LayerKind, Paged] = {}
 
     def begin(self) -> None:
         """Forget the forward before."""
@@ -68,7 +68,7 @@ class UniformAttention:
         else:
             run_variant(module, paged, call, m.tail_len, m.ancestor_bits, m.tail_positions)
 
-    def _plan(self, m: AttentionMetadata, kind: Kind, q: torch.Tensor) -> Paged:
+    def _plan(self, m: AttentionMetadata, kind: LayerKind, q: torch.Tensor) -> Paged:
         """Write a kind's tables, and make room for its partial outputs."""
         shapes = Shapes(m.num_reqs, m.q_len, kind.num_heads, kind.num_kv_heads, kind.head_dim, 0, kind.window_left)
         budget = budget_for(m.num_reqs, shapes.tiles, self._num_processors, kind.num_kv_heads)

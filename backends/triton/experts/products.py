@@ -130,7 +130,7 @@ def _grouped_linear_kernel(
         tl.store(out + row[:, None] * N + n, product, mask=is_row & (n < N))
 
 
-class Tiling(NamedTuple):
+class ExpertTiling(NamedTuple):
     """Rows, columns and features of a tile; warps of a program, and tiles that it loads ahead."""
 
     m: int
@@ -145,20 +145,20 @@ def is_scanned(num_rows: int, num_experts: int) -> bool:
     return num_rows <= min(SCANNED, SCANNED_AN_EXPERT * num_experts)
 
 
-def tiling(num_rows: int, num_experts: int, itemsize: int, shared: int) -> Tiling:
+def tiling(num_rows: int, num_experts: int, itemsize: int, shared: int) -> ExpertTiling:
     """Return the tile for `num_rows` rows of all experts together, of elements of `itemsize` bytes.
 
     Few rows: narrow tiles, so that many programs read weights at once. Many: a tile that reuses what it has loaded, as
     far ahead as `shared` memory has bytes for.
     """
     if itemsize > 2:  # its parts take registers: larger tiles would not fit them
-        return Tiling(16, 64, 32, 4, 4) if is_scanned(num_rows, num_experts) else Tiling(32, 128, 32, 4, 3)
+        return ExpertTiling(16, 64, 32, 4, 4) if is_scanned(num_rows, num_experts) else ExpertTiling(32, 128, 32, 4, 3)
     if is_scanned(num_rows, num_experts):
-        return Tiling(16, 32, 128, 4, 4)
+        return ExpertTiling(16, 32, 128, 4, 4)
     if num_rows < 32 * num_experts:
-        return Tiling(32, 64, 64, 4, 4)
+        return ExpertTiling(32, 64, 64, 4, 4)
     loaded = (128 + 256) * 64 * itemsize
-    return Tiling(128, 256, 64, 8, max(min(shared // loaded, 4), 1))
+    return ExpertTiling(128, 256, 64, 8, max(min(shared // loaded, 4), 1))
 
 
 def grouped_linear(

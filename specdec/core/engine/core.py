@@ -64,7 +64,7 @@ class Core:
         self.prefill = PrefillGraphs(parts, self.round, graph_pool, self.models.prefill_mode)
         self.graphs = RoundGraphs(self.round, parts, graph_pool)
         self._mailbox = Mailbox(device, most=config.max_batch * line_width(config.num_steps + 1, config.logprobs))
-        self._batch = Batch([], torch.empty(0, device=device), SamplingKind.GREEDY)
+        self._batch = StepBatch([], torch.empty(0, device=device), SamplingKind.GREEDY)
         self.acceptance = AcceptanceStats()  # of all requests, also those that others step or abandon
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
         self._owes_round = False  # whether the last step was a prefill
@@ -284,11 +284,11 @@ class Core:
         longest = max([len(r.prompt_ids) + len(r.tokens) for r in requests]) - 1 + most
         return min(-(-longest // PREFIX_STEP) * PREFIX_STEP, self.slot_tables.table.shape[1])
 
-    def _batch_of(self, requests: list[Request]) -> "Batch":
+    def _batch_of(self, requests: list[Request]) -> "StepBatch":
         """Who plays a round; copied to the device only where it is not who played the last one."""
         if requests != self._batch.requests:
             rows = copy_to(self.device, np.array([r.row for r in requests], dtype=np.int64))
-            self._batch = Batch(requests, rows, SamplingKind.of(r.sampling for r in requests))
+            self._batch = StepBatch(requests, rows, SamplingKind.of(r.sampling for r in requests))
         return self._batch
 
     def _post(self, requests: list[Request], packed: torch.Tensor, is_round: bool) -> None:
@@ -343,7 +343,7 @@ def _failure_of(error: BaseException) -> Exception:
     return failure
 
 
-class Batch(NamedTuple):
+class StepBatch(NamedTuple):
     """Who plays a round, their rows [n] int64 on the device, and the kind of sampling that they need."""
 
     requests: list[Request]

@@ -64,7 +64,7 @@ class Scorable:
         return self.fed[: min(pair.start for pair in self.pairs) - 1]
 
 
-class Piece(NamedTuple):
+class ScoredPart(NamedTuple):
     """Tokens begin..end-1 of a sequence, to be read in `row`; K/V of those before is there, or will be."""
 
     sequence: Scorable
@@ -183,14 +183,14 @@ def _grouped(pairs: Iterable[Pair]) -> list[Scorable]:
     return [sequence for _, sequence in sorted(new, key=lambda both: -both[0])]
 
 
-def _reserve(core: Core, waiting: Iterable[Scorable]) -> list[Piece]:
+def _reserve(core: Core, waiting: Iterable[Scorable]) -> list[ScoredPart]:
     """Reserve rows for the first of `waiting`: what one prefill holds, or one sequence that takes several.
 
     What one of them shares may be written in the same prefill: all K/V of a layer is stored before it attends. They are
     about as long, since some backends pad them all to the longest.
     """
     tables, can_share = core.slot_tables, not core.target.spec.recurrent
-    group: list[Piece] = []
+    group: list[ScoredPart] = []
     num_tokens = 0
     for sequence in waiting:
         shared = tables.prefixes.find(scored_keys(sequence.unscored)) if can_share else NO_PAGES
@@ -203,11 +203,11 @@ def _reserve(core: Core, waiting: Iterable[Scorable]) -> list[Piece]:
             break
         if can_share:
             tables.keep(row, scored_keys(sequence.fed))
-        group.append(Piece(sequence, row, begin, end))
+        group.append(ScoredPart(sequence, row, begin, end))
     return group
 
 
-def _prefills(group: Sequence[Piece], most: int) -> list[list[Piece]]:
+def _prefills(group: Sequence[ScoredPart], most: int) -> list[list[ScoredPart]]:
     """Cut `group` into prefills of at most `most` tokens; only a single sequence is ever longer."""
     if sum(piece.length for piece in group) <= most:
         return [list(group)] if group else []
@@ -216,7 +216,7 @@ def _prefills(group: Sequence[Piece], most: int) -> list[list[Piece]]:
     return [[piece._replace(begin=at, end=min(at + most, piece.end))] for at in begins]
 
 
-def _prefill(core: Core, pieces: Sequence[Piece]) -> Iterator[Scored]:
+def _prefill(core: Core, pieces: Sequence[ScoredPart]) -> Iterator[Scored]:
     """Run the target's layers over `pieces`, and its head where a token is scored."""
     tables, rows, lens = core.slot_tables, [p.row for p in pieces], [p.length for p in pieces]
     there = copy_to(core.device, np.array(rows))

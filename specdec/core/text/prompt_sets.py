@@ -28,7 +28,7 @@ class PromptSet(NamedTuple):
     questions: list[Question]
 
 
-class Layout(NamedTuple):
+class FileLayout(NamedTuple):
     """files: where the file may lie under the data folder, the first that exists counts; turns: what the user says in a
     line, None where it is not of this form; expects: the form in words."""
 
@@ -60,34 +60,34 @@ def read_file(path: str | Path, limit: int | None = None) -> list[Question]:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"prompt file {str(path)!r}: no such file; expected JSON lines with one of {QUESTION_KEYS}")
-    layout = Layout((), _any_turns, f"one of {QUESTION_KEYS}")
+    layout = FileLayout((), _any_turns, f"one of {QUESTION_KEYS}")
     return [q._replace(turns=q.turns[:1]) for q in _questions(file, layout, limit)]
 
 
-def sets() -> Mapping[str, Layout]:
+def sets() -> Mapping[str, FileLayout]:
     """Return the layouts of all sets by name."""
     return {
-        "gsm8k": Layout(
+        "gsm8k": FileLayout(
             ("gsm8k/test.jsonl", "gsm8k.jsonl", "prompts/gsm8k.jsonl"),
             _any_turns,
             "JSON lines with `question` (and `answer`), as openai/grade-school-math has them",
         ),
-        "mt_bench": Layout(
+        "mt_bench": FileLayout(
             ("prompts/mt_bench.jsonl", "mt_bench/question.jsonl", "mt_bench.jsonl", "question.jsonl"),
             lambda record: turns if len(turns := _listed(record)) == 2 else None,
             "JSON lines with `turns`, a list of two strings, as FastChat's mt_bench/question.jsonl has them",
         ),
-        "humaneval": Layout(
+        "humaneval": FileLayout(
             ("prompts/humaneval.jsonl", "humaneval/HumanEval.jsonl", "HumanEval.jsonl", "humaneval.jsonl"),
             _any_turns,
             "JSON lines with `prompt`, as openai/human-eval has them, or with `turns`",
         ),
-        "spec_bench": Layout(
+        "spec_bench": FileLayout(
             ("spec_bench/question.jsonl", "spec_bench.jsonl", "prompts/spec_bench.jsonl", "question.jsonl"),
             lambda record: _listed(record) if "category" in record else None,
             "JSON lines with `question_id`, `category` and `turns` (a list of strings), as in hemingkx/Spec-Bench",
         ),
-        "speed_bench": Layout(
+        "speed_bench": FileLayout(
             (
                 *("speed_bench/qualitative.jsonl", "speed-bench/qualitative.jsonl", "speed_bench.jsonl"),
                 *("prompts/speed_bench.jsonl", "qualitative.jsonl"),
@@ -96,7 +96,7 @@ def sets() -> Mapping[str, Layout]:
             "JSON lines with `category` and `turns` (a list of strings) or `messages`, as nvidia/SPEED-Bench has them "
             "after its prepare.py has filled in the texts",
         ),
-        "sharegpt": Layout(
+        "sharegpt": FileLayout(
             (
                 *("sharegpt/ShareGPT_V3_unfiltered_cleaned_split.json", "ShareGPT_V3_unfiltered_cleaned_split.json"),
                 *("sharegpt.json", "sharegpt.jsonl", "prompts/sharegpt.jsonl"),
@@ -107,7 +107,7 @@ def sets() -> Mapping[str, Layout]:
     }
 
 
-def _questions(file: Path, layout: Layout, limit: int | None) -> Iterator[Question]:
+def _questions(file: Path, layout: FileLayout, limit: int | None) -> Iterator[Question]:
     """Yield the questions of `file`; ValueError names a line that does not have the layout's form."""
     count = 0
     for place, record in _records(file):

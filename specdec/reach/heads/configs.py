@@ -20,7 +20,7 @@ OWN_KEY = "specdec_nextn"  # our own: fields of NextNConfig that differ from its
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")  # that a layer cannot do without
 
 
-class Kind(NamedTuple):
+class Rule(NamedTuple):
     """A kind of value: `fits` tests one, `words` say what was expected."""
 
     words: str
@@ -31,25 +31,25 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)  # true and false are no numbers in JSON
 
 
-def _integer(low: int) -> Kind:
+def _integer(low: int) -> Rule:
     high = 2**31 - 1
-    return Kind(f"an integer of {low}..{high}", lambda v: _is_number(v) and isinstance(v, int) and low <= v <= high)
+    return Rule(f"an integer of {low}..{high}", lambda v: _is_number(v) and isinstance(v, int) and low <= v <= high)
 
 
-def _list(kind: Kind) -> Kind:
-    return Kind(f"a list, each {kind.words}", lambda v: isinstance(v, list) and all(map(kind.fits, v)))
+def _list(kind: Rule) -> Rule:
+    return Rule(f"a list, each {kind.words}", lambda v: isinstance(v, list) and all(map(kind.fits, v)))
 
 
-FLAG = Kind("true or false", lambda v: isinstance(v, bool))
-TEXT = Kind("a string", lambda v: isinstance(v, str))
-OBJECT = Kind("an object", lambda v: isinstance(v, dict))
+FLAG = Rule("true or false", lambda v: isinstance(v, bool))
+TEXT = Rule("a string", lambda v: isinstance(v, str))
+OBJECT = Rule("an object", lambda v: isinstance(v, dict))
 SIZE = _integer(1)
-POSITIVE = Kind("a number above 0, up to 1e18", lambda v: _is_number(v) and 0 < v <= 1e18)
-NUMBER = Kind("a number of [0, 1e6]", lambda v: _is_number(v) and 0 <= v <= 1e6)
-WHOLE_HEADS = Kind("1: draft layers turn whole heads", lambda v: _is_number(v) and v == 1)
+POSITIVE = Rule("a number above 0, up to 1e18", lambda v: _is_number(v) and 0 < v <= 1e18)
+NUMBER = Rule("a number of [0, 1e6]", lambda v: _is_number(v) and 0 <= v <= 1e6)
+WHOLE_HEADS = Rule("1: draft layers turn whole heads", lambda v: _is_number(v) and v == 1)
 
 # Keys of any object in the file; those that hold an object themselves are checked inside, too.
-_KEYS: tuple[tuple[Kind, str], ...] = (
+_KEYS: tuple[tuple[Rule, str], ...] = (
     (OBJECT, f"rope_scaling rope_parameters eagle_config transformer_layer_config text_config {OWN_KEY}"),
     (SIZE, " ".join((*SIZES, "num_key_value_heads head_dim num_hidden_layers max_position_embeddings"))),
     (SIZE, "draft_vocab_size target_hidden_size original_max_position_embeddings"),
@@ -63,7 +63,7 @@ _KEYS: tuple[tuple[Kind, str], ...] = (
     (_list(TEXT), "architectures layer_types"),
     (_list(_integer(-1)), f"{AUX_IDS} {AUX_LAYERS}"),
 )
-SCHEMA: Mapping[str, Kind] = MappingProxyType({key: kind for kind, keys in _KEYS for key in keys.split()})
+SCHEMA: Mapping[str, Rule] = MappingProxyType({key: kind for kind, keys in _KEYS for key in keys.split()})
 # Rope scalings that follow from the config alone, not from a sequence's length, and the keys that each requires.
 ROPE_NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

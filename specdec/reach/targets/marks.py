@@ -39,7 +39,7 @@ def owner_of(module: nn.Module) -> "HFTarget | None":
     return None if mark is None else mark.owner()
 
 
-class Turns:
+class LayerTurns:
     """The layer ids of what is called several times a forward, in the order of its calls."""
 
     def __init__(self, layer_ids: Sequence[int]):
@@ -61,15 +61,15 @@ class Turns:
 def layer_id(module: nn.Module) -> int:
     """Return the number of the attention call that `module` makes now."""
     number = getattr(module, LAYER_ID)
-    return number.take() if isinstance(number, Turns) else number
+    return number.take() if isinstance(number, LayerTurns) else number
 
 
-def number_layers(modules: Sequence[nn.Module]) -> list[Turns]:
+def number_layers(modules: Sequence[nn.Module]) -> list[LayerTurns]:
     """Number `modules`, in the order of their calls; return the turns of those that are called several times."""
     ids: dict[nn.Module, list[int]] = {}
     for i, module in enumerate(modules):
         ids.setdefault(module, []).append(i)
-    turns = {module: Turns(numbers) for module, numbers in ids.items() if len(numbers) > 1}
+    turns = {module: LayerTurns(numbers) for module, numbers in ids.items() if len(numbers) > 1}
     for module, (first, *_) in ids.items():
         setattr(module, LAYER_ID, turns.get(module, first))
     return list(turns.values())

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
-class ExpertWeights:
+class ExpertBytes:
     """Routed experts of a model.
 
     num_experts: of a layer; per_token: those that a token uses; num_layers: layers that have such experts. num_bytes:
@@ -41,7 +41,7 @@ class VerifyCost:
     together, as measured, or as expected.
     """
 
-    experts: ExpertWeights
+    experts: ExpertBytes
     dense_bytes: int
     num_nodes: int
     distinct: float
@@ -89,7 +89,7 @@ def expert_modules(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if hasattr(m, "_apply_gate") and getattr(m, "down_proj", None) is not None]
 
 
-def expert_weights(model: nn.Module, config: Any) -> ExpertWeights | None:
+def expert_weights(model: nn.Module, config: Any) -> ExpertBytes | None:
     """Return what the routed experts of `model` weigh, which may lie on the meta device; None if it has none.
 
     config: the text config of a model, which says how many experts a token uses.
@@ -100,7 +100,7 @@ def expert_weights(model: nn.Module, config: Any) -> ExpertWeights | None:
         return None
     num_weights = sum(p.numel() for module in found for p in module.parameters())
     total = sum(map(num_bytes, found))
-    return ExpertWeights(found[0].down_proj.shape[0], per_token, len(found), total, num_weights)
+    return ExpertBytes(found[0].down_proj.shape[0], per_token, len(found), total, num_weights)
 
 
 def num_bytes(module: nn.Module) -> int:

@@ -18,7 +18,7 @@ from specdec.tools.commands.bench_latency import latency_command
 from specdec.tools.commands.bench_pages import compare_command, page_command
 from specdec.tools.commands.bench_peers import peers_command
 from specdec.tools.commands.choices import Json, draft_of, finish, listed, name_of_target, numbers, recorded
-from specdec.tools.measure.acceptance import Shape, acceptance, print_rows
+from specdec.tools.measure.acceptance import DraftShape, acceptance, print_rows
 from specdec.tools.measure.conversations import Conversations
 from specdec.tools.measure.results import ResultFile
 from specdec.tools.train.cli import Device, Dtype, Target
@@ -85,7 +85,7 @@ def bench_acceptance(
 
     One engine is attached for each draft, shape and draft vocabulary.
     """
-    shapes = [Shape.parse(text) for text in listed(shape, "3:1:4")]
+    shapes = [DraftShape.parse(text) for text in listed(shape, "3:1:4")]
     laws = [_temperature(text) for text in listed(temperature, "0")]
     vocabs = [size or None for size in numbers("draft-vocab", draft_vocab) or (0,)]
     if frequent_in is not None and not any(vocabs):
@@ -134,7 +134,7 @@ def _line(row: dict[str, Any]) -> str:
     """Say a row in short."""
     what = row["prompts"] if row["category"] is None else f"{row['prompts']}/{row['category']}"
     of = f" of {row['draft_vocab']} tokens" if "draft_vocab" in row else ""
-    shape = Shape(row["steps"], row["topk"], row["draft_tokens"])
+    shape = DraftShape(row["steps"], row["topk"], row["draft_tokens"])
     return f"{row['draft']}{of} {shape} {what} T={row['temperature']:g}: tau {row['tau']:.3f}"
 
 

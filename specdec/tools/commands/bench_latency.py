@@ -16,7 +16,7 @@ from specdec.tools.commands.choices import Json, check_alone, draft_of, finish, 
 from specdec.tools.measure.latency.cases import (
     Plan,
     Prompts,
-    Subject,
+    Timed,
     given_prompts,
     random_prompts,
     random_subject,
@@ -131,7 +131,7 @@ def _grid(shape: str | None, device: str) -> str:
 
 def _real_subject(
     target: str, draft: str | None, questions: list[str] | None, tokenizer: str | None, device: str, dtype: str
-) -> tuple[Subject, int | None]:
+) -> tuple[Timed, int | None]:
     """Load a target, with the draft of that name. Prompts are questions in its chat template, of which the longest
     one's length is returned, too, or random ids."""
     source, algo = draft_of(named_draft(draft, target))
@@ -142,7 +142,7 @@ def _real_subject(
         ids = chat_ids(questions, own)
         prompts, longest = given_prompts(ids), max(map(len, ids))
     text = own if tokenizer == "own" else read_tokenizer(tokenizer)
-    return Subject(Path(target).name.lower(), model, source, algo, prompts, text), longest
+    return Timed(Path(target).name.lower(), model, source, algo, prompts, text), longest
 
 
 def _say(row: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ def _say(row: dict[str, Any]) -> None:
         print(f"{case}: {row['what']} {row['ms']:g} ms", file=sys.stderr, flush=True)
 
 
-def _measure(subject: Subject, plan: Plan, out: Path | None, given: dict[str, Any], has_hf: bool, json: bool) -> None:
+def _measure(subject: Timed, plan: Plan, out: Path | None, given: dict[str, Any], has_hf: bool, json: bool) -> None:
     """Measure, write the file after every engine, print the table."""
     warnings.filterwarnings("ignore", message="synthetic_acceptance is on")
     run = Run(subject, plan, _say)

@@ -50,7 +50,7 @@ CUT = " ..."
 
 
 @dataclass
-class Way:
+class DemoWay:
     """One way to generate: what it emitted and took, over all prompts."""
 
     name: str
@@ -61,7 +61,7 @@ class Way:
     tau: float | None = None
 
     @classmethod
-    def of(cls, name: str, key: str, engine: Engine, max_new_tokens: int) -> "Way":
+    def of(cls, name: str, key: str, engine: Engine, max_new_tokens: int) -> "DemoWay":
         """An engine's way."""
         return cls(name, key, lambda ids: engine.generate(ids, max_new_tokens=max_new_tokens).requests[0])
 
@@ -115,13 +115,13 @@ def run_demo(
     mark = Marking.of(console)
     console.print(mark.legend)
     ids, stats = chat_ids(list(prompts), tokenizer), AcceptanceStats()
-    ways = [Way("HF generate", "hf", lambda own: reference(model, own, max_new_tokens))]
+    ways = [DemoWay("HF generate", "hf", lambda own: reference(model, own, max_new_tokens))]
     engines = [attach(_twin(model), tokenizer=tokenizer, max_batch=1, compile=False)]
-    ways.append(Way.of("plain", "plain", engines[0], max_new_tokens))
+    ways.append(DemoWay.of("plain", "plain", engines[0], max_new_tokens))
     try:
         if drafting.algo is not None:
             engines.append(drafting.attach(_twin(model), tokenizer, max_batch=1, compile=False))
-            ways.append(Way.of("speculative", "spec", engines[1], max_new_tokens))
+            ways.append(DemoWay.of("speculative", "spec", engines[1], max_new_tokens))
         reference(model, ids[0], 4)
         for engine in engines:
             engine.generate(ids[0], max_new_tokens=4)
@@ -193,7 +193,7 @@ def marked(output: RequestOutput, tokenizer: Any, mark: Marking, most: int) -> T
     return text.append(detokenizer.finish())
 
 
-def _print_table(console: Console, ways: list[Way], equal: bool) -> None:
+def _print_table(console: Console, ways: list[DemoWay], equal: bool) -> None:
     table = Table("", "tokens/s", "against HF", "tau")
     for way in ways:
         tau = "-" if way.tau is None else f"{way.tau:.2f}"

@@ -37,7 +37,7 @@ COUNTS_PADDING = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
 @dataclass(frozen=True)
-class Call:
+class GenerateCall:
     """A prepared call: requests that are not queued yet, and the criteria that the engine does not know.
 
     pads: rows that are over are filled up with `pad_token`, as transformers does where there is an EOS.
@@ -179,7 +179,7 @@ def _read(
     config: Any,
     streamer: Any,
     model_kwargs: dict[str, Any],
-) -> Call:
+) -> GenerateCall:
     """Check a prepared call and make its requests; ValueError for what the engine cannot do as transformers would."""
     if model is not engine.target_module:
         raise ValueError(f"this {type(model).__name__} is not the model that the engine is attached to")
@@ -211,10 +211,10 @@ def _read(
     )
     pad = getattr(config, "_pad_token_tensor", None)
     pad_token = 0 if pad is None else int(pad)
-    return Call(input_ids, requests, StoppingCriteriaList(others), bool(ends), pad_token, streamer)
+    return GenerateCall(input_ids, requests, StoppingCriteriaList(others), bool(ends), pad_token, streamer)
 
 
-def _run(engine: Any, call: Call) -> torch.Tensor:
+def _run(engine: Any, call: GenerateCall) -> torch.Tensor:
     """Play rounds until every row is over by transformers' rules; returns sequences [B, T + new]."""
     rows = Lockstep(call.input_ids, call.requests, call.criteria, call.pad_token if call.pads else None)
     with closing(engine._run(call.requests)) as run:
@@ -231,7 +231,7 @@ def _run(engine: Any, call: Call) -> torch.Tensor:
 
 
 def _scores(
-    engine: Any, call: Call, sequences: torch.Tensor, processors: Any, config: Any
+    engine: Any, call: GenerateCall, sequences: torch.Tensor, processors: Any, config: Any
 ) -> dict[str, tuple[torch.Tensor, ...]]:
     """Return logits and processed scores of every column, [B, V] fp32 each, if they are asked for.
 

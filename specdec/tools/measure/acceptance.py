@@ -18,7 +18,7 @@ from specdec.tools.measure.statistics import conditional, ratio_half_width, roun
 from specdec.tools.train.acceptance import predict
 
 
-class Shape(NamedTuple):
+class DraftShape(NamedTuple):
     """Shape of a round: S draft steps, K branches, D nodes verified."""
 
     num_steps: int
@@ -26,7 +26,7 @@ class Shape(NamedTuple):
     num_draft_tokens: int
 
     @classmethod
-    def parse(cls, text: str) -> "Shape":
+    def parse(cls, text: str) -> "DraftShape":
         """Parse "S:K:D"; "S" and "S:K" take defaults of `EngineConfig` for the rest. ValueError says what is wrong."""
         parts = text.split(":")
         if not 1 <= len(parts) <= 3 or not all(p.strip().isdecimal() for p in parts):
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
         return ":".join(map(str, self))
 
 
-CHAIN = Shape(3, 1, 4)
+CHAIN = DraftShape(3, 1, 4)
 FIRST_TOKEN = "from the prefill, in no round, not counted in tau"
 
 
@@ -53,7 +53,7 @@ def acceptance(
     *,
     name: str,
     algo: str | None = "auto",
-    shape: Shape = CHAIN,
+    shape: DraftShape = CHAIN,
     temperatures: Sequence[float] = (0.0,),
     tokenizer: Any = None,
     max_new_tokens: int = 256,
@@ -179,7 +179,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         for r in own:
             what = case_of(r) + (f", {r['draft_vocab']} tokens" if "draft_vocab" in r else "")
             half_width = "-" if r["ci95"] is None else f"{r['ci95']:.3f}"
-            cells = (what, str(Shape(r["steps"], r["topk"], r["draft_tokens"])), f"{r['temperature']:g}")
+            cells = (what, str(DraftShape(r["steps"], r["topk"], r["draft_tokens"])), f"{r['temperature']:g}")
             table.add_row(*cells, f"{r['tau']:.3f}", half_width, str(r["rounds"]), _rates(r["accept_at"]))
         console.print(table)
         for r in (r for r in own if "predicted_at" in r):

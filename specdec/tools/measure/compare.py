@@ -20,7 +20,7 @@ Case = tuple[tuple[str, Any], ...]  # what identifies a row, sorted
 Pair = tuple[Sequence[Row], Sequence[Row]]  # rows of one case, before and after
 
 
-class Change(NamedTuple):
+class RowChange(NamedTuple):
     """One measured value of a case, before and after. noise: the absolute difference that is noise; basis: whose."""
 
     case: dict[str, Any]
@@ -50,11 +50,11 @@ class Change(NamedTuple):
 class Comparison(NamedTuple):
     """All judged values of matched cases, and the cases that only one file has."""
 
-    changes: list[Change]
+    changes: list[RowChange]
     only_before: list[dict[str, Any]]
     only_after: list[dict[str, Any]]
 
-    def of(self, verdict: str) -> list[Change]:
+    def of(self, verdict: str) -> list[RowChange]:
         """Return the changes of that verdict, the largest first."""
         own = [change for change in self.changes if change.verdict == verdict]
         return sorted(own, key=lambda c: -abs(math.log(c.ratio)) if 0 < c.ratio < math.inf else -math.inf)
@@ -101,7 +101,7 @@ def _cases(*records: Record) -> list[dict[Case, list[Row]]]:
     return found
 
 
-def _changes(case: dict[str, Any], rows: Pair, threshold: float) -> Iterator[Change]:
+def _changes(case: dict[str, Any], rows: Pair, threshold: float) -> Iterator[RowChange]:
     everything = [*rows[0], *rows[1]]
     for key in dict.fromkeys(key for row in everything for key in row):
         measure = measure_of(key, None)
@@ -111,7 +111,7 @@ def _changes(case: dict[str, Any], rows: Pair, threshold: float) -> Iterator[Cha
         before, after = (_values(key, own) for own in rows)
         if before and after and not is_chance:
             noise, basis = _noise(measure, rows, before, after, threshold)
-            yield Change(case, key, median(before), median(after), noise, basis, measure.better == "higher")
+            yield RowChange(case, key, median(before), median(after), noise, basis, measure.better == "higher")
 
 
 def _values(key: str, rows: Iterable[Row]) -> list[float]:
@@ -162,7 +162,7 @@ def print_comparison(found: Comparison, before: Record, after: Record) -> None:
             out.print("\n".join(shown))
 
 
-def _table(changes: Sequence[Change], title: str, style: str) -> Table:
+def _table(changes: Sequence[RowChange], title: str, style: str) -> Table:
     """Make a table with what tells the cases apart in one column, what all share in the title."""
     shared = {key: value for key, value in changes[0].case.items() if all(c.case.get(key) == value for c in changes)}
     columns = ("case", "measure", "before", "after", "change", "noise")

@@ -13,7 +13,7 @@ ANSWER_EDGE = 32  # tokens: the first bin is 0..31, then 32..63, 64..127, and so
 CONTEXT_EDGE = 128
 
 
-class Round(NamedTuple):
+class PlayedRound(NamedTuple):
     """begin: tokens of the answer before the round, the prefill's included; context: those and the prompt's; length:
     tokens that the round emitted."""
 
@@ -22,11 +22,11 @@ class Round(NamedTuple):
     length: int
 
 
-def rounds_of(request: RequestOutput) -> Iterator[Round]:
+def rounds_of(request: RequestOutput) -> Iterator[PlayedRound]:
     """Yield the rounds of a request, in order."""
     first = len(request.tokens) - sum(request.round_lens)  # 1: the prefill's own token
     for begin, length in zip(accumulate(request.round_lens, initial=first), request.round_lens, strict=False):
-        yield Round(begin, len(request.prompt_ids) + begin, length)
+        yield PlayedRound(begin, len(request.prompt_ids) + begin, length)
 
 
 def tau_by_position(requests: Sequence[Sequence[RequestOutput]]) -> list[dict[str, Any]]:

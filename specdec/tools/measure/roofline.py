@@ -20,7 +20,7 @@ from specdec.core.draft.head import DraftHead
 from specdec.reach.heads.eagle3 import Eagle3Head
 from specdec.reach.heads.nextn import NextNHead
 from specdec.reach.parallel.mixer_ranks import form_of
-from specdec.reach.targets.weight_bytes import ExpertWeights, VerifyCost, expert_weights, num_bytes, read_bytes
+from specdec.reach.targets.weight_bytes import ExpertBytes, VerifyCost, expert_weights, num_bytes, read_bytes
 from specdec.tools.measure.shapes import SHAPES, head_config, recurrent_layers
 
 COPIED = {"cuda": 2**30}  # bytes, more than any cache holds; elsewhere 2**27
@@ -29,13 +29,13 @@ FLOPS_PER_MS = 0.79e12  # dense bf16 products of an H200, as measured for 2048 r
 
 
 @dataclass(frozen=True)
-class Weights:
+class NumWeights:
     """Parameters of the products of a forward, on one rank. dense: those that every token meets, the output head among
     them."""
 
     dense: int
     head: int
-    experts: ExpertWeights | None
+    experts: ExpertBytes | None
 
     def read(self, num_tokens: float = 1) -> float:
         """What a forward of so many tokens reads."""
@@ -86,7 +86,7 @@ class ShapeFloors:
         return round(max(reading, batch * (products + attention) / FLOPS_PER_MS), 3)
 
     @cached_property
-    def target(self) -> Weights:
+    def target(self) -> NumWeights:
         """A rank's part of the target."""
         model = _without_storage(self.shape)
         head = model.get_output_embeddings().weight
@@ -97,7 +97,7 @@ class ShapeFloors:
         cut = matrices & _cut(model, self.ranks)
         parts = sum(p.numel() for p in (*cut, head)) // self.ranks
         whole = sum(p.numel() for p in matrices - cut)
-        return Weights(whole + parts - (experts.num_weights if experts else 0), head.numel() // self.ranks, experts)
+        return NumWeights(whole + parts - (experts.num_weights if experts else 0), head.numel() // self.ranks, experts)
 
     @cached_property
     def kv_bytes(self) -> int:
@@ -145,7 +145,7 @@ class ShapeFloors:
             head = self.vocab * model.config.hidden_size
         experts = expert_weights(draft, model.config)
         own = sum(p.numel() for p in draft.parameters() if p.dim() > 1) - (experts.num_weights if experts else 0)
-        return steps * Weights(own - once + head, head, experts).read(tokens) + once
+        return steps * NumWeights(own - once + head, head, experts).read(tokens) + once
 
 
 @cache

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from specdec.core.errors import CapacityError, DetachedError
 from specdec.tools.serve.schema import NAMES
-from specdec.tools.serve.stepper import Busy, Closing, Failed, Piece
+from specdec.tools.serve.stepper import Busy, Closing, Failed, StreamPiece
 
 REASONS = {"eos": "stop", "stop_id": "stop", "stop_string": "stop", "length": "length"}
 STATUS = ((Busy, 429), (Closing, 503), (DetachedError, 503), (Failed, 500), (ValueError, 400))
@@ -21,7 +21,7 @@ LONGEST_MESSAGE = 1000  # characters of an error
 
 
 @dataclass(frozen=True)
-class Form:
+class AnswerForm:
     """One answer of a chat, or of a text completion.
 
     num_top: best tokens whose log-probabilities are sent beside each token's own; None: no log-probabilities are.
@@ -35,7 +35,7 @@ class Form:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: Sequence[Sequence[Piece]], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Sequence[StreamPiece]], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer in one piece, from all pieces of every choice."""
         made = []
         for index, pieces in enumerate(choices):
@@ -49,7 +49,7 @@ class Form:
         for index in range(num_choices if self.is_chat else 0):
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
-    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def chunks(self, piece: StreamPiece) -> Iterator[dict[str, Any]]:
         """The chunks for `piece`: its text, and why it ends."""
         scores = self._logprobs([piece])
         if piece.text or (scores is not None and piece.tokens):
@@ -67,7 +67,7 @@ class Form:
     ) -> dict[str, Any]:
         return {**self._head(".chunk"), "choices": [self._choice(index, part, reason, logprobs)]}
 
-    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+    def _logprobs(self, pieces: Sequence[StreamPiece]) -> dict[str, Any] | None:
         """Return the log-probabilities of the tokens of `pieces`, in the form of chats or of text completions."""
         if self.num_top is None:
             return None

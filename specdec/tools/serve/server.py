@@ -19,12 +19,12 @@ from starlette.routing import Route
 from specdec.api import Engine
 from specdec.core.errors import CapacityError
 from specdec.core.sampling_params import request_seed
-from specdec.tools.serve.forms import STATUS, Form, as_json, event, problem
+from specdec.tools.serve.forms import STATUS, AnswerForm, as_json, event, problem
 from specdec.tools.serve.guard import Gone, Guard, read_body
 from specdec.tools.serve.metrics import EngineCollector
 from specdec.tools.serve.prompts import ids_of
 from specdec.tools.serve.schema import MOST_VALUES, Body, parse
-from specdec.tools.serve.stepper import Job, Piece, Stepper
+from specdec.tools.serve.stepper import Job, Stepper, StreamPiece
 
 NUM_TEXT_TOKENS = 16  # of a text completion that gives no length, as OpenAI's
 MOST_BYTES = 2 * 2**20  # of a body, besides 16 for every token of the longest request
@@ -130,12 +130,12 @@ class Endpoints:
         with self.stepper.room_for(body.num_choices):
             jobs = await self._make_jobs(body)
             self.stepper.submit(jobs)
-        pieces, form = follow(jobs, request), Form(is_chat, self.name, body.num_top, self.token_text)
+        pieces, form = follow(jobs, request), AnswerForm(is_chat, self.name, body.num_top, self.token_text)
         for _ in jobs:  # what the engine refuses has no part in a stream
             await anext(pieces)
         if body.stream:
             return StreamingResponse(self._stream(body, form, jobs, pieces), media_type="text/event-stream")
-        choices: list[list[Piece]] = [[] for _ in jobs]
+        choices: list[list[StreamPiece]] = [[] for _ in jobs]
         async with aclosing(pieces):
             async for piece in pieces:
                 choices[piece.choice].append(piece)
@@ -160,7 +160,7 @@ class Endpoints:
         """A job a choice."""
         options, longest = body.options(self.samples), self.engine.config.max_seq_len
         ids = await asyncio.to_thread(ids_of, body, self.engine.tokenizer, longest)
-        events: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        events: asyncio.Queue[StreamPiece | Exception] = asyncio.Queue()
         jobs = []
         for index, prompt in enumerate(p for p in ids for _ in range(body.n)):
             own = {**options, "max_new_tokens": new_tokens(body, len(prompt), longest)}
@@ -170,7 +170,7 @@ class Endpoints:
         return jobs
 
     async def _stream(
-        self, body: Body, form: Form, jobs: list[Job], pieces: AsyncGenerator[Piece, None]
+        self, body: Body, form: AnswerForm, jobs: list[Job], pieces: AsyncGenerator[StreamPiece, None]
     ) -> AsyncIterator[str]:
         status = 499  # unless it comes to an end
         try:
@@ -216,7 +216,7 @@ def new_tokens(body: Body, prompt_len: int, max_seq_len: int) -> int:
     return length
 
 
-async def follow(jobs: Sequence[Job], request: Request) -> AsyncGenerator[Piece, None]:
+async def follow(jobs: Sequence[Job], request: Request) -> AsyncGenerator[StreamPiece, None]:
     """Yield the events of `jobs` until all have ended; raises what ended one. Jobs that are not read on are dropped."""
     events, left = jobs[0].events, len(jobs)
     watch = asyncio.create_task(_say_when_gone(request, events))
@@ -233,7 +233,7 @@ async def follow(jobs: Sequence[Job], request: Request) -> AsyncGenerator[Piece,
             job.is_dropped = True
 
 
-async def _say_when_gone(request: Request, events: asyncio.Queue[Piece | Exception]) -> None:
+async def _say_when_gone(request: Request, events: asyncio.Queue[StreamPiece | Exception]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     events.put_nowait(Gone())

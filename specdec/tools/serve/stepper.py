@@ -30,7 +30,7 @@ class Failed(Exception):
     """The engine could not finish a request."""
 
 
-class Piece(NamedTuple):
+class StreamPiece(NamedTuple):
     """What became certain of the text of a choice. finish_reason: the request's, once the text is complete.
 
     tokens, logprobs: emitted since the last piece, which hold this text and what is held back; none if the engine
@@ -54,7 +54,7 @@ class Job:
     choice: int
     prompt: list[int]
     options: dict[str, Any]
-    events: asyncio.Queue[Piece | Exception]
+    events: asyncio.Queue[StreamPiece | Exception]
     request: Request | None = None
     is_dropped: bool = False
     num_scored: int = 0  # tokens whose log-probabilities have been handed out
@@ -73,7 +73,7 @@ class Stepper:
         self._most = engine.config.max_batch + max_waiting
         self._num_coming = 0  # jobs that are being made
         self._has_work = False
-        self._outbox: list[tuple[Job, Piece | Exception]] = []
+        self._outbox: list[tuple[Job, StreamPiece | Exception]] = []
         self._deadline = float("inf")  # no job is taken once it is set, and none goes on after it
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="stepper", daemon=True)
@@ -154,7 +154,7 @@ class Stepper:
                 self._end(job)
             elif job.request is None:
                 (job.request,) = self.engine.submit([job.prompt], **job.options)
-                self._outbox.append((job, Piece(job.choice, "", None)))
+                self._outbox.append((job, StreamPiece(job.choice, "", None)))
         except Exception as error:  # the client's mistake, mostly
             self._end(job, error)
 
@@ -183,7 +183,7 @@ class Stepper:
             scores = (job.request.logprobs or [])[job.num_scored :]
             tokens = job.request.tokens[job.num_scored :] if scores else ()
             job.num_scored += len(scores)
-            self._outbox.append((job, Piece(job.choice, text, reason, tokens, scores)))
+            self._outbox.append((job, StreamPiece(job.choice, text, reason, tokens, scores)))
         if reason:
             self._end(job)
 
@@ -208,6 +208,6 @@ class Stepper:
             self._loop.call_soon_threadsafe(_put, events)
 
 
-def _put(events: list[tuple[Job, Piece | Exception]]) -> None:
+def _put(events: list[tuple[Job, StreamPiece | Exception]]) -> None:
     for job, event in events:
         job.events.put_nowait(event)

@@ -13,7 +13,7 @@ import typer
 
 from specdec.reach.checkpoints.replacing import check_free
 from specdec.reach.targets.pretrained import BUNDLED
-from specdec.tools.train.config import Shape, TrainConfig, recipe
+from specdec.tools.train.config import HeadShape, TrainConfig, recipe
 from specdec.tools.train.fit import check_checkpoint, checkpoint_of, train
 from specdec.tools.train.generation import Generation, prepare
 
@@ -103,15 +103,15 @@ def fit(
     seed: int = 0,
     init: Init = None,
     intermediate_size: Intermediate = None,
-    draft_vocab_size: Vocab = Shape.draft_vocab_size,
+    draft_vocab_size: Vocab = HeadShape.draft_vocab_size,
     aux_layers: Layers = None,
-    copy_layer: CopyLayer = Shape.copy_layer,
-    hidden_size: Student = Shape.hidden_size,
-    num_layers: Student = Shape.num_layers,
-    num_heads: Student = Shape.num_heads,
-    num_kv_heads: Student = Shape.num_kv_heads,
-    file_format: Format = Shape.file_format,
-    embed_type: EmbedType = Shape.embed_type,
+    copy_layer: CopyLayer = HeadShape.copy_layer,
+    hidden_size: Student = HeadShape.hidden_size,
+    num_layers: Student = HeadShape.num_layers,
+    num_heads: Student = HeadShape.num_heads,
+    num_kv_heads: Student = HeadShape.num_kv_heads,
+    file_format: Format = HeadShape.file_format,
+    embed_type: EmbedType = HeadShape.embed_type,
     held_out: int = 200,
     resume: bool = False,
     overwrite: Overwrite = False,
@@ -123,7 +123,7 @@ def fit(
     values = dict(locals())
     values["aux_layers"] = _layers(aux_layers) if aux_layers else None
     config = recipe(algo, **_picked(TrainConfig, values))
-    shape = Shape(**_picked(Shape, values))
+    shape = HeadShape(**_picked(HeadShape, values))
     where = {**_where(values), "resume": resume, "overwrite": overwrite}
     result = train(corpus, out, config, algo=algo, shape=shape, held_out=held_out, **where)
     _print_json(result)

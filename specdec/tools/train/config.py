@@ -122,7 +122,7 @@ STANDALONE = Training(
 
 
 @dataclass(frozen=True)
-class Shape:
+class HeadShape:
     """Shape of a fresh student; None: the algorithm's default.
 
     init: a trained draft to continue from, a folder or Hub id; of the rest only file_format and embed_type go with it.

@@ -10,9 +10,9 @@ from specdec.reach.checkpoints.replacing import check_free
 from specdec.reach.targets.pretrained import BUNDLED
 from specdec.reach.targets.shape import vocab_size_of
 from specdec.tools.train.card import write_card
-from specdec.tools.train.config import Shape, TrainConfig
+from specdec.tools.train.config import HeadShape, TrainConfig
 from specdec.tools.train.data import Corpus, split_held_out
-from specdec.tools.train.students import Setup, make_student
+from specdec.tools.train.students import StudentSetup, make_student
 from specdec.tools.train.target import load
 from specdec.tools.train.trainer import Trainer
 
@@ -25,7 +25,7 @@ def train(
     config: TrainConfig,
     *,
     algo: str = "eagle3",
-    shape: Shape | None = None,
+    shape: HeadShape | None = None,
     target: str = BUNDLED,
     dtype: str = "auto",
     device: str = "auto",
@@ -45,7 +45,7 @@ def train(
     model, tokenizer = load(target, dtype, device)
     corpus.check_ids(vocab_size_of(model), tokenizer_fingerprint(tokenizer))
     fit, held = split_held_out(corpus, min(held_out, max(1, len(corpus) // HELD_OUT_SHARE)), config.seed)
-    student = make_student(algo, Setup(target, model, tokenizer, fit, config, shape or Shape()))
+    student = make_student(algo, StudentSetup(target, model, tokenizer, fit, config, shape or HeadShape()))
     trainer = Trainer(student.objective, fit, held, checkpoint)
     if resume:
         trainer.resume(checkpoint)

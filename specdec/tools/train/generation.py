@@ -23,7 +23,7 @@ from specdec.tools.train.config import POSITIVE
 from specdec.tools.train.fit import sizes
 from specdec.tools.train.regenerate import (
     Budget,
-    Job,
+    TurnJob,
     answer,
     answer_jobs,
     question_prompts,
@@ -170,7 +170,7 @@ def prepare(
     }
 
 
-def shard_jobs(g: Generation, questions: Sequence[list[int]], chats: Sequence[list[int]]) -> list[Job]:
+def shard_jobs(g: Generation, questions: Sequence[list[int]], chats: Sequence[list[int]]) -> list[TurnJob]:
     """Return the requests of this shard, its part of all questions' jobs and its own chats, shuffled so that a run cut
     short has the same mix."""
     of_questions = answer_jobs(questions, g.laws, g.samples_per_question, g.seed)[g.part]

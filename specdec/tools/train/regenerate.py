@@ -21,7 +21,7 @@ SENTINEL = "Qx7sentinel7xQ"
 MIN_USER_TURN = 3  # tokens; shorter turns are dropped
 
 
-class Job(NamedTuple):
+class TurnJob(NamedTuple):
     """One request: prompt ids and how to sample its answer."""
 
     prompt: list[int]
@@ -100,7 +100,7 @@ def self_chat_prompts(
     prefix, suffix = (encode(tokenizer, part) for part in user_turn_frame(tokenizer))
     ends = {tokenizer.eos_token_id, suffix[0]} - {None}
     turns: dict[tuple[int, ...], None] = {}  # an ordered set
-    jobs = [Job(prefix, SamplingParams(temperature=1.0, seed=_seed(seed, i))) for i in range(3 * n)]
+    jobs = [TurnJob(prefix, SamplingParams(temperature=1.0, seed=_seed(seed, i))) for i in range(3 * n)]
     with tqdm(total=n, desc="user turns", unit="turn") as bar:
         for _, out in run_jobs(engine, jobs, max_new_tokens, sorted(ends), chunk, budget or Budget()):
             for tokens, reason in zip(out.tokens, out.finish_reasons, strict=True):
@@ -116,7 +116,7 @@ def self_chat_prompts(
 
 def answer_jobs(
     prompts: Sequence[list[int]], temperatures: Sequence[float], samples_per_prompt: int, seed: int
-) -> list[Job]:
+) -> list[TurnJob]:
     """Return requests for `samples_per_prompt` answers to each prompt, first sample of all prompts first.
 
     Temperatures rotate over prompts and samples, so the mix holds wherever generation stops; a prompt is answered
@@ -129,13 +129,13 @@ def answer_jobs(
             if temperature == 0 and s >= len(temperatures):
                 continue
             job_seed = _seed(seed, s * len(prompts) + k)
-            jobs.append(Job(list(prompt), SamplingParams(temperature=temperature, seed=job_seed)))
+            jobs.append(TurnJob(list(prompt), SamplingParams(temperature=temperature, seed=job_seed)))
     return jobs
 
 
 def answer(
     engine: Any,
-    jobs: Sequence[Job],
+    jobs: Sequence[TurnJob],
     max_new_tokens: int,
     *,
     chunk: int = 512,
@@ -158,8 +158,13 @@ def answer(
 
 
 def run_jobs(
-    engine: Any, jobs: Sequence[Job], max_new_tokens: int, stop_token_ids: list[int], chunk: int, budget: Budget
-) -> Iterator[tuple[Sequence[Job], Any]]:
+    engine: Any,
+    jobs: Sequence[TurnJob],
+    max_new_tokens: int,
+    stop_token_ids: list[int],
+    chunk: int,
+    budget: Budget,
+) -> Iterator[tuple[Sequence[TurnJob], Any]]:
     """Yield (a chunk of `jobs`, the engine's output for it) until the budget is spent."""
     start = 0
     while start < len(jobs) and (size := budget.affordable(chunk)):

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specdec.reach.heads.fresh import rope_theta
 from specdec.tools.train.batches import Batch
-from specdec.tools.train.config import Shape, TrainConfig
+from specdec.tools.train.config import HeadShape, TrainConfig
 from specdec.tools.train.export import stored
 from specdec.tools.train.losses import Goal, OutputHead, imitation_loss
 from specdec.tools.train.objectives import Objective, Outcome, refuse
@@ -69,7 +69,7 @@ class StandaloneObjective(Objective):
 
 
 @torch.no_grad()
-def new_student(model: PreTrainedModel, shape: Shape, counts: torch.Tensor, seed: int) -> LlamaForCausalLM:
+def new_student(model: PreTrainedModel, shape: HeadShape, counts: torch.Tensor, seed: int) -> LlamaForCausalLM:
     """Make a Llama in fp32 on the target's device, with tied embeddings projected from the target's output head.
 
     counts [V] int64: how often the target emits each token; frequent tokens shape the projection most.

@@ -14,7 +14,7 @@ from specdec.reach.heads.formats import formats
 from specdec.reach.heads.load import load_head, save_head
 from specdec.reach.targets.pretrained import load_draft
 from specdec.reach.targets.shape import TargetShape
-from specdec.tools.train.config import Shape, TrainConfig, training_of
+from specdec.tools.train.config import HeadShape, TrainConfig, training_of
 from specdec.tools.train.data import Corpus, choose_hot_vocab
 from specdec.tools.train.export import check_blocks, write_gguf, write_note, write_safetensors
 from specdec.tools.train.objectives import HeadObjective, Objective
@@ -23,7 +23,7 @@ from specdec.tools.train.target import special_ids
 
 
 @dataclass(frozen=True, eq=False)
-class Setup:
+class StudentSetup:
     """Inputs for making a student. target: its name. corpus: the training data."""
 
     target: str
@@ -31,7 +31,7 @@ class Setup:
     tokenizer: Any
     corpus: Corpus
     config: TrainConfig
-    shape: Shape
+    shape: HeadShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,20 +43,22 @@ class Student:
     export: Callable[[Path], None]
 
 
-def make_student(algo: str, setup: Setup) -> Student:
+def make_student(algo: str, setup: StudentSetup) -> Student:
     """Make a student of `algo`, fresh or from `setup.shape.init`; ValueError for shape fields that it does not take."""
     shape = setup.shape
     takes = training_of(algo).takes
     if shape.init:
         takes &= {"file_format", "embed_type"}
-    given = [f.name for f in fields(Shape) if getattr(shape, f.name) != f.default and f.name not in {"init", *takes}]
+    given = [
+        f.name for f in fields(HeadShape) if getattr(shape, f.name) != f.default and f.name not in {"init", *takes}
+    ]
     if given:
         what = f"a draft that goes on from {shape.init!r}" if shape.init else f"algo={algo!r}"
         raise ValueError(f"{', '.join(given)}: {what} takes only {', '.join(sorted(takes)) or 'nothing'}; leave it out")
     return _standalone(setup) if algo == "standalone" else _head(setup, formats()[algo])
 
 
-def _head(setup: Setup, row: HeadFormat) -> Student:
+def _head(setup: StudentSetup, row: HeadFormat) -> Student:
     """Make a student of a head, fresh or already trained."""
     model, init, target = setup.model, setup.shape.init, TargetShape.of(setup.model)
 
@@ -84,7 +86,7 @@ def _head(setup: Setup, row: HeadFormat) -> Student:
     return Student(objective, facts, export)
 
 
-def _standalone(setup: Setup) -> Student:
+def _standalone(setup: StudentSetup) -> Student:
     shape, model = setup.shape, setup.model
     if shape.file_format not in ("gguf", "safetensors"):
         raise ValueError(f"file_format={shape.file_format!r}: expected gguf or safetensors")

@@ -39,7 +39,7 @@ class Trainer:
         self.batches = Batches(train, c.num_steps, c.tokens_per_batch, c.max_len, self.device)
         self.held_out = Batches(held_out, c.num_steps, c.tokens_per_batch, c.max_len, self.device)
         self.step = self.epoch = self.cursor = self.tokens_seen = 0
-        self._watch = Watch(c.lr, self.device)
+        self._watch = LossWatch(c.lr, self.device)
         self.seconds_before = 0.0  # spent by the runs that this one resumes
         self._began = time.monotonic()
         self._plan = self.batches.plan(self._seed(self.epoch))
@@ -183,7 +183,7 @@ def learning_rate(peak: float, share: float, warmup: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (share - warmup) / (1 - warmup)))
 
 
-class Watch:
+class LossWatch:
     """Ends a run that diverged with a reason, without a sync a step: the first step whose loss was not finite, counted
     from 1, stays on the device until `check`."""
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from specdec.core.errors import AttachError
 from specdec.reach.targets.adapters.primitives import PRIMITIVES
-from specdec.reach.targets.marks import Turns
+from specdec.reach.targets.marks import LayerTurns
 
 
 class PrimitiveCall:
@@ -25,7 +25,7 @@ class PrimitiveCall:
     """
 
     def __init__(self, name: str, layer_ids: Sequence[int]):
-        self.name, self.turns = name, Turns(layer_ids)
+        self.name, self.turns = name, LayerTurns(layer_ids)
         self._run = PRIMITIVES[name]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ class Mixers:
         order than that of modules; calls that were not made have none.
         """
         for call in [call for mixer in self.mixers for call in mixer.calls]:
-            call.turns = Turns([new for new, layer_id in enumerate(order) if layer_id in call.turns.layer_ids])
+            call.turns = LayerTurns([new for new, layer_id in enumerate(order) if layer_id in call.turns.layer_ids])
 
 
 def _mixer(name: str, module: nn.Module, methods: Mapping[str, FunctionType], first_id: int) -> Mixer:

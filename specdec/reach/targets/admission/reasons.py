@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from specdec.backends import LayerSpec
 from specdec.reach.targets.adapters.ropes import varying_ropes
 from specdec.reach.targets.admission.masks import Reach
-from specdec.reach.targets.admission.recording import Call, Recording
+from specdec.reach.targets.admission.recording import RecordedCall, Recording
 from specdec.reach.targets.shape import rope_limit
 
 # Layer types whose meaning is known here. Others are no reason against a model, but explain one.
@@ -90,7 +90,7 @@ def unrouted_layers(recording: Recording, model: PreTrainedModel) -> list[str]:
     return [f"{num_calls} attention calls for {num_layers} layers (layers without routed attention)"]
 
 
-def with_reach(call: Call, recording: Recording) -> LayerSpec:
+def with_reach(call: RecordedCall, recording: Recording) -> LayerSpec:
     """Return the layer's spec with what its mask lets it see; without a mask, the window of the keyword argument."""
     if call.mask_id is None:
         return call.spec

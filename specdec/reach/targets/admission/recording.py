@@ -26,7 +26,7 @@ HARMLESS_TENSORS = frozenset({"position_ids", "s_aux", "position_embeddings", "c
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """An attention call. own_window: what its module's own method lets it see. problems: reasons against it."""
 
     module: nn.Module
@@ -42,7 +42,7 @@ class Call:
 class Recording:
     """Of a forward. counts_positions: layers asked the cache how many tokens it holds; asks_length: the stack did."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     masks: list[str | Reach] = field(default_factory=list)
     counts_positions: bool = False
     asks_length: bool = False
@@ -129,7 +129,7 @@ def record_attention(
         problems.append(f"queries, keys and values have several types ({', '.join(sorted(map(str, dtypes)))})")
     window = kw.get("own_window")
     spec = spec if window is None else replace(spec, window=window)
-    _recording().calls.append(Call(module, spec, kw.get("s_aux"), mask_id, k.dtype, problems, window))
+    _recording().calls.append(RecordedCall(module, spec, kw.get("s_aux"), mask_id, k.dtype, problems, window))
     out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     return out, None
 

@@ -44,7 +44,7 @@ REPLACEMENT = "\ufffd"  # what half a character decodes to
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftCase:
     """How rounds draft: S steps, K branches, D nodes verified; S = 0 is plain decoding.
 
     vocab: `EngineConfig.draft_vocab`, None for all tokens.
@@ -56,7 +56,7 @@ class Draft:
     vocab: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> "Draft":
+    def parse(cls, text: str) -> "DraftCase":
         """Parse "plain", "S:K:D" or "S:K:D@VOCAB"; ValueError says what was expected."""
         if text == "plain":
             return cls()
@@ -122,7 +122,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for text in self.drafts:
-            Draft.parse(text)
+            DraftCase.parse(text)
         for option, known in (("modes", MODES), ("samplings", SAMPLINGS)):
             for name in getattr(self, option):
                 if name not in known:
@@ -181,7 +181,7 @@ def given_prompts(prompts: Sequence[list[int]]) -> Prompts:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Timed:
     """A target and its draft. shape: its name in rows; draft, algo: as `attach` takes them.
 
     is_random: weights are random, so acceptance is imposed and floors are known. tokenizer: for rows with text. ranks:
@@ -205,7 +205,7 @@ class Subject:
 
 def random_subject(
     shape: str, device: str, dtype: torch.dtype | None, tokenizer: Any, num_ranks: int = 1, algo: str = "eagle3"
-) -> Subject:
+) -> Timed:
     """Return a target, shared by so many ranks, and a head of `shape`; with a tokenizer, they say only what decodes to
     text. algo: eagle3, or nextn for a layer of the target's own kind."""
     model = make_target(shape, device, dtype, **fewer_layers(shape, num_ranks))
@@ -217,7 +217,7 @@ def random_subject(
         model = shard(model, shape, num_ranks)
         free(model.device.type)
     head = make_nextn(model) if algo == "nextn" else make_head(shape, model, ids)
-    return Subject(shape, model, head, algo, random_prompts(ids), tokenizer, is_random=True, ranks=num_ranks)
+    return Timed(shape, model, head, algo, random_prompts(ids), tokenizer, is_random=True, ranks=num_ranks)
 
 
 def free(device: str) -> None:

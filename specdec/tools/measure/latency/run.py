@@ -24,8 +24,8 @@ from rich.table import Table
 
 from specdec.api import Engine, attach
 from specdec.core.errors import CapacityError
-from specdec.tools.measure.latency.cases import MODES, Cell, Draft, Plan, Subject, capacity, free
-from specdec.tools.measure.latency.timing import Call, generate, hf_rows, idle_share
+from specdec.tools.measure.latency.cases import MODES, Cell, DraftCase, Plan, Timed, capacity, free
+from specdec.tools.measure.latency.timing import TimedCall, generate, hf_rows, idle_share
 from specdec.tools.measure.roofline import ShapeFloors
 from specdec.tools.measure.together import of_first
 
@@ -42,7 +42,7 @@ Row = dict[str, Any]
 class Run:
     """Rows so far, and what was left out or failed. on_row: is called with each row as it comes."""
 
-    subject: Subject
+    subject: Timed
     plan: Plan
     on_row: Callable[[Row], None]
     rows: list[Row] = field(default_factory=list)
@@ -55,17 +55,17 @@ class Run:
 
     def time_hf(self) -> None:
         """Add rows of transformers' own `generate` at batch 1, before an engine attaches."""
-        widths = sorted({Draft.parse(text).width for text in self.plan.drafts})
+        widths = sorted({DraftCase.parse(text).width for text in self.plan.drafts})
         for tokens in sorted({cell.tokens for group in self.plan.groups for cell in group}):
             cell = Cell(1, tokens)
             prompt = self.subject.prompts(cell)[0]
             for row in hf_rows(self.subject.model, prompt, self.plan.new_tokens, min(HF_S, self._left), widths):
-                self._add({**self._key("hf", Draft(), cell), **row})
+                self._add({**self._key("hf", DraftCase(), cell), **row})
         free(self.subject.device)
 
     def engines(self) -> Iterator[None]:
         """Measure engine by engine, those of short contexts first; yields after each, so that rows can be written."""
-        for group, mode, draft in product(self.plan.groups, self.plan.modes, map(Draft.parse, self.plan.drafts)):
+        for group, mode, draft in product(self.plan.groups, self.plan.modes, map(DraftCase.parse, self.plan.drafts)):
             self._serve(mode, draft, list(group))
             yield
 
@@ -80,7 +80,7 @@ class Run:
         self.skipped += [] if has_time else [f"{name}: budget" for name in names]
         return has_time
 
-    def _serve(self, mode: str, draft: Draft, cells: list[Cell]) -> None:
+    def _serve(self, mode: str, draft: DraftCase, cells: list[Cell]) -> None:
         """Measure cells by one engine. If it fails, that is noted, and the next ones still run."""
         name, engine = f"{mode} {draft}", None
         if not self._has_time(self.longest_attach, *(f"{name}, {cell}" for cell in cells)):
@@ -99,7 +99,7 @@ class Run:
             del engine
             free(self.subject.device)
 
-    def _attach(self, mode: str, draft: Draft, cells: list[Cell]) -> Engine | None:
+    def _attach(self, mode: str, draft: DraftCase, cells: list[Cell]) -> Engine | None:
         """Return an engine for `cells`, the largest of which are dropped until it fits; None where none does. Add a row
         of what attaching took."""
         subject, plan = self.subject, self.plan
@@ -121,7 +121,7 @@ class Run:
             return engine
         return None
 
-    def _attach_row(self, engine: Engine, mode: str, draft: Draft, seconds: float) -> Row:
+    def _attach_row(self, engine: Engine, mode: str, draft: DraftCase, seconds: float) -> Row:
         report = engine.report()
         key = self._key(_mode_of(mode, engine), draft, Cell(engine.config.max_batch, engine.config.max_seq_len))
         return {
@@ -138,7 +138,7 @@ class Run:
             "backend": report.backend,
         }
 
-    def _key(self, mode: str, draft: Draft, cell: Cell) -> Row:
+    def _key(self, mode: str, draft: DraftCase, cell: Cell) -> Row:
         """Return the keys that every row has."""
         shared: Row = {"tp": self.subject.ranks} if self.subject.ranks > 1 else {}
         if draft.steps and self.subject.is_random and self.subject.algo != "eagle3":
@@ -149,7 +149,7 @@ class Run:
         shared |= {"topk": draft.topk, "draft_tokens": draft.width, "batch": cell.batch, "tokens": cell.tokens}
         return shared
 
-    def _measure(self, engine: Engine, mode: str, draft: Draft, cell: Cell) -> None:
+    def _measure(self, engine: Engine, mode: str, draft: DraftCase, cell: Cell) -> None:
         """Add the rows of one cell, by how tokens are drawn, with and without the tokenizer."""
         own = self.subject.tokenizer
         for sampling, tokenizer in product(self.plan.samplings, (None,) if own is None else (own, None)):
@@ -161,10 +161,10 @@ class Run:
                 why = dict(_eager_runs(engine) - before)
                 self._add({**key, **row, "eager": sum(why.values()), "why_eager": why})
 
-    def _times(self, engine: Engine, draft: Draft, cell: Cell, sampling: str, name: str) -> Iterator[Row]:
+    def _times(self, engine: Engine, draft: DraftCase, cell: Cell, sampling: str, name: str) -> Iterator[Row]:
         """Yield the ttft row and the tpot row, as far as the budget lets them."""
 
-        def call(new_tokens: int) -> Call:
+        def call(new_tokens: int) -> TimedCall:
             return generate(engine, self.subject.prompts(cell), new_tokens, sampling)
 
         if not self._has_time(0.0, name):
@@ -208,7 +208,7 @@ class Run:
         except (RuntimeError, OSError, KeyError, ValueError) as error:  # a profiler that fails costs one column
             return {"idle_error": f"{type(error).__name__}: {error}"}
 
-    def _floors(self, draft: Draft) -> ShapeFloors | None:
+    def _floors(self, draft: DraftCase) -> ShapeFloors | None:
         """Bounds on times where they mean something: those of a GPU and of named shapes."""
         subject = self.subject
         if subject.device != "cuda" or not subject.is_random:
@@ -220,7 +220,7 @@ class Run:
         self.on_row(row)
 
 
-def _medians(calls: list[Call]) -> tuple[float, float, float]:
+def _medians(calls: list[TimedCall]) -> tuple[float, float, float]:
     """ms of a call, ms of the host's share of it, and tau."""
     seconds, host, tau = (median(values) for values in zip(*calls, strict=True))
     return 1e3 * seconds, 1e3 * host, tau

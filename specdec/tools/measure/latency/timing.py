@@ -30,7 +30,7 @@ WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # of a profiler's events
 HF_TOKENS, HF_REPEATS = 4, 3  # of the calls of transformers' `generate`: least tokens, and times of the first one
 
 
-class Call(NamedTuple):
+class TimedCall(NamedTuple):
     """One call of `generate`: all of it, what the host did of that, neither waiting nor launching rounds, and tau."""
 
     seconds: float
@@ -38,7 +38,7 @@ class Call(NamedTuple):
     tau: float
 
 
-def generate(engine: Engine, prompts: list[list[int]], new_tokens: int, sampling: str = "greedy") -> Call:
+def generate(engine: Engine, prompts: list[list[int]], new_tokens: int, sampling: str = "greedy") -> TimedCall:
     """Time one call, by a law of SAMPLINGS; what it returns is checked after the clock has stopped."""
     law = SAMPLINGS[sampling]
     laws = [replace(law, seed=i) for i in range(len(prompts))]  # the seeds draw imposed acceptance, too
@@ -54,7 +54,7 @@ def generate(engine: Engine, prompts: list[list[int]], new_tokens: int, sampling
     has_text = any(out.texts)
     assert has_text == (engine.tokenizer is not None) or not is_sure, f"text: {has_text}, with {engine.tokenizer}"
     seconds, host_seconds = of_first((seconds, seconds - sum(waited)))
-    return Call(seconds, host_seconds, out.stats.tau)
+    return TimedCall(seconds, host_seconds, out.stats.tau)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from specdec.tools.measure.page.parts import (
     table,
     varying,
 )
-from specdec.tools.measure.page.sections import CASE, Best, Chart, Kind, Rows
+from specdec.tools.measure.page.sections import CASE, Best, Chart, RowKind, Rows
 from specdec.tools.measure.rows import Row, label_of, measure_of
 from specdec.tools.measure.statistics import conditional, wilson
 
@@ -191,7 +191,7 @@ def _eager_lines(row: Row) -> Iterator[dict[str, Any]]:
 
 
 KINDS = (  # a row belongs to the first that takes it
-    Kind(
+    RowKind(
         "acceptance",
         "Acceptance",
         "How many tokens a round emits (tau, the bonus token included), and how often each draft position is accepted. "
@@ -220,7 +220,7 @@ KINDS = (  # a row belongs to the first that takes it
         hidden=f"{SHAPE} sample_drafts {' '.join(BUCKETS)}",
         tables=_bucket_tables,
     ),
-    Kind(
+    RowKind(
         "latency",
         "Time to the first token and of a round",
         "TTFT is a call with one new token; a round is the time per token (TPOT) times tau. The floor is what reading "
@@ -248,7 +248,7 @@ KINDS = (  # a row belongs to the first that takes it
         "pays_from_tau of_plain host_ms idle_percent gap_us eager replayed",
         hidden=SHAPE,
     ),
-    Kind(
+    RowKind(
         "rounds",
         "Phases of a round",
         "The engine's core stepped alone: draft, verify, accept and extend, timed one by one.",
@@ -265,7 +265,7 @@ KINDS = (  # a row belongs to the first that takes it
         columns="file shape mode rounds_of sampling batch tokens what ms floor_ms tau",
         hidden=SHAPE,
     ),
-    Kind(
+    RowKind(
         "peers",
         "Other ways to the same text",
         "The same requests by transformers' own ways, by other libraries, and by engines; second run of two.",
@@ -276,7 +276,7 @@ KINDS = (  # a row belongs to the first that takes it
         best=(Best("tokens_per_s", "tokens/s, fastest way", ("what", "shape", "requests"), by="file"),),
         columns="file what version shape requests new_tokens tokens_per_s seconds error",
     ),
-    Kind(
+    RowKind(
         "lookup",
         "Speed by set of prompts",
         "One prompt at a time. “hf” is the target's own generate; all texts are compared with its text.",
@@ -286,7 +286,7 @@ KINDS = (  # a row belongs to the first that takes it
         best=(Best("tok_s", "tokens/s, one prompt at a time", ("what", "prompts")),),
         columns="file what prompts steps num_prompts tok_s tau equal",
     ),
-    Kind(
+    RowKind(
         "gsm8k",
         "GSM8K: does a mode change the model?",
         "Mean negative log-likelihood of the gold solutions and greedy answers, mode by mode. A mode that rounds "
@@ -316,7 +316,7 @@ KINDS = (  # a row belongs to the first that takes it
         hidden="gaps runners says",
         tables=_in_words,
     ),
-    Kind(
+    RowKind(
         "lossless",
         "Lossless: texts beside another way's",
         "Texts equal token for token to those of the way named, and how many of the others part where the target's own "
@@ -326,7 +326,7 @@ KINDS = (  # a row belongs to the first that takes it
         columns="file draft algo num_steps topk num_draft_tokens backend batch check against temperature compared "
         "equal near_ties unexplained tau seconds",
     ),
-    Kind(
+    RowKind(
         "serving",
         "The server",
         "Streams of requests from another process; p50 and p99 over requests.",
@@ -334,7 +334,7 @@ KINDS = (  # a row belongs to the first that takes it
         best=(Best("requests_s", "requests/s", ("clients", "ttft_ms_p50")),),
         tables=_by_what,
     ),
-    Kind(
+    RowKind(
         "graphs",
         "Start-up and graphs",
         "What attaching an engine took, once, and what its captured graphs hold on the device.",
@@ -349,5 +349,5 @@ KINDS = (  # a row belongs to the first that takes it
         columns="file label shape mode rounds_of batch tokens attach_s",
         hidden="rest_s",
     ),
-    Kind("others", "Other measurements", "", lambda row: True, tables=_by_what),
+    RowKind("others", "Other measurements", "", lambda row: True, tables=_by_what),
 )

@@ -31,7 +31,7 @@ class Chart(NamedTuple):
     caption: str = ""
     axis: str = ""  # of y, if not its key's label
 
-    def figure(self, kind: "Kind", rows: Rows, charts: Charts) -> Figure | None:
+    def figure(self, kind: "RowKind", rows: Rows, charts: Charts) -> Figure | None:
         """Draw `rows`; None where no row has the keys, or a line would have one place only."""
         parts = (self.y,) if isinstance(self.y, str) else self.y
         drawn = [(row, key) for row in self.rows(rows) for key in parts if row.get(key) is not None]
@@ -84,7 +84,7 @@ class Best(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind:
+class RowKind:
     """Rows that `takes` accepts, and the section that shows them.
 
     complete: copies the rows and adds what is computed of them. series, cases: keys; the values of those that vary
