@@ -6,7 +6,7 @@ Names are imported on first use: `specdec.graphs` and `specdec.backends` need no
 import importlib
 import typing
 
-from specdec.core import names_from
+from specdec.core import names_from as _names_from
 
 if typing.TYPE_CHECKING:
     from specdec.api import Engine, attach, engine_of
@@ -41,7 +41,7 @@ __all__ = [
 
 _ROOMS = ("backends", "graphs", "shipped")  # public modules
 _HOMES = (*(f"core.{name}" for name in ("errors", "config", "metrics", "outputs", "sampling_params")), "api")
-_find = names_from(__name__, __all__, _HOMES)
+_find = _names_from(__name__, __all__, _HOMES)
 
 
 def __getattr__(name: str) -> typing.Any:
