@@ -60,7 +60,7 @@ def test_models_on_several_devices_are_refused():
 
 def test_devices_are_counted(monkeypatch):
     """As on a machine with GPUs: a tensor that says it lies elsewhere."""
-    from specdec.reach.targets import placement
+    from specdec.reach.targets.admission import placement
 
     class There:
         device = torch.device("cuda:1")
