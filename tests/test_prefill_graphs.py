@@ -499,7 +499,7 @@ def test_auto_compiles_where_rounds_have_graphs_and_says_why_not(monkeypatch):
 def test_auto_runs_a_model_that_does_not_trace_without_a_word(monkeypatch):
     model, prompts = untraceable(), ragged_prompts()
     for where in ("assembly.models", "targets.compiling.target", "targets.compiling.draft"):  # where it is imported
-        monkeypatch.setattr(f"specdec.{where}.why_uncompiled", lambda config, device: "")
+        monkeypatch.setattr(f"specdec.reach.{where}.why_uncompiled", lambda config, device: "")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if DEVICE.type == "cuda":
