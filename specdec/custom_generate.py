@@ -28,9 +28,9 @@ from specdec.api import Engine, attach
 from specdec.api import engine_of as attached_engine
 from specdec.reach.assembly.arguments import check_mapping, check_settings
 from specdec.reach.targets.exclusive import ATTACHING
+from specdec.reach.targets.marks import HOLDER
 from specdec.tools.doors.generate import EngineGenerate, generate_by
 
-HOLDER = "_specdec_engine"  # attribute of the model
 _CALLS = threading.Condition()  # notified when one ends
 
 

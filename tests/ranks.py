@@ -86,6 +86,7 @@ def renew(rank: int, folder: str, device: str) -> None:
     """Make the process group, or a new one in place of one in which a rank has failed."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+        gc.collect()  # a group in a cycle would wait for the other rank's whenever it is found
     store = f"file://{folder}/store{next(_STORES)}"
     where = {"backend": "gloo"} if device == "cpu" else {"backend": "nccl", "device_id": torch.device("cuda", rank)}
     torch.distributed.init_process_group(**where, init_method=store, rank=rank, world_size=SIZE)

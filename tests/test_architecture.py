@@ -309,8 +309,9 @@ def test_tree(check: Callable[[Module], Iterator[Offence]]) -> None:
     assert not offences, "\n" + "\n".join(offences)
 
 
-def top_level_imports(module: Module) -> Iterator[str]:
-    """Yield what an import of `module` imports: at module level, and not for type checkers only."""
+@cache
+def top_level_imports(module: Module) -> tuple[str, ...]:
+    """Return what an import of `module` imports: at module level, and not for type checkers only."""
     lazy = {
         id(node)
         for function in ast.walk(module.tree)
@@ -318,8 +319,7 @@ def top_level_imports(module: Module) -> Iterator[str]:
         for node in ast.walk(function)
     }
     found = [n for n in walk_runtime(module.tree) if isinstance(n, ast.Import | ast.ImportFrom) and id(n) not in lazy]
-    for _, origin in imports(module._replace(tree=ast.Module(list(found), []))):
-        yield origin
+    return tuple(origin for _, origin in imports(module._replace(tree=ast.Module(list(found), []))))
 
 
 @cache

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 ATTACHED = "_specdec_attached"
 LAYER_ID = "_specdec_layer_id"
+HOLDER = "_specdec_engine"  # of the engine that custom_generate=FOLDER has left with a model
 
 
 class Mark:

@@ -9,11 +9,14 @@ from specdec.core.errors import GraphError
 from specdec.graphs import Change, ChangeKind, Watch
 from specdec.reach.targets.adapters.ropes import varying_ropes
 from specdec.reach.targets.hf import HFTarget
+from specdec.reach.targets.marks import HOLDER
 
 # Attributes of modules and configs that no forward reads, or whose results are not read.
 _OF_MODELS = ("generate", "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "name_or_path")
 _OF_CONFIGS = ("use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "output_router_logits")
-NEUTRAL = frozenset({*vars(PretrainedConfig()), *_OF_MODELS, *_OF_CONFIGS, "warnings_issued", "_is_hf_initialized"})
+NEUTRAL = frozenset(
+    {*vars(PretrainedConfig()), *_OF_MODELS, *_OF_CONFIGS, "warnings_issued", "_is_hf_initialized", HOLDER}
+)
 # Keep outputs of layers; have them require gradients, for checkpointing in transformers and PEFT. None changes numbers.
 PASSIVE = ("transformers.utils.output_capturing", "make_inputs_require_grads", "make_inputs_require_grad")
 BAKED = "graphs and compiled layers compute with what was there at attach()"
