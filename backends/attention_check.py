@@ -1,4 +1,4 @@
-"""Attention of a backend held against the torch backend's, at the heads, windows and dims of a model's layers."""
+"""Compares a backend's attention with the torch backend's, at the heads, windows and dims of a model's layers."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial

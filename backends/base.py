@@ -40,12 +40,12 @@ class LayerSpec:
 
     @property
     def sees_all(self) -> bool:
-        """Whether no key is hidden for being far away."""
+        """Return whether no key is hidden for being far away."""
         return self.window is None and self.chunk is None
 
     @property
     def answer(self) -> tuple[int, int, int]:
-        """What an output buffer must fit to be this layer's: heads and dimension of a token, and the turn."""
+        """Return what an output buffer must fit to be this layer's: heads and dimension of a token, and the turn."""
         return self.num_heads, self.v_dim, self.turn
 
     @property
@@ -141,7 +141,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def unusable_on(cls, device: torch.device) -> str | None:
-        """Why this backend cannot run on `device` at all; None if it can."""
+        """Return why this backend cannot run on `device` at all; None if it can."""
         return None
 
     @classmethod

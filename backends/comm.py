@@ -158,7 +158,7 @@ class _SharedMemory:
         self._rank, self._stream = rank, torch.cuda.Stream(device)
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether torch's kernel sums `x`."""
+        """Return whether torch's kernel sums `x`."""
         num_bytes = x.numel() * x.element_size()
         is_aligned = num_bytes > 0 and num_bytes % (ALIGNMENT * len(self._pads)) == 0
         return num_bytes <= TWO_SHOT_BYTES and is_aligned and x.dtype in TWO_SHOT_DTYPES

@@ -21,7 +21,7 @@ from specdec.core.cache.pool import KVPool, LayerState
 
 
 class AttentionScope(Protocol):
-    """What the op finds: whoever answers the attention calls of the forward in flight."""
+    """The scope that answers the attention calls of the forward in flight."""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
@@ -61,7 +61,7 @@ class ForwardContext:
 
     @property
     def state_pool(self) -> StatePool | None:
-        """What recurrent layers keep; None of a model that has none."""
+        """Return what recurrent layers keep; None of a model that has none."""
         return next((state for state in self.row_states if isinstance(state, StatePool)), None)
 
     def recurrent(self, metadata: AttentionMetadata) -> AbstractContextManager[None]:
@@ -144,7 +144,7 @@ def attention_scope(scope: AttentionScope) -> Iterator[None]:
 
 
 def current_scope() -> AttentionScope | None:
-    """Whoever answers attention calls of this thread, if there is one."""
+    """Return this thread's attention scope, or None."""
     return _CURRENT.get(None)
 
 

@@ -23,5 +23,5 @@ def equal_parts_once() -> Iterator[None]:
 
 
 def is_once() -> bool:
-    """Whether this thread is to run equal parts once."""
+    """Return whether this thread is to run equal parts once."""
     return _thread.is_once

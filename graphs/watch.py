@@ -89,7 +89,7 @@ class Watch:
         return found
 
     def accept(self, changes: Sequence[Change]) -> None:
-        """Watch what is there from now on, instead of what was there before `changes`, the last that were found."""
+        """Accept `changes`, the last that were found: watch for changes from the present state on."""
         if all(change.kind is ChangeKind.WRITTEN for change in changes):
             self._refresh()
         else:

@@ -76,7 +76,7 @@ class _Held:
         self.callers: list[int] = []  # threads whose calls it serves now
 
     def fits(self, source: str, settings: dict[str, Any] | None) -> bool:
-        """Whether the engine is what a call with `source` and `settings` asks for."""
+        """Return whether the engine is what a call with `source` and `settings` asks for."""
         return self.source == source and settings in (None, self.settings)
 
     def __reduce__(self) -> tuple[type["_Held"], tuple[()]]:

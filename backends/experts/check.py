@@ -1,4 +1,4 @@
-"""Products with experts held against their twin, on the weights of a model: no others are made."""
+"""Compares products with experts with their twin, on the model's own weights."""
 
 from functools import partial
 

@@ -24,7 +24,7 @@ def top_scores_twin(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.T
 
 
 def takes(scores: torch.Tensor, k: int) -> bool:
-    """Whether the op is for such `scores`, whose number of rows may be unknown."""
+    """Return whether the op is for such `scores`, whose number of rows may be unknown."""
     num = int(scores.shape[-1])
     return scores.dtype in DTYPES and num <= MOST_SCORES and 0 < k <= min(num, MOST_CHOSEN)
 

@@ -166,7 +166,7 @@ class MixedBackend(TritonBackend):
 
 
 def _device_problem(device: torch.device) -> str | None:
-    """Why FlashInfer cannot be used on `device`, told without importing it."""
+    """Return why FlashInfer cannot be used on `device`, told without importing it."""
     problem = version_problem()
     if problem is not None:
         return problem
@@ -193,7 +193,7 @@ def _from_tokens(layers: Sequence[LayerSpec]) -> str:
 
 
 def _fits_fa3(layer: LayerSpec, dtype: torch.dtype) -> bool:
-    """Whether FlashInfer's Hopper kernel runs a layer's prefills, and gains by it if they are long."""
+    """Return whether FlashInfer's Hopper kernel runs a layer's prefills, and gains by it if they are long."""
     is_plain = not layer.has_sinks and layer.v_dim == layer.qk_dim
     return dtype in _DTYPES and layer.qk_dim in FA3_GAINS and is_plain
 

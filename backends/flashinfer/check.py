@@ -31,7 +31,7 @@ OURS_TO_CHOOSE = ("v_offset", "s_offset")
 
 
 def table_problems(module: Any, shapes: Shapes, prefix_lens: Sequence[int], device: torch.device) -> list[str]:
-    """Where FlashInfer's own plan for `shapes` differs from ours: "name: theirs, ours". Waits for the device."""
+    """Return where FlashInfer's own plan for `shapes` differs from ours: "name: theirs, ours". Waits for the device."""
     bs, tail_len = shapes.bs, shapes.q_len
     own = torch.tensor(prefix_lens, dtype=torch.int64, device=device)
     table = torch.zeros(bs, 1 + max(prefix_lens) + tail_len, dtype=torch.int32, device=device)

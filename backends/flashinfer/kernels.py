@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
 
 
 def version_problem() -> str | None:
-    """Why the installed FlashInfer cannot be used; None if it can."""
+    """Return why the installed FlashInfer cannot be used; None if it can."""
     try:
         found = version("flashinfer-python")
     except PackageNotFoundError:
@@ -52,7 +52,7 @@ def version_problem() -> str | None:
 
 
 def import_problem() -> str | None:
-    """Why an installed FlashInfer does not import; None if it does."""
+    """Return why an installed FlashInfer does not import; None if it does."""
     try:
         import flashinfer.jit.attention.modules  # noqa: F401
     except Exception as error:  # it asks drivers and makes folders on import: anything can go wrong
@@ -66,7 +66,7 @@ def kernel_for(family: str, layer: LayerSpec, dtype: torch.dtype) -> Kernel:
 
 
 def has_fa3(device: torch.device) -> bool:
-    """Whether FlashInfer's Hopper kernels run on `device`."""
+    """Return whether FlashInfer's Hopper kernels run on `device`."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -128,7 +128,7 @@ def unbuilt(kernels: Iterable[Kernel]) -> list[Kernel]:
 
 
 def folder() -> Path:
-    """Where FlashInfer keeps what it compiles; $FLASHINFER_WORKSPACE_BASE moves it."""
+    """Return where FlashInfer keeps what it compiles; $FLASHINFER_WORKSPACE_BASE moves it."""
     from flashinfer.jit import env
 
     return env.FLASHINFER_JIT_DIR

@@ -27,7 +27,7 @@ class LayerKind(NamedTuple):
 
 
 def kind_of(layer: LayerSpec, m: AttentionMetadata) -> LayerKind:
-    """How the kernel must be told to mask a layer of a forward.
+    """Return how the kernel must be told to mask a layer of a forward.
 
     A chain is causal. So is a tree, which its bits then thin out, but only where the kernel asks the variant at every
     tile that holds a tail key: from the first tile on that a query of its own could reach. That is so if one tile holds

@@ -16,7 +16,7 @@ from specdec.core.batch import AttentionMetadata
 
 
 class RecurrentScope(Protocol):
-    """What the ops find: whoever answers the recurrent layers of the forward in flight."""
+    """The scope that answers the recurrent layers of the forward in flight."""
 
     def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
         """See `conv`."""
@@ -57,7 +57,7 @@ def recurrent_scope(scope: RecurrentScope) -> Iterator[None]:
 
 
 def current_recurrent() -> RecurrentScope | None:
-    """Whoever answers recurrent layers of this thread, if there is one."""
+    """Return this thread's scope of recurrent layers, or None."""
     return _CURRENT.get(None)
 
 

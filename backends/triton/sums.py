@@ -43,7 +43,7 @@ class PushedSum:
         return self._memory[2 * self._size * self._most :].view(torch.int32)
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether `x` is of a size and a dtype that this sums."""
+        """Return whether `x` is of a size and a dtype that this sums."""
         return x.dtype in _DTYPES and 0 < x.numel() * x.element_size() <= self._most
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -143,7 +143,7 @@ def _fits(call: Call) -> bool:
 
 @contextmanager
 def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Give modules these forwards, in the place of their classes', within the context."""
+    """Give modules these forwards instead of their classes', within the context."""
     try:
         for module, forward in forwards.items():
             module.__dict__["forward"] = forward
@@ -222,7 +222,7 @@ class _Writing:
         self._noted: dict[int, list[Any]] = {}  # by kind, example values of its placeholders
 
     def write(self, call: fx.Node, layer: nn.Module, kind: Kind) -> None:
-        """Put the graph of `kind` in the place of `call`."""
+        """Replace `call` by the graph of `kind`."""
         hidden, others, _ = call.args
         inputs: list[Any] = [hidden, *others]  # type: ignore[misc]
         tensors: dict[str, Mapping[Any, torch.Tensor]] = {"own": tensors_of(layer), "other": kind.others}

@@ -78,7 +78,7 @@ def _repeat_shapes(graph: fx.GraphModule, parts: dict[fx.Node, int]) -> None:
 
 
 def is_call(node: fx.Node, ops: Sequence[Any]) -> bool:
-    """Whether `node` calls one of the op overloads `ops`."""
+    """Return whether `node` calls one of the op overloads `ops`."""
     return node.op == "call_function" and any(node.target in (op, op.overloadpacket) for op in ops)
 
 
@@ -238,7 +238,7 @@ def check_guards(shape_env: ShapeEnv | None, smallest: int, largest: int) -> Non
 
 
 def _holds(told: Any, size: sympy.Symbol, smallest: int, largest: int) -> bool:
-    """Whether the relation `told` holds for every `size` from `smallest` to `largest`."""
+    """Return whether the relation `told` holds for every `size` from `smallest` to `largest`."""
     sizes: Sequence[int] = range(smallest, largest + 1)
     is_inequality = isinstance(told, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt)
     if is_inequality and sympy.diff(told.lhs - told.rhs, size).is_number:  # linear: the ends decide

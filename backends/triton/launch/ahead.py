@@ -39,11 +39,11 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_rehearsal = threading.Lock()  # one at a time: each puts back what it found in the place of Triton's launches
+_rehearsal = threading.Lock()  # one at a time: each replaces Triton's launches and restores them
 
 
 def is_rehearsing() -> bool:
-    """Whether this thread leaves launches out."""
+    """Return whether this thread leaves launches out."""
     return _thread.is_rehearsing
 
 

@@ -30,7 +30,7 @@ def find_chunk(qo_indptr, chunk, num_reqs, num_tokens, CHUNK: tl.constexpr, BLOC
 
 @triton.jit
 def chunks_before(qo_indptr, request, CHUNK: tl.constexpr, BLOCK_R: tl.constexpr):
-    """How many chunks the requests before one have."""
+    """Return how many chunks the requests before one have."""
     r = tl.arange(0, BLOCK_R)
     begin = tl.load(qo_indptr + r, mask=r < request, other=0)
     end = tl.load(qo_indptr + r + 1, mask=r < request, other=0)

@@ -72,7 +72,7 @@ def _suffix_kernel(
 
 @triton.jit
 def _num_drafted(token, own_tokens, own_parents, node, depth):
-    """How often each of `token` is on the path of `node`, itself included; the root belongs to the history."""
+    """Return how often each of `token` is on the path of `node`, itself included; the root belongs to the history."""
     times = tl.zeros_like(token)
     for _ in range(0, depth):
         times += (token == tl.load(own_tokens + node)).to(tl.int64)

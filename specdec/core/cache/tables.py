@@ -143,7 +143,7 @@ class SlotTables:
 
     @property
     def prefix_facts(self) -> dict[str, int]:
-        """What `Report.prefix_cache` says."""
+        """Return what `Report.prefix_cache` says."""
         cache = self.prefixes
         if not self.keeps_prefixes:
             return {}

@@ -71,7 +71,7 @@ class DraftModelWorker(DraftWorker):
         """Logits [T, dv] over `hot_ids` of states [T, h_d]."""
 
     def inputs(self, features: torch.Tensor | None) -> torch.Tensor | None:
-        """What stands in the place of states beside true tokens, from the target's features [T, num_aux*h]."""
+        """Return the states that stand beside true tokens, from the target's features [T, num_aux*h]."""
         return None
 
     def prefill_layers(
@@ -253,7 +253,7 @@ class Steps:
         return states
 
     def _inputs(self, k: int, above: torch.Tensor | None) -> torch.Tensor | None:
-        """What the nodes of a step are fed: their parents' states [bs*K, h_d]."""
+        """Return what the nodes of a step are fed: their parents' states [bs*K, h_d]."""
         if self.worker.hidden is None:
             return None
         if self._states is None:

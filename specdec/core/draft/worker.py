@@ -152,7 +152,7 @@ class DraftWorker(ABC):
         raise NotImplementedError(f"{type(self).__name__} has a context, so it needs prefill_layers")
 
     def finish_prefill(self, chunk: PrefillChunk, hidden: torch.Tensor | None, run: RunPrefill) -> torch.Tensor | None:
-        """What `begin` takes of the states [T, h_d] of `chunk`, which are None for a draft without layers.
+        """Return what `begin` takes of the states [T, h_d] of `chunk`, which are None for a draft without layers.
 
         run: runs the modules after the first, of a draft that has any. Returns a state [n, h_d] a request, or None if
         h_d is 0.
@@ -183,7 +183,7 @@ class DraftWorker(ABC):
     @property
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """What `Engine.report()` says of this worker."""
+        """Return what `Engine.report()` says of this worker."""
 
 
 class NoDraft(DraftWorker):

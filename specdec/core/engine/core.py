@@ -103,7 +103,7 @@ class Core:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests wait or run, or results are on their way."""
+        """Return whether requests wait or run, or results are on their way."""
         with self.turns:
             return bool(self.scheduler.waiting or self.scheduler.running or self._mailbox.num_pending)
 
@@ -285,7 +285,7 @@ class Core:
         return min(-(-longest // PREFIX_STEP) * PREFIX_STEP, self.slot_tables.table.shape[1])
 
     def _batch_of(self, requests: list[Request]) -> "StepBatch":
-        """Who plays a round; copied to the device only where it is not who played the last one."""
+        """Return who plays a round; copied to the device only where it is not who played the last one."""
         if requests != self._batch.requests:
             rows = copy_to(self.device, np.array([r.row for r in requests], dtype=np.int64))
             self._batch = StepBatch(requests, rows, SamplingKind.of(r.sampling for r in requests))

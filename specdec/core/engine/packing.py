@@ -24,7 +24,7 @@ def copy_to(device: torch.device, values: np.ndarray) -> torch.Tensor:
 
 
 def pack_requests(requests: Sequence[Request]) -> np.ndarray:
-    """What `requests` bring along, as [n, F] int64, floats by their float64 bits: one copy takes them over."""
+    """Return what `requests` bring along, as [n, F] int64, floats by their float64 bits: one copy takes them over."""
     return np.array([_numbers_of(r) for r in requests], dtype=np.int64)
 
 

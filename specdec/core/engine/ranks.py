@@ -1,7 +1,7 @@
 """What the ranks of a tensor-parallel engine tell each other on the host, so that they neither drift nor hang.
 
 Ranks run the same program: the same calls in the same order. They meet at attach and at every call, in a key-value
-store that needs no collective: whoever does not come is named when a deadline ends, or as soon as it reports an error.
+store that needs no collective: a missing rank is named when a deadline ends, or as soon as it reports an error.
 """
 
 import contextlib
@@ -214,7 +214,7 @@ class Ranks:
         return f"rank {', '.join(map(str, late))} gives no sign of life for {LATE_S:g} s: it is gone" if late else ""
 
     def _have_all_failed(self) -> bool:
-        """Whether the others have failed as this rank has, within a beat."""
+        """Return whether the others have failed as this rank has, within a beat."""
         end = time.monotonic() + BEAT_S
         with contextlib.suppress(RankError):
             while time.monotonic() < end:
@@ -281,6 +281,6 @@ class Ranks:
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Whether `error` came from NCCL or gloo, and so most likely from another rank."""
+    """Return whether `error` came from NCCL or gloo, and so most likely from another rank."""
     is_told = isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL"))
     return is_told or isinstance(error, dist.DistError)

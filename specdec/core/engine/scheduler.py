@@ -70,7 +70,7 @@ class Scheduler:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether requests decode that came before one whose prompt is still to be prefilled."""
+        """Return whether requests decode that came before one whose prompt is still to be prefilled."""
         arrivals = [r.arrived for r in self.running if not r.is_prefilled and r.finish_reason is None]
         return bool(arrivals) and any(r.arrived < max(arrivals) for r in self.decoding())
 

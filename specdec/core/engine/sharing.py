@@ -53,5 +53,5 @@ class Sharing:
 
 
 def _beginning(request: Request) -> bytes:
-    """What prompts must have in common for one to wait for the other."""
+    """Return what prompts must have in common for one to wait for the other."""
     return request.prompt[:WORTH_WAITING].tobytes()

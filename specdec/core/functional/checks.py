@@ -1,4 +1,4 @@
-"""Debug mode of the round's operations: every index they are given or give is held against its bounds, on the device.
+"""Debug mode of the round's operations: checks the bounds of every index that goes in or comes out, on the device.
 
 SPECDEC_DEBUG=1 in the environment turns it on, here and in the backends; each check waits for the host.
 """

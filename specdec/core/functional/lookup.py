@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def look_up(history: Tensor, rows: Tensor, ends: Tensor, num_tokens: int, max_ngram: int) -> Tensor:
-    """What followed the longest earlier match of the last tokens: [bs, num_tokens] int64.
+    """Return what followed the longest earlier match of the last tokens: [bs, num_tokens] int64.
 
     history [num_rows, width] int32: tokens by position; rows [bs] int64; ends [bs] int64: the last token's position.
     Of matches of up to `max_ngram` tokens the longest counts, of equal ones the latest. A match so near the end that

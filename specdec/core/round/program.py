@@ -61,7 +61,7 @@ class Round:
         )
 
     def draft(self, batch: RoundBatch) -> Draft:
-        """What the draft proposes, the same tree on all ranks."""
+        """Return what the draft proposes, the same tree on all ranks."""
         draft = self.worker.draft(batch)
         return draft._replace(tree=agreed(self.target.group, draft.tree))
 

@@ -196,7 +196,7 @@ def _is_rows_of_ints(value: Any) -> bool:
 
 
 def _is_chat(value: Any) -> bool:
-    """Whether `value` are messages; what is missing in one, `_plain` says."""
+    """Return whether `value` are messages; what is missing in one, `_plain` says."""
     if not isinstance(value, Sequence) or not value or not all(isinstance(message, Mapping) for message in value):
         return False
     return any("role" in message or "content" in message for message in value)

@@ -1,4 +1,4 @@
-"""The kernels that an engine will run held against their torch twins, if wanted: on its device, at its models' sizes.
+"""Compares the kernels that an engine will run with their torch twins (`check_kernels`), on its device and model sizes.
 
 `targets.admission.equality` compares our route with the model's own forward on the twins, and tests see some sizes,
 GPUs and versions of Triton. What is compiled elsewhere may be wrong all the same, without an error. Attention,

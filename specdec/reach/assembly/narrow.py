@@ -1,6 +1,6 @@
 """A draft that proposes frequent tokens only, so that its output head is small (FR-Spec, arXiv 2502.14856).
 
-What a draft never proposes costs a rejected position where it is due, and nothing else: the target judges as ever.
+What a draft never proposes costs a rejected position where it is due, and nothing else: the target verifies as before.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How whoever trained a draft found that it drafts best on a GPU: `speculation.json` beside its weights.
+"""The settings a draft's author recommends on a GPU: `speculation.json` beside its weights.
 
 {"max_batch": 8, "num_steps": 5, "topk": 4, "num_draft_tokens": 24}: the settings of `attach` for engines of up to
 max_batch requests.

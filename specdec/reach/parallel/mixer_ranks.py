@@ -62,7 +62,7 @@ class SharedMixers(Changes):
         self.on_restore(self.parts.clear)
 
     def replace_weight(self, name: str, module: nn.Module, key: str, own: torch.Tensor) -> None:
-        """Put `own` in the place of the parameter `key` of `module`, `name` in all; a checkpoint that is saved
+        """Replace the parameter `key` of `module` by `own`, `name` in all; a checkpoint that is saved
         meanwhile has what was there."""
         kept = module.get_parameter(key)
         whole = self.wholes.get(kept, kept)

@@ -1,9 +1,9 @@
 """HF's tensor parallelism, read and replaced: plain tensors and our collectives while an engine is attached.
 
 Transformers makes every sharded parameter a DTensor and puts a closure over its style before a module's forward.
-Neither can be traced, captured or merged. `plain` puts a local tensor in the place of each DTensor, and a forward that
-does the same with our collectives in the place of each closure; `Sharded.restore` puts both back. So nothing
-else learns about DTensors. It knows no engine: the communicator that the forwards need is its caller's.
+Neither can be traced, captured or merged. `plain` replaces each DTensor by its local tensor, and each closure by a
+forward that does the same with our collectives; `Sharded.restore` puts both back. So nothing else learns about
+DTensors. It knows no engine: the communicator that the forwards need is its caller's.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ _ONLY = "only from_pretrained(..., distributed_config=DistributedConfig(tp_size=
 
 
 class _Closure(NamedTuple):
-    """What HF's closure in the place of a module's forward holds."""
+    """Contents of the closure by which HF replaces a module's forward."""
 
     style: Any
     original: Forward
@@ -101,7 +101,7 @@ class Sharded(Changes):
         super().restore()
 
     def _make_plain(self, module: nn.Module, forward: Forward | None) -> None:
-        """Put `forward`, if any, in the place of HF's, and local parameters in the place of DTensors."""
+        """Replace HF's forward by `forward`, if any, and DTensors by local parameters."""
         # HF's backward hooks, through which Dynamo does not trace.
         hooks = {k: hook for k, hook in module._backward_hooks.items() if getattr(hook, "__module__", "") == HF_STYLES}
         self.on_restore(module._backward_hooks.update, hooks)
@@ -114,7 +114,7 @@ class Sharded(Changes):
         self._replace_parameters(module)
 
     def _replace_parameters(self, module: nn.Module) -> None:
-        """Put a local parameter in the place of each DTensor, the same one for those that modules share."""
+        """Replace each DTensor by a local parameter, the same one where modules share it."""
         sharded = _dtensors(module)
         for name, dtensor in sharded.items():
             local: Any = dtensor._local_tensor

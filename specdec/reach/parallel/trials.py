@@ -30,7 +30,7 @@ class Changes:
         self._undo.append(partial(fn, *args))
 
     def replace(self, own: dict[str, Any], key: str, value: Any) -> None:
-        """Put `value` in the place of own[key]."""
+        """Replace own[key] by `value`."""
         self.on_restore(own.__setitem__, key, own[key])
         own[key] = value
 

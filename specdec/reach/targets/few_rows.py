@@ -53,7 +53,7 @@ class FewRows:
 
 
 def _is_plain(layer: nn.Linear) -> bool:
-    """Whether `layer` is on the CPU, does what `nn.Linear` does, and is large enough."""
+    """Return whether `layer` is on the CPU, does what `nn.Linear` does, and is large enough."""
     if type(layer).forward is not nn.Linear.forward or type(layer.weight) is not nn.Parameter:
         return False
     weight = layer.weight
@@ -62,7 +62,7 @@ def _is_plain(layer: nn.Linear) -> bool:
 
 
 def few_rows(layer: nn.Linear, ways: Ways, x: torch.Tensor) -> torch.Tensor:
-    """What `layer` gives of x [..., K], as `ways` has it."""
+    """Return what `layer` gives of x [..., K], as `ways` has it."""
     num_rows = x.numel() // x.shape[-1]
     if num_rows >= len(ways) or not ways[num_rows]:
         return F.linear(x, layer.weight, layer.bias)

@@ -1,6 +1,6 @@
 """Routes a live model through our ops while we run it, by its adapters.
 
-A route knows the model and no engine: whoever runs the model says, by scopes, who answers the ops.
+A route knows the model and no engine: the caller's scopes decide what answers the ops.
 """
 
 from collections.abc import Collection, Iterator

@@ -44,7 +44,7 @@ class Weights:
     def follow(self) -> bool:
         """Return whether what the models compute has changed since the last call, so that kept K/V is of another model.
 
-        GraphError where the engine cannot compute with what is there now; it can once that is put back.
+        GraphError where the engine cannot follow the change; undoing the change cures it.
         """
         changes = self._watch.changes()
         refused = [(change, why) for change in changes if (why := self._why_refused(change))]

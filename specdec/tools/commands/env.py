@@ -51,7 +51,7 @@ def _version(package: str) -> str | None:
 
 
 def unusable(backend: str, device: torch.device) -> str | None:
-    """Why an attention backend cannot run on `device`; None if it can."""
+    """Return why an attention backend cannot run on `device`; None if it can."""
     try:
         return BACKENDS[backend]().unusable_on(device)
     except ImportError as error:

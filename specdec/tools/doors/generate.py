@@ -206,7 +206,7 @@ def _read(
         generation_config=config,
         max_new_tokens=limit,
         eos_token_id=eos_ids or None,
-        stop=(),  # strings and clocks are criteria by now, whoever has set them
+        stop=(),  # strings and clocks are criteria by now
         max_time=None,
     )
     pad = getattr(config, "_pad_token_tensor", None)

@@ -38,7 +38,7 @@ class NumWeights:
     experts: ExpertBytes | None
 
     def read(self, num_tokens: float = 1) -> float:
-        """What a forward of so many tokens reads."""
+        """Return what a forward of so many tokens reads."""
         if self.experts is None:
             return self.dense
         return self.dense + self.experts.num_weights * self.experts.distinct(num_tokens) / self.experts.num_experts

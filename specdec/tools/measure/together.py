@@ -13,7 +13,7 @@ def num_ranks() -> int:
 
 
 def is_first() -> bool:
-    """Whether this rank is the one that prints and writes."""
+    """Return whether this rank is the one that prints and writes."""
     return int(os.environ.get("RANK", "0")) == 0
 
 

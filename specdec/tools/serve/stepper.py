@@ -137,7 +137,7 @@ class Stepper:
                     self._hand_out(job)
                 self._deliver()
         finally:
-            with self._wake:  # whoever submits now is refused: nobody shall wait for a thread that is gone
+            with self._wake:  # refuse new requests: no thread is left to serve them
                 self.drain(0)
             self._end_all(Closing("the server is shutting down"))
             self._deliver()

@@ -171,7 +171,7 @@ def _routed(function: FunctionType, calls: Sequence[PrimitiveCall]) -> FunctionT
 
 
 def _rewrapped(wrapper: FunctionType, inner: Any, calls: Sequence[PrimitiveCall]) -> FunctionType:
-    """Return a copy of `wrapper` that calls, in the place of `inner`, what that becomes with `calls`."""
+    """Return a copy of `wrapper` that calls a copy of `inner` made with `calls`."""
     cells = wrapper.__closure__ or ()
     if not isinstance(inner, FunctionType) or not any(cell.cell_contents is inner for cell in cells):
         raise ValueError(f"has a {wrapper.__name__} in a wrapper that does not show what it calls")

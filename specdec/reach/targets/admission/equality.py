@@ -55,7 +55,7 @@ class Difference:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether it cannot be rounding; NaN cannot."""
+        """Return whether it cannot be rounding; NaN cannot."""
         return not self.error <= self.allowed
 
     def __str__(self) -> str:

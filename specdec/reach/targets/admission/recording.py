@@ -79,7 +79,7 @@ class PassThroughCache(DynamicCache):
 
 
 class Positions:
-    """In the place of a cache: tokens count from its length, so it answers what makes the sums their positions [T]."""
+    """Stands in for a cache: models add its length to token indices, so it returns what makes these positions [T]."""
 
     def __init__(self, positions: torch.Tensor):
         self._starts = positions - torch.arange(positions.shape[0], device=positions.device)

@@ -104,7 +104,7 @@ def _concatenated(node: Any) -> tuple[Any, Any] | None:
 
 
 def _is_slice(node: Any, source: Any, start: int | None, stop: int | None) -> bool:
-    """Whether `node` is source[..., start:stop]."""
+    """Return whether `node` is source[..., start:stop]."""
     return _calls(node, operator.getitem) and node.args == (source, (Ellipsis, slice(start, stop, None)))
 
 

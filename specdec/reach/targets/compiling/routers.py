@@ -1,4 +1,4 @@
-"""Puts our op in the place of `torch.topk` in a traced graph, where a few scores a row are chosen from: routers."""
+"""Replaces `torch.topk` in a traced graph by our op where routers choose from a few scores a row."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def take_over_choices(graph: fx.GraphModule) -> int:
 
 
 def _is_named(user: fx.Node) -> bool:
-    """Whether `user` takes a result of topk by its name."""
+    """Return whether `user` takes a result of topk by its name."""
     return user.op == "call_function" and user.target is getattr
 
 

@@ -75,7 +75,7 @@ class Run:
         return of_first(self.deadline - time.monotonic())
 
     def _has_time(self, seconds: float, *names: str) -> bool:
-        """Whether the budget has so many seconds left; else what is called `names` is skipped."""
+        """Return whether the budget has so many seconds left; else what is called `names` is skipped."""
         has_time = self._left >= seconds + ALLOWANCE_S
         self.skipped += [] if has_time else [f"{name}: budget" for name in names]
         return has_time
@@ -232,7 +232,7 @@ def _mode_of(mode: str, engine: Engine) -> str:
 
 
 def _eager_runs(engine: Engine) -> Counter[str]:
-    """How often each path has run without its graph, by "path: reason"."""
+    """Return how often each path has run without its graph, by "path: reason"."""
     runners = engine.report().runners
     return Counter(
         {f"{name}: {why}": n for name, c in runners.items() if c["eager"] for why, n in c["rejects"].items()}

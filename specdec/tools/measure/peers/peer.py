@@ -50,7 +50,7 @@ class Task:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the target is on a CUDA device."""
+        """Return whether the target is on a CUDA device."""
         return self.model.device.type == "cuda"
 
     @property
