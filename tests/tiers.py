@@ -10,6 +10,7 @@ import re
 import pytest
 
 IN_TEST = {
+    "test_adapters.py::test_adapters_of_peft_are_followed_or_refused_by_name": "live",
     "test_algorithms.py::test_chains_sample_the_targets_own_law": "^(eagle3|standalone)",
     "test_algorithms.py::test_compiled_layers_feed_every_draft_alike": "-",
     "test_algorithms.py::test_greedy_text_is_that_of_generate": "chain-eager|tree-graphs",
@@ -19,7 +20,7 @@ IN_TEST = {
     "test_attach.py::test_an_engine_that_is_dropped_leaves_the_model_free": "settings0",
     "test_attach.py::test_copies_of_an_attached_model_are_free": "False",
     "test_attach.py::test_detach_that_runs_out_of_memory_can_be_called_again": "-",
-    "test_attach.py::test_engine_equals_generate": "llama$|gemma2|gpt_oss|deepseek",
+    "test_attach.py::test_engine_equals_generate": "llama$|gpt_oss",
     "test_backends.py::test_causal_tails": "torch|^0-4-.*split|^2-1-gqa-triton$",
     "test_backends.py::test_dtypes_and_pages": "^torch|triton-torch.bfloat16-16|split-torch.float16-1$",
     "test_backends.py::test_every_kernel_compiles_for_a_gpu": "-",
@@ -29,6 +30,7 @@ IN_TEST = {
     "test_backends.py::test_trees_see_their_ancestors": "torch|(gqa|v_dim)-triton, split",
     "test_backends.py::test_windows_of_any_size_on_every_path": "torch|^1-triton, split",
     "test_breakable.py::test_a_trace_serves_every_size_and_compiles_equal_pieces_once": "eager",
+    "test_breakable.py::test_inductor_advises_no_rounding": "-",
     "test_breakable.py::test_pieces_pass_no_shapes": "eager",
     "test_custom_generate.py::test_a_real_model_and_a_shipped_head": "-",
     "test_doctor.py::test_a_copy_of_the_target_is_as_good_as_a_draft_can_be": "-",
@@ -44,6 +46,7 @@ IN_TEST = {
     "test_evaluation.py::test_lm_eval_and_ray_are_imported_by_nobody_else": "-",
     "test_evaluation.py::test_lm_eval_answers_equal_those_of_its_own_model": "-",
     "test_evaluation.py::test_scores_equal_a_forward_of_transformers": "one prefill|graphs",
+    "test_evaluation.py::test_specdec_eval_is_lm_eval_with_the_model": "-",
     "test_evaluation.py::test_what_prompts_have_in_common_is_read_once": "one prefill|pages|beside",
     "test_faults.py::test_random_faults_lose_nothing": "-",
     "test_few_rows.py::test_the_faster_way_is_taken": "64-",
@@ -86,7 +89,9 @@ IN_TEST = {
     "test_prefix_cache.py::test_text_and_kv_are_those_of_an_engine_that_keeps_nothing": "eagle3-1|None-4",
     "test_processors.py::test_greedy_text_equals_generate": "graphs-chain",
     "test_processors.py::test_smollm2_equals_generate_with_its_shipped_draft": "-",
+    "test_processors.py::test_the_kernels_equal_the_twin": "^[0-3]$",
     "test_ray.py::test_a_replica_that_dies_loses_no_row_and_repeats_none": "-",
+    "test_ray.py::test_an_application_of_ray_serve": "-",
     "test_ray.py::test_ids_and_chats_are_prompts_too": "-",
     "test_recurrent.py::test_every_graph_replays": "qwen3_next-whole",
     "test_recurrent.py::test_every_type_and_algorithm_in_graphs": "qwen3_next-eagle|mamba2-lookup",
