@@ -1,16 +1,23 @@
 """Layers that are equal but for their weights are walked once by Dynamo; others one by one."""
 
+import gc
+import weakref
+from contextvars import ContextVar
+
 import pytest
 import torch
 import torch._dynamo.eval_frame
 
 import specdec
+from specdec.core.errors import GraphError
 from specdec.graphs.compile import layers as equal_layers
 from specdec.graphs.compile.alike import alike
 from specdec.graphs.compile.layers import Layers
 from specdec.graphs.compile.trace import trace
+from specdec.graphs.compile.walk import walk
 from tests.tiny_models import tiny_model
 
+VARIABLE = ContextVar("variable", default=1.0)
 SIN = (torch.ops.aten.sin.default,)
 
 
@@ -130,6 +137,25 @@ def test_torch_keeps_nothing_of_a_trace():
         sizes.append({getattr(b, "compiler_fn", None) for b in kept.values()})
     assert sizes[0] == sizes[1]
     assert any(backend is specdec.graphs.compile.walk._give_back for backend in sizes[0])
+
+
+def test_a_walk_that_fails_keeps_nothing():
+    """torch leaves its error in a cycle with its frames, which hold every caller's variables."""
+
+    class Caller:
+        def walk(self):
+            with pytest.raises(GraphError, match="ContextVar"):
+                walk(lambda x: x + VARIABLE.get(), (torch.ones(4),), [], (2, 9))
+
+    caller = Caller()
+    alive = weakref.ref(caller)
+    gc.disable()
+    try:
+        caller.walk()
+        del caller
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_attention_keeps_its_layers():

@@ -53,7 +53,8 @@ def walk(
         check_guards(found.walked.mode.shape_env, *sizes)
         return found.walked
     except Exception as error:
-        raise GraphError(f"it cannot be traced and compiled as one graph: {why(error)}") from error
+        message = f"it cannot be traced and compiled as one graph: {why(error)}"
+        raise GraphError(message) from error.with_traceback(None)  # torch's frames and it are a cycle
     raise AssertionError("the backend was not asked")
 
 
