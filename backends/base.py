@@ -63,7 +63,6 @@ class Capabilities:
     head_dims: of q, k and v; None: any up to max_head_dim.
     """
 
-    tree_mask: bool
     sliding_window: bool
     sinks: bool
     softcap: bool
@@ -125,7 +124,7 @@ class AttentionBackend(ABC):
     metadata: builds what it is given. With SPECDEC_DEBUG=1 in the environment every index of a plan
     is checked against its bounds, on the device, before it is used; each forward waits for the host then. Shapes and
     dtypes of calls are checked then, too, and of each layer's first call always.
-    rehearses: whether a forward may run with its launches left out (`backends.triton.ahead`).
+    rehearses: whether a forward may run with its launches left out (`backends.triton.launch.ahead`).
     """
 
     name: str

@@ -31,15 +31,15 @@ class Communicator:
     """The collectives of one process group, on one device; used by one stream at a time.
 
     rank, size: of this process, and of the group. name: the group's, equal on all ranks: ops take it. shared: memory
-    that all ranks can reach, None if there is none; why_not_shared: why. wait: waits until what it is given returns
-    True; set by who can tell that a rank is gone. Every rank makes one at the same point.
+    that all ranks can reach, None if there is none. wait: waits until what it is given returns True; set by who can
+    tell that a rank is gone. Every rank makes one at the same point.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = group
         self.rank, self.size, self.name = dist.get_rank(group), dist.get_world_size(group), group.group_name
         self.device = device
-        self.shared, self.why_not_shared = _shared_memory(group, device)
+        self.shared = _shared_memory(group, device)
         self.wait: Callable[[Callable[[], bool]], None] | None = None
         self._is_given_up = threading.Event()
         _COMMUNICATORS.setdefault(self.name, []).append(self)
@@ -183,19 +183,17 @@ class _SharedMemory:
             self._stream.synchronize()
 
 
-def _shared_memory(group: dist.ProcessGroup, device: torch.device) -> tuple[_SharedMemory | None, str]:
-    """Return memory that all ranks of `group` can reach, or why there is none."""
+def _shared_memory(group: dist.ProcessGroup, device: torch.device) -> _SharedMemory | None:
+    """Return memory that all ranks of `group` can reach; None without Triton or peer access."""
     if device.type != "cuda":
-        return None, f"the ranks are on {device.type}"
+        return None
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not every machine has it in order
-    found, why = None, "another rank has none"
-    try:
+    found = None
+    with suppress(ImportError, RuntimeError):  # no Triton, no peer access, another version of torch
         found = _SharedMemory(group, device)
-    except (ImportError, RuntimeError) as error:  # no Triton, no peer access, another version of torch
-        why = f"no symmetric memory: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
     has_all = torch.tensor([found is not None], dtype=torch.int32, device=device)
     dist.all_reduce(has_all, dist.ReduceOp.MIN, group=group)  # a barrier, too: all memory is zero before the first sum
-    return (found, "") if found is not None and has_all.item() else (None, why)
+    return found if has_all.item() else None
 
 
 def _of(name: str) -> Communicator:

@@ -1,7 +1,7 @@
 """Builders of AttentionMetadata, one for each shape a forward can have. Everything is computed on the device from
 lengths on the device; only `prefill` is ragged and takes host lengths, as it runs outside the round.
 
-The functions here compute in torch; they specify the kernels in `backends.triton.metadata`, which have the same names.
+The functions here compute in torch; they specify the kernels in `triton.attention.metadata`, which have the same names.
 """
 
 from collections.abc import Callable, Sequence

@@ -51,7 +51,6 @@ class TorchBackend(AttentionBackend):
     name = "torch"
     capabilities = Capabilities(
         packed_prefill=True,
-        tree_mask=True,
         sliding_window=True,
         sinks=True,
         softcap=True,

@@ -27,7 +27,7 @@ INTERVAL = 0.01  # seconds between two samples
 def main() -> None:
     """Run the processes one after another, on one set of folders."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="135m", help="random weights of 135m, 8b or tiny")
+    parser.add_argument("--shape", default="135m", help="random weights of a named shape such as 8b")
     parser.add_argument("--draft", default="3:1:4", help="S:K:D")
     parser.add_argument("--check-kernels", action="store_true", help="the setting of that name is on")
     parser.add_argument("--processes", type=int, default=2)

@@ -35,7 +35,7 @@ tests() { # all but those that need no GPU, or two
 check() { # what attach takes with its kernels checked, and whether a check finds a wrong one
     timed attach 250 3 python3 bench/attach.py --shape 8b --processes 2 --out "$out"
     timed attach-checked 250 3 python3 bench/attach.py --shape 8b --processes 2 --check-kernels --out "$out"
-    local wrong="import pytest; from specdec.backends.triton import chunks; chunks.STATES['num_warps'] = 8
+    local wrong="import pytest; from specdec.backends.triton.recurrent import chunks; chunks.STATES['num_warps'] = 8
 raise SystemExit(pytest.main(['-q', '--tb=line', 'tests/test_kernel_check.py', '-k', 'real_sizes']))"
     timed wrong-kernel 120 12 python3 -c "$wrong"
 }

@@ -26,7 +26,7 @@ from rich.table import Table
 import specdec
 from specdec.graphs import FullCapture
 from specdec.reach.targets.pretrained import load_pretrained
-from specdec.tools.measure.latency.cases import SAMPLINGS, DraftCase
+from specdec.tools.measure.latency.cases import DRAFTS, SAMPLINGS, DraftCase
 from specdec.tools.measure.latency.timing import read_trace, traced
 from specdec.tools.measure.results import write_results
 from specdec.tools.measure.roofline import ShapeFloors
@@ -34,7 +34,6 @@ from specdec.tools.measure.shapes import make_head, make_target
 
 PROMPT, NEW_TOKENS = 128, 1800
 GROUPS = 5  # timings of which the median counts
-DRAFTS = ("plain", "3:1:4", "5:1:6", "5:8:32")
 MODES: dict[str, dict[str, Any]] = {
     "graph": {"compile": False},
     "compiled": {"compile": True},

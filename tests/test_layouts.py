@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specdec
+from specdec.core.errors import CheckpointError
 from specdec.reach.checkpoints.tensors import TensorFiles
 from specdec.reach.heads.load import detect_algo, inspect, save_head
 from specdec.reach.targets.shape import LAST
@@ -144,6 +145,12 @@ def test_a_head_of_another_width_has_its_own_embedding(tmp_path: Path) -> None:
     del tensors["embed_tokens.weight"]
     with pytest.raises(ValueError, match="absent embedding: the head's width differs from the target's"):
         load(lm.write(tmp_path / "without", config, tensors))
+    with pytest.raises(ValueError, match="lm_head_from_target=True: the head is 24 wide, but its target's rows 32"):
+        save_head(tmp_path / "saved", head, dtype=torch.float32, lm_head_from_target=True)
+    tensors["embed_tokens.weight"] = lm.noise(lm.VOCAB, 24)
+    del tensors["lm_head.weight"]
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        load(lm.write(tmp_path / "rows", {**config, "lm_head_from_target": True}, tensors))
 
 
 @pytest.mark.parametrize("maps", ["missing", "zero"])

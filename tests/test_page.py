@@ -247,6 +247,16 @@ def test_imposed_acceptance_is_said(without_charts):
         assert ("Weights are random and acceptance is imposed:" in html) is is_said
 
 
+def test_the_worst_row_is_shown_and_reasons_are_counted(without_charts):
+    compared = {"check": "greedy", "compared": 30, "near_ties": 0}
+    rows = [{**compared, "equal": equal, "unexplained": 30 - equal} for equal in (29, 0)]
+    rows.append({**latency_row("tpot", 3, 1, 128, 5.0), "eager": 3, "why_eager": {"decode: graphs are off": 3}})
+    html = page.render([Record("lossless_135m_cpu_2026-01-01", rows, {})])
+    for value, label in (("0", "texts equal, at least"), ("30", "differences unexplained, at most")):
+        assert re.search(rf">{value}<[^>]*>\s*<[^>]*>{label}<", html), label
+    assert "decode: graphs are off: 3" in html
+
+
 def test_what_all_rows_say_at_length_stands_below_the_table():
     rows = [{"a": number, "b": "a text of more than two dozen letters", "c": "short"} for number in range(2)]
     found = table("t", rows)

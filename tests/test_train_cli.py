@@ -201,7 +201,7 @@ def test_shards_share_out_the_same_jobs() -> None:
     jobs = [shard_jobs(part, questions, []) for part in parts]
     assert sorted(map(repr, chain.from_iterable(jobs))) == sorted(map(repr, shard_jobs(whole, questions, [])))
     assert [part.num_chats for part in parts] == [2, 2, 1] and len({part.turn_seed for part in parts}) == 3
-    for wrong in ("3/3", "1", "-1/2"):
+    for wrong in ("3/3", "1", "-1/2", 1):
         with pytest.raises(ValueError, match="expected i/n"):
             Generation(chats=1, shard=wrong)
     with pytest.raises(ValueError, match="nothing to generate"):
@@ -223,7 +223,8 @@ def test_run_generates_and_fits(folder: Path, tmp_path: Path) -> None:
     options = ["--gsm8k", folder / "questions.jsonl", "--max-new-tokens", 12, "--max-batch", 8, "--max-steps", 2]
     with pytest.raises(ValueError, match=r"the longest prompt has \d+ tokens, and max_new_tokens=256: .* up to 256"):
         invoke("data", "--out", tmp_path / "c", *options[:2], "--target", folder / "target")
-    for name, value in (("chats", -1), ("max_batch", 0), ("gen_minutes", 0.0), ("num_questions", 0)):
+    bad = {"chats": -1, "max_batch": 0, "gen_minutes": 0.0, "num_questions": 0, "temperatures": 0.7}
+    for name, value in bad.items():
         with pytest.raises(ValueError, match=f"{name}={value}: expected"):
             Generation(**{"chats": 1, name: value})
     report = invoke(

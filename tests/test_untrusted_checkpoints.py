@@ -62,7 +62,7 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path, how: str) -> N
             call(folder)
 
 
-@pytest.mark.parametrize("name", [7, None, True, ["a"], {"a": 1}, ""])
+@pytest.mark.parametrize("name", [7, None, True, ["a"], {"a": 1}, "", "a\0/b"])
 def test_what_an_index_cannot_say(tmp_path: Path, name: Any) -> None:
     folder = indexed(tmp_path, name)
     with pytest.raises(CheckpointError, match=r"names the file .*: expected the name of a file in the folder"):
@@ -150,6 +150,7 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "a size that is text": ({"head_dim": "8"}, r"head_dim='8': expected an integer"),
     "heads that do not group": ({"num_key_value_heads": 3}, "num_key_value_heads=3: expected a divisor of 4"),
     "heads of odd width": ({"head_dim": 7}, "heads of 7 elements: expected an even number"),
+    "heads too wide for tables": ({"head_dim": 1 << 20}, "heads of 1048576 elements: expected an even number up to"),
     "heads that do not share": ({"num_attention_heads": 5, "num_key_value_heads": 5}, "5 heads do not share"),
     "a negative window": ({"sliding_window": -4}, "sliding_window=-4: expected an integer of 0"),
     "theta is a list": ({"rope_theta": [1e4]}, r"rope_theta=\[10000.0\]: expected a number above 0"),

@@ -3,7 +3,7 @@
 What is committed lies by row; the inputs of a round's nodes lie in a tail beside it, like K/V of tail nodes. A node
 sees the row's state and the tail nodes of its path, and a commit folds the accepted ones into the state. A plain step's
 only node is accepted whatever the logits are, so it goes into the state at once. This file knows shapes;
-`backends.recurrent_ref` says what is computed.
+`backends.recurrent.reference` says what is computed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -98,7 +98,7 @@ Op = TypeVar("Op", Conv, Scan)
 
 @dataclass(frozen=True)
 class RecurrentOps:
-    """The device operations of recurrent layers; `backends.recurrent_ref` specifies them.
+    """The device operations of recurrent layers; `backends.recurrent.reference` specifies them.
 
     conv_extend, scan_extend: prefills, which update states. conv_step, scan_step: plain decoding, a token a request,
     which update them, too. conv_tail, scan_tail: the rest, which write tails.

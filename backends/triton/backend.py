@@ -34,7 +34,6 @@ class TritonBackend(AttentionBackend):
     rehearses = True
     capabilities = Capabilities(
         packed_prefill=True,
-        tree_mask=True,
         sliding_window=True,
         sinks=True,
         softcap=True,

@@ -1,4 +1,4 @@
-"""Specification, in plain Python, of what `backends.triton.plan` does on the device."""
+"""Specification, in plain Python, of what `backends.triton.attention.plan` does on the device."""
 
 from specdec.backends.triton.attention.plan import tile_span
 

@@ -49,7 +49,7 @@ def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) ->
 
 
 def _tiling_of_hopper(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> Tiling:
-    """Chosen by measurement on an H200 in bf16 (bench/attention_kernels.py)."""
+    """Chosen by measurement on an H200 in bf16 (docs/results.md, attention)."""
     row_bytes = max(padded_dim(layer.qk_dim), padded_dim(layer.v_dim)) * dtype.itemsize
     rows = m.q_len * (layer.num_heads // layer.num_kv_heads)
     kind = 64 if m.mode is ForwardMode.EXTEND else min(max(16, triton.next_power_of_2(rows)), 64)

@@ -1,6 +1,6 @@
 """What a chunk of tokens needs of itself before the state reaches it, all chunks at once.
 
-Twin: `backends.recurrent_ref.scan_extend`, in its notation: with A the strict lower part of beta_i exp(cum_i - cum_j)
+Twin: `recurrent.reference.scan_extend`, in its notation: with A the strict lower part of beta_i exp(cum_i - cum_j)
 (k_i . k_j) and X = (I + A)^-1 diag(beta), a chunk's u are X v + w S, where w = -X exp(cum) k.
 """
 

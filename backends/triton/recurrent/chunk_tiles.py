@@ -1,6 +1,6 @@
 """Bodies of the kernels of `chunks`: where a chunk of tokens lies, its log decays, and products as exact as fp32.
 
-Twin: `backends.recurrent_ref.scan_extend`.
+Twin: `backends.recurrent.reference.scan_extend`.
 """
 
 import triton

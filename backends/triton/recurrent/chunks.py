@@ -1,6 +1,6 @@
 """Prefills of scans by chunks of tokens: what each needs of itself, all at once; states, one by one; outputs, at once.
 
-Twin: `backends.recurrent_ref.scan_extend`, in its notation; `chunk_solve` has the first step, which only corrected
+Twin: `recurrent.reference.scan_extend`, in its notation; `chunk_solve` has the first step, which only corrected
 scans and decays by key take. Decays by element of the state have no such form, and few tokens no use for it: those
 pass one by one.
 """
@@ -173,7 +173,7 @@ class _Scratch(NamedTuple):
 
 
 def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
-    """See `backends.recurrent_ref.scan_extend`."""
+    """See `recurrent.reference.scan_extend`."""
     if layer.spec.decay == "state" or inputs.v.shape[0] < FEWEST:
         return scan.scan_extend(inputs, layer, metadata)
     is_wide = all(t.dtype == torch.float32 for t in inputs[:3])

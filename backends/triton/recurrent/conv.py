@@ -1,6 +1,6 @@
 """Causal convolutions over paths of nodes and over packed prefills, a tile of channels at a time.
 
-Twins: `backends.recurrent_ref.conv_tail`, `conv_step` and `conv_extend`.
+Twins: `backends.recurrent.reference.conv_tail`, `conv_step` and `conv_extend`.
 """
 
 import torch
@@ -158,7 +158,7 @@ def _keep_inputs_kernel(
 def conv_tail(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
 ) -> torch.Tensor:
-    """See `backends.recurrent_ref.conv_tail`."""
+    """See `backends.recurrent.reference.conv_tail`."""
     m, spec, bits = metadata, layer.spec, metadata.ancestor_bits
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _conv_tail_kernel[(triton.cdiv(spec.channels, BLOCK_C), x.shape[0])](
@@ -190,7 +190,7 @@ def conv_tail(
 def conv_step(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
 ) -> torch.Tensor:
-    """See `backends.recurrent_ref.conv_step`."""
+    """See `backends.recurrent.reference.conv_step`."""
     spec, kept = layer.spec, layer.spec.kernel - 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _conv_step_kernel[(triton.cdiv(spec.channels, BLOCK_C), x.shape[0])](
@@ -216,7 +216,7 @@ def conv_step(
 def conv_extend(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ConvLayer, metadata: AttentionMetadata
 ) -> torch.Tensor:
-    """See `backends.recurrent_ref.conv_extend`."""
+    """See `backends.recurrent.reference.conv_extend`."""
     m, spec, kept = metadata, layer.spec, layer.spec.kernel - 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid = triton.cdiv(spec.channels, EXTEND["BLOCK"]), triton.cdiv(x.shape[0], EXTEND["BLOCK_T"])

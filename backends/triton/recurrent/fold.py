@@ -1,6 +1,6 @@
 """Accepted paths folded into the states of recurrent layers: one launch for all layers of a kind.
 
-Twin: `backends.recurrent_ref.folder`. Requests that accepted nothing leave their state as it is.
+Twin: `backends.recurrent.reference.folder`. Requests that accepted nothing leave their state as it is.
 """
 
 from collections.abc import Sequence
@@ -92,7 +92,7 @@ def _fold_conv_kernel(
 
 
 def folder(layers: Sequence[RecurrentLayer]) -> Commit:
-    """See `backends.recurrent_ref.folder`; the layers' tensors are looked up here, once."""
+    """See `backends.recurrent.reference.folder`; the layers' tensors are looked up here, once."""
     kinds: dict[ConvSpec | ScanSpec, list[RecurrentLayer]] = {}
     for layer in layers:
         kinds.setdefault(layer.spec, []).append(layer)

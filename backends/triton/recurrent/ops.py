@@ -1,4 +1,4 @@
-"""The operations of recurrent layers as Triton kernels. Twins: `backends.recurrent_ref`."""
+"""The operations of recurrent layers as Triton kernels. Twins: `backends.recurrent.reference`."""
 
 from specdec.backends.recurrent.state_pool import RecurrentOps
 from specdec.backends.triton.recurrent.chunks import scan_extend

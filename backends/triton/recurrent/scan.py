@@ -1,6 +1,6 @@
 """Scans, a program for some values of one head of one request, whose state stays in registers while tokens pass.
 
-Twins: `backends.recurrent_ref.scan_tail`, `scan_extend` and `scan_step`. A node of a tree continues where the node
+Twins: `recurrent.reference.scan_tail`, `scan_extend` and `scan_step`. A node of a tree continues where the node
 before it ended or began, if that is its parent or sibling; else its path is taken again, from the state on. So a chain
 costs one pass over its tokens, and decays are multiplied one by one: no exponent is above 0.
 """
@@ -164,7 +164,7 @@ def _scan_extend_kernel(
 
 
 def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
-    """See `backends.recurrent_ref.scan_tail`."""
+    """See `recurrent.reference.scan_tail`."""
     m, spec, bits = metadata, layer.spec, metadata.ancestor_bits
     out, (tensors, strides) = torch.empty_like(inputs.v, memory_format=torch.contiguous_format), arguments(inputs)
     words = 0 if bits is None else bits.shape[2]
@@ -192,12 +192,12 @@ def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata)
 
 
 def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
-    """See `backends.recurrent_ref.scan_extend`."""
+    """See `recurrent.reference.scan_extend`."""
     return _token_by_token(inputs, layer, metadata, inputs.v.new_zeros(inputs.v.shape))  # where padding stays zero
 
 
 def scan_step(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
-    """See `backends.recurrent_ref.scan_step`: a prefill of one token, so that states are read once and written once."""
+    """See `recurrent.reference.scan_step`: a prefill of one token, so that states are read once and written once."""
     out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
     return _token_by_token(inputs, layer, metadata, out)
 

@@ -2,7 +2,7 @@
 
 The law of a node depends on the tokens of its own path: the committed ones and the node's ancestors. So a request
 keeps its history by row, and each node is judged after what it would follow. Pure tensor functions, without a look at
-the device; the specification that `backends.triton.processors` is compared with.
+the device; the specification that `backends.triton.sampling.processors` is compared with.
 """
 
 from collections.abc import Iterable, Sequence

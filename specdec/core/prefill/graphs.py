@@ -26,7 +26,7 @@ from specdec.graphs.shapes import token_buckets
 
 LOWER = "max_prefill_tokens, shorten prefill_buckets, or pass prefill_graph='off'"
 # Tokens * hidden_size**2 from which the device, and not launching, is what an eager forward takes: an H200 takes 1.3
-# times as long as its host from 512 to 704 tokens of an 8B (bench/prefill.py), and never with a small model.
+# times as long as its host from 512 to 704 tokens of an 8B, and never with a small model.
 BUSY_WORK = 10**10
 
 

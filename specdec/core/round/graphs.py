@@ -25,7 +25,6 @@ class RoundGraphs:
 
     def __init__(self, program: Round, parts: Parts, pool: GraphPool | None):
         config = parts.config
-        self._program = program
         self._config = config
         device = program.slot_table.device
         self.capture = pick_capture(config.cuda_graph, device, pool)

@@ -1,7 +1,6 @@
 """Prompt files and the named sets of other benchmarks: where a set's file lies, and what its lines must look like.
 
-A question is the user's turns of one conversation; answers in between are the model's.
-Nothing is downloaded.
+A question is the user's turns of one conversation; the answers in between are the model's. Nothing is downloaded.
 """
 
 import json

@@ -74,14 +74,14 @@ def full_vocab_problems(d2t: torch.Tensor | None, t2d: torch.Tensor | None) -> l
     all_ids = torch.arange(d2t.numel())
     if d2t.is_floating_point() or d2t.dtype == torch.bool:
         problems.append(f"d2t is {d2t.dtype}; expected torch.int64")
-    elif not full_vocab_ids(d2t).sort().values.equal(all_ids):
+    elif not target_ids(d2t).sort().values.equal(all_ids):
         lost = f"d2t does not lead to each of the {d2t.numel()} target tokens once, and the head scores them all"
         problems.append(ABSOLUTE if d2t.long().sort().values.equal(all_ids) else lost)
     return problems
 
 
-def full_vocab_ids(d2t: torch.Tensor) -> torch.Tensor:
-    """Return the target id of each draft id, [V] int64."""
+def target_ids(d2t: torch.Tensor) -> torch.Tensor:
+    """Return the target id of each draft id, [dv] int64."""
     return d2t.long() + torch.arange(d2t.numel())
 
 

@@ -91,7 +91,10 @@ def read_weight_map(folder: Path, name: str) -> dict[str, str]:
 def _is_inside(folder: Path, name: Any) -> bool:
     """Return whether `name` is that of a file below `folder`. The file itself may be a link, as all are in Hub
     snapshots; the folders on the way may not lead out."""
-    return isinstance(name, str) and (folder / name).parent.resolve().is_relative_to(folder.resolve())
+    try:
+        return isinstance(name, str) and (folder / name).parent.resolve().is_relative_to(folder.resolve())
+    except (ValueError, OSError, RuntimeError):  # a NUL in it, a link to itself
+        return False
 
 
 @contextmanager

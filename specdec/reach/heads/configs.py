@@ -17,6 +17,7 @@ from specdec.reach.heads.files import HeadFiles
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"  # of EAGLE-3: as files count layers
 AUX_LAYERS = "specdec_aux_layers"  # our own: indices of the layers whose output is read, unambiguously
 OWN_KEY = "specdec_nextn"  # our own: fields of NextNConfig that differ from its defaults
+MOST_DIM = 1 << 16  # of a head: far above any, and few enough for the tables that check its rope
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")  # that a layer cannot do without
 
 
@@ -108,8 +109,8 @@ def _size_problems(raw: Mapping[str, Any], at: str) -> list[str]:
         )
     if not raw.get("head_dim") and size % heads:
         problems.append(f"config.json has no {at}head_dim, and {heads} heads do not share hidden_size={size} equally")
-    if dim % 2:
-        problems.append(f"heads of {dim} elements: expected an even number, which rope turns in pairs")
+    if dim % 2 or dim > MOST_DIM:
+        problems.append(f"heads of {dim} elements: expected an even number up to {MOST_DIM}, which rope turns in pairs")
     return problems
 
 

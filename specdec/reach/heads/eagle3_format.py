@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specdec.reach.checkpoints.fitting import full_vocab_ids, full_vocab_problems, vocab_problems
+from specdec.reach.checkpoints.fitting import full_vocab_problems, target_ids, vocab_problems
 from specdec.reach.heads import fresh
 from specdec.reach.heads.configs import AUX_IDS
 from specdec.reach.heads.eagle3 import Eagle3Head, default_aux_layers
@@ -51,7 +51,8 @@ def read(files: HeadFiles, target: TargetShape | None) -> Stored | None:
     is_narrow = target is not None and width != target.hidden_size
     head = files.make(Eagle3Head, replace(config, own_embedding=is_narrow or files.is_own(EMBEDDING, target)))
     wanted, scores_all = shapes_of(head), config.draft_vocab_size == vocab_size
-    derived = [LM_HEAD] if files.raw.get("lm_head_from_target") else []
+    rows_fit = width == config.target_hidden_size
+    derived = [LM_HEAD] if files.raw.get("lm_head_from_target") and rows_fit else []
     derived += ["d2t", "t2d"] if scores_all else []
     optional = {EMBEDDING: (vocab_size, width)} | {name: wanted.pop(name) for name in derived}
     files.check(wanted, optional, partial(_why, head))
@@ -70,7 +71,7 @@ def _tensors(
     yield from files.items([name for name in wanted if name not in (LM_HEAD, "d2t", "t2d")])
     order = None
     if scored:
-        order = full_vocab_ids(maps["d2t"]).argsort() if "d2t" in maps else None
+        order = target_ids(maps["d2t"]).argsort() if "d2t" in maps else None
         maps = {"d2t": torch.zeros(scored, dtype=torch.int64), "t2d": torch.ones(scored, dtype=torch.bool)}
     yield from maps.items()
     if LM_HEAD in files.found:
@@ -79,7 +80,7 @@ def _tensors(
     else:
         assert target is not None, "the rows of lm_head are its target's"
         rows = target.lm_head_rows()
-        yield LM_HEAD, rows[full_vocab_ids(maps["d2t"]).to(rows.device)]
+        yield LM_HEAD, rows[target_ids(maps["d2t"]).to(rows.device)]
 
 
 def _why(head: Eagle3Head, name: str, shape: tuple[int, ...] | None) -> str:
@@ -92,6 +93,11 @@ def _why(head: Eagle3Head, name: str, shape: tuple[int, ...] | None) -> str:
 
 def write(head: Eagle3Head, saving: Saving) -> tuple[dict[str, Any], Tensors]:
     """Return config.json and the tensors. ValueError names what the layout cannot express."""
+    own, theirs = head.hidden_size, head.target_hidden_size
+    if saving.lm_head_from_target and own != theirs:
+        raise ValueError(
+            f"lm_head_from_target=True: the head is {own} wide, but its target's rows {theirs}: they do not fit"
+        )
     if saving.layout == "eagle3":
         config = official_json(head.config, saving.lm_head_from_target)
     else:

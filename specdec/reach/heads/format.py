@@ -91,8 +91,8 @@ class Saving:
 class Training:
     """Training defaults and card texts of one kind of draft.
 
-    recipe: fields in which it differs from the defaults of `train.config.TrainConfig`. takes: fields of
-    `train.students.Shape` that apply to a fresh student. name, fits: for its card, what it is and for which targets.
+    recipe: fields in which it differs from the defaults of `tools.train.config.TrainConfig`. takes: fields of
+    `HeadShape` there that apply to a fresh student. name, fits: for its card, what it is and for which targets.
     """
 
     recipe: Mapping[str, Any]
@@ -111,7 +111,7 @@ class HeadFormat:
     layers is None then.
     write(head, saving): (config.json, tensors by our names).
     fresh(model, shape, seed, hot_ids): a head to be trained, in fp32 on the device of the target `model`; shape: a
-    `train.students.Shape`; hot_ids(n): the n target tokens that a head had best score, [n] int64.
+    `tools.train.config.HeadShape`; hot_ids(n): the n target tokens of a head's vocabulary, [n] int64.
     written(head): names of the layouts it can be written in, the default first.
     features: target hidden states that it reads, see `AlgoSpec`. shares_lm_head_rows: its lm_head can be left out of a
     file, since its rows may be the target's. combining: a pattern of the names of the linear layers that read

@@ -88,6 +88,7 @@ class NextNHead(DraftHead):
         self.recycles_normed = c.recycles_normed
         like = full_attention_layer(text)
         self.mtp = nn.ModuleList([NextNLayer(decoder, self.hf_config, like) for _ in range(c.num_layers)])
+        self._experts = Experts(self.mtp)
         with torch.device(target.get_input_embeddings().weight.device):  # a head on the meta device has angles, too
             self.rotary = type(decoder.rotary_emb)(config=self.hf_config)
         differs = "layer_type" in signature(self.rotary.forward).parameters  # one rotary for several kinds of layers
@@ -109,7 +110,7 @@ class NextNHead(DraftHead):
         return self.mtp[0].eh_proj.weight  # type: ignore[union-attr,return-value]
 
     def routed(self) -> AbstractContextManager[None]:
-        return Experts(self).routed()
+        return self._experts.routed()
 
     def rope(self, positions: torch.Tensor) -> Rope:
         like = torch.empty(0, dtype=self.weight.dtype, device=positions.device)

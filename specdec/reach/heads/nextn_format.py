@@ -98,18 +98,17 @@ def read(files: HeadFiles, target: TargetShape | None) -> Stored | None:
     own = {"own_embedding": files.is_own(EMBEDDING, target), "own_head": files.is_own(LM_HEAD, target)}
     head = files.make(NextNHead, target.model, NextNConfig(**config, **own))
     made = shapes_of(head)
-    wanted: Wanted = {}
-    for name, shape in made.items():
-        wanted |= (per_expert(name, shape) if name not in files.found else {}) or {name: shape}
+    parts: dict[str, Wanted] = {name: {} if name in files.found else per_expert(name, s) for name, s in made.items()}
+    wanted: Wanted = {n: s for name, shape in made.items() for n, s in (parts[name] or {name: shape}).items()}
     copies: Wanted = dict.fromkeys((EMBEDDING, LM_HEAD), (head.vocab_size, head.hidden_size))
     files.check(wanted, copies, lambda name, _: "" if name in copies else "an MTP layer of another family or size")
-    return Stored(head, _tensors(files, made), _kept_dtypes(head, target))
+    return Stored(head, _tensors(files, parts), _kept_dtypes(head, target))
 
 
-def _tensors(files: HeadFiles, made: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, shape in made.items():
-        parts = per_expert(name, shape) if name not in files.found else {}
-        yield name, fuse_experts(name, files.read(list(parts))) if parts else files.read([name])[name]
+def _tensors(files: HeadFiles, parts: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the head's tensors. parts: what is stored of each an expert at a time, nothing of those stored as one."""
+    for name, own in parts.items():
+        yield name, fuse_experts(name, files.read(list(own))) if own else files.read([name])[name]
 
 
 def _kept_dtypes(head: NextNHead, target: TargetShape) -> dict[str, torch.dtype]:

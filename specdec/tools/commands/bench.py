@@ -18,7 +18,7 @@ from specdec.tools.commands.bench_latency import latency_command
 from specdec.tools.commands.bench_pages import compare_command, page_command
 from specdec.tools.commands.bench_peers import peers_command
 from specdec.tools.commands.choices import Json, draft_of, finish, listed, name_of_target, numbers, recorded
-from specdec.tools.measure.acceptance import DraftShape, acceptance, print_rows
+from specdec.tools.measure.acceptance import DraftShape, acceptance, case_of, print_rows
 from specdec.tools.measure.conversations import Conversations
 from specdec.tools.measure.results import ResultFile
 from specdec.tools.train.cli import Device, Dtype, Target
@@ -75,7 +75,7 @@ def bench_acceptance(
     max_batch: int = 8,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    out: Annotated[Path | None, typer.Option(help="Folder for the result file, written after every engine.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the result file, written after every row.")] = None,
     target_name: Annotated[
         str | None, typer.Option(help="Name of the target in the result file; else its own.")
     ] = None,
@@ -98,25 +98,19 @@ def bench_acceptance(
     model, tokenizer = load(target, dtype, device)
     asked = {name: Conversations.render(own, tokenizer) for name, own in questions.items()}
 
+    chosen = {size: _chosen(size, frequent_in, tokenizer) for size in vocabs}
+    options: dict[str, Any] = {"temperatures": laws, "tokenizer": tokenizer, "sample_drafts": sample_drafts}
+    options |= {"max_new_tokens": max_new_tokens, "max_batch": max_batch}
+    options |= {"predicted": predicted, "by_category": by_category}
+
     def measured() -> Iterator[dict[str, Any]]:
         for name, (source, algo) in drafts.items():
             pairs = list(product(shapes, vocabs))
             for one, vocab in pairs if algo is not None else pairs[:1]:
-                yield from acceptance(
-                    model,
-                    source,
-                    asked,
-                    name=name,
-                    algo=algo,
-                    shape=one,
-                    draft_vocab=_chosen(vocab, frequent_in, tokenizer),
-                    **options,
-                )
+                own: dict[str, Any] = {"name": name, "algo": algo, "shape": one, "draft_vocab": chosen[vocab]}
+                yield from acceptance(model, source, asked, **own, **options)
 
     config = {"target": target, "drafts": list(drafts), "dtype": str(model.dtype), "max_batch": max_batch}
-    options: dict[str, Any] = {"temperatures": laws, "tokenizer": tokenizer, "sample_drafts": sample_drafts}
-    options |= {"max_new_tokens": max_new_tokens, "max_batch": max_batch}
-    options |= {"predicted": predicted, "by_category": by_category}
     with ResultFile(out, "acceptance", target_name or name_of_target(target), config) as file:
         rows = recorded(file, measured(), _line)
     print_rows(rows)
@@ -132,10 +126,9 @@ def _chosen(size: int | None, frequent_in: Path | None, tokenizer: Any) -> int |
 
 def _line(row: dict[str, Any]) -> str:
     """Say a row in short."""
-    what = row["prompts"] if row["category"] is None else f"{row['prompts']}/{row['category']}"
     of = f" of {row['draft_vocab']} tokens" if "draft_vocab" in row else ""
     shape = DraftShape(row["steps"], row["topk"], row["draft_tokens"])
-    return f"{row['draft']}{of} {shape} {what} T={row['temperature']:g}: tau {row['tau']:.3f}"
+    return f"{row['draft']}{of} {shape} {case_of(row)} T={row['temperature']:g}: tau {row['tau']:.3f}"
 
 
 def _drafts(values: list[str]) -> dict[str, tuple[Path | str | None, str | None]]:

@@ -53,7 +53,7 @@ def bench_gsm8k(
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Hold likelihoods and answers of every prefill mode, with and without a draft, against plain decoding without
+    """Compare likelihoods and answers of every prefill mode, with and without a draft, with plain decoding without
     prefill graphs.
 
     Exits with 1 where a mode differs beyond chance.
@@ -99,8 +99,8 @@ def bench_lossless(
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Hold greedy text against `model.generate` and sampled text against other ways of running the same round, for
-    every draft, chains and trees.
+    """Compare greedy text with `model.generate`, and sampled text with other ways of running the same round, for every
+    draft, chains and trees.
 
     Exits with 1 where a difference is not explained by rounding.
     """

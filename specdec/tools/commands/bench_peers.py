@@ -1,6 +1,5 @@
 """`specdec bench peers`: reads the options, loads what all ways share, prints and writes the rows."""
 
-import sys
 import warnings
 from itertools import cycle, islice
 from logging import ERROR, getLogger
@@ -15,7 +14,7 @@ from specdec import __version__, shipped
 from specdec.core.text.prompts import chat_ids, read_questions
 from specdec.reach.heads.load import detect_algo
 from specdec.reach.targets.pretrained import BUNDLED, load_draft
-from specdec.tools.commands.choices import Json, check_alone, draft_of, finish, named_draft
+from specdec.tools.commands.choices import Json, check_alone, draft_of, finish, named_draft, recorded
 from specdec.tools.commands.demo import PROMPTS
 from specdec.tools.measure.peers.peer import Task, measure, print_rows
 from specdec.tools.measure.peers.ways import ways
@@ -35,7 +34,7 @@ def peers_command(
         str | None, typer.Option(help="A small LM of the vocabulary, for the others; default: shipped-standalone.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="Instead of a target, random weights of 135m, 8b or tiny; acceptance is imposed.")
+        str | None, typer.Option(help="Instead of a target, random weights of a named shape; acceptance is imposed.")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines, such as GSM8K's; default: the demo's four.")] = None,
     limit: Annotated[int | None, typer.Option(help="Requests at once; default 32 on CUDA, else 4.")] = None,
@@ -79,17 +78,18 @@ def peers_command(
     config = {"version": __version__, "target": target, "draft": draft, "assistant": assistant}
     config |= {"prompts": None if prompts is None else str(prompts), "dtype": str(task.model.dtype)}
     config |= {"acceptance": IMPOSED} if task.is_random else {}
-    rows: list[dict[str, Any]] = []
     with ResultFile(out, "peers", name, config) as file:
-        for row in measure(task, ways(task, compile=compile)):
-            rows.append({"shape": name, **row})
-            rate = f"{row['tokens_per_s']} tokens/s" if "tokens_per_s" in row else row["error"]
-            print(f"{row['what']}: {rate}", file=sys.stderr, flush=True)
-            file.write(rows)
+        measured = ({"shape": name, **row} for row in measure(task, ways(task, compile=compile)))
+        rows = recorded(file, measured, _line)
     print_rows(rows)
     if task.is_random:
         print(IMPOSED)
     finish(json, {"rows": rows}, file.name)
+
+
+def _line(row: dict[str, Any]) -> str:
+    """Say a row in short."""
+    return f"{row['what']}: " + (f"{row['tokens_per_s']} tokens/s" if "tokens_per_s" in row else row["error"])
 
 
 def _draft(draft: str | None, target: str | None) -> tuple[Path | str | None, str | None]:

@@ -9,6 +9,7 @@ import typer
 
 from specdec import shipped
 from specdec.core.errors import CheckpointError
+from specdec.reach.checkpoints.fitting import target_ids
 from specdec.reach.checkpoints.replacing import check_free, write_checkpoint
 from specdec.reach.checkpoints.tensors import TensorFiles
 from specdec.reach.heads.configs import AUX_IDS, AUX_LAYERS
@@ -41,7 +42,7 @@ def convert(
 
     to: "official" or "speculators". verifier: name of the target for speculators' config; None keeps what `src` says.
     overwrite: replace a checkpoint in `dst`. target: gives the rows of lm_head that a head leaves to its target, which
-    speculators' layout needs. ValueError names what `to` cannot express, CheckpointError what is wrong
+    other readers of speculators' layout need. ValueError names what `to` cannot express, CheckpointError what is wrong
     with `src`.
     """
     if to not in TO:
@@ -87,11 +88,11 @@ def _targets_rows(target: TargetShape | None, tensors: Mapping[str, torch.Tensor
     """Return the rows of the target's output head that a head of `tensors` scores with, in its own dtype."""
     if target is None:
         raise ValueError(
-            "the head leaves its lm_head to the target, which speculators' layout cannot express: give its target as "
-            "--target, and its rows are written out"
+            "the head leaves its lm_head to the target, which other readers of speculators' layout do not know: give "
+            "its target as --target, and its rows are written out"
         )
     rows, d2t = target.lm_head_rows(), tensors.get("d2t")
-    hot = slice(None) if d2t is None else (d2t + torch.arange(len(d2t))).to(rows.device)
+    hot = slice(None) if d2t is None else target_ids(d2t).to(rows.device)
     return rows[hot].to("cpu", tensors["fc.weight"].dtype)
 
 

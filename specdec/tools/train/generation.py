@@ -41,13 +41,15 @@ MAX_BATCH = {"cuda": 512, "cpu": 32}
 
 
 def _shard(value: str) -> str:
-    index, _, count = value.partition("/")
+    index, _, count = str(value).partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise ValueError
     return value
 
 
 def _temperatures(value: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError
     if not all(0 <= float(law) < math.inf for law in value.split(",")):
         raise ValueError
     return value

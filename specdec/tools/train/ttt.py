@@ -86,7 +86,7 @@ def unroll(
     """Yield the recycled state [B, T, h_d] of each of `num_steps` steps, in order.
 
     embed: the target's, frozen, used unless the head has its own. tokens [B, >= T + num_steps] int64, right-padded.
-    features [B, T, num_aux*h]: the target's. Of several modules, the last one runs all steps from its own on.
+    features [B, T, num_aux*h]: the target's. Step j runs module min(j, num_modules-1).
     """
     batch, length = features.shape[:2]
     if tokens.shape[1] < length + num_steps:

@@ -240,8 +240,8 @@ def _eager_runs(engine: Engine) -> Counter[str]:
 
 
 def draft_of_row(row: Mapping[str, Any]) -> str:
-    """Return how a row's rounds drafted, as S:K:D or "plain"."""
-    return f"{row['steps']}:{row['topk']}:{row['draft_tokens']}" if row["steps"] else "plain"
+    """Return how a row's rounds drafted, as in --drafts."""
+    return str(DraftCase(row["steps"], row["topk"], row["draft_tokens"], row.get("draft_vocab")))
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:

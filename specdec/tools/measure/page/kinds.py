@@ -126,9 +126,11 @@ def _phases(rows: Rows) -> Rows:
 
 def _start(rows: Sequence[Row]) -> Rows:
     """Add the seconds of attaching, of files without them the milliseconds, and what is left beside its parts."""
-    found = [{"attach_s": row.get("ms", 0) / 1000, "compile_s": 0.0, **row} for row in _with_rounds(rows)]
+    found = [
+        {"attach_s": row["ms"] / 1000 if "ms" in row else None, "compile_s": 0.0, **row} for row in _with_rounds(rows)
+    ]
     for row in found:
-        row["rest_s"] = max(row["attach_s"] - row["compile_s"] - row.get("capture_s", 0.0), 0.0)
+        row["rest_s"] = max((row["attach_s"] or 0.0) - row["compile_s"] - row.get("capture_s", 0.0), 0.0)
     return found
 
 
@@ -184,10 +186,15 @@ def _eager_lines(row: Row) -> Iterator[dict[str, Any]]:
     if isinstance(runners, Mapping):
         for name, counts in runners.items():
             if counts.get("eager"):
-                why = ", ".join(f"{reason}: {n}" for reason, n in counts.get("rejects", {}).items()) or None
+                why = _counted(counts.get("rejects", {}))
                 yield {"runner": name, "eager runs": counts["eager"], "replays": counts.get("replays"), "why": why}
     elif isinstance(row.get("eager"), int) and row["eager"]:
-        yield {"eager runs": row["eager"], "why": row.get("reasons") or row.get("notes")}
+        yield {"eager runs": row["eager"], "why": _counted(row.get("why_eager", {})) or row.get("notes")}
+
+
+def _counted(reasons: Mapping[str, int]) -> str | None:
+    """Write reasons with their counts."""
+    return ", ".join(f"{reason}: {n}" for reason, n in reasons.items()) or None
 
 
 KINDS = (  # a row belongs to the first that takes it
@@ -322,7 +329,10 @@ KINDS = (  # a row belongs to the first that takes it
         "Texts equal token for token to those of the way named, and how many of the others part where the target's own "
         "two logits are nearly equal, which rounding may decide.",
         lambda row: {"compared", "equal"} <= row.keys(),
-        best=(Best("equal", "texts equal, at least", ("compared", "draft", "check"), pick=min),),
+        best=(
+            Best("equal", "texts equal, at least", ("compared", "draft", "check"), pick=min),
+            Best("unexplained", "differences unexplained, at most", ("compared", "draft", "check")),
+        ),
         columns="file draft algo num_steps topk num_draft_tokens backend batch check against temperature compared "
         "equal near_ties unexplained tau seconds",
     ),

@@ -76,7 +76,7 @@ class Best(NamedTuple):
 
     def cards(self, rows: Rows) -> Iterator[Card]:
         """Yield the cards."""
-        own = [row for row in rows if row.get(self.key)]
+        own = [row for row in rows if row.get(self.key) is not None]
         for name, group in sorted(grouped(own, lambda row: str(row.get(self.by, ""))).items()):
             row = self.pick(group, key=lambda row: row[self.key])
             value = plus_minus(row) if self.key == "tau" else number(row[self.key]) + self.unit
