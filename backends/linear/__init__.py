@@ -1,0 +1,123 @@
+"""`specdec::linear`, `gated_linear`, `rms_norm` and `add_rms_norm`: a row's bits depend on nothing but that row.
+
+Products sum K in order and never split it; norms have one kernel for any number of rows. So plain decoding,
+verification and prefills of any batch compute the same values. Kernels of ours run them on CUDA in 16 bits, their twins
+elsewhere. Weights are arguments, so traces and checks of addresses see them; nothing waits for the host in a capture.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from specdec.backends.experts import has_triton
+from specdec.backends.linear.reference import ACTIVATIONS, add_rms_norm_twin, product_twin, rms_norm_twin
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, str | None], torch.Tensor]
+
+
+class Kind(NamedTuple):
+    """How weights of one kind are multiplied: product(x, weight, bias, activation or None), by kernel and by twin."""
+
+    name: str
+    takes: Callable[[torch.Tensor], bool]  # a weight
+    kernel: Product
+    twin: Product
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x @ weight.T + bias [..., N], contiguous; bias is added before the one rounding.
+
+    x: [..., K], its last dim dense. weight: [N, K] with dense rows, bias: [N], both of x's dtype.
+    """
+    return torch.ops.specdec.linear.default(x, weight, bias)
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """Return activation(gate) * up [..., I], contiguous, where gate and up are the halves of linear(x, weight, bias).
+
+    weight: [2*I, K], gate's rows first. activation: "silu", "gelu" or "gelu_tanh". The product, the activation
+    (computed in fp32) and the result are each rounded to x's dtype.
+    """
+    return torch.ops.specdec.gated_linear.default(x, weight, bias, activation)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
+    """Return the RMS norm of x [..., H] over its last dim, contiguous, in x's dtype; statistics in fp32.
+
+    weight: [H]. is_late: multiply by offset + weight in fp32 and round once (Gemma with offset 1, GPT-OSS with 0);
+    else round, then multiply by weight and round again (Llama, Qwen). Rows of x may be strided, such as heads of a
+    joined QKV.
+    """
+    return torch.ops.specdec.rms_norm.default(x, weight, eps, offset, is_late)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `rms_norm` of total, and total = x + residual, rounded to their dtype."""
+    return torch.ops.specdec.add_rms_norm.default(x, residual, weight, eps, offset, is_late)
+
+
+def _dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+    return product_twin(x, weight, bias, activation)
+
+
+KINDS = (Kind("dense", lambda weight: weight.is_floating_point(), _dense, product_twin),)
+
+
+def kind_of(weight: torch.Tensor) -> Kind:
+    """Return the kind of `weight`; ValueError where there is none."""
+    kind = next((kind for kind in KINDS if kind.takes(weight)), None)
+    if kind is None:
+        raise ValueError(f"a weight of {weight.dtype}: expected one of {', '.join(k.name for k in KINDS)} weights")
+    return kind
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+    kind = kind_of(weight)
+    return (kind.kernel if x.is_cuda and _has_kernel(x) else kind.twin)(x, weight, bias, activation)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return _product(x, weight, bias, None)
+
+
+def _has_kernel(x: torch.Tensor) -> bool:
+    return x.dtype in KERNEL_DTYPES and has_triton()
+
+
+def _linear_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _gated_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
+
+
+def _norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _add_norm_fake(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+_LIBRARY = torch.library.Library("specdec", "FRAGMENT")
+_NORM = "Tensor weight, float eps, float offset, bool is_late"
+for _schema, _run, _fake in (
+    ("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _linear, _linear_fake),
+    ("gated_linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor", _product, _gated_fake),
+    (f"rms_norm(Tensor x, {_NORM}) -> Tensor", rms_norm_twin, _norm_fake),
+    (f"add_rms_norm(Tensor x, Tensor residual, {_NORM}) -> (Tensor, Tensor)", add_rms_norm_twin, _add_norm_fake),
+):
+    _LIBRARY.define(_schema)
+    _name = _schema.partition("(")[0]
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"specdec::{_name}", _fake, lib=_LIBRARY)

@@ -1,0 +1,40 @@
+"""Twins of the products and norms of a layer: their rounding is transformers'."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from torch.nn import functional as F
+
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+    {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+)
+
+
+def product_twin(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
+    """See `linear`, and `gated_linear` for an activation."""
+    product = F.linear(x, weight, bias)
+    if activation is None:
+        return product
+    gate, up = product.chunk(2, -1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def rms_norm_twin(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
+    """See `rms_norm`."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if is_late:
+        return (normed * (offset + weight.float())).to(x.dtype).contiguous()
+    return (normed.to(x.dtype) * weight).to(x.dtype).contiguous()
+
+
+def add_rms_norm_twin(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `add_rms_norm`."""
+    total = (x + residual).contiguous()
+    return rms_norm_twin(total, weight, eps, offset, is_late), total
