@@ -76,7 +76,7 @@ class Round:
         """Decide which nodes are emitted, up to a stop id or the length limit, and commit them."""
         verified = self._decide(batch, draft, logits, STREAM_VERIFY)
         if self._rates is not None:
-            draws = self.ops.uniforms(self.state.sampling.seeds[batch.rows], batch.seq_lens, STREAM_SYNTHETIC, 1)
+            draws = self.ops.uniforms(self.state.sampling["seed"][batch.rows], batch.seq_lens, STREAM_SYNTHETIC, 1)
             verified = impose_acceptance(verified, draft.tree, self._rates, draws[:, 0])
         verified = agreed(self.target.group, verified)
         verified = self.ops.trim(verified, batch.rows, self.state.stop_ids, self.state.remaining)
@@ -137,7 +137,7 @@ class Round:
             return self.ops.verify_greedy(logits, draft.tree, num_steps)
         uniforms = None
         if batch.sampling is not None:
-            uniforms = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, stream, logits.shape[1])
+            uniforms = self.ops.uniforms(batch.sampling["seed"], batch.seq_lens, stream, logits.shape[1])
         size = max(1, LAW_BYTES // (4 * logits[0].numel()))
         parts = [slice(i, i + size) for i in range(0, logits.shape[0], size)]
         outputs = [self._verify_part(batch, draft, logits, uniforms, num_steps, stream, part) for part in parts]

@@ -10,9 +10,6 @@ from specdec.core.functional.sampling import SamplingBatch, SamplingParams
 
 MAX_STOP_IDS = 16
 
-# Of `EngineState.tensors`, what a request brings along when it is admitted, in the order in which it is packed.
-ADMITTED = ("seq_lens", "remaining", "stop_ids", "temperature", "top_k", "top_p", "min_p", "seeds")
-
 
 @dataclass(frozen=True)
 class EngineState:
@@ -66,13 +63,12 @@ class EngineState:
 
     @cached_property
     def columns(self) -> list[torch.Tensor]:
-        """The tensors of ADMITTED."""
-        tensors = self.tensors
-        return [tensors[name] for name in ADMITTED]
+        """What a request brings along when it is admitted, in the order of packing: [num_rows, ...] int64."""
+        return [self.seq_lens, self.remaining, self.stop_ids, self.sampling.bits.T]
 
     @cached_property
     def num_admitted(self) -> int:
-        """Numbers that a row has in the tensors of ADMITTED."""
+        """Numbers that a row has in `columns`."""
         return sum(column[0].numel() for column in self.columns)
 
     @property
@@ -80,4 +76,4 @@ class EngineState:
         """All of it by name."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sampling", "processors")}
         own = {name: tensor for name, tensor in own.items() if tensor is not None}
-        return {**own, **self.sampling.tensors, **self.processors.tensors}
+        return {**own, "sampling": self.sampling.bits.T, **self.processors.tensors}
