@@ -22,7 +22,7 @@ class EngineState:
     the prompt's are written where somebody reads them (processors, a worker that `reads_history`), and what lies past
     the root is left over; sampling: parameters by row; processors: penalties and bans by row.
     logprobs [num_rows, S+1, 1 + 2*num_top] float32: of the tokens emitted last, see `token_logprobs`; None if they are
-    not computed.
+    not computed. digests [num_rows, S+1] int64: of the logits that those were chosen from, see `row_digests`, or None.
     """
 
     seq_lens: torch.Tensor
@@ -33,6 +33,7 @@ class EngineState:
     sampling: SamplingBatch
     processors: ProcessorState
     logprobs: torch.Tensor | None = None
+    digests: torch.Tensor | None = None
 
     @classmethod
     def empty(
@@ -41,8 +42,10 @@ class EngineState:
         width: int,
         device: torch.device,
         logprobs: tuple[int, int] | None = None,
+        digests: int | None = None,
     ) -> "EngineState":
-        """All rows idle. width: positions that a request can reach; logprobs: S+1 and num_top, if they are computed."""
+        """All rows idle. width: positions that a request can reach; logprobs: S+1 and num_top, digests: S+1, if they
+        are computed."""
 
         def zeros() -> torch.Tensor:
             return torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -54,7 +57,8 @@ class EngineState:
         scores = None
         if logprobs is not None:
             scores = torch.zeros(num_rows, logprobs[0], 1 + 2 * logprobs[1], device=device)
-        return cls(zeros(), zeros(), zeros(), stop_ids, history, sampling, processors, scores)
+        checksums = None if digests is None else torch.zeros(num_rows, digests, dtype=torch.int64, device=device)
+        return cls(zeros(), zeros(), zeros(), stop_ids, history, sampling, processors, scores, checksums)
 
     @staticmethod
     def bytes_for(num_rows: int, width: int) -> int:
