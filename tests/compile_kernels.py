@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from specdec.backends.triton.attention import tiling
 from specdec.backends.triton.experts import products as experts
+from specdec.backends.triton.linear import tiles
 from specdec.backends.triton.recurrent import chunks
 
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # what one program can have, by compute capability
@@ -69,7 +70,7 @@ def compile_all(capability: int) -> list[str]:
         return run
 
     driver.set_active(CompileOnly(capability))
-    for module in (chunks, experts, tiling):
+    for module in (chunks, experts, tiles, tiling):
         module.shared_memory = lambda device: most
     JITFunction.__getitem__ = only_compile
     attention(torch.bfloat16, LAYERS[1], range(5))
@@ -83,6 +84,7 @@ def compile_all(capability: int) -> list[str]:
     round_kernels()
     sums_over_ranks()
     products_of_experts()
+    products_and_norms()
     choices_of_routers()
     recurrent_layers()
     flashinfer_tables()
@@ -109,6 +111,31 @@ def products_of_experts() -> None:
         bias = torch.zeros(16, 96, dtype=dtype) if is_transposed else None
         weight = torch.zeros(16, *((64, 96) if is_transposed else (96, 64)), dtype=dtype)
         grouped_linear(x, ids, weight, bias, is_transposed)
+
+
+def products_and_norms() -> None:
+    """Few rows and many, by TMA and without, gated, with and without bias; norms of a layer and of heads."""
+    from specdec.backends.triton.linear import norms, products
+
+    for num_rows, N, K, dtype in (
+        (1, 960, 576, torch.bfloat16),
+        (1, 6144, 4096, torch.bfloat16),
+        (20, 28672, 4096, torch.bfloat16),
+        (60, 2048, 2048, torch.float16),
+        (100, 4096, 1024, torch.bfloat16),
+        (300, 4096, 1024, torch.bfloat16),
+        (3, 1000, 1001, torch.bfloat16),
+        (300, 1000, 1001, torch.float16),
+    ):
+        x, weight, bias = (torch.zeros(*shape, dtype=dtype) for shape in ((num_rows, K), (N, K), (N,)))
+        products.product(x, weight, None, None)
+        for activation in ("silu", "gelu", "gelu_tanh"):
+            products.product(x, weight, bias, activation)
+    products.gate(torch.zeros(3, 2000, dtype=torch.bfloat16), "silu")
+    rows = torch.zeros(3, 8192, dtype=torch.bfloat16)
+    for x in (rows, rows[:, :576].half(), rows.view(3, 64, 128)[:, :8], rows[:, :35]):
+        norms.rms_norm(x, rows[0, : x.shape[-1]], 1e-5, 1.0, True)
+        norms.add_rms_norm(x, x, rows[0, : x.shape[-1]], 1e-5, 0.0, False)
 
 
 def choices_of_routers() -> None:

@@ -1,5 +1,7 @@
 """Products and norms between attention and attention: ops, twins, kernels, and bits that depend on a row alone."""
 
+import functools
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -8,8 +10,14 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.backends import linear as ops
+from specdec.backends.linear.reference import ACTIVATIONS, add_rms_norm_twin, product_twin, rms_norm_twin
+from specdec.backends.triton.linear import cublas, norms, products
+from specdec.backends.triton.linear.tiles import Tile, choose_tile
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BITS = {torch.float16: 2**-10, torch.bfloat16: 2**-7}  # the interpreter rounds bf16 to zero
+interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="of a GPU, tensor cores sum K in steps of 16")
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -48,3 +56,164 @@ def test_traces_keep_the_ops_and_their_shapes():
 def test_an_unknown_activation_is_refused_by_name():
     with pytest.raises(ValueError, match="activation='relu': expected one of silu, gelu, gelu_tanh"):
         ops.gated_linear(random(2, 8), random(12, 8), None, "relu")
+
+
+def padded(t):
+    """Return `t` at an odd address, with an odd stride: no TMA."""
+    wide = torch.empty(t.shape[0], t.shape[1] + 1 + t.shape[1] % 2, dtype=t.dtype, device=t.device)[
+        :, 1 : t.shape[1] + 1
+    ]
+    return wide.copy_(t)
+
+
+def assert_close(ours, theirs, steps=1):
+    atol = rtol = 2 * steps * BITS[ours.dtype]
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+@pytest.mark.parametrize("place", [lambda t: t, padded], ids=["tma", "plain"])
+def test_products_equal_their_twin(place, dtype):
+    for num_rows, N, K in ((3, 33, 144), (70, 20, 40)):
+        x, bias = random(num_rows, K, dtype=dtype), random(2 * N, dtype=dtype, seed=2)
+        weight = random(2 * N, K, dtype=dtype, seed=1) * K**-0.5
+        for activation, added in ((None, None), (None, bias), ("silu", bias), ("gelu", None), ("gelu_tanh", None)):
+            ours = products.product(place(x), place(weight), added, activation)
+            assert_close(ours, product_twin(x, weight, added, activation), steps=3 if activation else 1)
+
+
+def summed_in_order(x, weight, block):
+    sums = [a.float() @ b.float().T for a, b in zip(x.split(block, 1), weight.split(block, 1), strict=True)]
+    return functools.reduce(torch.add, sums).half()
+
+
+@interpreted
+@pytest.mark.parametrize("place", [lambda t: t, padded], ids=["tma", "plain"])
+def test_k_is_summed_in_order_and_never_split_for_any_number_of_rows(place):
+    """Parts a, b, c, -a of whole numbers, exact in fp32 each; a is so large that their sum depends on its order."""
+    part, random = choose_tile(1, 40, 512, False, DEVICE).k, torch.Generator().manual_seed(0)
+    x, weight = (torch.randint(-8, 9, (rows, 4, part), generator=random) for rows in (130, 40))
+    x[:, 0], weight[:, 0] = x[:, 0] * 4096, weight[:, 0] * 64
+    x[:, 3], weight[:, 3] = -x[:, 0], weight[:, 0]
+    x, weight = x.flatten(1).half(), weight.flatten(1).half()
+    halves = [a.float() @ b.float().T for a, b in zip(x.split(2 * part, 1), weight.split(2 * part, 1), strict=True)]
+    assert not sum(halves).half().equal(summed_in_order(x, weight, part)), "a split sum differs"
+    for rows in (1, 2, 16, 17, 40, 65, 130):
+        expected = summed_in_order(x[:rows], weight, choose_tile(rows, 40, 4 * part, False, DEVICE).k)
+        assert products.product(place(x)[:rows], place(weight), None, None).equal(expected)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_gate_after_a_product_has_the_bits_of_one_within(activation):
+    x, weight = random(5, 32, dtype=torch.float16), random(2 * 24, 32, dtype=torch.float16, seed=1)
+    joined = products.product(x, weight, None, None)
+    assert products.gate(joined, activation).equal(products.product(x, weight, None, activation))
+
+
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+@pytest.mark.parametrize(("offset", "is_late"), [(0.0, False), (1.0, True)])
+def test_norms_equal_their_twins_and_rows_alone_equal_rows_together(offset, is_late, dtype):
+    for H in (35, 64, 1100):
+        x, y, weight = random(9, H, dtype=dtype), random(9, H, dtype=dtype, seed=1), random(H, dtype=dtype, seed=2)
+        settings = weight, 1e-3, offset, is_late
+        normed, total = norms.add_rms_norm(x, y, *settings)
+        twin, twin_total = add_rms_norm_twin(x, y, *settings)
+        assert_close(total, twin_total)
+        assert_close(normed, rms_norm_twin(total, *settings), steps=2)
+        assert_close(normed, twin, steps=8)
+        assert norms.rms_norm(total, *settings).equal(normed)
+        for rows in (1, 2, 5):
+            assert norms.rms_norm(total[:rows], *settings).equal(normed[:rows])
+
+
+def test_norms_read_strided_heads_in_place():
+    joined = random(2, 3, 7 * 16, dtype=torch.float16)
+    heads = joined[..., 16:80].view(2, 3, 4, 16)
+    settings = random(16, dtype=torch.float16), 1e-3, 0.0, False
+    for x in (heads, heads[:, :1], heads[:1], heads[:1, :1], heads.transpose(1, 2), heads[..., :8].transpose(2, 3)):
+        scale = (settings[0][: x.shape[-1]], *settings[1:])
+        ours = norms.rms_norm(x, *scale)
+        assert ours.is_contiguous() and ours.equal(norms.rms_norm(x.contiguous(), *scale))
+    assert norms._strided_rows(heads) == (4, 7 * 16, 16) and norms._strided_rows(heads.transpose(1, 2)) is None
+
+
+def test_the_dense_kind_takes_rows_of_any_shape():
+    x, weight = random(2, 3, 48, dtype=torch.float16)[..., 16:], random(24, 32, dtype=torch.float16, seed=1)
+    for rows in (x, x[:, :1], x[0, 0], x[:0]):
+        ours, twin = (call(rows, weight, None, None) for call in (ops.KINDS[0].kernel, ops.KINDS[0].twin))
+        assert ours.shape == twin.shape
+        assert_close(ours, twin)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Tell whether cuBLAS has our bits by `agrees`, and count the questions."""
+    asked, agrees = [], [True]
+    monkeypatch.setattr(cublas, "ANSWERS", {})
+    monkeypatch.setattr(cublas, "_agrees", lambda num_rows, *rest: asked.append(num_rows) or agrees[0])
+    return asked, agrees
+
+
+@pytest.mark.parametrize(("activation", "most"), [(None, cublas.MAX_ROWS), ("silu", cublas.MAX_GATED_ROWS)])
+def test_many_rows_go_to_cublas_where_it_has_our_bits(counted, activation, most, monkeypatch):
+    asked, agrees = counted
+    ours, weight = [], random(16, 8, dtype=torch.float16)
+    run = products.product
+    monkeypatch.setattr(products, "product", lambda x, *rest: ours.append(x.shape[0]) or run(x, *rest))
+    for agrees[0], rows in ((True, most), (True, most + 1), (True, most + 1), (False, most + 2), (False, most + 2)):
+        cublas.product(random(rows, 8, dtype=torch.float16), weight, None, activation)
+    assert asked == [most + 1, most + 2], "once for each number of rows"
+    assert ours == [most, most + 2, most + 2]
+    monkeypatch.setattr(cublas, "is_rehearsing", lambda: True)
+    cublas.product(random(most + 3, 8, dtype=torch.float16), weight, None, activation)
+    assert len(asked) == 2 and ours[3:] == [most + 3], "a rehearsal asks nothing, and meets the kernels of both ways"
+
+
+def test_bits_of_cublas_are_compared_on_rows_from_first_to_last(monkeypatch):
+    weight = random(16, 8, dtype=torch.float16)
+    monkeypatch.setattr(cublas.F, "linear", lambda x, weight, bias: products.product(x, weight, bias, None))
+    assert cublas._agrees(150, weight, None) and cublas._agrees(150, weight, weight[:, 0].contiguous())
+    assert not cublas._agrees(150, torch.zeros_like(weight), None), "zeros are the same in any order"
+
+    def off_in_the_last(x, weight, bias):
+        out = products.product(x, weight, bias, None)
+        out[-1] += 1
+        return out
+
+    monkeypatch.setattr(cublas.F, "linear", off_in_the_last)
+    assert not cublas._agrees(150, weight, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+@pytest.mark.parametrize(("N", "K"), [(6144, 4096), (960, 576), (1000, 1001)])
+def test_bits_depend_on_neither_rows_nor_tiles_and_are_those_of_cublas(N, K, dtype, monkeypatch):
+    x, bias = random(512, K, dtype=dtype), random(N, dtype=dtype, seed=2)
+    weight = random(N, K, dtype=dtype, seed=1) * K**-0.5
+    for added in (None, bias):
+        full = torch.nn.functional.linear(x, weight, added)
+        for rows in (1, 2, 5, 16, 33, 64, 100, 128, 300, 512):
+            assert products.product(x[:rows], weight, added, None).equal(full[:rows])
+            assert ops.linear(x[:rows], weight, added).equal(full[:rows])
+    for tile in (Tile(16, 64, 64, 4, 3), Tile(32, 32, 128, 4, 3), Tile(64, 128, 64, 8, 3), Tile(16, 16, 256, 2, 2)):
+        monkeypatch.setattr(products, "choose_tile", lambda *given, tile=tile: tile)
+        assert products.product(x[:40], weight, bias, None).equal(full[:40])
+
+
+@pytest.mark.gpu
+def test_ops_are_captured_with_the_bits_they_have_outside():
+    x, weight, scale = random(100, 2048), random(2 * 8192, 2048, seed=1) * 0.02, random(2048, seed=3)
+    down = random(2048, 8192, seed=2) * 0.02  # cuBLAS splits its K
+
+    def layer(x):
+        normed, total = ops.add_rms_norm(x, x, scale, 1e-5, 0.0, False)
+        return ops.linear(ops.gated_linear(normed, weight, None, "silu"), down) + total
+
+    expected = layer(x)
+    graph, static = torch.cuda.CUDAGraph(), x.clone()
+    with torch.cuda.graph(graph):
+        out = layer(static)
+    graph.replay()
+    assert out.equal(expected)
+    for rows in (1, 20, 70):
+        assert layer(x[:rows]).equal(expected[:rows])

@@ -62,7 +62,11 @@ def add_rms_norm(
 
 
 def _dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
-    return product_twin(x, weight, bias, activation)
+    from specdec.backends.triton.linear import cublas
+
+    rows = x.reshape(-1, x.shape[-1])
+    product = cublas.product(rows if rows.stride(1) == 1 else rows.contiguous(), weight, bias, activation)
+    return product.view(*x.shape[:-1], product.shape[1])
 
 
 KINDS = (Kind("dense", lambda weight: weight.is_floating_point(), _dense, product_twin),)
@@ -91,6 +95,24 @@ def _has_kernel(x: torch.Tensor) -> bool:
     return x.dtype in KERNEL_DTYPES and has_triton()
 
 
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
+    if not (x.is_cuda and _has_kernel(x)):
+        return rms_norm_twin(x, weight, eps, offset, is_late)
+    from specdec.backends.triton.linear import norms
+
+    return norms.rms_norm(x, weight, eps, offset, is_late)
+
+
+def _add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not (x.is_cuda and _has_kernel(x)):
+        return add_rms_norm_twin(x, residual, weight, eps, offset, is_late)
+    from specdec.backends.triton.linear import norms
+
+    return norms.add_rms_norm(x, residual, weight, eps, offset, is_late)
+
+
 def _linear_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
@@ -114,8 +136,8 @@ _NORM = "Tensor weight, float eps, float offset, bool is_late"
 for _schema, _run, _fake in (
     ("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _linear, _linear_fake),
     ("gated_linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor", _product, _gated_fake),
-    (f"rms_norm(Tensor x, {_NORM}) -> Tensor", rms_norm_twin, _norm_fake),
-    (f"add_rms_norm(Tensor x, Tensor residual, {_NORM}) -> (Tensor, Tensor)", add_rms_norm_twin, _add_norm_fake),
+    (f"rms_norm(Tensor x, {_NORM}) -> Tensor", _rms_norm, _norm_fake),
+    (f"add_rms_norm(Tensor x, Tensor residual, {_NORM}) -> (Tensor, Tensor)", _add_rms_norm, _add_norm_fake),
 ):
     _LIBRARY.define(_schema)
     _name = _schema.partition("(")[0]

@@ -1,20 +1,32 @@
-"""Tables of rows, for terminals and pages alike, and how rows are named in them."""
+"""Parts of a page: sections with figures, tables and cards, and how rows are named in them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
-
-from rich import table as rich_table
-from rich.console import Console
-from rich.markup import escape
 
 from specdec.tools.measure.rows import Row, label_of, text
 
 FOLDED_FROM = 16  # rows
 LONG = 24  # letters of a text that is said once below a table if all rows have it
-WIDTH = 120  # least columns of a table outside a terminal
 WORDS = {"batch": "batch ", "tokens": "tokens ", "requests": "requests ", "tokenizer": "with text: "}
 WORDS |= {"speculation": "speculation: ", "temperature": "T=", "floor_ms": "floor "}
+
+
+class Card(NamedTuple):
+    """One of the figures on top: "3.00 ± 0.06", "tau", and of what it is."""
+
+    value: str
+    label: str
+    detail: str
+
+
+class Figure(NamedTuple):
+    """An SVG chart, with a title above and a caption below it."""
+
+    title: str
+    svg: str
+    caption: str = ""
 
 
 class Table(NamedTuple):
@@ -27,29 +39,26 @@ class Table(NamedTuple):
     is_folded: bool = False
     note: str = ""
 
-    def print(self, console: Console | None = None, style: str = "") -> None:
-        """Print it on a terminal, or for pipes and files as wide as it must be."""
-        console = console or Console()
-        if not console.is_terminal:
-            console = Console(width=max(console.width, WIDTH))
-        shown = rich_table.Table(title=escape(self.title) or None, title_style=style, title_justify="left")
-        for label, is_number in zip(self.columns, self.is_number, strict=True):
-            shown.add_column(escape(label), justify="right" if is_number else "left")
-        for row in self.rows:
-            shown.add_row(*map(escape, row))
-        console.print(shown)
-        if self.note:
-            console.print(self.note, markup=False, highlight=False)
+
+@dataclass
+class Section:
+    """A part of the page; `anchor` is its place in links."""
+
+    anchor: str
+    title: str
+    intro: str = ""
+    cards: list[Card] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
 
 
-def table(title: str, rows: Sequence[Row], keys: Iterable[str] = (), hidden: Iterable[str] | None = ()) -> Table:
-    """Make a table of `rows`: columns of `keys` first, then of all other keys but `hidden`; None: of no others.
+def table(title: str, rows: Sequence[Row], keys: Iterable[str] = (), hidden: Iterable[str] = ()) -> Table:
+    """Make a table of `rows`: columns of `keys` first, then of all other keys but `hidden`.
 
     A long text that all rows have is said below it. Keys that begin with "_" are a page's own.
     """
     present = dict.fromkeys(key for row in rows for key in row if key != "file" or varying(rows, ["file"]))
-    others, hidden = (present, hidden) if hidden is not None else ((), _empty(rows))
-    wanted = [key for key in dict.fromkeys([*keys, *others]) if key in present.keys() - {*hidden} and key[0] != "_"]
+    wanted = [key for key in dict.fromkeys([*keys, *present]) if key in present.keys() - {*hidden} and key[0] != "_"]
     said = [key for key in wanted if len(rows) > 1 and _is_long(rows[0].get(key)) and not varying(rows, [key])]
     shown = [key for key in wanted if key not in said]
     note = "; ".join(f"{label_of(key)}: {rows[0][key]}" for key in said)
@@ -57,12 +66,6 @@ def table(title: str, rows: Sequence[Row], keys: Iterable[str] = (), hidden: Ite
     is_number = [all(_is_number(row.get(key)) for row in rows) for key in shown]
     labels = [label_of(key) for key in shown]
     return Table(title, labels, cells, is_number, len(rows) >= FOLDED_FROM, note and f"In all rows: {note}.")
-
-
-def _empty(rows: Sequence[Row]) -> set[str]:
-    """Return the keys that have no value in any of `rows`."""
-    keys = {key for row in rows for key in row}
-    return {key for key in keys if all(row.get(key) is None for row in rows)}
 
 
 def _is_long(value: Any) -> bool:

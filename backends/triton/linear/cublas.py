@@ -1,0 +1,52 @@
+"""Products of many rows: cuBLAS where its bits are those of our kernel, which they are where it does not split K."""
+
+import torch
+from torch.nn import functional as F
+
+from specdec.backends.triton.launch.ahead import is_rehearsing
+from specdec.backends.triton.linear import products
+
+MAX_ROWS, MAX_GATED_ROWS = 64, 128  # up to here our kernel is the faster one
+NUM_CHECKED = 128
+SEED = 0
+
+ANSWERS: dict[
+    tuple[object, ...], bool
+] = {}  # of this process, as Triton's own caches are; cuBLAS does not change in it
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+    """See `products.product`, for any number of rows. A rehearsal meets the kernels of both ways."""
+    most = MAX_ROWS if activation is None else MAX_GATED_ROWS
+    if x.shape[0] > most and (is_rehearsing() or same_bits(x.shape[0], weight, bias)):
+        joined = F.linear(x, weight, bias)
+        out = joined if activation is None else products.gate(joined, activation)
+        if not is_rehearsing():
+            return out
+    return products.product(x, weight, bias, activation)
+
+
+def same_bits(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Return whether cuBLAS computes the bits of our kernel for `num_rows` rows and weights of this shape.
+
+    That differs from one number of rows to the next. The first call compares them, which waits for the GPU, unless a
+    capture runs: then the answer is no, which is always right.
+    """
+    key = (num_rows, *weight.shape, weight.dtype, weight.device, bias is not None)
+    if key not in ANSWERS:
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        ANSWERS[key] = _agrees(num_rows, weight, bias)
+    return ANSWERS[key]
+
+
+def _agrees(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Compare up to 128 of `num_rows` random rows, the first and the last among them. Zeros show nothing.
+
+    Our kernel takes 16 at a time, with the tile that decoding has compiled.
+    """
+    random = torch.Generator(weight.device).manual_seed(SEED)
+    x = torch.randn(num_rows, weight.shape[1], generator=random, dtype=weight.dtype, device=weight.device)
+    rows = torch.linspace(0, num_rows - 1, min(num_rows, NUM_CHECKED), device=weight.device).long()
+    ours = torch.cat([products.product(part, weight, bias, None) for part in x[rows].split(16)])
+    return bool(ours.any()) and torch.equal(F.linear(x, weight, bias)[rows], ours)

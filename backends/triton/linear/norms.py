@@ -1,0 +1,122 @@
+"""RMS norms, with or without a residual before them. What a program computes depends on H only, so bits do, too.
+
+Twins: `specdec.backends.linear.reference`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.backends.triton.launch.relaunch import CachedLaunch, is_aligned
+
+WIDE = 1024  # elements of a program, at least: several rows where they are short
+NUM_WARPS = 8
+
+
+@triton.jit(do_not_specialize=["num_rows", "inner", "stride_outer", "stride_inner"])
+def _norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    num_rows,
+    inner,
+    stride_outer,
+    stride_inner,
+    eps,
+    offset,
+    H: tl.constexpr,
+    UNIT: tl.constexpr,
+    ADD: tl.constexpr,
+    LATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ROWS rows of H. Row r of x begins at UNIT times r // inner strides outer plus r % inner strides inner."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    h = tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (h < H)[None, :]
+    source = (row // inner * stride_outer + row % inner * stride_inner) * UNIT
+    at = row[:, None] * H + h[None, :]
+    value = tl.load(x + source[:, None] + h[None, :], mask=inside, other=0.0)
+    if ADD:
+        added = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        value = (value.to(tl.float32) + added).to(total.dtype.element_ty)
+        tl.store(total + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / H + eps)[:, None]
+    scale = tl.load(weight + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+    if LATE:
+        normed = normed * (offset + scale)
+    else:
+        normed = normed.to(out.dtype.element_ty).to(tl.float32) * scale
+    tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
+
+
+_run = CachedLaunch(_norm_kernel, num_warps=NUM_WARPS)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
+    """See `specdec.backends.linear.rms_norm`. Rows that two strides cannot reach are copied first."""
+    rows = _strided_rows(x)
+    if rows is None:
+        x = x.contiguous()
+        rows = x.numel() // x.shape[-1], 0, x.shape[-1]
+    return _launch(x, x, rows, weight, eps, offset, is_late, None)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `specdec.backends.linear.add_rms_norm`."""
+    x, residual = x.contiguous(), residual.contiguous()
+    total = torch.empty_like(x)
+    rows = x.numel() // x.shape[-1], 0, x.shape[-1]
+    return _launch(x, residual, rows, weight, eps, offset, is_late, total), total
+
+
+def _strided_rows(x: torch.Tensor) -> tuple[int, int, int] | None:
+    """Return (rows of the inner level, stride of the outer, of the inner), in elements; None where that is too few."""
+    if x.stride(-1) != 1:
+        return None
+    levels: list[tuple[int, int]] = []  # size and stride, outermost first
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if levels and size != 1 and levels[-1][1] == size * stride:
+            levels[-1] = levels[-1][0] * size, stride
+        elif size != 1:
+            levels.append((size, stride))
+    if len(levels) > 2:
+        return None
+    (_, outer), (inner, stride) = [(1, 0)] * (2 - len(levels)) + levels
+    return inner, outer, stride
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    rows: tuple[int, int, int],
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    is_late: bool,
+    total: torch.Tensor | None,
+) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    H = x.shape[-1]
+    num_rows = x.numel() // H
+    if num_rows == 0:
+        return out
+    inner, outer, stride = rows
+    unit = 8 if all(stride % 8 == 0 for stride in x.stride()[:-1]) else 1  # the same for one row and for more
+    block = triton.next_power_of_2(H)
+    together = max(WIDE // block, 1)
+    grid = (triton.cdiv(num_rows, together),)
+    args = x, residual, weight, out, out if total is None else total
+    args = *args, num_rows, inner, outer // unit, stride // unit, eps, offset
+    constants = {"H": H, "UNIT": unit, "ADD": total is not None, "LATE": is_late, "ROWS": together, "BLOCK": block}
+    if is_aligned(x, residual, weight):
+        _run(grid, *args, **constants)
+    else:
+        _norm_kernel[grid](*args, **constants, num_warps=NUM_WARPS)
+    return out

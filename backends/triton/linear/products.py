@@ -1,0 +1,162 @@
+"""Products x @ weight.T, K in order in one accumulator: a row's bits depend on neither the tile nor the other rows.
+
+Twin: `specdec.backends.linear.reference.product_twin`. The tile of weight is the first operand and rows are the second,
+so one tensor-core instruction serves few rows and many. Weights come through TMA where their layout allows it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch
+from specdec.backends.triton.linear.tiles import choose_tile
+
+
+@triton.jit
+def _dot(a, b, acc, UPCAST: tl.constexpr):
+    """Return acc + a @ b. UPCAST: the interpreter has no bf16 product (numpy has no bf16); widening is exact."""
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _activate(gate, ACTIVATION: tl.constexpr):
+    """Return the activation of `gate`, both fp32."""
+    if ACTIVATION == "silu":
+        return gate / (1 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
+    else:  # gelu_tanh, by 1 + tanh(u) = 2 / (1 + exp(-2u))
+        return gate / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+
+
+@triton.jit
+def _gated(gate, up, ACTIVATION: tl.constexpr):
+    """Return activation(gate) * up in their dtype, rounded after each step."""
+    active = _activate(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
+    return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def _tile(matrix, first, k, end, K, stride, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
+    """Load BLOCK rows from `first` on and BLOCK_K columns from k on; zeros past column K, and past row `end` or later.
+
+    matrix: a descriptor if TMA, else a pointer.
+    """
+    if TMA:
+        tile = matrix.load([first, k])
+    else:
+        rows, columns = first + tl.arange(0, BLOCK), k + tl.arange(0, BLOCK_K)
+        inside = (rows < end)[:, None] & (columns < K)[None, :]
+        tile = tl.load(matrix + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def _finished(total, bias, n, N, HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr):
+    """Add the bias of columns n to `total` and round."""
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    return total.to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _product_kernel(
+    weight,
+    x,
+    bias,
+    out,
+    num_rows,
+    N,
+    K,
+    stride_w,
+    stride_x,
+    TMA: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_M rows and BLOCK_N columns of out [num_rows, N]. weight and x: descriptors if TMA, else pointers.
+
+    ACTIVATION: "" for a plain product; else weight has N rows more, of which `up` is the product.
+    """
+    first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if ACTIVATION != "":
+        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        w = _tile(weight, first_n, k, N, K, stride_w, BLOCK_N, BLOCK_K, TMA)
+        rows = _tile(x, first_m, k, num_rows, K, stride_x, BLOCK_M, BLOCK_K, TMA).T
+        total = _dot(w, rows, total, UPCAST)
+        if ACTIVATION != "":
+            w = _tile(weight, N + first_n, k, 2 * N, K, stride_w, BLOCK_N, BLOCK_K, TMA)
+            up = _dot(w, rows, up, UPCAST)
+    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    product = _finished(total, bias, n, N, HAS_BIAS, out.dtype.element_ty)
+    if ACTIVATION != "":
+        product = _gated(product, _finished(up, bias + N, n, N, HAS_BIAS, out.dtype.element_ty), ACTIVATION)
+    at = out + m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(at, product, mask=(m < num_rows)[None, :] & (n < N)[:, None])
+
+
+@triton.jit
+def _gate_kernel(product, out, N: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of columns of one row of out [rows, N], from product [rows, 2 * N]."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(product + row * 2 * N + n, mask=n < N, other=0.0)
+    up = tl.load(product + row * 2 * N + N + n, mask=n < N, other=0.0)
+    tl.store(out + row * N + n, _gated(gate, up, ACTIVATION), mask=n < N)
+
+
+_run_gate = CachedLaunch(_gate_kernel)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+    """Multiply rows x [M, K], dense in K, with weight [N, K], or [2*N, K] where there is an activation: [M, N]."""
+    assert weight.stride(1) == 1 and x.stride(1) == 1 and x.dtype == weight.dtype, "rows are dense, and of one dtype"
+    (num_rows, K), N = x.shape, weight.shape[0] // (1 if activation is None else 2)
+    out = torch.empty(num_rows, N, dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    tile = choose_tile(num_rows, N, K, activation is not None, x.device)
+    is_tma = _has_tma() and all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 for t in (x, weight))
+    _product_kernel[(triton.cdiv(num_rows, tile.m), triton.cdiv(N, tile.n))](
+        TensorDescriptor(weight, [*weight.shape], [weight.stride(0), 1], [tile.n, tile.k]) if is_tma else weight,
+        TensorDescriptor(x, [num_rows, K], [x.stride(0), 1], [tile.m, tile.k]) if is_tma else x,
+        out if bias is None else bias,
+        out,
+        num_rows,
+        N,
+        K,
+        weight.stride(0),
+        x.stride(0),
+        TMA=is_tma,
+        ACTIVATION=activation or "",
+        HAS_BIAS=bias is not None,
+        UPCAST=INTERPRETED,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def gate(product: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return activation(gate) * up of the halves of product [M, 2*N], with the bits of `product`'s own: [M, N]."""
+    num_rows, N = product.shape[0], product.shape[1] // 2
+    out = torch.empty(num_rows, N, dtype=product.dtype, device=product.device)
+    _run_gate((num_rows, triton.cdiv(N, 1024)), product, out, N=N, ACTIVATION=activation, BLOCK=1024)
+    return out
+
+
+def _has_tma() -> bool:
+    """Return whether the GPU has TMA (Hopper and later); the interpreter plays it."""
+    return INTERPRETED or triton.runtime.driver.active.get_current_target().arch >= 90

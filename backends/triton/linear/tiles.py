@@ -1,0 +1,54 @@
+"""The tile of a product, by its shape. It decides the time and nothing else: bits are the same whatever the tile.
+
+Measured on an H200, whose 132 multiprocessors read weights fastest with 64 columns a program, for as long as that gives
+half of them a program each; a tile of 64 is also the least that its tensor cores take from shared memory at once.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.backends.triton.launch.shared_memory import shared_memory
+
+
+class Tile(NamedTuple):
+    """Rows, columns and features of a tile; warps of a program, and tiles that it loads ahead."""
+
+    m: int
+    n: int
+    k: int
+    num_warps: int
+    num_stages: int
+
+    def fitting(self, num_weights: int, shared: int) -> "Tile":
+        """Return the tile with as many stages, and then features, as `shared` bytes hold of 2-byte elements."""
+        k, num_stages = self.k, 0
+        while num_stages < min(3, self.num_stages) and k >= 32:
+            num_stages = min(self.num_stages, shared // ((self.n * num_weights + self.m) * k * 2))
+            k, last = k // 2, k
+        return self._replace(k=last, num_stages=max(num_stages, 1))
+
+
+# For up to 16, 32, 64 and 128 rows.
+NARROW = (Tile(16, 64, 256, 4, 5), Tile(32, 64, 128, 4, 8), Tile(64, 64, 128, 4, 6), Tile(64, 64, 128, 4, 4))
+MIDDLE = (Tile(16, 64, 256, 4, 4), Tile(32, 64, 256, 4, 4), Tile(64, 64, 128, 4, 5), Tile(128, 64, 128, 4, 4))
+WIDE = (Tile(16, 128, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(128, 128, 64, 4, 6))
+SHORT = (Tile(16, 64, 128, 4, 5), Tile(32, 64, 128, 4, 5), Tile(64, 64, 128, 4, 5), Tile(64, 64, 128, 4, 4))
+GATED = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 64, 4, 5), Tile(64, 64, 128, 4, 3), Tile(128, 64, 64, 4, 5))
+GATED_NARROW = tuple(Tile(m, 16, 128, 2, 4) for m in (16, 32, 64, 64))
+MANY, MANY_GATED = Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 8, 4)
+
+
+def choose_tile(num_rows: int, N: int, K: int, is_gated: bool, device: torch.device) -> Tile:
+    """Return the tile of x [num_rows, K] times weight [N, K], of 2 bytes an element; is_gated: of two such weights."""
+    if num_rows > 128:
+        tile = MANY_GATED if is_gated else MANY
+    else:
+        if is_gated:
+            tiles = GATED_NARROW if N <= 2048 else GATED
+        elif N > 8448:  # more programs than multiprocessors
+            tiles = WIDE
+        else:
+            tiles = SHORT if K < 2048 else NARROW if N <= 4224 else MIDDLE
+        tile = tiles[sum(num_rows > limit for limit in (16, 32, 64))]
+    return tile.fitting(2 if is_gated else 1, shared_memory(device) - (8 << 10))
