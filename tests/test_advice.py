@@ -15,7 +15,7 @@ from specdec.core.errors import CheckpointError
 from specdec.reach.assembly.arguments import advised, engine_config
 from specdec.reach.assembly.assemble import resolve_draft
 from specdec.reach.checkpoints.advice import ADVICE, follow_advice, read_advice
-from specdec.tools.commands import chat, choices, demo, generate, serve
+from specdec.tools.commands import choices, demo
 from specdec.tools.commands import main as cli
 from specdec.tools.measure.break_even import BreakEven
 
@@ -89,14 +89,13 @@ def run(monkeypatch):
 
     def ended(device, command):
         target = SimpleNamespace(device=torch.device(device), config=LlamaConfig())
-        for module, name in ((chat, "load"), (generate, "load"), (demo, "load_pretrained"), (serve, "load")):
-            monkeypatch.setattr(module, name, lambda *args, **settings: (target, None))
+        for module in (choices, demo):
+            monkeypatch.setattr(module, "load", lambda *args: (target, None))
         return CliRunner().invoke(cli.app, command.split()).exception
 
     monkeypatch.setattr(choices, "attach", attach)
     monkeypatch.setattr(choices, "draft_module", lambda *_: None)
     monkeypatch.setattr(choices, "cpu_break_even", lambda *_: BreakEven(lambda rows: rows**0.5, 0.0))  # S=2 is fastest
-    monkeypatch.setattr(demo, "slow_products", lambda *_: [])
     monkeypatch.setattr(demo, "run_demo", lambda model, _, drafting, **settings: drafting.attach(model, None))
     return ended
 

@@ -24,6 +24,7 @@ PACKAGES = ("specdec", "graphs", "backends")  # the last two are read where they
 LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"core", "reach", "tools"}),),  # the packages themselves hold nothing
     (frozenset({"ranges"}),),
+    (frozenset({"options"}),),
     (
         frozenset({"errors", "config", "batch", "cache", "interrupts", "metrics", "outputs", "sampling_params"}),
         frozenset({"shipped"}),

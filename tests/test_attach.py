@@ -42,6 +42,14 @@ def test_engine_equals_generate(name):
         assert out.tokens == expected, config
 
 
+def test_the_text_part_of_a_composite_model_equals_generate():
+    model, prompts = tiny_model("gemma3_composite"), ragged_prompts()[:3]
+    engine = specdec.attach(model, random_head(model), num_steps=3)
+    out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
+    engine.detach()
+    assert out.tokens == [greedy(model, p) for p in prompts]
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_models_are_refused_with_their_reason(name):
     with pytest.raises(specdec.AttachError, match="AttentionInterface") as caught:

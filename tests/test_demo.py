@@ -15,13 +15,13 @@ from transformers import modeling_gguf_pytorch_utils as gguf_reader
 from specdec import AcceptanceStats, RequestOutput, __version__, attach
 from specdec.reach.heads.load import save_head
 from specdec.reach.targets.pretrained import load_pretrained
-from specdec.tools.commands import chat, generate, main
-from specdec.tools.commands.backends import list_backends
-from specdec.tools.commands.chat import run_chat
+from specdec.tools.commands import main, text
 from specdec.tools.commands.choices import Drafting, drafting_of
 from specdec.tools.commands.demo import PROMPTS, Marking, exchange, marked, run_demo
-from specdec.tools.commands.env import command as env_command
+from specdec.tools.commands.machine import env as env_command
+from specdec.tools.commands.machine import list_backends
 from specdec.tools.commands.terminal import quiet_pipes
+from specdec.tools.commands.text import run_chat
 from specdec.tools.measure.break_even import BreakEven, cpu_break_even
 from tests.heads import random_head
 from tests.train_models import save_target, tiny_target
@@ -62,13 +62,13 @@ def test_drafted_tokens_are_marked(folder):
     out = output([7, 8, 9, 10, 11, 12], [3, 1, 1])
     assert out.is_drafted == [False, True, True, False, False, False]
     piped = Marking.of(Console(file=io.StringIO()))
-    text = marked(out, tokenizer, piped, 1000)
-    assert re.sub(r"\s", "", text.plain) == "w7[w8w9]w10w11w12" and "[drafted and accepted]" in piped.legend.plain
+    shown = marked(out, tokenizer, piped, 1000)
+    assert re.sub(r"\s", "", shown.plain) == "w7[w8w9]w10w11w12" and "[drafted and accepted]" in piped.legend.plain
     assert marked(out, tokenizer, piped, 8).plain.endswith(" ...")
     terminal = {"force_terminal": True, "legacy_windows": False, "_environ": {"TERM": "xterm"}}
     colour = Marking.of(Console(file=io.StringIO(), color_system="standard", **terminal))
-    text = marked(out, tokenizer, colour, 1000)
-    assert "[" not in text.plain and [text.plain[s.start : s.end].replace(" ", "") for s in text.spans] == ["w8w9"]
+    shown = marked(out, tokenizer, colour, 1000)
+    assert "[" not in shown.plain and [shown.plain[s.start : s.end].replace(" ", "") for s in shown.spans] == ["w8w9"]
     assert "green" in colour.style
     (span,) = colour.legend.spans
     assert not colour.legend.style and colour.legend.plain[: span.end] == "drafted and accepted", "no more than that"
@@ -176,10 +176,7 @@ def test_env_says_what_bug_reports_need(capsys):
 
 def test_tables_show_brackets(capsys, monkeypatch):
     monkeypatch.setattr(
-        "specdec.tools.commands.env.unusable", lambda name, device: "pip install 'specdec-toolkit[flashinfer]'"
-    )
-    monkeypatch.setattr(
-        "specdec.tools.commands.backends.unusable", lambda name, device: "'specdec-toolkit[flashinfer]'"
+        "specdec.tools.commands.machine.unusable", lambda name, device: "pip install 'specdec-toolkit[flashinfer]'"
     )
     monkeypatch.setenv("COLUMNS", "200")
     env_command()
@@ -216,20 +213,20 @@ def test_a_prompt_comes_from_stdin(folder, capsys, monkeypatch):
     said = []
     for prompt, typed in (("w5 w9", ""), ("-", "w5 w9\n")):
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-        generate.command(prompt, **common)
+        text.generate(prompt=prompt, **common)
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(ValueError, match="stdin is empty"):
-        generate.command("-", **common)
+        text.generate(prompt="-", **common)
 
 
 def test_a_chat_says_what_answers_and_how_to_leave(folder, capsys, monkeypatch):
-    monkeypatch.setattr(chat, "typed_lines", lambda: [])
-    chat.command(target=str(folder / "target"), draft=str(folder / "head"), steps=2, device="cpu")
+    monkeypatch.setattr(text, "typed_lines", lambda: [])
+    text.chat(target=str(folder / "target"), draft=str(folder / "head"), steps=2, device="cpu")
     said = capsys.readouterr().err
     assert re.search(r"LlamaForCausalLM on cpu, eagle3, S=2, up to 1 request of [\d,]+ tokens, KV pool \d+ MiB", said)
-    assert chat.LEAVE in said
+    assert text.LEAVE in said
 
 
 @pytest.mark.parametrize(

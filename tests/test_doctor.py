@@ -22,7 +22,7 @@ from specdec.reach.heads.load import load_head, save_head
 from specdec.reach.targets.shape import LAST, TargetShape
 from specdec.reach.targets.weight_bytes import verify_cost
 from specdec.tools.commands import main as cli
-from specdec.tools.doctor.command import PROMPTS, print_findings, prompt_ids
+from specdec.tools.commands.doctor import PROMPTS, print_findings, prompt_ids
 from specdec.tools.doctor.examine import examine, measure_verify, verdict, verify_remark
 from specdec.tools.doctor.facts import facts_of, tokenizer_match, weight_problems
 from specdec.tools.doctor.readings import ALTERNATIVES, Trial, doubts, search

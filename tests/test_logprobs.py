@@ -1,10 +1,10 @@
-"""Log-probabilities of emitted tokens, held against a plain forward of the finished text."""
+"""Log-probabilities of emitted tokens, compared with a plain forward of the finished text, and digests of logits."""
 
 import pytest
 import torch
 
 import specdec
-from specdec.core.functional.results import append_logprobs, line_width, pack, unpack
+from specdec.core.functional.results import append_logprobs, line_width, pack, row_digests, unpack
 from tests.heads import random_draft
 from tests.test_attach import ragged_prompts
 from tests.tiny_models import tiny_model
@@ -80,7 +80,7 @@ def test_without_the_setting_there_are_none_and_lines_are_short():
     core._mailbox.post = watched
     out = engine.generate(ragged_prompts()[:1], max_new_tokens=9)
     assert out.requests[0].logprobs is None and set(widths) == {1 + 3, 4 + 3}
-    assert core.state.logprobs is None and "logprobs" not in core.state.tensors
+    assert not {"logprobs", "digests"} & set(core.state.tensors) and out.requests[0].digests == []
     engine.detach()
 
 
@@ -94,13 +94,14 @@ def test_they_end_with_the_text_at_a_stop_string():
             return "".join(f"<{i}>" for i in ids)
 
     model = tiny_model("llama").to(DEVICE)
-    engine = engine_of(model, "chain", logprobs=0)
+    engine = engine_of(model, "chain", logprobs=0, digests=True)
     engine.tokenizer = Words()
     free = engine.generate(ragged_prompts()[:1], max_new_tokens=20, ignore_eos=True).requests[0]
     stop = f"<{free.tokens[7]}>"
     ended = engine.generate(ragged_prompts()[:1], max_new_tokens=20, ignore_eos=True, stop=stop).requests[0]
     assert ended.finish_reason == "stop_string" and len(ended.logprobs) == len(ended.tokens) < 20
     assert ended.logprobs == free.logprobs[: len(ended.tokens)]
+    assert ended.digests == free.digests[: len(ended.tokens)]
     engine.detach()
 
 
@@ -113,6 +114,47 @@ def test_lines_keep_every_bit():
     emitted = unpack(line, 1)
     assert emitted.tokens == [5, 6] and emitted.is_finished and not emitted.is_invalid
     assert [(p.logprob, *p.top[0]) for p in emitted.logprobs] == [tuple(row) for row in values[0, :2].tolist()]
+    digests = torch.tensor([[-(2**63), 2**63 - 1, 7]])
+    both = append_logprobs(torch.cat([pack(tokens, *flags), digests], 1), values)[0].tolist()
+    assert len(both) == line_width(3, 1, True) and unpack(both, 1, True) == (*emitted[:-1], digests[0, :2].tolist())
+    assert unpack(both[: line_width(3, None, True)], None, True).digests == digests[0, :2].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_digest_tells_rows_apart_by_any_bit(dtype):
+    rows = torch.randn(2, 3, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = row_digests(rows)
+    assert torch.equal(row_digests(rows[1:, :2]), whole[1:, :2]) and len(set(whole.flatten().tolist())) == 6
+    kind = torch.int32 if dtype == torch.float32 else torch.int16
+    for places, by in (([7], 1), ([999], -1), ([3, 4], (1, -1)), ([1, 2, 3, 4], (1, -1, -1, 1))):
+        other = rows.clone()
+        other.view(kind)[1, 2, places] += torch.tensor(by, dtype=kind)  # sums of bits that stay the same, too
+        assert row_digests(other)[1, 2] != whole[1, 2], places
+    swapped = rows.clone()
+    swapped[0, 0, [5, 6]] = rows[0, 0, [6, 5]]
+    assert row_digests(swapped)[0, 0] != whole[0, 0]
+
+
+@pytest.mark.parametrize("shape", ["plain", "tree"])
+def test_digests_are_of_the_logits_that_tokens_were_chosen_from(shape):
+    """Of each emitted token, whatever runs the round; a model that differs in one weight of its head gives others."""
+    model = tiny_model("llama").to(DEVICE)
+    found = []
+    for graphs in (False, True, False):
+        engine = engine_of(model, shape, digests=True, cuda_graph=graphs, graph_sampling="greedy")
+        head, seen = engine._core.target.head, []
+        if not found:
+            engine._core.target.head = lambda hidden, head=head, seen=seen: seen.append(head(hidden)) or seen[-1]
+        out = engine.generate(ragged_prompts()[:2], max_new_tokens=8, ignore_eos=True)
+        engine.detach()
+        assert [len(r.digests) for r in out.requests] == [8, 8]
+        if not found:
+            known = set(row_digests(torch.cat(seen).unsqueeze(0)).flatten().tolist())
+            assert all(d in known for r in out.requests for d in r.digests)
+        found.append((out.tokens, {digest for r in out.requests for digest in r.digests}))
+        if len(found) == 2:
+            model.lm_head.weight.data[0, 0] += 1e-3
+    assert found[0][0] == found[1][0] and not found[0][1] & found[2][1]
 
 
 @pytest.mark.parametrize(("value", "message"), [(-1, "logprobs=-1"), (True, "logprobs=True"), (129, "from 0 to 128")])

@@ -23,10 +23,10 @@ from specdec import shipped
 from specdec.tools.commands import main as cli
 from specdec.tools.measure import results
 from specdec.tools.measure.page import charts, page
-from specdec.tools.measure.page.parts import shortener, table
 from specdec.tools.measure.results import without_paths, write_results
 from specdec.tools.measure.rows import Record, read_record
 from specdec.tools.measure.statistics import conditional, wilson
+from specdec.tools.measure.tables import shortener, table
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = sorted((ROOT / "bench" / "results").glob("*.json"))
@@ -129,14 +129,14 @@ def rendered() -> Iterator[tuple[str, list[Figure]]]:
 def test_every_section_is_there(rendered):
     html, figures = rendered
     anchors = re.findall(r'<section id="([\w-]+)">', html)
-    expected = ["acceptance", "latency", "rounds", "peers", "lookup", "gsm8k", "lossless", "serving", "graphs"]
+    expected = ["acceptance", "latency", "rounds", "peers", "gsm8k", "lossless", "serving", "graphs"]
     assert anchors == [*expected, "others", "eager", "environment", "definitions"]
     assert re.findall(r'<a href="#([\w-]+)"', html) == anchors
     assert html.count("<svg") == len(figures) == html.count("<figure>")
     titles = ("tau by position, chain S=3, gsm8k, T=0", "tau by context", "Acceptance by position")
     titles += ("Prefill: time to the first token", "A round beside its floor", "Tokens/s against batch")
     titles += ("Milliseconds by phase", "Memory of captured graphs", "Tokens/s by way", "Correct answers by mode")
-    titles += ("Likelihood against the first mode", "Tokens/s by set of prompts", "Attaching")
+    titles += ("Likelihood against the first mode", "Attaching")
     titles += ("tau by draft and shape",)
     assert [title for title in titles if title not in html] == []
     assert 3 <= html.count('class="card"') <= 6

@@ -60,11 +60,11 @@ def test_params_accept_the_edges() -> None:
 def test_batch_stacks_and_selects() -> None:
     batch = SamplingBatch.stack([SamplingParams(), SamplingParams(0.5, 3, 0.9, 0.1, seed=2**62 + 1)], "cpu")
     picked = batch.select(ints(1, 0, 1))
-    assert picked.temperature.tolist() == [0.5, 0.0, 0.5]
-    assert picked.top_k.tolist() == [3, 0, 3]
-    assert picked.top_p.tolist() == [0.9, 1.0, 0.9]
-    assert picked.min_p.tolist() == pytest.approx([0.1, 0.0, 0.1])
-    assert picked.seeds.tolist() == [2**62 + 1, 0, 2**62 + 1]
+    assert picked["temperature"].tolist() == [0.5, 0.0, 0.5]
+    assert picked["top_k"].tolist() == [3, 0, 3]
+    assert picked["top_p"].tolist() == [0.9, 1.0, 0.9]
+    assert picked["min_p"].tolist() == pytest.approx([0.1, 0.0, 0.1])
+    assert picked["seed"].tolist() == [2**62 + 1, 0, 2**62 + 1]
 
 
 # --- process_logits
@@ -224,5 +224,5 @@ def test_no_value_reaches_the_host() -> None:
     """Tensors on `meta` have no values: `.item()`, `if tensor` and data-dependent shapes would raise."""
     sampling = SamplingBatch.stack([SamplingParams(0.5, 3, 0.9, 0.1)] * 4, "meta")
     probs = process_logits(torch.empty(4, 3, 10, device="meta"), sampling.select(torch.arange(4, device="meta")))
-    u = uniform(sampling.seeds, torch.arange(4, device="meta"), torch.arange(3, device="meta"))
+    u = uniform(sampling["seed"], torch.arange(4, device="meta"), torch.arange(3, device="meta"))
     assert sample(probs, u).shape == (4, 3)

@@ -17,7 +17,7 @@ from specdec.api import attach
 from specdec.core.text.prompts import tokenizer_fingerprint
 from specdec.reach.heads.load import detect_algo
 from specdec.reach.targets.pretrained import load_pretrained
-from specdec.tools.train.cli import _print_json, app
+from specdec.tools.commands.train import app, print_json
 from specdec.tools.train.data import Corpus
 from specdec.tools.train.generation import Generation, shard_jobs
 from specdec.tools.train.trainer import LossWatch
@@ -172,7 +172,7 @@ def test_a_start_that_is_not_finite_is_not_blamed_on_the_learning_rate() -> None
 
 
 def test_the_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
-    _print_json({"loss": [math.nan, 1.5], "data": {"pace": -math.inf, "name": "NaN"}, "steps": 3})
+    print_json({"loss": [math.nan, 1.5], "data": {"pace": -math.inf, "name": "NaN"}, "steps": 3})
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")

@@ -361,12 +361,9 @@ def test_admission(seed, num, page_size, num_pages):
     num_rows, width, g = 7, 70, generator(seed)
     num_pages = min(num_pages, -(-width // page_size))
     rows = torch.randperm(num_rows, generator=g)[:num, None]
-    ints = torch.randint(-(1 << 62), 1 << 62, (num, 19), generator=g)
-    floats = torch.rand(num, 3, generator=g, dtype=torch.float64).view(torch.int64)
+    numbers = torch.randint(-(1 << 62), 1 << 62, (num, EngineState.empty(1, 1, DEVICE).num_admitted), generator=g)
     pages = torch.randint(0, 1000, (num, num_pages), generator=g)
-    temperature, top_p, min_p = floats.split(1, 1)
-    numbers = [ints[:, :18], temperature, ints[:, 18:], top_p, min_p, ints[:, :1]]
-    packed = torch.cat([rows, *numbers, pages], 1).to(DEVICE)
+    packed = torch.cat([rows, numbers, pages], 1).to(DEVICE)
     outcomes = []
     for ops in (TORCH_OPS, OPS):
         state = EngineState.empty(num_rows, width, DEVICE)

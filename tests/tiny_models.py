@@ -109,6 +109,14 @@ CONFIGS = {
         forced_eos_token_id=None,
     ),
     "roberta": lambda: tf.RobertaConfig(**_BASE, is_decoder=True),
+    "gemma3_composite": lambda: tf.Gemma3Config(  # its masks are made by the config of its text part
+        text_config=CONFIGS["gemma3"](),
+        vision_config=dict(
+            **dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2),
+            **dict(image_size=28, patch_size=14),
+        ),
+        mm_tokens_per_image=4,
+    ),
 }
 ADMITTED = ("llama", "qwen2_windowed", "qwen3", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3")
 CHUNKED = ("llama4",)  # served by the torch backend only

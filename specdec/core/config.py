@@ -63,6 +63,8 @@ class EngineConfig:
         torch twins, at the model's own sizes; AttachError names one that is wrong.
     logprobs: with every emitted token, its log-probability and those of so many best tokens (0: its own alone); None:
         none are computed. Costs a pass over the logits of emitted tokens in every round.
+    digests: for comparing engines: with every emitted token, a checksum of the bits of the target's logits that it was
+        chosen from (`RequestOutput.digests`), as `specdec bench lossless` does.
     synthetic_acceptance: for measuring speed only: share of rounds in which draft position 1, 2, .. S is accepted,
         whatever the target says; the text is meaningless then.
     """
@@ -90,6 +92,7 @@ class EngineConfig:
     strict: bool = False
     check_kernels: bool = False
     logprobs: int | None = None
+    digests: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -227,6 +230,7 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
         "strict": FLAG,
         "check_kernels": FLAG,
         "logprobs": optional(whole(0, MAX_TOP)),
+        "digests": FLAG,
         "synthetic_acceptance": optional(list_of(real(0, 1), "shares of rounds from 1 to 0, one a draft step")),
     }
 )

@@ -26,6 +26,8 @@ class RequestOutput:
     round_lens: tokens that each verify round emitted, in order; `tokens` begins with one more, the prefill's.
     logprobs: of each of `tokens`; None unless the engine was attached with `logprobs`.
     num_cached: prompt tokens whose K/V the prefix cache had.
+    digests: for each of `tokens`, a checksum of the bits of the logits it was chosen from; empty unless the engine was
+    attached with `digests`.
     """
 
     prompt_ids: list[int]
@@ -38,6 +40,7 @@ class RequestOutput:
     round_lens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     num_cached: int = 0
+    digests: list[int] = field(default_factory=list)
 
     @property
     def is_drafted(self) -> list[bool]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from hashlib import blake2b
+from struct import Struct
 from types import MappingProxyType
 
 from specdec.core.ranges import (
@@ -26,6 +27,9 @@ MIN_TEMPERATURE = 1e-5
 MAX_SEED = MAX_INT
 MAX_TOKENS = 2**31 - 2  # that can be counted
 MAX_NGRAM = 32  # tokens of the longest n-gram or bad word that is looked for
+# Numbers that a law needs on the device, in the order of packing: "d" by its float64 bits, "q" as int64, None as 0.
+NUMBERS = MappingProxyType({"temperature": "d", "top_k": "q", "top_p": "d", "min_p": "d", "seed": "q"})
+_PACKED, _BITS = Struct("".join(NUMBERS.values())), Struct(f"{len(NUMBERS)}q")
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
@@ -139,6 +143,11 @@ class SamplingParams:
         if self.is_greedy:
             return SamplingKind.GREEDY
         return SamplingKind.FILTERED if self.has_filters else SamplingKind.SAMPLED
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """The values of NUMBERS, as int64."""
+        return _BITS.unpack(_PACKED.pack(*(getattr(self, name) or 0 for name in NUMBERS)))
 
     @property
     def named_tokens(self) -> set[int]:

@@ -71,13 +71,14 @@ def _mass_kernel(
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = row // num_positions
-    best, temperature = value_of(load_best(maxima, row, num_splits, SPLITS)), tl.load(temperatures + request)
+    best = value_of(load_best(maxima, row, num_splits, SPLITS))
+    temperature = tl.load(temperatures + request).to(tl.float32)
     if (temperature != 0) & (tl.abs(best) != float("inf")):
         scale = 1.0 / temperature
         least, edge = tl.zeros([], tl.int64), tl.full([], -2, tl.int64)
         min_p = 0.0
         if HAS_FILTERS:
-            min_p = tl.load(min_ps + request)
+            min_p = tl.load(min_ps + request).to(tl.float32)
             state = states + row * FIELDS
             least = tl.load(state + 4)
             if tl.load(state + 3) != 0:
@@ -134,7 +135,7 @@ def _law_kernel(
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = row // num_positions
     best_key = load_best(maxima, row, num_splits, SPLITS)
-    best, temperature = value_of(best_key), tl.load(temperatures + request)
+    best, temperature = value_of(best_key), tl.load(temperatures + request).to(tl.float32)
     own, lanes = out + row * V, tl.arange(0, BLOCK)
     start = split * span
     end = tl.minimum(start + span, V)
@@ -152,7 +153,7 @@ def _law_kernel(
         least, edge, num_out = tl.zeros([], tl.int64), tl.zeros([], tl.int64), tl.zeros([], tl.int64)
         min_p = 0.0
         if HAS_FILTERS:
-            min_p = tl.load(min_ps + request)
+            min_p = tl.load(min_ps + request).to(tl.float32)
             least, edge = tl.load(edges + row * 4), tl.load(edges + row * 4 + 1)
             if edge >= 0:
                 num_out = tl.load(edges + row * 4 + 2)
@@ -201,7 +202,7 @@ def law(logits: torch.Tensor, sampling: Any) -> torch.Tensor:
         lanes = min(block, 32 * num_warps)
         states, bins = select(flat, maxima, sampling, n, {**wide, "LANES": lanes}, span)
     filters = {"HAS_FILTERS": sampling.has_filters}
-    temperature, top_p, min_p = sampling.temperature, sampling.top_p, sampling.min_p
+    temperature, top_p, min_p = sampling["temperature"], sampling["top_p"], sampling["min_p"]
     inputs = (flat, maxima, temperature, top_p, min_p, states, bins)
     _mass_kernel[grid](*inputs, edges, masses, n, *sizes, **wide, **filters)
     _law_kernel[grid](flat, maxima, temperature, min_p, edges, masses, out, n, *sizes, **wide, **filters)

@@ -115,7 +115,7 @@ def _digit_kernel(
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = row // num_positions
     best_key = load_best(maxima, row, num_splits, SPLITS)
-    best, temperature = value_of(best_key), tl.load(temperatures + request)
+    best, temperature = value_of(best_key), tl.load(temperatures + request).to(tl.float32)
     highest = key_of(best, SHIFT)
     scale = 1.0 / tl.where(temperature == 0, 1.0, temperature)
     rest = (1.0 - tl.load(top_ps + request)).to(tl.float32).to(tl.float64)
@@ -216,9 +216,9 @@ def select(
         _digit_kernel[(num_rows, num_splits)](
             logits,
             maxima,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
+            sampling["temperature"],
+            sampling["top_k"],
+            sampling["top_p"],
             states[i - 1],
             bins[(i - 1) % 2],
             states[i],

@@ -24,7 +24,7 @@ def _mix(x):
     return x ^ _shift_right(x, 31)
 
 
-@triton.jit(do_not_specialize=["first_stream"])
+@triton.jit(do_not_specialize=["first_stream"], do_not_specialize_on_alignment=["seeds"])
 def _uniform_kernel(seeds, counters, out, first_stream, NUM: tl.constexpr, BLOCK: tl.constexpr):
     request = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)

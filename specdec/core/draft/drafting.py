@@ -180,7 +180,7 @@ class DraftModelWorker(DraftWorker):
                 tokens.append(self.ops.best_token(logits, self.hot_ids))
             else:
                 law = self.ops.law(logits.unsqueeze(1), batch.sampling).squeeze(1)
-                draws = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, STREAM_DRAFT + step, 1)
+                draws = self.ops.uniforms(batch.sampling["seed"], batch.seq_lens, STREAM_DRAFT + step, 1)
                 tokens.append(self.hot_ids[self.ops.sample(law, draws.squeeze(1))])
                 laws.append(law)
         return Draft(self.ops.chain(batch.roots, torch.stack(tokens, 1)), self._over_target_vocab(laws))

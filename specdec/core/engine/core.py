@@ -63,7 +63,8 @@ class Core:
         self.models.compile()
         self.prefill = PrefillGraphs(parts, self.round, graph_pool, self.models.prefill_mode)
         self.graphs = RoundGraphs(self.round, parts, graph_pool)
-        self._mailbox = Mailbox(device, most=config.max_batch * line_width(config.num_steps + 1, config.logprobs))
+        width = line_width(config.num_steps + 1, config.logprobs, config.digests)
+        self._mailbox = Mailbox(device, most=config.max_batch * width)
         self._batch = StepBatch([], torch.empty(0, device=device), SamplingKind.GREEDY)
         self.acceptance = AcceptanceStats()  # of all requests, also those that others step or abandon
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
@@ -314,7 +315,7 @@ class Core:
 
     def _hand_over(self, request: Request, row: list[int], is_round: bool) -> None:
         """Give a running request what it emitted in one launch."""
-        emitted = unpack(row, self.config.logprobs)
+        emitted = unpack(row, self.config.logprobs, self.config.digests)
         assert emitted.tokens, "a running request emitted nothing: host and device disagree on who runs"
         request.num_certain += len(emitted.tokens) - 1
         if emitted.is_invalid:
@@ -324,7 +325,7 @@ class Core:
             warnings.warn(message, stacklevel=7)
             return
         num_before = len(request.tokens)
-        request.take(emitted.tokens, emitted.logprobs)
+        request.take(emitted.tokens, emitted.logprobs, emitted.digests)
         if is_round:
             for stats in (request.acceptance, self.acceptance):
                 stats.add(len(request.tokens) - num_before)

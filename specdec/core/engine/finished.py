@@ -14,7 +14,7 @@ def output_of(requests: Sequence[Request], time_s: float) -> GenerationOutput:
         assert r.finish_reason is not None and r.time_s is not None
         first = r.first_token_s if r.first_token_s is not None else r.time_s
         known = (r.prompt_ids, r.tokens, r.decode(), r.finish_reason, r.acceptance, first, r.time_s, r.round_lens)
-        outputs.append(RequestOutput(*known, logprobs=r.logprobs, num_cached=r.num_cached))
+        outputs.append(RequestOutput(*known, logprobs=r.logprobs, num_cached=r.num_cached, digests=r.digests))
     stats = GenerationStats(
         num_requests=len(outputs),
         num_prompt_tokens=sum(len(r.prompt_ids) for r in outputs),

@@ -1,7 +1,6 @@
 """What the host tells the device, in as few copies as can be: newly admitted requests, and the tokens of a prefill."""
 
 from collections.abc import Sequence
-from struct import Struct
 
 import numpy as np
 import torch
@@ -15,8 +14,6 @@ from specdec.core.functional.ops import RoundOps
 from specdec.core.prefill.whole import Piece
 from specdec.core.round.state import MAX_STOP_IDS, EngineState
 
-FLOATS, BITS = Struct("3d"), Struct("3q")  # float64 numbers, and the int64 of the same bits
-
 
 def copy_to(device: torch.device, values: np.ndarray) -> torch.Tensor:
     """`values`, int64, on the device, without waiting for it."""
@@ -24,16 +21,14 @@ def copy_to(device: torch.device, values: np.ndarray) -> torch.Tensor:
 
 
 def pack_requests(requests: Sequence[Request]) -> np.ndarray:
-    """Return what `requests` bring along, as [n, F] int64, floats by their float64 bits: one copy takes them over."""
+    """Return what `requests` bring along, as [n, F] int64: one copy takes them over."""
     return np.array([_numbers_of(r) for r in requests], dtype=np.int64)
 
 
 def _numbers_of(request: Request) -> tuple[int, ...]:
-    """The numbers of a request in the order of ADMITTED."""
-    law, stop_ids = request.sampling, request.stop_ids
-    temperature, top_p, min_p = BITS.unpack(FLOATS.pack(law.temperature, law.top_p, law.min_p))
-    lens, no_ids = (len(request.prompt_ids), request.max_new_tokens), (-1,) * (MAX_STOP_IDS - len(stop_ids))
-    return (*lens, *stop_ids, *no_ids, temperature, law.top_k, top_p, min_p, law.seed or 0)
+    """The numbers of a request in the order of `EngineState.columns`."""
+    no_ids = (-1,) * (MAX_STOP_IDS - len(request.stop_ids))
+    return (len(request.prompt_ids), request.max_new_tokens, *request.stop_ids, *no_ids, *request.sampling.bits)
 
 
 def write_requests(
@@ -42,7 +37,7 @@ def write_requests(
     """Write `constants` (see `pack_requests`) and the slot tables of admitted requests into their rows, in one copy;
     those with penalties, bans or biases take two more each."""
     rows = [r.row for r in requests if r.row is not None]
-    assert constants.shape[1] == state.num_admitted, "packed by other names than ADMITTED"
+    assert constants.shape[1] == state.num_admitted, "packed otherwise than EngineState.columns"
     packed = np.concatenate([np.array(rows)[:, None], constants, slot_tables.pages_of(rows)], 1)
     table = slot_tables.table
     ops.admit(copy_to(table.device, packed), state.columns, table, slot_tables.page_size)
@@ -66,8 +61,7 @@ def write_history(state: EngineState, requests: Sequence[Request]) -> None:
 def rewrite_row(state: EngineState, slot_tables: SlotTables, ops: RoundOps, row: int) -> None:
     """Admit to `row` what it holds already, and no pages: for the dummy row, so that the kernel is compiled."""
     own = [column[row].reshape(-1) for column in state.columns]
-    numbers = [n.double().view(torch.int64) if n.is_floating_point() else n for n in own]
-    packed = torch.cat([own[0].new_tensor([row]), *numbers]).unsqueeze(0)
+    packed = torch.cat([own[0].new_tensor([row]), *own]).unsqueeze(0)
     ops.admit(packed, state.columns, slot_tables.table, slot_tables.page_size)
 
 

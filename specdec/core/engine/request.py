@@ -27,7 +27,7 @@ class Request:
     string_ids: stop ids that stand for stop strings: special tokens.
     failure: the error that ended it, with finish_reason "error"; the caller that waits for the request raises it.
     round_lens: tokens that each verify round emitted, after trimming; the engine updates it along with `acceptance`.
-    logprobs: of each of `tokens`; None if the engine does not compute them.
+    logprobs: of each of `tokens`; None if the engine does not compute them. digests: the same, empty.
     arrived: when it was queued (`Scheduler.add`), seconds; first_token_s and time_s count from there.
     """
 
@@ -51,6 +51,7 @@ class Request:
     acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
     round_lens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    digests: list[int] = field(default_factory=list)
     arrived: float = 0.0
     first_token_s: float | None = None
     time_s: float | None = None
@@ -67,14 +68,15 @@ class Request:
         """True once its whole prompt is in the cache."""
         return self.num_prefilled == len(self.prompt_ids)
 
-    def take(self, tokens: list[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
-        """Append emitted `tokens` and their `logprobs`; set `finish_reason` if they end the request.
+    def take(self, tokens: list[int], logprobs: Sequence[TokenLogprob] = (), digests: Sequence[int] = ()) -> None:
+        """Append emitted `tokens` with their `logprobs` and `digests`; set `finish_reason` if they end the request.
 
         The device has cut them at stop ids and at the length. Text is decoded here only if there are stop strings.
         """
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter() - self.arrived
         self.tokens += tokens
+        self.digests += digests
         if self.logprobs is not None:
             self.logprobs += logprobs
         reason = None
@@ -87,7 +89,7 @@ class Request:
             if reason is not None:
                 self.pieces.append(self.detokenizer.finish())
             if self.detokenizer.stopped:
-                for kept in (self.tokens, self.logprobs or []):
+                for kept in (self.tokens, self.digests, self.logprobs or []):
                     del kept[self.detokenizer.num_fed :]  # what came after the stop string in one round
                 reason = "stop_string"
         self.finish_reason = reason  # last: a thread that reads text takes it for complete then

@@ -30,8 +30,8 @@ class RoundOps:
         [bs, W+3] int64, see `specdec.core.functional.results`; in place, the last token becomes the root, if `moves`,
         seq_lens grow by accept_lens, and the tokens end in the history's column L;
     admit(packed [n, 1+F+P] int64, columns, table [num_rows, width] int32, page_size): of each line, into the row that
-        its first number names: F numbers go to the columns [num_rows, ...] one after the other, floats by their
-        float64 bits; P pages become the row's slots, 0 past the last one;
+        its first number names: F numbers go to `EngineState.columns`, one after the other; P pages become the row's
+        slots, 0 past the last one;
     look_up: `specdec.core.functional.lookup`;
     committer(pool): made once a pool; it gives a `Commit` that moves the accepted path's K/V of every layer to the
     slots of positions L..; -1 moves nothing.

@@ -6,12 +6,12 @@ compared with. It knows nothing about drafts, trees, rounds or requests.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specdec.core.sampling_params import SamplingKind, SamplingParams
+from specdec.core.sampling_params import NUMBERS, SamplingKind, SamplingParams
 
 __all__ = ["SamplingBatch", "SamplingKind", "SamplingParams", "process_logits", "sample", "uniform"]
 
@@ -23,42 +23,27 @@ _MIX_B = 0x94D049BB133111EB - (1 << 64)
 
 @dataclass(frozen=True, eq=False)
 class SamplingBatch:
-    """Sampling parameters of a batch, one row per request."""
+    """The numbers of a batch's SamplingParams: `sampling["top_p"]` is [bs], float64 or int64 as in NUMBERS.
 
-    temperature: Tensor  # [bs], float32; 0: greedy
-    top_k: Tensor  # [bs], int64; 0: off
-    top_p: Tensor  # [bs], float64: 1 - top_p rounds to float32 once, as in HF; else a tie at the edge may differ
-    min_p: Tensor  # [bs], float32
-    seeds: Tensor  # [bs], int64
+    top_p stays float64: 1 - top_p rounds to float32 once, as in HF; else a tie at the edge may differ.
+    """
+
+    bits: Tensor  # [len(NUMBERS), bs], int64, see `SamplingParams.bits`
     has_filters: bool = True  # known on the host; False avoids the search over the vocabulary
 
     @classmethod
     def stack(cls, params: Sequence[SamplingParams], device: torch.device | str) -> "SamplingBatch":
         """Stack `params`. This copies from the host, so it belongs in the admission of requests, not in a round."""
-        return cls(
-            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
-            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
-            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-            seeds=torch.tensor([p.seed or 0 for p in params], dtype=torch.int64, device=device),
-            has_filters=any(p.has_filters for p in params),
-        )
+        bits = torch.tensor([p.bits for p in params], dtype=torch.int64, device=device)
+        return cls(bits.T.contiguous(), any(p.has_filters for p in params))
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "has_filters"}
+    def __getitem__(self, name: str) -> Tensor:
+        numbers = self.bits[tuple(NUMBERS).index(name)]
+        return numbers.view(torch.float64) if NUMBERS[name] == "d" else numbers
 
     def select(self, rows: Tensor | slice, has_filters: bool | None = None) -> "SamplingBatch":
         """Return requests `rows` ([n], int64), in that order; has_filters: if the caller knows it for these rows."""
-        return SamplingBatch(
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            min_p=self.min_p[rows],
-            seeds=self.seeds[rows],
-            has_filters=self.has_filters if has_filters is None else has_filters,
-        )
+        return SamplingBatch(self.bits[:, rows], self.has_filters if has_filters is None else has_filters)
 
 
 def process_logits(logits: Tensor, sampling: SamplingBatch) -> Tensor:
@@ -71,11 +56,14 @@ def process_logits(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     NaN, greedy or not, so that `specdec.core.functional.verify` can detect it.
     """
     logits = logits.float()
-    is_greedy = (sampling.temperature == 0)[:, None, None]
-    scaled = logits / torch.where(is_greedy, 1.0, sampling.temperature[:, None, None])
+    temperature, top_k, top_p, min_p = (
+        sampling[name][:, None, None] for name in ("temperature", "top_k", "top_p", "min_p")
+    )
+    is_greedy = temperature == 0
+    scaled = logits / torch.where(is_greedy, 1.0, temperature).float()
     if sampling.has_filters:
-        scaled = _drop_below_top_k_top_p(scaled, sampling.top_k[:, None, None], sampling.top_p[:, None, None])
-        scaled = _drop_below_min_p(scaled, sampling.min_p[:, None, None])
+        scaled = _drop_below_top_k_top_p(scaled, top_k, top_p)
+        scaled = _drop_below_min_p(scaled, min_p.float())
 
     tokens = torch.arange(logits.shape[-1], device=logits.device)
     one_hot = (tokens == logits.argmax(-1, keepdim=True)).float()

@@ -63,8 +63,7 @@ def _admit(packed: torch.Tensor, columns: Sequence[torch.Tensor], table: torch.T
     first, *values, pages = packed.split([1, *sizes, packed.shape[1] - 1 - sum(sizes)], 1)
     rows = first[:, 0]
     for column, value in zip(columns, values, strict=True):
-        numbers = value.view(torch.float64) if column.is_floating_point() else value
-        column.index_copy_(0, rows, numbers.reshape(-1, *column.shape[1:]).to(column.dtype))
+        column.index_copy_(0, rows, value.reshape(-1, *column.shape[1:]))
     write_pages(table, rows, pages, page_size)
 
 

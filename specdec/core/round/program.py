@@ -9,7 +9,7 @@ import torch
 from specdec.backends.comm import agreed
 from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.draft.worker import STREAM_PREFILL, STREAM_SYNTHETIC, STREAM_VERIFY, Draft, PrefillChunk, RoundBatch
-from specdec.core.functional.results import append_logprobs, token_logprobs
+from specdec.core.functional.results import append_logprobs, row_digests, token_logprobs
 from specdec.core.functional.sampling import SamplingKind
 from specdec.core.functional.tree import Tree
 from specdec.core.functional.verify import VerifyOutput, impose_acceptance
@@ -76,13 +76,13 @@ class Round:
         """Decide which nodes are emitted, up to a stop id or the length limit, and commit them."""
         verified = self._decide(batch, draft, logits, STREAM_VERIFY)
         if self._rates is not None:
-            draws = self.ops.uniforms(self.state.sampling.seeds[batch.rows], batch.seq_lens, STREAM_SYNTHETIC, 1)
+            draws = self.ops.uniforms(self.state.sampling["seed"][batch.rows], batch.seq_lens, STREAM_SYNTHETIC, 1)
             verified = impose_acceptance(verified, draft.tree, self._rates, draws[:, 0])
         verified = agreed(self.target.group, verified)
         verified = self.ops.trim(verified, batch.rows, self.state.stop_ids, self.state.remaining)
         for commit in self._commits:
             commit(batch.slot_table, batch.rows, batch.seq_lens, verified.accept_index)
-        self._keep_logprobs(batch.rows, logits, verified)
+        self._keep_scores(batch.rows, logits, verified)
         return verified
 
     def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> torch.Tensor:
@@ -102,7 +102,7 @@ class Round:
         verified = self._decide(batch, Draft(root_only, None), logits.unsqueeze(1), STREAM_PREFILL)
         verified = agreed(self.target.group, verified)
         verified = self.ops.trim(verified, rows, self.state.stop_ids, self.state.remaining)
-        self._keep_logprobs(rows, logits.unsqueeze(1), verified)
+        self._keep_scores(rows, logits.unsqueeze(1), verified)
         return self._emit(batch, verified, moves=False)  # the token is not in the cache yet: L stays
 
     def begin(
@@ -137,7 +137,7 @@ class Round:
             return self.ops.verify_greedy(logits, draft.tree, num_steps)
         uniforms = None
         if batch.sampling is not None:
-            uniforms = self.ops.uniforms(batch.sampling.seeds, batch.seq_lens, stream, logits.shape[1])
+            uniforms = self.ops.uniforms(batch.sampling["seed"], batch.seq_lens, stream, logits.shape[1])
         size = max(1, LAW_BYTES // (4 * logits[0].numel()))
         parts = [slice(i, i + size) for i in range(0, logits.shape[0], size)]
         outputs = [self._verify_part(batch, draft, logits, uniforms, num_steps, stream, part) for part in parts]
@@ -175,14 +175,18 @@ class Round:
         state = self.state
         arguments = (state.seq_lens, state.roots, state.remaining, state.history, moves)
         lines = self.ops.emit(verified, batch.rows, *arguments)
-        if state.logprobs is None:
-            return lines
-        return append_logprobs(lines, state.logprobs[batch.rows, : verified.tokens.shape[1]])
+        width = verified.tokens.shape[1]
+        if state.digests is not None:
+            lines = torch.cat([lines, state.digests[batch.rows, :width]], 1)
+        return lines if state.logprobs is None else append_logprobs(lines, state.logprobs[batch.rows, :width])
 
-    def _keep_logprobs(self, rows: torch.Tensor, logits: torch.Tensor, verified: VerifyOutput) -> None:
-        """Keep the log-probabilities of emitted tokens by row, if they are wanted; logits [bs, D, V] of all nodes."""
-        kept, num_top = self.state.logprobs, self.config.logprobs
-        if kept is None or num_top is None:
+    def _keep_scores(self, rows: torch.Tensor, logits: torch.Tensor, verified: VerifyOutput) -> None:
+        """Keep by row what is wanted of emitted tokens: log-probabilities, digests; logits [bs, D, V] of all nodes."""
+        logprobs, num_top, digests = self.state.logprobs, self.config.logprobs, self.state.digests
+        if logprobs is None and digests is None:
             return
         of_path = self.ops.gather_rows(logits, verified.accept_index)  # each token follows its node of the path
-        kept[rows, : of_path.shape[1]] = token_logprobs(of_path, verified.tokens.clamp(min=0), num_top)
+        if digests is not None:
+            digests[rows, : of_path.shape[1]] = row_digests(of_path)
+        if logprobs is not None and num_top is not None:
+            logprobs[rows, : of_path.shape[1]] = token_logprobs(of_path, verified.tokens.clamp(min=0), num_top)

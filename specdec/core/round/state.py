@@ -10,9 +10,6 @@ from specdec.core.functional.sampling import SamplingBatch, SamplingParams
 
 MAX_STOP_IDS = 16
 
-# Of `EngineState.tensors`, what a request brings along when it is admitted, in the order in which it is packed.
-ADMITTED = ("seq_lens", "remaining", "stop_ids", "temperature", "top_k", "top_p", "min_p", "seeds")
-
 
 @dataclass(frozen=True)
 class EngineState:
@@ -25,7 +22,7 @@ class EngineState:
     the prompt's are written where somebody reads them (processors, a worker that `reads_history`), and what lies past
     the root is left over; sampling: parameters by row; processors: penalties and bans by row.
     logprobs [num_rows, S+1, 1 + 2*num_top] float32: of the tokens emitted last, see `token_logprobs`; None if they are
-    not computed.
+    not computed. digests [num_rows, S+1] int64: of the logits that those were chosen from, see `row_digests`, or None.
     """
 
     seq_lens: torch.Tensor
@@ -36,6 +33,7 @@ class EngineState:
     sampling: SamplingBatch
     processors: ProcessorState
     logprobs: torch.Tensor | None = None
+    digests: torch.Tensor | None = None
 
     @classmethod
     def empty(
@@ -44,8 +42,10 @@ class EngineState:
         width: int,
         device: torch.device,
         logprobs: tuple[int, int] | None = None,
+        digests: int | None = None,
     ) -> "EngineState":
-        """All rows idle. width: positions that a request can reach; logprobs: S+1 and num_top, if they are computed."""
+        """All rows idle. width: positions that a request can reach; logprobs: S+1 and num_top, digests: S+1, if they
+        are computed."""
 
         def zeros() -> torch.Tensor:
             return torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -57,7 +57,8 @@ class EngineState:
         scores = None
         if logprobs is not None:
             scores = torch.zeros(num_rows, logprobs[0], 1 + 2 * logprobs[1], device=device)
-        return cls(zeros(), zeros(), zeros(), stop_ids, history, sampling, processors, scores)
+        checksums = None if digests is None else torch.zeros(num_rows, digests, dtype=torch.int64, device=device)
+        return cls(zeros(), zeros(), zeros(), stop_ids, history, sampling, processors, scores, checksums)
 
     @staticmethod
     def bytes_for(num_rows: int, width: int) -> int:
@@ -66,13 +67,12 @@ class EngineState:
 
     @cached_property
     def columns(self) -> list[torch.Tensor]:
-        """The tensors of ADMITTED."""
-        tensors = self.tensors
-        return [tensors[name] for name in ADMITTED]
+        """What a request brings along when it is admitted, in the order of packing: [num_rows, ...] int64."""
+        return [self.seq_lens, self.remaining, self.stop_ids, self.sampling.bits.T]
 
     @cached_property
     def num_admitted(self) -> int:
-        """Numbers that a row has in the tensors of ADMITTED."""
+        """Numbers that a row has in `columns`."""
         return sum(column[0].numel() for column in self.columns)
 
     @property
@@ -80,4 +80,4 @@ class EngineState:
         """All of it by name."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sampling", "processors")}
         own = {name: tensor for name, tensor in own.items() if tensor is not None}
-        return {**own, **self.sampling.tensors, **self.processors.tensors}
+        return {**own, "sampling": self.sampling.bits.T, **self.processors.tensors}

@@ -135,6 +135,7 @@ def _assemble(
     states = _row_states(target, config, config.verify_width, backend)
     context = _context(backend, ModelShape.of(target), tables, counters, config.tree_words, states)
     logprobs = None if config.logprobs is None else (config.num_steps + 1, config.logprobs)
+    digests = config.num_steps + 1 if config.digests else None
     in_use = [c.backend for c in (context, worker.context) if c is not None]
     parts = Parts(
         target=target,
@@ -143,7 +144,7 @@ def _assemble(
         context=context,
         ops=_ops_for(backend),
         tables=tables,
-        state=EngineState.empty(config.num_rows, config.table_width, device, logprobs),
+        state=EngineState.empty(config.num_rows, config.table_width, device, logprobs, digests),
         counters=counters,
         models=HFModels(target, worker, config),
         compiling_kernels=partial(compiling_kernels, in_use, device),

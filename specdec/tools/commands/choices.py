@@ -1,13 +1,11 @@
-"""Options that several commands share: drafting, drafts, lists, names of targets, JSON."""
+"""Options that several commands share, and what is made of them: targets, drafts, lists, result files."""
 
 import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from specdec import shipped
 from specdec.api import Engine, attach
@@ -16,26 +14,78 @@ from specdec.reach.heads.load import detect_algo, load_head
 from specdec.reach.targets.pretrained import BUNDLED, load_draft
 from specdec.reach.targets.shape import TargetShape
 from specdec.tools.measure.break_even import cpu_break_even, expected_tau
+from specdec.tools.measure.page.kinds import print_rows
 from specdec.tools.measure.results import ResultFile
+from specdec.tools.options import Options, flag, option
+from specdec.tools.train.target import load
 
-Json = Annotated[bool, typer.Option("--json", help="Print the results as one JSON object, the last line.")]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        help="Draft depth S; default: on a CPU what is measured to be fastest, no draft included; else 3, or S, K and "
-        "D as the draft advises if none is given."
-    ),
-]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        help="Folder, .gguf file, Hub id, 'lookup', 'shipped' (EAGLE-3), a shipped name or 'none'; default: shipped "
-        "for the bundled target, none for others."
-    ),
-]
-TopK = Annotated[int | None, typer.Option(help="Branches per step K; 1, the default, drafts a chain.")]
-MaxNew = Annotated[int, typer.Option(help="Tokens to emit at most.")]
-DraftTokens = Annotated[int | None, typer.Option(help="Nodes verified per round D, root included.")]
+TARGET = "Hub id, folder, .gguf file or 'bundled' (SmolLM2-135M-Instruct)."
+GREEDY = "0 is greedy; left out, the model's own default."
+Row = dict[str, Any]
+
+
+class OnTarget(Options):
+    """Options of commands that load a target."""
+
+    target: str = option(TARGET, BUNDLED)
+    device: str = option("cuda, cpu; auto: cuda where there is one.", "auto")
+    dtype: str = option("float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.", "auto")
+
+    def load(self) -> tuple[Any, Any]:
+        """Load target and tokenizer."""
+        return load(self.target, self.dtype, self.device)
+
+
+class WithDraft(OnTarget):
+    """Options of commands that decode with a draft."""
+
+    draft: str | None = option(
+        "Folder, .gguf file, Hub id, 'lookup', 'shipped' (EAGLE-3), a shipped name or 'none'; default: shipped for the "
+        "bundled target, none for others."
+    )
+    steps: int | None = option(
+        "Draft depth S; default: on a CPU what is measured to be fastest, no draft included; else 3, or S, K and D as "
+        "the draft advises if none is given."
+    )
+    topk: int | None = option("Branches per step K; 1, the default, drafts a chain.")
+    draft_tokens: int | None = option("Nodes verified per round D, root included.")
+
+    def drafting(self, model: Any, max_batch: int = 1) -> "Drafting":
+        """Return how an engine of `max_batch` requests drafts."""
+        name = named_draft(self.draft, self.target)
+        return drafting_of(name, model, max_batch, self.steps, self.topk, self.draft_tokens)
+
+
+class Reported(Options):
+    """Option of commands whose results programs read."""
+
+    json: bool = flag("Print the results as one JSON object, the last line.")
+
+    def finish(self, found: dict[str, Any], file: str | None = None) -> None:
+        """End the command: print what it found as JSON if that is wanted, or else where the result file is."""
+        if self.json:
+            print(json.dumps({"file": file, **found} if file else found))
+        elif file:
+            print(f"results: {file}")
+
+
+class Recorded(Reported):
+    """Options of measurements."""
+
+    out: Path | None = option("Folder for the result file, written as rows come in.")
+
+    def record(self, file: ResultFile, measured: Iterable[Row], line: Callable[[Row], str] | None = None) -> list[Row]:
+        """Collect rows as they are measured: each is written, and its `line` printed on stderr; then print them all."""
+        rows: list[Row] = []
+        with file:
+            for row in measured:
+                rows.append(row)
+                file.write(rows)
+                if line is not None:
+                    print(line(row), file=sys.stderr, flush=True)
+            file.write(rows)  # its config may have grown after the last row
+        print_rows(rows)
+        return rows
 
 
 def named_draft(draft: str | None, target: str | None) -> str:
@@ -91,11 +141,11 @@ def drafting_of(
     return Drafting(None, None, {}, f"{cost}: no draft; {remedy}--steps 1 drafts anyway")
 
 
-def draft_module(source: Path | str | None, model: Any) -> Any:
-    """Load a draft of `draft_of` beside its target; None for one without weights."""
+def draft_module(source: Path | str | None, model: Any, kind: str | None = None) -> Any:
+    """Load a draft of `draft_of` beside its target; None for one without weights. kind: its algorithm, if known."""
     if source is None:
         return None
-    kind = detect_algo(source)
+    kind = kind or detect_algo(source)
     if kind == "standalone":
         return load_draft(source, dtype=model.dtype, device=model.device)[0]
     return load_head(source, TargetShape.of(model), model.dtype, model.device, kind)
@@ -112,27 +162,6 @@ def engine_line(engine: Engine) -> str:
     )
 
 
-def finish(as_json: bool, found: dict[str, Any], file: str | None = None) -> None:
-    """End a command: print what it found as JSON if that is wanted, or else where the result file is."""
-    if as_json:
-        print(json.dumps({"file": file, **found} if file else found))
-    elif file:
-        print(f"results: {file}")
-
-
-def recorded(
-    file: ResultFile, measured: Iterable[dict[str, Any]], line: Callable[[dict[str, Any]], str] | None = None
-) -> list[dict[str, Any]]:
-    """Collect rows as they are measured; each is written, and its `line` printed on stderr."""
-    rows = []
-    for row in measured:
-        rows.append(row)
-        file.write(rows)
-        if line is not None:
-            print(line(row), file=sys.stderr, flush=True)
-    return rows
-
-
 def draft_of(draft: str) -> tuple[Path | str | None, str | None]:
     """Return draft and algo as `attach` takes them, for a draft named on the command line."""
     if draft == "none":
@@ -147,14 +176,21 @@ def listed(values: list[str] | None, default: str = "") -> list[str]:
     return [part.strip() for value in values or [default] for part in value.split(",") if part.strip()]
 
 
-def numbers(option: str, values: list[str] | None) -> tuple[int, ...] | None:
+def numbers(option: str, values: list[str] | None, least: int = 0) -> tuple[int, ...] | None:
     """Return the whole numbers of an option that may be repeated, or separated by commas; None if it is not given."""
     if values is None:
         return None
     parts = listed(values)
     if not all(part.isdecimal() for part in parts):
         raise ValueError(f"--{option} {','.join(values)!r}: expected whole numbers separated by commas, such as 1,8,32")
-    return tuple(map(int, parts))
+    return tuple(at_least(option, int(part), least) for part in parts)
+
+
+def at_least(option: str, value: int, least: int = 1) -> int:
+    """Return the value of an option; ValueError if it is below `least`."""
+    if value < least:
+        raise ValueError(f"--{option} {value}: expected at least {least}")
+    return value
 
 
 def check_alone(shape: str, **others: object) -> None:

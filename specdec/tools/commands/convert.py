@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from specdec import shipped
 from specdec.core.errors import CheckpointError
@@ -22,7 +21,8 @@ from specdec.reach.heads.formats import layouts
 from specdec.reach.heads.load import open_head
 from specdec.reach.targets.pretrained import BUNDLED, load_pretrained
 from specdec.reach.targets.shape import TargetShape
-from specdec.tools.commands.choices import Json, finish
+from specdec.tools.commands.choices import Reported
+from specdec.tools.options import REQUIRED, argument, command_of, option
 
 TO = {"official": "eagle3", "speculators": "speculators"}
 # Keys that our computation does not use, but other readers do.
@@ -113,23 +113,25 @@ def _with_verifier(known: Any, verifier: str | None) -> dict[str, Any]:
     return kept
 
 
-def command(
-    src: Annotated[str, typer.Argument(help="Folder, Hub id or shipped name of an EAGLE-3 head.")],
-    dst: Annotated[Path, typer.Argument(help="Folder to write.")],
-    to: Annotated[str, typer.Option(help="official (SafeAILab, SpecForge, SGLang) or speculators (vLLM).")],
-    verifier: Annotated[str | None, typer.Option(help="Name of the target, for speculators' config.")] = None,
-    target: Annotated[
-        str | None, typer.Option(help="Target of a head without an lm_head of its own; shipped heads: bundled.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace a checkpoint in DST.")] = False,
-    json: Json = False,
-) -> None:
+class Convert(Reported):
     """Rewrite an EAGLE-3 head in the other layout."""
-    source = shipped.find(src)
-    if target is None and str(source) != src and to == "speculators":
-        target = BUNDLED
-    shape = None if target is None else TargetShape.of(load_pretrained(target)[0])
-    notes = convert(source, dst, to, verifier, overwrite=overwrite, target=shape)
-    for note in notes:
-        print(note)
-    finish(json, {"src": src, "dst": str(dst), "to": to, "notes": notes})
+
+    src: str = argument("Folder, Hub id or shipped name of an EAGLE-3 head.")
+    dst: Path = argument("Folder to write.")
+    to: str = option("official (SafeAILab, SpecForge, SGLang) or speculators (vLLM).", REQUIRED)
+    verifier: str | None = option("Name of the target, for speculators' config.")
+    target: str | None = option("Target of a head without an lm_head of its own; shipped heads: bundled.")
+    overwrite: bool = option("Replace a checkpoint in DST.", False)
+
+    def run(self) -> None:
+        source, target = shipped.find(self.src), self.target
+        if target is None and str(source) != self.src and self.to == "speculators":
+            target = BUNDLED
+        shape = None if target is None else TargetShape.of(load_pretrained(target)[0])
+        notes = convert(source, self.dst, self.to, self.verifier, overwrite=self.overwrite, target=shape)
+        for note in notes:
+            print(note)
+        self.finish({"src": self.src, "dst": str(self.dst), "to": self.to, "notes": notes})
+
+
+command = command_of(Convert)

@@ -4,12 +4,13 @@ import copy
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,23 +20,10 @@ from specdec.core.metrics import AcceptanceStats
 from specdec.core.outputs import RequestOutput
 from specdec.core.text.detokenizer import Detokenizer
 from specdec.core.text.prompts import chat_ids
-from specdec.reach.targets.pretrained import BUNDLED, load_pretrained
-from specdec.tools.commands.choices import (
-    Draft,
-    Drafting,
-    DraftTokens,
-    Json,
-    MaxNew,
-    Steps,
-    TopK,
-    drafting_of,
-    finish,
-    named_draft,
-)
-from specdec.tools.measure.break_even import slow_products
+from specdec.tools.commands.choices import Drafting, Reported, WithDraft, named_draft
 from specdec.tools.measure.lossless import reference
-from specdec.tools.train.cli import Device, Target
-from specdec.tools.train.target import device_of
+from specdec.tools.options import command_of, option
+from specdec.tools.train.target import load
 
 PROMPTS = (
     "A baker sells 24 rolls in the morning and half as many in the afternoon. Each roll costs $2. "
@@ -44,64 +32,32 @@ PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
     "A train travels 60 miles per hour for 3 hours and then 40 miles per hour for 2 hours. How far does it go?",
 )
+WAYS = (("HF generate", "hf"), ("plain", "plain"), ("speculative", "spec"))  # names in the table and in the figures
 LABEL_WIDTH = 7
 ANSWER_LINES = 4  # shown of each answer, so that all fits one screen; the whole answer is measured
 CUT = " ..."
 
 
-@dataclass
-class DemoWay:
-    """One way to generate: what it emitted and took, over all prompts."""
-
-    name: str
-    key: str
-    call: Callable[[list[int]], Any]
-    tokens: list[list[int]] = field(default_factory=list)
-    seconds: float = 0.0
-    tau: float | None = None
-
-    @classmethod
-    def of(cls, name: str, key: str, engine: Engine, max_new_tokens: int) -> "DemoWay":
-        """An engine's way."""
-        return cls(name, key, lambda ids: engine.generate(ids, max_new_tokens=max_new_tokens).requests[0])
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Emitted tokens per second, prefill included."""
-        return sum(map(len, self.tokens)) / self.seconds
-
-    def run(self, ids: list[int]) -> Any:
-        """Generate for one more prompt; return the ids of the answer, or an engine's output."""
-        start = time.perf_counter()
-        output = self.call(ids)
-        self.seconds += time.perf_counter() - start
-        self.tokens.append(output.tokens if isinstance(output, RequestOutput) else output)
-        return output
-
-
-def command(
-    target: Target = BUNDLED,
-    draft: Draft = None,
-    steps: Steps = None,
-    topk: TopK = None,
-    draft_tokens: DraftTokens = None,
-    max_new_tokens: MaxNew = 96,
-    device: Device = "auto",
-    json: Json = False,
-) -> None:
+class Demo(WithDraft, Reported):
     """Compare HF generate, plain decoding and speculation, and show which tokens were drafted."""
-    name = named_draft(draft, target)
-    if name == "none":
-        raise ValueError(
-            "--draft 'none', the default for other targets than bundled: the demo compares drafting with plain "
-            "decoding; name a draft made for the target, or 'lookup'"
-        )
-    model, tokenizer = load_pretrained(target, dtype=torch.float32, device=device_of(device))
-    drafting = drafting_of(name, model, 1, steps, topk, draft_tokens)
-    if drafting.note:
-        slow = slow_products(model, 1 + drafting.settings.get("num_steps", 1))[:3]
-        print(drafting.note + (f"; slow products of a few rows: {', '.join(slow)}" if slow else ""))
-    finish(json, run_demo(model, tokenizer, drafting, max_new_tokens=max_new_tokens))
+
+    max_new_tokens: int = option("Tokens to emit at most.", 96)
+    without = frozenset({"dtype"})
+
+    def run(self) -> None:
+        if named_draft(self.draft, self.target) == "none":
+            raise ValueError(
+                "--draft 'none', the default for other targets than bundled: the demo compares drafting with plain "
+                "decoding; name a draft made for the target, or 'lookup'"
+            )
+        model, tokenizer = load(self.target, "float32", self.device)
+        drafting = self.drafting(model)
+        if drafting.note:
+            print(drafting.note)
+        self.finish(run_demo(model, tokenizer, drafting, max_new_tokens=self.max_new_tokens))
+
+
+demo = command_of(Demo)
 
 
 def run_demo(
@@ -115,29 +71,40 @@ def run_demo(
     mark = Marking.of(console)
     console.print(mark.legend)
     ids, stats = chat_ids(list(prompts), tokenizer), AcceptanceStats()
-    ways = [DemoWay("HF generate", "hf", lambda own: reference(model, own, max_new_tokens))]
-    engines = [attach(_twin(model), tokenizer=tokenizer, max_batch=1, compile=False)]
-    ways.append(DemoWay.of("plain", "plain", engines[0], max_new_tokens))
-    try:
+    with ExitStack() as stack:
+        engines = [stack.enter_context(attach(_twin(model), tokenizer=tokenizer, max_batch=1, compile=False))]
         if drafting.algo is not None:
-            engines.append(drafting.attach(_twin(model), tokenizer, max_batch=1, compile=False))
-            ways.append(DemoWay.of("speculative", "spec", engines[1], max_new_tokens))
-        reference(model, ids[0], 4)
-        for engine in engines:
-            engine.generate(ids[0], max_new_tokens=4)
+            drafted = drafting.attach(_twin(model), tokenizer, max_batch=1, compile=False)
+            engines.append(stack.enter_context(drafted))
+        ways: list[Callable[[list[int], int], Any]] = [partial(reference, model)]
+        ways += [partial(_answer, engine) for engine in engines]
+        for way in ways:  # not timed: compiles and loads kernels
+            way(ids[0], 4)
+        texts: list[list[list[int]]] = [[] for _ in ways]
+        seconds = [0.0] * len(ways)
         for prompt, own in zip(prompts, ids, strict=True):
-            *_, output = [way.run(own) for way in ways]
+            for i, way in enumerate(ways):
+                start = time.perf_counter()
+                output = way(own, max_new_tokens)
+                seconds[i] += time.perf_counter() - start
+                texts[i].append(output.tokens if i else output)
             stats = stats.merge([output.acceptance])
             console.print()
             console.print(exchange(prompt, output, tokenizer, mark, console.width))
-    finally:
-        for engine in engines:
-            engine.detach()
-    ways[-1].tau = stats.tau
-    equal = all(way.tokens == ways[0].tokens for way in ways)
-    _print_table(console, ways, equal)
-    figures = {f"{way.key}_tok_s": round(way.tokens_per_s, 2) for way in ways}
+    speeds = [sum(map(len, own)) / time_s for own, time_s in zip(texts, seconds, strict=True)]
+    table = Table("", "tokens/s", "against HF", "tau")
+    for (name, _), speed in zip(WAYS, speeds, strict=False):
+        tau = f"{stats.tau:.2f}" if name == WAYS[len(ways) - 1][0] else "-"
+        table.add_row(name, f"{speed:.1f}", f"{speed / speeds[0]:.2f}x", tau)
+    console.print(table)
+    equal = all(own == texts[0] for own in texts)
+    console.print(f"outputs equal, token for token: {'yes' if equal else 'NO'}")
+    figures = {f"{key}_tok_s": round(speed, 2) for (_, key), speed in zip(WAYS, speeds, strict=False)}
     return {**figures, "tau": round(stats.tau, 3), "equal": equal}
+
+
+def _answer(engine: Engine, ids: list[int], max_new_tokens: int) -> RequestOutput:
+    return engine.generate(ids, max_new_tokens=max_new_tokens).requests[0]
 
 
 def _twin(model: Any) -> Any:
@@ -191,12 +158,3 @@ def marked(output: RequestOutput, tokenizer: Any, mark: Marking, most: int) -> T
         else:
             text.append(piece)
     return text.append(detokenizer.finish())
-
-
-def _print_table(console: Console, ways: list[DemoWay], equal: bool) -> None:
-    table = Table("", "tokens/s", "against HF", "tau")
-    for way in ways:
-        tau = "-" if way.tau is None else f"{way.tau:.2f}"
-        table.add_row(way.name, f"{way.tokens_per_s:.1f}", f"{way.tokens_per_s / ways[0].tokens_per_s:.2f}x", tau)
-    console.print(table)
-    console.print(f"outputs equal, token for token: {'yes' if equal else 'NO'}")

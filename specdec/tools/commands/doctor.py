@@ -1,5 +1,163 @@
-"""`specdec doctor`: the command of `specdec.tools.doctor`."""
+"""`specdec doctor TARGET DRAFT`: examines both, prints the findings; with --json also one JSON line."""
 
-from specdec.tools.doctor.command import doctor_command as command
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-__all__ = ["command"]
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from specdec import shipped
+from specdec.core.errors import CheckpointError
+from specdec.core.text.prompts import chat_ids, read_questions, tokenizer_fingerprint
+from specdec.reach.heads.load import detect_algo, inspect, load_head
+from specdec.reach.targets.pretrained import BUNDLED, load_draft, read_tokenizer
+from specdec.reach.targets.shape import TargetShape
+from specdec.reach.targets.standalone import named_tokenizer
+from specdec.tools.commands.choices import TARGET, OnTarget, Reported, at_least
+from specdec.tools.doctor.examine import examine
+from specdec.tools.doctor.facts import tokenizer_match
+from specdec.tools.options import argument, command_of, option
+
+PROMPTS = (
+    "A florist ties 18 bouquets of 7 roses each and has 9 roses left. How many roses did she start with?",
+    "Explain to a child why leaves change colour in autumn.",
+    "Write a short Python function that returns the largest number of a list.",
+    "What are three things to check before a long train journey?",
+    "Summarise in two sentences what a bank does.",
+    "Translate into French: Good morning, where is the library?",
+)
+
+APART = ("draft", "chance", "rows", "agreement", "readings", "repairs", "defects", "remarks")  # not rows of facts
+LABELS = {  # of facts whose names do not say it
+    "bandwidth_gb_s": "bandwidth, GB/s",
+    "floor_plain_ms": "plain step, by bytes read",
+    "floor_round_ms": "round, by bytes read",
+    "floor_break_even": "break-even tau, by bytes read",
+    "plain_ms": "plain step, measured",
+    "round_ms": "round, measured",
+    "break_even": "break-even tau, measured",
+    "accept_at": "accepted at 1, 2, …",
+    "accept_given": "the same, given the one before",
+    "equal": "text equals plain decoding",
+}
+
+
+class Doctor(OnTarget, Reported):
+    """Describe a draft, measure its cost and acceptance on a target, and name its defects.
+
+    Exit status 1 if it cannot be loaded or a defect was found.
+    """
+
+    target: str = argument(TARGET)
+    draft: str = argument("Draft folder or Hub id, 'shipped' or the name of a shipped draft.")
+    algo: str | None = option("Algorithm to take from a folder that serves several.")
+    prompts: Path | None = option("JSON lines to measure on; default: six of our own.")
+    limit: int = option("Prompts to read from the file.", 8)
+    steps: int = option("Draft depth S of the chains.", 3)
+    max_new_tokens: int = option("Tokens a prompt.", 48)
+    bandwidth_gb_s: float | None = option("Bandwidth of device memory; default: measured.")
+
+    def run(self) -> None:
+        gb_s, sizes = self.bandwidth_gb_s, {"num_steps": self.steps, "max_new_tokens": self.max_new_tokens}
+        if gb_s is not None and gb_s <= 0:
+            raise ValueError(f"--bandwidth-gb-s {gb_s}: expected a positive number of GB/s")
+        at_least("steps", self.steps)
+        at_least("max-new-tokens", self.max_new_tokens, 4)
+        questions = list(PROMPTS) if self.prompts is None else read_questions(self.prompts, self.limit)
+        source = shipped.find(self.draft)
+        checkpoint = None if source == BUNDLED else inspect(source)
+        kind = detect_algo(source, self.algo)
+        model, tokenizer = self.load()
+        loaded, theirs, problems = None, None, list[str]()
+        try:
+            if kind == "standalone":
+                loaded, theirs = load_draft(source, dtype=model.dtype, device=model.device)
+                problems = standalone_problems(loaded, model)
+            else:
+                loaded = load_head(source, TargetShape.of(model), model.dtype, model.device, kind)
+        except CheckpointError as error:
+            problems = list(error.problems)
+        layout, notes = (None, []) if checkpoint is None else (checkpoint.layout, checkpoint.notes)
+        facts: dict[str, Any] = {"draft": str(self.draft), "layout": layout, "algo": kind, "notes": notes}
+        named = named_tokenizer(source) if theirs is None else None
+        facts["tokenizer"] = tokenizer_match(tokenizer, theirs)
+        if named is not None:
+            facts["tokenizer"] = "equal" if named == tokenizer_fingerprint(tokenizer) else "another, by its fingerprint"
+        elif kind != "standalone" and checkpoint is not None:
+            facts["tokenizer"] = _tokenizer_beside(checkpoint.folder, tokenizer)
+        if problems:
+            found = {**facts, "defects": ["cannot be loaded"], "remarks": problems}
+        else:
+            found = examine(model, loaded, prompt_ids(questions, tokenizer), **sizes, gb_s=gb_s, known=facts)
+        print_findings(Console(), found)
+        if self.json:
+            print(json.dumps(found))
+        raise typer.Exit(1 if found["defects"] else 0)
+
+
+doctor = command_of(Doctor)
+
+
+def prompt_ids(questions: list[str], tokenizer: Any) -> list[list[int]]:
+    """Return token ids of `questions`: as chats if the tokenizer has a template, else as plain text."""
+    if getattr(tokenizer, "chat_template", None):
+        return chat_ids(questions, tokenizer)
+    return [tokenizer(q)["input_ids"] for q in questions]
+
+
+def _tokenizer_beside(folder: Path, tokenizer: Any) -> str | None:
+    """Compare the tokenizer in a head's folder with the target's. A head drafts without one."""
+    try:
+        return tokenizer_match(tokenizer, read_tokenizer(folder))
+    except CheckpointError as error:
+        return "; ".join(error.problems)
+
+
+def standalone_problems(draft: Any, model: Any) -> list[str]:
+    """List why a model cannot draft for another."""
+    own, wanted = (m.get_output_embeddings().weight.shape[0] for m in (draft, model))
+    return [] if own == wanted else [f"it scores {own} tokens, the target {wanted}: take a model of the same family"]
+
+
+def print_findings(console: Console, found: Mapping[str, Any]) -> None:
+    """Print the result of `examine`: a table of facts, one of readings, remarks and the conclusion."""
+    table = Table(
+        "draft", escape(str(found.get("draft", ""))), title="what was read and measured", title_justify="left"
+    )
+    for name, value in found.items():
+        if name not in APART and value is not None and value != []:
+            table.add_row(LABELS.get(name, name.replace("_", " ")), escape(_shown(name, value)))
+    console.print(table)
+    if "agreement" in found:
+        chance = f"always the commonest token: {found['chance']:.0%}"
+        title = f"agreement with the target given true tokens, {found['rows']} rows ({chance})"
+        table = Table("reading", "step 1", "step 2", title=title, title_justify="left")
+        for name, rates in {"as it is read": found["agreement"], **found["readings"]}.items():
+            style = "green" if name in found["repairs"] else "bold" if name == "as it is read" else None
+            table.add_row(name, *(f"{rate:.0%}" for rate in rates), style=style)
+        console.print(table)
+    for remark in found["remarks"]:
+        console.print(f"- {remark}", markup=False, highlight=False)
+    defects = escape(", and ".join(found["defects"]))
+    console.print(f"[bold red]likely defect: {defects}" if defects else "[bold green]no defect found", highlight=False)
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return the value of a fact with its unit."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in value.items())
+    if isinstance(value, list):
+        return ("\n" if name == "notes" else ", ").join(_shown(name, item) for item in value)
+    if name == "coverage":
+        return f"{value:.1%} of what the target said here is in the hot vocabulary"
+    if name.endswith("_bytes"):
+        return f"{value / 2**20:,.1f} MiB"
+    if isinstance(value, float):
+        return f"{value:.3f} ms" if name.endswith("_ms") else f"{value:.2f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -9,19 +9,22 @@ from typer.core import TyperGroup
 
 from specdec import __version__
 
-COMMANDS = {  # name: module with `command`, or `app` where there are commands below it; first line of its help
-    "demo": ("demo", "Compare HF generate, plain decoding and speculation, and show which tokens were drafted."),
-    "generate": ("generate", "Generate for one prompt and stream the text; statistics go to stderr."),
-    "chat": ("chat", "Chat in the terminal; an empty line starts again, Ctrl-C ends an answer, Ctrl-D the chat."),
-    "serve": ("serve", "Serve a target over HTTP: /v1/chat/completions, /v1/completions, /v1/models"),
-    "bench": ("bench", "Measurements."),
-    "train": ("train", "Train drafts on what the target itself generates."),
-    "convert": ("convert", "Rewrite an EAGLE-3 head in the other layout."),
-    "doctor": ("doctor", "Describe a draft, measure its cost and acceptance on a target, and name its defects."),
-    "backends": ("backends", "Attention backends of this machine."),
-    "cache": ("cache", "Show what attach keeps of compiled layers, by environment, and where."),
-    "env": ("env", "Print versions, devices and usable backends, for bug reports."),
-    "eval": ("evaluate", "Evaluate with lm-eval; its options, such as --model_args pretrained=TARGET --tasks gsm8k."),
+COMMANDS = {  # name: module and what it has there, a function or an app of commands; first line of its help
+    "demo": ("demo:demo", "Compare HF generate, plain decoding and speculation, and show which tokens were drafted."),
+    "generate": ("text:generate", "Generate for one prompt and stream the text; statistics go to stderr."),
+    "chat": ("text:chat", "Chat in the terminal; an empty line starts again, Ctrl-C ends an answer, Ctrl-D the chat."),
+    "serve": ("serve:serve", "Serve a target over HTTP: /v1/chat/completions, /v1/completions, /v1/models"),
+    "bench": ("bench:app", "Measurements."),
+    "train": ("train:app", "Train drafts on what the target itself generates."),
+    "convert": ("convert:command", "Rewrite an EAGLE-3 head in the other layout."),
+    "doctor": ("doctor:doctor", "Describe a draft, measure its cost and acceptance on a target, and name its defects."),
+    "backends": ("machine:app", "Attention backends of this machine."),
+    "cache": ("machine:cache", "Show what attach keeps of compiled layers, by environment, and where."),
+    "env": ("machine:env", "Print versions, devices and usable backends, for bug reports."),
+    "eval": (
+        "evaluate:command",
+        "Evaluate with lm-eval; its options, such as --model_args pretrained=TARGET --tasks gsm8k.",
+    ),
 }
 
 
@@ -48,12 +51,14 @@ class LazyGroup(TyperGroup):
 
 def load(name: str) -> Any:
     """Import the command called `name`; return it as click has it."""
-    module = import_module(f"specdec.tools.commands.{COMMANDS[name][0]}")
+    place, _, attribute = COMMANDS[name][0].partition(":")
+    module = import_module(f"specdec.tools.commands.{place}")
     import_module("specdec.tools.commands.terminal").quiet_pipes()
-    found = getattr(module, "app", None)
-    if found is None:
-        found = typer.Typer(add_completion=False)
-        found.command(name, context_settings=getattr(module, "CONTEXT", None))(module.command)
+    found = getattr(module, attribute)
+    if not isinstance(found, typer.Typer):
+        app = typer.Typer(add_completion=False)
+        app.command(name, context_settings=getattr(module, "CONTEXT", None))(found)
+        found = app
     return typer.main.get_command(found)
 
 

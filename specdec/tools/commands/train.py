@@ -1,5 +1,107 @@
-"""`specdec train`: the commands of `specdec.tools.train.cli`."""
+"""`specdec train`: regenerate a corpus with the target, fit a draft to it, export draft and card.
 
-from specdec.tools.train.cli import app
+The last line printed is one JSON object with the results.
+"""
 
-__all__ = ["app"]
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from specdec.reach.checkpoints.replacing import check_free
+from specdec.tools.commands.choices import OnTarget
+from specdec.tools.options import REQUIRED, command_of, option
+from specdec.tools.train.config import HeadShape, TrainConfig, recipe
+from specdec.tools.train.fit import check_checkpoint, checkpoint_of, train
+from specdec.tools.train.generation import Generation, prepare
+
+
+class Training(OnTarget):
+    """Options of all three commands."""
+
+    out: Path = option("Folder of the exported draft.", REQUIRED)
+    overwrite: bool = option("Replace another draft in the folder; --resume implies it.", False)
+
+    def picked(self, kind: type) -> dict[str, Any]:
+        """Return the options that are fields of the dataclass `kind`."""
+        return {f.name: self.settings[f.name] for f in fields(kind) if f.name in self.settings}
+
+    def where(self) -> dict[str, Any]:
+        """Return the target, where it runs, and what may be replaced."""
+        return {name: getattr(self, name) for name in ("target", "dtype", "device", "overwrite")}
+
+
+class Data(Training):
+    """Regenerate a corpus: GSM8K answers, and chats that the target writes by itself."""
+
+    out: Path = option("The corpus, a .safetensors file.", REQUIRED)
+    gen_minutes: float | None = option("Wall clock of generating.", None, "--minutes", "--gen-minutes")
+    overwrite: bool = option("Replace a corpus that is there.", False)
+    groups = (Generation,)
+
+    def run(self) -> None:
+        generation = Generation(**self.picked(Generation), gen_minutes=self.gen_minutes)
+        print_json(prepare(self.out, generation, **self.where()))
+
+
+class Fit(Training):
+    """Fit a draft to corpora and export it."""
+
+    corpus: list[Path] = option("Corpus of `data`; may be given several times.", REQUIRED)
+    algo: str = option("eagle (EAGLE-1/2), eagle3, nextn (MTP), or standalone (a small LM).", "eagle3")
+    aux_layers: str | None = option("eagle3: three layers, such as 1,14,26.")
+    held_out: int = option("Sequences held out, at least.", 200)
+    resume: bool = option("Go on from the checkpoint of a run that was broken off.", False)
+    groups, advised = (TrainConfig, HeadShape), (TrainConfig,)
+
+    def run(self) -> None:
+        config = recipe(self.algo, **self.picked(TrainConfig))
+        layers = _layers(self.aux_layers) if self.aux_layers else None
+        shape = HeadShape(**self.picked(HeadShape), aux_layers=layers)
+        options = {"held_out": self.held_out, "resume": self.resume, **self.where()}
+        print_json(train(self.corpus, self.out, config, algo=self.algo, shape=shape, **options))
+
+
+class Run(Training):
+    """Run `data`, then `fit`; the corpus is written beside the draft as `<out>.corpus.safetensors`."""
+
+    algo: str = option("eagle (EAGLE-1/2), eagle3, nextn (MTP), or standalone (a small LM).", "eagle3")
+    groups, advised = (TrainConfig, Generation), (TrainConfig,)
+    without = frozenset({"compile"})  # of both
+
+    def run(self) -> None:
+        out, config = self.out, recipe(self.algo, **self.picked(TrainConfig))
+        check_free(out, self.overwrite)
+        check_checkpoint(checkpoint_of(out), False, self.overwrite)
+        corpus = out.with_name(out.name + ".corpus.safetensors")
+        generation = Generation(**{**self.picked(Generation), "seed": config.seed})
+        made = prepare(corpus, generation, **self.where())
+        print_json({"data": made, **train([corpus], out, config, algo=self.algo, **self.where())})
+
+
+app = typer.Typer(help="Train drafts on what the target itself generates.", no_args_is_help=True)
+for name, kind in (("data", Data), ("fit", Fit), ("run", Run)):
+    app.command(name)(command_of(kind))
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"--aux-layers {text!r}: expected layers, such as 1,14,26")
+    return tuple(map(int, parts))
+
+
+def print_json(result: dict[str, Any]) -> None:
+    """Print one line of JSON, with null for numbers that JSON does not have."""
+    print(json.dumps(_without_nan(result), allow_nan=False))
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,11 +1,8 @@
 """`specdec bench acceptance`: acceptance lengths on real prompts, which do not depend on the machine."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 from typing import Any, NamedTuple
-
-from rich.console import Console
-from rich.table import Table
 
 from specdec.api import Engine, attach
 from specdec.core.config import EngineConfig
@@ -78,8 +75,7 @@ def acceptance(
     settings["graph_sampling"] = tuple(dict.fromkeys("sampled" if t else "greedy" for t in temperatures))
     if draft is not None or algo not in (None, "auto"):
         settings |= {**shape._asdict(), "draft_vocab": draft_vocab}
-    engine = attach(model, draft, algo, tokenizer=tokenizer, **settings)
-    try:
+    with attach(model, draft, algo, tokenizer=tokenizer, **settings) as engine:
         for file, some in asked.items():
             for temperature in temperatures:
                 answers = ask(engine, some, temperature, max_new_tokens)
@@ -90,8 +86,6 @@ def acceptance(
                 yield _beside_prediction(row, engine, answers.flat) if predicted else row
                 for category, numbers in _categories(some).items() if by_category else ():
                     yield {**common, "category": category, **_measured(answers.of(numbers))}
-    finally:
-        engine.detach()
 
 
 def _setting(
@@ -167,25 +161,3 @@ def _beside_prediction(row: dict[str, Any], engine: Engine, requests: Sequence[R
 def case_of(row: Mapping[str, Any]) -> str:
     """Return what a row measured: the file of its prompts, and their category."""
     return row["prompts"] if row["category"] is None else f"{row['prompts']}: {row['category']}"
-
-
-def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a short table of acceptance rows for each draft, and what its trainer predicted."""
-    console = Console()
-    for draft, group in groupby(rows, key=lambda r: r["draft"]):
-        own = list(group)
-        title = f"{draft} ({own[0]['algo'] or 'plain decoding'})"
-        table = Table("prompts", "S:K:D", "T", "tau", "±95%", "rounds", "accepted at 1, 2, …", title=title)
-        for r in own:
-            what = case_of(r) + (f", {r['draft_vocab']} tokens" if "draft_vocab" in r else "")
-            half_width = "-" if r["ci95"] is None else f"{r['ci95']:.3f}"
-            cells = (what, str(DraftShape(r["steps"], r["topk"], r["draft_tokens"])), f"{r['temperature']:g}")
-            table.add_row(*cells, f"{r['tau']:.3f}", half_width, str(r["rounds"]), _rates(r["accept_at"]))
-        console.print(table)
-        for r in (r for r in own if "predicted_at" in r):
-            off = " ".join("-" if d is None else f"{d:+.0%}" for d in r["off_prediction"])
-            console.print(f"{r['prompts']}, S={r['steps']}: predicted {_rates(r['predicted_at'])}, off by {off}")
-
-
-def _rates(rates: Sequence[float]) -> str:
-    return " ".join(f"{a:.2f}" for a in rates)

@@ -11,7 +11,6 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.core.draft.head import DraftHead
@@ -74,21 +73,6 @@ def cpu_break_even(model: PreTrainedModel, draft: DraftHead | PreTrainedModel | 
         share = bound.draft_bytes / bound.target_bytes
     rows = FewRows([model])
     return BreakEven(cache(lambda num: _forward_seconds(model, rows, num)), share)
-
-
-def slow_products(model: nn.Module, num_rows: int, ratio: float = 2.0) -> list[str]:
-    """Name the linear layers' shapes whose product of `num_rows` rows takes `ratio` times that of one row, or more.
-
-    They are timed as an engine runs them; "49152 x 576 (3.1x)", the slowest first.
-    """
-    found = {}
-    with FewRows([model]).active():
-        for layer in model.modules():
-            if isinstance(layer, nn.Linear) and layer.weight.numel() >= 1 << 17 and layer.weight.shape not in found:
-                one, several = (_best(layer, layer.weight.new_ones(n, layer.in_features)) for n in (1, num_rows))
-                found[layer.weight.shape] = several / one
-    slow = sorted(((r, s) for s, r in found.items() if r >= ratio), reverse=True)
-    return [f"{shape[0]} x {shape[1]} ({r:.1f}x)" for r, shape in slow]
 
 
 @torch.inference_mode()

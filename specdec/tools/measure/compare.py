@@ -6,10 +6,10 @@ from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from specdec.tools.measure.rows import Measure, Record, Row, identity, label_of, measure_of, number, text
 from specdec.tools.measure.statistics import Z95, student_t
+from specdec.tools.measure.tables import Table, table
 
 THRESHOLD = 0.03
 MOST_UNMATCHED = 12  # lines of what could not be matched
@@ -148,7 +148,7 @@ def print_comparison(found: Comparison, before: Record, after: Record) -> None:
             out.print(f"not the same {key}: {pair}", style="yellow")
     for verdict, style in (("worse", "red"), ("better", "green")):
         if own := found.of(verdict):
-            out.print(_table(own, f"{verdict} beyond noise", style))
+            _table(own, f"{verdict} beyond noise").print(style=style)
     worse, better, same = (len(found.of(verdict)) for verdict in ("worse", "better", "noise"))
     out.print(f"{len(found.changes)} values judged: {worse} worse, {better} better, {same} within noise")
     by_chance = sum(not change.basis.endswith("threshold") for change in found.changes) / 40
@@ -162,16 +162,17 @@ def print_comparison(found: Comparison, before: Record, after: Record) -> None:
             out.print("\n".join(shown))
 
 
-def _table(changes: Sequence[RowChange], title: str, style: str) -> Table:
+def _table(changes: Sequence[RowChange], title: str) -> Table:
     """Make a table with what tells the cases apart in one column, what all share in the title."""
     shared = {key: value for key, value in changes[0].case.items() if all(c.case.get(key) == value for c in changes)}
-    columns = ("case", "measure", "before", "after", "change", "noise")
-    table = Table(*columns, title=f"{title} ({text(shared)})" if shared else title, title_style=style)
-    for column in table.columns[2:]:
-        column.justify = "right"
-    for c in changes:
-        own = {key: value for key, value in c.case.items() if key not in shared}
-        change = "new" if math.isinf(c.ratio) else f"{c.ratio - 1:+.1%}"
-        noise = f"±{number(c.noise)} ({c.basis})"
-        table.add_row(text(own), label_of(c.key), number(c.before), number(c.after), change, noise)
-    return table
+    rows = [
+        {
+            "case": {key: value for key, value in c.case.items() if key not in shared},
+            "measure": label_of(c.key),
+            **{"before": c.before, "after": c.after},
+            "change": "new" if math.isinf(c.ratio) else f"{c.ratio - 1:+.1%}",
+            "noise": f"±{number(c.noise)} ({c.basis})",
+        }
+        for c in changes
+    ]
+    return table(f"{title} ({text(shared)})" if shared else title, rows)

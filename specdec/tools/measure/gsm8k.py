@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from specdec.api import Engine, attach
@@ -91,11 +89,8 @@ def run(
     wanted = [(draft, mode) for draft in drafts for mode in modes]
     for (draft, algo), mode in [PLAIN, *(w for w in wanted if w != PLAIN)]:
         given = {**settings, **MODES[mode], "graph_sampling": "greedy", **({} if algo is None else CHAIN)}
-        engine = attach(model, draft, algo, tokenizer=tokenizer, **given)
-        try:
+        with attach(model, draft, algo, tokenizer=tokenizer, **given) as engine:
             outcome, row = _measure(engine, items, max_new_tokens, seed)
-        finally:
-            engine.detach()
         if base is None:
             base = outcome
             tie = near_tie(model, items.prompts, base.answers)
@@ -199,20 +194,6 @@ def last_number(text: str) -> str | None:
     """Return the last number of an answer, as GSM8K's gold answers write it."""
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
     return numbers[-1].rstrip(".") if numbers else None
-
-
-def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line a mode, and what it says in words."""
-    heads = ("dtype", "mode", "nll", "difference", "95%", "replays", "eager", "equal", "near-ties", "correct", "p")
-    table, console = Table(*heads), Console(width=150)
-    for r in rows:
-        paths, (low, high) = r["runners"]["target_prefill"], r["nll_ci95"]
-        cells = (f"{r['nll']:.6f}", f"{r['nll_difference']:+.1e}", f"{low:+.1e} to {high:+.1e}", paths["replays"])
-        answers = (f"{r['equal']} of {r['answers']}", r["near_ties"], r["correct"], f"{r['mcnemar_p']:.2g}")
-        table.add_row(*name_of(r).split(" ", 1), *map(str, (*cells, paths["eager"], *answers)))
-    console.print(table)
-    for r in rows[1:]:
-        console.print(r["says"], highlight=False)
 
 
 def _gold_ids(record: Mapping[str, str], tokenizer: Any) -> tuple[list[int], int]:

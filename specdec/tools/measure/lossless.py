@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from specdec.api import attach
@@ -62,16 +60,6 @@ def run(
                 given |= {"max_batch": sampled_batch, "graph_sampling": "sampled"}
                 found += compare_sampled(model, draft, given, kinds, prompts, law, max_new_tokens)
             yield from ({"draft": name, **config, "backend": backend, **row} for row in found)
-
-
-def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line a comparison."""
-    keys = ("draft", "check", "against", "batch", "compared", "equal", "near_ties", "unexplained", "tau")
-    table = Table("draft", "S:K", *keys[1:])
-    for row in rows:
-        first, *others = ("-" if row.get(key) is None else str(row[key]) for key in keys)
-        table.add_row(first, f"{row['num_steps']}:{row['topk']}", *others)
-    Console().print(table)
 
 
 def reference(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
@@ -144,15 +132,12 @@ def texts(
     law: SamplingParams | None = None,
 ) -> dict[str, Any]:
     """Return `tokens` of every prompt from one engine, with algo, tau and seconds."""
-    engine = attach(model, draft, **{"compile": False, **settings})
-    try:
+    with attach(model, draft, **{"compile": False, **settings}) as engine:
         start = time.perf_counter()
         out = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=law)
         seconds = time.perf_counter() - start
         engine.check_integrity()
         algo = engine.report().draft["algo"]
-    finally:
-        engine.detach()
     return {"algo": algo, "tokens": out.tokens, "tau": round(out.stats.tau, 3), "seconds": round(seconds, 1)}
 
 

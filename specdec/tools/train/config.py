@@ -8,6 +8,7 @@ from typing import Any
 from specdec.core.ranges import FLAG, Range, check_fields, optional, real, whole
 from specdec.reach.heads.format import Training
 from specdec.reach.heads.formats import formats
+from specdec.tools.options import option, ranges_of
 
 LIMITS = ("epochs", "max_steps", "max_tokens", "minutes")
 # Fields that may differ between a checkpoint's run and the one that resumes it: limits, logging and computation.
@@ -22,66 +23,49 @@ def _positive(value: Any) -> float:
 
 
 POSITIVE = Range("a finite number above 0", _positive)
-SHARE = real(0, 0.999)
 WEIGHT = real(0, 1e6)
-RANGES = MappingProxyType(
-    {
-        **dict.fromkeys(("num_steps", "tokens_per_batch", "max_len", "chunk_rows"), whole(1)),
-        **dict.fromkeys(("log_every", "eval_every", "save_every"), whole(1)),
-        **dict.fromkeys(("epochs", "max_steps", "max_tokens"), optional(whole(1), " for no limit")),
-        "minutes": optional(POSITIVE, " for no limit"),
-        **dict.fromkeys(("lr", "clip", "step_decay"), POSITIVE),
-        **dict.fromkeys(("soft_weight", "feature_weight", "lk_weight", "prompt_weight"), WEIGHT),
-        **dict.fromkeys(("feature_noise", "weight_decay"), WEIGHT),
-        "warmup": SHARE,
-        **dict.fromkeys(("normalise_steps", "train_lm_head"), FLAG),
-        "compile": optional(FLAG, " for on CUDA only"),
-        "seed": whole(0),
-    }
-)
+NUMBER, NUMBER_OR_NONE = whole(1), optional(whole(1), " for no limit")
+MINUTES = optional(POSITIVE, " for no limit")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """The training recipe. A run ends at the first of epochs, max_steps, max_tokens and minutes; give at least one.
 
-    num_steps: draft steps unrolled (TTT). step_decay: weight of step j is step_decay**j; normalise_steps: divided by
-    the sum of all. soft_weight: of the soft cross-entropy; feature_weight: of SmoothL1 to the target's last hidden
-    state (EAGLE-1/2); lk_weight: of -log acceptance. feature_noise: half the width of uniform noise on the features a
-    head reads (EAGLE-1 used 0.1 at 512 tokens). prompt_weight: of a prompt row relative to an answer row (standalone).
-    tokens_per_batch: padded tokens. max_len: longer sequences are cut. max_tokens: tokens seen in training, without
-    padding. warmup: share of the run. clip: gradient norm. chunk_rows: rows whose logits are in memory at a time.
-    compile: fuse the losses' elementwise math into kernels; None: on CUDA. *_every: in steps; logging costs a sync.
+    feature_weight: of SmoothL1 to the target's last hidden state. feature_noise: on the features a head reads (EAGLE-1
+    used 0.1 at 512 tokens). compile: fuse the losses' elementwise math into kernels. *_every: logging costs a sync.
     """
 
-    num_steps: int = 5
-    step_decay: float = 0.8
-    normalise_steps: bool = False
-    soft_weight: float = 1.0
-    feature_weight: float = 0.0
-    lk_weight: float = 0.0
-    feature_noise: float = 0.0
-    prompt_weight: float = 0.0
-    lr: float = 2e-3
-    weight_decay: float = 0.01
-    warmup: float = 0.015
-    clip: float = 0.5
-    tokens_per_batch: int = 32768
-    max_len: int = 2048
-    epochs: int | None = None
-    max_steps: int | None = None
-    max_tokens: int | None = None
-    minutes: float | None = None
-    chunk_rows: int = 4096
-    compile: bool | None = None
-    train_lm_head: bool = False
-    log_every: int = 20
-    eval_every: int = 500
-    save_every: int = 500
-    seed: int = 0
+    epochs: int | None = option("Passes over the corpora.", allowed=NUMBER_OR_NONE)
+    max_steps: int | None = option("Updates.", allowed=NUMBER_OR_NONE)
+    max_tokens: int | None = option("Tokens seen in training, without padding.", allowed=NUMBER_OR_NONE)
+    minutes: float | None = option("Wall clock of training; the schedule adapts to it.", allowed=MINUTES)
+    num_steps: int = option("Draft steps unrolled (TTT).", 5, allowed=NUMBER)
+    step_decay: float = option("Weight of draft step j is this to the power j.", 0.8, allowed=POSITIVE)
+    normalise_steps: bool = option("Divide the weights of steps by their sum.", False, allowed=FLAG)
+    soft_weight: float = option("Weight of the soft cross-entropy.", 1.0, allowed=WEIGHT)
+    feature_weight: float = option("eagle: weight of SmoothL1 to the target's states.", 0.0, allowed=WEIGHT)
+    lk_weight: float = option("Weight of -log acceptance.", 0.0, allowed=WEIGHT)
+    feature_noise: float = option("Half the width of uniform noise on features.", 0.0, allowed=WEIGHT)
+    prompt_weight: float = option("standalone: weight of a prompt's row relative to an answer's.", 0.0, allowed=WEIGHT)
+    lr: float = option("Learning rate at its peak.", 2e-3, allowed=POSITIVE)
+    weight_decay: float = option("AdamW's, of matrices.", 0.01, allowed=WEIGHT)
+    warmup: float = option("Share of the run.", 0.015, allowed=real(0, 0.999))
+    clip: float = option("Largest norm of the gradient.", 0.5, allowed=POSITIVE)
+    tokens_per_batch: int = option("Padded tokens of a batch.", 32768, allowed=NUMBER)
+    max_len: int = option("Longer sequences are cut.", 2048, allowed=NUMBER)
+    chunk_rows: int = option("Rows whose logits are in memory at a time.", 4096, allowed=NUMBER)
+    compile: bool | None = option(
+        "Fused losses; default on CUDA.", None, "--compile/--no-compile", allowed=optional(FLAG, " for on CUDA only")
+    )
+    train_lm_head: bool = option("Train the draft's own output head, too.", False, allowed=FLAG)
+    log_every: int = option("Steps.", 20, allowed=NUMBER)
+    eval_every: int = option("Steps.", 500, allowed=NUMBER)
+    save_every: int = option("Steps.", 500, allowed=NUMBER)
+    seed: int = option("Of the data's order, of noise, and of fresh weights.", 0, allowed=whole(0))
 
     def __post_init__(self) -> None:
-        check_fields(self, RANGES)
+        check_fields(self, ranges_of(type(self)))
         limits = {name: getattr(self, name) for name in LIMITS}
         if not any(limits.values()):
             raise ValueError(f"{limits}: expected one at least that ends the run; pass minutes=10, say")
@@ -132,17 +116,17 @@ class HeadShape:
     "safetensors".
     """
 
-    init: str | None = None
-    intermediate_size: int | None = None
-    draft_vocab_size: int = 8192
+    init: str | None = option("A trained draft to continue from: a folder or Hub id.")
+    intermediate_size: int | None = option("Width of the draft's MLP.")
+    draft_vocab_size: int = option("eagle3: tokens that the head scores.", 8192)
     aux_layers: tuple[int, ...] | None = None
-    copy_layer: bool = False
-    hidden_size: int = 192
-    num_layers: int = 4
-    num_heads: int = 3
-    num_kv_heads: int = 1
-    file_format: str = "gguf"
-    embed_type: str = "Q4_0"
+    copy_layer: bool = option("nextn: start from a copy of the target's last layer, not at random.", False)
+    hidden_size: int = option("standalone: the small Llama's shape.", 192)
+    num_layers: int = option("standalone: the small Llama's shape.", 4)
+    num_heads: int = option("standalone: the small Llama's shape.", 3)
+    num_kv_heads: int = option("standalone: the small Llama's shape.", 1)
+    file_format: str = option("standalone: gguf, or safetensors.", "gguf")
+    embed_type: str = option("standalone: the embedding in GGUF, Q4_0, Q5_0 or Q8_0.", "Q4_0")
 
 
 def training_of(algo: str) -> Training:

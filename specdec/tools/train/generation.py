@@ -8,7 +8,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -19,7 +18,8 @@ from specdec.core.text.inputs import encode
 from specdec.core.text.prompts import tokenizer_fingerprint
 from specdec.reach.targets.pretrained import BUNDLED
 from specdec.reach.targets.shape import position_limit
-from specdec.tools.train.config import POSITIVE
+from specdec.tools.options import option, ranges_of
+from specdec.tools.train.config import MINUTES
 from specdec.tools.train.fit import sizes
 from specdec.tools.train.regenerate import (
     Budget,
@@ -55,43 +55,34 @@ def _temperatures(value: str) -> str:
     return value
 
 
-RANGES = MappingProxyType(
-    {
-        **dict.fromkeys(("chats", "seed"), whole(0)),
-        **dict.fromkeys(("samples_per_question", "max_new_tokens"), whole(1)),
-        **dict.fromkeys(("num_questions", "max_batch"), optional(whole(1))),
-        "gen_minutes": optional(POSITIVE, " for no limit"),
-        "shard": Range("i/n with i of 0..n-1, such as 0/4", _shard),
-        "temperatures": Range("numbers from 0, such as 0,0.7,1.0", _temperatures),
-        "compile": FLAG,
-    }
-)
+COUNT, SEED, MANY = whole(1), whole(0), optional(whole(1))
+SHARD = Range("i/n with i of 0..n-1, such as 0/4", _shard)
+TEMPERATURES = Range("numbers from 0, such as 0,0.7,1.0", _temperatures)
 
 
 @dataclass(frozen=True)
 class Generation:
     """Settings of a generation run.
 
-    gsm8k: path of train.jsonl, of which num_questions are answered samples_per_question times. chats: user turns that
-    the target writes and answers once. temperatures: comma-separated, used in turn. gen_minutes: wall clock; None: no
-    limit. max_batch: requests decoded together; None: by device. shard: "i/n" makes part i of n of the questions' jobs,
-    and its share of the chats from a seed of its own. compile: compile the target's layers with Inductor.
+    shard: makes part i of n of the questions' jobs, and its share of the chats from a seed of its own.
     """
 
-    gsm8k: Path | None = None
-    num_questions: int | None = None
-    samples_per_question: int = 3
-    chats: int = 0
-    temperatures: str = "0,0.7,1.0"
-    max_new_tokens: int = 256
-    gen_minutes: float | None = None
-    max_batch: int | None = None
-    shard: str = "0/1"
-    compile: bool = False
-    seed: int = 0
+    gsm8k: Path | None = option("GSM8K train.jsonl.")
+    num_questions: int | None = option("Questions of it that are answered; default: all.", allowed=MANY)
+    samples_per_question: int = option("Answers to each.", 3, allowed=COUNT)
+    chats: int = option("User turns that the target writes, and answers once.", 0, allowed=SEED)
+    temperatures: str = option("Temperatures of answers, taken in turns.", "0,0.7,1.0", allowed=TEMPERATURES)
+    max_new_tokens: int = option("Tokens of an answer at most.", 256, allowed=COUNT)
+    gen_minutes: float | None = option("Wall clock of generating.", allowed=MINUTES)
+    max_batch: int | None = option("Requests decoded together; default 512 on CUDA, else 32.", allowed=MANY)
+    shard: str = option(
+        "i/n: make part i (from 0) of n of the questions' jobs, and its share of the chats.", "0/1", allowed=SHARD
+    )
+    compile: bool = option("Compile the target's layers for generating.", False, "--compile", allowed=FLAG)
+    seed: int = option("Of questions' order, user turns and answers.", 0, allowed=SEED)
 
     def __post_init__(self) -> None:
-        check_fields(self, RANGES)
+        check_fields(self, ranges_of(type(self)))
         if self.gsm8k is None and not self.chats:
             raise ValueError("nothing to generate: pass gsm8k=PATH of train.jsonl, or chats=N, or both")
 
@@ -119,18 +110,17 @@ class Generation:
 
 def prepare(
     out: Path,
+    g: Generation,
     *,
     target: str = BUNDLED,
     dtype: str = "auto",
     device: str = "auto",
     overwrite: bool = False,
-    **options: Any,
 ) -> dict[str, Any]:
     """Regenerate a corpus with the target, write it to `out`, and return a report of its sizes and generation times.
 
-    overwrite: replace a file that is there. options: fields of Generation.
+    overwrite: replace a file that is there.
     """
-    g = Generation(**options)
     if out.exists() and not overwrite:  # it may have taken hours
         raise ValueError(
             f"{str(out)!r} is there already: train on it with `specdec train fit --corpus {out}`, name another, or "

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 _OURS = 0  # not training, and neither of the values that users set
+_IMPLEMENTATION = "_attn_implementation_internal"  # an attribute that configs of transformers have
 _WARNING = "warn_if_padding_and_no_attention_mask"
 
 
@@ -15,12 +16,12 @@ class ConfigViews:
     """Shows the modules of a model their configs with another attention implementation, within `shown`.
 
     The configs themselves, which other models may share and which other threads may set, are left alone: a view has the
-    attributes of its config, as they are at the time, and a class of its own.
+    attributes of its config, as they are at the time, but views of its parts (`text_config`), and a class of its own.
     """
 
     def __init__(self, model: nn.Module, implementation: str):
         found = [(vars(module), vars(module).get("config")) for module in model.modules()]
-        places = [(own, config) for own, config in found if hasattr(config, "_attn_implementation_internal")]
+        places = [(own, config) for own, config in found if hasattr(config, _IMPLEMENTATION)]
         views = {id(config): _view(config, implementation) for config in {id(c): c for _, c in places}.values()}
         self._places = [(own, views[id(config)]) for own, config in places]
 
@@ -40,13 +41,19 @@ class ConfigViews:
 
 def _view(config: Any, implementation: str) -> Any:
     kind = type(config)
+    parts = {name: part for name, part in vars(config).items() if hasattr(part, _IMPLEMENTATION)}
     changed = {
+        **{name: _constant(_view(part, implementation)) for name, part in parts.items()},
         "_attn_implementation": property(lambda _: implementation, kind._attn_implementation.fset),
         "__reduce_ex__": lambda view, _: (object.__new__, (kind,), vars(view)),  # a copy is no view
     }
     view: Any = object.__new__(type(kind.__name__, (kind,), changed))
     object.__setattr__(view, "__dict__", vars(config))
     return view
+
+
+def _constant(value: Any) -> property:
+    return property(lambda _: value)
 
 
 @contextmanager

@@ -13,14 +13,11 @@ transformers' own `generate`, which is measured first, before the model is attac
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import median
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from specdec.api import Engine, attach
 from specdec.core.errors import CapacityError
@@ -33,19 +30,16 @@ QUICK_S = 0.5  # first tokens that come sooner are timed `repeats` times, slower
 SLOW_S = 3.0  # prompts that take longer are timed once
 HF_S = 5.0  # of transformers' own generate, a prompt length: its scans in torch are slow
 ALLOWANCE_S = 15.0  # what must be left of the budget beside what is known before something begins
-NUMBERS = ("ms", "round_ms", "tau", "floor_ms", "host_ms", "idle_percent", "graph_mib", "eager")
 
 Row = dict[str, Any]
 
 
 @dataclass
 class Run:
-    """Rows so far, and what was left out or failed. on_row: is called with each row as it comes."""
+    """What a run measures, and what it left out or what failed, so far."""
 
     subject: Timed
     plan: Plan
-    on_row: Callable[[Row], None]
-    rows: list[Row] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     longest_attach: float = 0.0
@@ -53,21 +47,18 @@ class Run:
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + self.plan.budget
 
-    def time_hf(self) -> None:
-        """Add rows of transformers' own `generate` at batch 1, before an engine attaches."""
-        widths = sorted({DraftCase.parse(text).width for text in self.plan.drafts})
-        for tokens in sorted({cell.tokens for group in self.plan.groups for cell in group}):
-            cell = Cell(1, tokens)
-            prompt = self.subject.prompts(cell)[0]
-            for row in hf_rows(self.subject.model, prompt, self.plan.new_tokens, min(HF_S, self._left), widths):
-                self._add({**self._key("hf", DraftCase(), cell), **row})
+    def rows(self, has_hf: bool = False) -> Iterator[Row]:
+        """Yield rows as they are measured, engine by engine, those of short contexts first. has_hf: before an engine
+        attaches, those of transformers' own `generate` at batch 1, too."""
+        drafts = [DraftCase.parse(text) for text in self.plan.drafts]
+        for tokens in sorted({cell.tokens for group in self.plan.groups for cell in group}) if has_hf else ():
+            prompt, seconds = self.subject.prompts(Cell(1, tokens))[0], min(HF_S, self._left)
+            widths = sorted({draft.width for draft in drafts})
+            for row in hf_rows(self.subject.model, prompt, self.plan.new_tokens, seconds, widths):
+                yield {**self._key("hf", DraftCase(), Cell(1, tokens)), **row}
         free(self.subject.device)
-
-    def engines(self) -> Iterator[None]:
-        """Measure engine by engine, those of short contexts first; yields after each, so that rows can be written."""
-        for group, mode, draft in product(self.plan.groups, self.plan.modes, map(DraftCase.parse, self.plan.drafts)):
-            self._serve(mode, draft, list(group))
-            yield
+        for group, mode, draft in product(self.plan.groups, self.plan.modes, drafts):
+            yield from self._serve(mode, draft, list(group))
 
     @property
     def _left(self) -> float:
@@ -80,16 +71,17 @@ class Run:
         self.skipped += [] if has_time else [f"{name}: budget" for name in names]
         return has_time
 
-    def _serve(self, mode: str, draft: DraftCase, cells: list[Cell]) -> None:
-        """Measure cells by one engine. If it fails, that is noted, and the next ones still run."""
+    def _serve(self, mode: str, draft: DraftCase, cells: list[Cell]) -> Iterator[Row]:
+        """Yield the rows of cells that one engine serves. If it fails, that is noted, and the next ones still run."""
         name, engine = f"{mode} {draft}", None
         if not self._has_time(self.longest_attach, *(f"{name}, {cell}" for cell in cells)):
             return
         try:
-            engine = self._attach(mode, draft, cells)
-            for cell in cells:
-                assert engine is not None
-                self._measure(engine, mode, draft, cell)
+            engine, seconds = self._attach(mode, draft, cells)
+            if engine is not None:
+                yield self._attach_row(engine, mode, draft, seconds)
+                for cell in cells:
+                    yield from self._measure(engine, mode, draft, cell)
         except Exception as error:  # whatever it is, it must not cost the rows of the engines that follow
             traceback.print_exc()
             self.failed.append(f"{name}: {type(error).__name__}: {error}")
@@ -99,9 +91,9 @@ class Run:
             del engine
             free(self.subject.device)
 
-    def _attach(self, mode: str, draft: DraftCase, cells: list[Cell]) -> Engine | None:
-        """Return an engine for `cells`, the largest of which are dropped until it fits; None where none does. Add a row
-        of what attaching took."""
+    def _attach(self, mode: str, draft: DraftCase, cells: list[Cell]) -> tuple[Engine | None, float]:
+        """Return an engine for `cells`, the largest of which are dropped until it fits, and the seconds that attaching
+        took; None where none fits."""
         subject, plan = self.subject, self.plan
         source, algo = (subject.draft, subject.algo) if draft.steps else (None, None)
         settings: Row = {**draft.settings(subject.is_random), **MODES[mode], "tokenizer": subject.tokenizer}
@@ -117,9 +109,8 @@ class Run:
                 continue
             seconds = time.perf_counter() - start
             self.longest_attach = max(self.longest_attach, of_first(seconds))
-            self._add(self._attach_row(engine, mode, draft, seconds))
-            return engine
-        return None
+            return engine, seconds
+        return None, 0.0
 
     def _attach_row(self, engine: Engine, mode: str, draft: DraftCase, seconds: float) -> Row:
         report = engine.report()
@@ -149,8 +140,8 @@ class Run:
         shared |= {"topk": draft.topk, "draft_tokens": draft.width, "batch": cell.batch, "tokens": cell.tokens}
         return shared
 
-    def _measure(self, engine: Engine, mode: str, draft: DraftCase, cell: Cell) -> None:
-        """Add the rows of one cell, by how tokens are drawn, with and without the tokenizer."""
+    def _measure(self, engine: Engine, mode: str, draft: DraftCase, cell: Cell) -> Iterator[Row]:
+        """Yield the rows of one cell, by how tokens are drawn, with and without the tokenizer."""
         own = self.subject.tokenizer
         for sampling, tokenizer in product(self.plan.samplings, (None,) if own is None else (own, None)):
             engine.tokenizer = tokenizer
@@ -159,7 +150,7 @@ class Run:
             before = _eager_runs(engine)
             for row in self._times(engine, draft, cell, sampling, f"{mode} {draft}, {cell}"):
                 why = dict(_eager_runs(engine) - before)
-                self._add({**key, **row, "eager": sum(why.values()), "why_eager": why})
+                yield {**key, **row, "eager": sum(why.values()), "why_eager": why}
 
     def _times(self, engine: Engine, draft: DraftCase, cell: Cell, sampling: str, name: str) -> Iterator[Row]:
         """Yield the ttft row and the tpot row, as far as the budget lets them."""
@@ -215,10 +206,6 @@ class Run:
             return None
         return ShapeFloors(subject.shape, subject.ranks, subject.algo or "eagle3", draft.vocab)
 
-    def _add(self, row: Row) -> None:
-        self.rows.append(row)
-        self.on_row(row)
-
 
 def _medians(calls: list[TimedCall]) -> tuple[float, float, float]:
     """ms of a call, ms of the host's share of it, and tau."""
@@ -242,19 +229,3 @@ def _eager_runs(engine: Engine) -> Counter[str]:
 def draft_of_row(row: Mapping[str, Any]) -> str:
     """Return how a row's rounds drafted, as in --drafts."""
     return str(DraftCase(row["steps"], row["topk"], row["draft_tokens"], row.get("draft_vocab")))
-
-
-def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line a row, then how often each path ran without its graph, and why."""
-    table = Table("what", "mode", "S:K:D", "batch", "tokens", "text", *NUMBERS)
-    eager: Counter[str] = Counter()
-    for row in rows:
-        text = {True: "yes", False: "no", None: "-"}[row.get("tokenizer")]
-        what = row["what"] if "sampling" not in row else f"{row['what']}, {row['sampling']}"
-        numbers = ("-" if row.get(name) is None else f"{row[name]:g}" for name in NUMBERS)
-        table.add_row(what, row["mode"], draft_of_row(row), str(row["batch"]), str(row["tokens"]), text, *numbers)
-        eager.update(row.get("why_eager", {}))
-    console = Console(width=150)
-    console.print(table)
-    for reason, times in eager.most_common():
-        console.print(f"ran eagerly {times} times: {reason}", markup=False, highlight=False)

@@ -1,168 +1,31 @@
-"""The kinds of rows that pages know: `KINDS` maps them to sections; above it, what is computed of rows for charts.
+"""The kinds of rows: `KINDS` maps them to sections of pages, and to tables on a terminal."""
 
-Keys that begin with "_" are not shown in tables. Of the key that a chart draws, "_KEY_ends" has the 95% interval where
-rows have no half width, and "_KEY_floor" the least that it could be.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from specdec.tools.measure.page import completed
 from specdec.tools.measure.page.charts import grouped
-from specdec.tools.measure.page.parts import (
-    Card,
-    Section,
-    Table,
-    named,
-    numbered,
-    shape_of,
-    shortener,
-    table,
-    varying,
-)
-from specdec.tools.measure.page.sections import CASE, Best, Chart, RowKind, Rows
-from specdec.tools.measure.rows import Row, label_of, measure_of
-from specdec.tools.measure.statistics import conditional, wilson
+from specdec.tools.measure.page.completed import BUCKETS, PHASES, SHAPE, SIZE, engines
+from specdec.tools.measure.page.sections import CASE, Best, Card, Chart, RowKind, Section
+from specdec.tools.measure.rows import Row, label_of
+from specdec.tools.measure.tables import named, table, varying
 
-GREEDY = ", greedy drafts"
-BUCKETS = {"tau_by_position": "position in the answer (tokens)", "tau_by_context": "context length (tokens)"}
-PHASES = ("draft", "verify", "accept", "extend")
-SHAPE = "steps topk draft_tokens"  # of which "rounds_of" is made
-SIZE = "_batch × tokens"
 MODES = ("file", "dtype", "mode", "speculation", "draft", "compile")
 
 
-def _acceptance(rows: Sequence[Row]) -> Rows:
-    """Add the shape's name, which says how sampled chains are drafted, and conditional rates."""
-    short, found = shortener(str(row.get("draft", "")) for row in rows), []
-    for row in rows:
-        is_greedy = row.get("sample_drafts") is False and bool(row.get("temperature")) and row.get("topk") == 1
-        old = {"conditional_at": conditional(row["accept_at"]), "temperature": 0.0, "prompts": "prompts"}
-        own: dict[str, Any] = old | {**row, "shape": shape_of(row) + GREEDY * is_greedy}
-        own["draft"] = short(str(row.get("draft") or row.get("algo") or "plain"))
-        own["_form"] = f"{own['shape'].partition(' ')[0]}s, T={own['temperature']:g}"
-        found.append(own)
-    return found
+def kind_of(row: Row) -> RowKind:
+    """Return the kind of `row`: the first that takes it."""
+    return next(kind for kind in KINDS if kind.takes(row))
 
 
-def _drafted(rows: Rows) -> Rows:
-    return sorted((row for row in rows if row["shape"] != "plain"), key=lambda row: row["temperature"])
-
-
-def _deepest(rows: Rows) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the deepest chain and of the deepest tree."""
-    own = [row for row in _drafted(rows) if not row["shape"].endswith(GREEDY)]
-    for alike in grouped(own, lambda row: row["topk"] == 1).values():
-        deepest = max(alike, key=lambda row: (row["steps"], row["draft_tokens"]))["shape"]
-        yield from (row for row in alike if row["shape"] == deepest)
-
-
-def _positions(rows: Rows) -> Rows:
-    """Return a row for each draft position, with its rate a_j and interval: over rounds where there is none."""
-    found = []
-    for row in _deepest(rows):
-        ends: list[Any] = row.get("accept_ci95") or [wilson(a, row["rounds"]) for a in row["accept_at"]]
-        for j, (rate, end) in enumerate(zip(row["accept_at"], ends, strict=True), 1):
-            found.append({**row, "draft_position": j, "accepted": rate, "_accepted_ends": end})
-    return found
-
-
-def _buckets(key: str) -> Callable[[Rows], Rows]:
-    """Return what makes a row for each bucket of tokens, drawn at its middle, of the lowest temperature."""
-
-    def expanded(rows: Rows) -> Rows:
-        own = [row for row in rows if row.get(key)]
-        lowest = [row for row in own if row["temperature"] == min(row["temperature"] for row in own)]
-        return [
-            {**row, **part, BUCKETS[key]: (part["from"] + (part["to"] or 2 * part["from"])) / 2}
-            for row in _deepest(lowest)
-            for part in row[key]
-        ]
-
-    return expanded
-
-
-def _bucket_tables(rows: Rows) -> list[Table]:
-    """Make a table of all buckets of tokens, a line each."""
-    hidden = {key for row in rows for key in row} - {"file", "draft", "prompts", "shape", "temperature"}
-    return [
-        table(label_of(key), [{**row, **part} for row in own for part in row[key]], (), hidden - {*own[0][key][0]})
-        for key in BUCKETS
-        if (own := [row for row in rows if row.get(key)])
-    ]
-
-
-def _with_rounds(rows: Sequence[Row]) -> Rows:
-    return [{**row, "rounds_of": shape_of(row)} if "steps" in row else dict(row) for row in rows]
-
-
-def _latency(rows: Sequence[Row]) -> Rows:
-    """Add tokens/s of all requests, the floor of a round, the tau from which it pays, and its speed-up of plain."""
-    found = [{"batch": 1, **row} for row in _with_rounds(rows)]
-    alike = ("file", "label", "shape", "mode", "batch", "tokens", "tokenizer", "what")
-    plain = {tuple(row.get(key) for key in alike): row for row in reversed(found) if row.get("steps") == 0}
-    for row in found:
-        row[SIZE] = f"{row['batch']} × {row['tokens']}"
-        if row["what"] == "ttft":
-            key = "_first_token_ms" if row["batch"] == 1 else "_first_tokens_ms"
-            row |= {key: row["ms"], f"_{key}_floor": row.get("floor_ms")}
-        elif row["ms"]:
-            row["tokens/s"] = round(row["batch"] * 1000 / row["ms"], 1)
-            row["_round_ms_floor"] = row["floor_ms"] * (row.get("tau") or 1.0) if row.get("floor_ms") else None
-            other = plain.get(tuple(row.get(key) for key in alike))
-            if other and row.get("round_ms") and row is not other:
-                row["pays_from_tau"] = round(row["round_ms"] / other["ms"], 2)
-                row["of_plain"] = row["tau"] / row["pays_from_tau"]
-    return found
-
-
-def _phases(rows: Rows) -> Rows:
-    """Return a row for each round, with the milliseconds of its phases."""
-    floors = {row["_case"]: row.get("floor_ms") for row in rows if row["what"] == "round"}
-    return [
-        {**{row["what"]: row["ms"] for row in own}, "_case": case, "_draft_floor": floors.get(case)}
-        for case, own in grouped(rows, lambda row: row["_case"]).items()
-    ]
-
-
-def _start(rows: Sequence[Row]) -> Rows:
-    """Add the seconds of attaching, of files without them the milliseconds, and what is left beside its parts."""
-    found = [
-        {"attach_s": row["ms"] / 1000 if "ms" in row else None, "compile_s": 0.0, **row} for row in _with_rounds(rows)
-    ]
-    for row in found:
-        row["rest_s"] = max((row["attach_s"] or 0.0) - row["compile_s"] - row.get("capture_s", 0.0), 0.0)
-    return found
-
-
-def _engines(rows: Rows) -> Rows:
-    names = numbered([row["_case"] for row in rows])
-    return [{**row, "_engine": name} for row, name in zip(rows, names, strict=True)]
-
-
-def _by_what(rows: Iterable[Row]) -> list[Table]:
-    """Make a table for each `what`, or for each set of keys; what identifies a row comes first."""
-    kinds = grouped(rows, lambda row: str(row.get("what") or ", ".join(list(row)[:3])))
-    return [
-        table(kind, own, sorted(own[0], key=lambda key: measure_of(key, own[0][key]) is not None))
-        for kind, own in sorted(kinds.items())
-    ]
-
-
-def _gsm8k(rows: Sequence[Row]) -> Rows:
-    """Write likelihoods with all their digits, as modes differ in the fourth or later; add the share of answers."""
-    found = [dict(row) for row in rows]
-    for row in found:
-        if isinstance(row.get("nll"), float):
-            row["nll"] = f"{row['nll']:.6f}"
-        if row.get("answers") and "correct" in row:
-            row["_correct (%)"] = 100 * row["correct"] / row["answers"]
-            row["__correct (%)_ends"] = [100 * end for end in wilson(row["correct"] / row["answers"], row["answers"])]
-    return found
-
-
-def _in_words(rows: Rows) -> list[Table]:
-    words = [{"file": row.get("file"), "against the first mode": row["says"]} for row in rows if "says" in row]
-    return [table("In words", words)] if words else []
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print a table of each kind of rows, and what ran eagerly."""
+    for kind, own in grouped(rows, kind_of).items():
+        for each in kind.tables(own) if not kind.brief else [table("", kind.complete(own), kind.brief.split(), None)]:
+            each.print()
+    eager = eager_section(rows)
+    for each in eager.tables if eager else ():
+        each.print()
 
 
 def eager_section(rows: Sequence[Row]) -> Section | None:
@@ -204,18 +67,18 @@ KINDS = (  # a row belongs to the first that takes it
         "How many tokens a round emits (tau, the bonus token included), and how often each draft position is accepted. "
         "It depends on target, draft, prompts and sampling, not on the machine. Bars are 95% intervals over prompts.",
         lambda row: {"accept_at", "tau", "rounds", "draft_tokens"} <= row.keys(),
-        _acceptance,
+        completed.acceptance,
         series=("draft", "file"),
         charts=(
-            Chart("tau by draft and shape", "dots", "shape", "tau", _drafted),
+            Chart("tau by draft and shape", "dots", "shape", "tau", completed.drafted),
             Chart(
-                *("Acceptance by position", "lines", "draft_position", "accepted", _positions),
+                *("Acceptance by position", "lines", "draft_position", "accepted", completed.positions),
                 caption="Unconditional rates a_j: the share of rounds in which position j was accepted and kept. "
                 "Intervals are over prompts where rows have them, else over rounds as if these were independent.",
             ),
             *(
                 Chart(
-                    *(label_of(key), "lines", axis, "tau", _buckets(key)),
+                    *(label_of(key), "lines", axis, "tau", completed.buckets(key)),
                     caption="Each point is a range of tokens, drawn at its middle; its 95% interval is over prompts.",
                 )
                 for key, axis in BUCKETS.items()
@@ -224,8 +87,10 @@ KINDS = (  # a row belongs to the first that takes it
         best=(Best("tau", "largest tau of", ("draft", "shape", "prompts"), by="_form"),),
         columns="file draft algo prompts shape temperature num_prompts tau ci95 rounds accept_at conditional_at "
         "tok_s predicted_at off_prediction",
+        brief="draft prompts category draft_vocab shape temperature tau ci95 rounds accept_at predicted_at "
+        "off_prediction",
         hidden=f"{SHAPE} sample_drafts {' '.join(BUCKETS)}",
-        tables=_bucket_tables,
+        tables=completed.bucket_tables,
     ),
     RowKind(
         "latency",
@@ -233,7 +98,7 @@ KINDS = (  # a row belongs to the first that takes it
         "TTFT is a call with one new token; a round is the time per token (TPOT) times tau. The floor is what reading "
         "weights and keys once, or multiplying, takes at best on this device.",
         lambda row: row.get("what") in ("ttft", "tpot") and "ms" in row,
-        _latency,
+        completed.latency,
         series=("rounds_of", "mode", "file", "label"),
         charts=(
             Chart("Prefill: time to the first token of one prompt", "lines", "tokens", "_first_token_ms", log="xy"),
@@ -253,6 +118,8 @@ KINDS = (  # a row belongs to the first that takes it
         ),
         columns="file label shape mode rounds_of batch tokens tokenizer what ms round_ms tau floor_ms tokens/s "
         "pays_from_tau of_plain host_ms idle_percent gap_us eager replayed",
+        brief="what sampling mode rounds_of draft_vocab batch tokens tokenizer ms round_ms tau floor_ms host_ms "
+        "idle_percent eager",
         hidden=SHAPE,
     ),
     RowKind(
@@ -260,11 +127,11 @@ KINDS = (  # a row belongs to the first that takes it
         "Phases of a round",
         "The engine's core stepped alone: draft, verify, accept and extend, timed one by one.",
         lambda row: row.get("what") in (*PHASES, "round", "plain_step") and "ms" in row and "sampling" in row,
-        _with_rounds,
+        completed.with_rounds,
         cases=("rounds_of", "file", "shape", "mode", "sampling", "batch", "tokens"),
         charts=(
             Chart(
-                *("Milliseconds by phase", "bars", "_case", PHASES, _phases),
+                *("Milliseconds by phase", "bars", "_case", PHASES, completed.phases),
                 caption="The black mark is the floor of the whole round.",
                 axis="time (ms)",
             ),
@@ -277,21 +144,12 @@ KINDS = (  # a row belongs to the first that takes it
         "Other ways to the same text",
         "The same requests by transformers' own ways, by other libraries, and by engines; second run of two.",
         lambda row: {"what", "requests"} <= row.keys() and bool({"tokens_per_s", "error"} & row.keys()),
-        lambda rows: sorted(map(dict, rows), key=lambda row: -row.get("tokens_per_s", 0.0)),
+        completed.peers,
         cases=("what", "requests"),
         charts=(Chart("Tokens/s by way", "bars", "_case", "tokens_per_s"),),
         best=(Best("tokens_per_s", "tokens/s, fastest way", ("what", "shape", "requests"), by="file"),),
-        columns="file what version shape requests new_tokens tokens_per_s seconds error",
-    ),
-    RowKind(
-        "lookup",
-        "Speed by set of prompts",
-        "One prompt at a time. “hf” is the target's own generate; all texts are compared with its text.",
-        lambda row: {"what", "prompts", "tok_s", "equal"} <= row.keys(),
-        series=("what", "steps"),
-        charts=(Chart("Tokens/s by set of prompts", "dots", "prompts", "tok_s", log="x"),),
-        best=(Best("tok_s", "tokens/s, one prompt at a time", ("what", "prompts")),),
-        columns="file what prompts steps num_prompts tok_s tau equal",
+        columns="file what version shape requests new_tokens tokens_per_s of_generate tau equal seconds error",
+        brief="what version requests one_at_a_time tokens_per_s of_generate tau equal error",
     ),
     RowKind(
         "gsm8k",
@@ -300,7 +158,7 @@ KINDS = (  # a row belongs to the first that takes it
         "differently may part at near ties; it must not be worse beyond chance (McNemar's test on answers, paired "
         "bootstrap on likelihoods).",
         lambda row: str(row.get("what", "")).startswith("gsm8k") or {"nll", "answers"} <= row.keys(),
-        _gsm8k,
+        completed.gsm8k,
         series=("mode",),
         cases=MODES,
         charts=(
@@ -320,8 +178,9 @@ KINDS = (  # a row belongs to the first that takes it
         ),
         columns="file dtype mode speculation draft compile items tokens nll nll_difference nll_ci95 answers "
         "correct mcnemar_p",
+        brief="dtype mode draft nll nll_difference nll_ci95 answers equal near_ties correct mcnemar_p",
         hidden="gaps runners says",
-        tables=_in_words,
+        tables=completed.in_words,
     ),
     RowKind(
         "lossless",
@@ -335,6 +194,7 @@ KINDS = (  # a row belongs to the first that takes it
         ),
         columns="file draft algo num_steps topk num_draft_tokens backend batch check against temperature compared "
         "equal near_ties unexplained tau seconds",
+        brief="draft num_steps topk check against batch compared equal near_ties unexplained tau",
     ),
     RowKind(
         "serving",
@@ -342,22 +202,23 @@ KINDS = (  # a row belongs to the first that takes it
         "Streams of requests from another process; p50 and p99 over requests.",
         lambda row: row.get("what") in ("clients", "soak"),
         best=(Best("requests_s", "requests/s", ("clients", "ttft_ms_p50")),),
-        tables=_by_what,
+        tables=completed.by_what,
     ),
     RowKind(
         "graphs",
         "Start-up and graphs",
         "What attaching an engine took, once, and what its captured graphs hold on the device.",
         lambda row: row.get("what") in ("attach", "build", "capture") and bool({"capture_s", "attach_s"} & row.keys()),
-        _start,
+        completed.start,
         cases=("rounds_of", "file", "label", "shape", "mode", "batch", "tokens", "attempt"),
         charts=(
-            Chart("Attaching", "bars", "_engine", ("compile_s", "capture_s", "rest_s"), _engines, axis="time (s)"),
-            Chart("Memory of captured graphs", "bars", "_engine", "graph_mib", _engines),
+            Chart("Attaching", "bars", "_engine", ("compile_s", "capture_s", "rest_s"), engines, axis="time (s)"),
+            Chart("Memory of captured graphs", "bars", "_engine", "graph_mib", engines),
         ),
         best=(Best("attach_s", "attaching, at most", unit=" s"),),
         columns="file label shape mode rounds_of batch tokens attach_s",
+        brief="what mode rounds_of draft_vocab batch tokens attach_s compile_s capture_s num_graphs graph_mib",
         hidden="rest_s",
     ),
-    RowKind("others", "Other measurements", "", lambda row: True, tables=_by_what),
+    RowKind("others", "Other measurements", "", lambda row: True, tables=completed.by_what),
 )

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from specdec.tools.measure.page.charts import Charts, grouped
-from specdec.tools.measure.page.kinds import KINDS, eager_section
-from specdec.tools.measure.page.parts import Card, Section, Table
+from specdec.tools.measure.page.kinds import KINDS, eager_section, kind_of
+from specdec.tools.measure.page.sections import Card, Section
 from specdec.tools.measure.rows import Record, Row, text, write_whole
+from specdec.tools.measure.tables import Table
 
 MOST_CARDS = 6
 MOST_NAMED = 3  # measurements in the title
@@ -65,15 +66,10 @@ def definitions() -> list[list[str]]:
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Return the sections of `rows`, those that there are rows for."""
-    charts, found = Charts(), grouped(rows, lambda row: kind_of(row))
-    own = [kind.section(found[kind.anchor], charts) for kind in KINDS if kind.anchor in found]
+    charts, found = Charts(), grouped(rows, kind_of)
+    own = [kind.section(found[kind], charts) for kind in KINDS if kind in found]
     eager = eager_section(rows)
     return [*own, eager] if eager else own
-
-
-def kind_of(row: Row) -> str:
-    """Return the anchor of the section that `row` is shown in."""
-    return next(kind.anchor for kind in KINDS if kind.takes(row))
 
 
 def _cards(found: Sequence[Section]) -> list[Card]:

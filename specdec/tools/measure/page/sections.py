@@ -1,18 +1,46 @@
-"""What a page shows of a kind of rows, as data, and how charts, cards and a table are made of it."""
+"""What is shown of a kind of rows, as data, and how charts, cards and tables are made of it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from specdec.tools.measure.page.charts import Charts, Point, grouped
-from specdec.tools.measure.page.parts import Card, Figure, Section, Table, named, table, varying
 from specdec.tools.measure.rows import Row, label_of, measure_of, number
+from specdec.tools.measure.tables import Table, named, table, varying
 
 Rows = list[dict[str, Any]]
 CASE = ("file", "label", "shape", "dtype", "mode", "speculation", "what", "batch", "tokens")
 PANELS = ("shape", "tokenizer", "sampling", "prompts", "temperature", "tokens", "file")
 DRAWN = ("prompts", "temperature", "shape")
 ENGINE = ("shape", "mode", "rounds_of", "batch", "tokens", "floor_ms")
+
+
+class Card(NamedTuple):
+    """One of the figures on top: "3.00 ± 0.06", "tau", and of what it is."""
+
+    value: str
+    label: str
+    detail: str
+
+
+class Figure(NamedTuple):
+    """An SVG chart, with a title above and a caption below it."""
+
+    title: str
+    svg: str
+    caption: str = ""
+
+
+@dataclass
+class Section:
+    """A part of the page; `anchor` is its place in links."""
+
+    anchor: str
+    title: str
+    intro: str = ""
+    cards: list[Card] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
 
 
 class Chart(NamedTuple):
@@ -83,12 +111,13 @@ class Best(NamedTuple):
             yield Card(value, f"{self.label} {name}".strip(), named(row, self.of))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowKind:
     """Rows that `takes` accepts, and the section that shows them.
 
     complete: copies the rows and adds what is computed of them. series, cases: keys; the values of those that vary
-    become the "_series" and the "_case" of a row. columns: the keys that come first in the table.
+    become the "_series" and the "_case" of a row. columns: the keys that come first in the table; brief: those of the
+    table on a terminal.
     """
 
     anchor: str
@@ -101,6 +130,7 @@ class RowKind:
     charts: tuple[Chart, ...] = ()
     best: tuple[Best, ...] = ()
     columns: str = ""
+    brief: str = ""
     hidden: str = ""
     tables: Callable[[Rows], list[Table]] = lambda rows: []
 

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -10,13 +10,9 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from specdec import __version__
 
-ERROR_WIDTH = 40  # characters of an error in the table; the rows have more
 Row = dict[str, Any]
 
 
@@ -126,22 +122,6 @@ def timed(way: Way, task: Task, prompts: list[list[int]]) -> tuple[Row, list[lis
     num, seconds = sum(map(len, texts)), last - first
     row = {"tokens": num, "seconds": round(seconds, 4), "tokens_per_s": round(num / seconds, 1)}
     return row | {"first_s": round(first - begun, 2), "tau": None if out.tau is None else round(out.tau, 3)}, texts
-
-
-def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line a way, with its speed in multiples of `generate`'s."""
-    table = Table("way", "version", "requests", "tokens/s", "of generate", "tau", "equal texts, or why not")
-    base = next((r["tokens_per_s"] for r in rows if r["what"] == "generate" and "error" not in r), None)
-    for r in rows:
-        requests = f"{r['requests']}, one by one" if r["one_at_a_time"] else str(r["requests"])
-        cells = ["-", "-", "-", escape(r.get("error", "-")[:ERROR_WIDTH])]
-        if "error" not in r:
-            ratio = f"{r['tokens_per_s'] / base:.2f}x" if base else "-"
-            tau = "-" if r["tau"] is None else f"{r['tau']:.2f}"
-            equal = f"{r['equal']} of {r['requests']}" if "equal" in r else "-"
-            cells = [f"{r['tokens_per_s']:.1f}", ratio, tau, equal]
-        table.add_row(r["what"], r["version"] or "-", requests, *cells)
-    Console(width=120).print(table)
 
 
 def _version(package: str) -> str | None:

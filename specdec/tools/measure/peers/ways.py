@@ -61,17 +61,14 @@ def _engine(task: Task, draft: Any, algo: str | None, compile: bool) -> Iterator
         settings["max_seq_len"] = longest
     if algo is not None and task.is_random:
         settings["synthetic_acceptance"] = acceptance_rates(EngineConfig.num_steps)
-    engine = attach(task.model, draft, algo, **settings)
+    with attach(task.model, draft, algo, **settings) as engine:
 
-    def run(prompts: list[list[int]]) -> Texts:
-        greedy = [SamplingParams(seed=i) for i in range(len(prompts))]  # the seeds draw imposed acceptance
-        out = engine.generate(prompts, max_new_tokens=task.new_tokens, sampling=greedy)
-        return Texts(out.tokens, out.stats.tau)
+        def run(prompts: list[list[int]]) -> Texts:
+            greedy = [SamplingParams(seed=i) for i in range(len(prompts))]  # the seeds draw imposed acceptance
+            out = engine.generate(prompts, max_new_tokens=task.new_tokens, sampling=greedy)
+            return Texts(out.tokens, out.stats.tau)
 
-    try:
         yield run
-    finally:
-        engine.detach()
 
 
 @contextmanager
@@ -160,12 +157,9 @@ def _economized(task: Task, technique: str, folder: Path) -> Any:
     """The target with a drafter of economize's attached; drafts reach it through files in `folder`."""
     economize = import_module("economize")
     if technique == "eagle3":
-        engine = attach(task.model, task.draft, task.algo, max_batch=1, cuda_graph=False, prefill_graph="off")
-        head: Any = engine.draft_module
-        try:
+        with attach(task.model, task.draft, task.algo, max_batch=1, cuda_graph=False, prefill_graph="off") as engine:
+            head: Any = engine.draft_module
             save_head(folder, head, lm_head_from_target=False, dtype=task.model.dtype)
-        finally:
-            engine.detach()
         return economize.load(task.model, folder)
     own = import_module(f"economize.techniques.{technique}")
     if technique == "lookup":

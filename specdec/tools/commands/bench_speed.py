@@ -1,0 +1,227 @@
+"""`specdec bench latency` and `specdec bench peers`: read the options and load what is measured."""
+
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle, islice
+from logging import ERROR, getLogger
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from transformers.utils import logging
+
+from specdec import __version__, shipped
+from specdec.core.text.prompts import chat_ids, read_questions
+from specdec.reach.heads.load import detect_algo
+from specdec.reach.targets.pretrained import BUNDLED, load_draft
+from specdec.tools.commands.choices import (
+    OnTarget,
+    Recorded,
+    Row,
+    at_least,
+    check_alone,
+    draft_of,
+    listed,
+    named_draft,
+    numbers,
+)
+from specdec.tools.commands.demo import PROMPTS
+from specdec.tools.measure.latency.cases import (
+    Plan,
+    Prompts,
+    Timed,
+    given_prompts,
+    random_prompts,
+    random_subject,
+    read_tokenizer,
+)
+from specdec.tools.measure.latency.run import Run, draft_of_row
+from specdec.tools.measure.latency.timing import host_probe_ms
+from specdec.tools.measure.peers.peer import Task, measure
+from specdec.tools.measure.peers.ways import ways
+from specdec.tools.measure.results import ResultFile
+from specdec.tools.measure.shapes import IMPOSED, check_shape, make_head, make_target
+from specdec.tools.measure.together import device_of_rank, is_first, num_ranks
+from specdec.tools.options import flag, option
+from specdec.tools.train.target import device_of, dtype_of, load
+
+ALGOS = ("eagle3", "nextn")
+
+
+class Timing(OnTarget, Recorded):
+    """Options of both: a real target with its draft, or a named shape."""
+
+    target: str | None = option(  # type: ignore[assignment]
+        "Hub id, folder, .gguf file or 'bundled', the default: its draft accepts really."
+    )
+    draft: str | None = option("The engine's: folder, Hub id, shipped name, 'lookup', 'none'; default: shipped.")
+    shape: str | None = option(
+        "Instead of a target, random weights of a named shape such as 8b; acceptance is imposed."
+    )
+
+    def config(self, is_random: bool, model: Any, **given: Any) -> dict[str, Any]:
+        """Return what a result file says of a run."""
+        warnings.filterwarnings("ignore", message="synthetic_acceptance is on")
+        shown = {name: None if value is None else str(value) for name, value in given.items()}
+        config = {"version": __version__, "target": self.target, "draft": self.draft, **shown}
+        return {**config, "dtype": str(model.dtype), **({"acceptance": IMPOSED} if is_random else {})}
+
+
+class Latency(Timing):
+    """Time the first token, a token and a round through `engine.generate`, engine by engine.
+
+    Under torchrun, the ranks share the target, a --shape.
+    Alone it is a small grid of the bundled target with its draft, a minute or two on a CPU. Lists are separated by
+    commas or given by repeating the option. Exit status 1 if an engine failed.
+    """
+
+    algo: str = option("How a --shape drafts: eagle3, or nextn, a layer of the target's own kind.", "eagle3")
+    prompts: Path | None = option("JSON lines; default: random token ids.")
+    limit: int | None = option("Prompts to read from the file.")
+    label: str = option("Of these rows, such as before or after.", "now")
+    grid: str | None = option("quick, small, full, tiny; default small on CUDA or for a --shape, else quick.")
+    batches: list[str] | None = option("Prompts at once, such as 1,8,32.")
+    tokens: list[str] | None = option("Prompt lengths, such as 128,8192.")
+    ttft_tokens: list[str] | None = option(
+        "More prompt lengths: of these only the first token, at batch 1. '' for none."
+    )
+    modes: list[str] | None = option(
+        "Of compiled, graph, or an attention backend: torch, triton, flashinfer, triton+flashinfer."
+    )
+    drafts: list[str] | None = option(
+        "How rounds draft: plain, or S:K:D such as 3:1:4, or S:K:D@N to draft from N tokens only."
+    )
+    tokenizer: str | None = option("'bundled' or a folder; adds rows that end in text. 'own': a --target's.")
+    samplings: list[str] | None = option("How tokens are drawn, of greedy, sampled, filtered. [default: greedy]")
+    every_kind: bool = flag("Capture all kinds of sampling, not only those measured.")
+    new_tokens: int | None = option("Tokens of the calls that give the time of a token.")
+    repeats: int | None = option("Calls that give the time of the first token.")
+    hf: bool = flag("First time transformers' own generate on the same model, at batch 1.")
+    budget: float = option("Seconds after which nothing new begins.", 1e9)
+
+    def run(self) -> None:
+        where, ranks = device_of_rank(device_of(self.device)), num_ranks()
+        options = {name: getattr(self, name) for name in ("label", "budget", "every_kind", "new_tokens", "repeats")}
+        for name in ("batches", "tokens", "ttft_tokens"):
+            options[name] = numbers(name.replace("_", "-"), getattr(self, name))
+        options |= {name: tuple(listed(getattr(self, name))) or None for name in ("modes", "drafts", "samplings")}
+        plan = Plan.of(self.grid or self._grid(where), **options)
+        longest = None
+        if self.shape is not None:
+            check_alone(self.shape, target=self.target, draft=self.draft, prompts=self.prompts)
+            if self.algo not in ALGOS:
+                raise ValueError(f"--algo {self.algo!r}: expected one of {', '.join(ALGOS)}")
+            text = read_tokenizer(self.tokenizer)
+            subject = random_subject(self.shape, where, dtype_of(self.dtype, where), text, ranks, self.algo)
+        elif self.algo != ALGOS[0]:
+            raise ValueError(f"--algo {self.algo!r}: only a --shape takes it; name one, or the draft as --draft")
+        elif ranks > 1:
+            raise ValueError(f"{ranks} ranks: only a --shape is shared by ranks; name one, or leave torchrun out")
+        else:
+            subject, longest = self._real_subject(where)
+        if longest is not None:
+            plan = replace(plan, tokens=(longest,), ttft_tokens=())
+        if subject.algo is None:
+            if self.drafts is not None and set(plan.drafts) != {"plain"}:
+                raise ValueError(f"--drafts {','.join(plan.drafts)}: there is no draft; expected plain, or a --draft")
+            plan = replace(plan, drafts=("plain",))
+        self._measure(subject, plan)
+
+    def _grid(self, device: str) -> str:
+        if self.shape is None:
+            return "small" if device.startswith("cuda") else "quick"
+        return "tiny" if check_shape(self.shape).startswith("tiny") else "small"
+
+    def _real_subject(self, device: str) -> tuple[Timed, int | None]:
+        """Load a target with its draft. Prompts are questions in its chat template, of which the longest one's length
+        is returned, too, or random ids."""
+        questions = None if self.prompts is None else read_questions(self.prompts, self.limit)
+        source, algo = draft_of(named_draft(self.draft, self.target))
+        model, own = load(self.target or BUNDLED, self.dtype, device)
+        prompts: Prompts = random_prompts(torch.arange(model.get_output_embeddings().weight.shape[0]))
+        longest = None
+        if questions is not None:
+            ids = chat_ids(questions, own)
+            prompts, longest = given_prompts(ids), max(map(len, ids))
+        text = own if self.tokenizer == "own" else read_tokenizer(self.tokenizer)
+        return Timed(Path(self.target or BUNDLED).name.lower(), model, source, algo, prompts, text), longest
+
+    def _measure(self, subject: Timed, plan: Plan) -> None:
+        """Measure, write every row, print the table; of several ranks, the first one writes and prints."""
+        run = Run(subject, plan)
+        measured = run.rows(self.hf)
+        config = self.config(subject.is_random, subject.model, prompts=self.prompts, tokenizer=self.tokenizer)
+        config |= {"label": plan.label, "host_probe_ms": host_probe_ms(), "new_tokens": plan.new_tokens}
+        config |= {"every_kind": plan.every_kind, "skipped": run.skipped, "failed": run.failed}  # lists that grow
+        if is_first():
+            file = ResultFile(self.out, f"latency-{plan.label}", subject.shape, config)
+            rows = self.record(file, measured, _line)
+            for line in [IMPOSED] * subject.is_random + [f"skipped: {case}" for case in run.skipped]:
+                print(line)
+            self.finish({"skipped": run.skipped, "rows": rows}, file.name)
+        else:
+            deque(measured, 0)
+        if run.failed:
+            raise typer.Exit(1)
+
+
+class Peers(Timing):
+    """Time the same greedy requests by transformers' own ways, other libraries and engines, in one process.
+
+    Texts end at EOS or --new-tokens. Ways that take no batch get --few requests, one by one. What fails or is not
+    installed is a row that says so.
+    """
+
+    assistant: str | None = option("A small LM of the vocabulary, for the others; default: shipped-standalone.")
+    prompts: Path | None = option("JSON lines, such as GSM8K's; default: the demo's four.")
+    limit: int | None = option("Requests at once; default 32 on CUDA, else 4.")
+    few: int = option("Requests of the ways that take one at a time.", 4)
+    tokens: int = option("Length of random prompts (--shape).", 128)
+    new_tokens: int | None = option("Tokens to emit at most; default 128, or 32 on CPU.")
+    compile: bool = flag("Also engines with compiled layers.")
+
+    def run(self) -> None:
+        where = device_of(self.device)
+        is_large = where.startswith("cuda")
+        num = at_least("limit", self.limit or (32 if is_large else 4))
+        length = at_least("new-tokens", self.new_tokens or (128 if is_large else 32))
+        few, tokens = at_least("few", self.few), at_least("tokens", self.tokens)
+        logging.set_verbosity_error()
+        getLogger("ContinuousBatchingLogger").setLevel(ERROR)  # warns of what is meant here
+        if self.shape is not None:
+            given = {"target": self.target, "draft": self.draft, "assistant": self.assistant, "prompts": self.prompts}
+            check_alone(self.shape, **given)
+            model: Any = make_target(self.shape, where, dtype_of(self.dtype, where))
+            draws = torch.randint(3, model.config.vocab_size, (num, tokens), generator=torch.Generator().manual_seed(0))
+            task = Task(model, draws.tolist(), length, make_head(self.shape, model), "eagle3", few=few, is_random=True)
+        else:
+            questions = list(PROMPTS) if self.prompts is None else read_questions(self.prompts)
+            source, algo = draft_of(named_draft(self.draft, self.target))
+            algo = algo if source is None else detect_algo(source)
+            model, tokenizer = load(self.target or BUNDLED, self.dtype, where)
+            ids = islice(cycle(chat_ids(questions, tokenizer)), num)
+            task = Task(model, list(ids), length, source, algo, self._small_lm(model), few)
+        name = self.shape or Path(self.target or BUNDLED).name.lower()
+        config = self.config(task.is_random, model, assistant=self.assistant, prompts=self.prompts)
+        file = ResultFile(self.out, "peers", name, config)
+        measured: Iterator[Row] = ({"shape": name, **row} for row in measure(task, ways(task, compile=self.compile)))
+        rows = self.record(file, measured, _line)
+        if task.is_random:
+            print(IMPOSED)
+        self.finish({"rows": rows}, file.name)
+
+    def _small_lm(self, model: Any) -> Any:
+        """Return the small LM that drafts for the others, or None; by default the shipped one of the bundled target."""
+        name = self.assistant or ("shipped-standalone" if self.target in (None, BUNDLED) else "none")
+        return None if name == "none" else load_draft(shipped.find(name), dtype=model.dtype, device=model.device)[0]
+
+
+def _line(row: Row) -> str:
+    """Say a row in short."""
+    if "mode" in row:
+        case = f"{row['mode']} {draft_of_row(row)}, {row['batch']} x {row['tokens']} tokens"
+        return f"{case}: {row['what']} {row['ms']:g} ms"
+    return f"{row['what']}: " + (f"{row['tokens_per_s']} tokens/s" if "tokens_per_s" in row else row["error"])

@@ -1,0 +1,106 @@
+"""Tables of rows, for terminals and pages alike, and how rows are named in them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from rich import table as rich_table
+from rich.console import Console
+from rich.markup import escape
+
+from specdec.tools.measure.rows import Row, label_of, text
+
+FOLDED_FROM = 16  # rows
+LONG = 24  # letters of a text that is said once below a table if all rows have it
+WIDTH = 120  # least columns of a table outside a terminal
+WORDS = {"batch": "batch ", "tokens": "tokens ", "requests": "requests ", "tokenizer": "with text: "}
+WORDS |= {"speculation": "speculation: ", "temperature": "T=", "floor_ms": "floor "}
+
+
+class Table(NamedTuple):
+    """Cells as text, a list a row; is_number: of each column; is_folded: shown when the reader asks; note: below it."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    is_number: list[bool]
+    is_folded: bool = False
+    note: str = ""
+
+    def print(self, console: Console | None = None, style: str = "") -> None:
+        """Print it on a terminal, or for pipes and files as wide as it must be."""
+        console = console or Console()
+        if not console.is_terminal:
+            console = Console(width=max(console.width, WIDTH))
+        shown = rich_table.Table(title=escape(self.title) or None, title_style=style, title_justify="left")
+        for label, is_number in zip(self.columns, self.is_number, strict=True):
+            shown.add_column(escape(label), justify="right" if is_number else "left")
+        for row in self.rows:
+            shown.add_row(*map(escape, row))
+        console.print(shown)
+        if self.note:
+            console.print(self.note, markup=False, highlight=False)
+
+
+def table(title: str, rows: Sequence[Row], keys: Iterable[str] = (), hidden: Iterable[str] | None = ()) -> Table:
+    """Make a table of `rows`: columns of `keys` first, then of all other keys but `hidden`; None: of no others.
+
+    A long text that all rows have is said below it. Keys that begin with "_" are a page's own.
+    """
+    present = dict.fromkeys(key for row in rows for key in row if key != "file" or varying(rows, ["file"]))
+    others, hidden = (present, hidden) if hidden is not None else ((), _empty(rows))
+    wanted = [key for key in dict.fromkeys([*keys, *others]) if key in present.keys() - {*hidden} and key[0] != "_"]
+    said = [key for key in wanted if len(rows) > 1 and _is_long(rows[0].get(key)) and not varying(rows, [key])]
+    shown = [key for key in wanted if key not in said]
+    note = "; ".join(f"{label_of(key)}: {rows[0][key]}" for key in said)
+    cells = [[text(row.get(key)) for key in shown] for row in rows]
+    is_number = [all(_is_number(row.get(key)) for row in rows) for key in shown]
+    labels = [label_of(key) for key in shown]
+    return Table(title, labels, cells, is_number, len(rows) >= FOLDED_FROM, note and f"In all rows: {note}.")
+
+
+def _empty(rows: Sequence[Row]) -> set[str]:
+    """Return the keys that have no value in any of `rows`."""
+    keys = {key for row in rows for key in row}
+    return {key for key in keys if all(row.get(key) is None for row in rows)}
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, str) and len(value) > LONG
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def shape_of(row: Row) -> str:
+    """Name the shape of a round: "plain", "chain S=3", "tree S=5 K=8 D=32"."""
+    steps = row.get("steps", row.get("num_steps"))
+    if not steps:
+        return "plain"
+    if (row.get("topk") or 1) == 1:
+        return f"chain S={steps}"
+    return f"tree S={steps} K={row['topk']} D={row.get('draft_tokens', row.get('num_draft_tokens', '?'))}"
+
+
+def varying(rows: Sequence[Row], keys: Iterable[str]) -> list[str]:
+    """Return those of `keys` of which `rows` have more than one value."""
+    return [key for key in keys if len({text(row.get(key)) for row in rows}) > 1]
+
+
+def named(row: Row, keys: Iterable[str], words: Mapping[str, str] = WORDS) -> str:
+    """Join the values that `row` has for `keys`; `words` are put before a value, as in "batch 8"."""
+    return ", ".join(f"{words.get(key, '')}{text(row[key])}" for key in keys if row.get(key) is not None)
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """Tell equal names apart by a number."""
+    return [f"{name} ({names[: i + 1].count(name)})" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def shortener(names: Iterable[str]) -> Callable[[str], str]:
+    """Return what cuts the beginning that all of `names` with dashes share, up to a dash."""
+    own = [name.split("-") for name in dict.fromkeys(names) if "-" in name]
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*own, strict=False)) if len(own) > 1 else ()
+    prefix = "".join(f"{parts[0]}-" for parts in shared)
+    return lambda name: name.removeprefix(prefix)
