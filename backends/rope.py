@@ -1,9 +1,11 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864) in the half-split layout of Llama: the specification of what
-backends do when the caller passes the tables with un-rotated queries and keys."""
+backends do when the caller passes the tables with un-rotated queries and keys; and the op that makes them."""
 
 from typing import NamedTuple
 
 import torch
+
+from specdec.backends.experts import has_triton
 
 
 class Rope(NamedTuple):
@@ -28,3 +30,43 @@ def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     low, high = rotary.chunk(2, -1)
     rotated = rotary * cos + torch.cat([-high, low], -1) * sin
     return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest], -1)
+
+
+def rope_tables(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float, is_doubled: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin [..., F] of positions [...] int64 times frequencies [F], times `scale`, rounded to `dtype`.
+
+    is_doubled: [..., 2F], twice the same one after another.
+    """
+    if positions.is_cuda and has_triton():
+        from specdec.backends.triton.attention.tables import rope_tables as kernel
+
+        return kernel(positions, frequencies, scale, is_doubled, dtype)
+    return rope_tables_twin(positions, frequencies, scale, is_doubled, dtype)
+
+
+def rope_tables_twin(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float, is_doubled: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `rope_tables`."""
+    angles = positions.unsqueeze(-1).float() * frequencies.float()
+    angles = torch.cat([angles, angles], -1) if is_doubled else angles
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+
+def _fake(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float, is_doubled: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = frequencies.shape[0] * (2 if is_doubled else 1)
+    cos, sin = (positions.new_empty(*positions.shape, size, dtype=dtype) for _ in range(2))
+    return cos, sin
+
+
+_LIBRARY = torch.library.Library("specdec", "FRAGMENT")
+_LIBRARY.define(
+    "rope_tables(Tensor positions, Tensor frequencies, float scale, bool is_doubled, ScalarType dtype)"
+    " -> (Tensor, Tensor)"
+)
+_LIBRARY.impl("rope_tables", rope_tables, "CompositeExplicitAutograd")
+torch.library.register_fake("specdec::rope_tables", _fake, lib=_LIBRARY)

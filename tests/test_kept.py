@@ -21,7 +21,6 @@ from specdec.graphs.compile import kept
 from specdec.graphs.compile.trace import trace
 from specdec.reach.targets.compiling import checked
 from specdec.reach.targets.compiling.checked import Subject
-from specdec.reach.targets.compiling.target import start_compilers
 from specdec.tools.commands.main import app
 from tests.tiny_models import tiny_model
 
@@ -214,22 +213,6 @@ def test_threads_leave_the_environment_as_it_was(monkeypatch):
     for thread in threads:
         thread.join()
     assert seen == [True] * 3 and os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/before"
-
-
-def test_workers_start_before_a_first_attach_compiles(cache, monkeypatch):
-    """For a GPU, and where nothing is kept: a later attach compiles nothing, or only another model."""
-    started, gpu = [], torch.device("cuda", 0)
-    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: started.append(1))
-    monkeypatch.setattr(kept, "_hardware", lambda device: "a-gpu")
-    config = EngineConfig(compile=True)
-    start_compilers(config, torch.device("cpu"))
-    start_compilers(EngineConfig(compile=False), gpu)
-    start_compilers(EngineConfig(compile=True, compiler="eager"), gpu)
-    assert not started
-    start_compilers(config, gpu)
-    (kept.folder(gpu) / "fxgraph" / "ab" / "abc").mkdir(parents=True)
-    start_compilers(config, gpu)
-    assert len(started) == 1 and kept.has_pieces(gpu)
 
 
 def test_eager_pieces_leave_no_folder(cache):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as by_halves
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_split
 
 from specdec.backends.op import attention, attention_scope
@@ -19,6 +20,10 @@ def partial(q, k, cos, sin):
     """The first 8 dims rotated, as Phi, StableLM and GPT-NeoX do."""
     rotated = half_split(q[..., :8], k[..., :8], cos[..., :8], sin[..., :8])
     return (torch.cat([r, x[..., 8:]], -1) for r, x in zip(rotated, (q, k), strict=True))
+
+
+def gpt_oss(q, k, cos, sin):
+    return by_halves(q, k, cos[..., : DIM // 2], sin[..., : DIM // 2])
 
 
 def queries_only(q, k, cos, sin):
@@ -65,6 +70,7 @@ def attend(positions, x, rotation):
     [
         (half_split, True),
         (partial, True),
+        (gpt_oss, True),
         (queries_only, False),
         (other_tables_for_keys, False),
         (other_halves, False),

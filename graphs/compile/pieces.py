@@ -22,15 +22,17 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.passes.split_module import split_module
 
 from specdec.core.errors import GraphError
-from specdec.graphs.compile.kept import num_found
+from specdec.graphs.compile.kept import has_pieces, num_found
 from specdec.graphs.compile.merge import join
 
+FEW = 4  # kernels of torch's own between ours: a piece with no more runs as it is
+VIEWS = ("view", "reshape", "transpose", "unsqueeze", "squeeze", "expand", "size", "split", "chunk", "contiguous")
 UNROLLED = 16  # terms of a sum over a token's experts. As a reduction, Inductor tunes it for the T that it has seen
 
 
 class Counts(NamedTuple):
-    """Of a chain: parts between the ops it is cut at, distinct ones, which are compiled, and those of them that an
-    earlier compilation had left in Inductor's caches."""
+    """Of a chain: parts between the ops it is cut at, distinct ones of them that are compiled, and those that an
+    earlier compilation had left in Inductor's caches. Parts of our kernels alone are not compiled."""
 
     num_pieces: int
     num_compiled: int
@@ -136,7 +138,7 @@ def compile_pieces(
                 compiling.run(*_fakes(mode, args, groups, inputs))
     # The compiler guards against one row wherever an op could broadcast it, but its code is correct for one row.
     check_guards(mode.shape_env, 2, largest)
-    return Counts(compiling.num_pieces, len(compiling.done), compiling.num_found)
+    return Counts(compiling.num_pieces, compiling.num_compiled, compiling.num_found)
 
 
 def _fakes(
@@ -170,7 +172,7 @@ class _Compiling(fx.Interpreter):
     def __init__(self, chain: fx.GraphModule, split_at: Sequence[Any], compiler: str, progress: Callable[[], None]):
         super().__init__(chain)
         self.extra_traceback = False
-        self.num_pieces = self.num_found = 0
+        self.num_pieces = self.num_compiled = self.num_found = 0
         self.done: dict[fx.GraphModule, Callable[..., Any]] = {}
         self._split_at, self._compiler, self._progress = split_at, compiler, progress
         self._outputs: dict[Any, Any] = {}
@@ -183,9 +185,11 @@ class _Compiling(fx.Interpreter):
             return self._outputs[module]
         self.num_pieces += 1
         if module not in self.done:
-            before = num_found()
-            self.done[module] = _compile(module, args, self._compiler)
-            self.num_found += num_found() > before
+            is_whole = self._compiler == "eager" or is_covered(module)
+            before = 0 if is_whole else num_found()
+            self.done[module] = module.forward if is_whole else _compile(module, args)
+            self.num_compiled += self._compiler == "eager" or not is_whole
+            self.num_found += not is_whole and num_found() > before
         # An attribute of the instance takes precedence over the submodule of that name.
         self.module.__dict__[target] = self.done[module]
         self._progress()
@@ -200,15 +204,29 @@ class Noting(fx.Interpreter):
         return value
 
 
-def _compile(module: fx.GraphModule, args: Sequence[Any], compiler: str) -> Callable[..., Any]:
-    if compiler == "eager":
-        return module.forward
+def is_covered(module: fx.GraphModule) -> bool:
+    """Return whether `module` has calls of our ops and at most FEW of others that launch a kernel."""
+    others = ours = 0
+    for node in module.graph.nodes:
+        if node.op == "call_function" and str(node.target).startswith("specdec."):
+            ours += 1
+        elif node.op in ("call_function", "call_method", "call_module"):
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            others += name not in (*VIEWS, "getitem", "_log_api_usage_once")
+    return ours > 0 and others <= FEW
+
+
+def _compile(module: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
+    """Have Inductor compile `module`; its processes start with the first piece that is kept from no earlier time."""
+    device = next(a.device for a in args if isinstance(a, torch.Tensor))
+    if not has_pieces(device):
+        _start_workers(device)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # an advice to round what has to stay exact
         return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")
 
 
-def start_workers(device: torch.device) -> None:
+def _start_workers(device: torch.device) -> None:
     """Start the processes in which Inductor compiles kernels for a GPU; until they are up it compiles one by one.
 
     torch.compile starts them when it is told to use Inductor; we call that later, and by another door.

@@ -92,7 +92,7 @@ def trace(
     compiler: "inductor", or "eager" to leave the pieces as they are.
     layers: equal layers within `fn`, which are walked once; where they cannot be, they are walked one by one.
     numbers: of these ops the argument 3 of their calls, in their order.
-    rewrite: changes the graph of all, with every layer written out, in place, before it is split.
+    rewrite: changes the graph of all, with every layer written out and products joined, in place, before it is split.
     progress: called after every piece.
     Raises GraphError for what cannot be traced as one graph for every T, or not be compiled; it names the op.
     """
@@ -106,8 +106,8 @@ def trace(
         if layers is None:
             raise
         graph, args = flat(None)
-    rewrite(graph)
     groups = merge_linears(graph, args)
+    rewrite(graph)
     chain = cut(graph, split_at)
     try:
         counts = compile_pieces(chain, args, groups, inputs, split_at, compiler, largest, progress)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from specdec.core.config import EngineConfig
 from specdec.core.draft.worker import DraftWorker
 from specdec.reach.targets.compiling.draft import compile_draft
-from specdec.reach.targets.compiling.target import compile_layers, start_compilers, why_uncompiled
+from specdec.reach.targets.compiling.target import compile_layers, why_uncompiled
 from specdec.reach.targets.exclusive import make_exclusive
 from specdec.reach.targets.few_rows import FewRows
 from specdec.reach.targets.hf import HFTarget
@@ -26,7 +26,6 @@ class HFModels:
         self._target, self._worker, self._config = target, worker, config
         self.prefill_mode = resolve_prefill_mode(config, target.device)
         self.how_compiled, self.compile_seconds = "", 0.0
-        start_compilers(config, target.device)
 
     def compile(self) -> None:
         """Compile what `config` wants; a model that does not trace runs as it is, its prefills "breakable"."""

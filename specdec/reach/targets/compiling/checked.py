@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,10 +14,13 @@ from specdec.backends.differences import bound, distance
 from specdec.core.config import EngineConfig
 from specdec.core.errors import GraphError
 from specdec.graphs.building import progress_bar
-from specdec.graphs.compile.kept import folder, has_pieces, keeping, num_found, renewing
+from specdec.graphs.compile.kept import folder, keeping, num_found, renewing
 from specdec.reach.targets.compiling.echo import disturbed, echoing
+from specdec.reach.targets.compiling.norms import take_over_norms
+from specdec.reach.targets.compiling.products import take_over_products
 from specdec.reach.targets.compiling.rotation import hand_over_rotations
 from specdec.reach.targets.compiling.routers import take_over_choices
+from specdec.reach.targets.compiling.tables import take_over_tables
 
 if TYPE_CHECKING:
     from specdec.graphs.compile.trace import Traced
@@ -63,8 +67,7 @@ def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) 
     What fails with pieces that were kept is compiled anew: they may be damaged. GraphError for what does not trace, or
     computes something else.
     """
-    from specdec.graphs.compile.layers import Layers  # imports private parts of torch, as trace and pieces do
-    from specdec.graphs.compile.pieces import start_workers
+    from specdec.graphs.compile.layers import Layers  # imports private parts of torch, as trace does
 
     layers = Layers(subject.alike)
     # The live layers run first: transformers installs hooks on first use, which cannot be traced.
@@ -73,8 +76,6 @@ def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) 
     if config.compiler == "eager":
         return _trace(subject, layers, config, expected)
     where, before = folder(device), num_found()
-    if not has_pieces(device):
-        start_workers(device)
     try:
         with keeping(where):
             return _trace(subject, layers, config, expected)
@@ -137,7 +138,7 @@ def _trace(subject: Subject, layers: Any, config: EngineConfig, expected: Sequen
                 largest=subject.largest,
                 layers=layers,
                 numbers=subject.numbers,
-                rewrite=rewrite,
+                rewrite=partial(rewrite, is_ours=subject.inputs[0].is_cuda or config.compiler == "eager"),
                 progress=lambda: bar.update() and None,
             )
             undo.callback(traced.release)
@@ -148,10 +149,17 @@ def _trace(subject: Subject, layers: Any, config: EngineConfig, expected: Sequen
         return traced
 
 
-def rewrite(graph: fx.GraphModule) -> None:
-    """Put kernels of ours into the flat graph of all layers, before it is cut and compiled."""
+def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
+    """Put kernels of ours into the flat graph of all layers, before it is cut and compiled.
+
+    is_ours: products and norms, too. On a CPU, Inductor's are faster.
+    """
     hand_over_rotations(graph, ATTENTION)
     take_over_choices(graph)
+    if is_ours:
+        take_over_products(graph)
+        take_over_norms(graph)
+        take_over_tables(graph)
 
 
 def _compare(traced: "Traced", expected: Expected, subject: Subject) -> None:

@@ -2,7 +2,8 @@
 
 Inductor rotates q and k in a kernel each; the backend's kernel that stores K and V rotates both on its way. What is
 recognised is the half-split rotation of `backends.rope.rotate`, as transformers writes it: x·cos + cat(-high, low)·sin,
-of all dims or the first. Any other stays where it is.
+of all dims or the first, or cat(low·cos - high·sin, high·cos + low·sin) by tables of one half. Any other stays where it
+is.
 """
 
 import operator
@@ -11,13 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from specdec.reach.targets.compiling.matching import ADD, MULTIPLY, is_function, is_method, is_tensor, value
+
 
 class _Rotation(NamedTuple):
-    """A rotation of `source` [1, heads, T, dim] by tables cos and sin [1, T, R]."""
+    """A rotation of `source` [1, heads, T, dim] by tables cos and sin [1, T, R], or [1, T, R/2] of one half."""
 
     source: fx.Node
     cos: fx.Node
     sin: fx.Node
+    is_half: bool = False
 
 
 def hand_over_rotations(graph: fx.GraphModule, op: Any) -> int:
@@ -26,16 +30,16 @@ def hand_over_rotations(graph: fx.GraphModule, op: Any) -> int:
     tables: dict[fx.Node, fx.Node] = {}
     num_rewritten = 0
     for call in graph.graph.nodes:
-        if not _calls(call, op, op.overloadpacket) or any(table is not None for table in call.args[4:]):
+        if not is_function(call, op, op.overloadpacket) or any(table is not None for table in call.args[4:]):
             continue
         places = [_below_layout(call, x) for x in call.args[:2]]
         rotations = [_rotation(node) for _, node in places]
         q, k = rotations
         if q is None or k is None or q[1:] != k[1:]:
             continue
-        for table in q[1:]:
+        for table in (q.cos, q.sin):
             if table not in tables:
-                tables[table] = _without_batch(graph.graph, table)
+                tables[table] = _without_batch(graph.graph, table, q.is_half)
         call.args = (*call.args[:4], tables[q.cos], tables[q.sin])
         for (user, node), source in zip(places, (q.source, k.source), strict=True):
             user.replace_input_with(node, source)
@@ -48,19 +52,17 @@ def hand_over_rotations(graph: fx.GraphModule, op: Any) -> int:
 
 def _below_layout(user: fx.Node, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Return the node that `node` is only another layout of, or an element of a batch of one, and its user there."""
-    while (node.op == "call_method" and node.target == "transpose") or (
-        _calls(node, operator.getitem) and node.args[1] == 0
-    ):
+    while is_method(node, "transpose") or (is_function(node, operator.getitem) and node.args[1] == 0):
         user, node = node, node.args[0]  # type: ignore[assignment]
     return user, node
 
 
 def _rotation(node: fx.Node) -> _Rotation | None:
     """Return the rotation whose result `node` is, if it is one."""
-    whole = _sum(node)
+    parts = _concatenated(node)
+    whole = _sum(node) or (_halves(*parts) if parts is not None else None)
     if whole is not None:
         return whole
-    parts = _concatenated(node)
     first = _sum(parts[0]) if parts else None
     if parts is None or first is None:
         return None
@@ -72,12 +74,12 @@ def _rotation(node: fx.Node) -> _Rotation | None:
 
 def _sum(node: fx.Node) -> _Rotation | None:
     """Match x·cos + cat(-high, low)·sin."""
-    if not _calls(node, operator.add) or not all(_calls(n, operator.mul) for n in node.args):
+    if not is_function(node, operator.add) or not all(is_function(n, operator.mul) for n in node.args):
         return None
     (x, cos), (turned, sin) = (product.args for product in node.args)  # type: ignore[union-attr]
     parts = _concatenated(turned)
     half = _size(x) // 2
-    if parts is None or not _calls(parts[0], operator.neg):
+    if parts is None or not is_function(parts[0], operator.neg):
         return None
     if not _is_slice(parts[0].args[0], x, half, None) or not _is_slice(parts[1], x, None, half):
         return None
@@ -85,19 +87,37 @@ def _sum(node: fx.Node) -> _Rotation | None:
     return None if tables[0] is None or tables[1] is None else _Rotation(x, tables[0], tables[1])  # type: ignore[arg-type]
 
 
+def _halves(first: fx.Node, second: fx.Node) -> _Rotation | None:
+    """Match low·cos - high·sin and high·cos + low·sin, where low and high are the halves of one tensor."""
+    if not is_function(first, operator.sub) or not is_function(second, *ADD):
+        return None
+    products = [*first.args, *second.args]
+    if len(products) != 4 or not all(is_function(p, *MULTIPLY) for p in products):
+        return None
+    (low, cos), (high, sin), *others = (p.args for p in products)  # type: ignore[union-attr]
+    if others != [(high, cos), (low, sin)] or not all(is_function(n, operator.getitem) for n in (low, high)):
+        return None
+    halves = low.args[0]
+    is_split = is_function(halves, torch.chunk) and (*halves.args[1:], *halves.kwargs.values()) == (2, -1)
+    if not is_split or (low.args, high.args) != ((halves, 0), (halves, 1)):
+        return None
+    tables = _table(cos, low), _table(sin, low)
+    x = halves.args[0]
+    return None if tables[0] is None or tables[1] is None else _Rotation(x, tables[0], tables[1], is_half=True)
+
+
 def _table(node: Any, x: Any) -> fx.Node | None:
     """Return the [1, T, R] that `node` is with a dimension for heads, if it is of the dtype and R of `x`."""
-    is_unsqueezed = isinstance(node, fx.Node) and node.op == "call_method" and node.target == "unsqueeze"
-    if not is_unsqueezed or node.args[1:] != (1,) or not isinstance(node.args[0], fx.Node):
+    if not is_method(node, "unsqueeze") or node.args[1:] != (1,) or not (is_tensor(node.args[0]) and is_tensor(x)):
         return None
-    ours, theirs = _value(node.args[0]), _value(x)
+    ours, theirs = value(node.args[0]), value(x)
     is_fitting = ours.dim() == 3 and ours.shape[0] == 1 and ours.shape[2] == theirs.shape[-1]
     return node.args[0] if is_fitting and ours.dtype == theirs.dtype else None
 
 
 def _concatenated(node: Any) -> tuple[Any, Any] | None:
     """Return the two nodes that `node` concatenates along their last dimension, if it does."""
-    if not _calls(node, torch.cat) or (*node.args[1:], *node.kwargs.values()) != (-1,):
+    if not is_function(node, torch.cat) or (*node.args[1:], *node.kwargs.values()) != (-1,):
         return None
     first, *rest = node.args[0]
     return (first, rest[0]) if len(rest) == 1 else None
@@ -105,31 +125,27 @@ def _concatenated(node: Any) -> tuple[Any, Any] | None:
 
 def _is_slice(node: Any, source: Any, start: int | None, stop: int | None) -> bool:
     """Return whether `node` is source[..., start:stop]."""
-    return _calls(node, operator.getitem) and node.args == (source, (Ellipsis, slice(start, stop, None)))
-
-
-def _calls(node: Any, *functions: Any) -> bool:
-    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in functions
-
-
-def _value(node: fx.Node) -> torch.Tensor:
-    return node.meta["example_value"]
+    return is_function(node, operator.getitem) and node.args == (source, (Ellipsis, slice(start, stop, None)))
 
 
 def _size(node: Any) -> int:
-    return int(_value(node).shape[-1]) if isinstance(node, fx.Node) else 0
+    return int(value(node).shape[-1]) if is_tensor(node) else 0
 
 
-def _without_batch(graph: fx.Graph, table: fx.Node) -> fx.Node:
+def _without_batch(graph: fx.Graph, table: fx.Node, is_half: bool) -> fx.Node:
+    """Return the element of the batch of one, with both halves."""
     with graph.inserting_after(table):
         element = graph.call_function(operator.getitem, (table, 0))
-    element.meta["example_value"] = _value(table)[0]
-    return element
+    element.meta["example_value"] = value(table)[0]
+    if not is_half:
+        return element
+    with graph.inserting_after(element):
+        return graph.call_function(torch.cat, ([element, element], -1))
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
     """Erase `node` and what only it used of a rotation."""
-    is_part = _calls(node, operator.add, operator.mul, operator.neg, operator.getitem, torch.cat)
+    is_part = is_function(node, *ADD, *MULTIPLY, operator.sub, operator.neg, operator.getitem, torch.cat, torch.chunk)
     if node.users or not (is_part or node.target == "unsqueeze"):
         return
     inputs = node.all_input_nodes

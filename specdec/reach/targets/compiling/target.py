@@ -13,7 +13,6 @@ from specdec.backends.recurrent.state_pool import ConvSpec, ScanSpec
 from specdec.core.config import EngineConfig
 from specdec.core.errors import GraphError
 from specdec.graphs.compile.alike import alike
-from specdec.graphs.compile.kept import has_pieces
 from specdec.reach.targets.admission.probe import ModelSpec
 from specdec.reach.targets.compiling.checked import ATTENTION, CONV, NUM_TOKENS, SCAN, Batch, Subject, trace_checked
 from specdec.reach.targets.hf import HFTarget
@@ -31,14 +30,6 @@ def why_uncompiled(config: EngineConfig, device: torch.device) -> str:
     if config.cuda_graph is False:
         return "compile='auto' without graphs"
     return "SPECDEC_COMPILE=0" if os.environ.get("SPECDEC_COMPILE") == "0" else ""
-
-
-def start_compilers(config: EngineConfig, device: torch.device) -> None:
-    """Start Inductor's processes, where a first attach is going to compile: it takes seconds until they are up."""
-    if config.compiler == "inductor" and not why_uncompiled(config, device) and not has_pieces(device):
-        from specdec.graphs.compile.pieces import start_workers  # imports private parts of torch
-
-        start_workers(device)
 
 
 def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) -> tuple[str, str]:

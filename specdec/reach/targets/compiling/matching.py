@@ -1,0 +1,62 @@
+"""Recognises nodes of a traced graph; what rewrites it is built from these."""
+
+import operator
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+MULTIPLY = (operator.mul, torch.mul)
+ADD = (operator.add, torch.add)
+CASTS = ("to", "float", "type_as")
+
+
+def is_function(node: Any, *functions: Any) -> bool:
+    """Return whether `node` calls one of `functions`."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in functions
+
+
+def is_method(node: Any, *names: str) -> bool:
+    """Return whether `node` calls a method of one of `names`."""
+    return isinstance(node, fx.Node) and node.op == "call_method" and node.target in names
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """Return the example value of `node`."""
+    return node.meta["example_value"]
+
+
+def is_tensor(node: Any) -> bool:
+    """Return whether `node` is known to give a tensor."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def operands(node: fx.Node, is_first: Callable[[Any], bool]) -> tuple[Any, Any] | None:
+    """Return the two operands of a commutative node, the one that `is_first` first; None if neither is."""
+    a, b = node.args[:2]
+    if is_first(a):
+        return a, b
+    return (b, a) if is_first(b) else None
+
+
+def uncast(node: Any) -> Any:
+    """Return what `node` is a copy of in another dtype (or its own)."""
+    while is_method(node, *CASTS) and is_tensor(node):
+        node = node.args[0]
+    return node
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """Return the one user of `node`, None if there are more or none."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def erase_unused(graph: fx.Graph, node: fx.Node, within: Collection[fx.Node]) -> None:
+    """Erase `node` and what it alone used, as far as those are `within`."""
+    if node.users or node not in within:
+        return
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for before in inputs:
+        erase_unused(graph, before, within)

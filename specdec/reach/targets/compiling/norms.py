@@ -1,0 +1,148 @@
+"""Replaces RMS norms in a traced graph, and the addition before them, by `specdec::rms_norm` and `add_rms_norm`.
+
+Recognised is x·rsqrt(mean(x²) + eps) in fp32, times a weight, as transformers writes it: rounded before the weight is
+applied (Llama), or after (Gemma, whose weight is an offset from one, and GPT-OSS).
+"""
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from specdec.reach.targets.compiling.matching import (
+    ADD,
+    CASTS,
+    MULTIPLY,
+    erase_unused,
+    is_function,
+    is_method,
+    only_user,
+    operands,
+    uncast,
+    value,
+)
+
+
+class _Norm(NamedTuple):
+    """The result `out` of a norm of `x`, and its arguments; see `specdec::rms_norm`."""
+
+    x: fx.Node
+    weight: fx.Node
+    eps: float
+    offset: float
+    is_late: bool
+    out: fx.Node
+    parts: set[fx.Node]
+
+
+def take_over_norms(graph: fx.GraphModule) -> int:
+    """Rewrite every norm of `graph` that is recognised, in place; return their number."""
+    num_rewritten = 0
+    for node in list(graph.graph.nodes):
+        norm = _norm(node)
+        if norm is not None:
+            _replace(graph.graph, norm)
+            num_rewritten += 1
+    graph.graph.lint()
+    graph.recompile()
+    return num_rewritten
+
+
+def _norm(node: fx.Node) -> _Norm | None:
+    """Return the norm whose rsqrt is `node`, if it is one."""
+    if not is_function(node, torch.rsqrt) and not is_method(node, "rsqrt"):
+        return None
+    root, scaled = node.args[0], only_user(node)
+    if not is_function(root, *ADD) or scaled is None or not is_function(scaled, *MULTIPLY):
+        return None
+    variance, eps = root.args  # type: ignore[union-attr]
+    wide = _squared(variance)
+    pair = operands(scaled, lambda n: n is node)
+    if wide is None or not isinstance(eps, float) or pair is None or pair[1] is not wide:
+        return None
+    x = _source(wide)
+    weighted = _weighted(scaled, x)
+    if weighted is None:
+        return None
+    weight, offset, is_late, out, parts = weighted
+    parts |= {node, root, variance, variance.args[0], scaled, wide}
+    return _Norm(x, weight, eps, offset, is_late, out, parts - {x})
+
+
+def _squared(node: Any) -> fx.Node | None:
+    """Return x where `node` is the mean of x² over the last dimension, and x is in fp32."""
+    if not is_method(node, "mean") or (*node.args[1:], *node.kwargs.items()) != (-1, ("keepdim", True)):
+        return None
+    power = node.args[0]
+    is_square = (is_method(power, "pow") or is_function(power, torch.pow)) and power.args[1:] == (2,)
+    x = power.args[0] if is_square else None
+    return x if isinstance(x, fx.Node) and value(x).dtype == torch.float32 else None
+
+
+def _source(wide: fx.Node) -> fx.Node:
+    """Return what `wide` is the fp32 of."""
+    return wide.args[0] if is_method(wide, *CASTS) else wide  # type: ignore[return-value]
+
+
+def _weighted(scaled: fx.Node, x: fx.Node) -> tuple[fx.Node, float, bool, fx.Node, set[fx.Node]] | None:
+    """Return weight, offset, is_late, the result and the nodes from `scaled`, x over its root mean square, on."""
+    dtype, user = value(x).dtype, only_user(scaled)
+    rounded = scaled
+    if is_method(user, *CASTS) and value(user).dtype == dtype:
+        rounded, user = user, only_user(user)
+    if user is None or not is_function(user, *MULTIPLY):
+        return None
+    pair = operands(user, lambda n: n is rounded)
+    weight = _weight(pair[1]) if pair is not None else None
+    if weight is None or value(weight[0]).dtype != dtype:
+        return None
+    node, offset, parts = weight
+    parts |= {rounded, user}
+    last = only_user(user)
+    if rounded is scaled:
+        if is_method(last, *CASTS) and value(last).dtype == dtype:
+            return node, offset, True, last, parts | {last}
+        return (node, offset, True, user, parts) if value(user).dtype == dtype else None
+    return (node, offset, False, user, parts) if value(user).dtype == dtype and offset == 0 else None
+
+
+def _weight(node: Any) -> tuple[fx.Node, float, set[fx.Node]] | None:
+    """Return the vector, and the offset in the factor `node` = offset + vector."""
+    offset, parts = 0.0, set()
+    if is_function(node, *ADD):
+        pair = operands(node, lambda n: isinstance(n, (int, float)))
+        if pair is None:
+            return None
+        parts.add(node)
+        offset, node = float(pair[0]), pair[1]
+    vector = uncast(node)
+    while node is not vector:
+        parts.add(node)
+        node = node.args[0]
+    is_vector = isinstance(vector, fx.Node) and vector.op == "placeholder" and value(vector).dim() == 1
+    return (vector, offset, parts) if is_vector else None
+
+
+def _replace(graph: fx.Graph, norm: _Norm) -> None:
+    """Put the op where `norm.out` is, and where a sum alone is normed, the op of both where that sum is."""
+    x, arguments = norm.x, (norm.weight, norm.eps, norm.offset, norm.is_late)
+    terms = x.args if is_function(x, *ADD) and not x.kwargs else ()
+    if len(terms) == 2 and all(isinstance(t, fx.Node) and _like(t, x) for t in terms):
+        with graph.inserting_before(x):
+            both = graph.call_function(torch.ops.specdec.add_rms_norm.default, (*terms, *arguments))
+            normed, total = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
+        total.meta = dict(x.meta)
+        x.replace_all_uses_with(total)
+        graph.erase_node(x)
+    else:
+        with graph.inserting_before(norm.out):
+            normed = graph.call_function(torch.ops.specdec.rms_norm.default, (x, *arguments))
+    normed.meta = dict(norm.out.meta)
+    norm.out.replace_all_uses_with(normed)
+    erase_unused(graph, norm.out, norm.parts)
+
+
+def _like(a: fx.Node, b: fx.Node) -> bool:
+    """Return whether both are of one shape and dtype."""
+    return value(a).dtype == value(b).dtype and value(a).shape == value(b).shape
