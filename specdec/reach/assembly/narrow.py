@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from specdec.backends.linear import linear
 from specdec.core.config import EngineConfig
 from specdec.core.draft.head import DraftHead
 from specdec.core.draft.worker import NarrowHead
@@ -41,7 +42,7 @@ def narrow_head(config: EngineConfig, draft: DraftHead | Target | None, target: 
     if len(places) == len(scored):
         return None
     bias = _bias(output, len(scored))
-    narrow = NarrowHead(scored[places], rows[places.to(rows.device)], None if bias is None else bias[places])
+    narrow = NarrowHead(scored[places], rows[places.to(rows.device)], None if bias is None else bias[places], linear)
     _check(config, narrow, score, places)
     return narrow
 

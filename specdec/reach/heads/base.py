@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specdec.backends.base import LayerSpec
+from specdec.backends.linear import linear
 from specdec.backends.rope import Rope, rope_table
 from specdec.core.draft.head import Attend, DraftHead
 
@@ -56,6 +57,14 @@ class LlamaLikeHead(DraftHead):
 
     def rope(self, positions: torch.Tensor) -> Rope:
         return layer_rope(self.config.layer, positions, self.weight.dtype)
+
+
+class OutputHead(nn.Linear):
+    """An output head, which multiplies by `specdec::linear` where nothing is to be differentiated."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., h_d] to [..., dv]."""
+        return super().forward(x) if torch.is_grad_enabled() else linear(x, self.weight, self.bias)
 
 
 class DraftAttention(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 
 from specdec.backends.rope import Rope
 from specdec.core.draft.head import Attend
-from specdec.reach.heads.base import DraftAttention, DraftLayer, DraftMLP, LayerConfig, LlamaLikeHead
+from specdec.reach.heads.base import DraftAttention, DraftLayer, DraftMLP, LayerConfig, LlamaLikeHead, OutputHead
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Eagle3Head(LlamaLikeHead):
         if c.fc_norm:
             self.fc_norm = nn.ModuleList([nn.RMSNorm(c.target_hidden_size, eps=eps) for _ in c.aux_layers])
         self.norm = nn.RMSNorm(size, eps=eps)
-        self.lm_head = nn.Linear(size, c.draft_vocab_size, bias=False)
+        self.lm_head = OutputHead(size, c.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(c.vocab_size, size) if c.own_embedding else None
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))

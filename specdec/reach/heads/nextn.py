@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from specdec.backends.base import LayerSpec
 from specdec.backends.rope import Rope
 from specdec.core.draft.head import Attend, DraftHead
+from specdec.reach.heads.base import OutputHead
 from specdec.reach.targets.adapters.experts import Experts
 from specdec.reach.targets.admission.recording import attention_spec
 from specdec.reach.targets.shape import LAST, vocab_size_of
@@ -94,7 +95,7 @@ class NextNHead(DraftHead):
         differs = "layer_type" in signature(self.rotary.forward).parameters  # one rotary for several kinds of layers
         self._rope_kind = {"layer_type": "full_attention"} if differs else {}
         self.embed_tokens = nn.Embedding(self.vocab_size, self.hidden_size) if c.own_embedding else None
-        self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False) if c.own_head else None
+        self.lm_head = OutputHead(self.hidden_size, self.vocab_size, bias=False) if c.own_head else None
         self._seen: list[tuple[LayerSpec, torch.Tensor | None]] = []
 
     @property

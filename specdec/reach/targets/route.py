@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from specdec.graphs import Change, ChangeKind
 from specdec.reach.targets.adapters import Attention, routed
-from specdec.reach.targets.adapters.overrides import evaluating
+from specdec.reach.targets.adapters.overrides import evaluating, multiplying
 from specdec.reach.targets.admission.probe import ModelSpec
 from specdec.reach.targets.exclusive import answering
 from specdec.reach.targets.marks import number_layers
@@ -64,6 +64,7 @@ class Route:
         with (
             self.spec.adapter(Attention).routed(),
             answering(self.spec.stack, answer),
+            multiplying(self._model.get_output_embeddings() if hidden.is_cuda else None),
             evaluating(self._model, self._modules),
         ):
             yield

@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.backends.linear import linear
+
 _OURS = 0  # not training, and neither of the values that users set
 _IMPLEMENTATION = "_attn_implementation_internal"  # an attribute that configs of transformers have
 _WARNING = "warn_if_padding_and_no_attention_mask"
@@ -73,6 +75,21 @@ def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]
             vars(model)["training"] = before
             for module in training:
                 module.training = True
+
+
+@contextmanager
+def multiplying(layer: nn.Module | None) -> Iterator[None]:
+    """Have `layer`, if it is what `nn.Linear` is, multiply by `specdec::linear` within the context."""
+    is_plain = type(layer) is nn.Linear and "forward" not in vars(layer)
+    if not is_plain:
+        yield
+        return
+    assert layer is not None
+    try:
+        layer.__dict__["forward"] = lambda x: linear(x, layer.weight, layer.bias)
+        yield
+    finally:
+        del layer.__dict__["forward"]
 
 
 class Warnings:

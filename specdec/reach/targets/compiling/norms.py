@@ -1,13 +1,14 @@
 """Replaces RMS norms in a traced graph, and the addition before them, by `specdec::rms_norm` and `add_rms_norm`.
 
 Recognised is x·rsqrt(mean(x²) + eps) in fp32, times a weight, as transformers writes it: rounded before the weight is
-applied (Llama), or after (Gemma, whose weight is an offset from one, and GPT-OSS).
+applied (Llama), or after (Gemma, whose weight is an offset from one, and GPT-OSS); and torch's own `rms_norm`.
 """
 
 import operator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from specdec.reach.targets.compiling.matching import (
@@ -17,6 +18,7 @@ from specdec.reach.targets.compiling.matching import (
     erase_unused,
     is_function,
     is_method,
+    is_tensor,
     only_user,
     operands,
     uncast,
@@ -50,7 +52,11 @@ def take_over_norms(graph: fx.GraphModule) -> int:
 
 
 def _norm(node: fx.Node) -> _Norm | None:
-    """Return the norm whose rsqrt is `node`, if it is one."""
+    """Return the norm whose rsqrt is `node`, if it is one, or that `node` is itself."""
+    if is_function(node, torch.rms_norm, F.rms_norm):
+        x, shape, weight, eps = (*node.args, None, None)[:4]
+        is_ours = len(node.args) == 4 and len(shape) == 1 and is_tensor(weight) and is_tensor(x) and eps is not None
+        return _Norm(x, weight, eps, 0.0, True, node, {node}) if is_ours else None  # type: ignore[arg-type]
     if not is_function(node, torch.rsqrt) and not is_method(node, "rsqrt"):
         return None
     root, scaled = node.args[0], only_user(node)

@@ -1,4 +1,4 @@
-"""Replaces the rope's tables in a traced graph, cosines and sines of position times frequency, by `specdec::rope_tables`."""
+"""Replaces a rope's tables in a traced graph, cos and sin of positions times frequencies, by `specdec::rope_tables`."""
 
 import operator
 from typing import Any

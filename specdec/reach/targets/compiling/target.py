@@ -72,8 +72,8 @@ def compiled_or_why(
             message = f"{names[1]} runs uncompiled: {error}. Leave compile out if that is expected"
             warnings.warn(message, stacklevel=9)
         return f"not compiled: {error}"
-    count, found = sum(t.num_compiled for t in traced), sum(t.num_found for t in traced)
-    pieces = f"{count} piece{'s' * (count > 1)}, {found} of them kept from before"
+    total, count, found = (sum(getattr(t, f"num_{of}") for t in traced) for of in ("pieces", "compiled", "found"))
+    pieces = f"{total} pieces, {count} by {config.compiler}, {found} of them kept from before"
     return f"compiled in {time.perf_counter() - start:.1f} s ({pieces})"
 
 

@@ -1,0 +1,133 @@
+"""Products, norms and rope tables of traced layers that become ops of ours: which do, and that results stay."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import specdec
+from specdec.core.config import EngineConfig
+from specdec.graphs.compile import pieces
+from specdec.graphs.compile.trace import trace
+from specdec.reach.targets.compiling.checked import rewrite, trace_checked
+from specdec.reach.targets.compiling.target import _subject
+from specdec.reach.targets.hf import HFTarget
+from tests.heads import random_draft
+from tests.tiny_models import tiny_model
+
+OPS = ("linear", "gated_linear", "rms_norm", "add_rms_norm", "rope_tables")
+# Of four layers: products that are not gated, gated ones, norms, norms of a sum, pairs of tables.
+EXPECTED = {
+    "llama": (12, 4, 1, 8, 1),
+    "qwen2_windowed": (12, 4, 1, 8, 1),
+    "qwen3": (12, 4, 9, 8, 1),
+    "gemma2": (12, 4, 9, 8, 1),
+    "gemma3": (12, 4, 17, 8, 2),
+    "gpt_oss": (12, 0, 1, 8, 1),
+}
+COVERED = ("llama", "qwen2_windowed", "qwen3", "gemma2", "gemma3")
+
+
+def counts(graph):
+    found = Counter(str(node.target).split(".")[1] for node in graph.graph.nodes if "specdec." in str(node.target))
+    return tuple(found[op] for op in OPS)
+
+
+@pytest.fixture
+def flat(monkeypatch):
+    """The flat graphs that are cut, and of every piece whether it needs a compiler."""
+    seen = []
+    cut = pieces.cut
+
+    def spy(graph, at):
+        chain = cut(graph, at)
+        parts = [m for m in chain.children() if not any(pieces.is_call(n, at) for n in m.graph.nodes)]
+        seen.append((counts(graph), [pieces.is_covered(m) for m in parts]))
+        return chain
+
+    monkeypatch.setattr("specdec.graphs.compile.trace.cut", spy)
+    return seen
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_layers_are_of_our_ops(name, flat):
+    """And compute what the live layers do, which `trace_checked` compares."""
+    target = HFTarget(tiny_model(name))
+    config = EngineConfig(compile=True, compiler="eager")
+    trace_checked(_subject(target, config), config, target.device)
+    ((found, covered),) = flat
+    assert found == EXPECTED[name]
+    assert all(covered) == (name in COVERED)
+
+
+@pytest.mark.parametrize("algo", ["eagle", "eagle3"])
+def test_drafts_are_of_our_ops(algo, flat):
+    model = tiny_model("llama")
+    specdec.attach(model, random_draft(model, algo), algo=algo, compile=True, compiler="eager").detach()
+    assert len(flat) >= 2 and all(all(covered) for _, covered in flat)
+
+
+def norm(x, weight, eps=1e-5, offset=0.0, power=2, dim=-1):
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(power).mean(dim, keepdim=True) + eps)
+    return (normed * (offset + weight.float())).to(x.dtype)
+
+
+def normed_twice(x, weight):
+    total = x + x.roll(1, -1)
+    return norm(total, weight) + norm(total, weight, offset=1.0) + total
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (normed_twice, (0, 0, 1, 1, 0)),  # the second norm reads the sum that the first op returns
+        (lambda x, weight: F.rms_norm(x, (64,), weight, 1e-5), (0, 0, 1, 0, 0)),
+        (lambda x, weight: norm(x, weight, power=4), (0, 0, 0, 0, 0)),
+        (lambda x, weight: norm(x.view(-1, 64, 1), weight, dim=-2).view(-1, 64 * 64), (0, 0, 0, 0, 0)),
+        (lambda x, weight: F.layer_norm(x, (64,), weight), (0, 0, 0, 0, 0)),
+        (lambda x, weight: norm(x, weight) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1), (0, 0, 1, 0, 0)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_which_norms_are_recognised(run, expected, dtype):
+    weight = nn.Parameter(torch.rand(64, dtype=dtype))
+    assert _compare(lambda x: (run(x, weight),), torch.randn(5, 64, dtype=dtype)) == expected
+
+
+@pytest.mark.parametrize(
+    ("activation", "is_recognised"),
+    [
+        (F.silu, True),
+        (F.gelu, True),
+        (lambda x: F.gelu(x, approximate="tanh"), True),
+        (F.relu, False),
+        (lambda x: F.silu(x) + 1, False),
+    ],
+)
+def test_which_gates_are_recognised(activation, is_recognised):
+    gate, up, down = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64, bias=False)
+    found = _compare(lambda x: (down(activation(gate(x)) * up(x)),), torch.randn(5, 64))
+    assert found == ((1, 1, 0, 0, 0) if is_recognised else (2, 0, 0, 0, 0))
+
+
+def test_an_order_of_gate_and_up_that_is_not_ours_stays():
+    up, gate = nn.Linear(64, 96), nn.Linear(64, 96)
+    assert _compare(lambda x: (up(x) * F.silu(gate(x)),), torch.randn(5, 64)) == (1, 0, 0, 0, 0)
+
+
+def _compare(run, x):
+    """Trace `run`, rewrite it, compare it with itself at some sizes, and count our ops."""
+    found = []
+
+    def rewritten(graph):
+        rewrite(graph, is_ours=True)
+        found.append(counts(graph))
+
+    traced = trace(run, (x,), (torch.ops.specdec.attn.default,), "eager", rewrite=rewritten)
+    with torch.inference_mode():
+        for inputs in (x, x[:1], torch.cat([x, x])):
+            torch.testing.assert_close(traced(inputs), run(inputs))
+    return found[0]
