@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.backends.experts import has_triton
-
 
 class Rope(NamedTuple):
     """Tables for T tokens: cos, sin [T, R] with R <= qk_dim, both halves of R equal; dims past R are not rotated."""
@@ -39,7 +37,7 @@ def rope_tables(
 
     is_doubled: [..., 2F], twice the same one after another.
     """
-    if positions.is_cuda and has_triton():
+    if positions.is_cuda:
         from specdec.backends.triton.attention.tables import rope_tables as kernel
 
         return kernel(positions, frequencies, scale, is_doubled, dtype)

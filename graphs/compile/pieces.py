@@ -26,9 +26,10 @@ from specdec.graphs.compile.kept import has_pieces, num_found
 from specdec.graphs.compile.merge import join
 
 FEW = 4  # kernels of torch's own between ours: a piece with no more runs as it is
-VIEWS = frozenset(
-    "view reshape flatten unflatten transpose unsqueeze squeeze expand size split chunk unbind contiguous getitem".split()
-)
+VIEWS = {
+    *("view", "reshape", "flatten", "unflatten", "transpose", "unsqueeze", "squeeze", "expand", "size"),
+    *("split", "chunk", "unbind", "contiguous", "getitem"),
+}
 UNROLLED = 16  # terms of a sum over a token's experts. As a reduction, Inductor tunes it for the T that it has seen
 
 
