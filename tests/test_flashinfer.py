@@ -17,12 +17,12 @@ from specdec.core.errors import AttachError
 
 pytest.importorskip("triton")
 from specdec.backends.flashinfer import backend as backends
-from specdec.backends.flashinfer import check, kernels, prefill, tables, uniform
+from specdec.backends.flashinfer import kernels, prefill, tables, uniform
 from specdec.backends.flashinfer.kernels import Kernel
 from specdec.backends.flashinfer.tables import NO_WINDOW, Shapes, TableLayout
-from specdec.backends.flashinfer.tables_reference import read_tables, tables_reference
 from specdec.backends.flashinfer.variant import variant
 from specdec.backends.triton.backend import TritonBackend
+from tests.flashinfer_tables import INT_FIELDS, read_tables, tables_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LLAMA = LayerSpec(32, 8, 128, 128, 0.088)
@@ -305,4 +305,4 @@ def test_kernels_are_named_in_reports():
     assert mixed.served_by(ForwardMode.EXTEND) == "triton"
     assert TorchBackend().served_by(ForwardMode.DECODE) == "torch"
     assert str(Kernel("fa3", torch.float16, 64, True, True)) == "fa3 d64 float16 window softcap"
-    assert len(check.INT_FIELDS) == 15
+    assert len(INT_FIELDS) == 15

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import specdec
 from specdec.backends import BACKENDS, LayerSpec, TorchBackend, forward_context
-from specdec.backends.flashinfer import backend, check, kernels, tables
+from specdec.backends.flashinfer import backend, kernels, tables
 from specdec.backends.flashinfer.kernels import kernel_for
 from specdec.backends.flashinfer.tables import NO_WINDOW, Shapes
 from specdec.backends.op import ForwardContext
@@ -21,6 +21,7 @@ from specdec.core.batch import ForwardMode
 from specdec.core.cache.pool import KVPool
 from tests import test_backends
 from tests.ancestors import words_of
+from tests.flashinfer_tables import table_problems
 from tests.heads import random_draft
 from tests.test_attach import ragged_prompts
 from tests.test_backends import Setup
@@ -142,7 +143,7 @@ def test_tables_are_flashinfers_own():
         shapes = Shapes(bs, draw(1, 4, 8, 33, 64), heads, kv_heads, dim, tables.stock_budget(processors, kv_heads))
         shapes = shapes._replace(window_left=draw(NO_WINDOW, NO_WINDOW, 127, 4000))
         lens = torch.randint(0, draw(10, 1000, 30_000), (bs,), generator=generator).tolist()
-        assert check.table_problems(modules[dim], shapes, lens, device) == [], shapes
+        assert table_problems(modules[dim], shapes, lens, device) == [], shapes
 
 
 GRAPHED = {

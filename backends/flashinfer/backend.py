@@ -10,7 +10,6 @@ import torch
 
 from specdec.backends.attention_check import attention_checks
 from specdec.backends.base import AttentionCall, LayerSpec
-from specdec.backends.flashinfer.check import check_tables
 from specdec.backends.flashinfer.kernels import (
     HEAD_DIMS,
     Kernel,
@@ -61,18 +60,14 @@ class FlashInferBackend(TritonBackend):
     def prepare_for(
         self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, mask_words: int = 1
     ) -> None:
-        """Build and load the kernels, and check them; AttachError names what differs from this package's knowledge."""
+        """Build and load the kernels, and check them; AttachError names results that are not the torch backend's."""
         kernels = kernels_for(layers, dtype, device, mask_words)
         build(kernels)
         modules = load(kernels)
         self._prefill_families = sorted({prefill_family(s, device) for s in layers})
         self._uniform_families = sorted({uniform_family(s, words) for s in layers for words in {0, mask_words}})
         self._uniform, self._prefill = UniformAttention(modules, device), PrefillAttention(modules, device)
-        tails = [Tail(6, words) for words in {0, mask_words}]
-        problems = check_tables(modules, layers, device)
-        problems = problems or [p for c in attention_checks(self, layers, dtype, device, tails) for p in c.problems()]
-        if problems:
-            raise AttachError("with the installed FlashInfer: it is not what backend='flashinfer' expects", problems)
+        _require_equal(self, layers, dtype, device, [Tail(6, words) for words in {0, mask_words}])
 
     def served_by(self, mode: ForwardMode) -> str:
         families = self._prefill_families if mode is ForwardMode.EXTEND else self._uniform_families
@@ -138,10 +133,8 @@ class MixedBackend(TritonBackend):
         self._prefill = PrefillAttention(load(kernels), device)
         self._from = _from_tokens(taken) if taken else None
         self.min_prefill_flops = 0.0  # for the check, which is short
-        problems = [p for check in attention_checks(self, taken, dtype, device, []) for p in check.problems()]
+        _require_equal(self, taken, dtype, device, [])
         self.min_prefill_flops = type(self).min_prefill_flops
-        if problems:
-            raise AttachError("with the installed FlashInfer: its prefill kernel is not what is expected", problems)
 
     def served_by(self, mode: ForwardMode) -> str:
         if mode is not ForwardMode.EXTEND or self._from is None:
@@ -163,6 +156,14 @@ class MixedBackend(TritonBackend):
         if m.is_packed or not _fits_fa3(layer, dtype):
             return False
         return prefill_flops(m, layer) >= self.min_prefill_flops
+
+
+def _require_equal(
+    backend: TritonBackend, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, tails: list[Tail]
+) -> None:
+    problems = [p for check in attention_checks(backend, layers, dtype, device, tails) for p in check.problems()]
+    if problems:
+        raise AttachError(f"with the installed FlashInfer: it is not what {backend.name!r} expects", problems)
 
 
 def _device_problem(device: torch.device) -> str | None:

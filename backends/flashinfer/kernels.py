@@ -47,7 +47,7 @@ def version_problem() -> str | None:
         return None
     return (
         f"flashinfer-python {found} is not {' or '.join(SUPPORTED)}, whose tables are known; install that one, or set "
-        "SPECDEC_FLASHINFER_ANY=1 to let attach check the tables of this one"
+        "SPECDEC_FLASHINFER_ANY=1 to try this one: attach compares its results with the torch backend's"
     )
 
 

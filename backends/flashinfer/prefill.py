@@ -55,15 +55,6 @@ class _Lengths(NamedTuple):
     last_page_len: torch.Tensor
 
 
-class _Needs(NamedTuple):
-    """What a family's plan is given besides lengths and shapes: its key list's starts, workspaces, options."""
-
-    kv_indptr: torch.Tensor
-    float_bytes: int
-    int_bytes: int
-    options: tuple[object, ...]
-
-
 class PrefillAttention:
     """The plans of the prefill in flight, one a family and shape of layer, and the modules that run by them."""
 
@@ -85,10 +76,7 @@ class PrefillAttention:
         window_left = -1 if layer.window is None else layer.window - 1
         key = (family, layer.num_heads, layer.num_kv_heads, layer.qk_dim, window_left)
         if key not in self._planned:
-            if self._lengths is None:
-                self._lengths = _lengths(m)
-            needs = self._fa3_needs(m, layer) if family == "fa3" else self._fa2_needs(module, m, layer, window_left)
-            self._planned[key] = self._plan(module, m, _shape(m, layer, window_left), window_left, needs)
+            self._planned[key] = self._plan(module, family, m, layer, window_left)
         paged = self._planned[key]
         if family == "fa3":
             run_fa3(module, paged, call)
@@ -97,45 +85,31 @@ class PrefillAttention:
         else:
             run_variant(module, paged, call, m.tail_len, None, None)
 
-    @property
-    def _own(self) -> _Lengths:
-        assert self._lengths is not None
-        return self._lengths
-
-    def _fa3_needs(self, m: AttentionMetadata, layer: LayerSpec) -> _Needs:
-        """A list of work for each multiprocessor: (tile, head) pairs, each with all its keys."""
-        rows = 192 if layer.v_dim == 64 else 128  # of a tile (`PrefillSM90Plan`)
-        num_works = layer.num_heads * sum(-(-n // rows) for n in m.q_lens or ())
-        num_bytes = 7 * (4 * num_works + 16) + 4 * (self._num_processors + 1) + 16
-        return _Needs(self._own.page_starts, 16, num_bytes, ())
-
-    def _fa2_needs(self, module: Any, m: AttentionMetadata, layer: LayerSpec, window_left: int) -> _Needs:
-        """Tiles cut into chunks where they do not fill the GPU; lengths are differences of the list it is given."""
-        own = self._own
-        indptr = torch.nn.functional.pad(own.kv_lens.cumsum(0), (1, 0)).to(torch.int32)
-        options = (-1, False, 0, 0)  # no fixed split, splits allowed, nothing else on the GPU, ragged queries
-        shape, on_device = _shape(m, layer, window_left), m.qo_indptr
-        float_bytes, int_bytes = module.workspace_size(on_device, own.qo_indptr, indptr, own.kv_lens, *shape, *options)
-        return _Needs(indptr, int(float_bytes), int(int_bytes), options)
-
-    def _plan(
-        self, module: Any, m: AttentionMetadata, shape: tuple[object, ...], window_left: int, needs: _Needs
-    ) -> Paged:
-        own, device = self._own, self._device
-        floats = torch.empty(max(needs.float_bytes, 16), dtype=torch.uint8, device=device)
-        ints = torch.empty(needs.int_bytes, dtype=torch.uint8, device=device)
-        staging = self._ring.take(needs.int_bytes)
-        info = module.plan(floats, ints, staging, own.qo_indptr, needs.kv_indptr, own.kv_lens, *shape, *needs.options)
+    def _plan(self, module: Any, family: str, m: AttentionMetadata, layer: LayerSpec, window_left: int) -> Paged:
+        if self._lengths is None:
+            self._lengths = _lengths(m)
+        own, device = self._lengths, self._device
+        page_size, is_graph, is_causal = 1, False, True
+        heads, dims = (layer.num_heads, layer.num_kv_heads), (layer.qk_dim, layer.v_dim)
+        shape = (m.positions.shape[0], m.num_reqs, *heads, page_size, is_graph, *dims, is_causal, window_left)
+        options: tuple[object, ...] = ()
+        if family == "fa3":  # a list of work for each multiprocessor: (tile, head) pairs, each with all its keys
+            rows = 192 if layer.v_dim == 64 else 128  # of a tile (`PrefillSM90Plan`)
+            num_works = layer.num_heads * sum(-(-n // rows) for n in m.q_lens or ())
+            float_bytes, int_bytes = 16, 7 * (4 * num_works + 16) + 4 * (self._num_processors + 1) + 16
+            kv_indptr = own.page_starts
+        else:  # tiles cut into chunks where they do not fill the GPU; lengths are differences of kv_indptr
+            kv_indptr = torch.nn.functional.pad(own.kv_lens.cumsum(0), (1, 0)).to(torch.int32)
+            options = (-1, False, 0, 0)  # no fixed split, splits allowed, nothing else on the GPU, ragged queries
+            lens = (m.qo_indptr, own.qo_indptr, kv_indptr, own.kv_lens)
+            float_bytes, int_bytes = map(int, module.workspace_size(*lens, *shape, *options))
+        floats = torch.empty(max(float_bytes, 16), dtype=torch.uint8, device=device)
+        ints = torch.empty(int_bytes, dtype=torch.uint8, device=device)
+        staging = self._ring.take(int_bytes)
+        info = module.plan(floats, ints, staging, own.qo_indptr, kv_indptr, own.kv_lens, *shape, *options)
         self._ring.give(staging)
-        info, pages = [int(n) for n in info], (own.starts_on_device, own.pages, own.last_page_len)
-        return Paged(floats, ints, info, m.qo_indptr, *pages, CAUSAL, window_left)
-
-
-def _shape(m: AttentionMetadata, layer: LayerSpec, window_left: int) -> tuple[object, ...]:
-    """The arguments of `plan` between lengths and options."""
-    page_size, is_graph, is_causal = 1, False, True
-    heads, dims = (layer.num_heads, layer.num_kv_heads), (layer.qk_dim, layer.v_dim)
-    return (m.positions.shape[0], m.num_reqs, *heads, page_size, is_graph, *dims, is_causal, window_left)
+        pages = (own.starts_on_device, own.pages, own.last_page_len)
+        return Paged(floats, ints, [int(n) for n in info], m.qo_indptr, *pages, CAUSAL, window_left)
 
 
 def _lengths(m: AttentionMetadata) -> _Lengths:

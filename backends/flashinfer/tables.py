@@ -250,7 +250,7 @@ def write_tables(
     """Write the tables of a forward in one launch, from lengths on the device: prefix_lens and rows [bs] int64.
 
     slot_table [num_rows, width] int32, of less than 2^31 elements: seen flat, it is the page list (`kv_indices`).
-    Twin: `tables_reference.tables_reference`.
+    Twin: `tests.flashinfer_tables.tables_reference`.
     """
     bs, device, at = shapes.bs, prefix_lens.device, TableLayout.of(shapes)
     workspace = torch.empty(at.num_bytes, dtype=torch.uint8, device=device)

@@ -1,14 +1,12 @@
-"""Holds the plan's tables of an installed FlashInfer against what this package knows of them, at attach."""
+"""The tables of FlashInfer's plan as `backends.flashinfer.tables` must write them: their specification in plain Python,
+what lies in a workspace, and where FlashInfer's own plan differs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from specdec.backends.base import LayerSpec
-from specdec.backends.flashinfer.kernels import Kernel
-from specdec.backends.flashinfer.tables import NO_WINDOW, Shapes, plan_info, stock_budget, write_tables
-from specdec.backends.flashinfer.tables_reference import read_tables
+from specdec.backends.flashinfer.tables import MIN_CHUNK, NO_WINDOW, Shapes, TableLayout, plan_info, write_tables
 
 INT_FIELDS = (
     "padded_batch_size",
@@ -65,19 +63,45 @@ def table_problems(module: Any, shapes: Shapes, prefix_lens: Sequence[int], devi
     return problems
 
 
-def check_tables(modules: Mapping[Kernel, Any], layers: Sequence[LayerSpec], device: torch.device) -> list[str]:
-    """Compare tables for the heads of `layers`, several batch sizes, queries and lengths."""
-    generator, problems = torch.Generator().manual_seed(0), []
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    for kernel, module in modules.items():
-        if kernel.family == "fa3":
-            continue  # planned by FlashInfer itself
-        own = {(s.num_heads, s.num_kv_heads) for s in layers if s.qk_dim == kernel.head_dim}
-        for num_heads, num_kv_heads in sorted(own):
-            for bs, q_len, window in ((1, 1, NO_WINDOW), (3, 4, NO_WINDOW), (5, 40, 700), (2, 8, NO_WINDOW)):
-                budget = stock_budget(processors, num_kv_heads)
-                shapes = Shapes(bs, q_len, num_heads, num_kv_heads, kernel.head_dim, budget, window)
-                lens = torch.randint(0, 9000, (bs,), generator=generator, device="cpu").tolist()
-                found = table_problems(module, shapes, lens, device)
-                problems += [f"{kernel}, {bs} x {q_len} queries: table {p} (theirs, ours)" for p in found]
-    return problems
+def tables_reference(shapes: Shapes, kv_lens: list[int]) -> dict[str, list[int]]:
+    """Specification, in plain Python, of the tables that `write_tables` leaves in the workspace, by their names there.
+
+    kv_lens: keys of each request, prefix and tail. Entries of items that there are not: request 0, not valid.
+    """
+    keys = [max(min(n, shapes.span), 1) for n in kv_lens]
+
+    def num_items(chunk: int) -> int:
+        return shapes.tiles * sum(-(-n // chunk) for n in keys)
+
+    most = max(MIN_CHUNK, *keys)
+    chunk = next(c for c in range(MIN_CHUNK, most + 1) if num_items(c) <= shapes.budget or c == most)
+    chunks = [-(-n // chunk) for n in keys]
+    items = [(r, t, c) for r, n in enumerate(chunks) for t in range(shapes.tiles) for c in range(n)]
+    padding = shapes.grid - len(items)
+    o_indptr, merge_indptr = [0], [0]
+    for n in chunks:
+        o_indptr.append(o_indptr[-1] + shapes.q_len * n)
+        for _ in range(shapes.q_len):
+            merge_indptr.append(merge_indptr[-1] + n)
+    return {
+        "request": [r for r, _, _ in items] + [0] * padding,
+        "qo_tile": [t for _, t, _ in items] + [0] * padding,
+        "kv_tile": [c for _, _, c in items] + [0] * padding,
+        "o_indptr": o_indptr,
+        "chunk_size": [chunk],
+        "num_rows": [shapes.rows],
+        "merge_indptr": merge_indptr,
+        "is_valid": [1] * len(items) + [0] * padding,
+    }
+
+
+def read_tables(shapes: Shapes, workspace: torch.Tensor) -> dict[str, list[int]]:
+    """The tables in a workspace [bytes] uint8, by name, as `tables_reference` gives them. Waits for the device."""
+    at, host = TableLayout.of(shapes), workspace.cpu()
+    lens = [shapes.grid] * 3 + [shapes.bs + 1, 1, 1, shapes.rows + 1, shapes.grid]
+    found = {}
+    for name, offset, n in zip(TableLayout._fields, at, lens, strict=False):
+        width = 1 if name == "is_valid" else 4
+        raw = host[offset : offset + width * n].clone()
+        found[name] = (raw if width == 1 else raw.view(torch.int32)).tolist()
+    return found
