@@ -1,9 +1,7 @@
 """Admission: turns a caller's arguments into checked requests. Mistakes are found here, before anything runs."""
 
 import warnings
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, pairwise
-from operator import add
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -49,7 +47,7 @@ def make_requests(
     stop_ids = tuple(sorted({*eos, *TOKEN_IDS.check("stop_token_ids", ids), *special}))
     if len(stop_ids) > MAX_STOP_IDS:
         raise ValueError(f"{len(stop_ids)} stop ids (EOS included): at most {MAX_STOP_IDS}")
-    _check_vocabulary(core, "stop ids", stop_ids)
+    check_ids(core, "stop ids hold", stop_ids)
     laws = _laws(sampling, merged, batch)
     if core.config.synthetic_acceptance is not None:  # it draws random numbers even for greedy requests
         laws = [law if law.seed is not None else law.with_seed(i) for i, law in enumerate(laws)]
@@ -135,38 +133,20 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
 
 def _checked_prompts(core: Core, batch: list[list[int]], limits: list[Any]) -> list[np.ndarray]:
     """Return the prompts as `Request.prompt`; ValueError (CapacityError) names the first that cannot be served."""
-    ends = list(accumulate((len(prompt) + 1 for prompt in batch), initial=0))
-    try:
-        ids = chain.from_iterable(part for prompt in batch for part in (prompt, (0,)))
-        flat = np.fromiter(ids, dtype=np.int64, count=ends[-1])
-    except OverflowError:
-        flat = np.array([-1])  # not a token
-    # All at once, since calls may have hundreds; if something is wrong, one by one, to name the prompt and the error.
-    are_ids = all(batch) and flat.view(np.uint64).max() < core.target.spec.vocab_size  # negative ones are large so
-    are_limits = all(type(limit) is int and limit >= 1 for limit in limits)
-    if not (are_ids and are_limits and max(map(add, map(len, batch), limits)) <= core.config.max_seq_len):
-        for i, (prompt, limit) in enumerate(zip(batch, limits, strict=True)):
-            _check(core, i, prompt, limit)
-    longest = max(map(add, map(len, batch), limits))
-    core.slot_tables.check_fits(core.scheduler.slots_needed(longest, 0))
-    return [flat[begin:end] for begin, end in pairwise(ends)]
-
-
-def _check(core: Core, index: int, ids: list[int], max_new_tokens: int) -> None:
-    if not ids:
-        raise ValueError(f"prompt {index} is empty; a target needs at least one token to continue")
-    vocab = core.target.spec.vocab_size
-    if min(ids) < 0 or max(ids) >= vocab:
-        bad = next(t for t in ids if not 0 <= t < vocab)
-        raise ValueError(f"prompt {index} holds token {bad}; the target's vocabulary has {vocab} tokens")
-    if not is_whole(max_new_tokens) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens!r} for prompt {index}: expected an integer of at least 1")
-    total = len(ids) + max_new_tokens
-    if total > core.config.max_seq_len:
-        raise CapacityError(
-            f"prompt {index} has {len(ids)} tokens and may emit {max_new_tokens}: {total} exceed "
-            f"max_seq_len={core.config.max_seq_len}; shorten it, lower max_new_tokens, or attach with more"
-        )
+    for i, (ids, limit) in enumerate(zip(batch, limits, strict=True)):
+        if not ids:
+            raise ValueError(f"prompt {i} is empty; a target needs at least one token to continue")
+        check_ids(core, f"prompt {i} holds token", ids)
+        if not is_whole(limit) or limit < 1:
+            raise ValueError(f"max_new_tokens={limit!r} for prompt {i}: expected an integer of at least 1")
+        total = len(ids) + limit
+        if total > core.config.max_seq_len:
+            raise CapacityError(
+                f"prompt {i} has {len(ids)} tokens and may emit {limit}: {total} exceed "
+                f"max_seq_len={core.config.max_seq_len}; shorten it, lower max_new_tokens, or attach with more"
+            )
+        core.slot_tables.check_fits(core.scheduler.slots_needed(total, 0))
+    return [np.array([*ids, 0], dtype=np.int64) for ids in batch]
 
 
 def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
@@ -210,7 +190,7 @@ def _check_rules(core: Core, law: SamplingParams, eos: frozenset[int]) -> None:
     """Raise ValueError if the rules of `law` name tokens outside the vocabulary, or are too many."""
     if not law.has_processors:
         return
-    _check_vocabulary(core, "suppressed, banned and biased tokens", law.named_tokens)
+    check_ids(core, "suppressed, banned and biased tokens hold", law.named_tokens)
     rules = TokenRules.of(law, sorted(eos))
     counts = {
         "tokens suppressed, banned or biased": (len(rules.tokens), MAX_ENTRIES),
@@ -221,8 +201,9 @@ def _check_rules(core: Core, law: SamplingParams, eos: frozenset[int]) -> None:
             raise ValueError(f"{count} {what}: at most {most} a request")
 
 
-def _check_vocabulary(core: Core, what: str, ids: Iterable[int]) -> None:
+def check_ids(core: Core, what: str, ids: Collection[int]) -> None:
+    """Raise ValueError, which begins with `what` and the first wrong id, unless `ids` are tokens of the target."""
     vocab = core.target.spec.vocab_size
-    wrong = next((token for token in ids if token >= vocab), None)
-    if wrong is not None:
-        raise ValueError(f"{what} hold {wrong}; the target's vocabulary has {vocab} tokens")
+    if ids and not (min(ids) >= 0 and max(ids) < vocab):
+        wrong = next(token for token in ids if not 0 <= token < vocab)
+        raise ValueError(f"{what} {wrong}; the target's vocabulary has {vocab} tokens")

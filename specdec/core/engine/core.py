@@ -100,7 +100,9 @@ class Core:
                     self._admit()  # looks for changes of the models, so before a step replaces forwards
                     with self.models.stepping():
                         self._step()
-                    self._require_known(waiting_for)
+                    # nobody would ever end requests that are in no queue, and their caller would wait for ever
+                    is_idle = not self.scheduler.running and not self.scheduler.waiting
+                    assert not is_idle or all(r.finish_reason for r in waiting_for), "a request was lost"
 
     @property
     def has_work(self) -> bool:
@@ -145,11 +147,6 @@ class Core:
     def _require_open(self) -> None:
         if self.is_closed:
             raise DetachedError("this engine was detached from its model; call specdec.attach() for a new one")
-
-    def _require_known(self, requests: Sequence[Request]) -> None:
-        """Nobody would ever end `requests` that are in no queue, and their caller would wait for ever."""
-        if not self.scheduler.running and not self.scheduler.waiting:
-            assert all(r.finish_reason for r in requests), "a request was lost"
 
     def _follow_weights(self) -> None:
         """Keep no K/V of models as they were; GraphError for changes that cannot be followed."""
@@ -197,26 +194,11 @@ class Core:
 
     def _fill(self) -> None:
         """Tell the device of newly admitted requests."""
-        try:
-            constants = pack_requests(self.scheduler.admitted)
-        except Exception:
-            self._end_unpackable()
-            if not self.scheduler.admitted:
-                return
-            constants = pack_requests(self.scheduler.admitted)
+        constants = pack_requests(self.scheduler.admitted)
         write_requests(self.state, self.slot_tables, self.scheduler.admitted, constants, self.round.ops)
         if self.round.worker.reads_history:
             write_history(self.state, self.scheduler.admitted)
         self.scheduler.admitted = []
-
-    def _end_unpackable(self) -> None:
-        """End the admitted requests that are at fault when packing fails, each with its own error; admission checks
-        arguments, so there should be none."""
-        for request in list(self.scheduler.admitted):
-            try:
-                pack_requests([request])
-            except Exception as error:
-                self.scheduler.fail([request], error)
 
     def _prefill(self, pieces: list[tuple[Request, int]]) -> bool:
         """Prefill prompt pieces, target and draft, and draw the first token of every prompt that is complete.

@@ -18,6 +18,7 @@ import torch
 from specdec.core.batch import on_device
 from specdec.core.cache.pages import NO_PAGES
 from specdec.core.cache.prefix import num_alike, scored_keys
+from specdec.core.engine.admission import check_ids
 from specdec.core.engine.core import Core
 from specdec.core.engine.packing import copy_to
 from specdec.core.errors import CapacityError
@@ -139,16 +140,13 @@ def _checked(core: Core, tokenizer: Any, prompts: Any, continuations: Any) -> li
     befores, afters = prompts_to_ids(prompts, tokenizer), _continuation_ids(continuations, tokenizer)
     if len(befores) != len(afters):
         raise ValueError(f"{len(afters)} continuations for {len(befores)} prompts: expected one for each")
-    vocab, most = core.target.spec.vocab_size, core.config.max_seq_len
-    pairs = []
+    most, pairs = core.config.max_seq_len, []
     for i, (before, after) in enumerate(zip(befores, afters, strict=True)):
         for what, part in (("prompt", before), ("continuation", after)):
             if not part:
                 raise ValueError(f"{what} {i} is empty: expected at least one token; give a BOS token, say")
         whole = before + after
-        bad = next((t for t in whole if not 0 <= t < vocab), None)
-        if bad is not None:
-            raise ValueError(f"prompt {i} or its continuation holds token {bad}; the target's vocabulary has {vocab}")
+        check_ids(core, f"prompt {i} or its continuation holds token", whole)
         num_fed = len(whole) - 1  # nothing follows the last token
         if num_fed > most:
             raise CapacityError(

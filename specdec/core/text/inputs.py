@@ -9,6 +9,7 @@ import torch
 from specdec.core.ranges import shown
 
 USED = frozenset({"input_ids", "attention_mask"})
+WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 def prompts_to_ids(prompts: Any, tokenizer: Any, attention_mask: Any = None) -> list[list[int]]:
@@ -20,41 +21,34 @@ def prompts_to_ids(prompts: Any, tokenizer: Any, attention_mask: Any = None) -> 
     key than attention_mask (what a tokenizer returns); or a list of any of the first three, or of arrays [T].
     ValueError for the rest, such as images.
     """
-    prompts = _from_numpy(prompts)
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         _refuse_unused(prompts)
-        mask = attention_mask if attention_mask is not None else prompts.get("attention_mask")
-        return prompts_to_ids(prompts["input_ids"], tokenizer, mask)
-    if isinstance(prompts, torch.Tensor):
-        return _tensor_to_ids(prompts, attention_mask)
-    if attention_mask is not None and _is_ints(prompts):
-        return _masked_rows([prompts], [attention_mask])
-    if attention_mask is not None and _is_rows_of_ints(prompts):
-        return _masked_rows(prompts, attention_mask)
-    if attention_mask is not None:
-        raise ValueError("attention_mask goes with input_ids (a tensor or lists of ints), not with text")
-    if _is_ints(prompts):
-        return [_as_ints(prompts)]
-    if isinstance(prompts, str) or _is_chat(prompts):
-        prompts = [prompts]
+        attention_mask = attention_mask if attention_mask is not None else prompts.get("attention_mask")
+        prompts = prompts["input_ids"]
+    prompts = _listed(prompts)
+    if isinstance(prompts, str) or _is_ints(prompts) or _is_chat(prompts):
+        prompts, attention_mask = [prompts], None if attention_mask is None else [attention_mask]
     _refuse_bytes("prompts", prompts)
     if not isinstance(prompts, Sequence) or not prompts:
         raise ValueError(
             f"prompts={shown(prompts)}: expected a string, chat messages, token ids, a tensor, or a non-empty list of "
             "them"
         )
-    return [_one(p, f"prompt {i}", tokenizer) for i, p in enumerate(prompts)]
+    if attention_mask is not None and any(isinstance(p, str) or _is_chat(p) for p in prompts):
+        raise ValueError("attention_mask goes with input_ids (a tensor or lists of ints), not with text")
+    rows = [_one(p, f"prompt {i}", tokenizer) for i, p in enumerate(prompts)]
+    return rows if attention_mask is None else _masked(rows, attention_mask)
 
 
 def _one(prompt: Any, name: str, tokenizer: Any) -> list[int]:
     _refuse_bytes(name, prompt)
-    if isinstance(prompt, torch.Tensor):
-        rows = _tensor_to_ids(prompt, None)
-        if len(rows) != 1:
+    if isinstance(prompt, torch.Tensor | np.ndarray):
+        rows = _listed(prompt)
+        if prompt.ndim == 2 and len(rows) != 1:
             raise ValueError(f"{name} is a tensor of {len(rows)} rows: expected one; give the tensor by itself")
-        return rows[0]
+        return rows[0] if prompt.ndim == 2 else rows
     if _is_ints(prompt) or prompt == []:
-        return _as_ints(prompt)
+        return list(map(int, prompt))
     if isinstance(prompt, str) or _is_chat(prompt):
         if tokenizer is None:
             raise ValueError(f"{name} is text, but the engine has no tokenizer; attach(..., tokenizer=...)")
@@ -138,61 +132,33 @@ def _refuse_bytes(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {type(value).__name__}: expected text or token ids; decode it, .decode('utf-8')")
 
 
-def _from_numpy(prompts: Any) -> Any:
-    """Return `prompts` without NumPy arrays: [T] become lists of ints, others tensors. ValueError if not integers."""
-    if isinstance(prompts, np.ndarray):
-        if prompts.dtype.kind not in "iu":
-            raise ValueError(f"input_ids of shape {prompts.shape} and dtype {prompts.dtype}: expected [bs, T] integers")
-        return prompts.tolist() if prompts.ndim == 1 else torch.from_numpy(prompts.astype(np.int64))
-    if isinstance(prompts, list | tuple) and any(issubclass(kind, np.ndarray) for kind in set(map(type, prompts))):
-        return [_from_numpy(prompt) if isinstance(prompt, np.ndarray) else prompt for prompt in prompts]
-    return prompts
-
-
-def _tensor_to_ids(ids: torch.Tensor, mask: Any) -> list[list[int]]:
-    mask = None if mask is None else _tensor_of_mask(mask).to(ids.device)
-    if ids.dim() == 1:
-        ids = ids.unsqueeze(0)
-        mask = mask.unsqueeze(0) if mask is not None and mask.dim() == 1 else mask
-    if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+def _listed(ids: Any) -> Any:
+    """Return a tensor or array of integers, [T] or [bs, T], as lists, and anything else as it is."""
+    if not isinstance(ids, torch.Tensor | np.ndarray):
+        return ids
+    is_whole = ids.dtype.kind in "iu" if isinstance(ids, np.ndarray) else ids.dtype in WHOLE
+    if not is_whole or ids.ndim not in (1, 2):
         raise ValueError(f"input_ids of shape {tuple(ids.shape)} and dtype {ids.dtype}: expected [bs, T] integers")
-    if mask is None:
-        return ids.tolist()
-    if mask.shape != ids.shape:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}")
-    return [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
+    return ids.tolist()
 
 
-def _tensor_of_mask(mask: Any) -> torch.Tensor:
-    try:
-        return torch.as_tensor(mask)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"attention_mask={shown(mask)}: expected 0 and 1 in the shape of input_ids") from None
-
-
-def _masked_rows(rows: Sequence[list[int]], mask: Any) -> list[list[int]]:
+def _masked(rows: Sequence[list[int]], mask: Any) -> list[list[int]]:
     """Keep the ids whose mask is set, in rows that may be ragged (what a tokenizer returns without padding)."""
     by_row = mask if isinstance(mask, Sequence | torch.Tensor | np.ndarray) else [mask]
-    keeps = [_tensor_of_mask(keep).reshape(-1).tolist() for keep in by_row]
+    try:
+        keeps = [torch.as_tensor(keep).reshape(-1).tolist() for keep in by_row]
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"attention_mask={shown(mask)}: expected 0 and 1 in the shape of input_ids") from None
     lengths, wanted = [len(keep) for keep in keeps], [len(row) for row in rows]
     if lengths != wanted:
         raise ValueError(f"attention_mask has rows of {lengths} values, input_ids of {wanted}")
-    return [[int(t) for t, k in zip(row, keep, strict=True) if k] for row, keep in zip(rows, keeps, strict=True)]
+    return [[t for t, k in zip(row, keep, strict=True) if k] for row, keep in zip(rows, keeps, strict=True)]
 
 
 def _is_ints(value: Any) -> bool:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray | memoryview) or len(value) == 0:
         return False
     return all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, value)))
-
-
-def _as_ints(ids: Sequence[Any]) -> list[int]:
-    """Return token ids as Python's own ints."""
-    return list(map(int, ids)) if any(issubclass(kind, np.integer) for kind in set(map(type, ids))) else list(ids)
-
-
-def _is_rows_of_ints(value: Any) -> bool:
-    return isinstance(value, Sequence) and len(value) > 0 and all(_is_ints(row) for row in value)
 
 
 def _is_chat(value: Any) -> bool:

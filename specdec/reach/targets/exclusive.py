@@ -15,6 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from specdec.reach.targets.adapters.overrides import replaced
+
 ATTACHING = threading.RLock()  # held by `attach`: it sets on live models, and on what they share, what it puts back
 _CALL = "_compiled_call_impl"  # called in place of a module's forward and hooks: `module.compile()` sets it
 
@@ -60,15 +62,6 @@ def answering(module: nn.Module, output: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _called_by(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+def _called_by(module: nn.Module, call: Callable[..., Any]) -> AbstractContextManager[None]:
     """Set what is called in place of `module`'s forward and hooks; copies and pickles of it leave that out."""
-    before = vars(module).get(_CALL)
-    setattr(module, _CALL, call)
-    try:
-        yield
-    finally:
-        if vars(module).get(_CALL) is call:  # else `module.compile()` was called meanwhile
-            delattr(module, _CALL)
-            if before is not None:
-                setattr(module, _CALL, before)
+    return replaced([(vars(module), _CALL, call)])  # what `module.compile()` sets meanwhile stays

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from specdec.backends import attention
-from specdec.reach.targets.adapters.overrides import ConfigViews
+from specdec.reach.targets.adapters.overrides import ConfigViews, replaced
 from specdec.reach.targets.marks import layer_id
 
 METHOD = "_attn"
@@ -79,16 +79,10 @@ class Attention:
 
     @contextmanager
     def _answered(self, configs: ConfigViews, attend: Attend) -> Iterator[None]:
-        before = [(vars(module), vars(module).get(METHOD)) for module in self.own]
-        try:
-            for module, form in self.own.items():
-                vars(module)[METHOD] = partial(_attend, form, partial(attend, module, **form.known(module)))
-            with configs.shown():
-                yield
-        finally:
-            for attributes, method in before:
-                attributes.pop(METHOD, None)
-                attributes.update({} if method is None else {METHOD: method})
+        own = {module: partial(attend, module, **form.known(module)) for module, form in self.own.items()}
+        methods = ((vars(m), METHOD, partial(_attend, self.own[m], answer)) for m, answer in own.items())
+        with replaced(methods), configs.shown():
+            yield
 
 
 def _form(module: nn.Module) -> Form | None:

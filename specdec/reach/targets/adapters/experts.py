@@ -4,7 +4,7 @@ Gates, activations and layouts are the module's: it says how its weights lie, an
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from specdec.backends import grouped_linear
+from specdec.reach.targets.adapters.overrides import replaced
 
 
 def experts_forward(
@@ -48,18 +49,9 @@ class Experts:
     def __init__(self, model: nn.Module):
         self._configs = list({id(module.config): module.config for module in _experts(model)}.values())
 
-    @contextmanager
-    def routed(self) -> Iterator[None]:
+    def routed(self) -> AbstractContextManager[None]:
         """Multiply by our op within the context; what others set meanwhile stays."""
-        before = [config._experts_implementation_internal for config in self._configs]
-        try:
-            for config in self._configs:
-                config._experts_implementation_internal = "specdec"
-            yield
-        finally:
-            for config, old in zip(self._configs, before, strict=True):
-                if config._experts_implementation_internal == "specdec":
-                    config._experts_implementation_internal = old
+        return replaced((vars(config), "_experts_implementation_internal", "specdec") for config in self._configs)
 
 
 def _experts(model: nn.Module) -> Iterator[Any]:

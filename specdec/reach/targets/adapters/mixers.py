@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from specdec.core.errors import AttachError
+from specdec.reach.targets.adapters.overrides import replaced
 from specdec.reach.targets.adapters.primitives import PRIMITIVES
 from specdec.reach.targets.marks import LayerTurns
 
@@ -71,18 +72,12 @@ class Mixers:
     @contextmanager
     def routed(self) -> Iterator[None]:
         """Call our ops within the context; contexts may nest. ValueError if a method has been overridden."""
-        before = [(vars(mixer.module), mixer.methods, _own_methods(mixer)) for mixer in self.mixers]
-        try:
-            for mixer in self.mixers:
-                vars(mixer.module).update(mixer.methods)
-                for call in mixer.calls:
-                    call.turns.begin()
+        for mixer in self.mixers:
+            _check_methods(mixer)
+            for call in mixer.calls:
+                call.turns.begin()
+        with replaced((vars(m.module), name, method) for m in self.mixers for name, method in m.methods.items()):
             yield
-        finally:
-            for attributes, methods, own in before:
-                for name in methods:
-                    attributes.pop(name, None)
-                attributes.update(own)
 
     def renumber(self, order: Sequence[int]) -> None:
         """Number the calls of a forward, from 0 on in their order, where `order` are the ids that it called until now.
@@ -108,13 +103,11 @@ def _mixer(name: str, module: nn.Module, methods: Mapping[str, FunctionType], fi
     return Mixer(name, module, calls, bound)
 
 
-def _own_methods(mixer: Mixer) -> dict[str, MethodType]:
-    """Return the methods that the module of `mixer` has now, which are ours or none."""
-    own = {name: mixer.module.__dict__[name] for name in mixer.methods if name in mixer.module.__dict__}
-    for name, method in own.items():
-        if method is not mixer.methods[name]:
+def _check_methods(mixer: Mixer) -> None:
+    """Raise ValueError if the module of `mixer` has methods now that are not ours."""
+    for name, method in mixer.methods.items():
+        if vars(mixer.module).get(name, method) is not method:
             raise ValueError(_told(mixer.name, mixer.module, f"was given a {name} of its own"))
-    return own
 
 
 def _told(name: str, module: nn.Module, reason: str) -> str:

@@ -1,7 +1,7 @@
 """Sets attributes of a live model for the time of a context, and puts them back."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,30 @@ from specdec.backends.linear import linear
 _OURS = 0  # not training, and neither of the values that users set
 _IMPLEMENTATION = "_attn_implementation_internal"  # an attribute that configs of transformers have
 _WARNING = "warn_if_padding_and_no_attention_mask"
+
+
+_MISSING = object()
+
+
+@contextmanager
+def replaced(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Set own[key] = value for all (own, key, value) within the context, then put back what was there, or nothing.
+
+    What others have set meanwhile stays. Contexts may nest.
+    """
+    places = list(places)
+    before = [own.get(key, _MISSING) for own, key, _ in places]
+    try:
+        for own, key, value in places:
+            own[key] = value
+        yield
+    finally:
+        for (own, key, value), old in zip(places, before, strict=True):
+            if own.get(key) is value:
+                if old is _MISSING:
+                    del own[key]
+                else:
+                    own[key] = old
 
 
 class ConfigViews:
@@ -27,18 +51,9 @@ class ConfigViews:
         views = {id(config): _view(config, implementation) for config in {id(c): c for _, c in places}.values()}
         self._places = [(own, views[id(config)]) for own, config in places]
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
+    def shown(self) -> AbstractContextManager[None]:
         """See the class; contexts may nest."""
-        places = [(own, view, own["config"]) for own, view in self._places]
-        try:
-            for own, view, _ in places:
-                own["config"] = view
-            yield
-        finally:
-            for own, view, config in places:
-                if own["config"] is view:
-                    own["config"] = config
+        return replaced((own, "config", view) for own, view in self._places)
 
 
 def _view(config: Any, implementation: str) -> Any:
@@ -98,17 +113,9 @@ class Warnings:
     def __init__(self, model: nn.Module):
         self._models = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _WARNING not in m.__dict__]
 
-    @contextmanager
-    def routed(self) -> Iterator[None]:
+    def routed(self) -> AbstractContextManager[None]:
         """Leave the warning out within the context; contexts may nest."""
-        models = [model for model in self._models if _WARNING not in model.__dict__]
-        try:
-            for model in models:
-                model.__dict__[_WARNING] = _nothing
-            yield
-        finally:
-            for model in models:
-                del model.__dict__[_WARNING]
+        return replaced((vars(model), _WARNING, _nothing) for model in self._models)
 
 
 def _nothing(*args: Any) -> None:

@@ -8,8 +8,8 @@ compute frequencies anew in every forward, on the host (Phi-MoE), look up what t
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specdec.reach.targets.adapters.overrides import replaced
 from specdec.reach.targets.shape import VARYING, position_limit
 
 ORIGINAL = "original_inv_freq"
@@ -44,21 +45,13 @@ class Ropes:
         tables = _tables(model, position_limit(model.config.get_text_config())[0] or MOST_POSITIONS + 1)
         self._forwards = {rope: tables.get(rope) or _own_forward(rope) for rope in [*varying_ropes(model), *tables]}
 
-    @contextmanager
-    def routed(self) -> Iterator[None]:
+    def routed(self) -> AbstractContextManager[None]:
         """Compute with the original frequencies, whatever sequences were seen, within the context, or look them up."""
-        before = [(rope, dict(rope._buffers), vars(rope).get("forward")) for rope in self._forwards]
-        try:
-            for rope, forward in self._forwards.items():
-                for name in [n for n in rope._buffers if n.endswith(ORIGINAL)]:
-                    rope._buffers[name.removesuffix(ORIGINAL) + "inv_freq"] = rope._buffers[name]
-                vars(rope)["forward"] = forward
-            yield
-        finally:
-            for rope, buffers, own in before:
-                rope._buffers.update(buffers)
-                vars(rope).pop("forward")
-                vars(rope).update({} if own is None else {"forward": own})
+        places: list[tuple[dict[str, Any], str, Any]] = [(vars(r), "forward", f) for r, f in self._forwards.items()]
+        for rope in self._forwards:
+            kept = [(name, buffer) for name, buffer in rope._buffers.items() if name.endswith(ORIGINAL)]
+            places += [(rope._buffers, name.removesuffix(ORIGINAL) + "inv_freq", buffer) for name, buffer in kept]
+        return replaced(places)
 
 
 @torch.no_grad()
