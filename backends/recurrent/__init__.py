@@ -7,24 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from specdec.backends.recurrent.state_pool import ScanInputs, StatePool
 from specdec.core.batch import AttentionMetadata
-
-
-class RecurrentScope(Protocol):
-    """The scope that answers the recurrent layers of the forward in flight."""
-
-    def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
-        """See `conv`."""
-        ...
-
-    def scan(self, inputs: ScanInputs, layer_id: int) -> torch.Tensor:
-        """See `scan`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -43,12 +31,12 @@ class StateScope:
         return self.pool.scan(inputs, layer_id, self.metadata)
 
 
-_CURRENT: ContextVar[RecurrentScope] = ContextVar("specdec_recurrent")
+_CURRENT: ContextVar[Any] = ContextVar("specdec_recurrent")
 
 
 @contextmanager
-def recurrent_scope(scope: RecurrentScope) -> Iterator[None]:
-    """Within, recurrent layers of this thread go to `scope`."""
+def recurrent_scope(scope: Any) -> Iterator[None]:
+    """Within, recurrent layers of this thread go to `scope`, which has the methods of `StateScope`."""
     token = _CURRENT.set(scope)
     try:
         yield
@@ -56,7 +44,7 @@ def recurrent_scope(scope: RecurrentScope) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-def current_recurrent() -> RecurrentScope | None:
+def current_recurrent() -> Any:
     """Return this thread's scope of recurrent layers, or None."""
     return _CURRENT.get(None)
 
@@ -79,7 +67,7 @@ def scan(
     return torch.ops.specdec.scan.default(q, k, v, layer_id, g, beta, rates)
 
 
-def _scope() -> RecurrentScope:
+def _scope() -> Any:
     scope = _CURRENT.get(None)
     if scope is None:
         raise RuntimeError(

@@ -102,11 +102,6 @@ class ProcessorState:
             history=history,
         )
 
-    @staticmethod
-    def bytes_for(num_rows: int) -> int:
-        """Bytes that the state of so many rows takes beside the history."""
-        return num_rows * (6 * 8 + 12 * MAX_ENTRIES + 4 * MAX_BAD_WORDS * (MAX_CONTEXT + 1))
-
     def fill(self, row: int, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int]) -> None:
         """Take a new request into its row, without waiting for the device; one without processors costs nothing."""
         if params.has_processors:

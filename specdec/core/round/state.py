@@ -60,11 +60,6 @@ class EngineState:
         checksums = None if digests is None else torch.zeros(num_rows, digests, dtype=torch.int64, device=device)
         return cls(zeros(), zeros(), zeros(), stop_ids, history, sampling, processors, scores, checksums)
 
-    @staticmethod
-    def bytes_for(num_rows: int, width: int) -> int:
-        """Bytes of the history and the processors, beside which the rest is small."""
-        return 4 * num_rows * width + ProcessorState.bytes_for(num_rows)
-
     @cached_property
     def columns(self) -> list[torch.Tensor]:
         """What a request brings along when it is admitted, in the order of packing: [num_rows, ...] int64."""

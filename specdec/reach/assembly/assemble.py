@@ -115,7 +115,7 @@ def _assemble(
     config = replace(config, prefix_cache=_keeps_prefixes(config, target, draft))
     counters = Counters()
     narrow = narrow_head(config, draft, target)
-    shape = None if draft is None else ModelShape.of(draft, None if narrow is None else len(narrow.ids))
+    shape = None if draft is None else ModelShape.of(draft)
     check_memory(target, config, shape)
     sizes = (config.max_batch, config.table_width, config.pool_slots, config.page_size)
     tables = SlotTables(*sizes, device, bool(config.prefix_cache))

@@ -44,18 +44,8 @@ class HFModels:
                 self._callers.push(make_exclusive(model, turns))
         self._weights = Weights(self._target, self._worker.module, bool(self._target.compiled) or is_baked)
         self._few_rows = FewRows(models)
-
-    def follow(self) -> bool:
-        """See `Weights.follow`."""
-        return self._weights.follow()
-
-    def has_changed(self) -> bool:
-        """See `Weights.has_changed`."""
-        return self._weights.has_changed()
-
-    def stepping(self) -> AbstractContextManager[None]:
-        """See `FewRows.active`."""
-        return self._few_rows.active()
+        self.follow, self.has_changed = self._weights.follow, self._weights.has_changed
+        self.stepping = self._few_rows.active
 
     def close(self) -> None:
         """Stop watching; nobody waits any more."""

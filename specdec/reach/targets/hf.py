@@ -7,6 +7,7 @@ layers' primitives and its experts' products are routed, and only while we run i
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,8 @@ from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.cache.pool import LayerState
 from specdec.core.errors import AttachError
 from specdec.core.target import TargetOutput
-from specdec.graphs import Change
 from specdec.reach.parallel.sharded import Sharded, find_group, plain
+from specdec.reach.parallel.trials import any_rank
 from specdec.reach.targets.adapters.ropes import warn_of_low_precision
 from specdec.reach.targets.admission.equality import check_equality
 from specdec.reach.targets.admission.probe import ModelSpec, probe
@@ -80,24 +81,16 @@ class HFTarget:
         self.compiled: dict[bool, Traced] = {}  # by whether it is for prefills
         self._last_position: int | None = None
         warn_of_low_precision(model)
-        self._route = Route(model, self.spec)
+        self.route = Route(model, self.spec)
         for module in self.spec.modules:
             setattr(module, ATTACHED, Mark(self))
         setattr(model, ATTACHED, Mark(self))
-        self._check_equality()
-
-    def _check_equality(self) -> None:
-        """Raise AttachError if our route does not give the logits of the model's own forward; alike on all ranks."""
 
         def run(metadata: AttentionMetadata, ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.layers(metadata.mode, ids, metadata.positions)[0])
 
-        def any_rank(is_so: bool) -> bool:
-            if self.comm is None:
-                return is_so
-            return bool(self.comm.all_reduce(torch.tensor([float(is_so)], device=self.device)) > 0)
-
-        check_equality(self.model, self.spec, run, self.dtype, self.device, any_rank)
+        together = partial(any_rank, group=self.group, device=self.device) if self.group else bool
+        check_equality(model, self.spec, run, self.dtype, self.device, together)
 
     @property
     def group(self) -> str:
@@ -201,13 +194,13 @@ class HFTarget:
     @contextmanager
     def routed(self) -> Iterator[None]:
         """Route the model's calls to us within it, see `Route.routed`, and read the outputs of `tapped`."""
-        with self._route.routed(), self._taps.reading():
+        with self.route.routed(), self._taps.reading():
             yield
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map last hidden states [N, h] to logits [N, V], with whatever the model does to them (scaling, softcap)."""
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)  # the stubbed decoder reads none
-        with self._route.only_head(hidden.unsqueeze(0)):
+        with self.route.only_head(hidden.unsqueeze(0)):
             return self.model(input_ids=ids, use_cache=False).logits[0]
 
     def expect_positions(self, count: int) -> None:
@@ -219,14 +212,6 @@ class HFTarget:
     def use_compiled(self, traced: "Traced", for_prefills: bool) -> None:
         """Run `traced` in place of the live layers, in prefills or in rounds."""
         self.compiled[for_prefills] = traced
-
-    def walk(self) -> None:
-        """See `Route.walk`."""
-        self._route.walk()
-
-    def relies_on(self, change: Change) -> bool:
-        """See `Route.relies_on`."""
-        return self._route.relies_on(change)
 
     @property
     def parts(self) -> list[tuple[str, torch.Tensor]]:
@@ -248,18 +233,12 @@ class HFTarget:
         self._restore()
 
     def _restore(self) -> None:
-        self._unmark()
-        self._release_ranks()
-
-    def _unmark(self) -> None:
+        """Take our marks away, and give a sharded model its own forwards and parameters again."""
         for module in self.model.modules():
             mark = getattr(module, ATTACHED, None)
             if mark is not None and mark.owner() is self:
                 delattr(module, ATTACHED)
                 module.__dict__.pop(LAYER_ID, None)
-
-    def _release_ranks(self) -> None:
-        """Give a sharded model its own forwards and parameters again."""
         if self._sharded is not None:
             self._sharded.restore()
         if self.comm is not None:

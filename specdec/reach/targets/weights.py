@@ -52,7 +52,7 @@ class Weights:
             self._refuse(refused[0][1], [change for change, _ in refused])
         if changes:
             self._watch.accept(changes)
-            self._target.walk()
+            self._target.route.walk()
         return bool(changes)
 
     def has_changed(self) -> bool:
@@ -66,7 +66,7 @@ class Weights:
             return SHARED if id(change.before) in self._parts else ""
         if self._is_baked:
             return BAKED
-        return ROUTED if self._target.relies_on(change) else ""
+        return ROUTED if self._target.route.relies_on(change) else ""
 
     def _refuse(self, why: str, changes: Sequence[Change]) -> None:
         told = list(dict.fromkeys(map(str, changes)))
