@@ -96,8 +96,10 @@ def assemble(
     _check_length(config, target, "model")
     if config.logprobs is not None and config.logprobs > target.spec.vocab_size:
         raise ValueError(f"logprobs={config.logprobs}: the model's vocabulary has {target.spec.vocab_size} tokens")
-    loaded = None if draft is None or algo is None else _load_draft(draft, algo, target, config, tokenizer)
+    loaded = None if draft is None or algo is None else _load_draft(draft, algo, target, tokenizer)
     try:
+        if isinstance(loaded, HFTarget):
+            _check_length(config, loaded, "draft")
         return _assemble(target, config, loaded, algo, ranks)
     except BaseException as error:
         if isinstance(loaded, HFTarget):
@@ -153,16 +155,10 @@ def _assemble(
     return Core(parts) if ranks is None else RankedCore(parts, ranks), why
 
 
-def _load_draft(draft: Source, algo: str, target: HFTarget, config: EngineConfig, tokenizer: Any) -> Draft:
+def _load_draft(draft: Source, algo: str, target: HFTarget, tokenizer: Any) -> Draft:
     if algo == "standalone":
         assert not isinstance(draft, TensorFiles), "a whole model is loaded from where it lies"
-        model = load_standalone(draft, target, tokenizer)
-        try:
-            _check_length(config, model, "draft")
-        except BaseException:
-            model.detach()
-            raise
-        return model
+        return load_standalone(draft, target, tokenizer)
     if isinstance(draft, DraftHead):
         check_head(draft, target.shape, target.dtype, target.device)
         return draft
