@@ -124,7 +124,7 @@ class Engine:
             )
         self.config = config
         self.tokenizer = tokenizer
-        core, self._backend_reason = assemble(target, config, draft, algo, tokenizer, ranks)
+        core, self._backend_reason, self._bits = assemble(target, config, draft, algo, tokenizer, ranks)
         self._core: Core | None = core
         # An engine that is dropped without detach(), as in a notebook cell run again, leaves the model free.
         self._release = weakref.finalize(self, core.close)
@@ -259,6 +259,7 @@ class Engine:
                 prefill_graph=core.prefill.name,
                 compile_seconds=core.models.compile_seconds,
                 compiled=core.models.how_compiled,
+                bits=self._bits,
                 experts={} if verify is None else verify.facts,
                 graphs=core.prefill.costs + core.graphs.costs,
                 runners={

@@ -60,7 +60,8 @@ class EngineConfig:
     compiler: compiler of traced pieces, "inductor" or "eager" (none; for tests).
     strict: raise GraphError where a round, or a prefill that has graphs, cannot replay, instead of running it eagerly.
     check_kernels: whether attaching first holds the kernels of attention, recurrent layers and experts against their
-        torch twins, at the model's own sizes; AttachError names one that is wrong.
+        torch twins, at the model's own sizes; AttachError names one that is wrong. It also compares bits where that is
+        not done anyway (`Report.bits`).
     logprobs: with every emitted token, its log-probability and those of so many best tokens (0: its own alone); None:
         none are computed. Costs a pass over the logits of emitted tokens in every round.
     digests: for comparing engines: with every emitted token, a checksum of the bits of the target's logits that it was

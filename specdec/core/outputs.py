@@ -131,6 +131,8 @@ class Report:
     capture: kind of the rounds' graphs ("full", "recorded" or "eager"); prefill_graph: kind of the prefills' graphs
     ("piecewise", "breakable" or "off", with "whole, " before it where small ones are one graph); compile_seconds: spent
     on tracing and compiling, 0 without; compiled: whether the target's layers are, and if not, why;
+    bits: "equal" if the target's logits have the same bits whatever else runs, as compared on attaching; else what
+    differs, or why nothing was compared;
     generation: settings that the model ships, which `generate` honours;
     experts: where experts are routed, what a verify of one request reads beside a step, choices taken as random;
     prefix_cache: tokens that it keeps (kept), prompt tokens of all requests (asked) and those it had (found); empty if
@@ -154,6 +156,7 @@ class Report:
     prefill_graph: str
     compile_seconds: float
     compiled: str
+    bits: str
     experts: dict[str, Any]
     graphs: list[GraphCost]
     runners: dict[str, dict[str, Any]]
@@ -190,6 +193,7 @@ class Report:
             f"graphs     {self.capture}, prefill {self.prefill_graph}: {len(self.graphs)} captured in "
             f"{self.graph_seconds:.1f} s, {self.graph_bytes / 2**20:.0f} MiB",
             f"layers     {self.compiled}",
+            f"bits       {self.bits}",
         ]
         if self.prefix_cache:
             told = "{kept} tokens kept, {found} of {asked} prompt tokens found"

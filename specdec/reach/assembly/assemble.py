@@ -29,6 +29,7 @@ from specdec.core.round.parts import Parts
 from specdec.core.round.state import EngineState
 from specdec.graphs.counters import Counters
 from specdec.reach.assembly.algorithms import algorithm
+from specdec.reach.assembly.bits import check_bits
 from specdec.reach.assembly.kernel_check import check_kernels
 from specdec.reach.assembly.memory import BY_SLOT, Draft, ModelShape, check_memory
 from specdec.reach.assembly.models import HFModels
@@ -87,8 +88,9 @@ def assemble(
     algo: str | None,
     tokenizer: Any,
     ranks: Ranks | None = None,
-) -> tuple[Core, str]:
-    """The core of an engine, its graphs captured, and why it runs on the backend it does. ranks: of a sharded target.
+) -> tuple[Core, str, str]:
+    """The core of an engine, its graphs captured, why it runs on the backend it does, and `Report.bits`. ranks: of a
+    sharded target.
 
     ValueError, CheckpointError, CapacityError or GraphError for what cannot be put together; AttachError for a kernel
     that is wrong, under check_kernels.
@@ -111,7 +113,7 @@ def assemble(
 
 def _assemble(
     target: HFTarget, config: EngineConfig, draft: Draft | None, algo: str | None, ranks: Ranks | None
-) -> tuple[Core, str]:
+) -> tuple[Core, str, str]:
     device = target.device
     backend, why = pick_backend(config.backend, target.spec.layers, target.dtype, device)
     config = replace(config, prefix_cache=_keeps_prefixes(config, target, draft))
@@ -152,7 +154,8 @@ def _assemble(
         compiling_kernels=partial(compiling_kernels, in_use, device),
     )
     check_kernels(parts)
-    return Core(parts) if ranks is None else RankedCore(parts, ranks), why
+    core = Core(parts) if ranks is None else RankedCore(parts, ranks)
+    return core, why, check_bits(core)
 
 
 def _load_draft(draft: Source, algo: str, target: HFTarget, tokenizer: Any) -> Draft:

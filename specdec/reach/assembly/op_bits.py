@@ -1,0 +1,142 @@
+"""Names the ops that give other bits in one forward than in another for tokens that both have.
+
+The first forward is recorded: what every op got and gave. In the second one each op gets the recorded bits for these
+tokens, so what differs in what it gives is its own doing. What compiled pieces do between ops is seen where it arrives.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Rows = torch.Tensor  # [T, ...], a row a token
+
+SHORT = 256  # tokens of forwards that are recorded: all that their ops got and gave is kept
+MOST = 3  # forwards that are recorded for one
+PRODUCTS = ("mm", "addmm", "bmm", "linear", "gated_linear")
+KINDS = {"attention": ("attn",), "experts": ("grouped_linear",), "norms": ("rms_norm", "add_rms_norm", "mean")}
+
+
+class Shared(NamedTuple):
+    """Tokens that two forwards have: `num` from `begin` on of the `of` of the first, from `own` on in the second."""
+
+    first: Callable[..., Rows]
+    of: int
+    begin: int
+    own: int
+    num: int = 1
+
+
+class Case(NamedTuple):
+    """A forward of `num_tokens` tokens, and all that is compared of it.
+
+    what, size: in words. run, as `Shared.first`, runs layers and head within a context that it gets as `within`.
+    """
+
+    what: str
+    size: str
+    run: Callable[..., Rows]
+    num_tokens: int
+    shared: Sequence[Shared]
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """Return floats as ints of the same bits: NaNs and zeros are compared, too."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.contiguous().view(kinds[values.element_size()])
+
+
+class _Recording(TorchDispatchMode):
+    """Keeps of each op that runs its name and copies of the floats by token that it got, then of those it gave."""
+
+    def __init__(self, num_tokens: int):
+        super().__init__()
+        self.num_tokens = num_tokens
+        self.ops: list[tuple[str, list[torch.Tensor | None]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        got = [self._copied(t) for t in _floats((args, kwargs))]
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.ops.append((func.name(), got + [self._copied(t) for t in _floats(out)]))
+        return out
+
+    def _copied(self, values: torch.Tensor) -> torch.Tensor | None:
+        return values.clone() if self.num_tokens in values.shape else None
+
+
+class _Comparing(TorchDispatchMode):
+    """Gives each op the floats of the recorded forwards; found: by op, whether what it gives differs, on the device."""
+
+    def __init__(self, case: Case, known: Sequence[Sequence[tuple[str, list[torch.Tensor | None]]]]):
+        super().__init__()
+        self.found: dict[str, list[torch.Tensor]] = {}
+        self._case, self._known, self._num_ops = case, known, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.is_view or self._has_parted(func.name()):
+            return func(*args, **(kwargs or {}))
+        got, name = _floats((args, kwargs)), func.name().partition("::")[2].partition(".")[0]
+        self._compare(f"what is compiled before {_kind_of(name, got, [])}", 0, got)
+        out = func(*args, **(kwargs or {}))
+        gave = _floats(out)
+        self._compare(_kind_of(name, got, gave), len(got), gave)
+        self._num_ops += 1
+        return out
+
+    def _has_parted(self, name: str) -> bool:
+        """Return whether the other forwards ran another op here, or none: from there on nothing can be compared."""
+        return any(self._num_ops >= len(ops) or ops[self._num_ops][0] != name for ops in self._known)
+
+    def _compare(self, name: str, begin: int, found: list[torch.Tensor]) -> None:
+        """Compare floats that an op got or gave with those recorded from `begin` on, and put the latter there."""
+        for shared, ops in zip(self._case.shared, self._known, strict=True):
+            for own, first in zip(found, ops[self._num_ops][1][begin:], strict=False):
+                pair = None if first is None else _shared_parts(own, first, self._case.num_tokens, shared)
+                if pair is not None:
+                    self.found.setdefault(name, []).append((bits_of(pair[0]) != bits_of(pair[1])).any())
+                    pair[0].copy_(pair[1])
+
+
+def _floats(values: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+def _shared_parts(
+    own: torch.Tensor, first: torch.Tensor, num_tokens: int, shared: Shared
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the shared tokens' parts of tensors of two forwards; None if they do not go by token, or are expanded."""
+    if own.dim() != first.dim():
+        return None
+    shapes = [
+        (*own.shape[:d], shared.of, *own.shape[d + 1 :]) if n == num_tokens else () for d, n in enumerate(own.shape)
+    ]
+    if first.shape not in shapes or 0 in own.stride():
+        return None
+    along = shapes.index(first.shape)
+    return own.narrow(along, shared.own, shared.num), first.narrow(along, shared.begin, shared.num)
+
+
+def _kind_of(name: str, got: list[torch.Tensor], gave: list[torch.Tensor]) -> str:
+    """Return an op's kind in words; a product's with the weight's size [N, K]."""
+    if name in PRODUCTS and gave:
+        rows = got[name == "addmm"]
+        return f"products of [{gave[0].shape[-1]}, {rows.shape[-1]}]"
+    return next((kind for kind, names in KINDS.items() if name in names), name)
+
+
+def differing_ops(case: Case) -> list[str]:
+    """Run the forwards of `case` again, first those that it is compared with; empty where they are long."""
+    case = case._replace(shared=case.shared[:MOST])
+    if sum(shared.of for shared in case.shared) > SHORT or case.num_tokens > SHORT:
+        return []
+    known = []
+    for shared in case.shared:
+        recording = _Recording(shared.of)
+        shared.first(within=recording)
+        known.append(recording.ops)
+    comparing = _Comparing(case, known)
+    case.run(within=comparing)
+    return [name for name, differs in comparing.found.items() if bool(torch.stack(differs).any())]

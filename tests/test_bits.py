@@ -1,0 +1,103 @@
+"""`Report.bits`: rows whose bits depend on what runs beside them are found, and the op that does it is named."""
+
+import pytest
+import torch
+from torch import nn
+
+import specdec
+from specdec.backends import torch_ref
+from tests.heads import random_draft
+from tests.tiny_models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHAPES = {"plain": {}, "chain": {"num_steps": 2}, "tree": {"num_steps": 3, "topk": 2, "num_draft_tokens": 7}}
+FORWARDS = {"plain": "batches of 2 x 1", "chain": "chains of 1 x 3, 2 x 3", "tree": "trees of 1 x 7, 2 x 7"}
+DOWN = (64, 96)
+
+
+@pytest.fixture(scope="module")
+def library():
+    """A product of which every row is computed by itself, and one whose rows know how many they are."""
+    library = torch.library.Library("bits_test", "DEF")
+    library.define("linear(Tensor x, Tensor weight, bool is_sound) -> Tensor")
+
+    def linear(x, weight, is_sound):
+        rows = [weight @ row for row in x.reshape(-1, x.shape[-1])]
+        out = torch.stack(rows).view(*x.shape[:-1], -1)
+        return out if is_sound or len(rows) == 1 else torch.nextafter(out, out + 1)
+
+    library.impl("linear", linear, "CompositeExplicitAutograd")
+    yield library
+    library._destroy()
+
+
+def by_token(q, k, v, mask, layer, sinks):
+    """Attention of each query by itself, over the keys that it sees."""
+    out = torch.empty(*q.shape[:3], v.shape[-1])
+    for i, j in torch.cartesian_prod(*map(torch.arange, q.shape[:2])).tolist():
+        keys, values = (t[i, :, mask[i, j]].repeat_interleave(q.shape[2] // t.shape[1], 0) for t in (k, v))
+        law = ((keys * q[i, j].unsqueeze(1)).sum(-1) * layer.scaling).softmax(-1)
+        out[i, j] = (law.unsqueeze(-1) * values).sum(1)
+    return out
+
+
+def bits(shape, library, monkeypatch, broken=None, attend=by_token, **settings):
+    """`Report.bits` of an engine whose ops go by row, but for the products of weights [N, K] `broken`."""
+    monkeypatch.setattr(torch_ref, "_attend", attend)
+    monkeypatch.setattr(
+        nn.Linear,
+        "forward",
+        lambda self, x: torch.ops.bits_test.linear(x, self.weight, tuple(self.weight.shape) != broken),
+    )
+    model = tiny_model("llama")
+    draft = None if shape == "plain" else random_draft(model, "eagle")
+    small = {"max_batch": 2, "max_seq_len": 32, "check_kernels": True}
+    engine = specdec.attach(model, draft, **{**small, **SHAPES[shape], **settings})
+    free, found = engine.report().num_free_pages, engine.report()
+    assert found.num_pages == free and not engine._core.slot_tables.table.any(), "nothing is left of the check"
+    assert not any(path["eager"] for path in found.paths.values()), "its forwards are not counted"
+    engine.detach()
+    assert f"bits       {found.bits}" in str(found)
+    return found.bits
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_that_do_not_depend_on_others_are_equal(shape, library, monkeypatch):
+    assert bits(shape, library, monkeypatch, page_size=4) == "equal"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_product_that_depends_on_its_rows_is_named(shape, library, monkeypatch):
+    found = bits(shape, library, monkeypatch, broken=DOWN)
+    assert found == f"different: products of [64, 96] in steps after prefills of 28, 4; {FORWARDS[shape]}"
+
+
+def test_attention_that_depends_on_the_tail_is_named(library, monkeypatch):
+    def attend(q, k, v, mask, *others):
+        out = by_token(q, k, v, mask, *others)
+        return out if q.shape[1] != 3 else torch.nextafter(out, out + 1)
+
+    found = bits("chain", library, monkeypatch, attend=attend)
+    assert found.startswith("different: attention in chains of 1 x 3, 2 x 3"), found
+
+
+def test_the_ops_of_this_machine_are_compared_as_they_are():
+    """On a CPU a product's bits depend on its rows: whatever comes out, it is the ops that are named."""
+    engine = specdec.attach(tiny_model("llama"), max_batch=4, max_seq_len=32, check_kernels=True)
+    found = engine.report().bits
+    engine.detach()
+    assert found == "equal" or "products of [" in found or "attention" in found
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "reason"),
+    [
+        ("llama", {}, "not checked: float32 on cpu"),
+        ("qwen3_next", {"check_kernels": True}, "not checked: recurrent layers"),
+        ("llama", {"check_kernels": True, "max_batch": 2, "num_slots": 6}, "not checked: the pool holds no prompt"),
+    ],
+)
+def test_what_is_not_compared_says_why(model, settings, reason):
+    engine = specdec.attach(tiny_model(model), **{"max_batch": 1, "max_seq_len": 32, **settings})
+    assert engine.report().bits == reason
+    engine.detach()
