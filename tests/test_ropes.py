@@ -5,6 +5,8 @@ import torch
 import transformers as tf
 
 import specdec
+from specdec.backends.rope import rope_tables_twin
+from specdec.backends.triton.attention import tables
 from specdec.reach.targets.shape import rope_limit
 from tests.heads import random_head
 from tests.test_attach import greedy
@@ -61,3 +63,18 @@ def test_the_limit_is_that_of_the_first_rope_to_change():
     early = {**LONGROPE, "original_max_position_embeddings": 32}
     config.rope_parameters = {"full_attention": early, "sliding_attention": {"rope_type": "dynamic"}}
     assert rope_limit(config) == (32, "longrope")
+
+
+@pytest.mark.parametrize("is_doubled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_kernel_of_tables_is_its_twin(is_doubled, dtype, device):
+    positions = torch.tensor([[0, 1, 77, 4095, 131071]], device=device)
+    frequencies = 1e4 ** -(torch.arange(24, device=device) / 24)
+    for ours, theirs in zip(
+        tables.rope_tables(positions, frequencies, 1.25, is_doubled, dtype),
+        rope_tables_twin(positions, frequencies, 1.25, is_doubled, dtype),
+        strict=True,
+    ):
+        assert ours.shape == theirs.shape == (1, 5, 48 if is_doubled else 24) and ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs, atol=1e-6 if dtype == torch.float32 else 8e-3, rtol=0)
