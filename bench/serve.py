@@ -29,7 +29,7 @@ from starlette.applications import Starlette
 from specdec import Engine, attach, shipped
 from specdec.core.text.prompts import chat_ids
 from specdec.reach.targets.pretrained import BUNDLED
-from specdec.tools.doctor.command import PROMPTS
+from specdec.tools.commands.doctor import PROMPTS
 from specdec.tools.measure.results import write_results
 from specdec.tools.measure.shapes import acceptance_rates, make_head, make_target
 from specdec.tools.serve.server import build_app

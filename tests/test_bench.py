@@ -14,7 +14,7 @@ from specdec.tools.commands import bench as bench_command
 from specdec.tools.commands import main as cli
 from specdec.tools.measure.acceptance import DraftShape, acceptance
 from specdec.tools.measure.latency import cases, timing
-from specdec.tools.measure.peers.peer import Task, Way, timed
+from specdec.tools.measure.peers import Task, Way, timed
 from specdec.tools.measure.results import ResultFile, write_results
 from tests.heads import random_head
 from tests.tiny_models import tiny_model

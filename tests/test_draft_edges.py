@@ -20,8 +20,8 @@ from specdec.tools.commands.convert import convert
 from specdec.tools.train.batches import Batches
 from specdec.tools.train.config import HeadShape, recipe
 from specdec.tools.train.data import Corpus
+from specdec.tools.train.fit import StudentSetup, make_student
 from specdec.tools.train.objectives import HeadObjective
-from specdec.tools.train.students import StudentSetup, make_student
 from specdec.tools.train.trainer import Trainer
 from tests.heads import ALGOS, MODULES, random_draft, random_head
 from tests.test_algorithms import DEVICE, FromScratch

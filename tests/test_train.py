@@ -26,9 +26,9 @@ from specdec.reach.heads.load import load_head, save_head
 from specdec.reach.targets.shape import LAST, TargetShape
 from specdec.tools.train.acceptance import Tally, accepted_prefixes
 from specdec.tools.train.batches import Batch, Batches
-from specdec.tools.train.card import write_card
 from specdec.tools.train.config import TrainConfig, recipe
 from specdec.tools.train.data import Corpus
+from specdec.tools.train.fit import write_card
 from specdec.tools.train.losses import Goal, OutputHead, RowMath, imitation_loss
 from specdec.tools.train.objectives import HeadObjective, Outcome
 from specdec.tools.train.teacher import Teacher

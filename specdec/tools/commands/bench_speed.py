@@ -40,8 +40,7 @@ from specdec.tools.measure.latency.cases import (
 )
 from specdec.tools.measure.latency.run import Run, draft_of_row
 from specdec.tools.measure.latency.timing import host_probe_ms
-from specdec.tools.measure.peers.peer import Task, measure
-from specdec.tools.measure.peers.ways import ways
+from specdec.tools.measure.peers import Task, measure, ways
 from specdec.tools.measure.results import ResultFile
 from specdec.tools.measure.shapes import IMPOSED, check_shape, make_head, make_target
 from specdec.tools.measure.together import device_of_rank, is_first, num_ranks

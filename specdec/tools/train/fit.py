@@ -1,19 +1,26 @@
 """Fits a draft to corpora: splits them, makes the student, trains it, and exports it with its card."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from specdec.core.text.prompts import tokenizer_fingerprint
-from specdec.reach.checkpoints.replacing import check_free
-from specdec.reach.targets.pretrained import BUNDLED
-from specdec.reach.targets.shape import vocab_size_of
-from specdec.tools.train.card import write_card
-from specdec.tools.train.config import HeadShape, TrainConfig
-from specdec.tools.train.data import Corpus, split_held_out
-from specdec.tools.train.students import StudentSetup, make_student
-from specdec.tools.train.target import load
+from specdec.reach.checkpoints.replacing import check_free, write_text
+from specdec.reach.heads.format import HeadFormat
+from specdec.reach.heads.formats import formats
+from specdec.reach.heads.load import load_head, save_head
+from specdec.reach.targets.pretrained import BUNDLED, load_draft
+from specdec.reach.targets.shape import TargetShape, vocab_size_of
+from specdec.tools.train.config import HeadShape, TrainConfig, training_of
+from specdec.tools.train.data import Corpus, choose_hot_vocab, split_held_out
+from specdec.tools.train.export import check_blocks, write_gguf, write_note, write_safetensors
+from specdec.tools.train.objectives import HeadObjective, Objective
+from specdec.tools.train.standalone import MLP_WIDTH, StandaloneObjective, new_student, plain_llama
+from specdec.tools.train.target import load, special_ids
 from specdec.tools.train.trainer import Trainer
 
 HELD_OUT_SHARE = 20  # a small corpus holds out one sequence in this many
@@ -85,8 +92,134 @@ def check_checkpoint(path: Path, resume: bool, overwrite: bool) -> None:
 
 def sizes(corpus: Corpus) -> dict[str, int]:
     """Return the numbers of sequences, tokens and answer tokens, for reports."""
-    return {
-        "sequences": len(corpus),
-        "corpus_tokens": corpus.num_tokens,
-        "answer_tokens": corpus.num_answer_tokens,
+    counts = {"sequences": len(corpus), "corpus_tokens": corpus.num_tokens}
+    return {**counts, "answer_tokens": corpus.num_answer_tokens}
+
+
+@dataclass(frozen=True, eq=False)
+class StudentSetup:
+    """Inputs for making a student. target: its name. corpus: the training data."""
+
+    target: str
+    model: PreTrainedModel
+    tokenizer: Any
+    corpus: Corpus
+    config: TrainConfig
+    shape: HeadShape
+
+
+@dataclass(frozen=True, eq=False)
+class Student:
+    """A student. objective: to be trained. facts: for the card. export: writes the trained student to a folder."""
+
+    objective: Objective
+    facts: dict[str, Any]
+    export: Callable[[Path], None]
+
+
+def make_student(algo: str, setup: StudentSetup) -> Student:
+    """Make a student of `algo`, fresh or from `setup.shape.init`; ValueError for shape fields that it does not take."""
+    shape, takes = setup.shape, training_of(algo).takes
+    if shape.init:
+        takes &= {"file_format", "embed_type"}
+    changed = (f.name for f in fields(HeadShape) if getattr(shape, f.name) != f.default)
+    given = [name for name in changed if name not in {"init", *takes}]
+    if given:
+        what = f"a draft that goes on from {shape.init!r}" if shape.init else f"algo={algo!r}"
+        raise ValueError(f"{', '.join(given)}: {what} takes only {', '.join(sorted(takes)) or 'nothing'}; leave it out")
+    return _standalone(setup) if algo == "standalone" else _head(setup, formats()[algo])
+
+
+def _head(setup: StudentSetup, row: HeadFormat) -> Student:
+    """Make a student of a head, fresh or already trained."""
+    model, init, target = setup.model, setup.shape.init, TargetShape.of(setup.model)
+
+    def hot_ids(size: int) -> torch.Tensor:
+        return choose_hot_vocab(setup.corpus, size, target.vocab_size, special_ids(model, setup.tokenizer))
+
+    if init:
+        head = load_head(init, target, torch.float32, model.get_input_embeddings().weight.device, row.algo)
+    else:
+        head = row.fresh(model, setup.shape, setup.config.seed, hot_ids)
+    objective = HeadObjective(model, head, setup.config)
+    dtype, facts = objective.draft.weight.dtype, dict[str, Any]()
+    is_shared = row.shares_lm_head_rows and not init and not setup.config.train_lm_head
+    if row.shares_lm_head_rows:
+        counts, num_hot = setup.corpus.answer_counts(head.vocab_size), head.hot_ids.numel()
+        coverage = float(counts[head.hot_ids.cpu()].sum() / counts.sum())
+        print(f"hot vocabulary: {num_hot} of {head.vocab_size} tokens cover {coverage:.2%} of the answers")
+        facts = {"coverage": coverage, "draft_vocab_size": num_hot, "aux_layers": list(head.aux_layers)}
+
+    def export(folder: Path) -> None:
+        # overwrite: `train` checked the folder before it began
+        depth = target.num_layers
+        save_head(folder, head, dtype=dtype, lm_head_from_target=is_shared, num_layers=depth, overwrite=True)
+
+    return Student(objective, facts, export)
+
+
+def _standalone(setup: StudentSetup) -> Student:
+    """Make a small LM, fresh or already trained."""
+    shape, model = setup.shape, setup.model
+    if shape.file_format not in ("gguf", "safetensors"):
+        raise ValueError(f"file_format={shape.file_format!r}: expected gguf or safetensors")
+    is_gguf = shape.file_format == "gguf"
+    if is_gguf:
+        check_blocks(shape.hidden_size, shape.intermediate_size or MLP_WIDTH, shape.embed_type)
+    if shape.init:
+        device = model.get_input_embeddings().weight.device
+        student = plain_llama(load_draft(shape.init, dtype=torch.float32, device=device)[0])
+    else:
+        counts = setup.corpus.answer_counts(TargetShape.of(model).vocab_size)
+        student = new_student(model, shape, counts, setup.config.seed)
+    objective = StandaloneObjective(model, student, setup.config, shape.embed_type if is_gguf else None)
+
+    def export(folder: Path) -> None:
+        if is_gguf:
+            write_gguf(folder, student, shape.embed_type)
+        else:
+            write_safetensors(folder, student, objective.teacher.weight.dtype)
+        write_note(folder, setup.target, student.config.vocab_size, tokenizer_fingerprint(setup.tokenizer))
+
+    c = student.config
+    facts = {
+        **{"hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size, "layers": c.num_hidden_layers},
+        "heads": f"{c.num_attention_heads} of {c.head_dim}, {c.num_key_value_heads} for keys and values",
+        "stored_as": f"GGUF, embedding {shape.embed_type}" if is_gguf else "safetensors",
     }
+    return Student(objective, facts, export)
+
+
+def write_card(folder: str | Path, facts: Mapping[str, Any]) -> Path:
+    """Write README.md into `folder`: the draft's purpose, its training and its acceptance. facts: what `train` returns,
+    by name; "algo" and "target" are required."""
+    kind = training_of(facts["algo"])
+    named = {k: v for k, v in facts.items() if k not in ("algo", "target", "acc", "accept_at", "loss")}
+    if "tau" in named:
+        named["simulated tau, held out"] = named.pop("tau")
+    lines = [
+        f"# {kind.name} for {facts['target']}\n",
+        f"{kind.fits} Load it with `specdec.attach(model, DIR)`, where DIR is this folder.\n",
+        "| | |\n|---|---|",
+        *(f"| {name.replace('_', ' ')} | {_shown(value)} |" for name, value in named.items()),
+    ]
+    steps = list(enumerate(zip(facts.get("acc", ()), facts.get("accept_at", ()), strict=True), 1))
+    if steps:
+        lines += [
+            "\nHeld out, rounds of greedy decoding played on known text; tau = 1 + Σ a_j:\n",
+            "| draft step | right given true tokens | accepted so far (a_j) |\n|---|---|---|",
+            *(f"| {step} | {_shown(acc)} | {_shown(accepted)} |" for step, (acc, accepted) in steps),
+        ]
+    path = Path(folder) / "README.md"
+    write_text(path, "\n".join(lines) + "\n")
+    return path
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
+    return str(value)

@@ -1,6 +1,5 @@
 """Distils a small causal LM with the target's vocabulary, which drafts from tokens alone."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -126,14 +125,3 @@ def project(rows: torch.Tensor, counts: torch.Tensor, size: int) -> torch.Tensor
     directions = torch.linalg.eigh((centred * weights).T @ centred).eigenvectors[:, -size:]
     projected = centred @ directions
     return projected / (projected.square().sum(-1) * weights.squeeze(1)).sum().sqrt()
-
-
-def lm_facts(student: PreTrainedModel) -> Mapping[str, Any]:
-    """Return the student's shape, for its card."""
-    c = student.config
-    return {
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "layers": c.num_hidden_layers,
-        "heads": f"{c.num_attention_heads} of {c.head_dim}, {c.num_key_value_heads} for keys and values",
-    }
