@@ -62,10 +62,10 @@ def measure(shape: str, text: str, checks: bool) -> dict[str, Any]:
     import torch
 
     from specdec import attach
-    from specdec.tools.measure.latency.cases import DraftCase
+    from specdec.tools.measure.drafts import DraftShape
     from specdec.tools.measure.shapes import make_head, make_target
 
-    draft = DraftCase.parse(text)
+    draft = DraftShape.parse(text)
     target = make_target(shape, "cuda" if torch.cuda.is_available() else "cpu")
     head = make_head(shape, target)
     settings = {**draft.settings(imposed=True), "graph_sampling": ("greedy",), "max_batch": 1, "max_seq_len": 4096}

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from specdec import attach
 from specdec.api import Engine
-from specdec.tools.measure.latency.cases import DraftCase
+from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.results import write_results
 from specdec.tools.measure.shapes import make_head, make_nextn, make_target
 
@@ -35,7 +35,7 @@ def main() -> None:
     args = arguments()
     fewer = {"num_hidden_layers": args.layers} if args.layers else {}
     model = make_target(args.shape, "cuda" if IS_CUDA else "cpu", **fewer)
-    draft = DraftCase.parse(args.draft)
+    draft = DraftShape.parse(args.draft)
     head = None if not draft.steps else make_nextn(model) if args.algo == "nextn" else make_head(args.shape, model)
     settings = {**draft.settings(imposed=True), "max_batch": max(args.batches), "max_seq_len": 256}
     engine = attach(model, head, args.algo if draft.steps else None, graph_sampling=("greedy",), **settings)

@@ -26,7 +26,8 @@ from rich.table import Table
 import specdec
 from specdec.graphs import FullCapture
 from specdec.reach.targets.pretrained import load_pretrained
-from specdec.tools.measure.latency.cases import DRAFTS, SAMPLINGS, DraftCase
+from specdec.tools.measure.drafts import DraftShape
+from specdec.tools.measure.latency.cases import DRAFTS, SAMPLINGS
 from specdec.tools.measure.latency.timing import read_trace, traced
 from specdec.tools.measure.results import write_results
 from specdec.tools.measure.roofline import ShapeFloors
@@ -47,7 +48,7 @@ class Case:
     """One way to speculate at one batch size; kind: of SAMPLINGS."""
 
     shape: str
-    draft: DraftCase
+    draft: DraftShape
     kind: str
     batch: int
 
@@ -69,7 +70,7 @@ def main() -> None:
     kinds = [(text, "greedy") for text in DRAFTS]
     kinds += [] if args.greedy else [(SAMPLED, "sampled"), (SAMPLED, "filtered")]
     for (text, kind), mode in product(kinds, args.modes):
-        draft = DraftCase.parse(text)
+        draft = DraftShape.parse(text)
         settings = {"max_seq_len": 2048, "prefill_graph": "off", "graph_sampling": kind, **draft.settings(imposed=True)}
         settings |= {"max_batch": max(args.batches), "graph_batches": tuple(args.batches), **MODES[mode]}
         engine = specdec.attach(model, head if draft.steps else None, **settings)

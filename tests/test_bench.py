@@ -12,7 +12,8 @@ from specdec import attach, shipped
 from specdec.reach.heads.load import save_head
 from specdec.tools.commands import bench as bench_command
 from specdec.tools.commands import main as cli
-from specdec.tools.measure.acceptance import DraftShape, acceptance
+from specdec.tools.measure.acceptance import acceptance
+from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.latency import cases, timing
 from specdec.tools.measure.peers import Task, Way, timed
 from specdec.tools.measure.results import ResultFile, write_results
@@ -120,7 +121,8 @@ def test_greedy_drafts_are_a_setting(folders):
 
 
 def test_shapes():
-    assert DraftShape.parse("5:8:32") == (5, 8, 32) and DraftShape.parse("3") == DraftShape.parse("3:1") == (3, 1, 4)
+    assert DraftShape.parse("5:8:32@9") == (5, 8, 32, 9) and DraftShape.parse("plain") == (0, 1, 1, None)
+    assert DraftShape.parse("3") == DraftShape.parse("3:1") == (3, 1, 4, None)
     assert str(DraftShape.parse("2:4")) == "2:4:21"
     for text, message in (("3:1:4:5", "S:K:D"), ("a", "S:K:D"), ("0", "drafts nothing"), ("3:1:9", "chain verifies")):
         with pytest.raises(ValueError, match=message):
@@ -130,7 +132,8 @@ def test_shapes():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--shape", "x"), "shape 'x': expected S:K:D"),
+        (("--shape", "x"), "shape 'x': expected plain or S:K:D"),
+        (("--shape", "plain"), "--shape 'plain': expected S:K:D"),
         (("--temperature", "-1"), "--temperature '-1'"),
         (("--temperature", "warm"), "--temperature 'warm'"),
         (("--prompts", "missing.jsonl"), "missing.jsonl"),
@@ -276,10 +279,8 @@ def test_latency_engines():
     ]
     room = cases.capacity(cases.groups_of(cells)[1], 257)
     assert room == {"max_batch": 8, "max_seq_len": 8192 + 257, "num_slots": 8 * (8192 + 257 + cases.SPARE)}
-    with pytest.raises(ValueError, match=r"--drafts '3:1': expected plain or S:K:D"):
-        cases.DraftCase.parse("3:1")
     for text in ("plain", "3:1:4", "5:8:32@16384"):
-        assert str(cases.DraftCase.parse(text)) == text
+        assert str(DraftShape.parse(text)) == text
 
 
 def test_peers_say_the_same_or_why_not(folders, tmp_path, capsys, monkeypatch):

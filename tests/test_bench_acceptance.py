@@ -14,8 +14,9 @@ from specdec.core.text.prompt_sets import Question
 from specdec.reach.heads.load import save_head
 from specdec.reach.targets.pretrained import load_pretrained
 from specdec.tools.commands import main as cli
-from specdec.tools.measure.acceptance import DraftShape, acceptance
+from specdec.tools.measure.acceptance import acceptance
 from specdec.tools.measure.conversations import Conversations, ask
+from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.positions import rounds_of, tau_by_context, tau_by_position
 from tests.heads import random_head
 from tests.train_models import save_target, tiny_target
@@ -135,7 +136,7 @@ def test_draft_vocabularies_beside_each_other(folder, capsys, monkeypatch):
     code, rows, errors = bench(capsys, monkeypatch, folder, *arguments)
     assert code == 0
     assert [(r["steps"], r.get("draft_vocab")) for r in rows] == [(2, None), (2, 40), (3, None), (3, 40)]
-    assert "head of 40 tokens 2:1:3 gsm8k T=0: tau" in errors
+    assert "head 2:1:3@40 gsm8k T=0: tau" in errors
 
 
 def test_draft_vocabularies_by_frequency(folder, capsys, monkeypatch):

@@ -177,14 +177,14 @@ def test_gsm8k_needs_gold_solutions(tmp_path, folder, capsys, monkeypatch):
 def test_lossless_compares_greedy_and_sampled_text():
     """On a tiny target: equal to generate and to itself, and differences are counted as such."""
     model, draft, prompts = tiny_model("llama"), random_head(tiny_model("llama")), [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
-    settings = {"num_steps": 2, "max_seq_len": 64}
+    settings, check = {"num_steps": 2, "max_seq_len": 64}, lossless.Check(model, prompts, 8)
     texts = [lossless.reference(model, p, 8) for p in prompts]
-    row = lossless.compare(model, draft, settings, 2, prompts, texts, 8)
+    row = check.greedy(draft, settings, 2, texts)
     assert (row["algo"], row["compared"], row["equal"], row["unexplained"]) == ("eagle3", 3, 3, 0)
-    row = lossless.compare(model, draft, settings, 2, prompts, [[*texts[0][:3], 99], *texts[1:]], 8)
+    row = check.greedy(draft, settings, 2, [[*texts[0][:3], 99], *texts[1:]])
     assert (row["equal"], row["unexplained"]) == (2, 1)
     law, kinds = SamplingParams(temperature=1.0, seed=0), {"eager": {"cuda_graph": False}, "other": {"topk": 3}}
-    same, other = lossless.compare_sampled(model, draft, {**settings, "max_batch": 2}, kinds, prompts, law, 8)
+    same, other = check.sampled(draft, {**settings, "max_batch": 2}, kinds, law)
     assert (same["equal"], same["unexplained"], same["flips_per_token"]) == (3, 0, 0.0)
     assert other["unexplained"] > 0 and 0 < other["flips_per_token"] < 1e-4 and len(other["first_difference"]) > 0
     assert model.config._attn_implementation == "sdpa"

@@ -11,7 +11,8 @@ from specdec.core.text.prompts import chat_ids, read_questions
 from specdec.reach.assembly.algorithms import algorithms
 from specdec.tools.commands.choices import Drafting
 from specdec.tools.commands.demo import PROMPTS, run_demo
-from specdec.tools.measure.acceptance import DraftShape, acceptance
+from specdec.tools.measure.acceptance import acceptance
+from specdec.tools.measure.drafts import DraftShape
 
 NUM_TOKENS = 32
 CONFIGS = ({"num_steps": 3}, {"num_steps": 4, "topk": 4, "num_draft_tokens": 16})

@@ -15,9 +15,10 @@ from specdec.reach.heads.load import detect_algo
 from specdec.tools.commands.bench_checks import Gsm8k, Lossless
 from specdec.tools.commands.bench_speed import Latency, Peers
 from specdec.tools.commands.choices import OnTarget, Recorded, Reported, Row, draft_of, listed, name_of_target, numbers
-from specdec.tools.measure.acceptance import DraftShape, acceptance, case_of
+from specdec.tools.measure.acceptance import acceptance, case_of
 from specdec.tools.measure.compare import THRESHOLD, compare, print_comparison
 from specdec.tools.measure.conversations import Conversations
+from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.page.page import write_page
 from specdec.tools.measure.results import ResultFile
 from specdec.tools.measure.rows import read_record
@@ -57,6 +58,9 @@ class Acceptance(OnTarget, Recorded):
 
     def run(self) -> None:
         shapes = [DraftShape.parse(text) for text in listed(self.shape, "3:1:4")]
+        for one in shapes:
+            if not one.steps or one.vocab is not None:
+                raise ValueError(f"--shape '{one}': expected S:K:D; --draft none drafts nothing, --draft-vocab narrows")
         laws = [_temperature(text) for text in listed(self.temperature, "0")]
         vocabs = [size or None for size in numbers("draft-vocab", self.draft_vocab) or (0,)]
         if self.frequent_in is not None and not any(vocabs):
@@ -140,9 +144,7 @@ for name, kind in (
 
 def _line(row: Row) -> str:
     """Say a row in short."""
-    of = f" of {row['draft_vocab']} tokens" if "draft_vocab" in row else ""
-    shape = DraftShape(row["steps"], row["topk"], row["draft_tokens"])
-    return f"{row['draft']}{of} {shape} {case_of(row)} T={row['temperature']:g}: tau {row['tau']:.3f}"
+    return f"{row['draft']} {DraftShape.of(row)} {case_of(row)} T={row['temperature']:g}: tau {row['tau']:.3f}"
 
 
 def _drafts(values: list[str]) -> dict[str, tuple[Path | str | None, str | None]]:

@@ -96,11 +96,12 @@ class Lossless(Checking):
         sets = [read_set(name, self.data, self.limit) for name in ("gsm8k", "mt_bench")]
         model, tokenizer = self.load()
         prompts = chat_ids([q.turns[0] for one in sets for q in one.questions], tokenizer)
-        names = ("temperature", "sampled_batch", "max_new_tokens", "backend")
+        names = ("temperature", "sampled_batch", "backend")
         options = {"batches": batches, "tokenizer": tokenizer, **{name: getattr(self, name) for name in names}}
         what = f"lossless-{self.backend}-{str(model.dtype).removeprefix('torch.')}"
         file = ResultFile(self.out, what, name_of_target(self.target), {"device": str(model.device)})
-        rows = self.record(file, lossless.run(model, prompts, drafts, **options))
+        check = lossless.Check(model, prompts, self.max_new_tokens)
+        rows = self.record(file, lossless.run(check, drafts, **options))
         result = {key: sum(r[key] for r in rows) for key in ("compared", "equal", "unexplained")}
         self.finish({**result, "configs": rows}, file.name)
         raise typer.Exit(1 if result["unexplained"] else 0)

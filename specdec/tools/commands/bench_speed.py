@@ -29,6 +29,7 @@ from specdec.tools.commands.choices import (
     numbers,
 )
 from specdec.tools.commands.demo import PROMPTS
+from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.latency.cases import (
     Plan,
     Prompts,
@@ -38,7 +39,7 @@ from specdec.tools.measure.latency.cases import (
     random_subject,
     read_tokenizer,
 )
-from specdec.tools.measure.latency.run import Run, draft_of_row
+from specdec.tools.measure.latency.run import Run
 from specdec.tools.measure.latency.timing import host_probe_ms
 from specdec.tools.measure.peers import Task, measure, ways
 from specdec.tools.measure.results import ResultFile
@@ -221,6 +222,6 @@ class Peers(Timing):
 def _line(row: Row) -> str:
     """Say a row in short."""
     if "mode" in row:
-        case = f"{row['mode']} {draft_of_row(row)}, {row['batch']} x {row['tokens']} tokens"
+        case = f"{row['mode']} {DraftShape.of(row)}, {row['batch']} x {row['tokens']} tokens"
         return f"{case}: {row['what']} {row['ms']:g} ms"
     return f"{row['what']}: " + (f"{row['tokens_per_s']} tokens/s" if "tokens_per_s" in row else row["error"])

@@ -2,42 +2,17 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from specdec.api import Engine, attach
-from specdec.core.config import EngineConfig
 from specdec.core.metrics import AcceptanceStats
 from specdec.core.outputs import RequestOutput
 from specdec.core.text.prompts import template_sha, thinking_of
 from specdec.tools.measure.conversations import Answers, Conversations, ask
+from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.positions import tau_by_context, tau_by_position
 from specdec.tools.measure.statistics import conditional, ratio_half_width, rounded
 from specdec.tools.train.acceptance import predict
-
-
-class DraftShape(NamedTuple):
-    """Shape of a round: S draft steps, K branches, D nodes verified."""
-
-    num_steps: int
-    topk: int
-    num_draft_tokens: int
-
-    @classmethod
-    def parse(cls, text: str) -> "DraftShape":
-        """Parse "S:K:D"; "S" and "S:K" take defaults of `EngineConfig` for the rest. ValueError says what is wrong."""
-        parts = text.split(":")
-        if not 1 <= len(parts) <= 3 or not all(p.strip().isdecimal() for p in parts):
-            raise ValueError(f"shape {text!r}: expected S:K:D, such as 3:1:4 (a chain) or 5:8:32 (a tree)")
-        names = ("num_steps", "topk", "num_draft_tokens")
-        given: dict[str, Any] = {name: int(p) for name, p in zip(names, parts, strict=False)}
-        config = EngineConfig(**given)
-        if config.num_steps == 0:
-            raise ValueError(f"shape {text!r}: it drafts nothing; expected S of at least 1 (plain decoding: no draft)")
-        return cls(config.num_steps, config.topk, config.verify_width)
-
-    def __str__(self) -> str:
-        return ":".join(map(str, self))
-
 
 CHAIN = DraftShape(3, 1, 4)
 FIRST_TOKEN = "from the prefill, in no round, not counted in tau"
@@ -74,7 +49,7 @@ def acceptance(
     settings["compile"] = False  # an engine a draft and shape: acceptance is the same
     settings["graph_sampling"] = tuple(dict.fromkeys("sampled" if t else "greedy" for t in temperatures))
     if draft is not None or algo not in (None, "auto"):
-        settings |= {**shape._asdict(), "draft_vocab": draft_vocab}
+        settings |= {**shape.settings(), "draft_vocab": draft_vocab}
     with attach(model, draft, algo, tokenizer=tokenizer, **settings) as engine:
         for file, some in asked.items():
             for temperature in temperatures:

@@ -10,9 +10,11 @@ implementations, and the check fails if there are more differences than that mak
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from tqdm import tqdm
 
 from specdec.api import attach
@@ -20,12 +22,10 @@ from specdec.core.functional.sampling import SamplingParams
 from specdec.tools.measure.statistics import most_likely
 from specdec.tools.measure.ties import by_both_attentions, compare_texts, first_difference, near_tie
 
-CONFIGS: tuple[dict[str, Any], ...] = (
-    {"num_steps": 3, "topk": 1},
-    {"num_steps": 4, "topk": 4, "num_draft_tokens": 16},
-)
+Row = dict[str, Any]
+CONFIGS: tuple[Row, ...] = ({"num_steps": 3, "topk": 1}, {"num_steps": 4, "topk": 4, "num_draft_tokens": 16})
 # What sampled text is compared with, by device: settings that change how a round runs, and nothing of what it says.
-AGAINST: dict[str, dict[str, dict[str, Any]]] = {
+AGAINST: dict[str, dict[str, Row]] = {
     "cuda": {"eager": {"cuda_graph": False, "strict": False}, "torch": {"backend": "torch", "strict": False}},
     "cpu": {"recorded": {"cuda_graph": True, "prefill_graph": "breakable"}},
 }
@@ -33,32 +33,80 @@ DECISIONS = 4  # random decisions that a token takes, at most: each can be flipp
 CHANCE = 1e-3  # more differing sequences than happen with this probability are not explained by rounding
 
 
+@dataclass(frozen=True)
+class Check:
+    """What is checked: the texts of `prompts` (token ids) by one target, up to `max_new_tokens` tokens each."""
+
+    model: Any
+    prompts: list[list[int]]
+    max_new_tokens: int
+
+    def texts(self, draft: Any, settings: Row, law: SamplingParams | None = None) -> Row:
+        """Return `tokens` of every prompt from one engine, with algo, tau and seconds."""
+        with attach(self.model, draft, **{"compile": False, **settings}) as engine:
+            start = time.perf_counter()
+            out = engine.generate(self.prompts, max_new_tokens=self.max_new_tokens, sampling=law)
+            seconds = time.perf_counter() - start
+            engine.check_integrity()
+            algo = engine.report().draft["algo"]
+        return {"algo": algo, "tokens": out.tokens, "tau": round(out.stats.tau, 3), "seconds": round(seconds, 1)}
+
+    def greedy(self, draft: Any, settings: Row, batch: int, references: list[list[int]], tie: float = 0.0) -> Row:
+        """Compare greedy text at one batch size; where texts part, the target's own logits may be `tie` apart."""
+        own, num = self.texts(draft, {**settings, "max_batch": batch, "graph_sampling": "greedy"}), len(self.prompts)
+        row: Row = {"check": "greedy", "against": "generate", "batch": batch, "compared": num}
+        row |= compare_texts(self.model, self.prompts, own.pop("tokens"), references, tie, 4)
+        return {**row, "unexplained": num - row["equal"] - (row["near_ties"] if tie else 0), **own}
+
+    def sampled(self, draft: Any, settings: Row, kinds: Mapping[str, Row], law: SamplingParams) -> Iterator[Row]:
+        """Compare sampled text of `settings` with that of every kind, with equal seeds."""
+        ours = self.texts(draft, settings, law)["tokens"]
+        for kind, changes in kinds.items():
+            other = self.texts(draft, {**settings, **changes}, law)
+            pairs = list(zip(ours, other.pop("tokens"), strict=True))
+            differing = sum(one != two for one, two in pairs)
+            flips = flip_rate(self.model, self.prompts, ours, law.temperature) if differing else 0.0
+            expected = sum(1 - (1 - flips) ** (DECISIONS * len(own)) for own in ours)
+            yield {
+                "check": "sampled",
+                "against": kind,
+                "batch": settings["max_batch"],
+                "temperature": law.temperature,
+                "compared": len(pairs),
+                "equal": len(pairs) - differing,
+                "first_difference": sorted(first_difference(a, b) for a, b in pairs if a != b),  # tokens
+                "flips_per_token": flips,
+                "expected_differing": round(expected, 4),
+                "unexplained": max(0, differing - most_likely(expected, CHANCE)),
+                **other,
+            }
+
+
 def run(
-    model: Any,
-    prompts: list[list[int]],
+    check: Check,
     drafts: Mapping[str, tuple[Any, str | None]],
     *,
     batches: Sequence[int] = (1, 4),
     temperature: float = 1.0,
     sampled_batch: int = 4,
-    max_new_tokens: int = 128,
     backend: str = "auto",
     **settings: Any,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Yield the rows of every draft and shape: greedy text at each of `batches`, then sampled text, which temperature 0
     leaves out. drafts: by name, draft and algo as `attach` takes them. settings: of every engine."""
-    references = [reference(model, p, max_new_tokens) for p in tqdm(prompts, desc="model.generate")]
+    model, prompts, length = check.model, check.prompts, check.max_new_tokens
+    references = [reference(model, p, length) for p in tqdm(prompts, desc="model.generate")]
     tie = near_tie(model, prompts, references)
     common = {"backend": backend, "strict": model.device.type == "cuda", **settings}
-    common["max_seq_len"] = max(map(len, prompts)) + max_new_tokens
+    common["max_seq_len"] = max(map(len, prompts)) + length
     for name, (draft, algo) in drafts.items():
         for config in CONFIGS:
             given = {**common, **config, "algo": algo}
-            found = [compare(model, draft, given, batch, prompts, references, max_new_tokens, tie) for batch in batches]
+            found = [check.greedy(draft, given, batch, references, tie) for batch in batches]
             if temperature:
                 law, kinds = SamplingParams(temperature, seed=0), AGAINST[model.device.type]
                 given |= {"max_batch": sampled_batch, "graph_sampling": "sampled"}
-                found += compare_sampled(model, draft, given, kinds, prompts, law, max_new_tokens)
+                found += check.sampled(draft, given, kinds, law)
             yield from ({"draft": name, **config, "backend": backend, **row} for row in found)
 
 
@@ -68,77 +116,6 @@ def reference(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
     mask = torch.ones_like(ids)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
     return out[0, len(prompt) :].tolist()
-
-
-def compare(
-    model: Any,
-    draft: Any,
-    settings: dict[str, Any],
-    batch: int,
-    prompts: list[list[int]],
-    references: list[list[int]],
-    max_new_tokens: int,
-    tie: float = 0.0,
-) -> dict[str, Any]:
-    """Compare greedy text at one batch size; where texts part, the target's own logits may be `tie` apart."""
-    own = texts(model, draft, {**settings, "max_batch": batch, "graph_sampling": "greedy"}, prompts, max_new_tokens)
-    row: dict[str, Any] = {"check": "greedy", "against": "generate", "batch": batch, "compared": len(prompts)}
-    row |= compare_texts(model, prompts, own.pop("tokens"), references, tie, 4)
-    explained = row["near_ties"] if tie else 0
-    return {**row, "unexplained": len(prompts) - row["equal"] - explained, **own}
-
-
-def compare_sampled(
-    model: Any,
-    draft: Any,
-    settings: dict[str, Any],
-    kinds: dict[str, dict[str, Any]],
-    prompts: list[list[int]],
-    law: SamplingParams,
-    max_new_tokens: int,
-) -> list[dict[str, Any]]:
-    """Compare sampled text of `settings` with that of every kind, with equal seeds."""
-    first = texts(model, draft, settings, prompts, max_new_tokens, law)
-    rows = []
-    for kind, changes in kinds.items():
-        other = texts(model, draft, {**settings, **changes}, prompts, max_new_tokens, law)
-        pairs = list(zip(first["tokens"], other.pop("tokens"), strict=True))
-        differing = sum(ours != theirs for ours, theirs in pairs)
-        flips = flip_rate(model, prompts, first["tokens"], law.temperature) if differing else 0.0
-        expected = sum(1 - (1 - flips) ** (DECISIONS * len(ours)) for ours, _ in pairs)
-        row = {
-            "check": "sampled",
-            "against": kind,
-            "batch": settings["max_batch"],
-            "temperature": law.temperature,
-            "compared": len(prompts),
-            "equal": len(prompts) - differing,
-            "first_difference": sorted(first_difference(a, b) for a, b in pairs if a != b),  # tokens
-            "flips_per_token": flips,
-            "expected_differing": round(expected, 4),
-            "unexplained": max(0, differing - most_likely(expected, CHANCE)),
-            **other,
-        }
-        rows.append(row)
-    return rows
-
-
-def texts(
-    model: Any,
-    draft: Any,
-    settings: dict[str, Any],
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    law: SamplingParams | None = None,
-) -> dict[str, Any]:
-    """Return `tokens` of every prompt from one engine, with algo, tau and seconds."""
-    with attach(model, draft, **{"compile": False, **settings}) as engine:
-        start = time.perf_counter()
-        out = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=law)
-        seconds = time.perf_counter() - start
-        engine.check_integrity()
-        algo = engine.report().draft["algo"]
-    return {"algo": algo, "tokens": out.tokens, "tau": round(out.stats.tau, 3), "seconds": round(seconds, 1)}
 
 
 def flip_rate(
@@ -153,7 +130,7 @@ def flip_rate(
     shares = []
     for pair in by_both_attentions(model, prompts, answers, most):
         one, other = ((logits.double() / temperature).softmax(-1).cumsum(-1) for logits in pair)
-        begins = torch.maximum(*(torch.nn.functional.pad(c[..., :-1], (1, 0)) for c in (one, other)))
+        begins = torch.maximum(*(pad(c[..., :-1], (1, 0)) for c in (one, other)))
         alike = (torch.minimum(one, other) - begins).clamp(min=0).sum(-1)
         shares.append((1 - alike).clamp(min=0))
     return float(torch.cat(shares).mean())

@@ -5,7 +5,6 @@ tokenizer.
 """
 
 import gc
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, groupby, islice
@@ -17,7 +16,8 @@ from transformers import AutoTokenizer
 
 from specdec.core.config import EngineConfig
 from specdec.core.functional.sampling import SamplingParams
-from specdec.tools.measure.shapes import acceptance_rates, fewer_layers, make_head, make_nextn, make_target, shard
+from specdec.tools.measure.drafts import DraftShape
+from specdec.tools.measure.shapes import fewer_layers, make_head, make_nextn, make_target, shard
 
 MODES: dict[str, dict[str, Any]] = {
     "compiled": {"compile": True},
@@ -41,44 +41,6 @@ GRIDS: dict[str, dict[str, Any]] = {
 SHORT = EngineConfig.max_seq_len  # contexts up to here share an engine; each longer one has its own
 SPARE = 256  # KV slots a request beside its tokens: more than two rounds of any draft write ahead
 REPLACEMENT = "\ufffd"  # what half a character decodes to
-
-
-@dataclass(frozen=True)
-class DraftCase:
-    """How rounds draft: S steps, K branches, D nodes verified; S = 0 is plain decoding.
-
-    vocab: `EngineConfig.draft_vocab`, None for all tokens.
-    """
-
-    steps: int = 0
-    topk: int = 1
-    width: int = 1
-    vocab: int | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> "DraftCase":
-        """Parse "plain", "S:K:D" or "S:K:D@VOCAB"; ValueError says what was expected."""
-        if text == "plain":
-            return cls()
-        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*):([1-9]\d*)(?:@([1-9]\d*))?", text)
-        if found is None:
-            raise ValueError(
-                f"--drafts {text!r}: expected plain or S:K:D, such as 3:1:4 (a chain) or 5:8:32 (a tree), or with "
-                "@VOCAB behind it, to draft from so many tokens"
-            )
-        return cls(*(None if part is None else int(part) for part in found.groups()))  # type: ignore[arg-type]
-
-    def settings(self, imposed: bool) -> dict[str, Any]:
-        """For `attach`. imposed: random weights are timed at an acceptance length that trained ones have."""
-        if not self.steps:
-            return {}
-        shape: dict[str, Any] = {"num_steps": self.steps, "topk": self.topk, "num_draft_tokens": self.width}
-        shape["draft_vocab"] = self.vocab
-        return {**shape, "synthetic_acceptance": acceptance_rates(self.steps)} if imposed else shape
-
-    def __str__(self) -> str:
-        of = "" if self.vocab is None else f"@{self.vocab}"
-        return f"{self.steps}:{self.topk}:{self.width}{of}" if self.steps else "plain"
 
 
 @dataclass(frozen=True)
@@ -122,7 +84,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for text in self.drafts:
-            DraftCase.parse(text)
+            DraftShape.parse(text)
         for option, known in (("modes", MODES), ("samplings", SAMPLINGS)):
             for name in getattr(self, option):
                 if name not in known:

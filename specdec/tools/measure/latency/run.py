@@ -13,7 +13,7 @@ transformers' own `generate`, which is measured first, before the model is attac
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import median
@@ -21,7 +21,8 @@ from typing import Any
 
 from specdec.api import Engine, attach
 from specdec.core.errors import CapacityError
-from specdec.tools.measure.latency.cases import MODES, Cell, DraftCase, Plan, Timed, capacity, free
+from specdec.tools.measure.drafts import DraftShape
+from specdec.tools.measure.latency.cases import MODES, Cell, Plan, Timed, capacity, free
 from specdec.tools.measure.latency.timing import TimedCall, generate, hf_rows, idle_share
 from specdec.tools.measure.roofline import ShapeFloors
 from specdec.tools.measure.together import of_first
@@ -50,12 +51,12 @@ class Run:
     def rows(self, has_hf: bool = False) -> Iterator[Row]:
         """Yield rows as they are measured, engine by engine, those of short contexts first. has_hf: before an engine
         attaches, those of transformers' own `generate` at batch 1, too."""
-        drafts = [DraftCase.parse(text) for text in self.plan.drafts]
+        drafts = [DraftShape.parse(text) for text in self.plan.drafts]
         for tokens in sorted({cell.tokens for group in self.plan.groups for cell in group}) if has_hf else ():
             prompt, seconds = self.subject.prompts(Cell(1, tokens))[0], min(HF_S, self._left)
             widths = sorted({draft.width for draft in drafts})
             for row in hf_rows(self.subject.model, prompt, self.plan.new_tokens, seconds, widths):
-                yield {**self._key("hf", DraftCase(), Cell(1, tokens)), **row}
+                yield {**self._key("hf", DraftShape(), Cell(1, tokens)), **row}
         free(self.subject.device)
         for group, mode, draft in product(self.plan.groups, self.plan.modes, drafts):
             yield from self._serve(mode, draft, list(group))
@@ -71,7 +72,7 @@ class Run:
         self.skipped += [] if has_time else [f"{name}: budget" for name in names]
         return has_time
 
-    def _serve(self, mode: str, draft: DraftCase, cells: list[Cell]) -> Iterator[Row]:
+    def _serve(self, mode: str, draft: DraftShape, cells: list[Cell]) -> Iterator[Row]:
         """Yield the rows of cells that one engine serves. If it fails, that is noted, and the next ones still run."""
         name, engine = f"{mode} {draft}", None
         if not self._has_time(self.longest_attach, *(f"{name}, {cell}" for cell in cells)):
@@ -91,7 +92,7 @@ class Run:
             del engine
             free(self.subject.device)
 
-    def _attach(self, mode: str, draft: DraftCase, cells: list[Cell]) -> tuple[Engine | None, float]:
+    def _attach(self, mode: str, draft: DraftShape, cells: list[Cell]) -> tuple[Engine | None, float]:
         """Return an engine for `cells`, the largest of which are dropped until it fits, and the seconds that attaching
         took; None where none fits."""
         subject, plan = self.subject, self.plan
@@ -112,7 +113,7 @@ class Run:
             return engine, seconds
         return None, 0.0
 
-    def _attach_row(self, engine: Engine, mode: str, draft: DraftCase, seconds: float) -> Row:
+    def _attach_row(self, engine: Engine, mode: str, draft: DraftShape, seconds: float) -> Row:
         report = engine.report()
         key = self._key(_mode_of(mode, engine), draft, Cell(engine.config.max_batch, engine.config.max_seq_len))
         return {
@@ -129,18 +130,15 @@ class Run:
             "backend": report.backend,
         }
 
-    def _key(self, mode: str, draft: DraftCase, cell: Cell) -> Row:
+    def _key(self, mode: str, draft: DraftShape, cell: Cell) -> Row:
         """Return the keys that every row has."""
         shared: Row = {"tp": self.subject.ranks} if self.subject.ranks > 1 else {}
         if draft.steps and self.subject.is_random and self.subject.algo != "eagle3":
             shared["algo"] = self.subject.algo
-        if draft.vocab is not None:
-            shared["draft_vocab"] = draft.vocab
-        shared |= {"label": self.plan.label, "shape": self.subject.shape, "mode": mode, "steps": draft.steps}
-        shared |= {"topk": draft.topk, "draft_tokens": draft.width, "batch": cell.batch, "tokens": cell.tokens}
-        return shared
+        shared |= {"label": self.plan.label, "shape": self.subject.shape, "mode": mode}
+        return {**shared, **draft.row, "batch": cell.batch, "tokens": cell.tokens}
 
-    def _measure(self, engine: Engine, mode: str, draft: DraftCase, cell: Cell) -> Iterator[Row]:
+    def _measure(self, engine: Engine, mode: str, draft: DraftShape, cell: Cell) -> Iterator[Row]:
         """Yield the rows of one cell, by how tokens are drawn, with and without the tokenizer."""
         own = self.subject.tokenizer
         for sampling, tokenizer in product(self.plan.samplings, (None,) if own is None else (own, None)):
@@ -152,7 +150,7 @@ class Run:
                 why = dict(_eager_runs(engine) - before)
                 yield {**key, **row, "eager": sum(why.values()), "why_eager": why}
 
-    def _times(self, engine: Engine, draft: DraftCase, cell: Cell, sampling: str, name: str) -> Iterator[Row]:
+    def _times(self, engine: Engine, draft: DraftShape, cell: Cell, sampling: str, name: str) -> Iterator[Row]:
         """Yield the ttft row and the tpot row, as far as the budget lets them."""
 
         def call(new_tokens: int) -> TimedCall:
@@ -199,7 +197,7 @@ class Run:
         except (RuntimeError, OSError, KeyError, ValueError) as error:  # a profiler that fails costs one column
             return {"idle_error": f"{type(error).__name__}: {error}"}
 
-    def _floors(self, draft: DraftCase) -> ShapeFloors | None:
+    def _floors(self, draft: DraftShape) -> ShapeFloors | None:
         """Bounds on times where they mean something: those of a GPU and of named shapes."""
         subject = self.subject
         if subject.device != "cuda" or not subject.is_random:
@@ -224,8 +222,3 @@ def _eager_runs(engine: Engine) -> Counter[str]:
     return Counter(
         {f"{name}: {why}": n for name, c in runners.items() if c["eager"] for why, n in c["rejects"].items()}
     )
-
-
-def draft_of_row(row: Mapping[str, Any]) -> str:
-    """Return how a row's rounds drafted, as in --drafts."""
-    return str(DraftCase(row["steps"], row["topk"], row["draft_tokens"], row.get("draft_vocab")))
