@@ -16,7 +16,7 @@ import pytest
 
 import specdec
 from specdec import shipped
-from specdec.tools.commands.serve import command as serve_command
+from specdec.tools.commands.serve import serve as serve_command
 from tests.test_text import TOKENIZER
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, tiny_target
@@ -444,7 +444,7 @@ def test_an_engine_that_is_detached(tiny):
 def test_the_command_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ValueError, match=r"uvicorn.*pip install 'specdec-toolkit\[serve\]'"):
-        serve_command("no such target")
+        serve_command(target="no such target")
 
 
 COMMAND = """
