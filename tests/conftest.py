@@ -15,6 +15,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is first imported
 os.environ.setdefault("SPECDEC_COMPILE", "0")  # hundreds of tests attach: on a GPU, those compile that ask for it
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else Inductor compiles a probe for each: 6 s a process
 if {"PYTEST_XDIST_WORKER", "SPECDEC_TEST_GPUS"} <= set(os.environ):  # so many GPUs, which take turns at workers
     worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.environ["CUDA_VISIBLE_DEVICES"] = str(worker % int(os.environ["SPECDEC_TEST_GPUS"]))

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import pytest
 
 import specdec
-from specdec import shipped
+from specdec.reach.targets.pretrained import load_pretrained
 from specdec.tools.commands.serve import serve as serve_command
 from tests.test_text import TOKENIZER
 from tests.tiny_models import tiny_model
-from tests.train_models import save_target, tiny_target
+from tests.train_models import save_target, tiny_head, tiny_target
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -29,8 +29,8 @@ build_app = pytest.importorskip("specdec.tools.serve.server").build_app
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NAME = "smollm2"
-CHAT = [{"role": "user", "content": "Name three fruits."}]
+NAME = "words"
+CHAT = [{"role": "user", "content": "w7 w9 w11"}]
 MAX_BATCH, MAX_SEQ_LEN, MAX_WAITING = 16, 192, 64
 
 
@@ -93,10 +93,13 @@ def serving(engine, max_waiting=MAX_WAITING, name=NAME, **options):
 
 
 @pytest.fixture(scope="module")
-def smol(smollm2):
-    model, tokenizer = smollm2
+def words(tmp_path_factory):
+    """A server of a small model that has words and a chat template, and a draft."""
+    folder = tmp_path_factory.mktemp("target")
+    save_target(tiny_target(), folder)
+    model, tokenizer = load_pretrained(folder)
     settings = dict(max_batch=MAX_BATCH, max_seq_len=MAX_SEQ_LEN, num_steps=2)
-    engine = specdec.attach(model, shipped.path(), tokenizer=tokenizer, **settings)
+    engine = specdec.attach(model, tiny_head(model).eval(), tokenizer=tokenizer, **settings)
     with serving(engine) as served:
         yield served
     engine.detach()
@@ -122,38 +125,38 @@ def streamed(chunks):
     return text, reason, usage
 
 
-def test_greedy_text_is_that_of_generate(smol):
-    expected = smol.engine.generate(CHAT, max_new_tokens=10).requests[0]
+def test_greedy_text_is_that_of_generate(words):
+    expected = words.engine.generate(CHAT, max_new_tokens=10).requests[0]
     args = dict(model=NAME, messages=CHAT, max_tokens=10)
     for law in ({}, {"temperature": 0, "top_p": 0.9}):
-        out = smol.api.chat.completions.create(**args, **law)
+        out = words.api.chat.completions.create(**args, **law)
         assert out.choices[0].message.content == expected.text and out.choices[0].finish_reason == "length"
         assert out.object == "chat.completion" and out.choices[0].message.role == "assistant"
         assert (out.usage.prompt_tokens, out.usage.completion_tokens) == (len(expected.prompt_ids), 10)
-    parts = [{"type": "text", "text": t} for t in ("Name three", " fruits.")]
+    parts = [{"type": "text", "text": t} for t in ("w7 w9", " w11")]
     args = dict(model=NAME, messages=[{"role": "user", "content": parts}], max_completion_tokens=10, stream=True)
-    chunks = list(smol.api.chat.completions.create(**args, stream_options={"include_usage": True}))
+    chunks = list(words.api.chat.completions.create(**args, stream_options={"include_usage": True}))
     assert streamed(chunks)[:2] == (expected.text, "length") and chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage.completion_tokens == 10 and not chunks[-1].choices
     assert len(chunks) > 4 and len({chunk.id for chunk in chunks}) == 1
 
 
-def test_completions_of_strings_and_ids(smol):
-    prompts = ["The capital of France is", "Two and two make"]
-    expected = smol.engine.generate(prompts, max_new_tokens=6)
+def test_completions_of_strings_and_ids(words):
+    prompts = ["w8 w3 w60 w21", "w5 w5 w90"]
+    expected = words.engine.generate(prompts, max_new_tokens=6)
     ids = [r.prompt_ids for r in expected.requests]
     for prompt in (prompts, ids):
-        out = smol.api.completions.create(model=NAME, prompt=prompt, max_tokens=6, n=2)
+        out = words.api.completions.create(model=NAME, prompt=prompt, max_tokens=6, n=2)
         assert [c.text for c in out.choices] == [t for t in expected.texts for _ in range(2)]
         assert [c.index for c in out.choices] == [0, 1, 2, 3]
         assert out.usage.prompt_tokens == sum(map(len, ids)) and out.usage.completion_tokens == 24
-    chunks = smol.api.completions.create(model=NAME, prompt=ids[0], max_tokens=6, stream=True)
+    chunks = words.api.completions.create(model=NAME, prompt=ids[0], max_tokens=6, stream=True)
     assert streamed(chunks)[0] == expected.texts[0]
-    assert smol.api.completions.create(model=NAME, prompt=prompts[0]).usage.completion_tokens == 16
+    assert words.api.completions.create(model=NAME, prompt=prompts[0]).usage.completion_tokens == 16
 
 
-def test_the_bytes_of_a_stream(smol):
-    response = smol.post({"messages": CHAT, "max_tokens": 3, "stream": True})
+def test_the_bytes_of_a_stream(words):
+    response = words.post({"messages": CHAT, "max_tokens": 3, "stream": True})
     lines = response.text.split("\n\n")
     assert response.headers["content-type"].startswith("text/event-stream")
     assert lines[-2:] == ["data: [DONE]", ""] and all(line.startswith("data: {") for line in lines[:-2])
@@ -162,68 +165,70 @@ def test_the_bytes_of_a_stream(smol):
     assert last["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}]
 
 
-def test_what_ends_a_text(smol):
-    whole = smol.engine.generate(CHAT, max_new_tokens=10).requests[0]
+def test_what_ends_a_text(words):
+    whole = words.engine.generate(CHAT, max_new_tokens=10).requests[0]
     stop = whole.text[len(whole.text) // 2 :][:4]
     ask = dict(model=NAME, messages=CHAT, max_tokens=10)
     for stops in (stop, ["never", stop]):
-        out = smol.api.chat.completions.create(**ask, stop=stops).choices[0]
+        out = words.api.chat.completions.create(**ask, stop=stops).choices[0]
         assert (out.message.content, out.finish_reason) == (whole.text.partition(stop)[0], "stop")
-    text, reason, _ = streamed(smol.api.chat.completions.create(**ask, stop=stop, stream=True))
+    text, reason, _ = streamed(words.api.chat.completions.create(**ask, stop=stop, stream=True))
     assert (text, reason) == (whole.text.partition(stop)[0], "stop")
-    out = smol.api.chat.completions.create(**ask, extra_body={"stop_token_ids": [whole.tokens[2]]})
+    out = words.api.chat.completions.create(**ask, extra_body={"stop_token_ids": [whole.tokens[2]]})
     assert out.choices[0].finish_reason == "stop" and out.usage.completion_tokens == 3
     banned = {str(token): -100 for token in whole.tokens}
-    assert smol.api.chat.completions.create(**ask, logit_bias=banned).choices[0].message.content != whole.text
+    assert words.api.chat.completions.create(**ask, logit_bias=banned).choices[0].message.content != whole.text
 
 
-def test_sampling_repeats_with_its_seed(smol):
+def test_sampling_repeats_with_its_seed(words):
     ask = dict(model=NAME, messages=CHAT, max_tokens=5, temperature=1.5, n=2)
 
     def texts(**options):
-        return [c.message.content for c in smol.api.chat.completions.create(**ask, **options).choices]
+        return [c.message.content for c in words.api.chat.completions.create(**ask, **options).choices]
 
     assert texts(seed=5) == texts(seed=5) != texts(seed=7)
     law = dict(do_sample=True, temperature=1.5, seed=5, max_new_tokens=5)
-    assert texts(seed=5) == smol.engine.generate([CHAT, CHAT], **law).texts
+    assert texts(seed=5) == words.engine.generate([CHAT, CHAT], **law).texts
 
 
-def test_penalties_are_those_of_generate(smol):
+def test_penalties_are_those_of_generate(words):
     """Also where several choices share a prompt."""
     law = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
-    text = smol.engine.generate("1, 1, 1, 1,", max_new_tokens=8, **law).texts[0]
-    out = smol.api.completions.create(model=NAME, prompt="1, 1, 1, 1,", max_tokens=8, n=2, temperature=0, **law)
+    text = words.engine.generate("w31 w31 w31", max_new_tokens=8, **law).texts[0]
+    out = words.api.completions.create(model=NAME, prompt="w31 w31 w31", max_tokens=8, n=2, temperature=0, **law)
     assert [choice.text for choice in out.choices] == [text] * 2
-    assert text != smol.engine.generate("1, 1, 1, 1,", max_new_tokens=8).texts[0]
+    assert text != words.engine.generate("w31 w31 w31", max_new_tokens=8).texts[0]
 
 
-def test_64_streams_at_once(smol):
-    prompts = [f"{n} and" for n in range(16)] * 4
-    expected = smol.engine.generate(prompts[:16], max_new_tokens=4).texts * 4
-    before = smol.metrics()
+def test_64_streams_at_once(words):
+    prompts = [f"w{n + 40} w7" for n in range(16)] * 4
+    expected = words.engine.generate(prompts[:16], max_new_tokens=4).texts * 4
+    before = words.metrics()
 
     def one(prompt):
-        return streamed(smol.api.completions.create(model=NAME, prompt=prompt, max_tokens=4, stream=True))[0]
+        return streamed(words.api.completions.create(model=NAME, prompt=prompt, max_tokens=4, stream=True))[0]
 
     with ThreadPoolExecutor(64) as pool:
         assert list(pool.map(one, prompts)) == expected
-    smol.assert_free()
+    words.assert_free()
     rounds = ("specdec_eager_total", "round")
     assert (
-        smol.metrics()[rounds] - before[rounds] <= 64
+        words.metrics()[rounds] - before[rounds] <= 64
     )  # 3 tokens each after the first, at least two rounds: 128 one by one
 
 
-def test_clients_that_vanish(smol):
-    body = {"prompt": "Once upon a time", "max_tokens": 150, "ignore_eos": True}
-    before = smol.metrics()
+def test_clients_that_vanish(words, monkeypatch):
+    step = words.engine.step
+    monkeypatch.setattr(words.engine, "step", lambda: (time.sleep(0.01), step())[1])  # 150 tokens take a second
+    body = {"prompt": "w12 w13", "max_tokens": 150, "ignore_eos": True}
+    before = words.metrics()
     for _ in range(2):
-        with smol.http.stream("POST", "/v1/completions", json={**body, "stream": True, "n": 2}) as response:
+        with words.http.stream("POST", "/v1/completions", json={**body, "stream": True, "n": 2}) as response:
             next(response.iter_lines())
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{smol.url}/v1/completions", json=body, timeout=0.3)
-    smol.assert_free()
-    after = smol.metrics()
+            httpx.post(f"{words.url}/v1/completions", json=body, timeout=0.3)
+    words.assert_free()
+    after = words.metrics()
     assert after["specdec_requests_total", "499"] - before.get(("specdec_requests_total", "499"), 0) == 4
     assert after["specdec_tokens_total",] - before["specdec_tokens_total",] < 6 * 150
 
@@ -290,10 +295,10 @@ BAD_CHATS = [  # fields, the field at fault, what the message says
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), BAD_CHATS, ids=[next(iter(f)) for f, _, _ in BAD_CHATS])
-def test_bad_fields_are_named(smol, fields, param, says):
+def test_bad_fields_are_named(words, fields, param, says):
     for stream in ({}, {"stream": True}):
         if "stream" not in fields and not ("stream_options" in fields and stream):
-            response = smol.post({"messages": CHAT, "max_tokens": 2, **fields, **stream})
+            response = words.post({"messages": CHAT, "max_tokens": 2, **fields, **stream})
             error = response.json()["error"]
             assert (response.status_code, error["param"]) == (400, param) and says in error["message"]
             assert error["type"] == "invalid_request_error"
@@ -308,32 +313,32 @@ BAD_TEXTS += [{"prompt": "x", name: 1} for name in ("logprobs", "suffix", "messa
 BAD_TEXTS += [{"prompt": "x", "logprobs": 0}, {"prompt": "x", "best_of": 2}]
 
 
-def test_bad_bodies(smol):
+def test_bad_bodies(words):
     for body in BAD_TEXTS:
-        response = smol.post(body, "/v1/completions")
+        response = words.post(body, "/v1/completions")
         assert response.status_code == 400 and response.json()["error"]["message"], body
     neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logprobs": None, "best_of": 1, "echo": False, "n": 1}
-    assert smol.post({"prompt": "x", "max_tokens": 1, **neutral}, "/v1/completions").status_code == 200
-    too_large = smol.post({"prompt": "x" * 17_000_000}, "/v1/completions")
+    assert words.post({"prompt": "x", "max_tokens": 1, **neutral}, "/v1/completions").status_code == 200
+    too_large = words.post({"prompt": "x" * 17_000_000}, "/v1/completions")
     assert too_large.status_code == 413 and "bytes" in too_large.json()["error"]["message"]
-    with pytest.raises(openai.NotFoundError, match="only 'smollm2' is served"):
-        smol.api.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.NotFoundError, match="only 'words' is served"):
+        words.api.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError, match="logprobs"):
-        smol.api.chat.completions.create(model=NAME, messages=CHAT, logprobs=True)
-    assert smol.http.get("/v1/nothing").json()["error"]["message"] == "Not Found"
+        words.api.chat.completions.create(model=NAME, messages=CHAT, logprobs=True)
+    assert words.http.get("/v1/nothing").json()["error"]["message"] == "Not Found"
 
 
-def test_models_health_and_metrics(smol):
-    assert [m.id for m in smol.api.models.list()] == [NAME] == [smol.api.models.retrieve(NAME).id]
-    served = smol.api.models.list().data[0]
+def test_models_health_and_metrics(words):
+    assert [m.id for m in words.api.models.list()] == [NAME] == [words.api.models.retrieve(NAME).id]
+    served = words.api.models.list().data[0]
     assert served.created > 1e9 and served.max_model_len == MAX_SEQ_LEN
-    with pytest.raises(openai.NotFoundError, match="only 'smollm2' is served"):
-        smol.api.models.retrieve("owner/other")
-    assert smol.http.get("/health").json() == {"status": "ok"}
-    smol.post({"messages": CHAT, "max_tokens": 6})
-    found = smol.metrics()
+    with pytest.raises(openai.NotFoundError, match="only 'words' is served"):
+        words.api.models.retrieve("owner/other")
+    assert words.http.get("/health").json() == {"status": "ok"}
+    words.post({"messages": CHAT, "max_tokens": 6})
+    found = words.metrics()
     assert 1 < found["specdec_tau",] <= 3 and found["specdec_requests_total", "200"] > 0
-    assert found["specdec_kv_pages_free",] == found["specdec_kv_pages",] == smol.total
+    assert found["specdec_kv_pages_free",] == found["specdec_kv_pages",] == words.total
     assert found["specdec_requests_running",] == found["specdec_requests_waiting",] == 0
     assert found["specdec_replays_total", "round"] == 0 < found["specdec_eager_total", "round"]
 

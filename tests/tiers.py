@@ -112,7 +112,6 @@ IN_TEST = {
     "test_round_graphs.py::test_synthetic_acceptance_keeps_its_rates": "eager-chain",
     "test_round_graphs.py::test_text_does_not_depend_on_graphs": "(llama|gpt_oss)-tree",
     "test_seams.py::test_graphs_and_traces_replay_the_same_text": "gptj|breakable",
-    "test_serve.py::test_64_streams_at_once": "-",
     "test_serve.py::test_the_command_ends_well_on_sigterm": "-",
     "test_smollm2.py::test_demo_reports_equal_outputs": "-",
     "test_smollm2.py::test_greedy_speculation_equals_generate": "eagle3-K4",
