@@ -28,7 +28,7 @@ def on_ranks(fn: Callable[..., Any], folder: Path, device: str, *args: Any) -> t
     traceback of a rank that raised.
     """
     context = torch.multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
-    context.set_forkserver_preload(["tests.tiny_models", "specdec"])  # which takes seconds, once for all ranks
+    context.set_forkserver_preload(["tests.tiny_models", "specdec.api", fn.__module__])  # once for all ranks: seconds
     given = (fn.__module__, fn.__qualname__, str(folder), device, args)
     processes = [context.Process(target=_run, args=(rank, *given)) for rank in range(SIZE)]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"} if device == "cpu" else {}

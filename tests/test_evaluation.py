@@ -20,6 +20,7 @@ from specdec.tools.commands.main import main
 from tests.heads import random_draft
 from tests.recurrent_models import recurrent_model
 from tests.tiny_models import tiny_model
+from tests.train_models import target_with_words
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18, 19], [3, 4]]
@@ -268,11 +269,12 @@ def test_specdec_eval_is_lm_eval_with_the_model(smollm2, tasks, tmp_path, monkey
     assert results["config"]["model"] == "specdec" and 0 <= results["results"]["toy_choices"]["acc,none"] <= 1
 
 
-def test_mistakes_in_model_args_are_named(smollm2, monkeypatch):
+def test_mistakes_in_model_args_are_named(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     import specdec.evaluation
 
-    monkeypatch.setattr(specdec.evaluation, "load", lambda *args: smollm2)
+    target = target_with_words(tmp_path)
+    monkeypatch.setattr(specdec.evaluation, "load", lambda *args: target)
     make = specdec.evaluation.SpecdecLM
     with pytest.raises(ValueError, match=r"max_length=64 and max_seq_len"):
         make(max_length=64, max_seq_len=64)
@@ -290,7 +292,7 @@ def test_mistakes_in_model_args_are_named(smollm2, monkeypatch):
     lm = make(algo="lookup", max_length=32, prefix_cache=False)
     assert not lm.engine.report().prefix_cache
     lm.engine.detach()
-    engine = specdec.attach(smollm2[0], max_batch=1, max_seq_len=16)
+    engine = specdec.attach(target[0], max_batch=1, max_seq_len=16)
     with pytest.raises(ValueError, match="the engine has no tokenizer"):
         specdec.tools.doors.evaluation.EngineLM(engine)
     engine.detach()

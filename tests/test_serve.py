@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import pytest
 
 import specdec
-from specdec.reach.targets.pretrained import load_pretrained
 from specdec.tools.commands.serve import serve as serve_command
 from tests.test_text import TOKENIZER
 from tests.tiny_models import tiny_model
-from tests.train_models import save_target, tiny_head, tiny_target
+from tests.train_models import save_target, target_with_words, tiny_head, tiny_target
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -95,9 +94,7 @@ def serving(engine, max_waiting=MAX_WAITING, name=NAME, **options):
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """A server of a small model that has words and a chat template, and a draft."""
-    folder = tmp_path_factory.mktemp("target")
-    save_target(tiny_target(), folder)
-    model, tokenizer = load_pretrained(folder)
+    model, tokenizer = target_with_words(tmp_path_factory.mktemp("target"))
     settings = dict(max_batch=MAX_BATCH, max_seq_len=MAX_SEQ_LEN, num_steps=2)
     engine = specdec.attach(model, tiny_head(model).eval(), tokenizer=tokenizer, **settings)
     with serving(engine) as served:

@@ -34,6 +34,7 @@ NUM_TOKENS = 8
 LAWS = {"greedy": {}, "sampled": {"temperature": 0.8, "do_sample": True, "seed": 3}}
 CASES = [*itertools.product((*ALGOS, "lookup"), SHAPES, LAWS), ("none", "chain", "greedy")]
 CASES = [c for c in CASES if c[:2] != ("lookup", "tree")]
+COMPARED = {("eagle3", "chain", "greedy"), ("eagle3", "tree", "greedy"), ("nextn", "chain", "greedy")}  # by others, too
 SETTINGS = {"max_batch": 3, "max_seq_len": 64, "graph_sampling": ("greedy",)}
 
 
@@ -46,12 +47,12 @@ def engine_of(model, algo, shape="chain", **settings):
     return specdec.attach(model, draft, algo=wanted, **({} if algo == "none" else drafting), **SETTINGS, **settings)
 
 
-def texts(model):
-    """The tokens of every case; of greedy trees from graphs."""
+def texts(model, cases):
+    """The tokens of these cases; of greedy trees from graphs."""
     found = {}
-    for algo, shape in dict.fromkeys((algo, shape) for algo, shape, _ in CASES):
+    for algo, shape in dict.fromkeys((algo, shape) for algo, shape, _ in cases):
         engine = engine_of(model, algo, shape, cuda_graph=True if shape == "tree" else None)
-        for law in [law for *case, law in CASES if case == [algo, shape]]:
+        for law in [law for *case, law in cases if case == [algo, shape]]:
             found[algo, shape, law] = engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS, **LAWS[law]).tokens
         engine.detach()
     return found
@@ -71,8 +72,9 @@ class Verdict(NamedTuple):
     flags: torch.Tensor
 
 
-def play(rank, folder, device, path, *faults):
-    """All that two ranks do together, and then the faults, each of which leaves the group useless, on a new one."""
+def play(rank, folder, device, path, cases, is_whole, *faults):
+    """The texts of cases; if `is_whole` all else that two ranks do together, and then the faults, each of which leaves
+    the group useless, on a new one."""
     found = {}
     ranks.BEAT_S = 0.2
 
@@ -82,7 +84,10 @@ def play(rank, folder, device, path, *faults):
 
     model = sharded(path)
     shards = shards_of(model)
-    note(texts=texts(model), parts=parts_of(model), files=from_files(model, Path(folder, f"head{rank}")))
+    note(texts=texts(model, cases))
+    if not is_whole:
+        return found
+    note(parts=parts_of(model), files=from_files(model, Path(folder, f"head{rank}")))
     pairs = zip(shards, shards_of(model), strict=True)
     note(restored=all(kind is now and torch.equal(t, u) for (kind, t), (now, u) in pairs))
     note(**disagree(model, rank))
@@ -278,14 +283,24 @@ FAULTS = {"step": fails_in_a_step, "attach": fails_to_attach, "killed": is_kille
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory, device):
+def selected(request):
+    """The cases whose texts this run compares, and whether it has other tests of this module."""
+    own = [item for item in request.session.items if item.path == Path(__file__)]
+    given = [getattr(item, "callspec", None) for item in own]
+    cases = COMPARED.union(c.params["case"] for c in given if c and "case" in c.params)
+    return [case for case in CASES if case in cases], any(not c or "case" not in c.params for c in given)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory, device, selected):
     """What both ranks found, and the exit codes of the last fault."""
     path = tmp_path_factory.mktemp("model")
     tiny_model("llama").save_pretrained(path)
     if device == "cpu":
-        return on_ranks(play, tmp_path_factory.mktemp("ranks"), device, str(path), *FAULTS)
-    found, codes = on_ranks(play, tmp_path_factory.mktemp("ranks"), device, str(path))
-    for fault in FAULTS:  # processes of their own: NCCL does not always begin again where it was broken off
+        faults = FAULTS if selected[1] else ()
+        return on_ranks(play, tmp_path_factory.mktemp("ranks"), device, str(path), *selected, *faults)
+    found, codes = on_ranks(play, tmp_path_factory.mktemp("ranks"), device, str(path), *selected)
+    for fault in FAULTS if selected[1] else ():  # processes of their own: NCCL does not always begin again where it was broken off
         folder = tmp_path_factory.mktemp("ranks")
         suffered, codes = on_ranks(suffer, folder, device, str(path), fault)
         if codes[0] == LOST:  # kernels were being loaded into a device that waited
@@ -300,8 +315,8 @@ def played(outcome):
 
 
 @pytest.fixture(scope="module")
-def expected(device):
-    return texts(tiny_model("llama").to(device))
+def expected(device, selected):
+    return texts(tiny_model("llama").to(device), selected[0])
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from specdec.core.draft.head import DraftHead
 from specdec.reach.heads.eagle3 import Eagle3Head
 from specdec.reach.heads.fresh import eagle3_config, new_eagle, new_eagle3, new_nextn
+from specdec.reach.targets.pretrained import load_pretrained
 from specdec.tools.train.config import HeadShape
 from specdec.tools.train.data import Corpus
 from specdec.tools.train.standalone import new_student
@@ -71,6 +72,12 @@ def save_target(model: LlamaForCausalLM, folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"w{EOS}", unk_token="w1")
     tokenizer.chat_template = "w4 {{ messages[0]['content'] }} w2 w5"
     tokenizer.save_pretrained(folder)
+
+
+def target_with_words(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """The tiny target and its tokenizer, as they are loaded from the files in `folder`, which it writes."""
+    save_target(tiny_target(), folder)
+    return load_pretrained(folder)
 
 
 @contextmanager
