@@ -1,22 +1,37 @@
-"""Makes Triton's interpreter quick enough for a test suite.
+"""Makes Triton's interpreter quick enough for a test suite: what it does again and again, it does once.
 
-It replaces what `tl` names, hundreds of attributes, whenever a kernel is launched and again whenever a kernel calls a
-function, where all of it is replaced already: half of its time. Within a launch once is enough.
+- It replaces what `tl` names, hundreds of attributes, whenever a kernel is launched and again whenever a kernel calls a
+  function, where all of it is replaced already: half of its time. Within a launch once is enough.
+- Of every sum and product of integers it computes a check for overflow, which is read with `debug` only.
+- It makes a table of dtypes for every value, and the shape of every tensor anew.
 """
 
+import dataclasses
+import math
 import threading
 from functools import cache
 from typing import Any
 
+from triton.language import core
 from triton.runtime import interpreter
 
 
 def make_quick() -> None:
-    """See the module; does nothing with a Triton whose interpreter works in another way."""
-    patch = getattr(interpreter, "_patch_lang", None)
-    scope_class = getattr(interpreter, "_LangPatchScope", None)
-    if patch is None or scope_class is None:
-        return
+    """See the module; leaves a Triton alone whose interpreter works in another way."""
+    if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
+        _patch_once_a_launch()
+    builder = getattr(interpreter, "interpreter_builder", None)
+    options = getattr(builder, "options", None)
+    if builder is not None and hasattr(options, "sanitize_overflow") and not getattr(options, "debug", True):
+        builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    if hasattr(interpreter, "_get_np_dtype"):
+        _look_dtypes_up()
+    core.tensor.__init__ = _init_tensor
+    core.block_type.with_element_ty = _with_element_ty
+
+
+def _patch_once_a_launch() -> None:
+    patch, scope_class = interpreter._patch_lang, interpreter._LangPatchScope
     local = threading.local()
 
     class Launch(scope_class):  # type: ignore[misc, valid-type]
@@ -44,3 +59,33 @@ def make_quick() -> None:
         return scope
 
     interpreter._patch_lang = patch_lang
+
+
+def _look_dtypes_up() -> None:
+    live = interpreter._get_np_dtype
+    known = cache(live)
+
+    def look_up(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        return live(scalar) if isinstance(scalar, core.pointer_type) else known(scalar)
+
+    interpreter._get_np_dtype = look_up
+
+
+@cache
+def _shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return what tensors of a shape hold of it: the number of elements, and the sizes."""
+    return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(size) for size in shape])
+
+
+def _init_tensor(self: Any, handle: Any, dtype: Any) -> None:
+    self.handle, self.type, self.dtype = handle, dtype, dtype.scalar
+    self.numel, self.shape = _shape(dtype.shape if dtype.is_block() else ())
+
+
+def _with_element_ty(self: Any, scalar: Any) -> Any:
+    """Return a type of the same shape, which has been checked."""
+    made = object.__new__(core.block_type)
+    made.element_ty, made.shape, made.numel = scalar, self.shape, self.numel
+    made.name = f"<{self.shape}, {scalar}>"
+    return made
