@@ -28,6 +28,7 @@ def make_quick() -> None:
         _look_dtypes_up()
     core.tensor.__init__ = _init_tensor
     core.block_type.with_element_ty = _with_element_ty
+    _convert_no_types(builder)
 
 
 def _patch_once_a_launch() -> None:
@@ -72,15 +73,21 @@ def _look_dtypes_up() -> None:
     interpreter._get_np_dtype = look_up
 
 
+def _convert_no_types(builder: Any) -> None:
+    """Types of the interpreter's are those of the language."""
+    live = core.block_type.to_ir
+    core.block_type.to_ir = lambda self, other: self if other is builder else live(self, other)
+
+
 @cache
-def _shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return what tensors of a shape hold of it: the number of elements, and the sizes."""
-    return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(size) for size in shape])
+def _shape(*sizes: int) -> tuple[Any, Any]:
+    """Return what tensors of these sizes hold of them: the number of elements, and the sizes."""
+    return core.constexpr(math.prod(sizes)), core.tuple([core.constexpr(size) for size in sizes])
 
 
 def _init_tensor(self: Any, handle: Any, dtype: Any) -> None:
     self.handle, self.type, self.dtype = handle, dtype, dtype.scalar
-    self.numel, self.shape = _shape(dtype.shape if dtype.is_block() else ())
+    self.numel, self.shape = _shape(*dtype.shape) if dtype.is_block() else _shape()
 
 
 def _with_element_ty(self: Any, scalar: Any) -> Any:

@@ -300,7 +300,8 @@ def outcome(tmp_path_factory, device, selected):
         faults = FAULTS if selected[1] else ()
         return on_ranks(play, tmp_path_factory.mktemp("ranks"), device, str(path), *selected, *faults)
     found, codes = on_ranks(play, tmp_path_factory.mktemp("ranks"), device, str(path), *selected)
-    for fault in FAULTS if selected[1] else ():  # processes of their own: NCCL does not always begin again where it was broken off
+    # processes of their own: NCCL does not always begin again where it was broken off
+    for fault in FAULTS if selected[1] else ():
         folder = tmp_path_factory.mktemp("ranks")
         suffered, codes = on_ranks(suffer, folder, device, str(path), fault)
         if codes[0] == LOST:  # kernels were being loaded into a device that waited
