@@ -309,9 +309,7 @@ def test_scratch_is_bounded(kind, scratch, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["delta", "delta by key", "ssd", "by key"])
-@pytest.mark.parametrize("parts", [2, 3] if ON_GPU else [chunks.PARTS])
-def test_inputs_of_16_bits_lose_nothing_more(kind, parts, monkeypatch):
-    monkeypatch.setattr(chunks, "PARTS", parts)
+def test_inputs_of_16_bits_lose_nothing_more(kind):
     session = Session(kind, TRITON_RECURRENT, dtype=torch.bfloat16, tolerance=2e-2)
     session.prefill([1, 0], [80, 5], padding=1)
     session.tolerance = 2e-5

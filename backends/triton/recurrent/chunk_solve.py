@@ -7,14 +7,22 @@ Twin: `recurrent.reference.scan_extend`, in its notation: with A the strict lowe
 import triton
 import triton.language as tl
 
-from specdec.backends.triton.recurrent.chunk_tiles import find_chunk, load_tile, product, solved, store_parts
+from specdec.backends.triton.recurrent.chunk_tiles import (
+    PARTS,
+    PRECISION,
+    find_chunk,
+    load_tile,
+    product,
+    solved,
+    store_parts,
+)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens", "first_chunk"], do_not_specialize_on_alignment=["qo_indptr"])
 def weights_kernel(
     q, k, g, cums, keys, qk, kk, qo_indptr, num_reqs, num_tokens, first_chunk, q_t, q_h, k_t, k_h, g_t, g_h,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, CORRECTED: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Decays by key, 16 tokens of a head: cum; exp(cum_i - cum_j) times q_i . k_j and k_i . k_j in their chunk; keys.
 
@@ -48,7 +56,7 @@ def weights_kernel(
     tl.store(cums + block * (CHUNK * N) + place * N + n[None, :], start[None, :] + cum, mask=is_key)
     until = tl.sum(every, 0)[None, :] - start[None, :] - cum
     keys += block * (PARTS * CHUNK * N) + place * N + n[None, :]
-    store_parts(keys, CHUNK * N, k_tile * tl.exp(until), is_key, PARTS)
+    store_parts(keys, CHUNK * N, k_tile * tl.exp(until), is_key)
     for j in range(0, 16):
         is_j = (i == j)[:, None]
         gap = tl.where((i >= j)[:, None], cum - tl.sum(tl.where(is_j, cum, 0.0), 0)[None, :], float("-inf"))
@@ -69,7 +77,6 @@ def solve_kernel(
     k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One head of one chunk: X v and w. cums, kk: of decays by key."""
     slot, head = tl.program_id(0), tl.program_id(1)
@@ -86,15 +93,15 @@ def solve_kernel(
         seen = tl.zeros([CHUNK, CHUNK], tl.float32)
         for n in tl.static_range(0, BLOCK_N, BLOCK):
             tile = load_tile(k, k_t, i, n + column, left, N)
-            seen = product(tile, tl.trans(tile), seen, PRECISION, PARTS)
+            seen = product(tile, tl.trans(tile), seen)
         seen *= tl.exp(tl.where(is_before, cum[:, None] - cum[None, :], float("-inf")))
     else:
         seen = tl.load(kk + block * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :])
     strength = tl.load(beta + (first + i) * beta_t + head * beta_h, mask=i < left, other=0.0).to(tl.float32)
-    x = solved(tl.where(is_before, seen * strength[:, None], 0.0), CHUNK, PRECISION) * strength[None, :]
+    x = solved(tl.where(is_before, seen * strength[:, None], 0.0), CHUNK) * strength[None, :]
     empty = tl.zeros([CHUNK, BLOCK], tl.float32)
     for p in tl.static_range(0, BLOCK_P, BLOCK):
-        tile = product(x, load_tile(v, v_t, i, p + column, left, P), empty, PRECISION, PARTS)
+        tile = product(x, load_tile(v, v_t, i, p + column, left, P), empty)
         u_at = u + block * (CHUNK * P) + i[:, None] * P + (p + column)[None, :]
         tl.store(u_at, tile, mask=(p + column < P)[None, :])
     if DECAY == "head":
@@ -105,5 +112,5 @@ def solve_kernel(
         tile = load_tile(k, k_t, i, n + column, left, N)
         if DECAY == "key":
             tile = tile.to(tl.float32) * tl.exp(tl.load(cums + block * (CHUNK * N) + at, mask=is_key, other=0.0))
-        tile = product(-x, tile, empty, PRECISION, PARTS)
-        store_parts(w + block * (PARTS * CHUNK * N) + at, CHUNK * N, tile, is_key, PARTS)
+        tile = product(-x, tile, empty)
+        store_parts(w + block * (PARTS * CHUNK * N) + at, CHUNK * N, tile, is_key)

@@ -9,6 +9,8 @@ import triton.language as tl
 from specdec.backends.triton.launch.relaunch import INTERPRETED
 
 UPCAST = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16
+PRECISION = tl.constexpr("tf32x3")  # of products of fp32: three products of tensor cores, which together are as exact
+PARTS = tl.constexpr(3)  # bf16 that fp32 is taken apart into where its partner is in bf16: 24 bits
 
 
 @triton.jit
@@ -48,7 +50,7 @@ def load_tile(x, stride, i, n, left, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, total, PRECISION: tl.constexpr):
+def _dot(a, b, total):
     if a.dtype == tl.float32:
         return tl.dot(a, b, total, input_precision=PRECISION)
     elif UPCAST:
@@ -65,68 +67,57 @@ def _rounded(x):
 
 @triton.jit
 def _parts(x):
-    """Take fp32 apart into three that bf16 holds, first to last: two have 16 bits, three 24."""
+    """Take fp32 apart into three that bf16 holds, first to last."""
     first = _rounded(x)
     second = _rounded(x - first)
     return first, second, x - first - second
 
 
 @triton.jit
-def product(a, b, total, PRECISION: tl.constexpr, PARTS: tl.constexpr):
+def product(a, b, total):
     """Return total + a b. What is in bf16 stays so, and an fp32 partner is taken apart: cheaper than tf32x3."""
     if a.dtype == b.dtype:
-        return _dot(a, b, total, PRECISION)
+        return _dot(a, b, total)
     elif a.dtype == tl.bfloat16:
         first, second, third = _parts(b)
-        if PARTS == 3:
-            total = _dot(a, third.to(tl.bfloat16), total, PRECISION)
-        total = _dot(a, second.to(tl.bfloat16), total, PRECISION)
-        return _dot(a, first.to(tl.bfloat16), total, PRECISION)
+        total = _dot(a, second.to(tl.bfloat16), _dot(a, third.to(tl.bfloat16), total))
+        return _dot(a, first.to(tl.bfloat16), total)
     else:
         first, second, third = _parts(a)
-        if PARTS == 3:
-            total = _dot(third.to(tl.bfloat16), b, total, PRECISION)
-        total = _dot(second.to(tl.bfloat16), b, total, PRECISION)
-        return _dot(first.to(tl.bfloat16), b, total, PRECISION)
+        total = _dot(second.to(tl.bfloat16), b, _dot(third.to(tl.bfloat16), b, total))
+        return _dot(first.to(tl.bfloat16), b, total)
 
 
 @triton.jit
-def store_parts(at, step, x, mask, PARTS: tl.constexpr):
+def store_parts(at, step, x, mask):
     """Store fp32 in parts, `step` elements apart, for `stored_product`."""
     first, second, third = _parts(x)
     tl.store(at, first.to(tl.bfloat16), mask=mask)
     tl.store(at + step, second.to(tl.bfloat16), mask=mask)
-    if PARTS == 3:
-        tl.store(at + 2 * step, third.to(tl.bfloat16), mask=mask)
+    tl.store(at + 2 * step, third.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit
-def stored_product(at, step, mask, b, total, IS_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr):
+def stored_product(at, step, mask, b, total, IS_TRANSPOSED: tl.constexpr):
     """Return total + a b, of an `a` (or its transpose) in parts: those reach the tensor cores without registers."""
     a_first = tl.load(at, mask=mask, other=0.0)
     a_second = tl.load(at + step, mask=mask, other=0.0)
     if IS_TRANSPOSED:
         a_first, a_second = tl.trans(a_first), tl.trans(a_second)
     first, second, third = _parts(b)
-    if PARTS == 3:
-        part = third.to(tl.bfloat16)
-        total = _dot(a_first, part, total, PRECISION)
-        part = second.to(tl.bfloat16)
-        total = _dot(a_second, part, total, PRECISION)
-    else:
-        part = second.to(tl.bfloat16)
-    total = _dot(a_first, part, total, PRECISION)
+    total = _dot(a_first, third.to(tl.bfloat16), total)
+    part = second.to(tl.bfloat16)
+    total = _dot(a_first, part, _dot(a_second, part, total))
     part = first.to(tl.bfloat16)
-    if PARTS == 3:
-        a_third = tl.load(at + 2 * step, mask=mask, other=0.0)
-        if IS_TRANSPOSED:
-            a_third = tl.trans(a_third)
-        total = _dot(a_third, part, total, PRECISION)
-    return _dot(a_first, part, _dot(a_second, part, total, PRECISION), PRECISION)
+    a_third = tl.load(at + 2 * step, mask=mask, other=0.0)
+    if IS_TRANSPOSED:
+        a_third = tl.trans(a_third)
+    total = _dot(a_third, part, total)
+    return _dot(a_first, part, _dot(a_second, part, total))
 
 
 @triton.jit
-def solved(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+def solved(a, CHUNK: tl.constexpr):
     """(I + a)^-1 of a strictly lower [CHUNK, CHUNK], fp32: blocks of 16 by columns, all at once, then pairs of blocks.
 
     Both are forward substitution: powers of `a` can be large where the inverse is not.

@@ -18,6 +18,7 @@ from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.recurrent import scan
 from specdec.backends.triton.recurrent.chunk_solve import solve_kernel, weights_kernel
 from specdec.backends.triton.recurrent.chunk_tiles import (
+    PARTS,
     chunks_before,
     find_chunk,
     load_tile,
@@ -28,8 +29,6 @@ from specdec.core.batch import AttentionMetadata
 
 CHUNK = {"head": 64, "key": 32}  # tokens, 16 to 256
 FEWEST = 48  # tokens that are worth several launches
-PRECISION = "tf32x3"  # of products of fp32: three products of tensor cores, which together are as exact
-PARTS = 3  # bf16 that fp32 is taken apart into where its partner is in bf16; 2 have 16 bits
 SCRATCH = 96 << 20  # bytes; the chunks of longer prefills pass in segments
 ALIGNED = 8  # of dims; with rows of 16 bits at odd places a test on a GPU fails (Triton 3.6), so they are made fp32
 WEIGHTS = dict(num_warps=8, num_stages=1)
@@ -48,7 +47,6 @@ def _states_kernel(
     k_t, k_h, v_t, v_h, g_t, g_h,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr, CORRECTED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Some values of one head of one request, chunk by chunk: the state each begins with, and its u (if corrected)."""
     head, request = tl.program_id(1), tl.program_id(2)
@@ -85,7 +83,7 @@ def _states_kernel(
             u_at = u + at_chunk * (CHUNK * P) + value_at
             given = tl.load(u_at, mask=is_value, other=0.0)
             w_at = w + at_chunk * (PARTS * CHUNK * N) + key_at
-            given = stored_product(w_at, CHUNK * N, is_key, current, given, False, PRECISION, PARTS)
+            given = stored_product(w_at, CHUNK * N, is_key, current, given, False)
             tl.store(u_at, given, mask=is_value)
         else:
             given = load_tile(v + c * (CHUNK * v_t), v_t, i, p, rest, P).to(tl.float32)
@@ -94,12 +92,12 @@ def _states_kernel(
             last = tl.sum(gap)
             given *= tl.exp(last - tl.cumsum(gap, 0))[:, None]
             tile = load_tile(k + c * (CHUNK * k_t), k_t, i, n, rest, N)
-            current = product(tl.trans(tile), given, current * tl.exp(last), PRECISION, PARTS)
+            current = product(tl.trans(tile), given, current * tl.exp(last))
         else:
             last = tl.load(cums + (at_chunk * CHUNK + CHUNK - 1) * N + n, mask=n < N, other=0.0)
             current *= tl.exp(last)[:, None]
             keys_at = keys + at_chunk * (PARTS * CHUNK * N) + key_at
-            current = stored_product(keys_at, CHUNK * N, is_key, given, current, True, PRECISION, PARTS)
+            current = stored_product(keys_at, CHUNK * N, is_key, given, current, True)
     tl.store(state, current, mask=inside)
 
 
@@ -109,7 +107,7 @@ def _outputs_kernel(
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr, CORRECTED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some values of one head of one chunk: what its queries read. Padding gets zeros."""
     slot, head = tl.program_id(0), tl.program_id(1)
@@ -135,11 +133,11 @@ def _outputs_kernel(
         state_at = states + n[:, None] * P + p[None, :]
         state = tl.load(state_at, mask=(n < N)[:, None] & (p < P)[None, :], other=0.0)
         if DECAY == "head":
-            seen = product(q_tile, tl.trans(load_tile(k, k_t, i, n, left, N)), seen, PRECISION, PARTS)
+            seen = product(q_tile, tl.trans(load_tile(k, k_t, i, n, left, N)), seen)
         else:
             cum_at = cums + i[:, None] * N + n[None, :]
             q_tile = q_tile.to(tl.float32) * tl.exp(tl.load(cum_at, mask=(n < N)[None, :], other=0.0))
-        total = product(q_tile, state, total, PRECISION, PARTS)
+        total = product(q_tile, state, total)
     if DECAY == "head":
         cum = tl.cumsum(tl.load(g + (first + i) * g_t + head * g_h, mask=i < left, other=0.0).to(tl.float32), 0)
         total *= tl.exp(cum)[:, None]
@@ -150,7 +148,7 @@ def _outputs_kernel(
         given = tl.load(u + block * (CHUNK * P) + i[:, None] * P + p[None, :], mask=(p < P)[None, :], other=0.0)
     else:
         given = load_tile(v + first * v_t + head * v_h, v_t, i, p, left, P).to(tl.float32)
-    total = product(seen, given, total, PRECISION, PARTS)
+    total = product(seen, given, total)
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -223,8 +221,6 @@ def _constants(spec: ScanSpec, num_reqs: int) -> dict[str, Any]:
         BLOCK_R=triton.next_power_of_2(num_reqs),
         BLOCK_N=max(triton.next_power_of_2(spec.k_dim), 16),
         CHUNK=CHUNK[spec.decay],
-        PRECISION=PRECISION,
-        PARTS=PARTS,
     )
 
 
@@ -240,7 +236,7 @@ def _blocks(spec: ScanSpec, given: dict[str, int]) -> dict[str, int]:
 def _states_constants(spec: ScanSpec, key_bytes: int, shared: int) -> dict[str, int]:
     """STATES, in no more stages than `shared` memory has bytes for."""
     found, common = _blocks(spec, STATES), _constants(spec, 1)
-    size, width, of_parts = common["CHUNK"], common["BLOCK_N"], 2 * PARTS
+    size, width, of_parts = common["CHUNK"], common["BLOCK_N"], 2 * PARTS.value
     per_key = (of_parts if spec.is_corrected else 0) + (of_parts if spec.decay == "key" else key_bytes)
     u, state = size * found["BLOCK_P"] * 4, width * found["BLOCK_P"] * 4  # u takes a stage less
     num_stages = (shared - 1024 - state + u) // (size * width * per_key + u)
@@ -250,7 +246,7 @@ def _states_constants(spec: ScanSpec, key_bytes: int, shared: int) -> dict[str, 
 def _chunk_shapes(spec: ScanSpec) -> dict[str, tuple[torch.dtype, Sequence[int]] | None]:
     """Dtype and shape of each field of `_Scratch`, for one head of one chunk."""
     size, is_by_key, is_corrected = CHUNK[spec.decay], spec.decay == "key", spec.is_corrected
-    of_keys = torch.bfloat16, (PARTS, size, spec.k_dim)
+    of_keys = torch.bfloat16, (PARTS.value, size, spec.k_dim)
     return {
         "states": (torch.float32, (spec.k_dim, spec.v_dim)),
         "u": (torch.float32, (size, spec.v_dim)) if is_corrected else None,
