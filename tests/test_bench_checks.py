@@ -11,7 +11,7 @@ from specdec import SamplingParams
 from specdec.core.prefill.graphs import PrefillGraphs
 from specdec.reach.heads.load import save_head
 from specdec.tools.commands import main as cli
-from specdec.tools.measure import gsm8k, lossless, statistics
+from specdec.tools.measure import bitwise, gsm8k, lossless, statistics
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, tiny_target
@@ -161,6 +161,8 @@ def test_scipy_is_asked_for_by_name(monkeypatch):
         (("gsm8k", "--mode", "fast"), "--mode 'fast': expected off, breakable, piecewise or compiled"),
         (("gsm8k", "--dtype", "int8"), "dtype='int8'"),
         (("lossless", "--batch", "x"), "--batch 'x'"),
+        (("lossless", "--check", "logits"), "--check 'logits': expected of text, bits"),
+        (("lossless", "--way", "prefix"), "--way 'prefix': expected of default, chunks, prefixes, mixed, whole"),
     ],
 )
 def test_mistakes_are_one_line(folder, capsys, monkeypatch, arguments, message):
@@ -207,3 +209,54 @@ def test_lossless_command(folder, tmp_path, capsys, monkeypatch):
     break_mode(monkeypatch, "off", 2.0)
     code, lines, _ = run(capsys, monkeypatch, "lossless", *common, *counts, "--temperature", 0)
     assert code == 1 and json.loads(lines[-1])["unexplained"] > 0
+
+
+def test_tokens_and_logits_are_compared_up_to_the_first_other_token():
+    def texts(tokens, digests, bits="equal"):
+        return bitwise.Texts(tokens, digests, bits, {"tau": 2.0})
+
+    plain = texts([[5, 6, 7], [8, 9, 1]], [[50, 60, 70], [80, 90, 10]])
+    row = bitwise.compare(plain, plain)
+    counts = ("compared", "equal", "emitted", "logits", "logits_differ", "unexplained", "bits")
+    assert [row[key] for key in counts] == [2, 2, 6, 6, 0, 0, "equal"] and row["tau"] == 2.0
+    other = texts([[5, 6, 7], [8, 4, 2]], [[50, 61, 70], [80, 91, 11]])
+    row = bitwise.compare(other, plain)
+    assert [row[key] for key in counts] == [2, 1, 6, 5, 2, 2, "equal"] and row["first_difference"] == [1]
+    row = bitwise.compare(texts(plain.tokens, [[50, 60, 71], [80, 90, 10]]), plain)
+    assert [row[key] for key in counts] == [2, 2, 6, 6, 1, 1, "equal"], "the same text of other logits"
+    for pair in ((other._replace(bits="not checked"), plain), (other, plain._replace(bits="not checked"))):
+        row = bitwise.compare(*pair)
+        assert (row["equal"], row["logits_differ"], row["unexplained"], row["bits"]) == (1, 2, 0, "not checked")
+
+
+def test_lossless_compares_bits(folder, tmp_path, capsys, monkeypatch):
+    common = ("--data", folder, "--target", folder / "target", "--draft", f"{folder}/head,lookup", "--device", "cpu")
+    counts = ("--json", "--check", "bits", "--limit", 2, "--batch", "2,1", "--max-new-tokens", 6)
+    counts += ("--shape", "2:1:3,2:2:4")
+    code, lines, _ = run(capsys, monkeypatch, "lossless", *common, *counts, "--out", tmp_path)
+    found = json.loads(lines[-1])
+    assert code == 0 and (found["compared"], found["equal"], found["emitted"]) == (4 * 15, 4 * 15, 6 * 4 * 15)
+    cells = [("default", 2), ("chunks", 2), ("prefixes", 2), ("mixed", 2), ("default", 1)]
+    three = ["none", "head", "head"]
+    assert [(r["draft"], r["way"], r["batch"]) for r in found["configs"]] == [
+        *[(draft, "default", 2) for draft in ("head", "head", "lookup")],
+        *[(draft, *cell) for cell in cells[1:] for draft in three],
+    ]
+    assert "bits: not checked: float32 on cpu" in lines and any("rows of logits differ from plain" in s for s in lines)
+    assert {r["tau"] for r in found["configs"] if r["draft"] == "none"} == {1.0}
+    (file,) = tmp_path.glob("*.json")
+    assert json.loads(file.read_text())["rows"] == found["configs"]
+
+
+def test_lossless_fails_where_bits_differ_that_the_engine_calls_equal(folder, capsys, monkeypatch):
+    common = ("--data", folder, "--target", folder / "target", "--draft", folder / "head", "--device", "cpu", "--json")
+    counts = ("--check", "bits", "--limit", 1, "--batch", 1, "--way", "default", "--max-new-tokens", 4)
+    counts += ("--shape", "2:1:3")
+    monkeypatch.setattr("specdec.reach.assembly.assemble.check_bits", lambda core: "equal")
+    for by_width, status in ((0, 0), (1, 1)):  # a digest that depends on how many nodes a round verifies
+        digests = lambda logits, by=by_width: logits[..., 0].long() * 0 + by * logits.shape[1]  # noqa: E731
+        monkeypatch.setattr("specdec.core.round.program.row_digests", digests)
+        code, lines, _ = run(capsys, monkeypatch, "lossless", *common, *counts)
+        found = json.loads(lines[-1])
+        assert (code, found["unexplained"] > 0, found["logits_differ"] > 0) == (status, status == 1, status == 1)
+        assert found["equal"] == found["compared"] == 2

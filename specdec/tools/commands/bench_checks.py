@@ -1,17 +1,19 @@
 """`specdec bench gsm8k` and `specdec bench lossless`: checks that exit with 1 where a text or a likelihood is off."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 
 from specdec import shipped
 from specdec.core.text.prompt_sets import read_set
 from specdec.core.text.prompts import chat_ids
 from specdec.tools.commands.choices import OnTarget, Recorded, Row, draft_of, listed, name_of_target, numbers
-from specdec.tools.measure import gsm8k, lossless
+from specdec.tools.measure import bitwise, gsm8k, lossless
+from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.results import ResultFile
 from specdec.tools.measure.statistics import scipy_stats
 from specdec.tools.options import REQUIRED, option
@@ -21,6 +23,10 @@ MODES = {"compiled": "piecewise, compiled rounds"}  # names without commas on th
 ALL_MODES, CPU_MODES = "off,breakable,piecewise,compiled", "off,breakable"  # compiling takes a CPU many minutes
 # Few and small prefill graphs: on a CPU, recording and compiling one runs the whole model on as many tokens.
 CPU_SETTINGS: dict[str, Any] = {"max_prefill_tokens": 512, "prefill_buckets": (256, 512)}
+
+CHECKS = ("text", "bits")
+SHAPES = "3:1:4,4:4:16"  # of the bits check
+CUDA_SHAPES = "3:1:4,5:1:6,3:4:8,4:4:16,5:8:32,6:8:64"
 
 
 class Checking(OnTarget, Recorded):
@@ -75,36 +81,73 @@ class Gsm8k(Checking):
 
 
 class Lossless(Checking):
-    """Compare greedy text with `model.generate`, and sampled text with other ways of running the same round, for every
-    draft, chains and trees.
+    """Compare greedy text with `model.generate`, sampled text with other ways of running the same round, and tokens and
+    logits by bits with plain decoding of the same engine, for every draft, chains and trees.
 
-    Exits with 1 where a difference is not explained by rounding.
+    Exits with 1 where a text differs and rounding does not explain it, or where bits differ although the engine had
+    compared its own as equal (`Engine.report().bits`).
     """
 
-    draft: list[str] | None = option("Folders, Hub ids, shipped names; default: all.")
+    check: list[str] | None = option("Of text and bits; default: text and, in 16 bits, bits.")
+    draft: list[str] | None = option("Folders, Hub ids, shipped names, lookup; default: all shipped, lookup for bits.")
     limit: int = option("Questions of each of GSM8K and MT-bench (first turns).", 30, min=1)
-    batch: list[str] | None = option("Batch sizes of the greedy check; default 1,4.")
-    temperature: float = option("Of the sampled check; 0 leaves it out.", 1.0)
-    sampled_batch: int = option("Batch size of the sampled check.", 4, min=1)
+    batch: list[str] | None = option("Batch sizes of greedy text; default 1,4; of bits 4,1, on CUDA 32,1,8.")
+    temperature: float = option("Of sampled text; 0 leaves it out.", 1.0)
+    sampled_batch: int = option("Batch size of sampled text.", 4, min=1)
+    shape: list[str] | None = option(f"S:K:D, of bits; default {SHAPES}, on CUDA {CUDA_SHAPES}.")
+    way: list[str] | None = option(
+        f"How prompts are served, of bits: {', '.join(bitwise.WAYS)}; default: all, on a CPU the first four."
+    )
     max_new_tokens: int = option("Tokens to emit at most.", 128)
     dtype: str = option("float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.", "float32")
 
     def run(self) -> None:
-        scipy_stats()
-        drafts = {Path(name).name: draft_of(name) for name in listed(self.draft, ",".join(shipped.available()))}
-        batches = numbers("batch", self.batch, 1) or (1, 4)
+        is_cuda = device_of(self.device).startswith("cuda")
+        checks = _known("check", self.check, CHECKS, CHECKS)
+        ways = _known("way", self.way, bitwise.WAYS, bitwise.WAYS if is_cuda else bitwise.ON_CPU)
+        shapes = [DraftShape.parse(text) for text in listed(self.shape, CUDA_SHAPES if is_cuda else SHAPES)]
+        batches = numbers("batch", self.batch, 1)
+        if "text" in checks:
+            scipy_stats()
         sets = [read_set(name, self.data, self.limit) for name in ("gsm8k", "mt_bench")]
         model, tokenizer = self.load()
+        if self.check is None and model.dtype == torch.float32:
+            checks = ["text"]
         prompts = chat_ids([q.turns[0] for one in sets for q in one.questions], tokenizer)
-        names = ("temperature", "sampled_batch", "backend")
-        options = {"batches": batches, "tokenizer": tokenizer, **{name: getattr(self, name) for name in names}}
+
+        def measured() -> Iterator[Row]:
+            if "text" in checks:
+                names = ("temperature", "sampled_batch", "backend")
+                options = {"batches": batches or (1, 4), **{name: getattr(self, name) for name in names}}
+                check = lossless.Check(model, prompts, self.max_new_tokens)
+                yield from lossless.run(check, self._drafts(), tokenizer=tokenizer, **options)
+            if "bits" in checks:
+                sizes = batches or ((32, 1, 8) if is_cuda else (4, 1))
+                plan = bitwise.Plan(shapes, sizes, ways, self.max_new_tokens)
+                yield from bitwise.run(model, prompts, self._drafts("lookup"), plan, backend=self.backend)
+
         what = f"lossless-{self.backend}-{str(model.dtype).removeprefix('torch.')}"
         file = ResultFile(self.out, what, name_of_target(self.target), {"device": str(model.device)})
-        check = lossless.Check(model, prompts, self.max_new_tokens)
-        rows = self.record(file, lossless.run(check, drafts, **options))
-        result = {key: sum(r[key] for r in rows) for key in ("compared", "equal", "unexplained")}
+        rows = self.record(file, measured())
+        for said in bitwise.in_words(rows):
+            print(said)
+        keys = ("compared", "equal", "unexplained", "emitted", "logits_differ")
+        result = {key: sum(r[key] for r in rows if key in r) for key in keys}
         self.finish({**result, "configs": rows}, file.name)
         raise typer.Exit(1 if result["unexplained"] else 0)
+
+    def _drafts(self, *others: str) -> dict[str, tuple[Any, str | None]]:
+        """Return draft and algo by name; without --draft, of all shipped drafts and of `others`."""
+        return {Path(n).name: draft_of(n) for n in listed(self.draft, ",".join([*shipped.available(), *others]))}
+
+
+def _known(option: str, values: list[str] | None, known: Collection[str], default: Collection[str]) -> list[str]:
+    """Return the values of an option, each of `known`."""
+    found = listed(values, ",".join(default))
+    for value in found:
+        if value not in known:
+            raise ValueError(f"--{option} {value!r}: expected of {', '.join(known)}")
+    return found
 
 
 def _mode(name: str) -> str:

@@ -59,10 +59,10 @@ class Measure(NamedTuple):
 
 
 DESCRIBED = """
-acc calls callers_saw ci95 expected_differing experts_in_use faults finished flips_per_token free_pages
-hf_new_tokens near_ties neighbours_told nodes note notes num_graphs of_copy_rate off_prediction only_base only_here
-other_tokens reasons refused replayed rounds rss_mib_end rss_mib_start run runners says status tau_of_starts tflops
-vanished version
+acc bits calls callers_saw ci95 emitted expected_differing experts_in_use faults finished flips_per_token free_pages
+hf_new_tokens logits near_ties neighbours_told nodes note notes num_graphs of_copy_rate off_prediction only_base
+only_here other_tokens reasons refused replayed rounds rss_mib_end rss_mib_start run runners says status tau_of_starts
+tflops vanished version
 """
 MEASURES = {
     "tau": Measure("tokens/round", "higher", ci="ci95"),
@@ -87,6 +87,7 @@ MEASURES = {
     "equal": Measure("", "higher", threshold=0.0),
     "outcome": Measure("", "higher", threshold=0.0),
     **dict.fromkeys(("unexplained", "error", "lost", "wrong_texts"), Measure("", "lower", threshold=0.0)),
+    "logits_differ": Measure("", "lower", threshold=0.0),
     **dict.fromkeys(DESCRIBED.split(), Measure()),
 }
 # Of keys that are not above, by their last word; the first that fits. "_p50" and "_p99" may follow it.

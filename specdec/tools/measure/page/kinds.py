@@ -183,6 +183,17 @@ KINDS = (  # a row belongs to the first that takes it
         tables=completed.in_words,
     ),
     RowKind(
+        "bits",
+        "Bits: tokens and logits beside plain decoding",
+        "Texts equal token for token to plain decoding of the same engine, and rows of logits that differ in any bit, "
+        "up to the first other token. Texts that differ although the engine calls its bits equal are unexplained.",
+        lambda row: "logits_differ" in row,
+        best=(Best("logits_differ", "rows of logits different, at most", ("emitted", "draft", "way"), pick=max),),
+        columns="file draft algo num_steps topk num_draft_tokens way batch against compared equal emitted logits "
+        "logits_differ unexplained bits tau seconds",
+        brief="draft num_steps topk num_draft_tokens way batch compared equal emitted logits_differ unexplained tau",
+    ),
+    RowKind(
         "lossless",
         "Lossless: texts beside another way's",
         "Texts equal token for token to those of the way named, and how many of the others part where the target's own "
