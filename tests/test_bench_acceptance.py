@@ -15,9 +15,8 @@ from specdec.reach.heads.load import save_head
 from specdec.reach.targets.pretrained import load_pretrained
 from specdec.tools.commands import main as cli
 from specdec.tools.measure.acceptance import acceptance
-from specdec.tools.measure.conversations import Conversations, ask
+from specdec.tools.measure.conversations import Conversations, ask, rounds_of, tau_by_context, tau_by_position
 from specdec.tools.measure.drafts import DraftShape
-from specdec.tools.measure.positions import rounds_of, tau_by_context, tau_by_position
 from tests.heads import random_head
 from tests.train_models import save_target, tiny_target
 

@@ -15,7 +15,7 @@ httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 schema = pytest.importorskip("specdec.tools.serve.schema")
 server = pytest.importorskip("specdec.tools.serve.server")
-prompts = pytest.importorskip("specdec.tools.serve.prompts")
+prompts = pytest.importorskip("specdec.tools.serve.guard")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KEY = {"authorization": "Bearer secret"}

@@ -7,7 +7,7 @@ import transformers as tf
 import specdec
 from specdec.reach.targets.taps import Taps
 from specdec.tools.train.batches import Batch
-from specdec.tools.train.teacher import Teacher
+from specdec.tools.train.target import Teacher
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
 

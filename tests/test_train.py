@@ -31,7 +31,7 @@ from specdec.tools.train.data import Corpus
 from specdec.tools.train.fit import write_card
 from specdec.tools.train.losses import Goal, OutputHead, RowMath, imitation_loss
 from specdec.tools.train.objectives import HeadObjective, Outcome
-from specdec.tools.train.teacher import Teacher
+from specdec.tools.train.target import Teacher
 from specdec.tools.train.trainer import Trainer, learning_rate
 from specdec.tools.train.ttt import TTTAttention, unroll
 from tests.tiny_models import tiny_model

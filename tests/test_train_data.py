@@ -12,13 +12,13 @@ import torch
 
 from specdec.core.functional.sampling import SamplingParams
 from specdec.core.text.inputs import encode
+from specdec.core.text.prompts import chat_ids, read_questions
 from specdec.tools.train.batches import Batches
 from specdec.tools.train.data import Corpus, choose_hot_vocab, split_held_out
 from specdec.tools.train.regenerate import (
     Budget,
     answer,
     answer_jobs,
-    question_prompts,
     self_chat_prompts,
     user_turn_frame,
 )
@@ -178,7 +178,7 @@ def test_the_frame_is_found_for_any_template(tmp_path: Path) -> None:
     assert user_turn_frame(tokenizer) == ("sys|u:", "\0|a:")
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n", "utf-8")
-    assert question_prompts(path, tokenizer) == [encode(tokenizer, "sys|u:1+1?\0|a:")]
+    assert chat_ids(read_questions(path), tokenizer) == [encode(tokenizer, "sys|u:1+1?\0|a:")]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_bad_questions_are_named_by_their_line(tmp_path: Path, line: str | None,
     path = tmp_path / "train.jsonl"
     path.write_text("" if line is None else f'{{"question": "1+1?"}}\n\n{line}\n', "utf-8")
     with pytest.raises(ValueError, match=said):
-        question_prompts(path, WordTokenizer())
+        chat_ids(read_questions(path), WordTokenizer())
 
 
 def test_the_target_writes_user_turns() -> None:

@@ -16,8 +16,15 @@ from specdec.tools.train.acceptance import Tally
 from specdec.tools.train.batches import Batches
 from specdec.tools.train.config import HeadShape, TrainConfig
 from specdec.tools.train.data import Corpus
-from specdec.tools.train.export import rounded, write_gguf, write_note, write_safetensors
-from specdec.tools.train.standalone import StandaloneObjective, new_student, project
+from specdec.tools.train.standalone import (
+    StandaloneObjective,
+    new_student,
+    project,
+    rounded,
+    write_gguf,
+    write_note,
+    write_safetensors,
+)
 from specdec.tools.train.trainer import Trainer
 from tests.train_models import VOCAB, tiny_corpus, tiny_student, tiny_target
 

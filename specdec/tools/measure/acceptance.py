@@ -8,9 +8,8 @@ from specdec.api import Engine, attach
 from specdec.core.metrics import AcceptanceStats
 from specdec.core.outputs import RequestOutput
 from specdec.core.text.prompts import template_sha, thinking_of
-from specdec.tools.measure.conversations import Answers, Conversations, ask
+from specdec.tools.measure.conversations import Answers, Conversations, ask, tau_by_context, tau_by_position
 from specdec.tools.measure.drafts import DraftShape
-from specdec.tools.measure.positions import tau_by_context, tau_by_position
 from specdec.tools.measure.statistics import conditional, ratio_half_width, rounded
 from specdec.tools.train.acceptance import predict
 

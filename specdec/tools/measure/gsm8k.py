@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from specdec.api import Engine, attach
 from specdec.core.text.prompts import chat_ids
+from specdec.tools.measure.lossless import compare_texts, near_tie
 from specdec.tools.measure.statistics import bootstrap_interval, mcnemar
-from specdec.tools.measure.ties import compare_texts, near_tie
 
 MODES: dict[str, dict[str, Any]] = {
     "off": {"prefill_graph": "off", "compile": False},

@@ -20,9 +20,8 @@ from specdec.api import Engine
 from specdec.core.errors import CapacityError
 from specdec.core.sampling_params import request_seed
 from specdec.tools.serve.forms import STATUS, AnswerForm, as_json, event, problem
-from specdec.tools.serve.guard import Gone, Guard, read_body
+from specdec.tools.serve.guard import Gone, Guard, ids_of, read_body
 from specdec.tools.serve.metrics import EngineCollector
-from specdec.tools.serve.prompts import ids_of
 from specdec.tools.serve.schema import MOST_VALUES, Body, parse
 from specdec.tools.serve.stepper import Job, Stepper, StreamPiece
 

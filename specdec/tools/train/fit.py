@@ -17,9 +17,17 @@ from specdec.reach.targets.pretrained import BUNDLED, load_draft
 from specdec.reach.targets.shape import TargetShape, vocab_size_of
 from specdec.tools.train.config import HeadShape, TrainConfig, training_of
 from specdec.tools.train.data import Corpus, choose_hot_vocab, split_held_out
-from specdec.tools.train.export import check_blocks, write_gguf, write_note, write_safetensors
 from specdec.tools.train.objectives import HeadObjective, Objective
-from specdec.tools.train.standalone import MLP_WIDTH, StandaloneObjective, new_student, plain_llama
+from specdec.tools.train.standalone import (
+    MLP_WIDTH,
+    StandaloneObjective,
+    check_blocks,
+    new_student,
+    plain_llama,
+    write_gguf,
+    write_note,
+    write_safetensors,
+)
 from specdec.tools.train.target import load, special_ids
 from specdec.tools.train.trainer import Trainer
 

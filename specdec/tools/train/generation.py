@@ -15,21 +15,13 @@ from transformers import PreTrainedModel
 from specdec.api import Engine, attach
 from specdec.core.ranges import FLAG, Range, check_fields, optional, whole
 from specdec.core.text.inputs import encode
-from specdec.core.text.prompts import tokenizer_fingerprint
+from specdec.core.text.prompts import chat_ids, read_questions, tokenizer_fingerprint
 from specdec.reach.targets.pretrained import BUNDLED
 from specdec.reach.targets.shape import position_limit
 from specdec.tools.options import option, ranges_of
 from specdec.tools.train.config import MINUTES
 from specdec.tools.train.fit import sizes
-from specdec.tools.train.regenerate import (
-    Budget,
-    TurnJob,
-    answer,
-    answer_jobs,
-    question_prompts,
-    self_chat_prompts,
-    user_turn_frame,
-)
+from specdec.tools.train.regenerate import Budget, TurnJob, answer, answer_jobs, self_chat_prompts, user_turn_frame
 from specdec.tools.train.target import load
 
 USER_TURN_SHARE = 0.3  # of the generation budget; answers take the rest
@@ -128,7 +120,7 @@ def prepare(
         )
     model, tokenizer = load(target, dtype, device)
     fingerprint = tokenizer_fingerprint(tokenizer)
-    questions = question_prompts(g.gsm8k, tokenizer)[: g.num_questions] if g.gsm8k else []
+    questions = chat_ids(read_questions(g.gsm8k, g.num_questions), tokenizer) if g.gsm8k else []
     turn_tokens = min(g.max_new_tokens, USER_TURN_TOKENS) if g.chats else 0
     frame = sum(len(encode(tokenizer, part)) for part in user_turn_frame(tokenizer))
     longest = max([frame + turn_tokens, *map(len, questions)])

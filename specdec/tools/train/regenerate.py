@@ -1,20 +1,17 @@
 """Fills a corpus with text that the target generates: answers to questions, and chats whose user turns it writes too.
 
-It keeps the sampled token ids; text is never tokenised again. The engine is passed in; it may be any object whose
-`generate(prompts, max_new_tokens, sampling, ignore_eos, stop_token_ids)` returns `tokens` and `finish_reasons`.
+It keeps the sampled token ids; text is never tokenised again.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from specdec.core.functional.sampling import SamplingParams
 from specdec.core.text.inputs import encode, render_chat
-from specdec.core.text.prompts import read_questions
 from specdec.tools.train.data import Corpus
 
 SENTINEL = "Qx7sentinel7xQ"
@@ -57,20 +54,10 @@ class Budget:
 
     def report(self) -> dict[str, Any]:
         """Return requests, generated tokens, minutes and tokens per second."""
-        rate = self.num_tokens / max(self.seconds, 1e-9)
-        return {
-            "requests": self.num_requests,
-            "generated_tokens": self.num_tokens,
-            "gen_minutes": round(self.seconds / 60, 2),
-            "gen_tokens_per_s": round(rate, 1),
-        }
-
-
-def question_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
-    """Return token ids of every question in a file of JSON lines, such as GSM8K's train.jsonl, rendered with the chat
-    template up to the answer; see `read_questions`."""
-    prefix, suffix = user_turn_frame(tokenizer)
-    return [encode(tokenizer, prefix + question + suffix) for question in read_questions(path)]
+        seconds = max(self.seconds, 1e-9)
+        counts = {"requests": self.num_requests, "generated_tokens": self.num_tokens}
+        rate = round(self.num_tokens / seconds, 1)
+        return {**counts, "gen_minutes": round(seconds / 60, 2), "gen_tokens_per_s": rate}
 
 
 def user_turn_frame(tokenizer: Any) -> tuple[str, str]:
@@ -158,24 +145,16 @@ def answer(
 
 
 def run_jobs(
-    engine: Any,
-    jobs: Sequence[TurnJob],
-    max_new_tokens: int,
-    stop_token_ids: list[int],
-    chunk: int,
-    budget: Budget,
+    engine: Any, jobs: Sequence[TurnJob], max_new_tokens: int, stop_token_ids: list[int], chunk: int, budget: Budget
 ) -> Iterator[tuple[Sequence[TurnJob], Any]]:
-    """Yield (a chunk of `jobs`, the engine's output for it) until the budget is spent."""
-    start = 0
+    """Yield (a chunk of `jobs`, the engine's output for it) until the budget is spent.
+
+    engine: any object whose `generate` takes these arguments and returns `tokens` and `finish_reasons`.
+    """
+    start, common = 0, {"max_new_tokens": max_new_tokens, "ignore_eos": False, "stop_token_ids": stop_token_ids}
     while start < len(jobs) and (size := budget.affordable(chunk)):
         part = jobs[start : start + size]
-        out = engine.generate(
-            [job.prompt for job in part],
-            max_new_tokens=max_new_tokens,
-            sampling=[job.sampling for job in part],
-            ignore_eos=False,
-            stop_token_ids=stop_token_ids,
-        )
+        out = engine.generate([job.prompt for job in part], sampling=[job.sampling for job in part], **common)
         start += len(part)
         budget.num_requests += len(part)
         budget.num_tokens += sum(map(len, out.tokens))

@@ -1,12 +1,21 @@
-"""Loads the target that generates and teaches, from the values of command-line options."""
+"""The target, loaded from the values of options, and as a teacher: one frozen forward gives the features that a head
+reads, and the distribution that it imitates."""
 
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from specdec.reach.targets.exclusive import answering
 from specdec.reach.targets.pretrained import load_pretrained
+from specdec.reach.targets.shape import LAST, TargetShape
+from specdec.reach.targets.taps import UNORDERED, Taps, found_layers
+from specdec.tools.train.batches import Batch
+from specdec.tools.train.losses import Goal, OutputHead, RowMath
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -47,3 +56,78 @@ def special_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
     listed = ends if isinstance(ends, list) else [ends]
     vocab_size = model.get_output_embeddings().weight.shape[0]
     return {i for i in (*tokenizer.all_special_ids, *listed) if i is not None and i < vocab_size}
+
+
+class TeacherOutput(NamedTuple):
+    """Output of one forward of the target. features: [B, T, num_aux*h]. hidden: [B, T, h], after the final norm."""
+
+    features: torch.Tensor
+    hidden: torch.Tensor
+
+
+class Teacher:
+    """A live target that is only read. aux_layers: layers whose output is taken, low to high, or (LAST,), or none."""
+
+    def __init__(self, model: PreTrainedModel, aux_layers: Sequence[int]):
+        last = TargetShape.of(model).num_layers - 1
+        layers = [] if tuple(aux_layers) in ((), (LAST,)) else list(aux_layers)
+        if layers != sorted(set(layers)) or not all(0 <= i < last for i in layers):
+            raise ValueError(
+                f"aux_layers={tuple(aux_layers)}: expected ascending layers of 0..{last - 1} (of the last one, LAST "
+                "alone is read)"
+            )
+        self.model = model
+        self.aux_layers = layers
+        self._taps = self._tap() if layers else Taps()
+
+    @torch.no_grad()
+    def _tap(self) -> Taps:
+        config, decoder = self.model.config.get_text_config(), self.model.get_decoder()
+        with found_layers(decoder, config.num_hidden_layers, config.hidden_size) as found:
+            decoder(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=self.weight.device), use_cache=False)
+        if not found:
+            raise ValueError(f"aux_layers={tuple(self.aux_layers)} of {type(self.model).__name__}: {UNORDERED}")
+        return Taps([found[i] for i in self.aux_layers])
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        """The input embedding, shared with the head."""
+        return self.model.get_input_embeddings()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The embedding weight, which gives device and dtype."""
+        weight = self.embed_tokens.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+    @property
+    def output_head(self) -> OutputHead:
+        """The output head, frozen, without what the model does to logits after it (scaling, softcap). Where there is
+        any, a draft scored by this head cannot match the served distribution exactly, and its loss cannot reach that
+        one's entropy."""
+        head = self.model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        return OutputHead(head.weight.detach(), None if bias is None else bias.detach())
+
+    @torch.no_grad()
+    def read(self, batch: Batch) -> TeacherOutput:
+        """Run one forward over the batch."""
+        with self._taps.reading():
+            hidden = self.model.get_decoder()(
+                input_ids=batch.tokens[:, : batch.length], use_cache=False
+            ).last_hidden_state
+            return TeacherOutput(self._taps.take() if self.aux_layers else hidden, hidden)
+
+    @torch.no_grad()
+    def goal(self, hidden: torch.Tensor, hot_ids: torch.Tensor | None, math: RowMath) -> Goal:
+        """Return the Goal of rows with last hidden states `hidden` [N, h]; hot_ids [dv] int64, or None for all V."""
+        return math.goal(self.logits, hidden, self.output_head.weight.shape[0], hot_ids)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map last hidden states [N, h] to logits [N, V], through all that the model does to them."""
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        # the decoder output class with the most fields: MoE models read router_logits
+        answer = MoeModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
+        with answering(self.model.get_decoder(), answer):
+            return self.model(input_ids=ids, use_cache=False).logits[0]
