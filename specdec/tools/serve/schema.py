@@ -163,20 +163,12 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-def _engines(name: str, value: Any) -> Any:
-    """Return the value, which the engine checks."""
+def _stop_ids(name: str, value: Any) -> Any:
+    if isinstance(value, list):
+        check_count(name, value, 0, MAX_STOP_IDS, "token ids")
+    elif type(value) is not int:
+        raise ValueError(f"{name}={shown(value)}: expected token ids")
     return value
-
-
-def _few(low: int, high: int, what: str) -> Check:
-    def check(name: str, value: Any) -> Any:
-        if isinstance(value, list):
-            check_count(name, value, low, high, what)
-        elif type(value) is not int:
-            raise ValueError(f"{name}={shown(value)}: expected {what}")
-        return value
-
-    return check
 
 
 def _top_k(name: str, value: Any) -> Any:
@@ -267,16 +259,12 @@ _BOTH: Mapping[str, Check] = MappingProxyType(
         "n": whole(1, 128).check,
         "max_tokens": whole(1, MOST).check,
         "min_tokens": whole(0, MOST).check,
-        "temperature": _engines,
-        "top_p": _engines,
+        **dict.fromkeys((*LAW, *PENALTIES, "seed"), lambda name, value: value),  # the engine checks them
         "top_k": _top_k,
-        "min_p": _engines,
-        **dict.fromkeys(PENALTIES, _engines),
         "logit_bias": _logit_bias,
         "stop": _stop,
-        "stop_token_ids": _few(0, MAX_STOP_IDS, "token ids"),
+        "stop_token_ids": _stop_ids,
         "ignore_eos": _flag,
-        "seed": _engines,
         "stream": _flag,
         "stream_options": _stream_options,
     }

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
@@ -53,20 +53,17 @@ def build_app(
         await asyncio.to_thread(served.stepper.close)
 
     routes = [
-        Route("/v1/chat/completions", served.chat, methods=["POST"]),
-        Route("/v1/completions", served.text, methods=["POST"]),
+        Route("/v1/chat/completions", partial(served.complete, is_chat=True), methods=["POST"]),
+        Route("/v1/completions", partial(served.complete, is_chat=False), methods=["POST"]),
         Route("/v1/models", served.models),
         Route("/v1/models/{wanted:path}", served.one_model),
         Route("/health", served.health),
         Route("/metrics", served.metrics),
     ]
-    everything = ("*",)
     middleware = [Middleware(Guard, hosts=allowed_hosts, api_key=api_key)]
     if allowed_origins:
-        cors = Middleware(
-            CORSMiddleware, allow_origins=allowed_origins, allow_methods=everything, allow_headers=everything
-        )
-        middleware.insert(0, cors)
+        everything = {"allow_methods": ("*",), "allow_headers": ("*",)}
+        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=allowed_origins, **everything))
     kinds = (HTTPException, Gone, Exception, *(kind for kind, _ in STATUS))
     handlers: dict[Any, Any] = dict.fromkeys(kinds, served.fail)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
@@ -89,14 +86,6 @@ class Endpoints:
         self.model["max_model_len"] = length
         self.most_bytes, self.most_values = MOST_BYTES + 16 * length, MOST_VALUES + length
         self.token_text = lru_cache(2**16)(lambda token: engine.tokenizer.decode([token]))
-
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions; without a length, the text is what fits."""
-        return await self._complete(request, is_chat=True)
-
-    async def text(self, request: Request) -> Response:
-        """POST /v1/completions."""
-        return await self._complete(request, is_chat=False)
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models."""
@@ -121,8 +110,8 @@ class Endpoints:
         self.answers.labels(status).inc()
         return as_json(content, status)
 
-    async def _complete(self, request: Request, is_chat: bool) -> Response:
-        """Generate, and answer with the whole text or a stream of it."""
+    async def complete(self, request: Request, is_chat: bool) -> Response:
+        """POST /v1/chat/completions and /v1/completions: answer with the whole text or a stream of it."""
         body = Body(parse(await read_body(request, self.most_bytes), self.most_values), is_chat)
         self._check_name(body.get("model"))
         self._check_logprobs(body)
