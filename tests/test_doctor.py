@@ -413,7 +413,7 @@ def test_the_command_on_weights_and_tokenizers_that_are_broken(folders, capsys, 
     [
         ("missing", (), "no such folder"),
         ("head", ("--bandwidth-gb-s", -1), "expected a positive number"),
-        ("head", ("--steps", 0), "at least 1 step"),
+        ("head", ("--steps", 0), "--steps 0: expected at least 1"),
         ("head", ("--prompts", "missing.jsonl"), "no such file"),
     ],
 )

@@ -8,7 +8,6 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from specdec import shipped
 from specdec.core.errors import CheckpointError
@@ -20,6 +19,7 @@ from specdec.reach.targets.standalone import named_tokenizer
 from specdec.tools.commands.choices import TARGET, OnTarget, Reported, at_least
 from specdec.tools.doctor.examine import examine
 from specdec.tools.doctor.facts import tokenizer_match
+from specdec.tools.measure.tables import Table
 from specdec.tools.options import argument, command_of, option
 
 PROMPTS = (
@@ -125,21 +125,19 @@ def standalone_problems(draft: Any, model: Any) -> list[str]:
 
 def print_findings(console: Console, found: Mapping[str, Any]) -> None:
     """Print the result of `examine`: a table of facts, one of readings, remarks and the conclusion."""
-    table = Table(
-        "draft", escape(str(found.get("draft", ""))), title="what was read and measured", title_justify="left"
-    )
-    for name, value in found.items():
-        if name not in APART and value is not None and value != []:
-            table.add_row(LABELS.get(name, name.replace("_", " ")), escape(_shown(name, value)))
-    console.print(table)
+    facts = [
+        [LABELS.get(name, name.replace("_", " ")), _shown(name, value)]
+        for name, value in found.items()
+        if name not in APART and value is not None and value != []
+    ]
+    Table("what was read and measured", ["draft", str(found.get("draft", ""))], facts, [False, False]).print(console)
     if "agreement" in found:
         chance = f"always the commonest token: {found['chance']:.0%}"
         title = f"agreement with the target given true tokens, {found['rows']} rows ({chance})"
-        table = Table("reading", "step 1", "step 2", title=title, title_justify="left")
-        for name, rates in {"as it is read": found["agreement"], **found["readings"]}.items():
-            style = "green" if name in found["repairs"] else "bold" if name == "as it is read" else None
-            table.add_row(name, *(f"{rate:.0%}" for rate in rates), style=style)
-        console.print(table)
+        rates = {"as it is read": found["agreement"], **found["readings"]}
+        cells = [["* " * (n in found["repairs"]) + n, *(f"{rate:.0%}" for rate in own)] for n, own in rates.items()]
+        note = "*: repairs the draft" if found["repairs"] else ""
+        Table(title, ["reading", "step 1", "step 2"], cells, [False, True, True], note=note).print(console)
     for remark in found["remarks"]:
         console.print(f"- {remark}", markup=False, highlight=False)
     defects = escape(", and ".join(found["defects"]))

@@ -75,7 +75,7 @@ def examine(
     found["readings"] = {t.alternative.name: t.agreement.rates for t in trials}
     found["repairs"] = [t.alternative.name for t in repairs]
     defects, why = _conclude(found, draft, base)
-    shares = [(t.alternative.defect, t.agreement.first, t.agreement.second) for t in repairs]
+    shares = [(t.alternative.defect, *t.agreement.rates) for t in repairs]
     repaired = [f"{defect} (agrees in {first:.0%}, then {second:.0%} of rows)" for defect, first, second in shares]
     unsure = doubts(trials, base) if base is not None and not repairs else []
     return {**found, "defects": defects, "remarks": [*problems, *repaired, *why, *unsure, *closing]}
@@ -88,12 +88,9 @@ def _run(
     over prompts of a step's, or a round's, milliseconds without prefills."""
     longest = max(map(len, prompts)) + max_new_tokens
     settings |= {"max_batch": 1, "max_seq_len": longest, "graph_sampling": "greedy"}
-    engine = attach(model, draft, **settings, compile=False)  # several engines, a few texts each
-    try:
+    with attach(model, draft, **settings, compile=False) as engine:  # several engines, a few texts each
         engine.generate([list(prompts[0])], max_new_tokens=min(4, max_new_tokens))
         out = engine.generate([list(p) for p in prompts], max_new_tokens=max_new_tokens)
-    finally:
-        engine.detach()
     paces = [(r.time_s - r.first_token_s) / r.acceptance.num_rounds for r in out.requests if r.acceptance.num_rounds]
     if not paces:
         raise ValueError("the target's answers are one token each: give other prompts or raise max_new_tokens")
@@ -102,13 +99,8 @@ def _run(
 
 def _floor_facts(least: Floor) -> dict[str, Any]:
     """Return the lower bounds, and what a verify reads of a mixture of experts."""
-    facts: dict[str, Any] = {
-        "steps": least.num_steps,
-        "bandwidth_gb_s": round(least.gb_s, 1),
-        "floor_plain_ms": round(least.plain_ms, 4),
-        "floor_round_ms": round(least.round_ms, 4),
-        "floor_break_even": round(least.break_even, 4),
-    }
+    facts: dict[str, Any] = {"steps": least.num_steps, "bandwidth_gb_s": round(least.gb_s, 1)}
+    facts |= {f"floor_{name}": round(getattr(least, name), 4) for name in ("plain_ms", "round_ms", "break_even")}
     if least.verify is not None:
         uniform = least.verify.experts.distinct(least.num_steps + 1)
         facts["experts"] = {**least.verify.facts, "distinct_if_random": round(uniform, 2)}

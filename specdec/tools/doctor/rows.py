@@ -73,19 +73,14 @@ class Agreement:
         return self.right.shape[1]
 
     @property
+    def rates(self) -> list[float]:
+        """Shares of rows that are right at step 1 and at step 2, for reports."""
+        return [round(float(rate), 4) for rate in self.right.float().mean(1)]
+
+    @property
     def first(self) -> float:
         """Share of rows that are right at step 1."""
         return float(self.right[0].float().mean())
-
-    @property
-    def second(self) -> float:
-        """Share of rows that are right at step 2."""
-        return float(self.right[1].float().mean())
-
-    @property
-    def rates(self) -> list[float]:
-        """Shares of both steps, for reports."""
-        return [round(self.first, 4), round(self.second, 4)]
 
     @property
     def score(self) -> float:

@@ -62,7 +62,7 @@ def build_app(
     ]
     middleware = [Middleware(Guard, hosts=allowed_hosts, api_key=api_key)]
     if allowed_origins:
-        everything = {"allow_methods": ("*",), "allow_headers": ("*",)}
+        everything: dict[str, Any] = {"allow_methods": ("*",), "allow_headers": ("*",)}
         middleware.insert(0, Middleware(CORSMiddleware, allow_origins=allowed_origins, **everything))
     kinds = (HTTPException, Gone, Exception, *(kind for kind, _ in STATUS))
     handlers: dict[Any, Any] = dict.fromkeys(kinds, served.fail)
