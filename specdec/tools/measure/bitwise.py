@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from specdec.api import Engine, attach
 from specdec.tools.measure.drafts import DraftShape
-from specdec.tools.measure.ties import first_difference
+from specdec.tools.measure.lossless import first_difference
 
 # How prompts are served, by name; "prefixes": the prompts were served before; "mixed": they come one by one.
 WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(

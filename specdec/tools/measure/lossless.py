@@ -1,7 +1,7 @@
 """`specdec bench lossless`: checks that speculation does not change the text, for every algorithm, chains and trees.
 
 Greedy text is compared with `model.generate`: in fp32 every token must be equal; in bf16 each difference is traced and
-must be a near-tie of the target's own top two logits (`measure.ties`). Sampled text, of the same seeds, is
+must be a near-tie of the target's own top two logits. Sampled text, of the same seeds, is
 compared with the same engine without graphs and with the torch backend. There a difference begins where rounding moved
 a law across a random number: how often that happens is estimated from the target alone, run with two attention
 implementations, and the check fails if there are more differences than that makes likely. Rows have
