@@ -89,6 +89,7 @@ def time_case(engine: Any, case: Case, mode: str, num_rounds: int) -> list[dict[
     ms, tau = round_ms(engine, case, num_rounds)
     what = "round" if case.draft.steps else "plain_step"
     row = {**case.row, "what": what, "mode": mode, "ms": round(ms, 4), "tau": round(tau, 3)}
+    row |= {"expected_tau": round(case.draft.imposed_tau, 3)} if case.draft.steps else {}
     if mode == "eager":
         return [row]
     report = engine.report()

@@ -66,6 +66,8 @@ def main() -> None:
             table.add_row(*(str(row[name]) for name in names))
     Console(width=140).print(table)
     config = {**vars(args), "out": None, "tau": round(engine.report().acceptance.tau, 3)}
+    if engine.config.synthetic_acceptance is not None:
+        config["expected_tau"] = round(1 + sum(engine.config.synthetic_acceptance), 3)
     engine.detach()
     path = write_results(args.out, "serve", args.shape or ("135m" if args.target == BUNDLED else "model"), config, rows)
     print(json.dumps({"file": path.name, "rows": rows}))

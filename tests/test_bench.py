@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec import attach, shipped
+from specdec import Engine, attach, shipped
 from specdec.reach.heads.load import save_head
 from specdec.tools.commands import bench as bench_command
 from specdec.tools.commands import main as cli
@@ -198,9 +198,31 @@ def test_latency_through_generate(folders, tmp_path, capsys, monkeypatch):
     )
     assert not found["skipped"] and all(r["label"] == "before" and r["ms"] != 0 for r in found["rows"])
     assert all(r["tau"] == 1.0 for r in found["rows"] if r["what"] == "tpot" and not r["steps"])
+    assert all(r["expected_tau"] == (2.4 if r["steps"] else None) for r in found["rows"] if r["what"] == "tpot")
     later = last_line(capsys, monkeypatch, *common, "--drafts", "plain", "--batches", 1, "--label", "after")
     record = json.loads(Path(later["file"]).read_text())
     assert record["rows"] == later["rows"] and record["config"]["host_probe_ms"] > 0
+
+
+def test_calls_draw_imposed_acceptance_each_for_itself(capsys, monkeypatch):
+    """One request draws by its seed and its length: calls of equal seeds would accept the same in every round."""
+    generate, seeds = Engine.generate, []
+
+    def watched(*args, **options):
+        seeds.append([law.seed for law in options["sampling"]])
+        return generate(*args, **options)
+
+    monkeypatch.setattr(Engine, "generate", watched)
+    arguments = ("--new-tokens", 3, "--repeats", 2, "--batches", "1,2", "--drafts", "2:1:3")
+    rows = last_line(capsys, monkeypatch, "latency", "--shape", "tiny", *arguments)["rows"]
+    assert {r["what"] for r in rows} >= {"ttft", "tpot"}
+    for batch in (1, 2):
+        drawn = [seed for call in seeds if len(call) == batch for seed in call]
+        assert len(drawn) == len(set(drawn)) > 4 * batch
+    of_ways = seeds.copy()
+    last_line(capsys, monkeypatch, "peers", "--shape", "tiny", "--limit", 1, "--tokens", 5, "--new-tokens", 5)
+    runs = [seed for (seed,) in seeds[len(of_ways) :]]
+    assert runs and set(runs) == {0, 1}, "both runs of a way, the same for every way"
 
 
 def test_latency_says_what_graphs_hold_and_what_ran_eagerly(capsys, monkeypatch):
@@ -307,7 +329,8 @@ def test_peers_with_random_weights(capsys, monkeypatch):
     arguments = ("--shape", "tiny", "--limit", 1, "--tokens", 5, "--new-tokens", 5)
     rows = {r["what"]: r for r in last_line(capsys, monkeypatch, "peers", *arguments)["rows"]}
     assert all(r["tokens"] == 5 for r in rows.values() if "error" not in r)
-    assert rows["specdec, eagle3"]["tau"] > 1 and not any("equal" in r for r in rows.values())
+    assert rows["specdec, eagle3"]["tau"] > 1 and rows["specdec, eagle3"]["expected_tau"] == 2.85
+    assert not any("equal" in r for r in rows.values())
 
 
 def test_a_peer_that_fails_is_a_row():

@@ -49,6 +49,11 @@ class DraftShape(NamedTuple):
         own = {"steps": self.steps, "topk": self.topk, "draft_tokens": self.width}
         return own if self.vocab is None else {**own, "draft_vocab": self.vocab}
 
+    @property
+    def imposed_tau(self) -> float:
+        """The tau that rounds have whose acceptance is imposed, over many of them."""
+        return 1 + sum(acceptance_rates(self.steps))
+
     def settings(self, imposed: bool = False) -> dict[str, Any]:
         """For `attach`. imposed: random weights are timed at an acceptance length that trained ones have."""
         if not self.steps:

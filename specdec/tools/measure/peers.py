@@ -13,6 +13,7 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -34,10 +35,14 @@ Row = dict[str, Any]
 
 
 class Texts(NamedTuple):
-    """New tokens of every request, and tokens a round where a way tells (the bonus token included)."""
+    """New tokens of every request, and tokens a round where a way tells (the bonus token included).
+
+    expected_tau: what imposed acceptance comes to over many rounds.
+    """
 
     tokens: list[list[int]]
     tau: float | None = None
+    expected_tau: float | None = None
 
 
 Run = Callable[[list[list[int]]], Texts]  # prompts -> texts
@@ -137,8 +142,10 @@ def timed(way: Way, task: Task, prompts: list[list[int]]) -> tuple[Row, list[lis
             torch.cuda.empty_cache()
     begun, first, last = times
     num, seconds = sum(map(len, texts)), last - first
-    row = {"tokens": num, "seconds": round(seconds, 4), "tokens_per_s": round(num / seconds, 1)}
-    return row | {"first_s": round(first - begun, 2), "tau": None if out.tau is None else round(out.tau, 3)}, texts
+    row: Row = {"tokens": num, "seconds": round(seconds, 4), "tokens_per_s": round(num / seconds, 1)}
+    taus = {"tau": out.tau, "expected_tau": out.expected_tau}
+    row |= {name: None if tau is None else round(tau, 3) for name, tau in taus.items()}
+    return row | {"first_s": round(first - begun, 2)}, texts
 
 
 def _version(package: str) -> str | None:
@@ -180,12 +187,14 @@ def _engine(task: Task, draft: Any, algo: str | None, compile: bool) -> Iterator
         settings["max_seq_len"] = longest
     if algo is not None and task.is_random:
         settings["synthetic_acceptance"] = acceptance_rates(EngineConfig.num_steps)
+    calls, rates = count(), settings.get("synthetic_acceptance")  # calls have seeds of their own, which draw it
     with attach(task.model, draft, algo, **settings) as engine:
 
         def run(prompts: list[list[int]]) -> Texts:
-            greedy = [SamplingParams(seed=i) for i in range(len(prompts))]  # the seeds draw imposed acceptance
+            first = next(calls) * len(prompts)
+            greedy = [SamplingParams(seed=first + i) for i in range(len(prompts))]
             out = engine.generate(prompts, max_new_tokens=task.new_tokens, sampling=greedy)
-            return Texts(out.tokens, out.stats.tau)
+            return Texts(out.tokens, out.stats.tau, 1 + sum(rates) if rates else None)
 
         yield run
 

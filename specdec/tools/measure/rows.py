@@ -67,6 +67,7 @@ tflops vanished version
 MEASURES = {
     "tau": Measure("tokens/round", "higher", ci="ci95"),
     "held_out_tau": Measure("tokens/round", "higher"),
+    "expected_tau": Measure("tokens/round"),
     "host_ms": Measure("ms"),
     "gap_us": Measure("µs"),
     "estimated_mib": Measure("MiB"),

@@ -1,9 +1,10 @@
 """A run of `specdec bench latency`: engine by engine, cell by cell, until all is measured or the budget is spent.
 
 ttft: wall clock of a call with one new token. tpot: (time of N new tokens - time of one) / (N - 1), ms per token of
-each request; tpot times tau is `round_ms`. Every call has new prompts; EOS is ignored. Medians of three, of `repeats`
-where the first token comes soon; single calls where it takes seconds. With random weights (speed does not depend on
-them) acceptance is imposed: position j is accepted with chance 0.8 * 0.75**(j-1). With a tokenizer prompts are still
+each request; a call's tpot times its tau is `round_ms`. Every call has new prompts; EOS is ignored. Medians of
+three, of `repeats` where the first token comes soon; single calls where it takes seconds. With random weights (speed
+does not depend on them) acceptance is imposed: position j is accepted with chance 0.8 * 0.75**(j-1), drawn anew in
+every call, which comes to `expected_tau` over many rounds. With a tokenizer prompts are still
 token ids, but text is decoded. `host_ms`: the host's own work per call or per token, without waiting for the device or
 replaying graphs. `idle_percent`: idle share of the GPU between rounds at batch 1. `eager`, `why_eager`: how often a
 path ran without a graph, and why. `skipped` lists what does not fit the device or the budget. `hf_ttft`, `hf_token`:
@@ -15,7 +16,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import count, product
 from statistics import median
 from typing import Any
 
@@ -153,8 +154,10 @@ class Run:
     def _times(self, engine: Engine, draft: DraftShape, cell: Cell, sampling: str, name: str) -> Iterator[Row]:
         """Yield the ttft row and the tpot row, as far as the budget lets them."""
 
+        runs = count()
+
         def call(new_tokens: int) -> TimedCall:
-            return generate(engine, self.subject.prompts(cell), new_tokens, sampling)
+            return generate(engine, self.subject.prompts(cell), new_tokens, sampling, next(runs))
 
         if not self._has_time(0.0, name):
             return
@@ -175,13 +178,15 @@ class Run:
             return
         if not self._has_time(4 * call(num).seconds - ALLOWANCE_S, f"{name}, tpot"):
             return
-        ms, host, tau = _medians([call(num) for _ in range(several)])
+        calls = [call(num) for _ in range(several)]
+        ms, host, tau = _medians(calls)
         a_token, context = (ms - first_ms) / (num - 1), cell.tokens + num / 2
         row = {
             "what": "tpot",
             "ms": round(a_token, 4),
-            "round_ms": round(a_token * tau, 4),
+            "round_ms": round(median((1e3 * c.seconds - first_ms) * c.tau for c in calls) / (num - 1), 4),
             "tau": round(tau, 3),
+            "expected_tau": round(draft.imposed_tau, 3) if draft.steps and self.subject.is_random else None,
             "host_ms": round((host - first_host) / (num - 1), 4) if is_gpu else None,
             "floor_ms": floors and floors.token_ms(draft.steps, draft.width, cell.batch, context, tau),
         }

@@ -38,10 +38,13 @@ class TimedCall(NamedTuple):
     tau: float
 
 
-def generate(engine: Engine, prompts: list[list[int]], new_tokens: int, sampling: str = "greedy") -> TimedCall:
-    """Time one call, by a law of SAMPLINGS; what it returns is checked after the clock has stopped."""
-    law = SAMPLINGS[sampling]
-    laws = [replace(law, seed=i) for i in range(len(prompts))]  # the seeds draw imposed acceptance, too
+def generate(
+    engine: Engine, prompts: list[list[int]], new_tokens: int, sampling: str = "greedy", run: int = 0
+) -> TimedCall:
+    """Time one call, by a law of SAMPLINGS; what it returns is checked after the clock has stopped. run: calls of
+    different numbers draw different samples, and acceptance where it is imposed."""
+    law, num = SAMPLINGS[sampling], len(prompts)
+    laws = [replace(law, seed=run * num + i) for i in range(num)]
     device = engine.target_module.device.type
     wait(device)
     with _waits(device) as waited:

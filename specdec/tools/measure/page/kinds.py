@@ -116,10 +116,10 @@ KINDS = (  # a row belongs to the first that takes it
             Best("tokens/s", "tokens/s at most"),
             Best("of_plain", "of plain decoding", unit="×"),
         ),
-        columns="file label shape mode rounds_of batch tokens tokenizer what ms round_ms tau floor_ms tokens/s "
-        "pays_from_tau of_plain host_ms idle_percent gap_us eager replayed",
-        brief="what sampling mode rounds_of draft_vocab batch tokens tokenizer ms round_ms tau floor_ms host_ms "
-        "idle_percent eager",
+        columns="file label shape mode rounds_of batch tokens tokenizer what ms round_ms tau expected_tau floor_ms "
+        "tokens/s pays_from_tau of_plain host_ms idle_percent gap_us eager replayed",
+        brief="what sampling mode rounds_of draft_vocab batch tokens tokenizer ms round_ms tau expected_tau floor_ms "
+        "host_ms idle_percent eager",
         hidden=SHAPE,
     ),
     RowKind(
@@ -136,7 +136,7 @@ KINDS = (  # a row belongs to the first that takes it
                 axis="time (ms)",
             ),
         ),
-        columns="file shape mode rounds_of sampling batch tokens what ms floor_ms tau",
+        columns="file shape mode rounds_of sampling batch tokens what ms floor_ms tau expected_tau",
         hidden=SHAPE,
     ),
     RowKind(
@@ -148,8 +148,9 @@ KINDS = (  # a row belongs to the first that takes it
         cases=("what", "requests"),
         charts=(Chart("Tokens/s by way", "bars", "_case", "tokens_per_s"),),
         best=(Best("tokens_per_s", "tokens/s, fastest way", ("what", "shape", "requests"), by="file"),),
-        columns="file what version shape requests new_tokens tokens_per_s of_generate tau equal seconds error",
-        brief="what version requests one_at_a_time tokens_per_s of_generate tau equal error",
+        columns="file what version shape requests new_tokens tokens_per_s of_generate tau expected_tau equal "
+        "seconds error",
+        brief="what version requests one_at_a_time tokens_per_s of_generate tau expected_tau equal error",
     ),
     RowKind(
         "gsm8k",
