@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from specdec.backends.differences import bound, distance
+from specdec.backends.linear import KERNEL_DTYPES
 from specdec.core.config import EngineConfig
 from specdec.core.errors import GraphError
 from specdec.graphs.building import progress_bar
@@ -138,7 +139,7 @@ def _trace(subject: Subject, layers: Any, config: EngineConfig, expected: Sequen
                 largest=subject.largest,
                 layers=layers,
                 numbers=subject.numbers,
-                rewrite=partial(rewrite, is_ours=subject.inputs[0].is_cuda or config.compiler == "eager"),
+                rewrite=partial(rewrite, is_ours=_has_kernels(expected[0].outputs[0]) or config.compiler == "eager"),
                 progress=lambda: bar.update() and None,
             )
             undo.callback(traced.release)
@@ -152,7 +153,7 @@ def _trace(subject: Subject, layers: Any, config: EngineConfig, expected: Sequen
 def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
     """Put kernels of ours into the flat graph of all layers, before it is cut and compiled.
 
-    is_ours: products and norms, too. On a CPU, Inductor's are faster.
+    is_ours: products, norms and rope tables, too. Where they have no kernels, Inductor's are faster.
     """
     hand_over_rotations(graph, ATTENTION)
     take_over_choices(graph)
@@ -160,6 +161,11 @@ def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
         take_over_products(graph)
         take_over_norms(graph)
         take_over_tables(graph)
+
+
+def _has_kernels(hidden: torch.Tensor) -> bool:
+    """Return whether products and norms of tensors like `hidden` have kernels of ours."""
+    return hidden.is_cuda and hidden.dtype in KERNEL_DTYPES
 
 
 def _compare(traced: "Traced", expected: Expected, subject: Subject) -> None:
