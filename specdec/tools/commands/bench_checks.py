@@ -128,7 +128,7 @@ class Lossless(Checking):
 
         what = f"lossless-{self.backend}-{str(model.dtype).removeprefix('torch.')}"
         file = ResultFile(self.out, what, name_of_target(self.target), {"device": str(model.device)})
-        rows = self.record(file, measured())
+        rows = self.record(file, measured(), _line)
         for said in bitwise.in_words(rows):
             print(said)
         keys = ("compared", "equal", "unexplained", "emitted", "logits_differ")
@@ -139,6 +139,13 @@ class Lossless(Checking):
     def _drafts(self, *others: str) -> dict[str, tuple[Any, str | None]]:
         """Return draft and algo by name; without --draft, of all shipped drafts and of `others`."""
         return {Path(n).name: draft_of(n) for n in listed(self.draft, ",".join([*shipped.available(), *others]))}
+
+
+def _line(row: Row) -> str:
+    """Say a row of `Lossless` in short."""
+    what = [str(row[key]) for key in ("check", "draft", "num_steps", "topk", "way", "batch") if key in row]
+    differ = f", {row['logits_differ']:,} rows of logits differ" if "logits_differ" in row else ""
+    return f"{' '.join(what)}: {row['equal']} of {row['compared']} texts equal{differ}, {row['seconds']} s"
 
 
 def _known(option: str, values: list[str] | None, known: Collection[str], default: Collection[str]) -> list[str]:

@@ -26,6 +26,10 @@ WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         **{mode: {"prefill_graph": mode} for mode in ("whole", "piecewise", "breakable", "off")},
     }
 )
+# Few graphs, since a run attaches dozens of engines; a prefill takes few enough requests for one whole graph.
+FEW: Mapping[str, Any] = MappingProxyType(
+    {"graph_batches": (1, 8, 32), "max_prefill_tokens": 512, "prefill_buckets": (32, 128, 512)}
+)
 ON_CPU = ("default", "chunks", "prefixes", "mixed")  # graphs of prefills take a CPU minutes to record
 A_REQUEST = 8  # prompts for each request of a batch, at most: small batches are slow
 
@@ -62,7 +66,7 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row a comparison. drafts: by name, draft and algo as `attach` takes them; settings: of every engine."""
     longest = max(map(len, prompts)) + plan.max_new_tokens
-    settings |= {"max_seq_len": longest, "graph_sampling": "greedy", "digests": True}
+    settings |= {**FEW, "max_seq_len": longest, "graph_sampling": "greedy", "digests": True}
     chosen = list(product(drafts.items(), plan.shapes))
     ends = [chosen[i] for i in sorted({0, len(plan.shapes) - 1}) if i < len(chosen)]
     first: Texts | None = None
