@@ -58,7 +58,7 @@ def acceptance(
                 speed = round(num_tokens / answers.time_s, 1) if answers.time_s else 0.0
                 row = {**common, "category": None, **_measured(answers), "tok_s": speed}
                 yield _beside_prediction(row, engine, answers.flat) if predicted else row
-                for category, numbers in _categories(some).items() if by_category else ():
+                for category, numbers in some.by_category().items() if by_category else ():
                     yield {**common, "category": category, **_measured(answers.of(numbers))}
 
 
@@ -102,15 +102,6 @@ def _measured(answers: Answers) -> dict[str, Any]:
         "tau_by_position": tau_by_position(answers.requests),
         "tau_by_context": tau_by_context(answers.requests),
     }
-
-
-def _categories(asked: Conversations) -> dict[str, list[int]]:
-    """Return the numbers of each category's conversations, in the order in which categories appear."""
-    found: dict[str, list[int]] = {}
-    for number, category in enumerate(asked.categories):
-        if category is not None:
-            found.setdefault(category, []).append(number)
-    return found
 
 
 def ci95(parts: Sequence[AcceptanceStats]) -> float:

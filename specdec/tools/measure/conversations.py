@@ -13,6 +13,7 @@ from specdec.core.outputs import RequestOutput
 from specdec.core.text.inputs import encode, ids_of_chat
 from specdec.core.text.prompt_sets import Question
 from specdec.core.text.prompts import ids_sha
+from specdec.tools.measure.rows import grouped
 from specdec.tools.measure.statistics import ratio_half_width, rounded
 
 ANSWER_EDGE = 32  # tokens: the first bin is 0..31, then 32..63, 64..127, and so on, each as long as all before it
@@ -98,6 +99,11 @@ class Conversations:
     def num_turns(self) -> int:
         """Turns of the longest conversation."""
         return max(max(len(t), 1) for t in self.turns)
+
+    def by_category(self) -> dict[str, list[int]]:
+        """Return the numbers of each category's conversations, in the order in which categories appear."""
+        named = [i for i, category in enumerate(self.categories) if category is not None]
+        return grouped(named, lambda i: self.categories[i])
 
     def prompts_sha(self, tokenizer: Any) -> str:
         """Return a hash of the first prompts' ids and of those of the users' later turns: answers are not in it."""

@@ -85,16 +85,14 @@ def run(
     prefill packs. settings: of every engine, such as backend or max_seq_len.
     """
     base: Outcome | None = None
-    tie = 0.0
+    tie, dtype = 0.0, str(model.dtype).removeprefix("torch.")
     wanted = [(draft, mode) for draft in drafts for mode in modes]
     for (draft, algo), mode in [PLAIN, *(w for w in wanted if w != PLAIN)]:
         given = {**settings, **MODES[mode], "graph_sampling": "greedy", **({} if algo is None else CHAIN)}
         with attach(model, draft, algo, tokenizer=tokenizer, **given) as engine:
             outcome, row = _measure(engine, items, max_new_tokens, seed)
         if base is None:
-            base = outcome
-            tie = near_tie(model, items.prompts, base.answers)
-        dtype = str(model.dtype).removeprefix("torch.")
+            base, tie = outcome, near_tie(model, items.prompts, outcome.answers)
         row = {"what": "gsm8k", "dtype": dtype, "mode": mode, **row, **_against(model, items, outcome, base, tie)}
         yield {**row, "says": in_words(row)}
 
@@ -162,32 +160,31 @@ def name_of(row: Mapping[str, Any]) -> str:
 def in_words(row: Mapping[str, Any]) -> str:
     """Return the comparison with the base as a sentence."""
     low, high = row["nll_ci95"]
-    only = f"{row['only_here']} answers right only here, {row['only_base']} only in the base"
     return (
-        f"{name_of(row)}: {only}: McNemar p = {row['mcnemar_p']:.2g}; "
-        f"{row['equal']} of {row['answers']} answers equal, {row['near_ties']} part at near-ties; "
-        f"likelihood {row['nll_difference']:+.2g} nats per token (95%: {low:+.2g} to {high:+.2g})"
+        f"{name_of(row)}: {row['only_here']} answers right only here, {row['only_base']} only in the base: McNemar p = "
+        f"{row['mcnemar_p']:.2g}; {row['equal']} of {row['answers']} answers equal, {row['near_ties']} part at "
+        f"near-ties; likelihood {row['nll_difference']:+.2g} nats per token (95%: {low:+.2g} to {high:+.2g})"
     )
 
 
 def problems(row: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with a row: none where all that differs is chance or rounding."""
-    name, found, (low, high) = name_of(row), [], row["nll_ci95"]
+    found, (low, high) = [], row["nll_ci95"]
     if row["mcnemar_p"] < LEAST_P:
         only = f"{row['only_here']} right only here, {row['only_base']} only in the base"
-        found.append(f"{name}: answers differ beyond chance: {only}: McNemar p = {row['mcnemar_p']:.2g} < {LEAST_P}")
+        found.append(f"answers differ beyond chance: {only}: McNemar p = {row['mcnemar_p']:.2g} < {LEAST_P}")
     if abs(row["nll_difference"]) >= TOLERANCE and not low <= 0 <= high:
         found.append(
-            f"{name}: likelihoods differ beyond chance: {row['nll_difference']:+.2g} nats per token, 95% interval "
-            f"{low:+.2g} to {high:+.2g}, tolerance {TOLERANCE:g}"
+            f"likelihoods differ beyond chance: {row['nll_difference']:+.2g} nats per token, 95% interval {low:+.2g} "
+            f"to {high:+.2g}, tolerance {TOLERANCE:g}"
         )
-    explained = row["near_ties"] if row["near_tie"] else 0
-    if row["equal"] + explained < row["answers"]:
-        found.append(f"{name}: {row['answers'] - row['equal'] - explained} answers differ, and not at a near-tie")
+    differing = row["answers"] - row["equal"] - (row["near_ties"] if row["near_tie"] else 0)
+    if differing > 0:
+        found.append(f"{differing} answers differ, and not at a near-tie")
     replays = row["runners"]["target_prefill"]["replays"]
     if (replays > 0) != (row["mode"] != "off"):
-        found.append(f"{name}: {replays} prefills were replayed")
-    return found
+        found.append(f"{replays} prefills were replayed")
+    return [f"{name_of(row)}: {one}" for one in found]
 
 
 def last_number(text: str) -> str | None:

@@ -1,11 +1,11 @@
 """`specdec bench lossless`: checks that speculation does not change the text, for every algorithm, chains and trees.
 
 Greedy text is compared with `model.generate`: in fp32 every token must be equal; in bf16 each difference is traced and
-must be a near-tie of the target's own top two logits. Sampled text, of the same seeds, is
-compared with the same engine without graphs and with the torch backend. There a difference begins where rounding moved
-a law across a random number: how often that happens is estimated from the target alone, run with two attention
-implementations, and the check fails if there are more differences than that makes likely. Rows have
-`algo` and `check`.
+must be a near-tie of the target's own top two logits: how near is measured on the target alone, by how far its own two
+attention implementations move the gap between its two best tokens. Sampled text, of the same seeds, is compared with
+the same engine without graphs and with the torch backend. There a difference begins where rounding moved a law across a
+random number: how often that happens is estimated likewise, and the check fails if there are more differences than that
+makes likely. Rows have `algo` and `check`.
 """
 
 import time

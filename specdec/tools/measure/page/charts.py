@@ -4,8 +4,10 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from specdec.tools.measure.rows import grouped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +20,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7
 MARKERS = "os^DvPXp"
 PLAIN = frozenset({"plain", "plain decoding", "none"})  # grey, and dashed where a name has one of them
 FLOOR = "floor"
-T = TypeVar("T")
 STYLE: Any = {
     **{"font.family": "DejaVu Sans", "font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "specdec"},
     **{"axes.titlesize": "medium", "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.edgecolor": "0.5"},
@@ -112,14 +113,6 @@ class Charts:
             _categories(axes, cases)
 
         return _figure(points, draw, x, y, _height(cases, 1))
-
-
-def grouped(values: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
-    """Group `values` by `key`, in the order of appearance."""
-    found: dict[Any, list[T]] = {}
-    for value in values:
-        found.setdefault(key(value), []).append(value)
-    return found
 
 
 def _figure(

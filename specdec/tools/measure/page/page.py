@@ -7,10 +7,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from specdec.tools.measure.page.charts import Charts, grouped
+from specdec.tools.measure.page.charts import Charts
 from specdec.tools.measure.page.kinds import KINDS, eager_section, kind_of
 from specdec.tools.measure.page.sections import Card, Section
-from specdec.tools.measure.rows import Record, Row, text, write_whole
+from specdec.tools.measure.rows import Record, Row, grouped, text, write_whole
 from specdec.tools.measure.tables import Table
 
 MOST_CARDS = 6
