@@ -38,8 +38,8 @@ class Options:
     """Base of commands, and of groups of options that several have; every subclass becomes a dataclass.
 
     groups: dataclasses of settings. A field of the command hides theirs of that name, and `without` leaves out others.
-    advised: those of them whose defaults depend on something: options that are not given are None. settings: the values
-    of the groups' fields, by name.
+    advised: those of them whose defaults depend on other options: what is not given is None. settings: the values of
+    the groups' fields, by name.
     """
 
     groups: tuple[type, ...] = ()
@@ -83,9 +83,10 @@ def _parameter(one: Field[Any], kind: Any, is_advised: bool) -> inspect.Paramete
     dashed = "--" + one.name.replace("_", "-")
     names = given.get("names") or ((dashed,) if given.get("is_flag") else ())
     more = {name: value for name, value in given.items() if name not in ("names", "allowed", "is_flag", "is_argument")}
-    made = typer.Argument(**more) if given.get("is_argument") else typer.Option(*names, **more)
     default = inspect.Parameter.empty if one.default is MISSING else one.default
     if is_advised:
+        more["help"] += "" if default is None else f" Default: {default}, or that of the algorithm."
         kind, default = kind | None, None
+    made = typer.Argument(**more) if given.get("is_argument") else typer.Option(*names, **more)
     place = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(one.name, place, default=default, annotation=Annotated[kind, made])

@@ -70,7 +70,7 @@ class Run(Training):
 
     algo: str = option("eagle (EAGLE-1/2), eagle3, nextn (MTP), or standalone (a small LM).", "eagle3")
     groups, advised = (TrainConfig, Generation), (TrainConfig,)
-    without = frozenset({"compile"})  # of both
+    without = frozenset({"compile", "shard"})  # both have the first; a shard is no corpus to train on
 
     def run(self) -> None:
         out, config = self.out, recipe(self.algo, **self.picked(TrainConfig))
