@@ -112,8 +112,8 @@ def _launch(
     block = triton.next_power_of_2(H)
     together = max(WIDE // block, 1)
     grid = (triton.cdiv(num_rows, together),)
-    args = x, residual, weight, out, out if total is None else total
-    args = *args, num_rows, inner, outer // unit, stride // unit, eps, offset
+    tensors = x, residual, weight, out, out if total is None else total
+    args = *tensors, num_rows, inner, outer // unit, stride // unit, eps, offset
     constants = {"H": H, "UNIT": unit, "ADD": total is not None, "LATE": is_late, "ROWS": together, "BLOCK": block}
     if is_aligned(x, residual, weight):
         _run(grid, *args, **constants)

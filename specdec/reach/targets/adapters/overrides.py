@@ -1,7 +1,8 @@
 """Sets attributes of a live model for the time of a context, and puts them back."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -92,19 +93,11 @@ def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]
                 module.training = True
 
 
-@contextmanager
-def multiplying(layer: nn.Module | None) -> Iterator[None]:
+def multiplying(layer: nn.Module | None) -> AbstractContextManager[None]:
     """Have `layer`, if it is what `nn.Linear` is, multiply by `specdec::linear` within the context."""
-    is_plain = type(layer) is nn.Linear and "forward" not in vars(layer)
-    if not is_plain:
-        yield
-        return
-    assert layer is not None
-    try:
-        layer.__dict__["forward"] = lambda x: linear(x, layer.weight, layer.bias)
-        yield
-    finally:
-        del layer.__dict__["forward"]
+    if type(layer) is not nn.Linear or "forward" in vars(layer):
+        return nullcontext()
+    return replaced([(vars(layer), "forward", partial(linear, weight=layer.weight, bias=layer.bias))])
 
 
 class Warnings:

@@ -32,7 +32,7 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
-def operands(node: fx.Node, is_first: Callable[[Any], bool]) -> tuple[Any, Any] | None:
+def operands(node: Any, is_first: Callable[[Any], bool]) -> tuple[Any, Any] | None:
     """Return the two operands of a commutative node, the one that `is_first` first; None if neither is."""
     a, b = node.args[:2]
     if is_first(a):
@@ -47,7 +47,7 @@ def uncast(node: Any) -> Any:
     return node
 
 
-def only_user(node: fx.Node) -> fx.Node | None:
+def only_user(node: Any) -> Any:
     """Return the one user of `node`, None if there are more or none."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 

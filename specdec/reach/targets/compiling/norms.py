@@ -51,18 +51,18 @@ def take_over_norms(graph: fx.GraphModule) -> int:
     return num_rewritten
 
 
-def _norm(node: fx.Node) -> _Norm | None:
+def _norm(node: Any) -> _Norm | None:
     """Return the norm whose rsqrt is `node`, if it is one, or that `node` is itself."""
     if is_function(node, torch.rms_norm, F.rms_norm):
         x, shape, weight, eps = (*node.args, None, None)[:4]
         is_ours = len(node.args) == 4 and len(shape) == 1 and is_tensor(weight) and is_tensor(x) and eps is not None
-        return _Norm(x, weight, eps, 0.0, True, node, {node}) if is_ours else None  # type: ignore[arg-type]
+        return _Norm(x, weight, eps, 0.0, True, node, {node}) if is_ours else None
     if not is_function(node, torch.rsqrt) and not is_method(node, "rsqrt"):
         return None
     root, scaled = node.args[0], only_user(node)
     if not is_function(root, *ADD) or scaled is None or not is_function(scaled, *MULTIPLY):
         return None
-    variance, eps = root.args  # type: ignore[union-attr]
+    variance, eps = root.args
     wide = _squared(variance)
     pair = operands(scaled, lambda n: n is node)
     if wide is None or not isinstance(eps, float) or pair is None or pair[1] is not wide:
@@ -76,7 +76,7 @@ def _norm(node: fx.Node) -> _Norm | None:
     return _Norm(x, weight, eps, offset, is_late, out, parts - {x})
 
 
-def _squared(node: Any) -> fx.Node | None:
+def _squared(node: Any) -> Any:
     """Return x where `node` is the mean of x² over the last dimension, and x is in fp32."""
     if not is_method(node, "mean") or (*node.args[1:], *node.kwargs.items()) != (-1, ("keepdim", True)):
         return None
@@ -86,9 +86,9 @@ def _squared(node: Any) -> fx.Node | None:
     return x if isinstance(x, fx.Node) and value(x).dtype == torch.float32 else None
 
 
-def _source(wide: fx.Node) -> fx.Node:
+def _source(wide: Any) -> fx.Node:
     """Return what `wide` is the fp32 of."""
-    return wide.args[0] if is_method(wide, *CASTS) else wide  # type: ignore[return-value]
+    return wide.args[0] if is_method(wide, *CASTS) else wide
 
 
 def _weighted(scaled: fx.Node, x: fx.Node) -> tuple[fx.Node, float, bool, fx.Node, set[fx.Node]] | None:
@@ -107,7 +107,7 @@ def _weighted(scaled: fx.Node, x: fx.Node) -> tuple[fx.Node, float, bool, fx.Nod
     parts |= {rounded, user}
     last = only_user(user)
     if rounded is scaled:
-        if is_method(last, *CASTS) and value(last).dtype == dtype:
+        if last is not None and is_method(last, *CASTS) and value(last).dtype == dtype:
             return node, offset, True, last, parts | {last}
         return (node, offset, True, user, parts) if value(user).dtype == dtype else None
     return (node, offset, False, user, parts) if value(user).dtype == dtype and offset == 0 else None

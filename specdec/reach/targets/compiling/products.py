@@ -52,7 +52,7 @@ def _gated(product: fx.Node) -> tuple[fx.Node, str, set[fx.Node]] | None:
     return result, name, {product, halves, *places.values(), active, result}
 
 
-def _is_halved(node: fx.Node) -> bool:
+def _is_halved(node: Any) -> bool:
     """Return whether `node` splits its input into halves along the last dimension."""
     if is_function(node, torch.split):
         sizes = node.args[1]
@@ -61,7 +61,7 @@ def _is_halved(node: fx.Node) -> bool:
     return is_chunk and node.args[1:] == (2,) and node.kwargs == {"dim": -1}
 
 
-def _activation(node: fx.Node) -> str:
+def _activation(node: Any) -> str:
     """Return the name of the activation that `node` applies; empty for one that `gated_linear` does not have."""
     for function, name in ACTIVATIONS.items():
         if is_function(node, function):

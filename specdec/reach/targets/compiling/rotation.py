@@ -72,11 +72,11 @@ def _rotation(node: fx.Node) -> _Rotation | None:
     return first._replace(source=base) if _is_slice(parts[1], base, size, None) else None
 
 
-def _sum(node: fx.Node) -> _Rotation | None:
+def _sum(node: Any) -> _Rotation | None:
     """Match x·cos + cat(-high, low)·sin."""
     if not is_function(node, operator.add) or not all(is_function(n, operator.mul) for n in node.args):
         return None
-    (x, cos), (turned, sin) = (product.args for product in node.args)  # type: ignore[union-attr]
+    (x, cos), (turned, sin) = (product.args for product in node.args)
     parts = _concatenated(turned)
     half = _size(x) // 2
     if parts is None or not is_function(parts[0], operator.neg):
@@ -87,14 +87,14 @@ def _sum(node: fx.Node) -> _Rotation | None:
     return None if tables[0] is None or tables[1] is None else _Rotation(x, tables[0], tables[1])  # type: ignore[arg-type]
 
 
-def _halves(first: fx.Node, second: fx.Node) -> _Rotation | None:
+def _halves(first: Any, second: Any) -> _Rotation | None:
     """Match low·cos - high·sin and high·cos + low·sin, where low and high are the halves of one tensor."""
     if not is_function(first, operator.sub) or not is_function(second, *ADD):
         return None
     products = [*first.args, *second.args]
     if len(products) != 4 or not all(is_function(p, *MULTIPLY) for p in products):
         return None
-    (low, cos), (high, sin), *others = (p.args for p in products)  # type: ignore[union-attr]
+    (low, cos), (high, sin), *others = (p.args for p in products)
     if others != [(high, cos), (low, sin)] or not all(is_function(n, operator.getitem) for n in (low, high)):
         return None
     halves = low.args[0]

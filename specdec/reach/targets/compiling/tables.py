@@ -68,7 +68,7 @@ def _origin(angles: Any) -> tuple[fx.Node, fx.Node, bool] | None:
     return positions.args[0], frequencies.args[0], is_doubled
 
 
-def _spread(node: Any) -> fx.Node | None:
+def _spread(node: Any) -> Any:
     """Return the indexing of a tensor that `node` is the fp32 of, expanded to a batch of one."""
     node = uncast(node)
     if is_method(node, "expand") and is_tensor(node.args[0]) and value(node).shape == value(node.args[0]).shape:
@@ -76,7 +76,7 @@ def _spread(node: Any) -> fx.Node | None:
     return node if is_function(node, operator.getitem) and is_tensor(node.args[0]) else None
 
 
-def _result(node: fx.Node) -> tuple[fx.Node, float]:
+def _result(node: Any) -> tuple[fx.Node, float]:
     """Return `node` times a number and in another dtype, as far as that is all that uses it, and the number."""
     scale, user = 1.0, only_user(node)
     if is_function(user, *MULTIPLY) and isinstance(user.args[1], (int, float)):
