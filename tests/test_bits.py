@@ -89,6 +89,26 @@ def test_the_ops_of_this_machine_are_compared_as_they_are():
     assert found == "equal" or "products of [" in found or "attention" in found
 
 
+def test_what_ends_a_check_leaves_the_model_free(monkeypatch):
+    """An interrupt, say: models are shared with the engine by then."""
+    model, ours = tiny_model("llama"), "specdec.reach.assembly.assemble.check_bits"
+    before = [list(vars(module)) for module in model.modules()]
+    with monkeypatch.context() as patch:
+        patch.setattr(ours, lambda core: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt) as kept:  # with its frames, as a notebook does
+            specdec.attach(model, max_batch=1, max_seq_len=32)
+    assert kept.tb and [list(vars(module)) for module in model.modules()] == before
+    specdec.attach(model, max_batch=1, max_seq_len=32).detach()
+
+
+@pytest.mark.gpu
+def test_16_bits_are_compared_on_a_gpu_without_being_asked():
+    model = tiny_model("llama64").cuda().bfloat16()
+    engine = specdec.attach(model, max_batch=4, max_seq_len=64, backend="triton", compile=False)
+    assert engine.report().bits == "equal" or engine.report().bits.startswith("different: ")
+    engine.detach()
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "reason"),
     [

@@ -155,7 +155,11 @@ def _assemble(
     )
     check_kernels(parts)
     core = Core(parts) if ranks is None else RankedCore(parts, ranks)
-    return core, why, check_bits(core)
+    try:
+        return core, why, check_bits(core)
+    except BaseException:
+        core.close()
+        raise
 
 
 def _load_draft(draft: Source, algo: str, target: HFTarget, tokenizer: Any) -> Draft:
