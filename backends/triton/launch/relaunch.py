@@ -42,9 +42,9 @@ class CachedLaunch:
     cache does.
     """
 
-    def __init__(self, kernel: Any, num_warps: int = 4):
+    def __init__(self, kernel: Any, num_warps: int = 4, num_stages: int = 3):
         self._kernel = kernel
-        self._num_warps = num_warps
+        self._options = {"num_warps": num_warps, "num_stages": num_stages}
         self._compiled: dict[tuple[object, ...], Any] = {}
 
     def __call__(self, grid: Sequence[int], *args: Any, **constants: Any) -> None:
@@ -55,7 +55,7 @@ class CachedLaunch:
         if key in self._compiled:
             _launch(self._compiled[key], (*grid, 1, 1)[:3], device, (*args, *constants.values()))
             return
-        compiled = self._kernel[tuple(grid)](*args, **constants, num_warps=self._num_warps)
+        compiled = self._kernel[tuple(grid)](*args, **constants, **self._options)
         if compiled is not None:  # the interpreter compiles nothing; a rehearsal gets it later
             self._compiled[key] = compiled
 

@@ -4,12 +4,14 @@ Twin: `specdec.backends.linear.reference.product_twin`. The tile of weight is th
 so one tensor-core instruction serves few rows and many. Weights come through TMA where their layout allows it.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch
+from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, is_aligned
 from specdec.backends.triton.linear.tiles import choose_tile
 
 
@@ -62,7 +64,7 @@ def _finished(total, bias, n, N, HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr):
     return total.to(DTYPE)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "N", "K", "stride_w", "stride_x"])
 def _product_kernel(
     weight,
     x,
@@ -73,6 +75,7 @@ def _product_kernel(
     K,
     stride_w,
     stride_x,
+    UNIT: tl.constexpr,
     TMA: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -83,8 +86,10 @@ def _product_kernel(
 ):
     """BLOCK_M rows and BLOCK_N columns of out [num_rows, N]. weight and x: descriptors if TMA, else pointers.
 
-    ACTIVATION: "" for a plain product; else weight has N rows more, of which `up` is the product.
+    N, K and strides come in units of UNIT, so that their alignment is known. ACTIVATION: "" for a plain product; else
+    weight has N rows more, of which `up` is the product.
     """
+    N, K, stride_w, stride_x = N * UNIT, K * UNIT, stride_w * UNIT, stride_x * UNIT
     first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if ACTIVATION != "":
@@ -117,6 +122,11 @@ def _gate_kernel(product, out, N: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK:
 _run_gate = CachedLaunch(_gate_kernel)
 
 
+@cache
+def _run_product(num_warps: int, num_stages: int) -> CachedLaunch:
+    return CachedLaunch(_product_kernel, num_warps, num_stages)
+
+
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
     """Multiply rows x [M, K], dense in K, with weight [N, K], or [2*N, K] where there is an activation: [M, N]."""
     assert weight.stride(1) == 1 and x.stride(1) == 1 and x.dtype == weight.dtype, "rows are dense, and of one dtype"
@@ -125,27 +135,26 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ac
     if num_rows == 0:
         return out
     tile = choose_tile(num_rows, N, K, activation is not None, x.device)
-    is_tma = _has_tma() and all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 for t in (x, weight))
-    _product_kernel[(triton.cdiv(num_rows, tile.m), triton.cdiv(N, tile.n))](
-        TensorDescriptor(weight, [*weight.shape], [weight.stride(0), 1], [tile.n, tile.k]) if is_tma else weight,
-        TensorDescriptor(x, [num_rows, K], [x.stride(0), 1], [tile.m, tile.k]) if is_tma else x,
+    strides = weight.stride(0), x.stride(0)
+    is_flat = is_aligned(weight, x, bias)
+    is_tma = is_flat and all(stride % 8 == 0 for stride in strides) and _has_tma()
+    unit = 8 if all(size % 8 == 0 for size in (N, K, *strides)) else 1
+    grid = triton.cdiv(num_rows, tile.m), triton.cdiv(N, tile.n)
+    args = (
+        TensorDescriptor(weight, [*weight.shape], [strides[0], 1], [tile.n, tile.k]) if is_tma else weight,
+        TensorDescriptor(x, [num_rows, K], [strides[1], 1], [tile.m, tile.k]) if is_tma else x,
         out if bias is None else bias,
         out,
         num_rows,
-        N,
-        K,
-        weight.stride(0),
-        x.stride(0),
-        TMA=is_tma,
-        ACTIVATION=activation or "",
-        HAS_BIAS=bias is not None,
-        UPCAST=INTERPRETED,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        *(size // unit for size in (N, K, *strides)),
     )
+    constants = {"UNIT": unit, "TMA": is_tma, "ACTIVATION": activation or "", "HAS_BIAS": bias is not None}
+    constants |= {"UPCAST": INTERPRETED, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if is_flat:
+        _run_product(**options)(grid, *args, **constants)
+    else:
+        _product_kernel[grid](*args, **constants, **options)
     return out
 
 
