@@ -1,14 +1,17 @@
 """The tile of a product, by its shape. It decides the time and nothing else: bits are the same whatever the tile.
 
-Measured on an H200, whose 132 multiprocessors read weights fastest with 64 columns a program, for as long as that gives
+Measured on an H200, whose multiprocessors read weights fastest with 64 columns a program, for as long as that gives
 half of them a program each; a tile of 64 is also the least that its tensor cores take from shared memory at once.
 """
 
 from typing import NamedTuple
 
 import torch
+import triton
 
 from specdec.backends.triton.launch.shared_memory import shared_memory
+
+NUM_MULTIPROCESSORS = 132  # of an H200 and an H100
 
 
 class Tile(NamedTuple):
@@ -29,26 +32,29 @@ class Tile(NamedTuple):
         return self._replace(k=last, num_stages=max(num_stages, 1))
 
 
-# For up to 16, 32, 64 and 128 rows.
-NARROW = (Tile(16, 64, 256, 4, 5), Tile(32, 64, 128, 4, 8), Tile(64, 64, 128, 4, 6), Tile(64, 64, 128, 4, 4))
+# For up to 16, 32, 64 and 128 rows; the last two are for more.
+SHORT = (Tile(16, 64, 128, 4, 5), Tile(32, 64, 128, 4, 5), Tile(64, 64, 128, 4, 5), Tile(64, 64, 128, 4, 4))
+NARROW = (Tile(16, 64, 256, 4, 5), Tile(32, 64, 128, 4, 8), Tile(64, 64, 128, 4, 6), Tile(64, 64, 128, 4, 6))
 MIDDLE = (Tile(16, 64, 256, 4, 4), Tile(32, 64, 256, 4, 4), Tile(64, 64, 128, 4, 5), Tile(128, 64, 128, 4, 4))
 WIDE = (Tile(16, 128, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(128, 128, 64, 4, 6))
-SHORT = (Tile(16, 64, 128, 4, 5), Tile(32, 64, 128, 4, 5), Tile(64, 64, 128, 4, 5), Tile(64, 64, 128, 4, 4))
-GATED = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 64, 4, 5), Tile(64, 64, 128, 4, 3), Tile(128, 64, 64, 4, 5))
+GATED = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 64, 4, 5), Tile(64, 64, 64, 4, 4), Tile(128, 64, 64, 4, 5))
 GATED_NARROW = tuple(Tile(m, 16, 128, 2, 4) for m in (16, 32, 64, 64))
 MANY, MANY_GATED = Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 8, 4)
+SMALLER = (Tile(64, 64, 128, 4, 6), Tile(64, 128, 64, 4, 6))  # while each multiprocessor has one program at most
 
 
 def choose_tile(num_rows: int, N: int, K: int, is_gated: bool, device: torch.device) -> Tile:
     """Return the tile of x [num_rows, K] times weight [N, K], of 2 bytes an element; is_gated: of two such weights."""
     if num_rows > 128:
-        tile = MANY_GATED if is_gated else MANY
+        fitting = (t for t in SMALLER if triton.cdiv(num_rows, t.m) * triton.cdiv(N, t.n) <= NUM_MULTIPROCESSORS)
+        tile = MANY_GATED if is_gated else next(fitting, MANY)
     else:
+        is_narrow = N <= NUM_MULTIPROCESSORS * 32
         if is_gated:
-            tiles = GATED_NARROW if N <= 2048 else GATED
-        elif N > 8448:  # more programs than multiprocessors
+            tiles = GATED_NARROW if is_narrow else GATED
+        elif N > NUM_MULTIPROCESSORS * 64:
             tiles = WIDE
         else:
-            tiles = SHORT if K < 2048 else NARROW if N <= 4224 else MIDDLE
+            tiles = SHORT if K < 1024 else NARROW if is_narrow else MIDDLE
         tile = tiles[sum(num_rows > limit for limit in (16, 32, 64))]
     return tile.fitting(2 if is_gated else 1, shared_memory(device) - (8 << 10))
