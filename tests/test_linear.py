@@ -1,6 +1,7 @@
 """Products and norms between attention and attention: ops, twins, kernels, and bits that depend on a row alone."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.backends import linear as ops
 from specdec.backends.linear.reference import ACTIVATIONS, add_rms_norm_twin, product_twin, rms_norm_twin
-from specdec.backends.triton.linear import cublas, norms, products
+from specdec.backends.triton.linear import cublas, norms, products, tiles
 from specdec.backends.triton.linear.tiles import Tile, choose_tile
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,6 +102,17 @@ def test_k_is_summed_in_order_and_never_split_for_any_number_of_rows(place):
     for rows in (1, 2, 16, 17, 40, 65, 130):
         expected = summed_in_order(x[:rows], weight, choose_tile(rows, 40, 4 * part, False, DEVICE).k)
         assert products.product(place(x)[:rows], place(weight), None, None).equal(expected)
+
+
+@pytest.mark.parametrize("kb", [99, 163, 227])
+def test_tiles_fit_the_shared_memory_of_every_gpu(kb, monkeypatch):
+    monkeypatch.setattr(tiles, "shared_memory", lambda device: kb << 10)
+    for rows, N, K, is_gated in itertools.product(
+        (1, 32, 64, 128, 129, 9000), (576, 6144, 128256), (576, 8192), (0, 1)
+    ):
+        tile = choose_tile(rows, N, K, bool(is_gated), DEVICE)
+        assert (tile.n * (1 + is_gated) + tile.m) * tile.k * 2 * tile.num_stages <= kb << 10
+        assert tile.num_stages >= 3 and tile.k >= 32 and tile.m >= min(rows, 64)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

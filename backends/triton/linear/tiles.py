@@ -32,13 +32,14 @@ class Tile(NamedTuple):
         return self._replace(k=last, num_stages=max(num_stages, 1))
 
 
-# For up to 16, 32, 64 and 128 rows; the last two are for more.
+# For up to 16, 32, 64 and 128 rows.
 SHORT = (Tile(16, 64, 128, 4, 5), Tile(32, 64, 128, 4, 5), Tile(64, 64, 128, 4, 5), Tile(64, 64, 128, 4, 4))
 NARROW = (Tile(16, 64, 256, 4, 5), Tile(32, 64, 128, 4, 8), Tile(64, 64, 128, 4, 6), Tile(64, 64, 128, 4, 6))
 MIDDLE = (Tile(16, 64, 256, 4, 4), Tile(32, 64, 256, 4, 4), Tile(64, 64, 128, 4, 5), Tile(128, 64, 128, 4, 4))
 WIDE = (Tile(16, 128, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(128, 128, 64, 4, 6))
 GATED = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 64, 4, 5), Tile(64, 64, 64, 4, 4), Tile(128, 64, 64, 4, 5))
 GATED_NARROW = tuple(Tile(m, 16, 128, 2, 4) for m in (16, 32, 64, 64))
+# For more rows.
 MANY, MANY_GATED = Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 8, 4)
 SMALLER = (Tile(64, 64, 128, 4, 6), Tile(64, 128, 64, 4, 6))  # while each multiprocessor has one program at most
 
