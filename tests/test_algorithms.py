@@ -50,7 +50,7 @@ def test_all_algorithms_are_tested():
 def test_greedy_text_is_that_of_generate(algo, shape, graphs):
     model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
     expected = [greedy(model, p, NUM_TOKENS) for p in prompts]
-    engine = engine_of(model, algo, shape, max_prefill_tokens=16, **GRAPHS[graphs])
+    engine = engine_of(model, algo, shape, max_prefill_tokens=16, **{**GRAPHS[graphs], "graph_sampling": "greedy"})
     out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
     engine.check_integrity()
     report = engine.report()

@@ -56,7 +56,7 @@ def corpus(model):
 def prompts(corpus) -> list[list[int]]:
     """Prompts whose answers the good heads have learnt."""
     pieces = zip(corpus.offsets[:-1].tolist(), corpus.offsets[1:].tolist(), strict=True)
-    return [corpus.tokens[a:b][~corpus.answer[a:b]].tolist() for a, b in pieces][:16]
+    return [corpus.tokens[a:b][~corpus.answer[a:b]].tolist() for a, b in pieces][:8]
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 GRAPHS = {
     "eager": {"cuda_graph": False},
-    "graphs": {"cuda_graph": True, "prefill_graph": "breakable", "strict": True},
-    "apart": {"cuda_graph": True, "prefill_graph": "off"},
+    "graphs": {"cuda_graph": True, "prefill_graph": "breakable", "strict": True, "graph_sampling": "greedy"},
+    "apart": {"cuda_graph": True, "prefill_graph": "off", "graph_sampling": "greedy"},
 }
 
 

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def engine_of(model, mode, shape="chain", **settings):
     head = random_head(model).to(DEVICE, next(model.parameters()).dtype) if SHAPES[shape] else None
     defaults = {"max_batch": 8, "max_seq_len": 128, "prefill_buckets": BUCKETS, "compiler": "eager"}
+    defaults |= {"graph_sampling": "greedy"}  # rounds are not the matter here
     engine = specdec.attach(model, head, prefill_graph=mode, **{**(SHAPES[shape] or {}), **defaults, **settings})
     engine._core.prefill.target_runner.device_bound_from = None  # a measurement: not beside other tests
     return engine
@@ -151,12 +152,13 @@ def test_texts_do_not_depend_on_the_mode(mode, shape):
     """Greedy and sampled, with prompts longer than a chunk; every prefill replays, under strict."""
     model, prompts = model_of(), ragged_prompts()
     law = specdec.SamplingParams(temperature=0.9, seed=5)
-    off = engine_of(model, "off", shape, max_prefill_tokens=32, cuda_graph=True)
+    common = {"max_prefill_tokens": 32, "cuda_graph": True, "graph_sampling": ("greedy", "filtered")}
+    off = engine_of(model, "off", shape, **common)
     expected = [off.generate(prompts, max_new_tokens=16, sampling=s).tokens for s in (None, law)]
     assert off.report().runners["target_prefill"]["eager"]
     off.detach()
     for settings in ({}, {"compile": True}) if mode == "piecewise" else ({},):
-        engine = engine_of(model, mode, shape, max_prefill_tokens=32, strict=True, cuda_graph=True, **settings)
+        engine = engine_of(model, mode, shape, strict=True, **common, **settings)
         assert [engine.generate(prompts, max_new_tokens=16, sampling=s).tokens for s in (None, law)] == expected
         report = engine.report()
         assert report.prefill_graph == mode and (report.compile_seconds > 0) == bool(settings or mode == "piecewise")
@@ -272,6 +274,7 @@ def test_prefills_of_every_module_replay_and_equal_eager(mode):
     model, prompts = model_of(), ragged_prompts()
     expected = [greedy(model, p) for p in prompts]
     settings = {"num_steps": 3, "max_prefill_tokens": 32, "prefill_buckets": BUCKETS, "max_seq_len": 128}
+    settings |= {"graph_sampling": "greedy"}
     told, last = [], []
     for graphs in (mode, "off"):
         draft = random_draft(model, MODULES).to(DEVICE)

@@ -229,7 +229,8 @@ def test_prompts_with_a_kept_beginning_are_one_graph_too():
     assert short == (1, 2, 4, 8) and whole_sizes(EngineConfig())[0] == 8
     for keeps in (True, False):
         model = model_of()
-        engine = engine_of(model, cuda_graph=True, prefix_cache=keeps, prefill_buckets=(8, 64), compile=False)
+        graphs = {"cuda_graph": True, "graph_sampling": "greedy", "prefill_buckets": (8, 64)}
+        engine = engine_of(model, prefix_cache=keeps, compile=False, **graphs)
         whole = engine._core.prefill.whole
         assert (whole is not None) == (DEVICE.type == "cuda")
         if whole is not None:

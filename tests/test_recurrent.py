@@ -98,6 +98,7 @@ def test_every_type_and_algorithm_in_graphs(name, draft, shape):
     given = model_of(name, seed=3) if draft == "standalone" else draft
     settings = {
         "cuda_graph": True,
+        "graph_sampling": "greedy",
         "prefill_graph": "breakable",
         "prefill_buckets": (1, 2, 4, 8),
         "max_prefill_tokens": 8,
@@ -118,6 +119,7 @@ def test_every_graph_replays(name, graphs):
     model = model_of(name)
     expected = [greedy(model, p, NUM_TOKENS) for p in ragged_prompts()[:3]]
     settings = {"cuda_graph": True, "prefill_buckets": (8, 16), "max_prefill_tokens": 16, **GRAPHS[graphs]}
+    settings |= {"graph_sampling": "greedy"}
     engine = engine_of(model, model_of(name, seed=3) if graphs == "whole" else "eagle", **TREE, **settings)
     check_text(engine, expected)
     runners = engine.report().runners
