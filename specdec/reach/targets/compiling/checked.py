@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,10 +12,12 @@ from torch import fx, nn
 
 from specdec.backends.differences import bound, distance
 from specdec.backends.linear import KERNEL_DTYPES
+from specdec.backends.registry import compiling_kernels
 from specdec.core.config import EngineConfig
 from specdec.core.errors import GraphError
 from specdec.graphs.building import progress_bar
 from specdec.graphs.compile.kept import folder, keeping, num_found, renewing
+from specdec.graphs.once import equal_parts_once
 from specdec.reach.targets.compiling.echo import disturbed, echoing
 from specdec.reach.targets.compiling.norms import take_over_norms
 from specdec.reach.targets.compiling.products import take_over_products
@@ -144,6 +146,7 @@ def _trace(subject: Subject, layers: Any, config: EngineConfig, expected: Sequen
             )
             undo.callback(traced.release)
         with _together(subject), torch.inference_mode():
+            _compile_kernels(traced, expected)
             for each in expected:
                 _compare(traced, each, subject)
         undo.pop_all()
@@ -161,6 +164,15 @@ def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
         take_over_products(graph)
         take_over_norms(graph)
         take_over_tables(graph)
+
+
+def _compile_kernels(traced: "Traced", expected: Sequence[Expected]) -> None:
+    """Compile the kernels that the comparison meets, on threads; what fails there, it meets again."""
+    within = compiling_kernels((), expected[0].outputs[0].device)
+    if within is not None:
+        with within, equal_parts_once(), echoing(), suppress(Exception):
+            for each in expected:
+                traced(*each.batches[0])
 
 
 def _has_kernels(hidden: torch.Tensor) -> bool:

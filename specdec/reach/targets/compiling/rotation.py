@@ -84,7 +84,7 @@ def _sum(node: Any) -> _Rotation | None:
     if not _is_slice(parts[0].args[0], x, half, None) or not _is_slice(parts[1], x, None, half):
         return None
     tables = _table(cos, x), _table(sin, x)
-    return None if tables[0] is None or tables[1] is None else _Rotation(x, tables[0], tables[1])  # type: ignore[arg-type]
+    return None if tables[0] is None or tables[1] is None else _Rotation(x, tables[0], tables[1])
 
 
 def _halves(first: Any, second: Any) -> _Rotation | None:
