@@ -361,18 +361,13 @@ class Engine:
                 if finished:
                     unfinished = [r for r in unfinished if r.finish_reason is None]
                 for request in finished:
-                    self._raise_failure(request)
+                    if request.failure is not None:  # it may have occurred in another caller's step
+                        raise request.failure
                 yield finished
         finally:
             if unfinished:
                 with core.turns:
                     core.abandon([r for r in unfinished if r.finish_reason is None])
-
-    @staticmethod
-    def _raise_failure(request: Request) -> None:
-        """Raise the error that ended `request`, if any; it may have occurred in another caller's step."""
-        if request.failure is not None:
-            raise request.failure
 
     def _requests(self, prompts: Any, **options: Any) -> list[Request]:
         """Return checked requests that are not queued yet; the options are those of `generate`."""

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -66,14 +67,15 @@ def engine_of(model: PreTrainedModel) -> Engine | None:
     return attached if held is not None and held.engine is attached else None
 
 
+@dataclass(eq=False)
 class _Held:
-    """What a model keeps: its engine, what that was made of, and who uses it. Copies of the model get an empty one."""
+    """What a model keeps: its engine, what that was made of, and the threads whose calls it serves now. Copies of the
+    model get an empty one."""
 
-    def __init__(self, engine: Engine | None = None, source: str | None = None, settings: dict[str, Any] | None = None):
-        self.engine = engine
-        self.source = source
-        self.settings = settings
-        self.callers: list[int] = []  # threads whose calls it serves now
+    engine: Engine | None = None
+    source: str | None = None
+    settings: dict[str, Any] | None = None
+    callers: list[int] = field(default_factory=list)
 
     def fits(self, source: str, settings: dict[str, Any] | None) -> bool:
         """Return whether the engine is what a call with `source` and `settings` asks for."""

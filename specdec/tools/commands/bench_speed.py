@@ -40,11 +40,10 @@ from specdec.tools.measure.latency.cases import (
     read_tokenizer,
 )
 from specdec.tools.measure.latency.run import Run
-from specdec.tools.measure.latency.timing import host_probe_ms
+from specdec.tools.measure.latency.timing import device_of_rank, host_probe_ms, is_first, num_ranks
 from specdec.tools.measure.peers import Task, measure, ways
 from specdec.tools.measure.results import ResultFile
 from specdec.tools.measure.shapes import IMPOSED, check_shape, make_head, make_target
-from specdec.tools.measure.together import device_of_rank, is_first, num_ranks
 from specdec.tools.options import flag, option
 from specdec.tools.train.target import device_of, dtype_of, load
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -76,17 +75,13 @@ def cpu_break_even(model: PreTrainedModel, draft: DraftHead | PreTrainedModel | 
 
 
 @torch.inference_mode()
-def _best(run: Callable[[Any], Any], given: Any) -> float:
-    seconds = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        run(given)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
 def _forward_seconds(model: PreTrainedModel, rows: FewRows, num_tokens: int) -> float:
     """Return the least seconds of a forward of so many tokens, all of which get logits."""
     ids = torch.arange(num_tokens, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
+    seconds = []
     with rows.active():
-        return _best(lambda given: model(input_ids=given, use_cache=False), ids)
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            model(input_ids=ids, use_cache=False)
+            seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -24,9 +24,8 @@ from specdec.api import Engine, attach
 from specdec.core.errors import CapacityError
 from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.latency.cases import MODES, Cell, Plan, Timed, capacity, free
-from specdec.tools.measure.latency.timing import TimedCall, generate, hf_rows, idle_share
+from specdec.tools.measure.latency.timing import TimedCall, generate, hf_rows, idle_share, of_first
 from specdec.tools.measure.roofline import ShapeFloors
-from specdec.tools.measure.together import of_first
 
 QUICK_S = 0.5  # first tokens that come sooner are timed `repeats` times, slower ones three times
 SLOW_S = 3.0  # prompts that take longer are timed once

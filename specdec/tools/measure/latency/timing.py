@@ -1,7 +1,8 @@
 """Timing of `specdec bench latency`: calls of `generate`, the host's part of them, the GPU's idle share, and
-transformers' own `generate`."""
+transformers' own `generate`. Ranks that torchrun starts run the same, and decide by the first one's clock."""
 
 import json
+import os
 import tempfile
 import time
 from collections import defaultdict
@@ -14,6 +15,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
@@ -23,7 +25,6 @@ from specdec.graphs import breakable
 from specdec.reach.targets.weight_bytes import distinct_experts, expert_modules
 from specdec.tools.measure.latency.cases import SAMPLINGS
 from specdec.tools.measure.roofline import wait
-from specdec.tools.measure.together import of_first
 
 PROFILED_TOKENS = 64
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # of a profiler's events
@@ -196,3 +197,30 @@ def _hf_call(model: PreTrainedModel, prompt: Sequence[int], new_tokens: int) -> 
     seconds = time.perf_counter() - start
     assert out.shape[1] == len(prompt) + new_tokens, "generate ended early"
     return seconds, out[0, len(prompt) :].tolist()
+
+
+def num_ranks() -> int:
+    """Return how many ranks torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first() -> bool:
+    """Return whether this rank is the one that prints and writes."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def device_of_rank(kind: str) -> str:
+    """Return this rank's device of `kind`, which becomes the current one: of CUDA the one that torchrun counts."""
+    if num_ranks() == 1 or not kind.startswith("cuda"):
+        return kind
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def of_first(value: Any) -> Any:
+    """Return what the first rank gave; plain values. All ranks ask at the same points."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    told = [value]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
