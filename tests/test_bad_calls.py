@@ -219,3 +219,15 @@ def test_it_is_named_and_nothing_is_left(engine, prompts, options, says):
     assert not core.scheduler.waiting and not core.scheduler.running
     engine.check_integrity()
     assert engine.generate([[3, 4]], max_new_tokens=2).tokens == engine.expected
+
+
+def test_requests_that_cannot_be_packed_end_and_the_next_are_served(engine, monkeypatch):
+    def broken(requests):
+        raise OverflowError("too large")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("specdec.core.engine.core.pack_requests", broken)
+        (request,) = engine.submit([[3, 4]], max_new_tokens=2)
+        engine.step()
+    assert isinstance(request.failure, OverflowError) and request.finish_reason == "error"
+    assert engine.generate([[3, 4]], max_new_tokens=2).tokens == engine.expected

@@ -229,7 +229,7 @@ def test_what_is_kept_is_told_and_counted(monkeypatch):
     engine = engine_of(model, "eagle", **TREE)
     pool = engine._core.context.state_pool
     assert pool.num_bytes == StatePool.bytes_for(specs, 3, 6, torch.float32)
-    assert len(specs) == 6 and target.spec.num_layers == 4
+    assert len(specs) == 6 and target.shape.num_layers == 4
     engine.detach()
     monkeypatch.setattr("specdec.reach.assembly.memory.free_bytes", lambda device: 1 << 10)
     with pytest.raises(CapacityError, match="states of recurrent layers"):

@@ -194,7 +194,11 @@ class Core:
 
     def _fill(self) -> None:
         """Tell the device of newly admitted requests."""
-        constants = pack_requests(self.scheduler.admitted)
+        try:
+            constants = pack_requests(self.scheduler.admitted)
+        except Exception as error:  # admission checks arguments, so there should be none; the others go on
+            self.scheduler.fail(list(self.scheduler.admitted), error)
+            return
         write_requests(self.state, self.slot_tables, self.scheduler.admitted, constants, self.round.ops)
         if self.round.worker.reads_history:
             write_history(self.state, self.scheduler.admitted)

@@ -7,6 +7,7 @@ layers' primitives and its experts' products are routed, and only while we run i
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -130,15 +131,7 @@ class HFTarget:
     @property
     def shape(self) -> TargetShape:
         """Sizes and modules that a draft head must match."""
-        return TargetShape(
-            hidden_size=self.spec.hidden_size,
-            vocab_size=self.spec.vocab_size,
-            num_layers=self.spec.num_layers,
-            embed_tokens=self.embed_tokens,
-            lm_head=self.model.get_output_embeddings(),
-            model=self.model,
-            comm=self.comm,
-        )
+        return replace(TargetShape.of(self.model), comm=self.comm)
 
     def forward(self, context: ForwardContext, metadata: AttentionMetadata, input_ids: torch.Tensor) -> TargetOutput:
         """Run one packed forward of input_ids [T]: layers and head."""

@@ -41,7 +41,7 @@ class TargetShape:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "TargetShape":
-        """Return the shape of a model which is not attached, from its config and modules."""
+        """Return the shape of a model, from its config and modules."""
         config = model.config.get_text_config()
         return cls(
             hidden_size=config.hidden_size,

@@ -51,8 +51,7 @@ class ModelSpec:
     adapters: what routes its parts, one of each kind. doubts: what may explain logits that turn out to be others than
     the model's own. counts_positions: layers ask the cache how many tokens it holds, and count positions from there,
     in place of reading them; takes_positions: the stack does not. recurrent: specs of recurrent calls, by layer id.
-    num_layers: of all kinds. blocks: the layers in their order, each a module that runs once; none where that is not
-    so.
+    blocks: the layers in their order, each a module that runs once; none where that is not so.
     """
 
     modules: tuple[nn.Module, ...]
@@ -68,7 +67,6 @@ class ModelSpec:
     counts_positions: bool = False
     takes_positions: bool = True
     recurrent: tuple[RecurrentSpec, ...] = ()
-    num_layers: int = 0
     blocks: tuple[nn.Module, ...] = ()
 
     def adapter(self, kind: type[A]) -> A:
@@ -121,7 +119,6 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         raise AttachError(name, list(dict.fromkeys([*reasons, *doubts])))
     stack, blocks = found
     modules = tuple(c.module for c in recording.calls)
-    is_repeated = len(set(modules)) < len(modules)
     takes_positions = not recording.asks_length or "position_ids" in inspect.signature(stack.forward).parameters
     return ModelSpec(
         modules=modules,
@@ -137,7 +134,6 @@ def probe(model: PreTrainedModel) -> ModelSpec:
         counts_positions=recording.counts_positions or not takes_positions,
         takes_positions=takes_positions,
         recurrent=recurrent,
-        num_layers=config.num_hidden_layers if is_recurrent or is_repeated else len(recording.calls),
         blocks=blocks,
     )
 
