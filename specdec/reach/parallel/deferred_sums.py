@@ -23,23 +23,17 @@ UNDERFLOWS = {torch.float16: 0.05}  # share of elements that may differ all the 
 
 
 @torch.no_grad()
-def defer_sums(model: Any, share: Share) -> Changes:
-    """Let the mixtures of experts of `model` sum once, until the changes are restored; those that would give something
-    else then, on any rank, are left alone.
+def defer_sums(model: Any, share: Share, changes: Changes) -> None:
+    """Let the mixtures of experts of `model` sum once, until `changes` are restored, also after an error; those that
+    would give something else then, on any rank, are left alone.
 
     model: with plain forwards for the ranks of `share`. Every rank calls it, at the same point.
     """
-    changes = Changes()
-    try:
-        with Experts(model).routed():
-            for block in filter(_is_mixture, list(model.modules())):
-                trial = Changes()
-                changes.on_restore(trial.restore)
-                _defer(block, model.config.get_text_config().hidden_size, share, trial)
-    except BaseException:
-        changes.restore()
-        raise
-    return changes
+    with Experts(model).routed():
+        for block in filter(_is_mixture, list(model.modules())):
+            trial = Changes()
+            changes.on_restore(trial.restore)
+            _defer(block, model.config.get_text_config().hidden_size, share, trial)
 
 
 def _is_mixture(module: nn.Module) -> bool:

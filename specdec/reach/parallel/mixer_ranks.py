@@ -84,23 +84,18 @@ def _all_rows(rows: torch.Tensor, share: Share) -> torch.Tensor:
 
 
 @torch.no_grad()
-def share_mixers(model: nn.Module, share: Share, wholes: Mapping[nn.Parameter, torch.Tensor]) -> SharedMixers:
-    """Let each rank run its heads of the mixers of `model` that are known, until `restore`; others are left alone.
+def share_mixers(model: nn.Module, share: Share, shared: SharedMixers) -> None:
+    """Let each rank run its heads of the mixers of `model` that are known, until `shared` is restored, also after an
+    error; others are left alone.
 
-    model: with plain forwards; wholes: see `SharedMixers`. Where a mixer gives something else then, on any rank, all
-    are left alone, with a warning. Every rank calls it, at the same point.
+    model: with plain forwards. Where a mixer gives something else then, on any rank, all are left alone, with a
+    warning. Every rank calls it, at the same point.
     """
-    shared = SharedMixers(wholes)
     found = [(name, module, cuts) for name, module in model.named_modules() if (cuts := _cuts(module, share.size))]
-    try:
-        others = [name for name, module, cuts in found if not _share(name, module, cuts, share, shared)]
-        if found and any_rank(bool(others), share.group, found[0][1].get_parameter("A_log").device):
-            shared.restore()
-            warnings.warn(_TOLD.format(type(model).__name__, ", ".join(others[:3]) or "on another rank"), stacklevel=7)
-    except BaseException:
+    others = [name for name, module, cuts in found if not _share(name, module, cuts, share, shared)]
+    if found and any_rank(bool(others), share.group, found[0][1].get_parameter("A_log").device):
         shared.restore()
-        raise
-    return shared
+        warnings.warn(_TOLD.format(type(model).__name__, ", ".join(others[:3]) or "on another rank"), stacklevel=7)
 
 
 def form_of(module: nn.Module, size: int) -> Mapping[str, Cut]:

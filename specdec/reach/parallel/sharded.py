@@ -87,17 +87,17 @@ class Sharded(Changes):
     wholes: the DTensors, by the parameters in their places.
     """
 
-    mixers: SharedMixers
-    sums: Changes
-
     def __init__(self, share: Share):
         super().__init__()
         self.share = share
         self.wholes: dict[nn.Parameter, Any] = {}
+        self.mixers, self.sums = SharedMixers(self.wholes), Changes()
 
     @torch.inference_mode(False)
     def restore(self) -> None:
         """Put HF's parameters, forwards and hooks back. A second call does nothing, or goes on where one failed."""
+        self.sums.restore()
+        self.mixers.restore()
         super().restore()
 
     def _make_plain(self, module: nn.Module, forward: Forward | None) -> None:
@@ -141,10 +141,8 @@ def plain(model: nn.Module, name: str) -> Sharded:
     try:
         for module in model.modules():
             sharded._make_plain(module, forwards.get(module))
-        sharded.mixers = share_mixers(model, share, sharded.wholes)
-        sharded.on_restore(sharded.mixers.restore)
-        sharded.sums = defer_sums(model, share)
-        sharded.on_restore(sharded.sums.restore)
+        share_mixers(model, share, sharded.mixers)
+        defer_sums(model, share, sharded.sums)
     except BaseException:
         sharded.restore()
         raise
