@@ -84,7 +84,8 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
     kind = kind_of(weight)
-    return (kind.kernel if x.is_cuda and _has_kernel(x) else kind.twin)(x, weight, bias, activation)
+    has_kernel = _has_kernel(x) and weight.dtype == x.dtype and weight.stride(1) == 1
+    return (kind.kernel if has_kernel else kind.twin)(x, weight, bias, activation)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -92,11 +93,11 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def _has_kernel(x: torch.Tensor) -> bool:
-    return x.dtype in KERNEL_DTYPES and has_triton()
+    return x.is_cuda and x.dtype in KERNEL_DTYPES and has_triton()
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
-    if not (x.is_cuda and _has_kernel(x)):
+    if not _has_kernel(x):
         return rms_norm_twin(x, weight, eps, offset, is_late)
     from specdec.backends.triton.linear import norms
 
@@ -106,7 +107,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, 
 def _add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if not (x.is_cuda and _has_kernel(x)):
+    if not _has_kernel(x):
         return add_rms_norm_twin(x, residual, weight, eps, offset, is_late)
     from specdec.backends.triton.linear import norms
 

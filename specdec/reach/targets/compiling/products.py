@@ -8,14 +8,23 @@ import torch.nn.functional as F
 from torch import fx
 
 import specdec.backends.linear  # noqa: F401 (registers the ops)
-from specdec.reach.targets.compiling.matching import MULTIPLY, erase_unused, is_function, is_method, only_user, operands
+from specdec.reach.targets.compiling.matching import (
+    MULTIPLY,
+    erase_unused,
+    is_function,
+    is_method,
+    is_tensor,
+    only_user,
+    operands,
+    value,
+)
 
 ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu"}
 
 
 def take_over_products(graph: fx.GraphModule) -> int:
     """Rewrite the linear products of `graph` in place; return their number."""
-    found = [n for n in graph.graph.nodes if is_function(n, F.linear) and not n.kwargs]
+    found = [n for n in graph.graph.nodes if is_function(n, F.linear) and not n.kwargs and _is_matrix(n.args[1])]
     for node in found:
         gated = _gated(node)
         with graph.graph.inserting_before(node):
@@ -31,6 +40,10 @@ def take_over_products(graph: fx.GraphModule) -> int:
     graph.graph.lint()
     graph.recompile()
     return len(found)
+
+
+def _is_matrix(weight: Any) -> bool:
+    return is_tensor(weight) and value(weight).dim() == 2
 
 
 def _gated(product: fx.Node) -> tuple[fx.Node, str, set[fx.Node]] | None:
