@@ -12,7 +12,7 @@ from specdec.tools.measure.rows import Row, label_of, text
 
 FOLDED_FROM = 16  # rows
 LONG = 24  # letters of a text that is said once below a table if all rows have it
-WIDTH = 120  # least columns of a table outside a terminal
+WIDTH = 150  # least columns of a table outside a terminal
 WORDS = {"batch": "batch ", "tokens": "tokens ", "requests": "requests ", "tokenizer": "with text: "}
 WORDS |= {"speculation": "speculation: ", "temperature": "T=", "floor_ms": "floor "}
 
@@ -29,12 +29,12 @@ class Table(NamedTuple):
 
     def print(self, console: Console | None = None, style: str = "") -> None:
         """Print it on a terminal, or for pipes and files as wide as it must be."""
-        console = console or Console()
-        if not console.is_terminal:
-            console = Console(width=max(console.width, WIDTH))
+        if console is None:
+            console = Console()
+            console.width = console.width if console.is_terminal else max(console.width, WIDTH)
         shown = rich_table.Table(title=escape(self.title) or None, title_style=style, title_justify="left")
         for label, is_number in zip(self.columns, self.is_number, strict=True):
-            shown.add_column(escape(label), justify="right" if is_number else "left")
+            shown.add_column(escape(label), justify="right" if is_number else "left", overflow="fold")
         for row in self.rows:
             shown.add_row(*map(escape, row))
         console.print(shown)

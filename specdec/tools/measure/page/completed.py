@@ -140,11 +140,14 @@ def by_what(rows: Iterable[Row]) -> list[Table]:
 
 
 def gsm8k(rows: Sequence[Row]) -> Rows:
-    """Write likelihoods with all their digits, as modes differ in the fourth or later; add the share of answers."""
+    """Write likelihoods with all their digits, as modes differ in the fourth or later; add the share of answers, and
+    how often prefills were replayed."""
     found = [dict(row) for row in rows]
     for row in found:
         if isinstance(row.get("nll"), float):
             row["nll"] = f"{row['nll']:.6f}"
+        prefills = (row.get("runners") or {}).get("target_prefill")
+        row |= {key: prefills[key] for key in ("replays", "eager") if prefills and key in prefills}
         if row.get("answers") and "correct" in row:
             row["_correct (%)"] = 100 * row["correct"] / row["answers"]
             row["__correct (%)_ends"] = [100 * end for end in wilson(row["correct"] / row["answers"], row["answers"])]

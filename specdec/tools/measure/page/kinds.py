@@ -20,7 +20,8 @@ def kind_of(row: Row) -> RowKind:
 def print_rows(rows: Sequence[Row]) -> None:
     """Print a table of each kind of rows, and what ran eagerly."""
     for kind, own in grouped(rows, kind_of).items():
-        for each in kind.tables(own) if not kind.brief else [table("", kind.complete(own), kind.brief.split(), None)]:
+        keys = (kind.brief or kind.columns).split()
+        for each in [table("", kind.complete(own), keys, None)] if keys else kind.tables(own):
             each.print()
     eager = eager_section(rows)
     for each in eager.tables if eager else ():
@@ -178,7 +179,7 @@ KINDS = (  # a row belongs to the first that takes it
         ),
         columns="file dtype mode speculation draft compile items tokens nll nll_difference nll_ci95 answers "
         "correct mcnemar_p",
-        brief="dtype mode draft nll nll_difference nll_ci95 answers equal near_ties correct mcnemar_p",
+        brief="dtype mode draft nll nll_difference nll_ci95 replays eager answers equal near_ties correct mcnemar_p",
         hidden="gaps runners says",
         tables=completed.in_words,
     ),
