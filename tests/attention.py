@@ -26,11 +26,11 @@ def force(name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Non
         if hasattr(module, "TOLERANCE") and isinstance(module.TOLERANCE, float):
             monkeypatch.setattr(module, "TOLERANCE", TOLERANCE_16)
 
-    def pick(asked: str, layers: Any, dtype: Any, device: torch.device, page_size: int = 1) -> Any:
+    def pick(asked: str, layers: Any, dtype: Any, device: torch.device) -> Any:
         if asked != "auto":
-            return original(asked, layers, dtype, device, page_size)
+            return original(asked, layers, dtype, device)
         unusable = backend.unusable_on(device)
-        reasons = [unusable] if unusable else unmet_needs(backend.capabilities, layers, dtype, page_size)
+        reasons = [unusable] if unusable else unmet_needs(backend.capabilities, layers, dtype)
         if reasons:
             pytest.skip(f"{name}: {reasons[0]}")
         return backend, f"auto: {name}, forced by the tests"
