@@ -75,10 +75,11 @@ class Interrupted(BaseException):
 @contextmanager
 def breaking(rng: random.Random, core: Any, places: Sequence[str] = PLACES) -> Iterator[None]:
     """Raise an exception of either kind once, before or after one of the next calls of a random one of `places`."""
-    kind = rng.choice((Interrupted, RuntimeError))
+    kind, missing = rng.choice((Interrupted, RuntimeError)), object()
     path, _, name = rng.choice(places).rpartition(".")
     owner = attrgetter(path)(core) if path else core
     function, left, is_before = getattr(owner, name), rng.randrange(6), rng.random() < 0.5
+    own = vars(owner).get(name, missing)
 
     def call(*args: Any, **options: Any) -> Any:
         nonlocal left
@@ -94,7 +95,7 @@ def breaking(rng: random.Random, core: Any, places: Sequence[str] = PLACES) -> I
     try:
         yield
     finally:
-        delattr(owner, name)
+        delattr(owner, name) if own is missing else setattr(owner, name, own)
 
 
 Fault = tuple[str, Callable[["Victim"], None], int]  # name, what it does, how often it comes beside others

@@ -75,7 +75,9 @@ class PrefixCache:
         self._attach(Node(node, keys[at * self._page_size : end * self._page_size].copy(), added, self._time))
 
     def evict(self, count: int) -> None:
-        """Free `count` pages, or as many as there are that nobody else holds, those used longest ago first."""
+        """Free `count` pages or more, those used longest ago first; nothing if `num_evictable` are too few."""
+        if count > self.num_evictable:
+            return
         count = max(count, self._pages.num_pages // EVICTED)
         order = itertools.count()  # of nodes used at one time: all ranks of an engine evict the same
         leaves = [(n.used, next(order), n) for n in self._nodes() if n is not self.root and not n.children]
@@ -113,9 +115,15 @@ class PrefixCache:
         return sum(map(len, self.held()))
 
     @property
-    def num_idle(self) -> int:
-        """Those of them that nobody else holds."""
-        return sum(int((self._pages.holders[pages] == 1).sum()) for pages in self.held())
+    def num_evictable(self) -> int:
+        """Those of them that can be freed: nobody else holds them, or what follows them."""
+        count, gone = 0, set()
+        for node in reversed(list(self._nodes())):  # children first
+            if gone.issuperset(node.children.values()):
+                count += (num := len(node.pages) - self._num_held(node))
+                if num == len(node.pages):
+                    gone.add(node)
+        return count
 
     def _walk(self, keys: np.ndarray) -> tuple[Node, int, np.ndarray]:
         """Return the last node that `keys` reach, how many of its pages they share, and the pages of all they share."""
@@ -149,14 +157,18 @@ class PrefixCache:
 
     def _shorten(self, leaf: Node, count: int) -> int:
         """Free up to `count` of the last pages of `leaf`, and drop a leaf without pages; return how many."""
-        is_shared = np.flatnonzero(self._pages.holders[leaf.pages] > 1)
-        first = max(int(is_shared[-1]) + 1 if len(is_shared) else 0, len(leaf.pages) - count)
+        first = max(self._num_held(leaf), len(leaf.pages) - count)
         freed, key = leaf.pages[first:], self._key(leaf)
         leaf.keys, leaf.pages = leaf.keys[: first * self._page_size], leaf.pages[:first]
         self._pages.drop(freed)
         if first == 0 and leaf.parent is not None:
             del leaf.parent.children[key]
         return len(freed)
+
+    def _num_held(self, node: Node) -> int:
+        """Return how many first pages of `node` must stay: others hold the last of them."""
+        is_shared = np.flatnonzero(self._pages.holders[node.pages] > 1)
+        return int(is_shared[-1]) + 1 if len(is_shared) else 0
 
     def _nodes(self) -> Iterator[Node]:
         """Yield all nodes, the root first."""

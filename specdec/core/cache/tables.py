@@ -139,7 +139,7 @@ class SlotTables:
     @property
     def num_free_pages(self) -> int:
         """Pages that no row holds; what is kept counts as free, since it gives way."""
-        return self._pages.num_free + self.prefixes.num_idle
+        return self._pages.num_free + self.prefixes.num_evictable
 
     @property
     def prefix_facts(self) -> dict[str, int]:

@@ -12,13 +12,14 @@ from specdec.core.engine.generation import HONOURED, LENGTHS, Settings
 from specdec.core.engine.request import Request
 from specdec.core.errors import CapacityError
 from specdec.core.functional.processors import MAX_BAD_WORDS, MAX_ENTRIES, TokenRules
-from specdec.core.ranges import FLAG, TOKEN_IDS, is_whole
+from specdec.core.ranges import FLAG, TOKEN_IDS, is_whole, whole
 from specdec.core.round.state import MAX_STOP_IDS
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.text.detokenizer import Detokenizer
 from specdec.core.text.inputs import check_text, prompts_to_ids
 
 DEFAULT_NEW_TOKENS = 256
+PRIORITY = whole(-1000, 1000)
 
 
 def make_requests(
@@ -33,11 +34,13 @@ def make_requests(
     stop: str | Sequence[str] | None = None,
     stop_token_ids: int | Sequence[int] | None = None,
     ignore_eos: bool = False,
+    priority: int = 0,
     **settings: Any,
 ) -> list[Request]:
     """Return one request per prompt, not queued yet; the options are those of `Engine.generate`."""
     if sampling is not None:
         _refuse_two_laws(settings)
+    priority = PRIORITY.check("priority", priority)
     merged = Settings.merge(core.target.model.generation_config, generation_config, settings)
     batch = prompts_to_ids(prompts, tokenizer, attention_mask)
     limits = _limits(core, merged, max_new_tokens, batch)
@@ -61,7 +64,7 @@ def make_requests(
                 "raise max_new_tokens"
             )
     requests = [
-        Request(prompt, array, limit, law, stop_ids, eos, Detokenizer(tokenizer, strings, prompt), special)
+        Request(prompt, array, limit, law, stop_ids, eos, Detokenizer(tokenizer, strings, prompt), special, priority)
         for prompt, array, limit, law in zip(batch, arrays, limits, laws, strict=True)
     ]
     if core.config.logprobs is not None:

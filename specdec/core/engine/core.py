@@ -264,6 +264,7 @@ class Core:
         packed = self.graphs.play(batch.kind, batch.rows, bound)
         self._post(requests, packed, is_round=True)
         self._is_launching = False
+        self.scheduler.note_round()
 
     def _len_bound(self, requests: list[Request]) -> int:
         """A host bound of L of all `requests`, what launches on their way may have emitted included."""

@@ -50,7 +50,8 @@ class RankedCore(Core):
 def told_of(request: Request) -> tuple[object, ...]:
     """Return all of a request that decides what is launched for it, but its seed."""
     r = request
-    return r.prompt_ids, r.max_new_tokens, r.sampling.with_seed(0), r.stop_ids, sorted(r.eos_ids), r.string_ids
+    stops = r.stop_ids, sorted(r.eos_ids), r.string_ids
+    return r.prompt_ids, r.max_new_tokens, r.sampling.with_seed(0), stops, r.priority
 
 
 def agree_on_graphs(ranks: Ranks, runners: Sequence[GraphRunner]) -> None:

@@ -20,6 +20,7 @@ from specdec.core.text.detokenizer import Detokenizer
 class Request:
     """One prompt being served; `prompt` [T+1] int64 is a copy of its ids with a 0 behind them, for prefills.
 
+    priority: higher ones are admitted first; place: its order in the queue, (-priority, number of arrival).
     row: set while it runs; num_prefilled: prompt tokens already in the cache; num_cached: those of them that others had
     left there.
     is_kept: whether its K/V may serve others.
@@ -39,6 +40,8 @@ class Request:
     eos_ids: frozenset[int]
     detokenizer: Detokenizer
     string_ids: tuple[int, ...] = ()
+    priority: int = 0
+    place: tuple[int, int] = (0, 0)
     row: int | None = None
     num_prefilled: int = 0
     num_cached: int = 0

@@ -1,6 +1,7 @@
 """The scheduler, which owns running and waiting requests and their slots; it touches no model."""
 
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -8,9 +9,11 @@ from specdec.core.cache.tables import SlotTables
 from specdec.core.engine.request import Request
 from specdec.core.engine.sharing import Sharing
 
+HELD_ROUNDS = 3  # rounds for which a free row of a large batch may be held back, so that prefills come in batches
+
 
 class Scheduler:
-    """Admits waiting requests in order of arrival while rows and slots last.
+    """Admits waiting requests by priority, of one priority in order of arrival, while rows and slots last.
 
     `running` lists the requests that hold a row; `repair` recomputes from it whatever is lost or doubled elsewhere.
     sharing: what of their prompts' K/V is there when they are admitted; looks_ahead: see `Sharing`.
@@ -21,6 +24,9 @@ class Scheduler:
         self.tail_reserve = tail_reserve
         self.sharing = Sharing(slot_tables, looks_ahead)
         self.refill = max(1, slot_tables.max_batch // 16)
+        self._num_held = 0  # rounds since a row has been held back
+        self._num_added = 0
+        self._is_full = False  # the first in the queue found no pages, and none has been released since
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.admitted: list[Request] = []  # of `running`, whose constants are not on the device yet
@@ -39,33 +45,51 @@ class Scheduler:
         now = time.perf_counter()
         for request in requests:
             request.arrived = now
+            self._num_added += 1
+            request.place = (-request.priority, self._num_added)
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        if self.waiting and request.place < self.waiting[-1].place:
+            insort(self.waiting, request, key=lambda r: r.place)
+        else:
             self.waiting.append(request)
+        self._is_full = False
 
     @property
     def may_admit(self) -> bool:
-        """Whether requests wait and rows are free for them: of a large batch a sixteenth, so that prefills come in
-        batches too."""
-        least = min(len(self.waiting), self.refill) if self.running else 1
-        return bool(self.waiting) and self.slot_tables.num_free_rows >= least
+        """Whether requests wait and rows are free for them: of a large batch a sixteenth, unless some have been for
+        `HELD_ROUNDS`."""
+        least = min(len(self.waiting), self.refill) if self.running and self._num_held < HELD_ROUNDS else 1
+        is_full = self._is_full and bool(self.running)
+        return bool(self.waiting) and not is_full and self.slot_tables.num_free_rows >= least
+
+    def note_round(self) -> None:
+        """Count a round that was launched while a row was free for a request that waits."""
+        self._num_held = self._num_held + 1 if self.waiting and self.slot_tables.num_free_rows else 0
 
     def admit(self) -> None:
-        """Move waiting requests to running, first come first served, while rows and slots last, if it `may_admit`."""
+        """Move waiting requests to running while rows and slots last, if it `may_admit`; those that would rather wait
+        for K/V that is being written let others pass."""
         if not self.may_admit:
             return
-        while self.waiting and self.slot_tables.num_free_rows:
-            request = self.waiting[0]
+        self._num_held = num_passed = 0
+        while num_passed < min(len(self.waiting), self.slot_tables.max_batch) and self.slot_tables.num_free_rows:
+            request = self.waiting[num_passed]
             pages = self.sharing.cached(request)
             num_cached = len(pages) * self.slot_tables.page_size
             if self.sharing.has_more_soon(request, num_cached):
-                return
+                num_passed += 1
+                continue
             need = self.slots_needed(len(request.prompt_ids), request.max_new_tokens)
             row = self.slot_tables.reserve(need, pages)
             if row is None:
+                self._is_full = True
                 return
             request.row, request.num_prefilled, request.num_cached = row, num_cached, num_cached
             self.admitted.append(request)
             self.running.append(request)  # from here on it owns the row, whatever happens; see `repair`
-            self.waiting.popleft()
+            del self.waiting[num_passed]
             self.sharing.begin(request)
 
     @property
@@ -75,12 +99,23 @@ class Scheduler:
         return bool(arrivals) and any(r.arrived < max(arrivals) for r in self.decoding())
 
     def next_prefill(self, max_tokens: int) -> list[tuple[Request, int]]:
-        """Return the prompt pieces of one prefill forward: (request, number of tokens), at most `max_tokens` in all."""
+        """Return the prompt pieces of one prefill forward: (request, number of tokens), at most `max_tokens` in all.
+
+        First come, first served; where not all fit, prompts that half of it holds come first. Only the last piece can
+        be a part of its prompt.
+        """
+        rests = {r: len(r.prompt_ids) - r.num_prefilled for r in self.running if r.finish_reason is None}
+        waiting = [r for r, rest in rests.items() if rest]
+        left = max_tokens // 2 if sum(rests.values()) > max_tokens else 0
+        short: dict[Request, None] = {}
+        for request in waiting[1:]:
+            if rests[request] <= left:
+                short[request] = None
+                left -= rests[request]
         pieces: list[tuple[Request, int]] = []
-        for request in self.running:
-            rest = len(request.prompt_ids) - request.num_prefilled
-            if rest and max_tokens and request.finish_reason is None:
-                pieces.append((request, min(rest, max_tokens)))
+        for request in (*short, *(r for r in waiting if r not in short)):
+            if max_tokens:
+                pieces.append((request, min(rests[request], max_tokens)))
                 max_tokens -= pieces[-1][1]
         return pieces
 
@@ -103,8 +138,10 @@ class Scheduler:
             row, request.row = request.row, None
             assert row is not None
             self.slot_tables.release(row)
+            self._is_full = False
         elif request in self.waiting:
             self.waiting.remove(request)
+            self._is_full = False
         request.time_s = time.perf_counter() - request.arrived
 
     def fail(self, requests: Sequence[Request], error: BaseException) -> None:
@@ -119,6 +156,7 @@ class Scheduler:
         self.running = [r for r in dict.fromkeys(self.running) if r.finish_reason is None and r.row is not None]
         self.admitted = [r for r in self.running if r in self.admitted]
         self.waiting = deque(r for r in self.waiting if r not in self.running)
+        self._is_full = False
         for request in self.waiting:
             request.row = None
         self.slot_tables.repair([r.row for r in self.running if r.row is not None])
