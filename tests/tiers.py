@@ -24,7 +24,6 @@ IN_TEST = {
     "test_attach.py::test_copies_of_an_attached_model_are_free": "False",
     "test_attach.py::test_detach_that_runs_out_of_memory_can_be_called_again": "-",
     "test_attach.py::test_engine_equals_generate": "llama$|gpt_oss",
-    "test_attention_bits.py::test_bits_are_those_of_plain_decoding": "^(full-7-64-64|narrow.*2-64-1|sinks-2-7-64)$",
     "test_backends.py::test_causal_tails": "torch|^0-4-.*split|^2-1-gqa-triton$",
     "test_backends.py::test_dtypes_and_pages": "^torch|triton-torch.bfloat16-16|split-torch.float16-1$",
     "test_backends.py::test_every_kernel_compiles_for_a_gpu": "-",
