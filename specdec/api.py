@@ -1,10 +1,11 @@
 """The public API: `attach()` a draft to a live causal LM, and the `Engine` that generates the same text faster."""
 
+import asyncio
 import time
 import warnings
 import weakref
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import ExitStack, aclosing, closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from specdec.core.batch import on_device, refuse_autocast
 from specdec.core.config import EngineConfig
 from specdec.core.engine.admission import make_requests
 from specdec.core.engine.core import Core
+from specdec.core.engine.driver import Driver
 from specdec.core.engine.finished import output_of
 from specdec.core.engine.generation import shipped_settings
 from specdec.core.engine.ranks import Ranks
@@ -104,9 +106,9 @@ def _join(ranks: Ranks, comm: Communicator) -> None:
 class Engine:
     """Generates the target's own text. Made by `attach`; one target, one draft, one KV pool.
 
-    Any number of threads may call `generate` and `stream`: they take turns, a step each, and every step serves the
-    requests of all. The attached model may be called in other threads, too; such a call waits for a step to end. In
-    asyncio, use a thread: `await asyncio.to_thread(engine.generate, prompts)`. Ctrl-C takes effect between two steps.
+    Any number of threads may call `generate` and `stream`, and any number of tasks in asyncio `agenerate` and
+    `astream`: one thread steps for all, each caller returns as soon as it has what it waits for. The attached model may
+    be called in other threads, too; such a call waits for a step to end. Ctrl-C takes effect between two steps.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Engine:
         self.tokenizer = tokenizer
         core, self._backend_reason, self._bits = assemble(target, config, draft, algo, tokenizer, ranks)
         self._core: Core | None = core
+        self._driver: Driver | None = Driver(core)
         # An engine that is dropped without detach(), as in a notebook cell run again, leaves the model free.
         self._release = weakref.finalize(self, core.close)
         self._release.atexit = False
@@ -156,9 +159,8 @@ class Engine:
         Every argument is checked before any work starts; ValueError (CapacityError for what can never fit) names what
         is wrong or not supported.
         """
-        requests = self._requests(prompts, **options)
-        start = time.perf_counter()
-        with closing(self._run(requests)) as run:
+        requests, start = self._requests(prompts, **options), time.perf_counter()
+        with closing(self._run(requests, wants_tokens=False)) as run:
             for finished in run:
                 for request in finished:  # the device runs a round of the others: it does not wait for text
                     request.decode()
@@ -168,14 +170,26 @@ class Engine:
         """Yield the text of ONE prompt as it becomes certain; the options are those of `generate`.
 
         The generator's return value is the RequestOutput. Closing it early frees the request's slots. Several streams
-        may be read in turn, or each in its own thread; in asyncio: `await asyncio.to_thread(next, stream, None)`.
+        may be read in turn, or each in its own thread; in asyncio there is `astream`.
         """
-        if self.tokenizer is None:
-            raise ValueError("stream() yields text and the engine has no tokenizer; attach(..., tokenizer=...)")
-        requests = self._requests(prompt, **options)
-        if len(requests) != 1:
-            raise ValueError(f"stream() takes one prompt, got {len(requests)}; use generate() for a batch")
-        return self._stream(requests)
+        return self._stream(self._one_request("stream", prompt, options))
+
+    async def agenerate(self, prompts: Any, **options: Any) -> GenerationOutput:
+        """Do what `generate` does without blocking the event loop; cancelling the task frees rows and pages."""
+        requests, start = await asyncio.to_thread(self._requests, prompts, **options), time.perf_counter()
+        async with aclosing(self._arun(requests, wants_tokens=False)) as run:
+            async for finished in run:
+                for request in finished:
+                    request.decode()
+        return output_of(requests, time.perf_counter() - start)
+
+    def astream(self, prompt: Any, **options: Any) -> AsyncGenerator[str, None]:
+        """Yield the text of ONE prompt as it becomes certain: `async for piece in engine.astream(prompt)`.
+
+        The options are those of `generate`. Closing it (`contextlib.aclosing`), or cancelling the task that reads it,
+        frees the request's slots.
+        """
+        return self._astream(self._one_request("astream", prompt, options))
 
     def score(self, prompts: Any, continuations: Any) -> list[Score]:
         """Return, for every prompt, log p(continuation | prompt) in nats and whether greedy decoding would write it.
@@ -306,7 +320,7 @@ class Engine:
         self.uninstall()
         self._on_detach.close()
         self._release.detach()
-        self._core = None
+        self._core = self._driver = None
 
     def __repr__(self) -> str:
         """Name model, draft, shape, capacity, device and state; nothing waits for a step."""
@@ -340,34 +354,47 @@ class Engine:
             for _ in run:
                 if text := request.read():
                     yield text
-        if text := request.read():  # the last step may have been another caller's
-            yield text
         return output_of(requests, time.perf_counter() - start).requests[0]
 
-    def _run(self, requests: list[Request]) -> Generator[list[Request], None, None]:
-        """Step until `requests` are finished, and yield after each step those that have finished; whatever happens,
-        none of them keeps rows or slots.
+    async def _astream(self, requests: list[Request]) -> AsyncGenerator[str, None]:
+        async with aclosing(self._arun(requests)) as run:
+            async for _ in run:
+                if text := requests[0].read():
+                    yield text
 
-        Calls may interleave, as streams do, or come from several threads: each steps all running requests, in turn, and
-        waits for its own.
+    def _arun(self, requests: list[Request], wants_tokens: bool = True) -> AsyncGenerator[list[Request], None]:
+        """As `_run`, in asyncio."""
+        self._attached()
+        assert self._driver is not None
+        return self._driver.run(requests, wants_tokens)
+
+    def _run(self, requests: list[Request], wants_tokens: bool = True) -> Generator[list[Request], None, None]:
+        """Yield those of `requests` that have finished, with `wants_tokens` after each round; whatever happens, none of
+        them keeps rows or slots.
+
+        Calls may interleave, as streams do, or come from several threads: one of them steps for all.
         """
         core = self._attached()
-        unfinished = requests
+        call = core.call(requests, wants_tokens)
         try:
             core.submit(requests)
-            while unfinished:
-                core.step(unfinished)
-                finished = [r for r in unfinished if r.finish_reason is not None]
-                if finished:
-                    unfinished = [r for r in unfinished if r.finish_reason is None]
-                for request in finished:
-                    if request.failure is not None:  # it may have occurred in another caller's step
-                        raise request.failure
-                yield finished
+            while not call.is_over:
+                core.collect(call)
+                yield call.take()
         finally:
-            if unfinished:
+            if call.left:
                 with core.turns:
-                    core.abandon([r for r in unfinished if r.finish_reason is None])
+                    core.abandon(list(call.left))
+
+    def _one_request(self, caller: str, prompt: Any, options: dict[str, Any]) -> list[Request]:
+        """Return the request of a stream, in a list."""
+        if self.tokenizer is None:
+            raise ValueError(f"{caller}() yields text and the engine has no tokenizer; attach(..., tokenizer=...)")
+        requests = self._requests(prompt, **options)
+        if len(requests) != 1:
+            batch = caller.replace("stream", "generate")
+            raise ValueError(f"{caller}() takes one prompt, got {len(requests)}; use {batch}() for a batch")
+        return requests
 
     def _requests(self, prompts: Any, **options: Any) -> list[Request]:
         """Return checked requests that are not queued yet; the options are those of `generate`."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from specdec.core.batch import ForwardMode, on_device, refuse_autocast
+from specdec.core.engine.calls import Call, Calls, Waits
 from specdec.core.engine.mailbox import Mailbox, Results
 from specdec.core.engine.packing import (
     copy_to,
@@ -72,6 +73,7 @@ class Core:
         self._is_launching = False  # whether the state of running requests may be half written
         self.is_closed = False
         core = weakref.ref(self)  # no cycle: pools are freed with the last reference, not by some later collection
+        self.calls = Calls()
         self.turns = Turns(lambda error: core()._repair(error))  # type: ignore[union-attr]
         runners = (*self.prefill.runners, *self.graphs.runners.values())
         self.models.share(self.turns, is_baked=any(runner.captured for runner in runners))
@@ -86,23 +88,35 @@ class Core:
             self.scheduler.add(requests)
 
     @torch.inference_mode()
-    def step(self, waiting_for: Sequence[Request] = ()) -> None:
-        """Launch a prefill or a round, then hand out the results of the launches that have come back.
+    def step(self, caller: Waits | None = None) -> None:
+        """Launch a prefill or a round, hand out the results of the launches that have come back, and wake who waits for
+        them.
 
-        Does nothing if all requests it is `waiting_for` are over: another thread may have stepped meanwhile. What goes
-        wrong before or after a launch ends the request at fault, if any; a launch that breaks off has left the state of
-        all running requests half written, and ends them. The engine can serve the next ones.
+        Does nothing if `caller` has news: another thread may have stepped meanwhile. What goes wrong before or after a
+        launch ends the request at fault, if any; a launch that breaks off has left the state of all running requests
+        half written, and ends them. The engine can serve the next ones.
         """
-        with self.turns:
-            self._require_open()
-            if not waiting_for or any(r.finish_reason is None for r in waiting_for):
-                with on_device(self.device):
-                    self._admit()  # looks for changes of the models, so before a step replaces forwards
-                    with self.models.stepping():
-                        self._step()
-                    # nobody would ever end requests that are in no queue, and their caller would wait for ever
-                    is_idle = not self.scheduler.running and not self.scheduler.waiting
-                    assert not is_idle or all(r.finish_reason for r in waiting_for), "a request was lost"
+        try:
+            with self.turns:
+                self._require_open()
+                if caller is None or not caller.has_news:
+                    with on_device(self.device):
+                        self._admit()  # looks for changes of the models, so before a step replaces forwards
+                        with self.models.stepping():
+                            self._step()
+                        # nobody would ever end requests that are in no queue, and their caller would wait for ever
+                        is_idle = not self.scheduler.running and not self.scheduler.waiting
+                        assert not is_idle or caller is None or caller.has_news, "a request was lost"
+        finally:
+            self.calls.wake()
+
+    def call(self, requests: Sequence[Request], wants_tokens: bool = True) -> Call:
+        """Return what waits for `requests`, which are not queued yet; with `wants_tokens` for their tokens, too."""
+        return Call(self.calls, requests, wants_tokens)
+
+    def collect(self, caller: Waits) -> None:
+        """Return as soon as `caller` has news: step for all, or sleep while another thread does."""
+        self.calls.collect(caller, lambda: self.step(caller), may_sleep=not self.turns.is_mine)
 
     @property
     def has_work(self) -> bool:
@@ -289,16 +303,22 @@ class Core:
         """Hand arrived tokens to their requests; finished ones give back rows and slots."""
         for i in range(results.num_read, len(rows)):
             request = results.requests[i]
+            results.num_read = i + 1  # first: whatever goes wrong with this one, it does not come twice
             try:
-                results.num_read = i + 1  # first: whatever goes wrong with this one, it does not come twice
                 if request.finish_reason is None and request.row is not None:
-                    self._hand_over(request, rows[i], results.is_round)
-            except BaseException as error:  # a tokenizer's, say: the others have nothing to do with it
-                request.failure, request.finish_reason = _failure_of(error), "error"
-                if not isinstance(error, Exception):
-                    raise
-            if request.finish_reason is not None and request.row is not None:
-                self.scheduler.release(request)
+                    self._hand_over_or_end(request, rows[i], results.is_round)
+                if request.finish_reason is not None and request.row is not None:
+                    self.scheduler.release(request)
+            finally:
+                request.notify()
+
+    def _hand_over_or_end(self, request: Request, row: list[int], is_round: bool) -> None:
+        try:
+            self._hand_over(request, row, is_round)
+        except BaseException as error:  # a tokenizer's, say: the others have nothing to do with it
+            request.failure, request.finish_reason = _failure_of(error), "error"
+            if not isinstance(error, Exception):
+                raise
 
     def _hand_over(self, request: Request, row: list[int], is_round: bool) -> None:
         """Give a running request what it emitted in one launch."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from specdec.core.engine.calls import Waits
 from specdec.core.engine.core import Core
 from specdec.core.engine.ranks import ATTACH_TIMEOUT_S, Ranks
 from specdec.core.engine.request import Request
@@ -36,10 +37,10 @@ class RankedCore(Core):
         """As `Core.clear_prefixes`, on all ranks at their next call: what one has kept, all have."""
         self._is_to_forget = True
 
-    def step(self, waiting_for: Sequence[Request] = ()) -> None:
+    def step(self, caller: Waits | None = None) -> None:
         """As `Core.step`; RankError if another rank fails in it, or is gone."""
         with self._ranks.reporting():
-            super().step(waiting_for)
+            super().step(caller)
 
     def close(self) -> None:
         """As `Core.close`; the others are not waited for."""

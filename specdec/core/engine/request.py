@@ -5,7 +5,7 @@ adds stop strings, which only text can show.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +29,7 @@ class Request:
     failure: the error that ended it, with finish_reason "error"; the caller that waits for the request raises it.
     round_lens: tokens that each verify round emitted, after trimming; the engine updates it along with `acceptance`.
     logprobs: of each of `tokens`; None if the engine does not compute them. digests: the same, empty.
+    on_change: what `notify` calls.
     arrived: when it was queued (`Scheduler.add`), seconds; first_token_s and time_s count from there.
     """
 
@@ -55,6 +56,7 @@ class Request:
     round_lens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     digests: list[int] = field(default_factory=list)
+    on_change: "Callable[[Request], None] | None" = None
     arrived: float = 0.0
     first_token_s: float | None = None
     time_s: float | None = None
@@ -78,24 +80,30 @@ class Request:
         """
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter() - self.arrived
-        self.tokens += tokens
-        self.digests += digests
-        if self.logprobs is not None:
-            self.logprobs += logprobs
-        reason = None
+        reason, count = None, len(tokens)
         if tokens[-1] in self.stop_ids:
             reason = self._why_stopped(tokens[-1])
-        elif len(self.tokens) >= self.max_new_tokens:
+        elif len(self.tokens) + count >= self.max_new_tokens:
             reason = "length"
         if self.detokenizer.stop_strings:
-            self.pieces.append(self.detokenizer.feed(tokens))
+            pieces = [self.detokenizer.feed(tokens)]
             if reason is not None:
-                self.pieces.append(self.detokenizer.finish())
+                pieces.append(self.detokenizer.finish())
             if self.detokenizer.stopped:
-                for kept in (self.tokens, self.digests, self.logprobs or []):
-                    del kept[self.detokenizer.num_fed :]  # what came after the stop string in one round
                 reason = "stop_string"
+                count = self.detokenizer.num_fed - len(self.tokens)  # what comes after it in this round is dropped
+        self.digests += digests[:count]
+        if self.logprobs is not None:
+            self.logprobs += logprobs[:count]
+        self.tokens += tokens[:count]  # another thread may read: what belongs to tokens is there before them
+        if self.detokenizer.stop_strings:
+            self.pieces += pieces
         self.finish_reason = reason  # last: a thread that reads text takes it for complete then
+
+    def notify(self) -> None:
+        """Call `on_change`: it has tokens, or has ended and holds nothing any more."""
+        if self.on_change is not None:
+            self.on_change(self)
 
     def read(self) -> str:
         """Return the text that has become certain since the last call; all the rest once the request is finished."""

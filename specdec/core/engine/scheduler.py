@@ -149,7 +149,10 @@ class Scheduler:
         for request in requests:
             if request.finish_reason is None:
                 request.failure, request.finish_reason = error, "error"
-            self.release(request)
+            try:
+                self.release(request)
+            finally:
+                request.notify()
 
     def repair(self) -> None:
         """Make all state agree with `running` again after a turn that an exception ended."""

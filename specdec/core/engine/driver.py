@@ -1,0 +1,82 @@
+"""Driver: serves callers in asyncio. A thread, which lives while there are any, does all that may wait for a turn."""
+
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+
+from specdec.core.engine.calls import Call
+from specdec.core.engine.core import Core
+from specdec.core.engine.request import Request
+
+
+class Driver:
+    """Submits, steps and abandons for callers in any number of event loops; beside threads that step, it is one more
+    caller. An error of a step ends the calls whose requests it ended, or else all."""
+
+    def __init__(self, core: Core):
+        self._core = core
+        self._mutex = threading.Lock()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._open: dict[Call, None] = {}  # calls whose requests are queued
+        self._is_running = False
+
+    async def run(self, requests: Sequence[Request], wants_tokens: bool = True) -> AsyncGenerator[list[Request], None]:
+        """Yield those of `requests` that have finished, and with `wants_tokens` after each round. Closing this, or
+        cancelling the task that waits for it, frees their rows and pages after the current step."""
+        call = self._core.call(requests, wants_tokens)
+        self._do(partial(self._submit, call))
+        try:
+            while not call.is_over:
+                await self._core.calls.wait(call)
+                yield call.take()
+        finally:
+            self._open.pop(call, None)
+            if call.left:
+                self._do(partial(self._abandon, call))
+
+    @property
+    def has_news(self) -> bool:
+        """True once there is something else to do than to step."""
+        return bool(self._inbox) or not any(call.left for call in list(self._open))
+
+    def _do(self, command: Callable[[], None]) -> None:
+        """Have the thread call `command` between two steps."""
+        self._inbox.append(command)
+        with self._mutex:
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name="specdec", daemon=True).start()
+        self._core.calls.note(self)  # it sleeps where another caller steps
+        self._core.calls.wake()
+
+    def _run(self) -> None:
+        while True:
+            with self._mutex:
+                if not self._inbox and self.has_news:
+                    self._is_running = False
+                    return
+            try:
+                while self._inbox:
+                    self._inbox.popleft()()
+                self._core.collect(self)
+            except BaseException as error:
+                calls = list(self._open)
+                self._fail([c for c in calls if any(r.failure for r in c.requests)] or calls, error)
+
+    def _fail(self, calls: Sequence[Call], error: BaseException) -> None:
+        for call in calls:
+            self._open.pop(call, None)
+            call.fail(error)
+        self._core.calls.wake()
+
+    def _submit(self, call: Call) -> None:
+        try:
+            self._core.submit(call.requests)
+            self._open[call] = None
+        except Exception as error:  # a change of the models that cannot be followed, or a detached engine
+            self._fail([call], error)
+
+    def _abandon(self, call: Call) -> None:
+        self._open.pop(call, None)
+        self._core.abandon([r for r in call.left if r.finish_reason is None])
