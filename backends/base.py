@@ -56,7 +56,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do; `unmet_needs` holds a model against it at attach.
+    """Capabilities of a backend; `unmet_needs` compares a model with them at attach.
 
     fused_ops: whether rounds beside it use the fused operations (Triton kernels) or the torch ones.
     packed_prefill: whether it attends in prefills whose lengths only the device knows (`AttentionMetadata.is_packed`).

@@ -96,7 +96,7 @@ class _CapturedScope:
 
 
 class _Requests:
-    """What recurrent layers read of a prefill, at addresses that do not change: they need no break of the graph.
+    """Inputs of recurrent layers in a prefill, at addresses that do not change: they need no break of the graph.
 
     num_rows: of state; as many requests at most. Those beyond the live ones have no tokens.
     """

@@ -22,7 +22,7 @@ SEED = 1  # of inputs, from generators of their own: the global ones stay where 
 
 
 class Answer(NamedTuple):
-    """What one call gave, and its name; value: [N, ...], of N tokens, or rows of state."""
+    """The result of one call, and its name; value: [N, ...], of N tokens, or rows of state."""
 
     what: str
     value: torch.Tensor

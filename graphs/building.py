@@ -54,8 +54,8 @@ def rehearse(
 ) -> None:
     """Run `prepare`, and warm-ups of a few sizes of every variant of `runners`, the largest and the smallest included.
 
-    within: a context in which kernels are compiled and not launched, so that results are void; what fails there is told
-    by `build`, which meets it again. None: nothing is run.
+    within: a context in which kernels are compiled and not launched, so that results are void; `build` reports
+    what fails there, since it meets it again. None: nothing is run.
     """
     if within is None:
         return

@@ -39,7 +39,7 @@ class GraphPool:
             warnings.simplefilter("ignore")
             graph.capture_end()
             return
-        # If CUDA aborted the capture, torch has not released the pool: the allocator must be told, and no graph can be
+        # If CUDA aborted the capture, torch has not released the pool: the allocator must know, and no graph can be
         # captured into this pool again.
         with contextlib.suppress(RuntimeError):
             for _ in range(4):

@@ -23,7 +23,7 @@ DEPTH = 3  # of containers within attributes
 
 
 class ChangeKind(Enum):
-    """What was changed: numbers in place, where a tensor lies, its dtype or device, or which thing stands there."""
+    """The kind of a change: numbers in place, where a tensor lies, its dtype or device, or which thing stands there."""
 
     WRITTEN = "written"
     MOVED = "moved"

@@ -69,7 +69,7 @@ def engine_of(model: PreTrainedModel) -> Engine | None:
 
 @dataclass(eq=False)
 class _Held:
-    """What a model keeps: its engine, what that was made of, and the threads whose calls it serves now. Copies of the
+    """The state kept with a model: its engine, its settings, and the threads whose calls it serves now. Copies of the
     model get an empty one."""
 
     engine: Engine | None = None

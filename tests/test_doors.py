@@ -1,4 +1,4 @@
-"""`model.generate` by an engine, held against transformers' own loop: equal tokens, or refused by name."""
+"""`model.generate` by an engine, compared with transformers' own loop: equal tokens, or refused by name."""
 
 import copy
 import pickle

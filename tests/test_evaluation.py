@@ -1,4 +1,4 @@
-"""`Engine.score`, held against forwards of transformers; lm-eval on an engine, held against lm-eval's own HFLM."""
+"""`Engine.score` compared with forwards of transformers; lm-eval on an engine compared with lm-eval's own HFLM."""
 
 from __future__ import annotations
 

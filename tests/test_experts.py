@@ -153,7 +153,7 @@ class NoLaunch:
 
 @pytest.mark.parametrize("num_tokens", [4, 1000])
 def test_nothing_waits_for_the_host(num_tokens, monkeypatch):
-    """Tensors without values: whoever asked for one would fail."""
+    """Tensors without values: reading one would fail."""
     monkeypatch.setattr(kernels, "_grouped_linear_kernel", NoLaunch())
     monkeypatch.setattr(kernels, "_route_kernel", NoLaunch())
     x, ids = torch.empty(num_tokens, 24, device="meta"), torch.empty(num_tokens, 2, dtype=torch.int64, device="meta")

@@ -1,4 +1,4 @@
-"""Kernels held against their twins at attach: right ones pass with room to spare, wrong ones are named and refused."""
+"""Kernels compared with their twins at attach: right ones pass with room to spare, wrong ones are named and refused."""
 
 import re
 from dataclasses import replace

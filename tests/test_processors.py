@@ -1,4 +1,4 @@
-"""Penalties, bans and biases: the function held against `transformers`' own processors, the kernels against the
+"""Penalties, bans and biases: the function compared with `transformers`' own processors, the kernels against the
 function, and engines that speculate against `model.generate`, token for token or by chi-square."""
 
 import copy

@@ -1,4 +1,4 @@
-"""Prompt sets by name: layouts of other benchmarks, and what a wrong file is told."""
+"""Prompt sets by name: layouts of other benchmarks, and messages for wrong files."""
 
 import json
 from pathlib import Path

@@ -104,7 +104,7 @@ def strided(x):
 
 
 class Session:
-    """Forwards and commits of one layer in a pool, each held against the naive one."""
+    """Forwards and commits of one layer in a pool, each compared with the naive one."""
 
     def __init__(self, kind, ops, strength=1.0, dtype=torch.float32, tolerance=2e-5, max_tail=MAX_TAIL):
         spec, random = KINDS[kind], torch.Generator().manual_seed(len(kind))

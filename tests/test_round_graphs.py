@@ -183,7 +183,7 @@ def test_poison_in_padding_changes_nothing(shape):
 
 @pytest.mark.parametrize("shape", [TREE, CHAIN] if DEVICE.type == "cuda" else [TREE])
 def test_batches_that_shrink_and_grow(shape):
-    """200 random changes of the batch; every text is the target's own, whoever was beside it."""
+    """200 random changes of the batch; every text is the target's own, whatever ran beside it."""
     model, rng = model_of(), random.Random(7)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 20))] for _ in range(12)]
     texts = [greedy(model, p, 24) for p in prompts]

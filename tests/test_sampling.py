@@ -135,7 +135,7 @@ def test_uniform_is_splitmix_and_does_not_change() -> None:
     u = uniform(ints(*seeds), ints(*counters), ints(*streams))
     expected = [[splitmix(s, c, n) for n in streams] for s, c in zip(seeds, counters, strict=True)]
     assert u.tolist() == expected
-    # golden values: whoever changes them changes every user's seeded output
+    # golden values: changing them changes every user's seeded output
     assert [x.hex() for x in u.diagonal().tolist()] == GOLDEN
 
 

@@ -189,7 +189,7 @@ def test_a_model_that_cannot_be_routed_is_no_draft():
 
 
 def test_two_threads_read_gguf_files_one_after_the_other():
-    """What is set on gguf meanwhile is put back, whoever ends first."""
+    """What is set on gguf meanwhile is put back, whichever ends first."""
     gguf = pytest.importorskip("gguf")
     live, is_inside, may_leave = gguf.GGUFReader, threading.Event(), threading.Event()
 

@@ -167,7 +167,7 @@ def _require_equal(
 
 
 def _device_problem(device: torch.device) -> str | None:
-    """Return why FlashInfer cannot be used on `device`, told without importing it."""
+    """Return why FlashInfer cannot be used on `device`, without importing it."""
     problem = version_problem()
     if problem is not None:
         return problem

@@ -18,7 +18,7 @@ _NO_PDL = False
 
 
 class Paged(NamedTuple):
-    """What the layers of a forward share.
+    """State that the layers of a forward share.
 
     float_workspace, int_workspace: uint8; info: the plan's integers; qo_indptr, kv_indptr [bs+1], kv_indices,
     last_page_len [bs] int32; mask_mode: CAUSAL or CUSTOM; window_left: of the kernel, -1 for none.

@@ -22,10 +22,10 @@ NO_WINDOW = 1 << 30
 
 
 class Shapes(NamedTuple):
-    """What a plan depends on besides lengths.
+    """Settings that a plan depends on besides lengths.
 
     bs requests of q_len queries; group: query heads a KV head; budget: items (tile x chunk) at most, where there are
-    fewer tiles; window_left: keys before its own that a query sees, as the kernel is told, NO_WINDOW for all.
+    fewer tiles; window_left: keys before its own that a query sees, as the kernel takes it, NO_WINDOW for all.
     """
 
     bs: int

@@ -17,7 +17,7 @@ from specdec.core.batch import AttentionMetadata
 
 
 class LayerKind(NamedTuple):
-    """What decides the tables of a layer; layers alike share them."""
+    """The key of a layer's tables; layers alike share them."""
 
     num_heads: int
     num_kv_heads: int
@@ -27,7 +27,7 @@ class LayerKind(NamedTuple):
 
 
 def kind_of(layer: LayerSpec, m: AttentionMetadata) -> LayerKind:
-    """Return how the kernel must be told to mask a layer of a forward.
+    """Return the kernel's mask mode for a layer of a forward.
 
     A chain is causal. So is a tree, which its bits then thin out, but only where the kernel asks the variant at every
     tile that holds a tail key: from the first tile on that a query of its own could reach. That is so if one tile holds

@@ -97,7 +97,7 @@ WIDE_SOURCE = _TEXT.replace("@VISIBLE@", _WORDS)
 
 
 class Variant(NamedTuple):
-    """What `gen_customize_batch_prefill_module` is given: a name that changes with the source, parameters, text."""
+    """Arguments of `gen_customize_batch_prefill_module`: a name that changes with the source, parameters, text."""
 
     name: str
     tensors: dict[str, str]

@@ -19,7 +19,7 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, str | None]
 
 
 class Kind(NamedTuple):
-    """How weights of one kind are multiplied: product(x, weight, bias, activation or None), by kernel and by twin."""
+    """The product with weights of one kind: product(x, weight, bias, activation or None), by kernel and by twin."""
 
     name: str
     takes: Callable[[torch.Tensor], bool]  # a weight

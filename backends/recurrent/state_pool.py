@@ -60,7 +60,7 @@ class ConvLayer(NamedTuple):
 
 
 class ScanLayer(NamedTuple):
-    """What a scan keeps, fp32: state [num_rows, heads, k_dim, v_dim], and of nodes, [num_rows, max_tail, ...]:
+    """State of a scan, fp32: state [num_rows, heads, k_dim, v_dim], and of nodes, [num_rows, max_tail, ...]:
 
     k [key_heads, k_dim]; u [heads, v_dim], what was written under k; cum [*decay_shape], log decay from the committed
     state to the node. rates [heads, k_dim, v_dim], of decay "state": an element's log decay is rates * cum.

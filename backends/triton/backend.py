@@ -18,7 +18,7 @@ FRESH_CHUNK = 2048  # keys: prompts with nothing cached have a tile for every fe
 
 
 class _Cut(NamedTuple):
-    """What the cutting of a forward's work depends on; layers alike share plan and scratch."""
+    """The key of a split plan; layers alike share plan and scratch."""
 
     window: int
     group: int

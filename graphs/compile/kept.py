@@ -27,7 +27,7 @@ NOWHERE = Path("/dev/null")  # a folder that cannot be made
 
 
 class Kept(NamedTuple):
-    """What is kept for one environment: pieces, bytes, and seconds since the epoch of the last write."""
+    """The cache of one environment: pieces, bytes, and seconds since the epoch of the last write."""
 
     name: str
     num_pieces: int

@@ -232,7 +232,7 @@ def _compile(module: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
 def _start_workers(device: torch.device) -> None:
     """Start the processes in which Inductor compiles kernels for a GPU; until they are up it compiles one by one.
 
-    torch.compile starts them when it is told to use Inductor; we call that later, and by another door.
+    torch.compile starts them when Inductor is its backend; we call Inductor later, and directly.
     """
     if device.type != "cuda":
         return
@@ -249,19 +249,19 @@ def check_guards(shape_env: ShapeEnv | None, smallest: int, largest: int) -> Non
     size = sympy.Symbol("T", integer=True, positive=True)
     seen: set[Any] = {sympy.true}
     for guard in shape_env.guards if shape_env is not None else ():
-        told = guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, size))  # every dynamic size is T
-        if told in seen or _holds(told, size, smallest, largest):
-            seen.add(told)
+        relation = guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, size))  # every dynamic size is T
+        if relation in seen or _holds(relation, size, smallest, largest):
+            seen.add(relation)
             continue
         raise GraphError(
-            f"what it computes depends on the number of tokens T: {told} was taken for granted, {guard.sloc}"
+            f"what it computes depends on the number of tokens T: {relation} was taken for granted, {guard.sloc}"
         )
 
 
-def _holds(told: Any, size: sympy.Symbol, smallest: int, largest: int) -> bool:
-    """Return whether the relation `told` holds for every `size` from `smallest` to `largest`."""
+def _holds(relation: Any, size: sympy.Symbol, smallest: int, largest: int) -> bool:
+    """Return whether the relation `relation` holds for every `size` from `smallest` to `largest`."""
     sizes: Sequence[int] = range(smallest, largest + 1)
-    is_inequality = isinstance(told, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt)
-    if is_inequality and sympy.diff(told.lhs - told.rhs, size).is_number:  # linear: the ends decide
+    is_inequality = isinstance(relation, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt)
+    if is_inequality and sympy.diff(relation.lhs - relation.rhs, size).is_number:  # linear: the ends decide
         sizes = (smallest, largest)
-    return all(told.subs(size, n) == True for n in sizes)  # noqa: E712 (sympy)
+    return all(relation.subs(size, n) == True for n in sizes)  # noqa: E712 (sympy)

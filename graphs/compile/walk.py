@@ -15,7 +15,7 @@ from specdec.graphs.compile.pieces import check_guards
 
 
 class Walked(NamedTuple):
-    """What Dynamo found.
+    """A graph that Dynamo found.
 
     graph: its nodes have an example value each, of `mode`. args: the tensors that it was walked with, in the order of
     its placeholders, and T where it takes an int.
@@ -80,7 +80,7 @@ def why(error: BaseException) -> str:
     """Return, in one line, the compiler's complaint and the line of the model it is about."""
     error = getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith(("Explanation:", "Could not", "Attempted"))]
+    hints = [line for line in lines if line.startswith(("Explanation:", "Could not", "Attempted"))]
     frames = [i for i, line in enumerate(lines) if line.startswith('File "')]
     at = [f"at {lines[i]}: {lines[i + 1]}" for i in frames[-1:] if i + 1 < len(lines)]
-    return "; ".join(dict.fromkeys([*lines[:1], *told[:1], *at])) or type(error).__name__
+    return "; ".join(dict.fromkeys([*lines[:1], *hints[:1], *at])) or type(error).__name__

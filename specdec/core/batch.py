@@ -65,7 +65,7 @@ class AttentionMetadata:
 
     @property
     def is_packed(self) -> bool:
-        """Whether only the device knows how many tokens each request has, as in a prefill that is captured whole.
+        """Return whether only the device knows how many tokens each request has, as in a captured whole prefill.
 
         Requests without tokens and tokens past the last request's are padding; q_len and tail_len are the bound T.
         """

@@ -196,8 +196,8 @@ class Report:
             f"bits       {self.bits}",
         ]
         if self.prefix_cache:
-            told = "{kept} tokens kept, {found} of {asked} prompt tokens found"
-            lines.append(f"prefixes   {told.format(**self.prefix_cache)}")
+            text = "{kept} tokens kept, {found} of {asked} prompt tokens found"
+            lines.append(f"prefixes   {text.format(**self.prefix_cache)}")
         if self.experts:
             lines.append("experts    " + ", ".join(f"{k}={v}" for k, v in self.experts.items()))
         for runner in self.runners:

@@ -86,8 +86,7 @@ def _without_launches(package: str) -> Iterator[None]:
 
 
 class _Zeros(TorchDispatchMode):
-    """What is allocated is zero, and so is every index, and what other ranks would give; what writes by an index writes
-    nothing."""
+    """Makes allocations, indices and tensors of other ranks zero; writes by an index write nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

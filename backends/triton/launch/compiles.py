@@ -1,4 +1,4 @@
-"""How many kernels Triton compiles: after warm-up, live traffic must add none."""
+"""Counts the kernels that Triton compiles: after warm-up, live traffic must add none."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

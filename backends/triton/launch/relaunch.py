@@ -69,7 +69,7 @@ def _launch(compiled: Any, grid: Sequence[int], device: torch.device, args: Sequ
 
 
 def follows_early() -> bool:
-    """Whether kernels that wait for the one before by themselves are launched before it ends (PDL, from Hopper on)."""
+    """Return whether kernels that wait for the one before are launched before it ends (PDL, from Hopper on)."""
     if INTERPRETED or not PDL:
         return False
     target = triton.runtime.driver.active.get_current_target()

@@ -1,4 +1,4 @@
-"""What a chunk of tokens needs of itself before the state reaches it, all chunks at once.
+"""The part of a chunked scan within each chunk, before the state reaches it, all chunks at once.
 
 Twin: `recurrent.reference.scan_extend`, in its notation: with A the strict lower part of beta_i exp(cum_i - cum_j)
 (k_i . k_j) and X = (I + A)^-1 diag(beta), a chunk's u are X v + w S, where w = -X exp(cum) k.

@@ -153,7 +153,7 @@ def _outputs_kernel(
 
 
 class _Scratch(NamedTuple):
-    """What passes between kernels, [num_chunks, heads, ...], fp32; SCRATCH bounds its bytes.
+    """Tensors that pass between kernels, [num_chunks, heads, ...], fp32; SCRATCH bounds its bytes.
 
     states [k_dim, v_dim], with which chunks begin. Of corrected scans, u [CHUNK, v_dim], and w [CHUNK, k_dim] in bf16
     parts, [PARTS, ...]. Of decays by key, cums [CHUNK, k_dim], keys as they enter the state, in parts, and weights of

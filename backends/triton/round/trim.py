@@ -1,4 +1,4 @@
-"""How a round ends, one program a request: what was accepted is cut at stops and limits, then state moves on.
+"""Ends a round, one program a request: cuts accepted tokens at stops and limits, then state moves on.
 
 Twins: `trim` and `emit` of `specdec.core.functional.ops.TORCH_OPS`. Rows may repeat only where padding points to one
 dummy row.

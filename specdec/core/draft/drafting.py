@@ -1,4 +1,4 @@
-"""What all draft models do alike: grow a chain or a tree a step at a time, and follow what the target accepted.
+"""The base of all draft models: grows a chain or a tree a step at a time, and follows what the target accepted.
 
 Between rounds a row holds what the last draft-extend (or the prefill) left: the logits of the token after the root,
 and the state that a next step takes, so drafting S deep costs S-1 forwards. The draft's KV lies in a pool of its own

@@ -47,7 +47,7 @@ class RoundBatch:
 
 @dataclass(frozen=True)
 class AlgoSpec:
-    """What one draft algorithm takes from the target. Sources: arXiv 2401.15077, 2503.01840, 2412.19437, 2211.17192.
+    """Inputs that a draft algorithm takes from the target. Sources: arXiv 2401.15077, 2503.01840, 2412.19437, 2211.17192.
 
     What differs between checkpoints of one algorithm (order of combination, norms, what is recycled, hot vocabulary) is
     a head's own configuration, in the layouts that `specdec.reach.heads.load` reads.
@@ -81,7 +81,7 @@ class NarrowHead:
 
 @dataclass(frozen=True)
 class DraftParts:
-    """What a draft worker is made of besides its model.
+    """The parts of a draft worker besides its model.
 
     ops: those that go with its backend; context: its attention layers and K/V pool, None if it has no layers; narrow:
     its output head, if that is not its own.
@@ -96,7 +96,7 @@ class DraftParts:
 
 
 class Draft(NamedTuple):
-    """What a worker proposes: the nodes to verify, and q [bs, S, V] where chain tokens were sampled from it."""
+    """A worker's proposal: the nodes to verify, and q [bs, S, V] where chain tokens were sampled from it."""
 
     tree: Tree
     probs: torch.Tensor | None

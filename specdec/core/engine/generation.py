@@ -138,7 +138,7 @@ class Settings:
         settings = cls(values, frozenset({*of_call, *arguments}))
         settings._check()
         law = {n: arguments[n] for n in LAW if arguments.get(n) is not None}
-        SamplingParams(**law)  # a value that is wrong anyway is told as such
+        SamplingParams(**law)  # a value that is wrong anyway raises here
         is_used = settings.samples or law.get("temperature") == 0  # which the best token fulfils, whatever else is said
         idle = [n for n in law if law[n] not in NEUTRAL[n] and not is_used]
         if idle:

@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel engine tell each other on the host, so that they neither drift nor hang.
+"""Messages between the ranks of a tensor-parallel engine on the host, so that they neither drift nor hang.
 
 Ranks run the same program: the same calls in the same order. They meet at attach and at every call, in a key-value
 store that needs no collective: a missing rank is named when a deadline ends, or as soon as it reports an error.
@@ -93,7 +93,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Within it, an error is told to the other ranks, which raise RankError at their next meeting or wait; one of a
+        """Within it, an error is sent to the other ranks, which raise RankError at their next meeting or wait; one of a
         collective becomes a RankError here. Where the device waits for a rank that is gone, that ends within seconds.
         """
         self._require()
@@ -111,7 +111,7 @@ class Ranks:
     @contextlib.contextmanager
     def attaching(self, settings: Any) -> Iterator[None]:
         """Within it an engine is made, with `settings` that are the same on all ranks: ValueError if not. An error is
-        told to the others, and ends the signs of life."""
+        sent to the others, and ends the signs of life."""
         try:
             self.same("attach()", settings)
             with self.reporting():

@@ -53,7 +53,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Scorable:
-    """What the target reads, ids [T - 1] int64, and the pairs that differ from one another only in the token after it:
+    """Inputs of the target, ids [T - 1] int64, and the pairs that differ from one another only in the token after it:
     choices of one token, say."""
 
     fed: np.ndarray

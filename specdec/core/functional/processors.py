@@ -1,4 +1,4 @@
-"""What a request forbids, favours or penalises: the logits processors of `transformers`, for every node of a tree.
+"""Bans, biases and penalties of requests: the logits processors of `transformers`, for every node of a tree.
 
 The law of a node depends on the tokens of its own path: the committed ones and the node's ancestors. So a request
 keeps its history by row, and each node is judged after what it would follow. Pure tensor functions, without a look at
@@ -23,7 +23,7 @@ FOREVER = 2**31 - 1
 
 @dataclass(frozen=True)
 class TokenRules:
-    """What one request says of single tokens and of sequences, ready to be copied.
+    """Settings of one request for single tokens and for sequences, ready to be copied.
 
     tokens, biases, untils: of each token once: what is added to its logit, and the number of emitted tokens before
     which it is banned. bad_words: sequences, whose last token is banned after the ones before it.
@@ -60,7 +60,7 @@ class TokenRules:
 
 @dataclass(frozen=True, eq=False)
 class ProcessorState:
-    """What processors know of every row; rows of requests that use none are neutral, whatever their lists hold.
+    """State of processors by row; rows of requests that use none are neutral, whatever their lists hold.
 
     penalties [n, 3] float32: for repetition (1: off), frequency and presence (0: off); ngram_sizes [n] int64 (0: off);
     prompt_lens [n] int64; num_entries, num_bad_words [n] int64: how many of a row's rules count. tokens, untils

@@ -41,7 +41,7 @@ SHORT_SIZES = (1, 2, 4)  # besides, where most of a prompt may be cached
 
 
 class Piece(NamedTuple):
-    """What one request brings: its row, how many of its tokens are cached, ids [n] and next_ids [n] int64 on the host.
+    """A request in a prefill: its row, how many of its tokens are cached, ids [n] and next_ids [n] int64 on the host.
 
     next_ids: see `PrefillChunk`. is_done: its prompt is complete then, so that its first token is drawn.
     """

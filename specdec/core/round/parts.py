@@ -16,7 +16,7 @@ from specdec.graphs.counters import Counters
 
 @dataclass(frozen=True)
 class Parts:
-    """What programs, graphs and the core of one engine share.
+    """Objects that programs, graphs and the core of one engine share.
 
     target: reads the hidden states that `worker` asks for. context: the target's attention layers and K/V pool. tables
     and state: by row, the last of which is the dummy row. compiling_kernels: see `backends.registry`.

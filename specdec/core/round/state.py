@@ -62,7 +62,7 @@ class EngineState:
 
     @cached_property
     def columns(self) -> list[torch.Tensor]:
-        """What a request brings along when it is admitted, in the order of packing: [num_rows, ...] int64."""
+        """Columns that admission writes, in the order of packing: [num_rows, ...] int64."""
         return [self.seq_lens, self.remaining, self.stop_ids, self.sampling.bits.T]
 
     @cached_property

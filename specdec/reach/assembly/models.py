@@ -1,4 +1,4 @@
-"""What an engine does with live `transformers` models beside running them: compiles, shares and watches them."""
+"""Compiles, shares and watches live `transformers` models for an engine."""
 
 import time
 from contextlib import AbstractContextManager, ExitStack

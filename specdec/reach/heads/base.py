@@ -1,4 +1,4 @@
-"""What draft heads share: the shape and the modules of a Llama-like layer."""
+"""Base of draft heads: the shape and the modules of a Llama-like layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

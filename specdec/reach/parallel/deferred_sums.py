@@ -2,7 +2,7 @@
 
 HF's plans sum what the routed experts give, and what the shared expert's last projection gives: two collectives. Both
 enter the block's output linearly, with factors that are equal on all ranks. So each rank runs the block on its parts
-alone, and its outputs are summed. Which modules sum is told by their plain forwards; whether the block is linear in
+alone, and its outputs are summed. The plain forwards show which modules sum; whether the block is linear in
 their parts, by what it gives then. No model is known by name.
 """
 

@@ -3,7 +3,7 @@
 HF's plans gather what goes into such a layer, and what comes out: every rank runs all of it, and keeps all of its
 state. But heads know nothing of each other before the projection out. So a rank keeps the rows and channels of its key
 heads, and of the value heads that read them, and the columns of the projection out: one sum is left of all collectives.
-What a weight's rows are is told by names; whether that is so, by what the layers give. No model is known by name.
+Names of weights tell what their rows are; a comparison of outputs checks it. No model is known by name.
 """
 
 import warnings
@@ -49,7 +49,7 @@ _TOLD = (
 
 
 class SharedMixers(Changes):
-    """What `share_mixers` changed, until `restore`.
+    """Changes of `share_mixers`, until `restore`.
 
     parts: by name the weights that must not be written meanwhile: a rank's heads do not see what HF's shards get.
     wholes: of parameters that are a part of something, that: its writes are counted apart, and checkpoints have it.

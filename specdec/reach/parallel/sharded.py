@@ -80,7 +80,7 @@ def _dtensors(module: nn.Module) -> dict[str, DTensor]:
 
 
 class Sharded(Changes):
-    """What `plain` replaced in a model, until `restore`.
+    """Replacements that `plain` made in a model, until `restore`.
 
     While it is in force every DTensor keeps the very parameter that stands in its place as its local tensor. So weights
     are stored once, and what is written to one is seen in the other; but for those of `mixers`, whose parts are others.

@@ -1,4 +1,4 @@
-"""What HF's styles of tensor parallelism become: for each of them the forward that does the same on local tensors.
+"""HF's styles of tensor parallelism on local tensors: for each of them the forward that computes the same.
 
 Forwards are functions of the modules they stand in, with collectives of ours and nothing else that is distributed: they
 can be traced and captured. A style, or an option of it, that has none here is not known, and `sharded` refuses it.

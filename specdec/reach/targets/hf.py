@@ -100,7 +100,7 @@ class HFTarget:
 
     @property
     def settle(self) -> Callable[[], None] | None:
-        """What waits until the device has done all it was given, and raises RankError where another rank is gone that
+        """Return a function that waits for the device, and raises RankError where another rank is gone that
         the device waits for; None for a whole model. A device that is given too much meanwhile stops the host for good.
         """
         return self.comm.settle if self.comm is not None else None

@@ -1,4 +1,4 @@
-"""What forwards read of a model's weights: all of the dense ones, and of routed experts those that their tokens use."""
+"""Bytes of weights that forwards read: all of the dense ones, and of routed experts those that their tokens use."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ class ExpertBytes:
 
 @dataclass(frozen=True)
 class VerifyCost:
-    """What a verify forward of one request reads beside a step of one token, where experts are routed.
+    """Return the bytes that a verify forward of one request reads beside a step of one token, where experts are routed.
 
     dense_bytes: read by every forward; num_nodes: tokens of the verify; distinct: experts of a layer that they use
     together, as measured, or as expected.

@@ -1,4 +1,4 @@
-"""What an engine reads of live models: what it follows when that changes, and what it refuses."""
+"""The watch over live models: which changes an engine follows, and which it refuses."""
 
 from collections.abc import Sequence
 
@@ -69,8 +69,8 @@ class Weights:
         return ROUTED if self._target.route.relies_on(change) else ""
 
     def _refuse(self, why: str, changes: Sequence[Change]) -> None:
-        told = list(dict.fromkeys(map(str, changes)))
+        names = list(dict.fromkeys(map(str, changes)))
         raise GraphError(
-            f"the model has changed since attach(): {', '.join(told[:3])}; {len(told)} in all: {why}. "
+            f"the model has changed since attach(): {', '.join(names[:3])}; {len(names)} in all: {why}. "
             "Put it back, or detach() and attach() again"
         )

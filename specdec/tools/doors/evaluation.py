@@ -20,7 +20,7 @@ TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 class EngineLM(HFLM):
-    """What lm-eval asks for (generate_until, loglikelihood, loglikelihood_rolling), by the engine it is given.
+    """The interface of lm-eval (generate_until, loglikelihood, loglikelihood_rolling) on an engine.
 
     engine: attached, with a tokenizer; its max_seq_len is the longest context that lm-eval may use. options: HFLM's
     own, such as add_bos_token, prefix_token_id, enable_thinking, think_end_token.

@@ -287,7 +287,7 @@ def _check_forward_arguments(model_kwargs: dict[str, Any]) -> None:
 
 
 def _holds_tokens(cache: Any) -> bool:
-    """Whether a cache of transformers has read anything; recurrent layers do not count tokens, they have a state."""
+    """Return whether a cache of transformers has read anything; recurrent layers count no tokens, but have a state."""
     if cache is None:
         return False
     layers = getattr(cache, "layers", ())

@@ -35,7 +35,7 @@ A_REQUEST = 8  # prompts for each request of a batch, at most: small batches are
 
 
 class Plan(NamedTuple):
-    """What is compared: shapes at the first batch size; ways of WAYS; tokens of every text."""
+    """Settings of a comparison: shapes at the first batch size; ways of WAYS; tokens of every text."""
 
     shapes: Sequence[DraftShape]
     batches: Sequence[int]

@@ -75,7 +75,7 @@ LONGER = 2  # text may take more tokens when it is read than when it was written
 
 @dataclass(frozen=True)
 class Conversations:
-    """What is asked. ids: the first prompt of each; turns: what the user says, () where there is no more than ids;
+    """Prompts of a run. ids: the first prompt of each; turns: what the user says, () where there is no more than ids;
     categories: None where there are none. One of each a conversation."""
 
     ids: list[list[int]]

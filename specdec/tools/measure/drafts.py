@@ -1,4 +1,4 @@
-"""How rounds draft in measurements, as command lines and rows write it."""
+"""Draft shapes of measurements, as command lines and rows write them."""
 
 import re
 from collections.abc import Mapping

@@ -36,7 +36,7 @@ LEAST_P = 0.01
 
 
 class Items(NamedTuple):
-    """What a run measures.
+    """Settings of a run.
 
     gold: ids of each question with its gold solution, and how many of them are the question's; prompts: ids of the
     questions that are answered; right: their gold numbers.
@@ -61,7 +61,7 @@ class Items(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one mode said: nll of each item (nats per token), the answers' ids, and which of them are right."""
+    """Results of one mode: nll of each item (nats per token), the answers' ids, and which of them are right."""
 
     nll: list[float]
     answers: list[list[int]]

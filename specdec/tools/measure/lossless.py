@@ -107,7 +107,7 @@ CHANCE = 1e-3  # more differing sequences than happen with this probability are 
 
 @dataclass(frozen=True)
 class Check:
-    """What is checked: the texts of `prompts` (token ids) by one target, up to `max_new_tokens` tokens each."""
+    """A comparison: the texts of `prompts` (token ids) by one target, up to `max_new_tokens` tokens each."""
 
     model: Any
     prompts: list[list[int]]

@@ -23,9 +23,11 @@ Attend = Callable[..., tuple[torch.Tensor, None]]
 
 
 class Form(NamedTuple):
-    """How a class attends in its method. known: arguments that AttentionInterface would get, of a module; own_window:
-    of how many last tokens it lets a query see, None: all. has_transposed_keys: keys are [B, heads, dim, T]; result:
-    made of what it returns."""
+    """The adapter of a class that attends in its own method.
+
+    known: arguments that AttentionInterface would get, of a module; own_window: of how many last tokens it lets a query
+    see, None: all. has_transposed_keys: keys are [B, heads, dim, T]; result: made of what it returns.
+    """
 
     known: Callable[[Any], dict[str, Any]] = lambda module: {}
     has_transposed_keys: bool = False

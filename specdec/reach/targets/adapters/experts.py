@@ -63,7 +63,7 @@ def _experts(model: nn.Module) -> Iterator[Any]:
 
 
 class ExpertWeights(NamedTuple):
-    """What one of the two products of an experts module multiplies with: arguments of `grouped_linear`."""
+    """One of the two products of an experts module: arguments of `grouped_linear`."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None

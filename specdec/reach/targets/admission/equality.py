@@ -47,7 +47,7 @@ Run = Callable[[AttentionMetadata, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Difference:
-    """How far logits over our pool are from the model's own: in which forward, by how much, and what is allowed."""
+    """The distance of logits over our pool from the model's own: in which forward, by how much, and what is allowed."""
 
     where: str
     error: float

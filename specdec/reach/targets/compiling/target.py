@@ -50,8 +50,8 @@ def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) ->
         return [traced]
 
     name, is_wanted = type(target.model).__name__, config.prefill_graph == "piecewise"
-    told = compiled_or_why(make, config, (f"the layers of {name}", name), is_wanted)
-    return ("breakable" if is_piecewise and not target.compiled else prefill_mode), told
+    how = compiled_or_why(make, config, (f"the layers of {name}", name), is_wanted)
+    return ("breakable" if is_piecewise and not target.compiled else prefill_mode), how
 
 
 def compiled_or_why(

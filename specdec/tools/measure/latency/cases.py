@@ -1,4 +1,4 @@
-"""What a run of `specdec bench latency` measures: a target and its draft, cells of batch and context, how rounds draft.
+"""Cases of a run of `specdec bench latency`: a target and its draft, cells of batch and context, how rounds draft.
 
 Named shapes have random weights; their prompts are random ids, and say only what decodes to text if there is a
 tokenizer.

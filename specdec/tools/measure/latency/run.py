@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Run:
-    """What a run measures, and what it left out or what failed, so far."""
+    """A run: its cases, what it left out and what failed, so far."""
 
     subject: Timed
     plan: Plan

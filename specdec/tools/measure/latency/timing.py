@@ -221,6 +221,6 @@ def of_first(value: Any) -> Any:
     """Return what the first rank gave; plain values. All ranks ask at the same points."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
-    told = [value]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+    shared = [value]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]

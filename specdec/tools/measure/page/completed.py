@@ -1,4 +1,4 @@
-"""What is computed of rows for charts and tables, kind by kind.
+"""Values computed from rows for charts and tables, kind by kind.
 
 Keys that begin with "_" are not shown in tables. Of the key that a chart draws, "_KEY_ends" has the 95% interval where
 rows have no half width, and "_KEY_floor" the least that it could be.

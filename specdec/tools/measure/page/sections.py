@@ -1,4 +1,4 @@
-"""What is shown of a kind of rows, as data, and how charts, cards and tables are made of it."""
+"""Sections of a page, as data, by kind of rows; charts, cards and tables are made from them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -65,8 +65,8 @@ class Chart(NamedTuple):
         drawn = [(row, key) for row in self.rows(rows) for key in parts if row.get(key) is not None]
         if len({row[self.x] for row, _ in drawn}) <= (self.form == "lines"):
             return None
-        told = (*kind.series, *(kind.cases if self.x[0] == "_" else ()))
-        keys = [key for key in PANELS if key not in told and key not in self.x]
+        shown = (*kind.series, *(kind.cases if self.x[0] == "_" else ()))
+        keys = [key for key in PANELS if key not in shown and key not in self.x]
         panels = varying([row for row, _ in drawn], keys)
         points = [
             Point(
