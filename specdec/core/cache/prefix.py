@@ -117,7 +117,7 @@ class PrefixCache:
     @property
     def num_evictable(self) -> int:
         """Those of them that can be freed: nobody else holds them, or what follows them."""
-        count, gone = 0, set()
+        count, gone = 0, set[Node]()
         for node in reversed(list(self._nodes())):  # children first
             if gone.issuperset(node.children.values()):
                 count += (num := len(node.pages) - self._num_held(node))

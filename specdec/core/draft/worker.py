@@ -47,7 +47,7 @@ class RoundBatch:
 
 @dataclass(frozen=True)
 class AlgoSpec:
-    """Inputs that a draft algorithm takes from the target. Sources: arXiv 2401.15077, 2503.01840, 2412.19437, 2211.17192.
+    """Inputs of a draft algorithm from the target. Sources: arXiv 2401.15077, 2503.01840, 2412.19437, 2211.17192.
 
     What differs between checkpoints of one algorithm (order of combination, norms, what is recycled, hot vocabulary) is
     a head's own configuration, in the layouts that `specdec.reach.heads.load` reads.
