@@ -75,6 +75,18 @@ def norm(x, weight, eps=1e-5, offset=0.0, power=2, dim=-1):
     return (normed * (offset + weight.float())).to(x.dtype)
 
 
+def norm_by_name(x, weight):
+    wide = x.float()
+    root = torch.rsqrt(torch.add(wide.pow(2).mean(-1, keepdim=True), other=1e-5))
+    return torch.mul((wide * root).to(x.dtype), other=weight)
+
+
+def norm_of_twice_eps(x, weight):
+    wide = x.float()
+    root = torch.rsqrt(torch.add(wide.pow(2).mean(-1, keepdim=True), 1.0, alpha=2.0))
+    return weight * (wide * root).to(x.dtype)
+
+
 def normed_twice(x, weight):
     total = x + x.roll(1, -1)
     return norm(total, weight) + norm(total, weight, offset=1.0) + total
@@ -85,6 +97,9 @@ def normed_twice(x, weight):
     [
         (normed_twice, (0, 0, 1, 1, 0)),  # the second norm reads the sum that the first op returns
         (lambda x, weight: F.rms_norm(x, (64,), weight, 1e-5), (0, 0, 1, 0, 0)),
+        (lambda x, weight: F.rms_norm(x + x.roll(1, -1), (64,), 1 + weight, 1e-5), (0, 0, 0, 0, 0)),
+        (norm_by_name, (0, 0, 0, 0, 0)),
+        (norm_of_twice_eps, (0, 0, 0, 0, 0)),
         (lambda x, weight: norm(x, weight, power=4), (0, 0, 0, 0, 0)),
         (lambda x, weight: norm(x.view(-1, 64, 1), weight, dim=-2).view(-1, 64 * 64), (0, 0, 0, 0, 0)),
         (lambda x, weight: F.layer_norm(x, (64,), weight), (0, 0, 0, 0, 0)),
@@ -116,6 +131,43 @@ def test_which_gates_are_recognised(activation, is_recognised):
 def test_an_order_of_gate_and_up_that_is_not_ours_stays():
     up, gate = nn.Linear(64, 96), nn.Linear(64, 96)
     assert _compare(lambda x: (up(x) * F.silu(gate(x)),), torch.randn(5, 64)) == (1, 0, 0, 0, 0)
+
+
+def tables(x, kind=torch.float32):
+    """The angles of a rope [1, T, 16], of positions rounded to `kind`."""
+    positions = x[:, :1].ne(9).cumsum(0).mul(100).add(1).transpose(0, 1)
+    frequencies = x.new_full((8,), 0.25)[None, :, None].float().expand(1, -1, 1)
+    half = (frequencies @ positions[:, None, :].to(kind).float()).transpose(1, 2)
+    return torch.cat((half, half), -1)
+
+
+def sines_first(x):
+    angles = tables(x)
+    sin = angles.sin()
+    turned = -sin[0]
+    return torch.cat([turned, angles.cos()[0]], -1)
+
+
+def rounded_positions(x):
+    angles = tables(x, torch.bfloat16)
+    return torch.cat([angles.cos()[0], angles.sin()[0]], -1)
+
+
+@pytest.mark.parametrize(("run", "expected"), [(sines_first, 1), (rounded_positions, 0)])
+def test_which_tables_are_recognised(run, expected):
+    assert _compare(lambda x: (run(x),), torch.randn(5, 64))[4] == expected
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_erased_twice():
+    """The root is the first factor, and both factors use the same nodes."""
+    weight = nn.Parameter(torch.rand(64, dtype=torch.bfloat16))
+
+    def run(x):
+        wide = x.float()
+        return (weight * (torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * wide).to(x.dtype),)
+
+    assert _compare(run, torch.randn(5, 64, dtype=torch.bfloat16)) == (0, 0, 1, 0, 0)
 
 
 def _compare(run, x):

@@ -1,7 +1,7 @@
 """Recognises nodes of a traced graph; what rewrites it is built from these."""
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,9 +40,21 @@ def operands(node: Any, is_first: Callable[[Any], bool]) -> tuple[Any, Any] | No
     return (b, a) if is_first(b) else None
 
 
+def is_sum(node: Any) -> bool:
+    """Return whether `node` is a + b."""
+    return is_function(node, *ADD) and not node.kwargs
+
+
+def is_product(node: Any) -> bool:
+    """Return whether `node` is a * b."""
+    return is_function(node, *MULTIPLY) and not node.kwargs
+
+
 def uncast(node: Any) -> Any:
-    """Return what `node` is a copy of in another dtype (or its own)."""
-    while is_method(node, *CASTS) and is_tensor(node):
+    """Return what `node` is a copy of in fp32 or in its own dtype: nothing was rounded."""
+    while is_method(node, *CASTS) and is_tensor(node) and is_tensor(node.args[0]):
+        if value(node).dtype not in (torch.float32, value(node.args[0]).dtype):
+            break
         node = node.args[0]
     return node
 
@@ -52,11 +64,8 @@ def only_user(node: Any) -> Any:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def erase_unused(graph: fx.Graph, node: fx.Node, within: Collection[fx.Node]) -> None:
-    """Erase `node` and what it alone used, as far as those are `within`."""
-    if node.users or node not in within:
-        return
-    inputs = node.all_input_nodes
-    graph.erase_node(node)
-    for before in inputs:
-        erase_unused(graph, before, within)
+def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Erase those of `nodes` that no other uses, the last ones first."""
+    for node in sorted(nodes, reverse=True):
+        if not node.users:
+            graph.erase_node(node)

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import fx
 
 from specdec.reach.targets.compiling.matching import (
-    ADD,
     CASTS,
-    MULTIPLY,
     erase_unused,
     is_function,
     is_method,
+    is_product,
+    is_sum,
     is_tensor,
     only_user,
     operands,
@@ -55,12 +55,12 @@ def _norm(node: Any) -> _Norm | None:
     """Return the norm whose rsqrt is `node`, if it is one, or that `node` is itself."""
     if is_function(node, torch.rms_norm, F.rms_norm):
         x, shape, weight, eps = (*node.args, None, None)[:4]
-        is_ours = len(node.args) == 4 and len(shape) == 1 and is_tensor(weight) and is_tensor(x) and eps is not None
+        is_ours = len(node.args) == 4 and len(shape) == 1 and _is_vector(weight) and is_tensor(x) and eps is not None
         return _Norm(x, weight, eps, 0.0, True, node, {node}) if is_ours else None
     if not is_function(node, torch.rsqrt) and not is_method(node, "rsqrt"):
         return None
     root, scaled = node.args[0], only_user(node)
-    if not is_function(root, *ADD) or scaled is None or not is_function(scaled, *MULTIPLY):
+    if not is_sum(root) or not is_product(scaled):
         return None
     variance, eps = root.args
     wide = _squared(variance)
@@ -97,7 +97,7 @@ def _weighted(scaled: fx.Node, x: fx.Node) -> tuple[fx.Node, float, bool, fx.Nod
     rounded = scaled
     if is_method(user, *CASTS) and value(user).dtype == dtype:
         rounded, user = user, only_user(user)
-    if user is None or not is_function(user, *MULTIPLY):
+    if not is_product(user):
         return None
     pair = operands(user, lambda n: n is rounded)
     weight = _weight(pair[1]) if pair is not None else None
@@ -116,7 +116,7 @@ def _weighted(scaled: fx.Node, x: fx.Node) -> tuple[fx.Node, float, bool, fx.Nod
 def _weight(node: Any) -> tuple[fx.Node, float, set[fx.Node]] | None:
     """Return the vector, and the offset in the factor `node` = offset + vector."""
     offset, parts = 0.0, set()
-    if is_function(node, *ADD):
+    if is_sum(node):
         pair = operands(node, lambda n: isinstance(n, (int, float)))
         if pair is None:
             return None
@@ -126,15 +126,19 @@ def _weight(node: Any) -> tuple[fx.Node, float, set[fx.Node]] | None:
     while node is not vector:
         parts.add(node)
         node = node.args[0]
-    is_vector = isinstance(vector, fx.Node) and vector.op == "placeholder" and value(vector).dim() == 1
-    return (vector, offset, parts) if is_vector else None
+    return (vector, offset, parts) if _is_vector(vector) else None
+
+
+def _is_vector(node: Any) -> bool:
+    """Return whether `node` is a vector that the graph is given, so that it is known wherever an op is put."""
+    return is_tensor(node) and node.op == "placeholder" and value(node).dim() == 1
 
 
 def _replace(graph: fx.Graph, norm: _Norm) -> None:
     """Put the op where `norm.out` is, and where a sum alone is normed, the op of both where that sum is."""
     x, arguments = norm.x, (norm.weight, norm.eps, norm.offset, norm.is_late)
-    terms = x.args if is_function(x, *ADD) and not x.kwargs else ()
-    if len(terms) == 2 and all(isinstance(t, fx.Node) and _like(t, x) for t in terms):
+    terms = x.args if is_sum(x) else ()
+    if terms and all(isinstance(t, fx.Node) and _like(t, x) for t in terms):
         with graph.inserting_before(x):
             both = graph.call_function(torch.ops.specdec.add_rms_norm.default, (*terms, *arguments))
             normed, total = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
@@ -146,7 +150,7 @@ def _replace(graph: fx.Graph, norm: _Norm) -> None:
             normed = graph.call_function(torch.ops.specdec.rms_norm.default, (x, *arguments))
     normed.meta = dict(norm.out.meta)
     norm.out.replace_all_uses_with(normed)
-    erase_unused(graph, norm.out, norm.parts)
+    erase_unused(graph, norm.parts)
 
 
 def _like(a: fx.Node, b: fx.Node) -> bool:

@@ -9,10 +9,10 @@ from torch import fx
 
 import specdec.backends.linear  # noqa: F401 (registers the ops)
 from specdec.reach.targets.compiling.matching import (
-    MULTIPLY,
     erase_unused,
     is_function,
     is_method,
+    is_product,
     is_tensor,
     only_user,
     operands,
@@ -36,7 +36,7 @@ def take_over_products(graph: fx.GraphModule) -> int:
         last, parts = (node, {node}) if gated is None else (gated[0], gated[2])
         new.meta = dict(last.meta)
         last.replace_all_uses_with(new)
-        erase_unused(graph.graph, last, parts)
+        erase_unused(graph.graph, parts)
     graph.graph.lint()
     graph.recompile()
     return len(found)
@@ -56,7 +56,7 @@ def _gated(product: fx.Node) -> tuple[fx.Node, str, set[fx.Node]] | None:
         return None
     active, up = only_user(places[0]), places[1]
     result = only_user(up)
-    if active is None or result is None or not is_function(result, *MULTIPLY):
+    if active is None or result is None or not is_product(result):
         return None
     name = _activation(active)
     pair = operands(result, lambda n: n is active)

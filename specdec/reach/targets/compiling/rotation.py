@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from specdec.reach.targets.compiling.matching import ADD, MULTIPLY, is_function, is_method, is_tensor, value
+from specdec.reach.targets.compiling.matching import (
+    ADD,
+    MULTIPLY,
+    is_function,
+    is_method,
+    is_product,
+    is_sum,
+    is_tensor,
+    value,
+)
 
 
 class _Rotation(NamedTuple):
@@ -89,10 +98,10 @@ def _sum(node: Any) -> _Rotation | None:
 
 def _halves(first: Any, second: Any) -> _Rotation | None:
     """Match low·cos - high·sin and high·cos + low·sin, where low and high are the halves of one tensor."""
-    if not is_function(first, operator.sub) or not is_function(second, *ADD):
+    if not is_function(first, operator.sub) or not is_sum(second):
         return None
     products = [*first.args, *second.args]
-    if len(products) != 4 or not all(is_function(p, *MULTIPLY) for p in products):
+    if len(products) != 4 or not all(is_product(p) for p in products):
         return None
     (low, cos), (high, sin), *others = (p.args for p in products)
     if others != [(high, cos), (low, sin)] or not all(is_function(n, operator.getitem) for n in (low, high)):

@@ -7,9 +7,9 @@ import torch
 from torch import fx
 
 from specdec.reach.targets.compiling.matching import (
-    MULTIPLY,
     is_function,
     is_method,
+    is_product,
     is_tensor,
     only_user,
     uncast,
@@ -32,7 +32,7 @@ def take_over_tables(graph: fx.GraphModule) -> int:
         (cos, scale), (sin, other) = _result(node), _result(sines[0])
         if scale != other or value(cos).dtype != value(sin).dtype:
             continue
-        with graph.graph.inserting_before(node):
+        with graph.graph.inserting_before(angles.next):
             arguments = (positions, frequencies, scale, is_doubled, value(cos).dtype)
             tables = graph.graph.call_function(torch.ops.specdec.rope_tables.default, arguments)
             for i, old in enumerate((cos, sin)):
@@ -79,7 +79,7 @@ def _spread(node: Any) -> Any:
 def _result(node: Any) -> tuple[fx.Node, float]:
     """Return `node` times a number and in another dtype, as far as that is all that uses it, and the number."""
     scale, user = 1.0, only_user(node)
-    if is_function(user, *MULTIPLY) and isinstance(user.args[1], (int, float)):
+    if is_product(user) and isinstance(user.args[1], (int, float)):
         node, scale = user, float(user.args[1])
         user = only_user(node)
     return (user, scale) if is_method(user, "to") else (node, scale)
