@@ -269,6 +269,7 @@ class Engine:
                 num_free_pages=core.slot_tables.num_free_pages,
                 num_pages=core.slot_tables.num_pages,
                 prefix_cache=core.slot_tables.prefix_facts,
+                preemption=dict(core.scheduler.preemption),
                 capture=core.graphs.capture.name,
                 prefill_graph=core.prefill.name,
                 compile_seconds=core.models.compile_seconds,

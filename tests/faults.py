@@ -28,6 +28,7 @@ NUM_TOKENS = 12
 SCORING = ("slot_tables.reserve", "slot_tables.release", "slot_tables.keep", "prefill.target", "target.head")
 PLACES = (
     *SCORING,
+    *("scheduler.grow", "scheduler.preempt", "slot_tables.grow", "_ready", "_read_results"),
     *("scheduler.add", "scheduler.admit", "scheduler.next_prefill", "scheduler.release", "scheduler.sharing.keep"),
     *("slot_tables.write", "slot_tables.pages_of", "_fill", "_round", "_post", "_hand_out", "_hand_over", "_prefill"),
     *("_mailbox.post", "_mailbox.take", "graphs.play", "graphs.first_tokens", "prefill.draft", "target.layers"),
@@ -96,6 +97,13 @@ def breaking(rng: random.Random, core: Any, places: Sequence[str] = PLACES) -> I
         yield
     finally:
         delattr(owner, name) if own is missing else setattr(owner, name, own)
+
+
+def missing_pages(engine: Any, rng: random.Random, share: float = 0.5) -> None:
+    """Let pages be missing at random, so that requests are preempted; the last one never is."""
+    scheduler = engine._core.scheduler
+    grow = scheduler.grow
+    scheduler.grow = lambda *given: (len(scheduler.running) < 2 or rng.random() > share) and grow(*given)
 
 
 Fault = tuple[str, Callable[["Victim"], None], int]  # name, what it does, how often it comes beside others
@@ -168,8 +176,10 @@ class Victim:
         return [score.logprob for score in scores]
 
     def attach(self) -> Any:
-        """A fresh engine on the model."""
-        return specdec.attach(self.model, tokenizer=self.tokenizer, max_batch=4, max_seq_len=64, **self.options)
+        """A fresh engine on the model, whose requests are preempted now and then."""
+        engine = specdec.attach(self.model, tokenizer=self.tokenizer, max_batch=4, max_seq_len=64, **self.options)
+        missing_pages(engine, random.Random(self.rng.random()), 0.2)
+        return engine
 
     def run(self, num_faults: int) -> None:
         """`num_faults` faults of all kinds, with neighbours beside them."""

@@ -92,7 +92,7 @@ def play(rank, folder, device, path, cases, is_whole, *faults):
     note(restored=all(kind is now and torch.equal(t, u) for (kind, t), (now, u) in pairs))
     note(**disagree(model, rank))
     note(replayed={graph: replayed(model, graph) for graph in ("piecewise", "whole")})
-    note(prefixes=shares_prefixes(model, rank))
+    note(prefixes=shares_prefixes(model, rank), preempted=preempts(model))
     note(capture=fails_to_capture(model, rank))
     note(uncompiled=fails_to_compile(model, rank))
     for fault in faults:
@@ -209,6 +209,14 @@ def shares_prefixes(model, rank):
         scores = engine.score([PROMPTS[0]] * 2, [[5, 6], [7, 8]])
         engine.check_integrity()
     return found, [score.logprob for score in scores]
+
+
+def preempts(model):
+    """Tokens from few slots, which requests take as their texts grow, and what was prefilled again for it."""
+    with mock.patch("specdec.core.engine.scheduler.GROWTH", 1), engine_of(model, "eagle3", num_slots=40) as engine:
+        tokens = engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS).tokens
+        engine.check_integrity()
+        return tokens, engine.report().preemption
 
 
 def fails_to_capture(model, rank):
@@ -388,6 +396,11 @@ def test_ranks_find_the_same_prefixes_and_forget_them_when_one_does(played, expe
     assert [tokens for tokens, _ in found] == [expected["eagle3", "chain", "greedy"]] * 5
     none, all_of = [0, 0, 0], [9, 3, 3]
     assert [cached for _, cached in found] == [none, all_of, none, all_of, none]
+
+
+def test_all_ranks_preempt_the_same_requests(played, expected):
+    (tokens, told), theirs = (p["preempted"] for p in played)
+    assert tokens == expected["eagle3", "chain", "greedy"] and told["preemptions"] > 0 and theirs == (tokens, told)
 
 
 def test_a_graph_that_one_rank_cannot_make_is_used_by_none(played, expected):

@@ -137,6 +137,8 @@ class Report:
     experts: where experts are routed, what a verify of one request reads beside a step, choices taken as random;
     prefix_cache: tokens that it keeps (kept), prompt tokens of all requests (asked) and those it had (found); empty if
     it is off;
+    preemption: requests that gave up their pages to others (preemptions), and tokens prefilled again for it
+    (recomputed_tokens);
     graphs: each with its cost; runners: name -> {replays, eager, rejects by reason};
     paths: forward mode -> {replays, eager, attention}, a graph's forwards counting as replays; attention: the kernels
     that attend there.
@@ -152,6 +154,7 @@ class Report:
     num_free_pages: int
     num_pages: int
     prefix_cache: dict[str, int]
+    preemption: dict[str, int]
     capture: str
     prefill_graph: str
     compile_seconds: float
@@ -198,6 +201,9 @@ class Report:
         if self.prefix_cache:
             text = "{kept} tokens kept, {found} of {asked} prompt tokens found"
             lines.append(f"prefixes   {text.format(**self.prefix_cache)}")
+        if self.preemption["preemptions"]:
+            text = "{preemptions} preemptions, {recomputed_tokens} tokens prefilled again"
+            lines.append(f"preempted  {text.format(**self.preemption)}")
         if self.experts:
             lines.append("experts    " + ", ".join(f"{k}={v}" for k, v in self.experts.items()))
         for runner in self.runners:

@@ -75,9 +75,7 @@ class PrefixCache:
         self._attach(Node(node, keys[at * self._page_size : end * self._page_size].copy(), added, self._time))
 
     def evict(self, count: int) -> None:
-        """Free `count` pages or more, those used longest ago first; nothing if `num_evictable` are too few."""
-        if count > self.num_evictable:
-            return
+        """Free `count` pages or more of `num_evictable` ones, those used longest ago first."""
         count = max(count, self._pages.num_pages // EVICTED)
         order = itertools.count()  # of nodes used at one time: all ranks of an engine evict the same
         leaves = [(n.used, next(order), n) for n in self._nodes() if n is not self.root and not n.children]

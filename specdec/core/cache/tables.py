@@ -3,11 +3,12 @@
 Slot = page * page_size + offset. Page 0 is the dummy page: padding writes there and nobody reads it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
+from specdec.core.batch import to_device
 from specdec.core.cache.pages import NO_PAGES, Pages
 from specdec.core.cache.prefix import PrefixCache
 from specdec.core.errors import CapacityError
@@ -24,10 +25,10 @@ def write_pages(table: torch.Tensor, rows: torch.Tensor, pages: torch.Tensor, pa
 class SlotTables:
     """Which slots each running request uses: `table` [max_batch + 1, width] int32 on the device, pages on the host.
 
-    A row is reserved with all the slots its request may ever need, so nothing is allocated inside a round and no
-    running request can be starved by another; `write` then tells the device. The last row is the dummy row: it names
-    slot 0 and nobody takes it. A row's first pages may be those of others: `prefixes` has what ended requests left, if
-    that is kept (`keeps_prefixes`), and what scored texts have in common.
+    A row is reserved with the slots that its request needs now; `write` tells the device. It grows between rounds, so
+    nothing is allocated inside one. The last row is the dummy row: it names slot 0 and nobody takes it. A row's first
+    pages may be those of others: `prefixes` has what ended requests left, if that is kept (`keeps_prefixes`), and what
+    scored texts have in common.
 
     A released row keeps its old table. That is safe: a round in flight may still write through it, but it was launched
     before the pages were free, so before anything of their next owner, on the same stream; no later launch names the
@@ -86,22 +87,54 @@ class SlotTables:
                 "shorten the prompt, lower max_new_tokens, or attach with a larger max_seq_len"
             )
 
-    def reserve(self, num_tokens: int, shared: np.ndarray = NO_PAGES) -> int | None:
+    def reserve(self, num_tokens: int, shared: np.ndarray = NO_PAGES, spare: int = 0) -> int | None:
         """Reserve a row with slots for `num_tokens` tokens, the first in pages `shared` [n] int64, which others hold;
-        None if rows or pages have run out."""
+        None if rows or pages have run out. spare: pages that must be left."""
         if not self._free_rows:
             return None
         self._pages.hold(shared)  # first, so that making room does not take them
-        count = self.pages_for(num_tokens) - len(shared)
-        if count > self._pages.num_free:
-            self.prefixes.evict(count - self._pages.num_free)
-        own = self._pages.take(count)
+        own = self._take(self.pages_for(num_tokens) - len(shared), spare)
         if own is None:
             self._pages.drop(shared)
             return None
         row = self._free_rows.pop()
         self._of_row[row] = np.concatenate([shared, own])
         return row
+
+    def num_slots(self, row: int) -> int:
+        """Return the slots that a reserved `row` has."""
+        return len(self._of_row[row]) * self.page_size
+
+    def grow(self, wanted: Mapping[int, int]) -> bool:
+        """Give reserved rows slots for as many tokens as `wanted` says, and tell the device, in one copy; False, with
+        nothing changed, if there are not so many pages."""
+        counts = [max(0, self.pages_for(num) - len(self._of_row[row])) for row, num in wanted.items()]
+        pages = self._take(sum(counts))
+        if pages is None:
+            return False
+        added = dict(zip(wanted, np.split(pages, np.cumsum(counts)[:-1]), strict=True))
+        width, offsets = self.table.shape[1], np.arange(self.page_size)
+        places, slots = [], []
+        for row, own in added.items():
+            new = (own[:, None] * self.page_size + offsets).reshape(-1)[: width - self.num_slots(row)]
+            slots.append(new)
+            places.append(row * width + self.num_slots(row) + np.arange(len(new)))
+        there = to_device(
+            torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(slots)])), self.table.device
+        )
+        self.table.view(-1).index_copy_(0, there[0], there[1].to(self.table.dtype))
+        self._of_row |= {row: np.concatenate([self._of_row[row], own]) for row, own in added.items()}
+        return True
+
+    def _take(self, count: int, spare: int = 0) -> np.ndarray | None:
+        """Return `count` pages, for which others give way that are only kept; None, with nothing changed, if `count`
+        and `spare` cannot be had."""
+        missing = count - self._pages.num_free
+        if missing + spare > 0 and missing + spare > self.prefixes.num_evictable:
+            return None
+        if missing > 0:
+            self.prefixes.evict(missing)
+        return self._pages.take(count)
 
     def release(self, row: int) -> None:
         """Return a row, and its pages as far as nobody else holds them."""

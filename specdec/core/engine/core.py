@@ -27,6 +27,7 @@ from specdec.core.engine.packing import (
     rewrite_row,
     write_history,
     write_requests,
+    write_texts,
 )
 from specdec.core.engine.request import Request
 from specdec.core.engine.scheduler import Scheduler
@@ -174,11 +175,28 @@ class Core:
         has_posted = False
         if pieces:
             has_posted = self._prefill(pieces)
-        elif decoding := self.scheduler.decoding():
+        elif decoding := self._ready():
             self._round(decoding)
             has_posted = True
         self._owes_round = bool(pieces)
-        for results, rows in self._mailbox.take(self._lag if has_posted else 0):
+        self._read_results(self._lag if has_posted else 0)
+
+    def _ready(self) -> list[Request]:
+        """Return who plays the next round, with slots for all that it may write; where there are none, the last
+        requests in the order of admission are preempted."""
+        requests, ahead = self.scheduler.decoding(), self._mailbox.num_pending * (self.config.num_steps + 1)
+        while not self.scheduler.grow(requests, ahead):
+            if self._mailbox.num_pending:  # some may have ended, and how long the others are is known then
+                self._read_results(0)
+            else:
+                self.scheduler.preempt()
+                self._batch = self._batch._replace(requests=[])  # it will be in another row
+            requests, ahead = self.scheduler.decoding(), 0
+        return requests
+
+    def _read_results(self, num_left: int) -> None:
+        """Hand out results, oldest first, until those of `num_left` launches are left."""
+        for results, rows in self._mailbox.take(num_left):
             self._hand_out(results, rows)
 
     def _admit(self) -> None:
@@ -216,18 +234,25 @@ class Core:
         write_requests(self.state, self.slot_tables, self.scheduler.admitted, constants, self.round.ops)
         if self.round.worker.reads_history:
             write_history(self.state, self.scheduler.admitted)
+        write_texts(self.state, self.scheduler.admitted)
         self.scheduler.admitted = []
 
     def _prefill(self, pieces: list[tuple[Request, int]]) -> bool:
-        """Prefill prompt pieces, target and draft, and draw the first token of every prompt that is complete.
+        """Prefill prompt pieces, target and draft, and draw the first token of every prompt that is complete, but of
+        texts that go on.
 
         Returns whether there are such tokens.
         """
-        done = [i for i, (r, n) in enumerate(pieces) if r.num_prefilled + n == len(r.prompt_ids)]
+        done = [i for i, (r, n) in enumerate(pieces) if r.num_prefilled + n == r.num_to_prefill]
         finished = [pieces[i][0] for i in done]
-        kind = SamplingKind.of(r.sampling for r in finished) if finished else SamplingKind.GREEDY
+        new = [r for r in finished if not r.tokens]
+        kind = SamplingKind.of(r.sampling for r in new) if new else SamplingKind.GREEDY
         whole, num_tokens = self.prefill.whole, sum(n for _, n in pieces)
-        if whole is not None and whole.takes(kind, [r.num_prefilled for r, _ in pieces], num_tokens):
+        if (
+            whole is not None
+            and new == finished
+            and whole.takes(kind, [r.num_prefilled for r, _ in pieces], num_tokens)
+        ):
             packed = [pack_piece(r, n) for r, n in pieces]
             self._begin_launch(pieces)
             lines = whole(kind, packed)
@@ -239,7 +264,7 @@ class Core:
         self._is_launching = False
         for request in finished:
             self.scheduler.sharing.keep(request)
-        return bool(done)
+        return bool(new)
 
     def _begin_launch(self, pieces: list[tuple[Request, int]]) -> None:
         """From here on the state of running requests may be half written."""
@@ -251,24 +276,29 @@ class Core:
         """Target, first tokens of the pieces `done`, draft: a runner each."""
         builder = self.context.backend.metadata
         chunk = pack_chunk(pieces, self.slot_tables.table, builder, self.prefill.placement)
-        finished = [pieces[i][0] for i in done]
         self._begin_launch(pieces)
         worker = self.round.worker
         if worker.reads_history:
             self.round.take_prompts(chunk)
         hidden, aux = self.prefill.target(chunk.metadata, chunk.ids)
-        if done:
-            places = slice(None) if len(done) == len(pieces) else copy_to(self.device, np.array(done))
+        new = [i for i in done if not pieces[i][0].tokens]
+        if new:
+            places = self._places(new, len(pieces))
             rows, last_rows = chunk.rows[places], chunk.last_rows[places]
             packed = self.graphs.first_tokens(kind, rows, hidden.index_select(0, last_rows))
-            self._post(finished, packed, is_round=False)
+            self._post([pieces[i][0] for i in new], packed, is_round=False)
             chunk.next_ids.index_copy_(0, last_rows, first_tokens(packed))
         states = None
         if worker.context is not None:
             states = self.prefill.draft(chunk.metadata, chunk.next_ids if worker.id_shift else chunk.ids, aux)
         states = worker.finish_prefill(chunk, states, self.prefill.draft)
         if done and worker.has_begin:
-            self.graphs.begin(rows, None if states is None else states[places], self._len_bound(finished))
+            places, bound = self._places(done, len(pieces)), self._len_bound([pieces[i][0] for i in done])
+            self.graphs.begin(chunk.rows[places], None if states is None else states[places], bound)
+
+    def _places(self, chosen: list[int], count: int) -> slice | torch.Tensor:
+        """Return the index of those `chosen` of `count` requests."""
+        return slice(None) if len(chosen) == count else copy_to(self.device, np.array(chosen))
 
     def _round(self, requests: list[Request]) -> None:
         """One round of all `requests`; the host learns a launch later what it emitted."""

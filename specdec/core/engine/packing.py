@@ -28,7 +28,8 @@ def pack_requests(requests: Sequence[Request]) -> np.ndarray:
 def _numbers_of(request: Request) -> tuple[int, ...]:
     """The numbers of a request in the order of `EngineState.columns`."""
     no_ids = (-1,) * (MAX_STOP_IDS - len(request.stop_ids))
-    return (len(request.prompt_ids), request.max_new_tokens, *request.stop_ids, *no_ids, *request.sampling.bits)
+    rest = request.max_new_tokens - len(request.tokens)
+    return (request.num_to_prefill, rest, *request.stop_ids, *no_ids, *request.sampling.bits)
 
 
 def write_requests(
@@ -58,6 +59,15 @@ def write_history(state: EngineState, requests: Sequence[Request]) -> None:
             state.history[r.row, : r.num_cached] = copy_to(state.history.device, r.prompt[: r.num_cached])
 
 
+def write_texts(state: EngineState, requests: Sequence[Request]) -> None:
+    """Write the text so far of those of `requests` that were preempted, and its last token as root."""
+    for r in requests:
+        if r.row is not None and r.tokens:
+            text = copy_to(state.history.device, r.prompt)
+            state.history[r.row, : len(r.prompt)] = text
+            state.roots[r.row] = text[-1]
+
+
 def rewrite_row(state: EngineState, slot_tables: SlotTables, ops: RoundOps, row: int) -> None:
     """Admit to `row` what it holds already, and no pages: for the dummy row, so that the kernel is compiled."""
     own = [column[row].reshape(-1) for column in state.columns]
@@ -71,7 +81,7 @@ def pack_piece(request: Request, num_tokens: int) -> Piece:
     assert request.row is not None
     # Ids one to the left: the token after each prefilled one, the next chunk's first included; an unknown one is 0.
     ids, next_ids = request.prompt[start:end], request.prompt[start + 1 : end + 1]
-    return Piece(request.row, start, ids, next_ids, end == len(request.prompt_ids))
+    return Piece(request.row, start, ids, next_ids, end == request.num_to_prefill)
 
 
 def pack_chunk(

@@ -18,12 +18,14 @@ from specdec.core.text.detokenizer import Detokenizer
 
 @dataclass(eq=False)
 class Request:
-    """One prompt being served; `prompt` [T+1] int64 is a copy of its ids with a 0 behind them, for prefills.
+    """One prompt being served; `prompt` [T+1] int64 is what is prefilled and the token after it: its ids and a 0; after
+    a preemption its ids and all of its tokens.
 
     priority: higher ones are admitted first; place: its order in the queue, (-priority, number of arrival).
-    row: set while it runs; num_prefilled: prompt tokens already in the cache; num_cached: those of them that others had
+    row: set while it runs; num_prefilled: of `prompt`, in the cache already; num_cached: prompt tokens that others had
     left there.
     is_kept: whether its K/V may serve others.
+    num_preempted: times that it was put back in the queue, for want of pages.
     num_certain: least number of tokens it will have emitted once everything launched for it has come back.
     string_ids: stop ids that stand for stop strings: special tokens.
     failure: the error that ended it, with finish_reason "error"; the caller that waits for the request raises it.
@@ -48,6 +50,7 @@ class Request:
     num_cached: int = 0
     is_kept: bool = True
     num_certain: int = 0
+    num_preempted: int = 0
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     finish_reason: str | None = None
@@ -71,7 +74,23 @@ class Request:
     @property
     def is_prefilled(self) -> bool:
         """True once its whole prompt is in the cache."""
-        return self.num_prefilled == len(self.prompt_ids)
+        return self.num_prefilled == self.num_to_prefill
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens that are read before its first round, or the next one."""
+        return len(self.prompt) - 1
+
+    def begin(self, row: int, num_cached: int) -> None:
+        """Run in `row`, where K/V of the first `num_cached` tokens of `prompt` is."""
+        self.row, self.num_prefilled, self.num_certain = row, num_cached, len(self.tokens)
+        if not self.tokens:
+            self.num_cached = num_cached
+
+    def restart(self) -> None:
+        """Have its text so far prefilled when it runs again, up to the last token, which no round has read."""
+        if self.tokens:
+            self.prompt = np.array([*self.prompt_ids, *self.tokens], dtype=np.int64)
 
     def take(self, tokens: list[int], logprobs: Sequence[TokenLogprob] = (), digests: Sequence[int] = ()) -> None:
         """Append emitted `tokens` with their `logprobs` and `digests`; set `finish_reason` if they end the request.

@@ -9,11 +9,15 @@ from specdec.core.cache.tables import SlotTables
 from specdec.core.engine.request import Request
 from specdec.core.engine.sharing import Sharing
 
+GROWTH = 64  # slots that a request gets beyond those it needs now, at most
 HELD_ROUNDS = 3  # rounds for which a free row of a large batch may be held back, so that prefills come in batches
 
 
 class Scheduler:
     """Admits waiting requests by priority, of one priority in order of arrival, while rows and slots last.
+
+    A request has slots for its text, what rounds in flight may write, and up to `GROWTH` more. Where none are left for
+    a round, the last one in that order is preempted: it waits again, and its text is prefilled again later.
 
     `running` lists the requests that hold a row; `repair` recomputes from it whatever is lost or doubled elsewhere.
     sharing: what of their prompts' K/V is there when they are admitted; looks_ahead: see `Sharing`.
@@ -26,13 +30,14 @@ class Scheduler:
         self.refill = max(1, slot_tables.max_batch // 16)
         self._num_held = 0  # rounds since a row has been held back
         self._num_added = 0
+        self.preemption = {"preemptions": 0, "recomputed_tokens": 0}
         self._is_full = False  # the first in the queue found no pages, and none has been released since
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.admitted: list[Request] = []  # of `running`, whose constants are not on the device yet
 
     def slots_needed(self, prompt_len: int, max_new_tokens: int) -> int:
-        """Return the KV slots a request reserves: prompt, output, and what a round may write past L."""
+        """Return the KV slots for prompt, output, and what a round may write past L."""
         return prompt_len + max_new_tokens + self.tail_reserve
 
     @property
@@ -74,23 +79,58 @@ class Scheduler:
         if not self.may_admit:
             return
         self._num_held = num_passed = 0
+        needs = [self._most_slots(r) - self.slot_tables.num_slots(r.row) for r in self.running if r.row is not None]
+        growing = sum(map(self.slot_tables.pages_for, needs))
         while num_passed < min(len(self.waiting), self.slot_tables.max_batch) and self.slot_tables.num_free_rows:
             request = self.waiting[num_passed]
+            request.restart()
             pages = self.sharing.cached(request)
             num_cached = len(pages) * self.slot_tables.page_size
             if self.sharing.has_more_soon(request, num_cached):
                 num_passed += 1
                 continue
-            need = self.slots_needed(len(request.prompt_ids), request.max_new_tokens)
-            row = self.slot_tables.reserve(need, pages)
+            most = self._most_slots(request)
+            need = min(self.slots_needed(request.num_to_prefill, GROWTH), most)
+            row = self.slot_tables.reserve(need, pages, min(growing, self.slot_tables.num_pages // 100))
             if row is None:
                 self._is_full = True
                 return
-            request.row, request.num_prefilled, request.num_cached = row, num_cached, num_cached
+            request.begin(row, num_cached)
+            growing += self.slot_tables.pages_for(most - need)
+            self.preemption["recomputed_tokens"] += (request.num_to_prefill - num_cached) * bool(request.num_preempted)
             self.admitted.append(request)
             self.running.append(request)  # from here on it owns the row, whatever happens; see `repair`
             del self.waiting[num_passed]
             self.sharing.begin(request)
+
+    def _most_slots(self, request: Request) -> int:
+        return self.slots_needed(len(request.prompt_ids), request.max_new_tokens)
+
+    def grow(self, requests: Sequence[Request], ahead: int) -> bool:
+        """Let running `requests` have slots for all that a round may write, and some more while there are; False, with
+        nothing changed, if there are not so many. ahead: tokens that they may have emitted beside those known here."""
+        tables, needs = self.slot_tables, {}
+        for r in requests:
+            assert r.row is not None
+            certain = self.slots_needed(len(r.prompt_ids) + len(r.tokens) - 1, ahead)
+            needs[r.row] = min(certain, self._most_slots(r)), self._most_slots(r)
+        if all(tables.num_slots(row) >= need for row, (need, _) in needs.items()):
+            return True
+        return any(  # all that will need more soon, so that it is seldom done
+            tables.grow(
+                {row: min(n + more, most) for row, (n, most) in needs.items() if tables.num_slots(row) < n + more}
+            )
+            for more in (GROWTH, 0)
+        )
+
+    def preempt(self) -> None:
+        """Put the last running request in the order of admission back in the queue, with what it has emitted."""
+        request = max(self.running, key=lambda r: r.place)
+        assert len(self.running) > 1 and request.row is not None, "a request does not fit alone"
+        self._queue(request)  # first: one that is in both runs, see `repair`
+        self._leave(request)
+        request.num_preempted += 1
+        self.preemption["preemptions"] += 1
 
     @property
     def is_mixed(self) -> bool:
@@ -104,7 +144,7 @@ class Scheduler:
         First come, first served; where not all fit, prompts that half of it holds come first. Only the last piece can
         be a part of its prompt.
         """
-        rests = {r: len(r.prompt_ids) - r.num_prefilled for r in self.running if r.finish_reason is None}
+        rests = {r: r.num_to_prefill - r.num_prefilled for r in self.running if r.finish_reason is None}
         waiting = [r for r, rest in rests.items() if rest]
         left = max_tokens // 2 if sum(rests.values()) > max_tokens else 0
         short: dict[Request, None] = {}
@@ -122,27 +162,29 @@ class Scheduler:
     def decoding(self) -> list[Request]:
         """Return the requests of the next round: not those whose last token is already on its way."""
         return [
-            r
-            for r in self.running
-            if r.finish_reason is None and r.num_certain < r.max_new_tokens and r.num_prefilled == len(r.prompt_ids)
+            r for r in self.running if r.finish_reason is None and r.num_certain < r.max_new_tokens and r.is_prefilled
         ]
 
     def release(self, request: Request) -> None:
         """Free row and slots of a finished or abandoned request, or drop a waiting one."""
         if request in self.running:
-            self.running.remove(request)
-            if request in self.admitted:
-                self.admitted.remove(request)
-            if request.tokens and request.finish_reason != "error":
-                self.sharing.keep(request)
-            row, request.row = request.row, None
-            assert row is not None
-            self.slot_tables.release(row)
-            self._is_full = False
+            self._leave(request)
         elif request in self.waiting:
             self.waiting.remove(request)
             self._is_full = False
         request.time_s = time.perf_counter() - request.arrived
+
+    def _leave(self, request: Request) -> None:
+        """Free row and slots of a running request; its K/V may stay for others, or for itself."""
+        self.running.remove(request)
+        if request in self.admitted:
+            self.admitted.remove(request)
+        if request.tokens and request.is_prefilled and request.finish_reason != "error":
+            self.sharing.keep(request)
+        row, request.row = request.row, None
+        assert row is not None
+        self.slot_tables.release(row)
+        self._is_full = False
 
     def fail(self, requests: Sequence[Request], error: BaseException) -> None:
         """End `requests` with `error`, which their callers will raise; finished ones keep their finish_reason."""

@@ -42,13 +42,15 @@ class Sharing:
         """Take note of a request that has been admitted."""
         if self._tables.keeps_prefixes:
             self._begun[_beginning(request)] = request
-            self._tables.prefixes.count(len(request.prompt_ids), request.num_cached)
+            if not request.tokens:
+                self._tables.prefixes.count(len(request.prompt_ids), request.num_cached)
 
     def keep(self, request: Request) -> None:
         """Keep the K/V of a running request's tokens; the launches that write it have been made."""
         if self._tables.keeps_prefixes and request.is_kept:
             assert request.row is not None
-            tokens = np.concatenate([request.prompt[:-1], np.array(request.tokens, dtype=np.int64)])
+            prompt = request.prompt[: len(request.prompt_ids)]
+            tokens = np.concatenate([prompt, np.array(request.tokens, dtype=np.int64)])
             self._tables.keep(request.row, keys_of(tokens, self._looks_ahead))
 
 
