@@ -32,7 +32,7 @@ def take_over_tables(graph: fx.GraphModule) -> int:
         (cos, scale), (sin, other) = _result(node), _result(sines[0])
         if scale != other or value(cos).dtype != value(sin).dtype:
             continue
-        with graph.graph.inserting_before(angles.next):
+        with graph.graph.inserting_before(min(node, sines[0])):
             arguments = (positions, frequencies, scale, is_doubled, value(cos).dtype)
             tables = graph.graph.call_function(torch.ops.specdec.rope_tables.default, arguments)
             for i, old in enumerate((cos, sin)):
