@@ -84,7 +84,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
     kind = kind_of(weight)
-    has_kernel = _has_kernel(x) and weight.dtype == x.dtype and weight.stride(1) == 1
+    has_kernel = _has_kernels(x) and weight.dtype == x.dtype and weight.stride(1) == 1
     return (kind.kernel if has_kernel else kind.twin)(x, weight, bias, activation)
 
 
@@ -92,12 +92,12 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return _product(x, weight, bias, None)
 
 
-def _has_kernel(x: torch.Tensor) -> bool:
+def _has_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in KERNEL_DTYPES and has_triton()
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
-    if not _has_kernel(x):
+    if not _has_kernels(x):
         return rms_norm_twin(x, weight, eps, offset, is_late)
     from specdec.backends.triton.linear import norms
 
@@ -107,7 +107,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, 
 def _add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if not _has_kernel(x):
+    if not _has_kernels(x):
         return add_rms_norm_twin(x, residual, weight, eps, offset, is_late)
     from specdec.backends.triton.linear import norms
 
