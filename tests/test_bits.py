@@ -89,6 +89,14 @@ def test_the_ops_of_this_machine_are_compared_as_they_are():
     assert found == "equal" or "products of [" in found or "attention" in found
 
 
+def test_a_vocabulary_may_be_small():
+    """Of amino acids or bases, say: a token that a model does not have would end a process on CUDA."""
+    model = tiny_model("llama")
+    model.resize_token_embeddings(40)
+    with specdec.attach(model, algo="lookup", num_steps=9, max_batch=5, max_seq_len=48, check_kernels=True) as engine:
+        assert "chains of 1 x 10" in engine.report().bits
+
+
 def test_what_ends_a_check_leaves_the_model_free(monkeypatch):
     """An interrupt, say: models are shared with the engine by then."""
     model, ours = tiny_model("llama"), "specdec.reach.assembly.assemble.check_bits"

@@ -144,7 +144,8 @@ class _Forwards:
         shape: dict[str, Any] = {"depths": depths, "tail_depths": depths, "ancestor_bits": bits}
         builder = self._context.backend.metadata
         metadata = builder.uniform(mode, self._table, *where, q_len=width, max_prefix=most, **shape)
-        ids = torch.arange(len(rows) * width, device=self._table.device).view(len(rows), width) % 97  # off the path
+        ids = torch.arange(len(rows) * width, device=self._table.device).view(len(rows), width)  # off the path
+        ids %= self._target.spec.vocab_size
         for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
             if row < len(self.lens):
                 ids[i, list(path)] = self._ids[row, start : start + len(path)]
