@@ -637,7 +637,7 @@ def test_masks_are_classified_by_what_they_show():
 def test_every_kernel_compiles_for_a_gpu():
     """What the interpreter forgives, the compiler may not; ptxas needs no GPU."""
     folder = Path(__file__).parents[1] / "backends"
-    kernels = {k for path in folder.glob("*/*.py") for k in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.M)}
+    kernels = {k for path in folder.rglob("*.py") for k in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.M)}
     env = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "tests.compile_kernels"]
     run = subprocess.run(command, env=env, cwd=folder.parent, capture_output=True, text=True)
