@@ -18,7 +18,8 @@ from specdec.backends.comm import Communicator
 from specdec.core.batch import on_device, refuse_autocast
 from specdec.core.config import EngineConfig
 from specdec.core.engine.admission import make_requests
-from specdec.core.engine.core import Core
+from specdec.core.engine.calls import Call
+from specdec.core.engine.core import DETACHED, Core
 from specdec.core.engine.driver import Driver
 from specdec.core.engine.finished import output_of
 from specdec.core.engine.generation import shipped_settings
@@ -177,7 +178,7 @@ class Engine:
     async def agenerate(self, prompts: Any, **options: Any) -> GenerationOutput:
         """Do what `generate` does without blocking the event loop; cancelling the task frees rows and pages."""
         requests, start = await asyncio.to_thread(self._requests, prompts, **options), time.perf_counter()
-        async with aclosing(self._arun(requests, wants_tokens=False)) as run:
+        async with aclosing(self._arun(self._attached().call(requests, wants_tokens=False))) as run:
             async for finished in run:
                 for request in finished:
                     request.decode()
@@ -346,7 +347,7 @@ class Engine:
 
     def _attached(self) -> Core:
         if self._core is None:
-            raise DetachedError("this engine was detached from its model; call specdec.attach() for a new one")
+            raise DetachedError(DETACHED)
         return self._core
 
     def _stream(self, requests: list[Request]) -> Generator[str, None, RequestOutput]:
@@ -358,16 +359,16 @@ class Engine:
         return output_of(requests, time.perf_counter() - start).requests[0]
 
     async def _astream(self, requests: list[Request]) -> AsyncGenerator[str, None]:
-        async with aclosing(self._arun(requests)) as run:
+        async with aclosing(self._arun(self._attached().call(requests))) as run:
             async for _ in run:
                 if text := requests[0].read():
                     yield text
 
-    def _arun(self, requests: list[Request], wants_tokens: bool = True) -> AsyncGenerator[list[Request], None]:
+    def _arun(self, call: Call) -> AsyncGenerator[list[Request], None]:
         """As `_run`, in asyncio."""
-        self._attached()
-        assert self._driver is not None
-        return self._driver.run(requests, wants_tokens)
+        if self._driver is None:
+            raise DetachedError(DETACHED)
+        return self._driver.run(call)
 
     def _run(self, requests: list[Request], wants_tokens: bool = True) -> Generator[list[Request], None, None]:
         """Yield those of `requests` that have finished, with `wants_tokens` after each round; whatever happens, none of

@@ -9,9 +9,7 @@ A replica is a process with one GPU, if the cluster has any. One that dies is st
 need be, and what it had not handed over is generated again, as a whole: no row is lost, and none comes twice.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -136,15 +134,11 @@ def serve_app(
         max_ongoing_requests=max_ongoing_requests,
         ray_actor_options=_resources(num_cpus),
     )
-    return deploy(ServeReplica).bind(target, draft, num_threads=max_ongoing_requests, **kwargs)
+    return deploy(ServeReplica).bind(target, draft, **kwargs)
 
 
 class ServeReplica(Replica):
-    """A replica behind Ray Serve; requests wait in threads, of which an engine serves all."""
-
-    def __init__(self, *args: Any, num_threads: int, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._threads = ThreadPoolExecutor(num_threads)
+    """A replica behind Ray Serve. A client that leaves, and so cancels its call, frees its rows and pages."""
 
     async def __call__(self, request: Any, **options: Any) -> Any:
         """request: an HTTP request, or from a handle a prompt."""
@@ -162,9 +156,7 @@ class ServeReplica(Replica):
             return JSONResponse({"error": str(error)}, status_code=400)
 
     async def _answer(self, prompt: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
-        out = await loop.run_in_executor(self._threads, lambda: self.generate([prompt], **options))
-        answer = out.requests[0]
+        answer = (await self.engine.agenerate([prompt], **{**self.options, **options})).requests[0]
         return {"text": answer.text, "tokens": answer.tokens, "finish_reason": answer.finish_reason}
 
 

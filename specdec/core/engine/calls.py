@@ -56,9 +56,10 @@ class Call:
         return ended
 
     def fail(self, error: BaseException) -> None:
-        """Make the next `take` raise `error`."""
+        """Make the next `take` raise `error`, and wake the caller."""
         self._error = error
         self._calls.note(self)
+        self._calls.wake()
 
     def _note(self, request: Request) -> None:
         if request.finish_reason is not None and request in self.left:

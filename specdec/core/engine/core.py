@@ -42,6 +42,7 @@ from specdec.core.round.parts import Parts
 from specdec.core.round.program import Round
 from specdec.graphs.pool import GraphPool
 
+DETACHED = "this engine was detached from its model; call specdec.attach() for a new one"
 PREFIX_STEP = 32  # host bounds of L are rounded up to this, so that shapes of eager rounds seldom change
 
 
@@ -161,7 +162,7 @@ class Core:
 
     def _require_open(self) -> None:
         if self.is_closed:
-            raise DetachedError("this engine was detached from its model; call specdec.attach() for a new one")
+            raise DetachedError(DETACHED)
 
     def _follow_weights(self) -> None:
         """Keep no K/V of models as they were; GraphError for changes that cannot be followed."""

@@ -21,10 +21,9 @@ class Driver:
         self._open: dict[Call, None] = {}  # calls whose requests are queued
         self._is_running = False
 
-    async def run(self, requests: Sequence[Request], wants_tokens: bool = True) -> AsyncGenerator[list[Request], None]:
-        """Yield those of `requests` that have finished, and with `wants_tokens` after each round. Closing this, or
+    async def run(self, call: Call) -> AsyncGenerator[list[Request], None]:
+        """Submit the requests of `call`, and yield those that have finished whenever it has news. Closing this, or
         cancelling the task that waits for it, frees their rows and pages after the current step."""
-        call = self._core.call(requests, wants_tokens)
         self._do(partial(self._submit, call))
         try:
             while not call.is_over:
@@ -68,7 +67,6 @@ class Driver:
         for call in calls:
             self._open.pop(call, None)
             call.fail(error)
-        self._core.calls.wake()
 
     def _submit(self, call: Call) -> None:
         try:
