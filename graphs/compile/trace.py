@@ -107,9 +107,9 @@ def trace(
             raise
         graph, args = flat(None)
     groups = merge_linears(graph, args)
-    rewrite(graph)
-    chain = cut(graph, split_at)
     try:
+        rewrite(graph)
+        chain = cut(graph, split_at)
         counts = compile_pieces(chain, args, groups, inputs, split_at, compiler, largest, progress)
     except Exception as error:
         raise GraphError(f"it cannot be traced and compiled as one graph: {why(error)}") from error

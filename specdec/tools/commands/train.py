@@ -23,7 +23,7 @@ class Training(OnTarget):
     """Options of all three commands."""
 
     out: Path = option("Folder of the exported draft.", REQUIRED)
-    overwrite: bool = option("Replace another draft in the folder; --resume implies it.", False)
+    overwrite: bool = option("Replace another draft in the folder.", False)
 
     def picked(self, kind: type) -> dict[str, Any]:
         """Return the options that are fields of the dataclass `kind`."""

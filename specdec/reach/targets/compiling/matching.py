@@ -69,3 +69,13 @@ def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     for node in sorted(nodes, reverse=True):
         if not node.users:
             graph.erase_node(node)
+
+
+def erase_upwards(graph: fx.Graph, node: fx.Node, is_part: Callable[[fx.Node], bool]) -> None:
+    """Erase `node` and the inputs that it alone used, as far as they are parts."""
+    if node.users or not is_part(node):
+        return
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for before in inputs:
+        erase_upwards(graph, before, is_part)

@@ -15,6 +15,7 @@ from torch import fx
 from specdec.reach.targets.compiling.matching import (
     ADD,
     MULTIPLY,
+    erase_upwards,
     is_function,
     is_method,
     is_product,
@@ -52,7 +53,7 @@ def hand_over_rotations(graph: fx.GraphModule, op: Any) -> int:
         call.args = (*call.args[:4], tables[q.cos], tables[q.sin])
         for (user, node), source in zip(places, (q.source, k.source), strict=True):
             user.replace_input_with(node, source)
-            _erase(graph.graph, node)
+            erase_upwards(graph.graph, node, _is_part)
         num_rewritten += 1
     graph.graph.lint()
     graph.recompile()
@@ -152,12 +153,7 @@ def _without_batch(graph: fx.Graph, table: fx.Node, is_half: bool) -> fx.Node:
         return graph.call_function(torch.cat, ([element, element], -1))
 
 
-def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase `node` and what only it used of a rotation."""
-    is_part = is_function(node, *ADD, *MULTIPLY, operator.sub, operator.neg, operator.getitem, torch.cat, torch.chunk)
-    if node.users or not (is_part or node.target == "unsqueeze"):
-        return
-    inputs = node.all_input_nodes
-    graph.erase_node(node)
-    for before in inputs:
-        _erase(graph, before)
+def _is_part(node: fx.Node) -> bool:
+    """Return whether `node` may be a part of a rotation."""
+    parts = (*ADD, *MULTIPLY, operator.sub, operator.neg, operator.getitem, torch.cat, torch.chunk)
+    return is_function(node, *parts) or is_method(node, "unsqueeze")

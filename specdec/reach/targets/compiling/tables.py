@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from specdec.reach.targets.compiling.matching import (
+    erase_upwards,
     is_function,
     is_method,
     is_product,
@@ -40,7 +41,7 @@ def take_over_tables(graph: fx.GraphModule) -> int:
                 new.meta = dict(old.meta)
                 old.replace_all_uses_with(new)
         for old in (cos, sin):
-            _erase(graph.graph, old, {positions, frequencies})
+            erase_upwards(graph.graph, old, lambda n: n.op != "placeholder")
         num_rewritten += 1
     graph.graph.lint()
     graph.recompile()
@@ -83,13 +84,3 @@ def _result(node: Any) -> tuple[fx.Node, float]:
         node, scale = user, float(user.args[1])
         user = only_user(node)
     return (user, scale) if is_method(user, "to") else (node, scale)
-
-
-def _erase(graph: fx.Graph, node: fx.Node, kept: set[fx.Node]) -> None:
-    """Erase `node` and what it alone used, up to what is `kept`."""
-    if node.users or node in kept or node.op == "placeholder":
-        return
-    inputs = node.all_input_nodes
-    graph.erase_node(node)
-    for before in inputs:
-        _erase(graph, before, kept)
