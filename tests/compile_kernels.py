@@ -110,12 +110,13 @@ def products_of_experts() -> None:
         is_transposed = num_tokens in (50, 500)
         bias = torch.zeros(16, 96, dtype=dtype) if is_transposed else None
         weight = torch.zeros(16, *((64, 96) if is_transposed else (96, 64)), dtype=dtype)
-        grouped_linear(x, ids, weight, bias, is_transposed)
+        for activation in ("", "swigluoai" if is_transposed else "silu"):
+            grouped_linear(x, ids, weight, bias, is_transposed, activation)
 
 
 def products_and_norms() -> None:
     """Few rows and many, by TMA and without, gated, with and without bias; norms of a layer and of heads."""
-    from specdec.backends.triton.linear import norms, products
+    from specdec.backends.triton.linear import gates, norms, products
 
     for num_rows, N, K, dtype in (
         (1, 960, 576, torch.bfloat16),
@@ -129,9 +130,10 @@ def products_and_norms() -> None:
     ):
         x, weight, bias = (torch.zeros(*shape, dtype=dtype) for shape in ((num_rows, K), (N, K), (N,)))
         products.product(x, weight, None, None)
+        products.product(x, weight, None, None, torch.float32)
         for activation in ("silu", "gelu", "gelu_tanh"):
             products.product(x, weight, bias, activation)
-    products.gate(torch.zeros(3, 2000, dtype=torch.bfloat16), "silu")
+    gates.gate(torch.zeros(3, 2000, dtype=torch.bfloat16), "silu")
     rows = torch.zeros(3, 8192, dtype=torch.bfloat16)
     for x in (rows, rows[:, :576].half(), rows.view(3, 64, 128)[:, :8], rows[:, :35]):
         norms.rms_norm(x, rows[0, : x.shape[-1]], 1e-5, 1.0, True)
@@ -139,11 +141,13 @@ def products_and_norms() -> None:
 
 
 def choices_of_routers() -> None:
-    """One warp a row, and four."""
-    from specdec.backends.triton.experts.choices import top_scores
+    """One warp a row, and four; sums of what is chosen."""
+    from specdec.backends.triton.experts.choices import top_scores, weighted_sum
 
     for num, dtype in ((256, torch.float32), (512, torch.bfloat16), (1000, torch.float32)):
-        top_scores(torch.zeros(3, num, dtype=dtype), 8)
+        for softmax in ("", "all", "chosen"):
+            top_scores(torch.zeros(3, num, dtype=dtype), 8, softmax, torch.bfloat16)
+        weighted_sum(torch.zeros(3 * 8, num, dtype=dtype), torch.zeros(3, 8), torch.bfloat16)
 
 
 def recurrent_layers() -> None:

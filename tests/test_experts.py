@@ -14,7 +14,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import specdec
 from specdec.backends import grouped_linear
 from specdec.backends.experts import grouped_linear_twin
-from specdec.backends.experts.choices import top_scores_twin
+from specdec.backends.experts.choices import top_scores, top_scores_twin, weighted_sum, weighted_sum_twin
+from specdec.backends.gates import ACTIVATIONS
 from specdec.backends.triton.experts import choices
 from specdec.backends.triton.experts import products as kernels
 from specdec.reach.targets.adapters.experts import Experts, experts_forward
@@ -115,6 +116,62 @@ def test_every_tile_equals_the_twin(monkeypatch):
         monkeypatch.setattr(kernels, "tiling", lambda *_, tile=tile: tile)
         assert_close(kernels.grouped_linear(x, *given), grouped_linear_twin(x, *given))
     assert len(tiles) == 4
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, "swigluoai"])
+def test_gates_within_products_equal_their_twin(activation, monkeypatch):
+    for number, shape in enumerate(SHAPES):
+        monkeypatch.setattr(kernels, "SCANNED", 0 if number == 1 else 512)
+        x, *given = case((*shape[:2], shape[2] // 2 * 2, shape[3]), torch.float16, number % 2 == 1, number > 1)
+        x *= 5 if activation == "swigluoai" else 1  # beyond its limits
+        found, twin = (f(x, *given, activation) for f in (kernels.grouped_linear, grouped_linear_twin))
+        assert found.shape == twin.shape == (shape[0] * shape[1], shape[2] // 2)
+        assert grouped_linear(x, *given, activation).shape == found.shape
+        torch.testing.assert_close(found, twin, rtol=6 * ONE_BIT[torch.float16], atol=0.02)
+
+
+def summed_in_order(x, ids, weight, block):
+    """A product with experts whose K is summed block by block, as products of whole numbers in fp32 are exact."""
+    total = torch.zeros(ids.numel(), weight.shape[1])
+    for a, b in zip(x.split(block, 1), weight.split(block, 2), strict=True):
+        total += (a[:, None].float().repeat_interleave(ids.shape[1], 0) @ b[ids.flatten()].float().mT).squeeze(1)
+    return total.half()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tensor cores sum K in steps of 16")
+def test_k_is_summed_in_order_and_never_split_for_any_number_of_rows():
+    """Parts a, b, c, -a of whole numbers, exact in fp32 each; a is so large that their sum depends on its order."""
+    part, random = 128, torch.Generator().manual_seed(0)
+    x, weight = (torch.randint(-8, 9, (*rows, 4, part), generator=random) for rows in ((600,), (2, 10)))
+    x[:, 0], weight[:, :, 0] = x[:, 0] * 4096, weight[:, :, 0] * 64
+    x[:, 3], weight[:, :, 3] = -x[:, 0], weight[:, :, 0]
+    x, weight = x.flatten(1).half(), weight.flatten(2).half()
+    ids = torch.randint(2, (600, 1), generator=random)
+    assert not summed_in_order(x, ids, weight, 2 * part).equal(summed_in_order(x, ids, weight, part)), "splits differ"
+    for rows in (1, 2, 16, 17, 60, 600):
+        tile = kernels.tiling(rows, 2, 2, 227 << 10)
+        expected = summed_in_order(x[:rows], ids[:rows], weight, tile.k)
+        assert kernels.grouped_linear(x[:rows], ids[:rows], weight, None, False).equal(expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ONE_BIT, ids=str)
+def test_bits_of_a_row_depend_on_no_other_row(dtype):
+    """Nor on their number, and so on the tile: an MLP of 32 experts, with its router."""
+    x, ids, *first = case((3000, 4, 768, 512), dtype, False, False, num_experts=32)
+    second = case((1, 1, 512, 384), dtype, False, True, num_experts=32, seed=1)[2:]
+    router = case((1, 1, 32, 512), dtype, False, False, num_experts=1, seed=2)[2][0].to(torch.bfloat16)
+
+    def mlp(x, ids):
+        scores = torch.ops.specdec.wide_linear(x.to(torch.bfloat16), router, None)
+        weights, chosen = top_scores(scores, 4, "chosen", dtype)
+        assert chosen.shape == ids.shape
+        inner = grouped_linear(x, ids, *first, "silu")
+        return torch.cat([weighted_sum(grouped_linear(inner, ids, *second), weights, dtype), scores.to(dtype)], 1)
+
+    full = mlp(x, ids)
+    for rows in (*range(1, 129, 9), 128, 129, 500, 1000):
+        assert mlp(x[:rows], ids[:rows]).equal(full[:rows]), rows
 
 
 @pytest.mark.parametrize("num_rows", [1, 700, 3000])
@@ -267,6 +324,30 @@ def test_choices_are_those_of_a_stable_sort(num, k, dtype):
     assert torch.equal(values, scores.view(6, num).topk(k).values)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softmax", ["all", "chosen"])
+def test_a_softmax_within_choices_is_that_of_torch(softmax, dtype):
+    scores = torch.randn(7, 60, generator=torch.Generator().manual_seed(0)).mul(4).to(DEVICE, dtype)
+    ours, twin = choices.top_scores(scores, 5, softmax, dtype), top_scores_twin(scores, 5, softmax, dtype)
+    assert torch.equal(ours[1], twin[1]) and ours[0].dtype == dtype
+    assert_close(ours[0], twin[0])
+    for rows in (1, 3):
+        assert choices.top_scores(scores[:rows], 5, softmax, dtype)[0].equal(ours[0][:rows])
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.float16,) * 3, (torch.bfloat16, torch.float32, None)])
+def test_weighted_sums_equal_their_twin_and_are_in_the_order_of_choices(dtypes):
+    rows_dtype, weights_dtype, dtype = dtypes
+    random = torch.Generator().manual_seed(0)
+    rows, weights = (torch.randn(*shape, generator=random) for shape in ((5 * 3, 1100), (5, 3)))
+    given = rows.to(DEVICE, rows_dtype), weights.to(DEVICE, weights_dtype), dtype or rows_dtype
+    assert_close(choices.weighted_sum(*given), weighted_sum_twin(*given))
+    terms = torch.tensor([2.0**14, 2.0**-12, -(2.0**14)], device=DEVICE).to(rows_dtype).view(3, 1)
+    ones = torch.ones(1, 3, dtype=weights_dtype, device=DEVICE)
+    for sums in (choices.weighted_sum, weighted_sum_twin):  # the second is lost beside the first
+        assert [float(sums(terms[order], ones, torch.float32)) for order in ([0, 1, 2], [0, 2, 1])] == [0.0, 2.0**-12]
+
+
 def make_graph(fn, x):
     """The graph that Dynamo makes of fn(x)."""
     graphs = []
@@ -284,3 +365,28 @@ def test_traces_choose_by_our_op():
     assert take_over_choices(graph) == 2
     for ours, theirs in zip(graph(x), chooses(x), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_traces_take_the_softmax_of_a_router_into_our_op():
+    def routes(x):
+        law = x.bfloat16().softmax(-1, dtype=torch.float)
+        values, ids = law.topk(2, dim=-1)
+        values /= values.sum(dim=-1, keepdim=True)
+        few, _ = torch.topk(x, 3, dim=-1)
+        kept, _ = (x * 2).softmax(-1).topk(2)
+        last, _ = (x * 3).softmax(0).topk(2)
+        return values.to(torch.bfloat16), ids, torch.nn.functional.softmax(few, dim=1), kept, kept + 1, last
+
+    x = torch.randn(5, 6)
+    graph = make_graph(routes, x)
+    assert take_over_choices(graph) == 4
+    ops = [node.args[1:] for node in graph.graph.nodes if "top_scores" in str(node.target)]
+    assert ops == [
+        (2, "chosen", torch.bfloat16),
+        (3, "chosen", torch.float32),
+        (2, "all", torch.float32),
+        (2, "", torch.float32),
+    ]
+    for ours, theirs in zip(graph(x), routes(x), strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs)

@@ -11,8 +11,9 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.backends import linear as ops
-from specdec.backends.linear.reference import ACTIVATIONS, add_rms_norm_twin, product_twin, rms_norm_twin
-from specdec.backends.triton.linear import cublas, norms, products, tiles
+from specdec.backends.gates import ACTIVATIONS
+from specdec.backends.linear.reference import add_rms_norm_twin, product_twin, rms_norm_twin
+from specdec.backends.triton.linear import cublas, gates, norms, products, tiles
 from specdec.backends.triton.linear.tiles import Tile, choose_tile
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -119,7 +120,7 @@ def test_tiles_fit_the_shared_memory_of_every_gpu(kb, monkeypatch):
 def test_a_gate_after_a_product_has_the_bits_of_one_within(activation):
     x, weight = random(5, 32, dtype=torch.float16), random(2 * 24, 32, dtype=torch.float16, seed=1)
     joined = products.product(x, weight, None, None)
-    assert products.gate(joined, activation).equal(products.product(x, weight, None, activation))
+    assert gates.gate(joined, activation).equal(products.product(x, weight, None, activation))
 
 
 @pytest.mark.parametrize("dtype", BITS, ids=str)

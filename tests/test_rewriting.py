@@ -26,8 +26,8 @@ EXPECTED = {
     "gemma2": (12, 4, 9, 8, 1),
     "gemma3": (12, 4, 17, 8, 2),
     "gpt_oss": (12, 0, 1, 8, 1),
+    "qwen3_moe": (12, 0, 9, 8, 1),
 }
-COVERED = ("llama", "qwen2_windowed", "qwen3", "gemma2", "gemma3")
 
 
 def counts(graph):
@@ -59,7 +59,7 @@ def test_layers_are_of_our_ops(name, flat):
     trace_checked(_subject(target, config), config, target.device)
     ((found, covered),) = flat
     assert found == EXPECTED[name]
-    assert all(covered) == (name in COVERED)
+    assert all(covered), "no layer of these needs a compiler"
 
 
 @pytest.mark.parametrize("algo", ["eagle", "eagle3"])

@@ -9,6 +9,8 @@ from functools import cache
 
 import torch
 
+from specdec.backends.gates import gate_twin
+
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -18,14 +20,19 @@ def grouped_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     is_transposed: bool = False,
+    activation: str = "",
 ) -> torch.Tensor:
     """Return [T*k, N]: row t*k+j is x's product with the weight of expert expert_ids[t, j], plus its bias.
 
     x: [T, K], whose row t serves all k, or [T*k, K]. expert_ids: [T, k], int64 or int32, not negative; those past the
     last expert, which stand for experts of other ranks, give rows of zeros. weight: [E, N, K], or [E, K, N] if
-    is_transposed, of x's dtype. bias: [E, N]. A product is rounded to that dtype before its bias is added.
+    is_transposed, of x's dtype. bias: [E, N]. A product is rounded to that dtype before its bias is added. K is summed
+    in order and never split, so a row's bits depend on neither the other rows nor their number.
+
+    activation: of `linear.gated_linear`, or "swigluoai", GPT-OSS's gate, whose gate and up take turns in the columns;
+    the result is then activation(gate) * up, [T*k, N / 2].
     """
-    return torch.ops.specdec.grouped_linear.default(x, expert_ids, weight, bias, is_transposed)
+    return torch.ops.specdec.grouped_linear.default(x, expert_ids, weight, bias, is_transposed, activation)
 
 
 def grouped_linear_twin(
@@ -34,6 +41,7 @@ def grouped_linear_twin(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     is_transposed: bool = False,
+    activation: str = "",
 ) -> torch.Tensor:
     """See `grouped_linear`: an expert at a time, as transformers' eager experts do. It reads ids on the host."""
     ids = expert_ids.flatten()
@@ -44,7 +52,7 @@ def grouped_linear_twin(
         rows = (ids == expert).nonzero().squeeze(1)
         product = x[rows // copies] @ matrices[expert]
         out[rows] = product if bias is None else product + bias[expert]
-    return out
+    return gate_twin(out, activation) if activation else out
 
 
 @cache
@@ -54,25 +62,36 @@ def has_triton() -> bool:
 
 
 def _on_cuda(
-    x: torch.Tensor, expert_ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    is_transposed: bool = False,
+    activation: str = "",
 ) -> torch.Tensor:
     """Run the kernels; the twin, which waits for the host, where Triton is not installed, and in other dtypes."""
     if weight.dtype not in KERNEL_DTYPES or not has_triton():
-        return grouped_linear_twin(x, expert_ids, weight, bias, is_transposed)
+        return grouped_linear_twin(x, expert_ids, weight, bias, is_transposed, activation)
     from specdec.backends.triton.experts import products as experts
 
-    return experts.grouped_linear(x, expert_ids, weight, bias, is_transposed)
+    return experts.grouped_linear(x, expert_ids, weight, bias, is_transposed, activation)
 
 
 def _fake(
-    x: torch.Tensor, expert_ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    is_transposed: bool = False,
+    activation: str = "",
 ) -> torch.Tensor:
-    return x.new_empty(expert_ids.numel(), weight.shape[2 if is_transposed else 1])
+    return x.new_empty(expert_ids.numel(), weight.shape[2 if is_transposed else 1] // (2 if activation else 1))
 
 
 _LIBRARY = torch.library.Library("specdec", "FRAGMENT")
 _LIBRARY.define(
-    "grouped_linear(Tensor x, Tensor expert_ids, Tensor weight, Tensor? bias, bool is_transposed) -> Tensor"
+    "grouped_linear(Tensor x, Tensor expert_ids, Tensor weight, Tensor? bias=None, bool is_transposed=False, "
+    "str activation='') -> Tensor"
 )
 _LIBRARY.impl("grouped_linear", grouped_linear_twin, "CPU")
 _LIBRARY.impl("grouped_linear", _on_cuda, "CUDA")

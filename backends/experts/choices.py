@@ -1,5 +1,10 @@
-"""`specdec::top_scores`: the best of a few scores a row, as routers of experts choose. Traces call it for `torch.topk`,
-which sorts, with two launches and more."""
+"""`specdec::top_scores` and `weighted_sum`: which experts a token chooses, and the sum of what they give.
+
+A row's bits depend on that row alone. Traces call `top_scores` for `torch.topk`, which sorts, with two launches and
+more, and for the softmax before or after it.
+"""
+
+from typing import NamedTuple
 
 import torch
 
@@ -9,44 +14,100 @@ MOST_SCORES, MOST_CHOSEN = 1024, 32  # of a row
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def top_scores(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the k largest of each row of scores [..., E], the largest first, of equal ones those of lower index.
+class TopScores(NamedTuple):
+    """The k best of each row: values [..., k], the largest first, and indices [..., k] int64."""
 
-    Values [..., k] in the dtype of scores, indices [..., k] int64. Of equal scores `torch.topk` chooses any.
+    values: torch.Tensor
+    indices: torch.Tensor
+
+
+def top_scores(scores: torch.Tensor, k: int, softmax: str = "", dtype: torch.dtype | None = None) -> TopScores:
+    """Choose the k largest of each row of scores [..., E], of equal ones those of lower index.
+
+    softmax: "all" for values of the softmax over all scores, "chosen" for one over the chosen scores, "" for the scores
+    themselves. dtype: of the values; else that of scores. Of equal scores `torch.topk` chooses any.
     """
-    return torch.ops.specdec.top_scores.default(scores, k)
+    return TopScores(*torch.ops.specdec.top_scores.default(scores, k, softmax, dtype))
 
 
-def top_scores_twin(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_scores_twin(scores: torch.Tensor, k: int, softmax: str = "", dtype: torch.dtype | None = None) -> TopScores:
     """See `top_scores`."""
     values, indices = scores.sort(dim=-1, descending=True, stable=True)
-    return values[..., :k].contiguous(), indices[..., :k].contiguous()
+    values, indices = values[..., :k], indices[..., :k].contiguous()
+    if softmax == "all":
+        values = scores.softmax(-1, dtype=torch.float32).gather(-1, indices)
+    elif softmax == "chosen":
+        values = values.softmax(-1, dtype=torch.float32)
+    return TopScores(values.to(dtype or scores.dtype).contiguous(), indices)
 
 
 def takes(scores: torch.Tensor, k: int) -> bool:
-    """Return whether the op is for such `scores`, whose number of rows may be unknown."""
+    """Return whether `top_scores` is for such `scores`, whose number of rows may be unknown."""
     num = int(scores.shape[-1])
     return scores.dtype in DTYPES and num <= MOST_SCORES and 0 < k <= min(num, MOST_CHOSEN)
 
 
-def _on_cuda(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum over j of rows[t*k+j] * weights[t, j], in the order of j: [T, h] of `dtype`.
+
+    rows: [T*k, h]; weights: [T, k]. Products are rounded to the dtype that torch promotes both to, sums at the end.
+    """
+    return torch.ops.specdec.weighted_sum.default(rows, weights, dtype)
+
+
+def weighted_sum_twin(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """See `weighted_sum`."""
+    products = rows.view(*weights.shape, -1) * weights.unsqueeze(-1)
+    total = products[:, 0].float()
+    for j in range(1, weights.shape[1]):
+        total = total + products[:, j].float()
+    return total.to(dtype)
+
+
+def _top_scores_on_cuda(scores: torch.Tensor, k: int, softmax: str = "", dtype: torch.dtype | None = None) -> TopScores:
     if not has_triton():
-        return top_scores_twin(scores, k)
+        return top_scores_twin(scores, k, softmax, dtype)
     from specdec.backends.triton.experts import choices
 
     rows = scores.reshape(-1, scores.shape[-1])
-    values, indices = choices.top_scores(rows if rows.stride(-1) == 1 else rows.contiguous(), k)
-    shape = *scores.shape[:-1], k
-    return values.view(shape), indices.view(shape)
+    found = choices.top_scores(rows if rows.stride(-1) == 1 else rows.contiguous(), k, softmax, dtype)
+    return TopScores(*(t.view(*scores.shape[:-1], k) for t in found))
 
 
-def _fake(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _weighted_sum_on_cuda(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if rows.dtype not in DTYPES or not has_triton():
+        return weighted_sum_twin(rows, weights, dtype)
+    from specdec.backends.triton.experts import choices
+
+    return choices.weighted_sum(rows, weights, dtype)
+
+
+def _top_scores_fake(scores: torch.Tensor, k: int, softmax: str = "", dtype: torch.dtype | None = None) -> TopScores:
     shape = *scores.shape[:-1], k
-    return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64)
+    return TopScores(scores.new_empty(shape, dtype=dtype or scores.dtype), scores.new_empty(shape, dtype=torch.int64))
+
+
+def _weighted_sum_fake(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return rows.new_empty(weights.shape[0], rows.shape[1], dtype=dtype)
 
 
 _LIBRARY = torch.library.Library("specdec", "FRAGMENT")
-_LIBRARY.define("top_scores(Tensor scores, int k) -> (Tensor, Tensor)")
-_LIBRARY.impl("top_scores", top_scores_twin, "CPU")
-_LIBRARY.impl("top_scores", _on_cuda, "CUDA")
-torch.library.register_fake("specdec::top_scores", _fake, lib=_LIBRARY)
+for _schema, _twin, _on_cuda, _fake in (
+    (
+        "top_scores(Tensor scores, int k, str softmax='', ScalarType? dtype=None) -> (Tensor, Tensor)",
+        top_scores_twin,
+        _top_scores_on_cuda,
+        _top_scores_fake,
+    ),
+    (
+        "weighted_sum(Tensor rows, Tensor weights, ScalarType dtype) -> Tensor",
+        weighted_sum_twin,
+        _weighted_sum_on_cuda,
+        _weighted_sum_fake,
+    ),
+):
+    _LIBRARY.define(_schema)
+    _name = _schema.partition("(")[0]
+    _LIBRARY.impl(_name, _twin, "CPU")
+    _LIBRARY.impl(_name, _on_cuda, "CUDA")
+    torch.library.register_fake(f"specdec::{_name}", _fake, lib=_LIBRARY)

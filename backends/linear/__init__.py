@@ -1,4 +1,4 @@
-"""`specdec::linear`, `gated_linear`, `rms_norm` and `add_rms_norm`: a row's bits depend on nothing but that row.
+"""`specdec::linear`, `wide_linear`, `gated_linear`, `rms_norm`, `add_rms_norm`: a row's bits depend on that row alone.
 
 Products sum K in order and never split it; norms have one kernel for any number of rows. So plain decoding,
 verification and prefills of any batch compute the same values. Kernels of ours run them on CUDA in 16 bits, their twins
@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from specdec.backends.experts import has_triton
-from specdec.backends.linear.reference import ACTIVATIONS, add_rms_norm_twin, product_twin, rms_norm_twin
+from specdec.backends.gates import ACTIVATIONS
+from specdec.backends.linear.reference import add_rms_norm_twin, product_twin, rms_norm_twin
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -33,6 +35,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     x: [..., K], its last dim dense. weight: [N, K] with dense rows, bias: [N], both of x's dtype.
     """
     return torch.ops.specdec.linear.default(x, weight, bias)
+
+
+def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `linear` of 16-bit x and weight without the rounding, in fp32, as routers of experts have it."""
+    return torch.ops.specdec.wide_linear.default(x, weight, bias)
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
@@ -92,6 +99,15 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return _product(x, weight, bias, None)
 
 
+def _wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if not (_has_kernels(x) and weight.dtype == x.dtype and weight.stride(1) == 1):
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    from specdec.backends.triton.linear import products
+
+    product = products.product(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias, None, torch.float32)
+    return product.view(*x.shape[:-1], product.shape[1])
+
+
 def _has_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in KERNEL_DTYPES and has_triton()
 
@@ -118,6 +134,10 @@ def _linear_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+def _wide_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32)
+
+
 def _gated_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
 
@@ -136,6 +156,7 @@ _LIBRARY = torch.library.Library("specdec", "FRAGMENT")
 _NORM = "Tensor weight, float eps, float offset, bool is_late"
 for _schema, _run, _fake in (
     ("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _linear, _linear_fake),
+    ("wide_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _wide_linear, _wide_fake),
     ("gated_linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor", _product, _gated_fake),
     (f"rms_norm(Tensor x, {_NORM}) -> Tensor", _rms_norm, _norm_fake),
     (f"add_rms_norm(Tensor x, Tensor residual, {_NORM}) -> (Tensor, Tensor)", _add_rms_norm, _add_norm_fake),

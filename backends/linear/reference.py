@@ -1,15 +1,9 @@
 """Twins of the products and norms of a layer: their rounding is transformers'."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from types import MappingProxyType
-
 import torch
 from torch.nn import functional as F
 
-ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
-    {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-)
+from specdec.backends.gates import gate_twin
 
 
 def product_twin(
@@ -17,10 +11,7 @@ def product_twin(
 ) -> torch.Tensor:
     """See `linear`, and `gated_linear` for an activation."""
     product = F.linear(x, weight, bias)
-    if activation is None:
-        return product
-    gate, up = product.chunk(2, -1)
-    return ACTIVATIONS[activation](gate) * up
+    return product if activation is None else gate_twin(product, activation)
 
 
 def rms_norm_twin(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:

@@ -30,7 +30,6 @@ VIEWS = {
     *("view", "reshape", "flatten", "unflatten", "transpose", "unsqueeze", "squeeze", "expand", "size"),
     *("split", "chunk", "unbind", "contiguous", "getitem"),
 }
-UNROLLED = 16  # terms of a sum over a token's experts. As a reduction, Inductor tunes it for the T that it has seen
 
 
 class Counts(NamedTuple):
@@ -131,7 +130,6 @@ def compile_pieces(
         torch.no_grad(),
         shape_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
         inductor_config.patch(shape_padding=False),  # whether to pad a product depends on T
-        inductor_config.patch(unroll_reductions_threshold=UNROLLED + 1),
         compile_lock,
     ):
         mode = FakeTensorMode(shape_env=ShapeEnv())

@@ -3,8 +3,8 @@
 Twin: `specdec.backends.experts.grouped_linear_twin`. For few rows a program finds the rows of its expert among
 all ids by itself and reads a tile of that expert's weight once, which decides the time of a decode; programs of experts
 that nobody chose leave. Above, another launch puts rows in the order of experts first; programs take blocks of them.
-Ids past the last expert are one more expert, of no features: its products are zero. For one tile, results depend on
-neither the order of programs nor the other rows of an expert.
+Ids past the last expert are one more expert, of no features: its products are zero. One accumulator sums K in order, so
+a row's bits depend on neither its tile nor the other rows.
 """
 
 from typing import NamedTuple
@@ -15,6 +15,7 @@ import triton.language as tl
 
 from specdec.backends.triton.launch.relaunch import INTERPRETED
 from specdec.backends.triton.launch.shared_memory import shared_memory
+from specdec.backends.triton.linear.gates import gated
 
 SCANNED = 512  # rows, a power of two; above, comparing each of a block with all of them costs more than another launch
 SCANNED_AN_EXPERT = 8  # rows on average; above, some experts would have more than a tile, and be read again for them
@@ -76,6 +77,7 @@ def _grouped_linear_kernel(
     E: tl.constexpr,
     ROUTED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_IDS: tl.constexpr,
@@ -85,9 +87,13 @@ def _grouped_linear_kernel(
 ):
     """BLOCK_N columns of the products with one expert: of one block of its rows if ROUTED, else of all of them.
 
-    Else programs are of experts, or by_row (1 or 0) of the first row that each expert has.
+    Else programs are of experts, or by_row (1 or 0) of the first row that each expert has. ACTIVATION: "" for a plain
+    product; else columns of gate and up take turns in a tile, as they do in the weight of "swigluoai".
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = n < N
+    if ACTIVATION != "" and ACTIVATION != "swigluoai":
+        n = n // 2 + n % 2 * (N // 2)
     program = tl.program_id(1)
     i = tl.arange(0, BLOCK_IDS)
     if ROUTED:
@@ -115,7 +121,7 @@ def _grouped_linear_kernel(
         for k_first in range(0, num_features, BLOCK_K):
             k = k_first + tl.arange(0, BLOCK_K)
             a = tl.load(x + (row // copies)[:, None] * K + k, mask=is_row & (k < K), other=0.0)
-            inside = (k < K)[:, None] & (n < N)
+            inside = (k < K)[:, None] & is_column
             if TRANSPOSED:
                 b = tl.load(matrix + k[:, None] * stride_row + n, mask=inside, other=0.0)
             else:
@@ -125,9 +131,15 @@ def _grouped_linear_kernel(
             total = tl.dot(a, b, total, input_precision=PRECISION)
         product = total.to(out.dtype.element_ty)
         if HAS_BIAS:
-            added = tl.load(bias + expert * N + n, mask=(n < N) & (expert < E), other=0.0)
+            added = tl.load(bias + expert * N + n, mask=is_column & (expert < E), other=0.0)
             product = (product.to(tl.float32) + added.to(tl.float32)).to(out.dtype.element_ty)
-        tl.store(out + row[:, None] * N + n, product, mask=is_row & (n < N))
+        if ACTIVATION == "":
+            tl.store(out + row[:, None] * N + n, product, mask=is_row & is_column)
+        else:
+            gate, up = tl.split(tl.reshape(product, [BLOCK_M, BLOCK_N // 2, 2]))
+            half = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+            at = out + row[:, None] * (N // 2) + half
+            tl.store(at, gated(gate, up, ACTIVATION), mask=is_row & (half < N // 2))
 
 
 class ExpertTiling(NamedTuple):
@@ -162,7 +174,12 @@ def tiling(num_rows: int, num_experts: int, itemsize: int, shared: int) -> Exper
 
 
 def grouped_linear(
-    x: torch.Tensor, expert_ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    is_transposed: bool,
+    activation: str = "",
 ) -> torch.Tensor:
     """See `specdec.backends.experts.grouped_linear`; bf16, fp16 or fp32, weight with a dense dim besides the first."""
     if weight.stride(2) != 1:  # a view: it is dense the other way round
@@ -171,7 +188,7 @@ def grouped_linear(
     x, ids = x.contiguous(), expert_ids.contiguous()
     num_experts, num_rows = weight.shape[0], ids.numel()
     num_columns = weight.shape[2 if is_transposed else 1]
-    out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_rows, num_columns // (2 if activation else 1), dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
     tile = tiling(num_rows, num_experts, x.element_size(), shared_memory(x.device))
@@ -197,6 +214,7 @@ def grouped_linear(
         E=num_experts,
         ROUTED=is_routed,
         TRANSPOSED=is_transposed,
+        ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         UPCAST=INTERPRETED and x.dtype == torch.bfloat16,
         BLOCK_IDS=block_ids,

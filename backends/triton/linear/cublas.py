@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 
 from specdec.backends.triton.launch.ahead import is_rehearsing
-from specdec.backends.triton.linear import products
+from specdec.backends.triton.linear import gates, products
 
 MAX_ROWS, MAX_GATED_ROWS = 64, 128  # up to here our kernel is the faster one
 NUM_CHECKED = 128
@@ -20,7 +20,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ac
     most = MAX_ROWS if activation is None else MAX_GATED_ROWS
     if x.shape[0] > most and (is_rehearsing() or same_bits(x.shape[0], weight, bias)):
         joined = F.linear(x, weight, bias)
-        out = joined if activation is None else products.gate(joined, activation)
+        out = joined if activation is None else gates.gate(joined, activation)
         if not is_rehearsing():
             return out
     return products.product(x, weight, bias, activation)

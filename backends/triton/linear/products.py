@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, is_aligned
+from specdec.backends.triton.linear.gates import gated
 from specdec.backends.triton.linear.tiles import choose_tile
 
 
@@ -21,24 +22,6 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc)
-
-
-@triton.jit
-def _activate(gate, ACTIVATION: tl.constexpr):
-    """Return the activation of `gate`, both fp32."""
-    if ACTIVATION == "silu":
-        return gate / (1 + tl.exp(-gate))
-    elif ACTIVATION == "gelu":
-        return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
-    else:  # gelu_tanh, by 1 + tanh(u) = 2 / (1 + exp(-2u))
-        return gate / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-
-
-@triton.jit
-def _gated(gate, up, ACTIVATION: tl.constexpr):
-    """Return activation(gate) * up in their dtype, rounded after each step."""
-    active = _activate(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
-    return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
@@ -104,22 +87,9 @@ def _product_kernel(
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     product = _finished(total, bias, n, N, HAS_BIAS, out.dtype.element_ty)
     if ACTIVATION != "":
-        product = _gated(product, _finished(up, bias + N, n, N, HAS_BIAS, out.dtype.element_ty), ACTIVATION)
+        product = gated(product, _finished(up, bias + N, n, N, HAS_BIAS, out.dtype.element_ty), ACTIVATION)
     at = out + m.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(at, product, mask=(m < num_rows)[None, :] & (n < N)[:, None])
-
-
-@triton.jit
-def _gate_kernel(product, out, N: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of columns of one row of out [rows, N], from product [rows, 2 * N]."""
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(product + row * 2 * N + n, mask=n < N, other=0.0)
-    up = tl.load(product + row * 2 * N + N + n, mask=n < N, other=0.0)
-    tl.store(out + row * N + n, _gated(gate, up, ACTIVATION), mask=n < N)
-
-
-_run_gate = CachedLaunch(_gate_kernel)
 
 
 @cache
@@ -127,11 +97,20 @@ def _run_product(num_warps: int, num_stages: int) -> CachedLaunch:
     return CachedLaunch(_product_kernel, num_warps, num_stages)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
-    """Multiply rows x [M, K], dense in K, with weight [N, K], or [2*N, K] where there is an activation: [M, N]."""
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Multiply rows x [M, K], dense in K, with weight [N, K], or [2*N, K] where there is an activation: [M, N].
+
+    dtype: of the result; else that of x.
+    """
     assert weight.stride(1) == 1 and x.stride(1) == 1 and x.dtype == weight.dtype, "rows are dense, and of one dtype"
     (num_rows, K), N = x.shape, weight.shape[0] // (1 if activation is None else 2)
-    out = torch.empty(num_rows, N, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_rows, N, dtype=dtype or x.dtype, device=x.device)
     if num_rows == 0:
         return out
     tile = choose_tile(num_rows, N, K, activation is not None, x.device)
@@ -155,14 +134,6 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ac
         _run_product(**options)(grid, *args, **constants)
     else:
         _product_kernel[grid](*args, **constants, **options)
-    return out
-
-
-def gate(product: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return activation(gate) * up of the halves of product [M, 2*N], with the bits of `product`'s own: [M, N]."""
-    num_rows, N = product.shape[0], product.shape[1] // 2
-    out = torch.empty(num_rows, N, dtype=product.dtype, device=product.device)
-    _run_gate((num_rows, triton.cdiv(N, 1024)), product, out, N=N, ACTIVATION=activation, BLOCK=1024)
     return out
 
 

@@ -15,8 +15,13 @@ Rows = torch.Tensor  # [T, ...], a row a token
 
 SHORT = 256  # tokens of forwards that are recorded: all that their ops got and gave is kept
 MOST = 3  # forwards that are recorded for one
-PRODUCTS = ("mm", "addmm", "bmm", "linear", "gated_linear")
-KINDS = {"attention": ("attn",), "experts": ("grouped_linear",), "norms": ("rms_norm", "add_rms_norm", "mean")}
+PRODUCTS = ("mm", "addmm", "bmm", "linear", "gated_linear", "wide_linear")
+KINDS = {
+    "attention": ("attn",),
+    "experts": ("grouped_linear", "weighted_sum"),
+    "routers": ("top_scores", "topk"),
+    "norms": ("rms_norm", "add_rms_norm", "mean"),
+}
 
 
 class Shared(NamedTuple):

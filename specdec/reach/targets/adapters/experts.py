@@ -12,6 +12,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from specdec.backends import grouped_linear
+from specdec.backends.experts.choices import weighted_sum
 from specdec.reach.targets.adapters.overrides import replaced
 
 
@@ -26,8 +27,7 @@ def experts_forward(
     first = _product(module, "gate_up_proj" if module.has_gate else "up_proj", hidden_states, top_k_index)
     inner = module._apply_gate(first) if module.has_gate else module.act_fn(first)
     out = _product(module, "down_proj", inner, top_k_index)
-    weighted = out * top_k_weights.reshape(-1, 1)
-    return weighted.view(*top_k_index.shape, out.shape[1]).sum(1).to(hidden_states.dtype)
+    return weighted_sum(out, top_k_weights.reshape(top_k_index.shape), hidden_states.dtype)
 
 
 def _product(module: Any, name: str, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from specdec.graphs.building import progress_bar
 from specdec.graphs.compile.kept import folder, keeping, num_found, renewing
 from specdec.graphs.once import equal_parts_once
 from specdec.reach.targets.compiling.echo import disturbed, echoing
+from specdec.reach.targets.compiling.matching import drop_casts
 from specdec.reach.targets.compiling.norms import take_over_norms
 from specdec.reach.targets.compiling.products import take_over_products
 from specdec.reach.targets.compiling.rotation import hand_over_rotations
@@ -156,8 +157,9 @@ def _trace(subject: Subject, layers: Any, config: EngineConfig, expected: Sequen
 def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
     """Put kernels of ours into the flat graph of all layers, before it is cut and compiled.
 
-    is_ours: products, norms and rope tables, too. Where they have no kernels, Inductor's are faster.
+    is_ours: products, gates, norms and rope tables, too. Where they have no kernels, Inductor's are faster.
     """
+    drop_casts(graph)
     hand_over_rotations(graph, ATTENTION)
     take_over_choices(graph)
     if is_ours:

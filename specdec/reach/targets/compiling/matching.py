@@ -9,7 +9,7 @@ from torch import fx
 
 MULTIPLY = (operator.mul, torch.mul)
 ADD = (operator.add, torch.add)
-CASTS = ("to", "float", "type_as")
+CASTS = ("to", "float", "type", "type_as")
 
 
 def is_function(node: Any, *functions: Any) -> bool:
@@ -57,6 +57,32 @@ def uncast(node: Any) -> Any:
             break
         node = node.args[0]
     return node
+
+
+def drop_casts(graph: fx.GraphModule) -> None:
+    """Erase casts of tensors to the dtype that they have, in place: they launch nothing."""
+    for node in list(graph.graph.nodes):
+        is_cast = is_method(node, "to") and len(node.args) == 2 and isinstance(node.args[1], torch.dtype)
+        if is_cast and not node.kwargs and is_tensor(node.args[0]) and value(node.args[0]).dtype == node.args[1]:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def is_like(node: Any, pattern: Any, given: fx.Node, parts: set[fx.Node]) -> bool:
+    """Return whether `node` computes of `given` what `pattern`, a node of another graph, does of its placeholder.
+
+    parts: what was found between the two is added to it.
+    """
+    if not isinstance(pattern, fx.Node) or not isinstance(node, fx.Node):
+        return type(node) is type(pattern) and node == pattern
+    if pattern.op == "placeholder":
+        return node is given
+    if (node.op, node.target, node.kwargs) != (pattern.op, pattern.target, pattern.kwargs):
+        return False
+    parts.add(node)
+    same = len(node.args) == len(pattern.args)
+    return same and all(is_like(a, b, given, parts) for a, b in zip(node.args, pattern.args, strict=True))
 
 
 def only_user(node: Any) -> Any:

@@ -1,52 +1,73 @@
-"""Replaces linear products in a traced graph by `specdec::linear`, and those of a gated MLP by `gated_linear`."""
+"""Replaces linear products in a traced graph by `specdec::linear`, and those of a gated MLP by `gated_linear`.
+
+Products with experts are ours already; they take over the gate behind them.
+"""
 
 import operator
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
-import specdec.backends.linear  # noqa: F401 (registers the ops)
+from specdec.backends.gates import swigluoai
+from specdec.backends.linear import KERNEL_DTYPES
 from specdec.reach.targets.compiling.matching import (
     erase_unused,
     is_function,
+    is_like,
     is_method,
     is_product,
     is_tensor,
     only_user,
     operands,
+    uncast,
     value,
 )
 
 ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu"}
+GROUPED = torch.ops.specdec.grouped_linear.default
+Gated = tuple[fx.Node, str, set[fx.Node]]  # the result of a gate, its activation, and its nodes
 
 
 def take_over_products(graph: fx.GraphModule) -> int:
     """Rewrite the linear products of `graph` in place; return their number."""
     found = [n for n in graph.graph.nodes if is_function(n, F.linear) and not n.kwargs and _is_matrix(n.args[1])]
     for node in found:
-        gated = _gated(node)
-        with graph.graph.inserting_before(node):
-            arguments = (*node.args, None)[:3]
-            if gated is None:
-                new = graph.graph.call_function(torch.ops.specdec.linear.default, arguments)
-            else:
-                new = graph.graph.call_function(torch.ops.specdec.gated_linear.default, (*arguments, gated[1]))
-        last, parts = (node, {node}) if gated is None else (gated[0], gated[2])
-        new.meta = dict(last.meta)
-        last.replace_all_uses_with(new)
-        erase_unused(graph.graph, parts)
+        gated, wide = _gated(node), _wide(node)
+        arguments = (*node.args, None)[:3]
+        if wide is not None:
+            _replace(graph.graph, torch.ops.specdec.wide_linear.default, wide, node, {node, *node.all_input_nodes})
+        elif gated is None:
+            _replace(graph.graph, torch.ops.specdec.linear.default, arguments, node, {node})
+        else:
+            last, name, parts = gated
+            _replace(graph.graph, torch.ops.specdec.gated_linear.default, (*arguments, name), last, parts)
+    for node in [n for n in graph.graph.nodes if is_function(n, GROUPED)]:
+        gated = _gated(node) or _taking_turns(node)
+        if gated is not None:
+            last, name, parts = gated
+            _replace(graph.graph, GROUPED, (*node.args[:5], name), last, parts)
     graph.graph.lint()
     graph.recompile()
     return len(found)
+
+
+def _replace(graph: fx.Graph, op: Any, arguments: tuple[Any, ...], last: fx.Node, parts: set[fx.Node]) -> None:
+    """Put a call of `op` where `last` is, and erase `parts`."""
+    with graph.inserting_before(last):
+        new = graph.call_function(op, arguments)
+    new.meta = dict(last.meta)
+    last.replace_all_uses_with(new)
+    erase_unused(graph, parts)
 
 
 def _is_matrix(weight: Any) -> bool:
     return is_tensor(weight) and value(weight).dim() == 2
 
 
-def _gated(product: fx.Node) -> tuple[fx.Node, str, set[fx.Node]] | None:
+def _gated(product: fx.Node) -> Gated | None:
     """Return the result, the activation and the nodes where all that uses `product` is act(first half)·second half."""
     halves = only_user(product)
     if halves is None or not _is_halved(halves):
@@ -63,6 +84,33 @@ def _gated(product: fx.Node) -> tuple[fx.Node, str, set[fx.Node]] | None:
     if not name or pair is None or pair[1] is not up or only_user(active) is not result:
         return None
     return result, name, {product, halves, *places.values(), active, result}
+
+
+def _taking_turns(product: fx.Node) -> Gated | None:
+    """Return what `_gated` does where GPT-OSS's gate follows `product`."""
+    for user in product.users:
+        last: Any = user
+        while last is not None:
+            parts = {product}
+            if is_like(last, _swigluoai(), product, parts):
+                return last, "swigluoai", parts
+            last = only_user(last)
+    return None
+
+
+@cache
+def _swigluoai() -> Any:
+    """Return the result of the gate in a graph of its own."""
+    return next(n for n in fx.symbolic_trace(swigluoai).graph.nodes if n.op == "output").args[0]
+
+
+def _wide(product: fx.Node) -> tuple[Any, ...] | None:
+    """Return the arguments of `wide_linear` where `product` is one of copies in fp32."""
+    x, weight, bias = (*product.args, None)[:3]
+    given = uncast(x), uncast(weight)
+    is_cast = x is not given[0] and weight is not given[1]
+    dtypes = {value(node).dtype for node in given} if is_cast else set()
+    return (*given, bias) if len(dtypes) == 1 and dtypes < set(KERNEL_DTYPES) else None
 
 
 def _is_halved(node: Any) -> bool:

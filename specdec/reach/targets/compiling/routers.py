@@ -1,11 +1,22 @@
-"""Replaces `torch.topk` in a traced graph by our op where routers choose from a few scores a row."""
+"""Replaces `torch.topk` of few scores a row, as routers choose, and their softmax in a traced graph by our op."""
 
+import operator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from specdec.backends.experts.choices import takes
+from specdec.reach.targets.compiling.matching import (
+    erase_upwards,
+    is_function,
+    is_method,
+    is_tensor,
+    only_user,
+    uncast,
+    value,
+)
 
 
 def take_over_choices(graph: fx.GraphModule) -> int:
@@ -16,21 +27,65 @@ def take_over_choices(graph: fx.GraphModule) -> int:
     num_rewritten = 0
     for node in list(graph.graph.nodes):
         arguments = _arguments(node)
-        if arguments is None:
+        if arguments is None or not takes(value(arguments[0]), arguments[1]) or any(map(_is_named, node.users)):
             continue
-        scores, k = arguments
-        example = scores.meta["example_value"]
-        if not takes(example, k) or any(_is_named(user) for user in node.users):
-            continue
-        with graph.graph.inserting_before(node):
-            chosen = graph.graph.call_function(torch.ops.specdec.top_scores.default, (scores, k))
-        chosen.meta = dict(node.meta)
-        node.replace_all_uses_with(chosen)
-        graph.graph.erase_node(node)
+        _replace(graph.graph, node, *arguments)
         num_rewritten += 1
     graph.graph.lint()
     graph.recompile()
     return num_rewritten
+
+
+def _replace(graph: fx.Graph, node: fx.Node, scores: fx.Node, k: int) -> None:
+    """Put our op where `node` is; it computes the softmax of all scores or of the chosen ones, too."""
+    values = next((u for u in node.users if is_function(u, operator.getitem) and u.args[1] == 0), None)
+    source, softmax, last = scores, "", values
+    if values is not None:
+        source, softmax, last = _softmax(scores, values, k)
+        user = only_user(last)
+        if softmax and is_method(user, "to") and user.args[1:] == (value(user).dtype,) and not user.kwargs:
+            last = user
+    with graph.inserting_before(node):
+        dtype = None if last is None else value(last).dtype
+        chosen = graph.call_function(torch.ops.specdec.top_scores.default, (source, k, softmax, dtype))
+        chosen.meta = dict(node.meta)
+        if last is not None:
+            found = graph.call_function(operator.getitem, (chosen, 0))
+            found.meta = dict(last.meta)
+            last.replace_all_uses_with(found)
+    node.replace_all_uses_with(chosen)
+    for old in (last, node, scores):
+        if old is not None and old in graph.nodes:
+            erase_upwards(graph, old, lambda n: n.op != "placeholder")
+
+
+def _softmax(scores: fx.Node, values: fx.Node, k: int) -> tuple[fx.Node, str, fx.Node]:
+    """Return what to choose from, the softmax of `top_scores`, and the node that has its results."""
+    before, after = _softmax_source(scores), only_user(values)
+    if before is not None and value(scores).dtype == torch.float32 and takes(value(before), k):
+        divided = _divided(values)
+        return (before, "all", values) if divided is None else (before, "chosen", divided)
+    is_after = _softmax_source(after) is values
+    return (scores, "chosen", after) if is_after else (scores, "", values)
+
+
+def _softmax_source(node: Any) -> Any:
+    """Return what `node` is the softmax of, over its last dimension, computed in fp32."""
+    if (not is_function(node, torch.softmax, F.softmax) and not is_method(node, "softmax")) or not node.args:
+        return None
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    return uncast(node.args[0]) if is_tensor(node.args[0]) and dim in (-1, value(node).dim() - 1) else None
+
+
+def _divided(values: fx.Node) -> Any:
+    """Return the quotient where all that uses `values` is values / values.sum(-1, keepdim=True)."""
+    total = next((u for u in values.users if is_method(u, "sum") or is_function(u, torch.sum)), None)
+    options = () if total is None else (*total.args[1:], *total.kwargs.items())
+    if options not in ((("dim", -1), ("keepdim", True)), (-1, ("keepdim", True))) or len(values.users) != 2:
+        return None
+    quotient = only_user(total)
+    is_quotient = is_function(quotient, operator.truediv, operator.itruediv, torch.div)
+    return quotient if is_quotient and quotient.args == (values, total) and not quotient.kwargs else None
 
 
 def _is_named(user: fx.Node) -> bool:
@@ -40,10 +95,7 @@ def _is_named(user: fx.Node) -> bool:
 
 def _arguments(node: fx.Node) -> tuple[fx.Node, int] | None:
     """Return scores and k of a call of topk that is for us, None for any other node."""
-    is_topk = (node.op == "call_function" and node.target is torch.topk) or (
-        node.op == "call_method" and node.target == "topk"
-    )
-    if not is_topk:
+    if not is_function(node, torch.topk) and not is_method(node, "topk"):
         return None
     names = ("input", "k", "dim", "largest", "sorted")
     given: dict[str, Any] = {"dim": -1, "largest": True, "sorted": True}
@@ -51,5 +103,5 @@ def _arguments(node: fx.Node) -> tuple[fx.Node, int] | None:
     scores, k = given["input"], given["k"]
     if not isinstance(scores, fx.Node) or not isinstance(k, int) or given.get("out") is not None:
         return None
-    is_last = given["dim"] in (-1, scores.meta["example_value"].dim() - 1)
+    is_last = given["dim"] in (-1, value(scores).dim() - 1)
     return (scores, k) if is_last and given["largest"] else None
