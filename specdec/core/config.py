@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
+from typing import NamedTuple
 
 from specdec.core.ranges import FLAG, TOKEN, Range, check_fields, either, list_of, one_of, optional, real, whole
 
@@ -19,6 +20,17 @@ COMPILERS = ("inductor", "eager")
 def num_words(num_nodes: int) -> int:
     """Return how many words of 64 bits name `num_nodes` nodes: the W of ancestor bits."""
     return -(-num_nodes // 64)
+
+
+class Shape(NamedTuple):
+    """What a round drafts: see these fields of `EngineConfig`. 0, 1, 1 is plain decoding."""
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.num_steps}:{self.topk}:{self.num_draft_tokens}" if self.num_steps else "plain"
 
 
 @dataclass(frozen=True)

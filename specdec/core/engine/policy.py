@@ -1,0 +1,229 @@
+"""The choice of a shape for each round: the one with the most expected tokens a ms. Pure: costs and accepted drafts in,
+an index out; it knows no device and no requests.
+
+Expected tokens come from the drafts that the shape in use had accepted lately, by position; those of another shape from
+the same, as a model of trees and chains says, and corrected by what it accepted when it was tried. A shape that might
+pay is tried from time to time: a probe, which costs a small share of the time.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from specdec.core.config import Shape
+
+MARGIN = 1.03  # another shape must be better by this
+IN_A_ROW = 2  # in so many decisions, one after the other
+STAY = 8  # rounds that a shape stays at least, and after which its acceptance is out of date
+PROBE = 4  # requests whose rounds make a probe, which has two rounds at most
+PROBE_SHARE = 0.01  # of the tokens, that probes may cost
+SHORTEST_WAIT = 16  # rounds between probes
+SLOW, FAST = 512, 24  # drafts judged that averages remember
+CHANGED = 3.5  # standard deviations between both from which on acceptance counts as changed
+PRIOR = 0.6  # share of drafts accepted before any was judged
+GAIN = 1.7  # a tree accepts a token as so many independent chains would, before it is measured
+NUM_SWITCHES = 8  # the last ones, which the report shows
+
+
+class CostTable(NamedTuple):
+    """Measured ms of a round: rows[bucket][context][shape], of batches up to `bucket`, at the two `contexts` (tokens).
+
+    catch_up: bucket -> ms until a draft that has not followed plain rounds can draft again.
+    """
+
+    rows: Mapping[int, tuple[Sequence[float], Sequence[float]]]
+    contexts: tuple[int, int]
+    catch_up: Mapping[int, float]
+
+
+class Accepted:
+    """Drafts of one shape that were judged and accepted lately, by position.
+
+    Begins with `weight` drafts in all that were accepted with `chances` [num_steps].
+    """
+
+    def __init__(self, chances: Sequence[float], weight: float):
+        self.judged = [weight / len(chances) for _ in chances]
+        self.hits = [weight / len(chances) * chance for chance in chances]
+        self._recent = sum(self.judged), sum(self.hits)
+
+    def add(self, lens: Sequence[int]) -> None:
+        """Count the requests of a round, which emitted `lens` tokens each, bonus included."""
+        num_steps = len(self.judged)
+        ends = [0] * (num_steps + 1)
+        for emitted in lens:
+            ends[min(emitted - 1, num_steps)] += 1
+        judged, hits, going = [], [], len(lens)
+        for end in ends[:-1]:
+            judged.append(going)
+            going -= end
+            hits.append(going)
+        num_judged, num_hits = sum(judged), sum(hits)
+        slow, fast = max(0.0, 1 - num_judged / SLOW), max(0.0, 1 - num_judged / FAST)
+        self.judged = [slow * old + new for old, new in zip(self.judged, judged, strict=True)]
+        self.hits = [slow * old + new for old, new in zip(self.hits, hits, strict=True)]
+        self._recent = self._recent[0] * fast + num_judged, self._recent[1] * fast + num_hits
+        self._follow_change()
+
+    def _follow_change(self) -> None:
+        """Forget the past where the last drafts differ from it by more than chance would have it."""
+        total, recent = sum(self.judged), self._recent[0]
+        share, lately = min(max(sum(self.hits) / total, 0.02), 0.98), self._recent[1] / recent
+        if abs(lately - share) > CHANGED * (share * (1 - share) / recent) ** 0.5:
+            self.judged = [recent * old / total for old in self.judged]
+            self.hits = [lately * judged for judged in self.judged]
+
+    def chances(self, num_steps: int) -> list[float]:
+        """Return the chance of each position to be accepted if the one before is; past the last, that of the last."""
+        found, chance = [], sum(self.hits) / sum(self.judged)
+        for judged, hits in zip(self.judged, self.hits, strict=True):
+            chance = min((hits + 2 * chance) / (judged + 2), 1.0)
+            found.append(chance)
+        return (found + [chance] * num_steps)[:num_steps]
+
+
+class Policy:
+    """Chooses among `shapes`, of which the first is plain decoding.
+
+    index: the shape in use. switches: the last ones, in words; num_switches: all of them.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], costs: CostTable):
+        self.shapes, self._costs = tuple(shapes), costs
+        self._buckets = sorted(costs.rows)
+        self._bucket = 0
+        self._accepted = [Accepted([PRIOR] * max(s.num_steps, 1), FAST / 2) for s in self.shapes]
+        self._source = 1  # the shape whose accepted drafts the others are judged by
+        self._trial = 0  # another one that drafted since
+        self._tried = [(FAST / 2, FAST / 2)] * len(self.shapes)  # drafts accepted, and those expected, of each
+        self._slower: dict[tuple[int, int], float] = {}  # (bucket, shape): measured ms over those of the table
+        self._round = self._since = 0  # rounds; the one of the last switch
+        self._last = [0] * len(self.shapes)  # the last round of each shape
+        self._noted = 0  # the round in which drafts were judged last
+        self._num_better = 0  # decisions in a row that were for another shape
+        self._probe, self._left = 0, 0  # a shape that is tried, and for how many rounds yet
+        self._until_probe = SHORTEST_WAIT
+        self.index = 0
+        self.switches: deque[str] = deque(maxlen=NUM_SWITCHES)
+        self.num_switches = self.num_probes = 0
+
+    def choose(self, batch: int, context: int) -> int:
+        """Return the index of the shape for the next round of `batch` requests with `context` tokens each."""
+        bucket = self._bucket_of(batch)
+        rates = self._rates(bucket, context)
+        best = max(range(len(rates)), key=rates.__getitem__)
+        self._num_better = self._num_better + 1 if rates[best] > MARGIN * rates[self.index] else 0
+        self._round += 1
+        if bucket != self._bucket:
+            self._bucket, self._left = bucket, 0
+            self._switch(best, rates, f"batches of up to {bucket}")
+        elif self._num_better >= IN_A_ROW and self._round - self._since > STAY:
+            self._switch(best, rates, "better in two decisions")
+        elif not self._left:
+            self._maybe_probe(rates, batch)
+        chosen = self._probe if self._left else self.index
+        self._left = max(0, self._left - 1)
+        self._last[chosen] = self._round
+        return chosen
+
+    def note(self, index: int, lens: Sequence[int]) -> None:
+        """Take note of a round of `shapes[index]`: the tokens of each request that goes on after it, bonus included."""
+        if not index or not lens:
+            return
+        is_stale, self._noted = self._round - self._noted > STAY, self._round
+        if is_stale or (index != self._source and index != self._trial):  # it begins with what could be expected
+            self._accepted[index] = Accepted(self._chances(index), FAST / 4)
+            self._trial = index
+        if is_stale or index == self._source or self._round - self._last[self._source] > STAY:
+            self._source, self._trial = index, 0
+        else:
+            hits, modelled = sum(lens) - len(lens), len(lens) * self._modelled(index)
+            if index == 1:  # which others are compared with
+                self._compare(self._source, modelled, hits)
+            else:
+                self._compare(index, hits, modelled / self._bias(self._source))
+        self._accepted[index].add(lens)
+
+    def _compare(self, index: int, hits: float, modelled: float) -> None:
+        """Take note of drafts accepted of `shapes[index]`, and of those that the model had let expect."""
+        keep = max(0.0, 1 - modelled / SLOW)
+        old_hits, old_modelled = self._tried[index]
+        self._tried[index] = keep * old_hits + hits, keep * old_modelled + modelled
+
+    def note_time(self, index: int, batch: int, context: int, ms: float) -> None:
+        """Take note of the measured time of a round."""
+        bucket = self._bucket_of(batch)
+        ratio = ms / self._cost(bucket, index, context)
+        known = self._slower.get((bucket, index), 1.0)
+        self._slower[bucket, index] = known + 0.1 * (min(max(ratio, known / 2), 2 * known) - known)
+
+    def note_admission(self) -> None:
+        """Take note that a request was admitted: its text may be of another kind."""
+        self._until_probe //= 2
+
+    def expected(self, index: int) -> float:
+        """Return the tokens that a request can expect of a round of `shapes[index]`."""
+        return 1 + self._modelled(index) * self._bias(index) / self._bias(self._source)
+
+    def _modelled(self, index: int) -> float:
+        """Return the drafts that a round has accepted by the source's chances, trees and chains as the model says."""
+        path, total = 1.0, 0.0
+        for chance in self._chances(index):
+            path *= chance
+            total += path
+        return total
+
+    def _chances(self, index: int) -> list[float]:
+        gains = [GAIN if self.shapes[i].topk > 1 else 1.0 for i in (index, self._source)]
+        chances, gain = self._accepted[self._source].chances(self.shapes[index].num_steps), gains[0] / gains[1]
+        return chances if gain == 1 else [1 - (1 - chance) ** gain for chance in chances]
+
+    def _bias(self, index: int) -> float:
+        hits, wanted = self._tried[index]
+        return hits / wanted
+
+    def _bucket_of(self, batch: int) -> int:
+        return self._buckets[min(bisect_left(self._buckets, batch), len(self._buckets) - 1)]
+
+    def _cost(self, bucket: int, index: int, context: int) -> float:
+        """Return ms of a round by the table, on a line through both contexts."""
+        short, long = (costs[index] for costs in self._costs.rows[bucket])
+        near, far = self._costs.contexts
+        return short + (long - short) * max(context - near, 0) / max(far - near, 1)
+
+    def _rates(self, bucket: int, context: int) -> list[float]:
+        """Expected tokens of a request a ms, of each shape."""
+        places = range(len(self.shapes))
+        slower = [self._slower.get((bucket, i)) for i in places]
+        unknown = min([1.0, *(s for s in slower if s is not None)])  # so that it is tried rather than not
+        return [self.expected(i) / (self._cost(bucket, i, context) * (slower[i] or unknown)) for i in places]
+
+    def _maybe_probe(self, rates: Sequence[float], batch: int) -> None:
+        """Begin a probe if it is time for one of a shape that might be better."""
+        self._until_probe -= 1
+        if self._until_probe > 0:
+            return
+        self._until_probe = SHORTEST_WAIT
+        mine, tokens = rates[self.index], [self.expected(i) for i in range(len(rates))]
+        costs = [n / rate for n, rate in zip(tokens, rates, strict=True)]  # ms
+        others = [i for i in range(1, len(rates)) if i != self.index]
+        others = [i for i in others if (self.shapes[i].num_steps + 1) / costs[i] > MARGIN * mine]
+        if not others:
+            return
+        index = min(others, key=(self._last if self.index else costs).__getitem__)
+        num_rounds = 1 if batch >= PROBE else 2
+        lost = num_rounds * max(0.0, mine * costs[index] - tokens[index])
+        lost += 0.0 if self.index else mine * self._costs.catch_up[self._bucket]
+        if lost <= PROBE_SHARE * tokens[self.index] * (self._round - self._last[index]):
+            self._probe, self._left = index, num_rounds
+            self.num_probes += 1
+
+    def _switch(self, index: int, rates: Sequence[float], why: str) -> None:
+        self._num_better = self._left = 0
+        if index == self.index:
+            return
+        told = " -> ".join(f"{self.shapes[i]} ({rates[i]:.3g})" for i in (self.index, index))
+        self.switches.append(f"round {self._round}: {told}, {why}")
+        self.num_switches += 1
+        self.index, self._since = index, self._round

@@ -1,0 +1,148 @@
+"""The policy that picks a shape for each round, on a simulated clock: costs and acceptance are data."""
+
+import random
+
+import pytest
+
+from specdec.core.config import Shape
+from specdec.core.engine.policy import STAY, CostTable, Policy
+
+SHAPES = (Shape(0, 1, 1), Shape(3, 1, 4), Shape(5, 4, 24))
+# ms of a round (plain, chain, tree) by batch: an 8B model on a GPU; a small one on a CPU (100: its batch of 4)
+COSTS = {1: (4.2, 4.95, 6.0), 8: (4.4, 5.6, 9.0), 32: (5.3, 7.3, 30.0), 100: (60.0, 110.0, 260.0)}
+CATCH_UP = 0.15  # of a plain round
+
+
+def table(costs=COSTS, long=1.3):
+    rows = {bucket: (row, tuple(ms * long for ms in row)) for bucket, row in costs.items()}
+    return CostTable(rows, (512, 8192), {bucket: CATCH_UP * row[0] for bucket, row in costs.items()})
+
+
+def chances(p, shape, gain):
+    """Of each draft, if the one before is accepted: a tree accepts as `gain` independent chains would."""
+    return [1 - (1 - p) ** (gain if shape.topk > 1 else 1)] * shape.num_steps
+
+
+def draw(rng, shape, p, gain):
+    emitted = 1
+    for chance in chances(p, shape, gain):
+        if rng.random() >= chance:
+            break
+        emitted += 1
+    return emitted
+
+
+def expected(shape, p, gain):
+    total = path = 1.0
+    for chance in chances(p, shape, gain):
+        path *= chance
+        total += path
+    return total
+
+
+def play(policy, bucket, law, gain, rounds, real=COSTS, context=512, tells_time=False):
+    """Tokens a ms that `policy` gets, results one round late, over those of each fixed shape and of an oracle."""
+    rng, tokens, ms, before, late = random.Random(0), 0, 0.0, 1, None
+    fixed, best = [0.0] * len(SHAPES), [0.0, 0.0]
+    batch = 4 if bucket == 100 else bucket
+    for number in range(rounds):
+        rates = law(number, batch)
+        index = policy.choose(bucket, context)
+        took = real[bucket][index]
+        ms += took + (CATCH_UP * real[bucket][0] if index and not before else 0)
+        if tells_time:
+            policy.note_time(index, bucket, context, took)
+        before, lens = index, [draw(rng, SHAPES[index], p, gain) for p in rates]
+        tokens += sum(lens)
+        if late:
+            policy.note(*late)
+        late = index, lens
+        if number < 400:  # laws repeat after that
+            means = [sum(expected(shape, p, gain) for p in rates) for shape in SHAPES]
+            fixed = [n + mean / cost for n, mean, cost in zip(fixed, means, real[bucket], strict=True)]
+            top = max(range(len(SHAPES)), key=lambda i: means[i] / real[bucket][i])
+            best = [best[0] + means[top], best[1] + real[bucket][top]]
+    mine = tokens / ms
+    return mine / (fixed[0] / 400), mine / (max(fixed) / 400), mine / (best[0] / best[1])
+
+
+def steady(p):
+    return lambda number, batch: [p] * batch
+
+
+def flips(low, high):
+    return lambda number, batch: [high if number // 200 % 2 else low] * batch
+
+
+def halves(number, batch):
+    return [0.1] * (batch // 2) + [0.9] * (batch - batch // 2)
+
+
+@pytest.mark.parametrize("gain", [1.0, 2.5])
+@pytest.mark.parametrize("bucket", COSTS)
+def test_it_is_never_slower_than_plain_or_the_best_fixed_shape(bucket, gain):
+    for law in (*map(steady, (0.0, 0.3, 0.5, 0.7, 0.85, 0.95)), halves):
+        rounds = 10000 if bucket != 32 else 2000  # 100,000 in all with each gain
+        over_plain, over_best, _ = play(Policy(SHAPES, table()), bucket, law, gain, rounds)
+        assert over_plain >= 0.98 and over_best >= 0.97, (law, over_plain, over_best)
+
+
+@pytest.mark.parametrize("bucket", COSTS)
+@pytest.mark.parametrize("low, high, least", [(0.5, 0.95, 0.95), (0.1, 0.85, 0.87)])
+def test_it_follows_acceptance_that_flips_every_200_rounds(bucket, low, high, least):
+    """Where no shape that drafts pays half of the time, probes, of 1% of it, find out 10 to 50 rounds late."""
+    over_plain, over_best, over_oracle = play(Policy(SHAPES, table()), bucket, flips(low, high), 1.7, 8000)
+    assert over_plain >= 0.98 and over_best >= 0.97 and over_oracle >= least, (over_plain, over_best, over_oracle)
+
+
+@pytest.mark.parametrize("wrong", [(4.2, 4.95, 2.0), (4.2, 2.0, 6.0), (8.4, 9.9, 12.0)])
+def test_measured_times_correct_the_table(wrong):
+    policy = Policy(SHAPES, table({1: wrong}))
+    for p in (0.0, 0.7):
+        over_plain, over_best, _ = play(policy, 1, steady(p), 1.2, 6000, tells_time=True)
+        assert over_plain >= 0.98 and over_best >= 0.96, (over_plain, over_best)
+
+
+def test_a_switch_needs_two_decisions_and_a_stay():
+    policy, chosen = Policy(SHAPES, table()), []
+    for number in range(40):
+        chosen.append(policy.choose(32, 512))
+        policy.note(chosen[-1], [1 if number != 3 else 4] * 32)
+    assert chosen == [1] * (STAY + 1) + [0] * (39 - STAY), "however bad it is"
+    policy, chosen = Policy(SHAPES, table()), []
+    for number in range(32):
+        chosen.append(policy.choose(32, 512))
+        policy.note(chosen[-1], [4 if number < 30 and number != 20 else 1] * 32)
+    assert chosen == [1] * 32, "one bad round is none"
+    assert policy.choose(32, 512) == 0 and policy.num_switches == 2
+    assert policy.switches[-1].startswith("round 33: 3:1:4 (") and "better in two" in policy.switches[-1]
+
+
+def test_another_bucket_decides_anew():
+    policy = Policy(SHAPES, table(long=1.0))
+    for _ in range(50):
+        index = policy.choose(1, 512)
+        policy.note(index, [SHAPES[index].num_steps + 1])
+    assert policy.index == 2, "a tree at batch 1"
+    assert policy.choose(9, 512) == 1, "which is too dear at 32"
+    assert policy.choose(1, 512) == 2
+    assert policy.choose(200, 512) != 2, "a larger batch than the largest bucket takes its costs"
+
+
+def test_costs_lie_on_a_line_between_contexts():
+    rows = {1: ((4.0, 5.0, 9.0), (8.0, 20.0, 60.0))}
+    policies = [Policy(SHAPES, CostTable(rows, (512, 8192), {1: 0.5})) for _ in range(2)]
+    assert policies[0].choose(1, 512) == 1
+    assert policies[1].choose(1, 8192) == 0, "drafts cost more than they bring in a long context"
+
+
+def test_admissions_bring_probes_forward():
+    counts = []
+    for admits in (False, True):
+        policy = Policy(SHAPES, table())
+        for number in range(3000):
+            policy.note(policy.choose(100, 512), [1, 1, 1, 1])
+            if admits and number % 20 == 0:
+                policy.note_admission()
+        counts.append(policy.num_probes)
+    assert 10 < counts[0] <= counts[1], "but never more than their share of the time"
