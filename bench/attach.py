@@ -1,8 +1,10 @@
 """Times attach in fresh processes, the first with nothing kept: `python bench/attach.py --shape 8b --out DIR`.
 
 A row a process: seconds of attach, of compiling and capturing in it, the first token of prompts of 128, 512 and 2048
-ids through `generate`, and the functions of ours that attach's time went to, by samples of its stack. The last line is
-one JSON object. On a machine that does nothing else: compiling takes processes of its own.
+ids through `generate`, and where attach's time went, by samples of its stack: `where_s` by functions of ours, callees
+included, `inner_s` by the innermost function, whose ever it is. The second process finds what the first has compiled;
+the last starts with empty folders again, but with the libraries in memory, which the first may have read from disk. The
+last line is one JSON object. On a machine that does nothing else: compiling takes processes of its own.
 """
 
 import argparse
@@ -30,16 +32,17 @@ def main() -> None:
     parser.add_argument("--shape", default="135m", help="random weights of a named shape such as 8b")
     parser.add_argument("--draft", default="3:1:4", help="S:K:D")
     parser.add_argument("--check-kernels", action="store_true", help="the setting of that name is on")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=2, help="that share their folders, before the last")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(measure(args.shape, args.draft, args.check_kernels)))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        given = ["--shape", args.shape, "--draft", args.draft, *["--check-kernels"] * args.check_kernels]
-        rows = [{"process": i + 1, **run(given, folder)} for i in range(args.processes)]
+    given = ["--shape", args.shape, "--draft", args.draft, *["--check-kernels"] * args.check_kernels]
+    with tempfile.TemporaryDirectory() as shared, tempfile.TemporaryDirectory() as empty:
+        folders = [shared] * args.processes + [empty]
+        rows = [{"process": i + 1, **run(given, folder)} for i, folder in enumerate(folders)]
     if args.out:
         from specdec.tools.measure.results import write_results
 
@@ -79,7 +82,8 @@ def measure(shape: str, text: str, checks: bool) -> dict[str, Any]:
     row |= {"check_kernels": True} if checks else {}
     row |= {"attach_s": round(seconds, 2), "compile_s": round(report.compile_seconds, 2)}
     row |= {"capture_s": round(report.graph_seconds, 2), "num_graphs": len(report.graphs), "notes": report.compiled}
-    row["where_s"] = {name: round(share * seconds, 2) for name, share in samples.shares(24)}
+    for name, seen, most in (("where_s", samples.ours, 60), ("inner_s", samples.inner, 30)):
+        row[name] = {what: round(seconds * count / samples.num, 2) for what, count in seen.most_common(most)}
     return row | {f"ttft_{size}_ms": round(first_token(engine, size), 3) for size in SIZES}
 
 
@@ -97,11 +101,16 @@ def first_token(engine: Any, num_tokens: int) -> float:
 
 
 class Samples:
-    """Within it, the main thread's stack is looked at every INTERVAL."""
+    """Within it, the main thread's stack is looked at every INTERVAL.
+
+    num: samples. ours: functions of this package, by the number of samples that they are in; inner: those in which a
+    function is the innermost.
+    """
 
     def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
-        self._num = 0
+        self.num = 0
+        self.ours: Counter[str] = Counter()
+        self.inner: Counter[str] = Counter()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -112,21 +121,20 @@ class Samples:
         self._is_over.set()
         self._thread.join()
 
-    def shares(self, most: int) -> list[tuple[str, float]]:
-        """Return functions of this package, the most frequent first, and the share of samples that they are in."""
-        return [(name, count / self._num) for name, count in self._seen.most_common(most)]
-
     def _watch(self) -> None:
         main = threading.main_thread().ident
         while not self._is_over.wait(INTERVAL):
             frame, names = sys._current_frames().get(main), set()
+            if frame is not None:
+                where = "/".join(frame.f_code.co_filename.split("/")[-3:])
+                self.inner[f"{where}:{frame.f_lineno} {frame.f_code.co_qualname}"] += 1
             while frame is not None:
                 path, _, tail = frame.f_code.co_filename.partition("/specdec/")
                 if tail and path and "site-packages" not in tail:
                     names.add(f"{tail}:{frame.f_code.co_qualname}")
                 frame = frame.f_back
-            self._num += 1
-            self._seen.update(names)
+            self.num += 1
+            self.ours.update(names)
 
 
 if __name__ == "__main__":
