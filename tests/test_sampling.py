@@ -1,6 +1,7 @@
 """The law is HF's, the random numbers are random and repeatable, and impossible tokens are never drawn."""
 
 import math
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -148,20 +149,19 @@ def test_uniform_does_not_depend_on_the_batch() -> None:
         assert torch.equal(alone[0], u[row, 2:5])
 
 
-def neighbours() -> dict[str, Tensor]:
-    """Grids [a, b] of draws, in which one of the three numbers runs along each axis."""
-    run, zeros, one = torch.arange(400), torch.zeros(400, dtype=torch.int64), ints(5)
-    return {
-        "seed, stream": uniform(run, zeros + 9, run),
-        "counter, stream": uniform(zeros + 42, run, run),
-        "counter, seed": uniform(run.repeat_interleave(400), run.repeat(400), one).view(400, 400),
-        "high bits": uniform(run << 50, run << 40, run),
-    }
+RUN, ZEROS = torch.arange(400), torch.zeros(400, dtype=torch.int64)
+# Grids [a, b] of draws, in which one of the three numbers runs along each axis.
+NEIGHBOURS: dict[str, Callable[[], Tensor]] = {
+    "seed, stream": lambda: uniform(RUN, ZEROS + 9, RUN),
+    "counter, stream": lambda: uniform(ZEROS + 42, RUN, RUN),
+    "counter, seed": lambda: uniform(RUN.repeat_interleave(400), RUN.repeat(400), ints(5)).view(400, 400),
+    "high bits": lambda: uniform(RUN << 50, RUN << 40, RUN),
+}
 
 
-@pytest.mark.parametrize("name", neighbours())
+@pytest.mark.parametrize("name", NEIGHBOURS)
 def test_uniform_is_uniform_and_neighbours_are_independent(name: str) -> None:
-    u = neighbours()[name]
+    u = NEIGHBOURS[name]()
     assert u.dtype == torch.float64
     assert u.min() >= 0 and u.max() < 1
     assert u.unique().numel() == u.numel()

@@ -14,7 +14,7 @@ from specdec.tools.commands.demo import PROMPTS, run_demo
 from specdec.tools.measure.acceptance import acceptance
 from specdec.tools.measure.drafts import DraftShape
 
-NUM_TOKENS = 32 if torch.cuda.is_available() else 20
+NUM_TOKENS = 32 if torch.cuda.is_available() else 12
 CONFIGS = ({"num_steps": 3}, {"num_steps": 4, "topk": 4, "num_draft_tokens": 16})
 
 
