@@ -316,6 +316,52 @@ def test_inputs_of_16_bits_lose_nothing_more(kind):
     session.assert_states()
 
 
+def bits_of_three_tokens(kind, spec, dtype, parents, path):
+    """Outputs of three tokens after a prefill, as plain steps (parents None) or as nodes `path` of a tree, and of one
+    step more, with the states in between."""
+    naive = (NaiveConv if isinstance(spec, ConvSpec) else NaiveScan)(spec, torch.Generator().manual_seed(len(kind)))
+    pool = StatePool([spec], NUM_ROWS, MAX_TAIL, dtype, DEVICE, TRITON_RECURRENT)
+    table, row, found = (
+        torch.zeros(NUM_ROWS, 256, dtype=torch.int32, device=DEVICE),
+        torch.tensor([1], device=DEVICE),
+        [],
+    )
+    tokens = [None if t is None else t.to(dtype) for t in naive.inputs(9)]
+
+    def run(metadata, which):
+        with recurrent_scope(StateScope(pool, metadata)):
+            return naive.run(0, [None if t is None else t[which] for t in tokens])
+
+    def uniform(mode, length, **shape):
+        return TORCH_METADATA.uniform(mode, table, row, row.new_tensor([length]), max_prefix=256, **shape)
+
+    run(TORCH_METADATA.packed(table, row, row * 0, row * 5, 5, 256), range(5))
+    if parents is None:
+        found += [run(uniform(ForwardMode.DECODE, 5 + i, q_len=1), [5 + i])[0] for i in range(3)]
+    else:
+        bits = torch.tensor([[[word(path_to(parents, n))] for n in range(len(parents))]], device=DEVICE)
+        shape = {"ancestor_bits": None if parents == chain(3) else bits, "first_node": 0}
+        which = [5 + path.index(n) if n in path else 8 for n in range(len(parents))]
+        out = run(uniform(ForwardMode.TARGET_VERIFY, 5, q_len=len(parents), **shape), which)
+        found += [out[n] for n in path]
+        pool.committer(TORCH_OPS)(table, row, row.new_tensor([5]), row.new_tensor([[*path, -1]]))
+    found.append(pool.layers[0].state[1].clone())
+    found.append(run(uniform(ForwardMode.DECODE, 8, q_len=1), [8])[0])
+    return [*found, pool.layers[0].state[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_verified_and_folded_tokens_have_the_bits_of_plain_steps(kind, dtype, monkeypatch):
+    monkeypatch.setattr(scan_kernels, "TILE", 32)
+    specs = [KINDS[kind], *([REAL[kind]] if ON_GPU and kind in REAL else [])]
+    for spec in specs:
+        steps = bits_of_three_tokens(kind, spec, dtype, None, None)
+        for parents, path in ((chain(3), [0, 1, 2]), ([-1, 0, 0, 1, 2, 2], [0, 2, 4])):
+            found = bits_of_three_tokens(kind, spec, dtype, parents, path)
+            assert [one.equal(other) for one, other in zip(steps, found, strict=True)] == [True] * 6
+
+
 REAL = {
     "delta": ScanSpec(32, 32, 128, 128, "head", is_corrected=True),
     "delta by key": ScanSpec(32, 32, 128, 128, "key", is_corrected=True),
@@ -382,7 +428,7 @@ def test_tensors_are_named_and_counted():
     specs = list(KINDS.values())
     pool = StatePool(specs, NUM_ROWS, MAX_TAIL, torch.bfloat16, DEVICE, TORCH_RECURRENT)
     assert pool.num_bytes == StatePool.bytes_for(specs, NUM_ROWS, MAX_TAIL, torch.bfloat16)
-    assert {"target state[0]", "target cum[0]", "target rates[4]", "target tail[5]"} <= set(pool.tensors("target"))
+    assert {"target state[0]", "target g[0]", "target rates[4]", "target tail[5]"} <= set(pool.tensors("target"))
     assert pool.commits_chains
 
 

@@ -30,11 +30,11 @@ NEVER = float("-inf")
 
 
 class Nodes(NamedTuple):
-    """Nodes as tails hold them: k [bs, n, key_heads, k_dim], u [bs, n, heads, v_dim], cum [bs, n, *decay_shape]."""
+    """Nodes as tails hold them: k [bs, n, key_heads, k_dim], u [bs, n, heads, v_dim], g [bs, n, *decay_shape]."""
 
     k: torch.Tensor
     u: torch.Tensor
-    cum: torch.Tensor
+    g: torch.Tensor
 
 
 def visible_nodes(metadata: AttentionMetadata) -> torch.Tensor:
@@ -125,31 +125,34 @@ def _decays(spec: ScanSpec, cum: torch.Tensor, rates: torch.Tensor | None) -> to
     return cum.unsqueeze(-1) if rates is None else rates * cum.unsqueeze(-2)
 
 
+def _sums(g: torch.Tensor, is_in: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of the log decays g [..., n, *decay_shape] of those nodes that `is_in` [..., n] names, in their order: of
+    all, and for each node of those behind it."""
+    upto = torch.where(is_in.view(*is_in.shape, *[1] * (g.dim() - is_in.dim())), g, 0).cumsum(is_in.dim() - 1)
+    cum = upto.select(is_in.dim() - 1, -1)
+    return cum, cum.unsqueeze(is_in.dim() - 1) - upto
+
+
 def _read(
-    spec: ScanSpec, x: torch.Tensor, cum: torch.Tensor, state: torch.Tensor, nodes: Nodes, sees: torch.Tensor
+    spec: ScanSpec,
+    x: torch.Tensor,
+    cum: torch.Tensor,
+    gap: torch.Tensor,
+    state: torch.Tensor,
+    k: torch.Tensor,
+    sees: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of vectors x [bs, q, heads, k_dim] at cum: what they read from the state, and their weights of nodes they see.
 
+    k: of the nodes [bs, n, heads, k_dim]; gap: log decay from each to x [bs, q, n, *decay_shape].
     [bs, heads, q, v_dim] and [bs, heads, q, n]; the decay is by head or by key.
     """
     at = cum if spec.decay == "key" else cum.unsqueeze(-1)
     from_state = torch.einsum("bihn,bhnp->bhip", x * at.exp(), state)
-    gap = cum.unsqueeze(2) - nodes.cum.unsqueeze(1)
     decay = torch.where(sees.view(*sees.shape, *[1] * (gap.dim() - 3)), gap, NEVER).exp()
-    k = _heads(spec, nodes.k)
     if spec.decay == "key":
         return from_state, torch.einsum("bihn,bjhn,bijhn->bhij", x, k, decay)
     return from_state, torch.einsum("bihn,bjhn->bhij", x, k) * decay.permute(0, 3, 1, 2)
-
-
-def _path_sums(g: torch.Tensor, old: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
-    """Sums of g [bs, q, ...] along paths, on top of old [bs, first, ...], the sums of older nodes."""
-    first = old.shape[1]
-    numbers = torch.arange(1, first + 1, device=g.device)
-    last = torch.cat([torch.zeros_like(sees[..., :1]), sees[..., :first] * numbers], 2).amax(2)
-    padded = torch.cat([torch.zeros_like(g[:, :1]), old], 1)
-    requests = torch.arange(g.shape[0], device=g.device).unsqueeze(1)
-    return torch.einsum("bij,bj...->bi...", sees[..., first:].float(), g) + padded[requests, last.long()]
 
 
 def run_nodes(
@@ -163,44 +166,51 @@ def run_nodes(
 
     inputs: as `ScanInputs`, but [bs, q, ...]. Returns outputs [bs, q, heads, v_dim] fp32 and the new nodes.
     """
-    cum = _path_sums(inputs.g.float(), old.cum, sees)
+    g, first = inputs.g.float(), old.k.shape[1]
+    cum, gap = _sums(torch.cat([old.g, g], 1).unsqueeze(1).expand(-1, g.shape[1], *[-1] * (g.dim() - 1)), sees)
     q, k, v = _heads(spec, inputs.q), _heads(spec, inputs.k), inputs.v.float()
+    keys = torch.cat([_heads(spec, old.k), k], 1)
     if inputs.rates is not None:
-        new = Nodes(inputs.k.float(), v, cum)
-        nodes = Nodes(*(torch.cat(pair, 1) for pair in zip(old, new, strict=True)))
+        us = torch.cat([old.u, v], 1)
         reads = [
             torch.einsum(
-                "bhn,bhnp->bhp", q[:, i], _fold_elements(spec, state, nodes, cum[:, i], sees[:, i], inputs.rates)
+                "bhn,bhnp->bhp",
+                q[:, i],
+                _fold_elements(spec, state, keys, us, cum[:, i], gap[:, i], sees[:, i], inputs.rates),
             )
             for i in range(q.shape[1])
         ]
-        return torch.stack(reads, 1), new
-    first = old.k.shape[1]
-    nodes = Nodes(torch.cat([old.k, inputs.k.float()], 1), old.u, torch.cat([old.cum, cum], 1))
+        return torch.stack(reads, 1), Nodes(inputs.k.float(), v, g)
     u = v.transpose(1, 2)  # [bs, heads, q, v_dim]
     if inputs.beta is not None:
         own = torch.arange(first, sees.shape[2], device=sees.device).unsqueeze(1)
         others = sees & (torch.arange(sees.shape[2], device=sees.device) != own)
-        from_state, weights = _read(spec, k, cum, state, nodes, others)
+        from_state, weights = _read(spec, k, cum, gap, state, keys, others)
         beta = inputs.beta.float().transpose(1, 2).unsqueeze(3)
         known = beta * (u - from_state - weights[..., :first] @ old.u.transpose(1, 2))
         system = torch.eye(u.shape[2], device=u.device) + beta * weights[..., first:]
         u = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    from_state, weights = _read(spec, q, cum, state, nodes, sees)
-    new = Nodes(inputs.k.float(), u.transpose(1, 2), cum)
+    from_state, weights = _read(spec, q, cum, gap, state, keys, sees)
+    new = Nodes(inputs.k.float(), u.transpose(1, 2), g)
     out = from_state + weights @ torch.cat([old.u, new.u], 1).transpose(1, 2)
     return out.transpose(1, 2), new
 
 
 def _fold_elements(
-    spec: ScanSpec, state: torch.Tensor, nodes: Nodes, cum: torch.Tensor, sees: torch.Tensor, rates: torch.Tensor
+    spec: ScanSpec,
+    state: torch.Tensor,
+    keys: torch.Tensor,
+    us: torch.Tensor,
+    cum: torch.Tensor,
+    gap: torch.Tensor,
+    sees: torch.Tensor,
+    rates: torch.Tensor,
 ) -> torch.Tensor:
-    """Fold the nodes that `sees` [bs, n] names, decaying each element of the state to cum [bs, heads, v_dim]."""
+    """Fold the nodes that `sees` [bs, n] names, decaying each element of the state by cum [bs, heads, v_dim]."""
     out = _decays(spec, cum, rates).exp() * state
-    for j, k in enumerate(_heads(spec, nodes.k).unbind(1)):
-        gap = _decays(spec, cum - nodes.cum[:, j], rates)
-        decay = torch.where(sees[:, j].view(-1, 1, 1, 1), gap, NEVER).exp()
-        out = out + decay * k.unsqueeze(-1) * nodes.u[:, j].unsqueeze(-2)
+    for j in range(keys.shape[1]):
+        decay = torch.where(sees[:, j].view(-1, 1, 1, 1), _decays(spec, gap[:, j], rates), NEVER).exp()
+        out = out + decay * keys[:, j].unsqueeze(-1) * us[:, j].unsqueeze(-2)
     return out
 
 
@@ -208,15 +218,13 @@ def fold_nodes(
     spec: ScanSpec, state: torch.Tensor, path: Nodes, num: torch.Tensor, rates: torch.Tensor | None
 ) -> torch.Tensor:
     """Fold the first num [bs] nodes of a path into state [bs, heads, k_dim, v_dim]; none leave it as it is."""
-    requests = torch.arange(state.shape[0], device=state.device)
-    end = path.cum[requests, (num - 1).clamp(min=0)]
-    is_in = torch.arange(path.k.shape[1], device=state.device) < num.unsqueeze(1)
+    is_in, keys = torch.arange(path.k.shape[1], device=state.device) < num.unsqueeze(1), _heads(spec, path.k)
+    end, gap = _sums(path.g, is_in)
     if rates is not None:
-        folded = _fold_elements(spec, state, path, end, is_in, rates)
+        folded = _fold_elements(spec, state, keys, path.u, end, gap, is_in, rates)
     else:
-        gap = _decays(spec, end.unsqueeze(1) - path.cum, None).squeeze(-1)
-        decay = torch.where(is_in[..., None, None], gap, NEVER).exp()
-        written = torch.einsum("bjhn,bjhp->bhnp", decay * _heads(spec, path.k), path.u)
+        decay = torch.where(is_in[..., None, None], _decays(spec, gap, None).squeeze(-1), NEVER).exp()
+        written = torch.einsum("bjhn,bjhp->bhnp", decay * keys, path.u)
         folded = _decays(spec, end, None).exp() * state + written
     return torch.where(num.view(-1, 1, 1, 1) > 0, folded, state)
 
@@ -225,12 +233,12 @@ def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata)
     """See `StatePool.scan`: nodes run after the row's state and the older nodes of their paths, into the tails."""
     m, spec = metadata, layer.spec
     first = m.tail_len - m.q_len
-    old = Nodes(*(t[m.rows, :first] for t in (layer.k, layer.u, layer.cum)))
+    old = Nodes(*(t[m.rows, :first] for t in (layer.k, layer.u, layer.g)))
     tokens = torch.arange(m.num_reqs * m.q_len, device=m.rows.device).view(m.num_reqs, m.q_len)
     batch = _taken(inputs, tokens, _keep_rates(inputs.rates, layer))
     state = from_start(layer.state[m.rows], m.prefix_lens)
     out, new = run_nodes(spec, batch, state, old, visible_nodes(m))
-    for tail, value in zip((layer.k, layer.u, layer.cum), new, strict=True):
+    for tail, value in zip((layer.k, layer.u, layer.g), new, strict=True):
         tail[m.rows.unsqueeze(1), torch.arange(first, m.tail_len, device=tail.device)] = value
     return out.reshape(inputs.v.shape).to(inputs.v.dtype)
 
@@ -260,7 +268,7 @@ def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadat
     out = inputs.v.new_zeros(num_tokens + 1, *inputs.v.shape[1:])  # the last takes what is no token
     size = min(CHUNK[spec.decay], m.q_len)
     causal = torch.ones(size, size, dtype=torch.bool, device=device).tril().expand(m.num_reqs, -1, -1)
-    empty = Nodes(*(t[m.rows, :0] for t in (layer.k, layer.u, layer.cum)))
+    empty = Nodes(*(t[m.rows, :0] for t in (layer.k, layer.u, layer.g)))
     for first in range(0, m.q_len, size):
         place = begin + first + torch.arange(size, device=device)
         num = (end - begin - first).clamp(0, size).squeeze(1)
@@ -283,7 +291,7 @@ def _fold_conv(layer: ConvLayer, rows: torch.Tensor, seq_lens: torch.Tensor, acc
 
 def _fold_scan(layer: ScanLayer, rows: torch.Tensor, seq_lens: torch.Tensor, accept_index: torch.Tensor) -> None:
     num, nodes = (accept_index >= 0).sum(1), accept_index.clamp(min=0)
-    path = Nodes(*(t[rows.unsqueeze(1), nodes] for t in (layer.k, layer.u, layer.cum)))
+    path = Nodes(*(t[rows.unsqueeze(1), nodes] for t in (layer.k, layer.u, layer.g)))
     folded = fold_nodes(layer.spec, from_start(layer.state[rows], seq_lens), path, num, layer.rates)
     layer.state[rows] = torch.where(num.view(-1, 1, 1, 1) > 0, folded, layer.state[rows])
 

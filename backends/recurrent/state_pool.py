@@ -62,15 +62,15 @@ class ConvLayer(NamedTuple):
 class ScanLayer(NamedTuple):
     """State of a scan, fp32: state [num_rows, heads, k_dim, v_dim], and of nodes, [num_rows, max_tail, ...]:
 
-    k [key_heads, k_dim]; u [heads, v_dim], what was written under k; cum [*decay_shape], log decay from the committed
-    state to the node. rates [heads, k_dim, v_dim], of decay "state": an element's log decay is rates * cum.
+    k [key_heads, k_dim]; u [heads, v_dim], what was written under k; g [*decay_shape], the node's own log decay. rates
+    [heads, k_dim, v_dim], of decay "state": an element's log decay is rates * g.
     """
 
     spec: ScanSpec
     state: torch.Tensor
     k: torch.Tensor
     u: torch.Tensor
-    cum: torch.Tensor
+    g: torch.Tensor
     rates: torch.Tensor | None
 
 
@@ -203,6 +203,6 @@ def _allocate(
         state=zeros(num_rows, spec.heads, spec.k_dim, spec.v_dim),
         k=zeros(num_rows, max_tail, spec.key_heads, spec.k_dim),
         u=zeros(num_rows, max_tail, spec.heads, spec.v_dim),
-        cum=zeros(num_rows, max_tail, *spec.decay_shape),
+        g=zeros(num_rows, max_tail, *spec.decay_shape),
         rates=zeros(spec.heads, spec.k_dim, spec.v_dim) if spec.decay == "state" else None,
     )

@@ -36,9 +36,8 @@ def _conv_tail_kernel(
     x += channel * x_c
     given = tl.load(x + token * x_t, mask=inside, other=0.0)
     tl.store(tail + node * CHANNELS, given, mask=inside)
-    total = given.to(tl.float32) * _weight(weight, channel, KERNEL - 1, weight_c, weight_k, inside)
-    if HAS_BIAS:
-        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    total = _first(bias, channel, inside, BLOCK, HAS_BIAS)
+    total = tl.fma(given.to(tl.float32), _weight(weight, channel, KERNEL - 1, weight_c, weight_k, inside), total)
     if WORDS:
         t = tl.arange(0, BLOCK_NODES)
         words = tl.load(ancestor_bits + token * WORDS + t // 64, mask=t // 64 < WORDS, other=0)
@@ -56,33 +55,42 @@ def _conv_tail_kernel(
         place = KERNEL - 2 - num_old
         kept = tl.load(state + place * CHANNELS, mask=inside & has_prefix & ~is_node, other=0.0).to(tl.float32)
         num_old += tl.where(is_node, 0, 1)
-        value = own + older + kept
-        total += value * _weight(weight, channel, KERNEL - 1 - back, weight_c, weight_k, inside)
+        value = tl.where(is_own, own, tl.where(is_node, older, kept))
+        total = tl.fma(value, _weight(weight, channel, KERNEL - 1 - back, weight_c, weight_k, inside), total)
     tl.store(out + token * CHANNELS + channel, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "prefix_lens"])
 def _conv_step_kernel(
     x, weight, bias, out, state, rows, prefix_lens, x_t, x_c, weight_c, weight_k,
-    CHANNELS: tl.constexpr, KEPT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, KEPT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token of a request, which becomes the newest of its row's inputs."""
     channel, request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
-    j, inside = tl.arange(0, BLOCK_K)[:, None], channel < CHANNELS
+    inside = channel < CHANNELS
     state += tl.load(rows + request) * (KEPT * CHANNELS) + channel
     has_prefix = tl.load(prefix_lens + request) > 0
-    kept = (j < KEPT) & inside[None, :]
-    old = tl.load(state[None, :] + j * CHANNELS, mask=kept & has_prefix, other=0.0)
-    taps = tl.load(weight + channel[None, :] * weight_c + j * weight_k, mask=kept, other=0.0)
     given = tl.load(x + request * x_t + channel * x_c, mask=inside, other=0.0)
-    total = given.to(tl.float32) * _weight(weight, channel, KEPT, weight_c, weight_k, inside)
-    total += tl.sum(old.to(tl.float32) * taps.to(tl.float32), 0)
-    if HAS_BIAS:
-        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    total = _first(bias, channel, inside, BLOCK, HAS_BIAS)
+    total = tl.fma(given.to(tl.float32), _weight(weight, channel, KEPT, weight_c, weight_k, inside), total)
+    newer = given.to(state.dtype.element_ty)
+    for back in tl.static_range(1, KEPT + 1):
+        at = state + (KEPT - back) * CHANNELS
+        old = tl.load(at, mask=inside & has_prefix, other=0.0)
+        total = tl.fma(old.to(tl.float32), _weight(weight, channel, KEPT - back, weight_c, weight_k, inside), total)
+        tl.debug_barrier()  # what one thread overwrites may be another's source
+        tl.store(at, newer, mask=inside)
+        newer = old
     tl.store(out + request * CHANNELS + channel, total.to(out.dtype.element_ty), mask=inside)
-    tl.debug_barrier()  # what one thread overwrites may be another's source
-    tl.store(state[None, :] + (j - 1) * CHANNELS, old, mask=kept & (j > 0))
-    tl.store(state + (KEPT - 1) * CHANNELS, given.to(state.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _first(bias, channel, inside, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """What all kernels add to, one input after the other, the newest first: a token's bits do not depend on which."""
+    total = tl.zeros([BLOCK], tl.float32)
+    if HAS_BIAS:
+        total = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    return total
 
 
 @triton.jit
@@ -110,23 +118,21 @@ def _conv_extend_kernel(
     inside = channel < CHANNELS
     tile = is_live[:, None] & inside[None, :]
     x += begin * x_t
-    total = tl.zeros([BLOCK_T, BLOCK], tl.float32)
-    if tl.sum((is_live & (place < KERNEL - 1)).to(tl.int32)) > 0:  # a request begins here
-        row = tl.load(rows + owner, mask=is_live, other=0)
-        has_prefix = tl.load(prefix_lens + owner, mask=is_live, other=0) > 0
-        for tap in tl.static_range(KERNEL - 1):
-            source = place + tap  # in the state
-            is_old = (source < KERNEL - 1) & has_prefix
+    has_start = tl.sum((is_live & (place < KERNEL - 1)).to(tl.int32)) > 0  # a request begins here
+    row = tl.load(rows + owner, mask=is_live & has_start, other=0)
+    has_prefix = tl.load(prefix_lens + owner, mask=is_live & has_start, other=0) > 0
+    total = tl.zeros([BLOCK_T, BLOCK], tl.float32) + _first(bias, channel, inside, BLOCK, HAS_BIAS)[None, :]
+    for back in tl.static_range(KERNEL):  # in the order of steps and tails
+        is_new = (place - back >= 0)[:, None]
+        x_at = x + (t - back)[:, None] * x_t + channel[None, :] * x_c
+        value = tl.load(x_at, mask=tile & is_new, other=0.0).to(tl.float32)
+        if has_start:
+            source = place + KERNEL - 1 - back  # in the state
             state_at = state + (row * (KERNEL - 1) + source)[:, None] * CHANNELS + channel[None, :]
-            old = tl.load(state_at, mask=tile & is_old[:, None], other=0.0).to(tl.float32)
-            total += old * _weight(weight, channel, tap, weight_c, weight_k, inside)[None, :]
-    for tap in tl.static_range(KERNEL):
-        is_new = (place - (KERNEL - 1) + tap >= 0)[:, None]
-        x_at = x + (t - (KERNEL - 1) + tap)[:, None] * x_t + channel[None, :] * x_c
-        new = tl.load(x_at, mask=tile & is_new, other=0.0)
-        total += new.to(tl.float32) * _weight(weight, channel, tap, weight_c, weight_k, inside)[None, :]
-    if HAS_BIAS:
-        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
+            old = tl.load(state_at, mask=tile & ~is_new & has_prefix[:, None], other=0.0).to(tl.float32)
+            value = tl.where(is_new, value, old)
+        weights = _weight(weight, channel, KERNEL - 1 - back, weight_c, weight_k, inside)
+        total = tl.fma(value, weights[None, :], total)
     out_at = out + begin * CHANNELS + t[:, None] * CHANNELS + channel[None, :]
     result = tl.where(is_live[:, None], total, 0.0).to(out.dtype.element_ty)
     tl.store(out_at, result, mask=(token < num_tokens)[:, None] & inside[None, :])
@@ -206,7 +212,6 @@ def conv_step(
         CHANNELS=spec.channels,
         KEPT=kept,
         HAS_BIAS=bias is not None,
-        BLOCK_K=triton.next_power_of_2(kept),
         BLOCK=BLOCK_C,
         num_warps=BLOCK_C // 32,
     )

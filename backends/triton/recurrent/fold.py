@@ -11,7 +11,7 @@ import triton.language as tl
 
 from specdec.backends.recurrent.state_pool import ConvSpec, RecurrentLayer, ScanSpec
 from specdec.backends.triton.recurrent.scan import constants, width
-from specdec.backends.triton.recurrent.tokens import no_decay, take_node
+from specdec.backends.triton.recurrent.tokens import take_node
 from specdec.core.cache.pool import Commit
 
 
@@ -32,7 +32,7 @@ def _fold_scan_kernel(
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
     DECAY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Some values of one head of one request in one layer; pointers [state, k, u, cum, rates] x layers."""
+    """Some values of one head of one request in one layer; pointers [state, k, u, g, rates] x layers."""
     head, layer, request = tl.program_id(1) % H, tl.program_id(1) // H, tl.program_id(2).to(tl.int64)
     num = _path_length(accept_index, request, W, BLOCK_W)
     if num == 0:
@@ -45,20 +45,15 @@ def _fold_scan_kernel(
     state_at = tl.load(pointers + layer).to(like.dtype) + row * (H * N * P) + at
     tail_k = tl.load(pointers + num_layers + layer).to(like.dtype) + row * max_tail * (G * N)
     tail_u = tl.load(pointers + 2 * num_layers + layer).to(like.dtype) + row * max_tail * (H * P)
-    tail_cum = tl.load(pointers + 3 * num_layers + layer).to(like.dtype) + row * max_tail * (H * WIDTH)
+    tail_g = tl.load(pointers + 3 * num_layers + layer).to(like.dtype) + row * max_tail * (H * WIDTH)
     rate = tl.zeros([], tl.float32)
     if DECAY == "state":
         rate = tl.load(tl.load(pointers + 4 * num_layers + layer).to(like.dtype) + at, mask=inside, other=0.0)
     has_prefix = tl.load(seq_lens + request) > 0
-    current, cum = (
-        tl.load(state_at, mask=inside & has_prefix, other=0.0),
-        no_decay(BLOCK_N, BLOCK_P, DECAY),
-    )
+    current = tl.load(state_at, mask=inside & has_prefix, other=0.0)
     for c in range(0, num):
         node = tl.load(accept_index + request * W + c)
-        current, cum = take_node(
-            current, cum, tail_k, tail_u, tail_cum, node, head, key_head, n, p, rate, H, G, N, P, WIDTH, DECAY
-        )
+        current = take_node(current, tail_k, tail_u, tail_g, node, head, key_head, n, p, rate, H, G, N, P, WIDTH, DECAY)
     tl.store(state_at, current, mask=inside)
 
 

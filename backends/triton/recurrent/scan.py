@@ -17,10 +17,10 @@ from specdec.backends.triton.recurrent.tokens import (
     load_decay,
     load_token,
     lowest_bit,
-    no_decay,
     store_decay,
     take_node,
     take_token,
+    written,
 )
 from specdec.core.batch import AttentionMetadata
 
@@ -38,7 +38,7 @@ def _bit_of(node, word):
     do_not_specialize_on_alignment=["rows", "prefix_lens", "ancestor_bits"],
 )
 def _scan_tail_kernel(
-    q, k, v, g, beta, rates, out, state, tail_k, tail_u, tail_cum, kept_rates, rows, prefix_lens, ancestor_bits,
+    q, k, v, g, beta, rates, out, state, tail_k, tail_u, tail_g, kept_rates, rows, prefix_lens, ancestor_bits,
     first_node, q_len, max_tail,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, rates_h, rates_n, rates_p,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
@@ -61,15 +61,15 @@ def _scan_tail_kernel(
     start = tl.load(state + row * (H * N * P) + at, mask=inside & has_prefix, other=0.0)
     tail_k += row * max_tail * (G * N)
     tail_u += row * max_tail * (H * P)
-    tail_cum += row * max_tail * (H * WIDTH)
-    current, cum = start, no_decay(BLOCK_N, BLOCK_P, DECAY)
+    tail_g += row * max_tail * (H * WIDTH)
+    current = start
     if WORDS == 0:
         for earlier in range(0, first_node):
             node = tl.zeros([], tl.int64) + earlier
-            current, cum = take_node(
-                current, cum, tail_k, tail_u, tail_cum, node, head, key_head, n, p, rate, H, G, N, P, WIDTH, DECAY
+            current = take_node(
+                current, tail_k, tail_u, tail_g, node, head, key_head, n, p, rate, H, G, N, P, WIDTH, DECAY
             )
-    parent, parent_cum = current, cum  # of the node before
+    parent = current  # of the node before
     w = tl.arange(0, BLOCK_WORDS)
     first = request.to(tl.int64) * q_len
     q_n, k_n, v_p, gap, strength = load_token(
@@ -91,17 +91,17 @@ def _scan_tail_kernel(
             is_next = (i > 0) & (tl.sum((path != before).to(tl.int32)) == 0)
             is_sibling = (i > 0) & (tl.sum((path != before & ~_bit_of(node - 1, w)).to(tl.int32)) == 0)
             if is_sibling:
-                current, cum = parent, parent_cum
+                current = parent
             elif not is_next:
-                current, cum = start, no_decay(BLOCK_N, BLOCK_P, DECAY)
+                current = start
                 for word in range(WORDS):
                     left = tl.load(bits_at + word) & ~_bit_of(node, word)
                     while left != 0:
                         ancestor = lowest_bit(left).to(tl.int64) + word * 64
                         left = left & (left - 1)
                         if ancestor < first_node:
-                            current, cum = take_node(
-                                current, cum, tail_k, tail_u, tail_cum, ancestor, head, key_head, n, p, rate,
+                            current = take_node(
+                                current, tail_k, tail_u, tail_g, ancestor, head, key_head, n, p, rate,
                                 H, G, N, P, WIDTH, DECAY,
                             )  # fmt: skip
                         else:  # k and log decay of this forward's nodes may not be in the tails yet
@@ -109,15 +109,13 @@ def _scan_tail_kernel(
                             step = load_decay(g + other * g_t + head * g_h, n, p, N, P, DECAY)
                             key = tl.load(k + other * k_t + key_head * k_h + n, mask=n < N, other=0.0).to(tl.float32)
                             u = tl.load(tail_u + (ancestor * H + head) * P + p, mask=p < P, other=0.0)
-                            current = decayed(current, step, rate, DECAY) + key[:, None] * u[None, :]
-                            cum += step
-            parent, parent_cum = current, cum
+                            current = written(decayed(current, step, rate, DECAY), key, u)
+            parent = current
         current, u, read = take_token(current, q_n, k_n, v_p, gap, strength, rate, DECAY, CORRECTED)
-        cum += gap
         tl.store(out + (token * H + head) * P + p, read.to(out.dtype.element_ty), mask=p < P)
         tl.store(tail_u + (node * H + head) * P + p, u, mask=p < P)
         tl.store(tail_k + (node * G + key_head) * N + n, k_n, mask=(n < N) & is_first & (head == key_head * (H // G)))
-        store_decay(tail_cum + (node * H + head) * WIDTH, cum, n, p, is_first, N, P, DECAY)
+        store_decay(tail_g + (node * H + head) * WIDTH, gap, n, p, is_first, N, P, DECAY)
         q_n, k_n, v_p, gap, strength = following
         if WORDS:
             tl.debug_barrier()  # other threads may load this u
@@ -174,7 +172,7 @@ def scan_tail(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata)
         layer.state,
         layer.k,
         layer.u,
-        layer.cum,
+        layer.g,
         layer.rates,
         m.rows,
         m.prefix_lens,

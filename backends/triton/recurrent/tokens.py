@@ -27,17 +27,6 @@ def store_decay(at, value, n, p, is_first, N: tl.constexpr, P: tl.constexpr, DEC
 
 
 @triton.jit
-def no_decay(BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, DECAY: tl.constexpr):
-    """The log decay of no token."""
-    if DECAY == "head":
-        return tl.zeros([], tl.float32)
-    elif DECAY == "key":
-        return tl.zeros([BLOCK_N], tl.float32)
-    else:
-        return tl.zeros([BLOCK_P], tl.float32)
-
-
-@triton.jit
 def decayed(state, gap, rates, DECAY: tl.constexpr):
     """The state after log decay `gap` <= 0, which is multiplied with `rates` <= 0 where those are."""
     if DECAY == "head":
@@ -46,6 +35,12 @@ def decayed(state, gap, rates, DECAY: tl.constexpr):
         return state * tl.exp(gap)[:, None]
     else:
         return state * tl.exp(rates * gap[None, :])
+
+
+@triton.jit
+def written(state, k_n, u):
+    """The state after u was written under k_n, rounded once in every kernel: the compiler might choose otherwise."""
+    return tl.fma(k_n[:, None], u[None, :], state)
 
 
 @triton.jit
@@ -72,23 +67,23 @@ def take_token(state, q_n, k_n, v_p, gap, strength, rates, DECAY: tl.constexpr, 
     u = v_p
     if CORRECTED:
         u = strength * (v_p - tl.sum(state * k_n[:, None], 0))
-    state += k_n[:, None] * u[None, :]
+    state = written(state, k_n, u)
     return state, u, tl.sum(state * q_n[:, None], 0)
 
 
 @triton.jit
 def take_node(
-    state, cum, tail_k, tail_u, tail_cum, node, head, key_head, n, p, rates,
+    state, tail_k, tail_u, tail_g, node, head, key_head, n, p, rates,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
-    """Take a node (int64) of a tail into the state at log decay `cum`; tails begin at the row. Returns both after it.
+    """Return the state after a node (int64) of a tail, as `take_token` left it; tails begin at the row.
 
     WIDTH: log decays of a head.
     """
     k_n = tl.load(tail_k + (node * G + key_head) * N + n, mask=n < N, other=0.0)
     u = tl.load(tail_u + (node * H + head) * P + p, mask=p < P, other=0.0)
-    end = load_decay(tail_cum + (node * H + head) * WIDTH, n, p, N, P, DECAY)
-    return decayed(state, end - cum, rates, DECAY) + k_n[:, None] * u[None, :], end
+    gap = load_decay(tail_g + (node * H + head) * WIDTH, n, p, N, P, DECAY)
+    return written(decayed(state, gap, rates, DECAY), k_n, u)
 
 
 @triton.jit
