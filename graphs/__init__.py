@@ -18,7 +18,7 @@ if typing.TYPE_CHECKING:
     from specdec.graphs.pool import GraphPool
     from specdec.graphs.prefill import PrefillRunner
     from specdec.graphs.runner import GraphRunner, Setup
-    from specdec.graphs.shapes import Decision, ShapeKey, batch_buckets, token_buckets
+    from specdec.graphs.shapes import Decision, ShapeKey, batch_buckets, replayed_sizes, token_buckets
     from specdec.graphs.watch import Change, ChangeKind, Watch
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "pick_breakable",
     "pick_capture",
     "rehearse",
+    "replayed_sizes",
     "token_buckets",
 ]
 

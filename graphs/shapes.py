@@ -59,6 +59,15 @@ def token_buckets(max_tokens: int, wanted: Sequence[int] | None = None) -> tuple
     return tuple(sorted(s for s in sizes if s <= max_tokens))
 
 
+def replayed_sizes(sizes: Sequence[int], device_bound_from: int | None) -> tuple[int, ...]:
+    """Return those of `sizes`, ascending, that batches replay where larger ones than these tokens may run eagerly, see
+    `check_padding`: up to the first that holds all smaller batches, and the largest, of full chunks. None: all."""
+    if device_bound_from is None:
+        return tuple(sizes)
+    num = 1 + sum(size < device_bound_from for size in sizes)
+    return (*sizes[:num], *sizes[num:][-1:])
+
+
 def clamped(wanted: Sequence[int], most: int) -> tuple[int, ...]:
     """Return `wanted` ascending, sizes above `most` as `most`; ValueError for an empty list and for sizes below 1."""
     if not wanted or min(*wanted, most) < 1:

@@ -21,6 +21,7 @@ from specdec.graphs import (
     ShapeKey,
     batch_buckets,
     build,
+    replayed_sizes,
     token_buckets,
 )
 from specdec.graphs.building import progress_bar
@@ -91,6 +92,12 @@ def test_token_buckets_pad_by_a_quarter_at_most_and_by_an_eighth_where_they_are_
         worst = bucket - (below + 1)
         assert worst <= 3 or worst <= bucket / (8 if below >= 256 else 4)
     assert token_buckets(100, [7, 3, 200]) == (3, 7, 100)
+
+
+def test_what_would_run_eagerly_anyway_gets_no_graph():
+    assert replayed_sizes((8, 16, 32, 64, 128), 20) == (8, 16, 32, 128)
+    assert replayed_sizes((8, 16), None) == replayed_sizes((8, 16), 99) == replayed_sizes((8, 16), 10) == (8, 16)
+    assert replayed_sizes((8, 16), 3) == (8, 16) and replayed_sizes((8, 16, 32), 3) == (8, 32)
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 7, 8])

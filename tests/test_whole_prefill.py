@@ -1,12 +1,16 @@
 """Prefills as one graph: the state they leave equals that of prefills in parts, for every draft, model and batch."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 import specdec
 from specdec.core.batch import ForwardMode
+from specdec.core.config import EngineConfig
 from specdec.core.prefill import whole
-from specdec.core.prefill.whole import MOST_REQUESTS
+from specdec.core.prefill.graphs import BUSY_WORK, part_sizes
+from specdec.core.prefill.whole import MOST_REQUESTS, WHOLE_SIZES, whole_sizes
 from specdec.core.sampling_params import SamplingKind
 from specdec.graphs import pick_capture
 from tests.heads import MODULES, poison, random_draft
@@ -16,6 +20,7 @@ from tests.tiny_models import ADMITTED, VOCAB, tiny_model
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = 1e-4 if DEVICE.type == "cuda" else 1e-5
 BUCKETS = (4, 8, 16, 24, 32, 64)
+AN_8B = -(-BUSY_WORK // 4096**2)  # tokens
 DRAFTS = (None, "eagle", "eagle3", "nextn", MODULES, "standalone", "lookup")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,6 +44,25 @@ def model_of(name="llama"):
 def prompts_of(*lens, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lens]
+
+
+def test_an_8b_has_few_prefill_graphs():
+    """Of each runner; there were 54 of target and draft each, and 20 whole ones."""
+    config = EngineConfig(max_batch=1, max_seq_len=4096, graph_sampling=("greedy",))
+    whole = whole_sizes(config, AN_8B)
+    assert AN_8B == 597 and whole == (*WHOLE_SIZES[:13], 2048) and whole[12] == 640
+    assert part_sizes(config, whole, AN_8B) == (1, 2, 4, *whole[:13], 4095)
+    assert len(part_sizes(config, (), AN_8B)) == 33, "without whole graphs padding is finer"
+
+
+def test_smaller_models_have_graphs_of_all_sizes_and_every_batch_one_that_fits():
+    config = EngineConfig(max_batch=1, max_seq_len=16384)
+    whole = whole_sizes(config)
+    parts = part_sizes(config, whole, None)
+    assert whole == WHOLE_SIZES and parts[-1] == 8192
+    assert all(b <= 2 * (a + 1) for a, b in pairwise(parts)), "a guard refuses to pad by more than that"
+    wanted = EngineConfig(prefill_buckets=(8, 64, 2000))
+    assert whole_sizes(wanted, 20) == part_sizes(wanted, (8,), 20) == (8, 64, 2000)
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 Of the former, head, sampling and attention itself run on the live batch, so a graph serves any number of requests.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from specdec.backends.op import ForwardContext
 from specdec.core.batch import AttentionMetadata
+from specdec.core.config import EngineConfig
 from specdec.core.outputs import GraphCost
 from specdec.core.prefill.program import PrefillProgram, Programs
 from specdec.core.prefill.whole import whole_graphs
@@ -22,7 +24,7 @@ from specdec.graphs.captures import Capture, EagerCapture
 from specdec.graphs.pool import GraphPool
 from specdec.graphs.prefill import PrefillRunner
 from specdec.graphs.runner import GraphRunner, Setup
-from specdec.graphs.shapes import token_buckets
+from specdec.graphs.shapes import replayed_sizes, token_buckets
 
 LOWER = "max_prefill_tokens, shorten prefill_buckets, or pass prefill_graph='off'"
 # Tokens * hidden_size**2 from which the device, and not launching, is what an eager forward takes: an H200 takes 1.3
@@ -40,13 +42,14 @@ class PrefillGraphs:
     def __init__(self, parts: Parts, program: Round, pool: GraphPool | None, mode: str):
         target, config, slot_table = parts.target, parts.config, parts.tables.table
         self.mode = mode
-        self.whole = None if mode == "off" else whole_graphs(parts, program, pool)
+        self.whole = None if mode == "off" else whole_graphs(parts, program, pool, _device_bound_from(parts))
         self._slot_table = slot_table
         self._dummy_row = config.dummy_row
         device = slot_table.device
         breakable = None if mode == "off" else pick_breakable(device, pool)
         self._capture: Capture = breakable or EagerCapture()
-        buckets = token_buckets(config.prefill_tokens, config.prefill_buckets)
+        whole = () if self.whole is None else self.whole.runner.runner.buckets
+        buckets = part_sizes(config, whole, _device_bound_from(parts))
         interrupt = breakable.interrupt if breakable is not None else lambda fn: fn()
         largest = buckets[-1] if breakable is not None else 0
         self.programs = Programs(parts, largest, interrupt)
@@ -62,12 +65,17 @@ class PrefillGraphs:
             shared={} if breakable is None else shared,
         )
         self.target_runner = _runner("target_prefill", self.programs.target, None, setup)
+        self.target_runner.device_bound_from = _device_bound_from(parts)
+        of_draft = _device_bound_from(parts, parts.worker.hidden_size)
+        setup = replace(setup, buckets=part_sizes(config, whole, of_draft))
         self.draft_runners = [  # one per module
             _runner(f"draft_prefill_{module}", program, self.programs.states, setup)
             if module
             else _runner("draft_prefill", program, self.programs.features, setup)
             for module, program in enumerate(self.programs.draft)
         ]
+        for prefills in self.draft_runners:
+            prefills.device_bound_from = of_draft
         with torch.inference_mode():
             rehearse(self.runners, parts.compiling_kernels(), self._plan_warm_ups)
             self._plan_warm_ups()
@@ -77,9 +85,6 @@ class PrefillGraphs:
             if self.whole is not None:
                 runner = self.whole.runner.runner
                 build([runner], runner.made_by, avoid="prefill_graph='breakable'", **how)
-        if slot_table.is_cuda and not (config.strict or target.group):  # strict pads rather than run eagerly
-            for prefills in (self.target_runner, *([] if self.whole is None else [self.whole.runner])):
-                prefills.device_bound_from = -(-BUSY_WORK // target.spec.hidden_size**2)
 
     def target(self, metadata: AttentionMetadata, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the target's layers over a packed batch, ids [T] int64; return last hidden states [T, h], aux or None.
@@ -130,6 +135,25 @@ class PrefillGraphs:
         lens = [width] * (num_tokens // width) + [num_tokens % width] * (num_tokens % width > 0)
         rows = torch.full((len(lens),), self._dummy_row, device=self._slot_table.device)
         return context.backend.metadata.prefill(self._slot_table, rows, [0] * len(lens), lens)
+
+
+def part_sizes(config: EngineConfig, whole: Sequence[int], device_bound_from: int | None) -> tuple[int, ...]:
+    """Return the token counts of graphs in parts; where `whole` ones of these serve most batches, no finer ones.
+
+    device_bound_from: see `check_padding`.
+    """
+    sizes = token_buckets(config.prefill_tokens, config.prefill_buckets)
+    if config.prefill_buckets:
+        return sizes
+    fine = range(whole[0] + 1, whole[-1]) if whole else ()
+    return replayed_sizes([n for n in sizes if n in whole or n not in fine], device_bound_from)
+
+
+def _device_bound_from(parts: Parts, hidden_size: int | None = None) -> int | None:
+    """Return what `check_padding` takes, for a model of that width, by default the target's. strict pads instead."""
+    width = parts.target.spec.hidden_size if hidden_size is None else hidden_size
+    may_be_eager = parts.tables.table.is_cuda and not (parts.config.strict or parts.target.group)
+    return -(-BUSY_WORK // width**2) if may_be_eager and width else None
 
 
 def _runner(name: str, program: PrefillProgram, features: torch.Tensor | None, setup: Setup) -> PrefillRunner:

@@ -27,7 +27,7 @@ from specdec.graphs.captures import pick_capture
 from specdec.graphs.pool import GraphPool
 from specdec.graphs.prefill import PrefillRunner
 from specdec.graphs.runner import GraphRunner, Setup
-from specdec.graphs.shapes import Decision, token_buckets
+from specdec.graphs.shapes import Decision, replayed_sizes, token_buckets
 
 MOST_REQUESTS = 8
 KINDS = (SamplingKind.GREEDY, SamplingKind.FILTERED)  # of sampling; penalties and bans take the way in parts
@@ -172,10 +172,15 @@ def _variant_for(kind: SamplingKind, has_cached: bool, variants: Sequence[str]) 
     return next((variant for variant in wanted if variant in variants), None)
 
 
-def whole_graphs(parts: Parts, program: Round, pool: GraphPool | None) -> WholePrefill | None:
-    """Return the whole graphs of `parts`, not built yet, if they are wanted; ValueError if they are but cannot be."""
+def whole_graphs(
+    parts: Parts, program: Round, pool: GraphPool | None, device_bound_from: int | None
+) -> WholePrefill | None:
+    """Return the whole graphs of `parts`, not built yet, if they are wanted; ValueError if they are but cannot be.
+
+    device_bound_from: see `check_padding`.
+    """
     config = parts.config
-    sizes = whole_sizes(config)
+    sizes = whole_sizes(config, device_bound_from)
     if not sizes:
         return None
     reason = _why_not_whole(parts)
@@ -195,7 +200,9 @@ def whole_graphs(parts: Parts, program: Round, pool: GraphPool | None) -> WholeP
         variants=variants,
         unit="tokens",
     )
-    return WholePrefill(WholeProgram(parts, program, capture.divide), setup, config.dummy_row)
+    made = WholePrefill(WholeProgram(parts, program, capture.divide), setup, config.dummy_row)
+    made.runner.device_bound_from = device_bound_from
+    return made
 
 
 def _why_not_whole(parts: Parts) -> str:
@@ -205,14 +212,15 @@ def _why_not_whole(parts: Parts) -> str:
     return f"{on_host[0]} plans prefills on the host" if on_host else ""
 
 
-def whole_sizes(config: EngineConfig) -> tuple[int, ...]:
+def whole_sizes(config: EngineConfig, device_bound_from: int | None = None) -> tuple[int, ...]:
     """Return the token counts of whole graphs: all buckets if they are asked for, under "auto" those that gain."""
     if config.prefill_graph == "whole":
         return token_buckets(config.prefill_tokens, config.prefill_buckets)
     if config.prefill_graph != "auto":
         return ()
     sizes = config.prefill_buckets or (SHORT_SIZES if config.prefix_cache else ()) + WHOLE_SIZES
-    return tuple(n for n in sizes if n <= min(config.prefill_tokens, WHOLE_SIZES[-1]))
+    fitting = tuple(n for n in sizes if n <= min(config.prefill_tokens, WHOLE_SIZES[-1]))
+    return fitting if config.prefill_buckets else replayed_sizes(fitting, device_bound_from)
 
 
 def _with_first(chunk: PrefillChunk, is_done: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
