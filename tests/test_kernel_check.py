@@ -46,7 +46,6 @@ def small(monkeypatch):
     """Sizes that suit the interpreter, and as many chunks; on a GPU they are those of attach."""
     if not ON_GPU:
         monkeypatch.setattr(chunks, "CHUNK", {"head": 16, "key": 16})
-        monkeypatch.setattr(chunks, "FEWEST", 20)
         monkeypatch.setattr(recurrent_check, "LONG", dict.fromkeys(chunks.CHUNK, (19, 5)) | {"state": (18, 3)})
         monkeypatch.setattr(recurrent_check, "SHORT", dict.fromkeys(("head", "key", "state"), (1, 2)))
         monkeypatch.setattr(attention_check, "WIDTHS", (40, 40))

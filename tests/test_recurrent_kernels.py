@@ -239,7 +239,6 @@ def ops(request, monkeypatch):
         return TORCH_RECURRENT
     monkeypatch.setattr(scan_kernels, "TILE", 32)
     monkeypatch.setattr(chunks, "CHUNK", {"head": 16, "key": 16})
-    monkeypatch.setattr(chunks, "FEWEST", 0)
     return TRITON_RECURRENT
 
 
@@ -280,14 +279,6 @@ def test_a_prefill_in_chunks_equals_a_whole_one(kind, ops):
         parts.naive.inputs = lambda num, a=begin, b=end: [None if t is None else t[a:b] for t in inputs]
         parts.assert_close(parts.prefill([1], [end - begin]), one[begin:end].cpu())
     whole.assert_close(parts.pool.layers[2].state[1], whole.pool.layers[2].state[1].cpu())
-
-
-@pytest.mark.parametrize("kind", ["delta", "by key"])
-def test_prefills_token_by_token(kind, monkeypatch):
-    monkeypatch.setattr(chunks, "FEWEST", 100)
-    session = Session(kind, TRITON_RECURRENT)
-    session.prefill([1, 0, 2], [17, 0, 3], padding=2)
-    session.prefill([0, 1], [2, 5])
 
 
 @pytest.mark.parametrize("kind", ["delta", "delta by key", "ssd", "by key"])

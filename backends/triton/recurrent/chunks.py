@@ -28,7 +28,6 @@ from specdec.backends.triton.recurrent.chunk_tiles import (
 from specdec.core.batch import AttentionMetadata
 
 CHUNK = {"head": 64, "key": 32}  # tokens, 16 to 256
-FEWEST = 48  # tokens that are worth several launches
 SCRATCH = 96 << 20  # bytes; the chunks of longer prefills pass in segments
 ALIGNED = 8  # of dims; with rows of 16 bits at odd places a test on a GPU fails (Triton 3.6), so they are made fp32
 WEIGHTS = dict(num_warps=8, num_stages=1)
@@ -172,7 +171,7 @@ class _Scratch(NamedTuple):
 
 def scan_extend(inputs: ScanInputs, layer: ScanLayer, metadata: AttentionMetadata) -> torch.Tensor:
     """See `recurrent.reference.scan_extend`."""
-    if layer.spec.decay == "state" or inputs.v.shape[0] < FEWEST:
+    if layer.spec.decay == "state":
         return scan.scan_extend(inputs, layer, metadata)
     is_wide = all(t.dtype == torch.float32 for t in inputs[:3])
     if not is_wide and (layer.spec.k_dim % ALIGNED or layer.spec.v_dim % ALIGNED):

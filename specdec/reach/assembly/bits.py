@@ -35,7 +35,6 @@ def check_bits(core: Core) -> str:
     reasons = {
         f"{str(target.dtype).removeprefix('torch.')} on {core.device.type}": not is_wanted,
         "the model is shared by ranks": bool(target.group),
-        "recurrent layers": bool(core.context.row_states),
         "FlashInfer attention": "flashinfer" in core.context.backend.name,
     }
     if any(reasons.values()):
@@ -68,9 +67,11 @@ def _compare(cases: Iterable[Case]) -> str:
             ops[case.what] = ops.get(case.what) or differing_ops(case)
     if not sizes:
         return "equal"
-    named = ", ".join(dict.fromkeys(name for own in ops.values() for name in own)) or "ops that are not known"
-    where = "; ".join(f"{what} of {', '.join(own)}" for what, own in sizes.items())
-    return f"different: {named} in {where}"
+    where: dict[str, list[str]] = {}
+    for what, own in sizes.items():
+        named = ", ".join(ops[what]) or "ops that are not known"
+        where.setdefault(named, []).append(f"{what} of {', '.join(own)}")
+    return "different: " + "; and ".join(f"{named} in {'; '.join(forwards)}" for named, forwards in where.items())
 
 
 class _Forwards:
@@ -79,6 +80,7 @@ class _Forwards:
     def __init__(self, core: Core):
         self._config, self._target, self._table = core.config, core.target, core.slot_tables.table
         self._context = replace(core.context, on_forward=lambda mode: None)
+        self._has_states = bool(core.context.row_states)
         page, tail = core.config.page_size, core.config.tail_reserve
         num = min(len(CONTEXTS), core.config.max_batch)
         span = min(self._table.shape[1], core.slot_tables.num_pages // num * page)
@@ -136,6 +138,7 @@ class _Forwards:
     ) -> Rows:
         """Return logits of a round's verify, [bs * width, V], or its last hidden states; nodes of `path` have the
         texts' next tokens."""
+        self._reach(rows, starts)
         where = self._tensor(rows), self._tensor(starts)
         tree = sample_tree(Tail(width, self._config.tree_words if width > 1 else 0), self._table.device)
         depths, bits = (None if t is None else t.expand(len(rows), *t.shape) for t in (tree.depths, tree.bits))
@@ -161,9 +164,19 @@ class _Forwards:
         within: AbstractContextManager[Any] = NOTHING,
     ) -> Rows:
         """Return last hidden states [T, h] of a packed prefill."""
+        self._reach(rows, starts)
         metadata = self._context.backend.metadata.prefill(self._table, self._tensor(rows), starts, q_lens)
         ids = [self._ids[row, start : start + num] for row, start, num in zip(rows, starts, q_lens, strict=True)]
         return self._layers(metadata, torch.cat(ids), within)
+
+    def _reach(self, rows: Sequence[int], starts: Sequence[int]) -> None:
+        """Bring what recurrent layers keep of `rows` to `starts`: by a prefill of the text, and steps behind it."""
+        for row, start in zip(rows, starts, strict=True) if self._has_states else ():
+            num = min(start, self.lens[row]) if row < len(self.lens) else 0
+            if num and start > num:
+                self._steps([row], [start - 1], 1, has_head=False)
+            elif num:
+                self._prefill([row], [0], [num])
 
     def _layers(self, metadata: AttentionMetadata, ids: torch.Tensor, within: AbstractContextManager[Any]) -> Rows:
         with forward_context(self._context, metadata), within:

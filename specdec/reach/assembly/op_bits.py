@@ -20,6 +20,7 @@ KINDS = {
     "attention": ("attn",),
     "experts": ("grouped_linear", "weighted_sum"),
     "routers": ("top_scores", "topk"),
+    "recurrent layers": ("conv", "scan"),
     "norms": ("rms_norm", "add_rms_norm", "mean"),
 }
 
