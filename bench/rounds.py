@@ -145,7 +145,7 @@ def phase_ms(engine: Any, case: Case, num_rounds: int = 30) -> dict[str, float]:
         program, kind, capture = core.round, case.kind, FullCapture(core.device)
         requests = core.scheduler.decoding()
         assert core.scheduler.grow(requests, core.config.tail_reserve * 2 * num_rounds), "num_slots is too small"
-        rows = core._batch_of(requests).rows
+        rows = core.launcher.batch_of(requests).rows
         draft = capture.capture(lambda: program.draft(program.batch(kind, rows)))
         verify = capture.capture(lambda: program.verify(program.batch(kind, rows), draft.outputs.tree))
         accept = capture.capture(lambda: program.accept(program.batch(kind, rows), draft.outputs, verify.outputs[0]))

@@ -286,7 +286,7 @@ class Engine:
                     m.name: {"replays": c.replays, "eager": c.eager, "attention": core.served_by(m)}
                     for m, c in core.counters.forwards.items()
                 },
-                acceptance=AcceptanceStats().merge([core.acceptance]),
+                acceptance=AcceptanceStats().merge([core.delivery.acceptance]),
             )
 
     @property

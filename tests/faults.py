@@ -28,10 +28,11 @@ NUM_TOKENS = 12
 SCORING = ("slot_tables.reserve", "slot_tables.release", "slot_tables.keep", "prefill.target", "target.head")
 PLACES = (
     *SCORING,
-    *("scheduler.grow", "scheduler.preempt", "slot_tables.grow", "_ready", "_read_results"),
+    *("scheduler.grow", "scheduler.preempt", "slot_tables.grow", "_ready", "delivery.read"),
     *("scheduler.add", "scheduler.admit", "scheduler.next_prefill", "scheduler.release", "scheduler.sharing.keep"),
-    *("slot_tables.write", "slot_tables.pages_of", "_fill", "_round", "_post", "_hand_out", "_hand_over", "_prefill"),
-    *("_mailbox.post", "_mailbox.take", "graphs.play", "graphs.first_tokens", "prefill.draft", "target.layers"),
+    *("slot_tables.write", "slot_tables.pages_of", "launcher.fill", "launcher.round", "launcher.post"),
+    *("launcher.prefill", "delivery.hand_out", "delivery.hand_over"),
+    *("mailbox.post", "mailbox.take", "graphs.play", "graphs.first_tokens", "prefill.draft", "target.layers"),
     *("round.worker.draft", "models.follow", "abandon"),
 )
 BAD_ARGUMENTS: tuple[dict[str, Any], ...] = (
@@ -335,7 +336,7 @@ class Victim:
             out = forward(context, metadata, ids)
             left[0] -= 1
             if left[0] == -1:
-                self.spoilt.append(core._batch.requests[-1])
+                self.spoilt.append(core.launcher._batch.requests[-1])
                 out.logits.view(metadata.num_reqs, -1, VOCAB)[-1] = float("nan")
             return out
 

@@ -209,8 +209,7 @@ def test_drafts_are_what_the_draft_says_from_scratch(algo, shape):
     roots, lens = core.state.roots[rows].tolist(), core.state.seq_lens[rows].tolist()
     tree = core.round.worker.draft(core.round.batch("greedy", rows, 96)).tree
     requests = core.scheduler.decoding()
-    for results, tokens in core._mailbox.take(0):  # what the host has not read yet
-        core._hand_out(results, tokens)
+    core.delivery.read(0)  # what the host has not read yet
     for i, request in enumerate(requests):
         tokens = [*request.prompt_ids, *request.tokens][: lens[i] + 1]
         assert tokens[-1] == roots[i] == int(tree.tokens[i, 0])

@@ -226,7 +226,7 @@ def test_requests_that_cannot_be_packed_end_and_the_next_are_served(engine, monk
         raise OverflowError("too large")
 
     with monkeypatch.context() as patched:
-        patched.setattr("specdec.core.engine.core.pack_requests", broken)
+        patched.setattr("specdec.core.engine.launcher.pack_requests", broken)
         (request,) = engine.submit([[3, 4]], max_new_tokens=2)
         engine.step()
     assert isinstance(request.failure, OverflowError) and request.finish_reason == "error"

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import specdec
 from specdec import SamplingParams
 from specdec.core.batch import ForwardMode
-from specdec.core.engine.core import PREFIX_STEP
+from specdec.core.engine.launcher import PREFIX_STEP
 from specdec.reach.heads.fresh import new_eagle
 from specdec.reach.heads.load import detect_algo, load_head, save_head
 from specdec.reach.heads.nextn import NextNHead
@@ -102,8 +102,7 @@ def test_windows_of_draft_trees_go_by_depth():
     tree_shape = {"num_steps": 6, "topk": 3, "num_draft_tokens": 40}
     engine = specdec.attach(model, draft, max_batch=5, max_seq_len=160, cuda_graph=False, **tree_shape)
     core, rows = past_prefill(engine, SamplingParams(), num_rounds=2)
-    for results, tokens in core._mailbox.take(0):  # what the host has not read yet
-        core._hand_out(results, tokens)
+    core.delivery.read(0)  # what the host has not read yet
     lens = core.state.seq_lens[rows].tolist()
     tree = core.round.worker.draft(core.round.batch("greedy", rows, 128)).tree
     for i, request in enumerate(core.scheduler.decoding()[:2]):

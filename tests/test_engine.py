@@ -249,9 +249,9 @@ def test_a_long_prompt_does_not_stop_requests_that_came_earlier(algo):
     early, late = [3, 4, 5], [7 + i % 60 for i in range(50)]
     engine = specdec.attach(model, head, max_batch=4, max_seq_len=128, mixed_prefill_tokens=8, max_prefill_tokens=32)
     core, steps = engine._core, []
-    prefill, play = core._prefill, core._round
-    core._prefill = lambda pieces: steps.append(sum(n for _, n in pieces)) or prefill(pieces)
-    core._round = lambda requests: steps.append("round") or play(requests)
+    prefill, play = core.launcher.prefill, core.launcher.round
+    core.launcher.prefill = lambda pieces: steps.append(sum(n for _, n in pieces)) or prefill(pieces)
+    core.launcher.round = lambda requests: steps.append("round") or play(requests)
     (first,) = engine.submit([early], max_new_tokens=40, ignore_eos=True)
     while len(first.tokens) < 3:
         engine.step()

@@ -277,7 +277,7 @@ def engine_of(shape, name="flashinfer", **settings):
 @pytest.mark.parametrize("name", ["flashinfer", "triton+flashinfer"])
 def test_engines_replay_everything_and_wait_for_nothing(name, shape, prefill_graph):
     engine = engine_of(shape, name, prefill_graph=prefill_graph, compiler="eager")
-    core, play = engine._core, engine._core._round
+    core, play = engine._core, engine._core.launcher.round
     engine.generate(ragged_prompts(), max_new_tokens=4)  # allocations of a first round may wait
 
     def guarded(requests):
@@ -287,7 +287,7 @@ def test_engines_replay_everything_and_wait_for_nothing(name, shape, prefill_gra
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    core._round = guarded
+    core.launcher.round = guarded
     with counted_compiles() as compiled:
         out = engine.generate(ragged_prompts(), max_new_tokens=24)
     assert compiled == []
@@ -306,7 +306,7 @@ def test_engines_replay_everything_and_wait_for_nothing(name, shape, prefill_gra
 def test_a_round_is_one_launch():
     engine = engine_of("tree")
     engine.generate(ragged_prompts(), max_new_tokens=4)
-    core, play, counts = engine._core, engine._core._round, Counter()
+    core, play, counts = engine._core, engine._core.launcher.round, Counter()
 
     def counted(requests):
         with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -316,7 +316,7 @@ def test_a_round_is_one_launch():
         counts["kernels"] += sum("LaunchKernel" in n for n in names)
         counts["rounds"] += 1
 
-    core._round = counted
+    core.launcher.round = counted
     engine.generate(ragged_prompts(), max_new_tokens=24)
     assert counts["graphs"] == counts["rounds"] and counts["kernels"] == 0
 

@@ -55,7 +55,7 @@ def test_experts_in_16_bits_are_captured(name, dtype):
 def test_a_round_never_waits_for_the_host(config, temperature):
     model = tiny_model("llama").cuda()
     engine = specdec.attach(model, random_head(model).cuda(), strict=True, **config)
-    core, play = engine._core, engine._core._round
+    core, play = engine._core, engine._core.launcher.round
 
     def guarded(requests):
         torch.cuda.set_sync_debug_mode("error")
@@ -65,7 +65,7 @@ def test_a_round_never_waits_for_the_host(config, temperature):
             torch.cuda.set_sync_debug_mode("default")
 
     engine.generate(ragged_prompts(), max_new_tokens=4)  # allocations of a first round may wait
-    core._round = guarded
+    core.launcher.round = guarded
     law = specdec.SamplingParams(temperature=temperature)
     engine.generate(ragged_prompts(), max_new_tokens=24, sampling=law)
 

@@ -74,8 +74,7 @@ def test_a_state_by_row_holds_what_was_committed(monkeypatch, shape, graphs):
         requests = engine.submit(prompts, max_new_tokens=40, ignore_eos=True)
         for _ in range(12):
             engine.step()
-        for results, tokens in core._mailbox.take(0):  # what the host has not read yet
-            core._hand_out(results, tokens)
+        core.delivery.read(0)  # what the host has not read yet
         for request in requests:
             fed = [*request.prompt_ids, *request.tokens][:-1]  # the root comes next
             assert states[0].kept[request.row].tolist() == fed[-WINDOW:]

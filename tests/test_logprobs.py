@@ -71,13 +71,13 @@ def test_without_the_setting_there_are_none_and_lines_are_short():
     model = tiny_model("llama").to(DEVICE)
     engine = engine_of(model, "chain")
     core, widths = engine._core, []
-    post = core._mailbox.post
+    post = core.mailbox.post
 
     def watched(requests, packed, is_round):
         widths.append(packed.shape[1])
         post(requests, packed, is_round)
 
-    core._mailbox.post = watched
+    core.mailbox.post = watched
     out = engine.generate(ragged_prompts()[:1], max_new_tokens=9)
     assert out.requests[0].logprobs is None and set(widths) == {1 + 3, 4 + 3}
     assert not {"logprobs", "digests"} & set(core.state.tensors) and out.requests[0].digests == []

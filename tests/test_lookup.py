@@ -96,8 +96,7 @@ def test_drafts_follow_the_history_of_each_row():
     requests = engine.submit(prompts, max_new_tokens=30, ignore_eos=True)
     for _ in range(6):
         engine.step()
-    for results, tokens in core._mailbox.take(0):  # what the host has not read yet
-        core._hand_out(results, tokens)
+    core.delivery.read(0)  # what the host has not read yet
     batch = core.round.batch("greedy", torch.tensor([r.row for r in requests], device=DEVICE), 160)
     drafts = core.round.worker.draft(batch).tree.tokens
     for request, history, nodes in zip(requests, core.state.history[batch.rows].tolist(), drafts, strict=True):

@@ -71,7 +71,7 @@ def past_prefill(engine, law, num_rounds=2):
         engine.step()
     for _ in range(num_rounds):
         engine.step()
-    return core, core._batch_of(core.scheduler.decoding()).rows
+    return core, core.launcher.batch_of(core.scheduler.decoding()).rows
 
 
 def assert_same(ours, theirs, where):
@@ -323,7 +323,7 @@ def test_padding_leaves_the_dummy_row_alone_and_passes_debug_checks(shape, monke
     engine.generate(ragged_prompts()[:3], max_new_tokens=10, sampling=list(LAWS.values())[:3])
     core = engine._core
     assert int(core.state.seq_lens[core.config.dummy_row]) == int(core.state.remaining[core.config.dummy_row]) == 0
-    assert not core._mailbox._pending or core._lag
+    assert not core.mailbox._pending or core._lag
 
 
 def test_a_mixed_batch_is_served_as_its_hottest_request_needs():

@@ -271,12 +271,12 @@ def test_a_prefill_waits_for_nothing_and_is_a_launch_a_part(draft):
     core = engine._core
     requests = engine.submit(prompts, max_new_tokens=8)
     core.scheduler.admit()
-    core._fill()
+    core.launcher.fill()
     torch.cuda.synchronize()
     with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            core._prefill(core.scheduler.next_prefill(8192))
+            core.launcher.prefill(core.scheduler.next_prefill(8192))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()

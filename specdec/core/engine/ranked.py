@@ -17,7 +17,7 @@ class RankedCore(Core):
         self._ranks = ranks
         self._is_to_forget = False
         super().__init__(parts)
-        self._mailbox.wait = lambda event: ranks.wait(event.query, "a round")
+        self.mailbox.wait = lambda event: ranks.wait(event.query, "a round")
         agree_on_graphs(ranks, [*self.prefill.runners, *self.graphs.runners.values()])
 
     def submit(self, requests: Sequence[Request]) -> None:

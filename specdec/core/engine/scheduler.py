@@ -186,6 +186,12 @@ class Scheduler:
         self.slot_tables.release(row)
         self._is_full = False
 
+    def forget_prefixes(self) -> None:
+        """Keep no K/V of what was served, or is being served, for other requests."""
+        self.slot_tables.prefixes.clear()
+        for request in self.running:
+            request.is_kept = False
+
     def fail(self, requests: Sequence[Request], error: BaseException) -> None:
         """End `requests` with `error`, which their callers will raise; finished ones keep their finish_reason."""
         for request in requests:

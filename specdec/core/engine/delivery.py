@@ -1,0 +1,79 @@
+"""Hands what launches have emitted to its requests, and ends those that are over."""
+
+import warnings
+
+from specdec.core.config import EngineConfig
+from specdec.core.engine.mailbox import Mailbox, Results
+from specdec.core.engine.request import Request
+from specdec.core.engine.scheduler import Scheduler
+from specdec.core.functional.results import unpack
+from specdec.core.metrics import AcceptanceStats
+
+
+class Delivery:
+    """Reads the mailbox; finished requests give back rows and slots.
+
+    acceptance: of all requests, also those that others step or abandon.
+    """
+
+    def __init__(self, mailbox: Mailbox, scheduler: Scheduler, config: EngineConfig):
+        self._mailbox = mailbox
+        self._scheduler = scheduler
+        self._config = config
+        self.acceptance = AcceptanceStats()
+
+    def read(self, num_left: int) -> None:
+        """Hand out results, oldest first, until those of `num_left` launches are left."""
+        for results, rows in self._mailbox.take(num_left):
+            self.hand_out(results, rows)
+
+    def hand_out(self, results: Results, rows: list[list[int]]) -> None:
+        """Hand arrived tokens to their requests; finished ones give back rows and slots."""
+        for i in range(results.num_read, len(rows)):
+            request = results.requests[i]
+            results.num_read = i + 1  # first: whatever goes wrong with this one, it does not come twice
+            try:
+                if request.finish_reason is None and request.row is not None:
+                    self._hand_over_or_end(request, rows[i], results.is_round)
+                if request.finish_reason is not None and request.row is not None:
+                    self._scheduler.release(request)
+            finally:
+                request.notify()
+
+    def _hand_over_or_end(self, request: Request, row: list[int], is_round: bool) -> None:
+        try:
+            self.hand_over(request, row, is_round)
+        except BaseException as error:  # a tokenizer's, say: the others have nothing to do with it
+            request.failure, request.finish_reason = failure_of(error), "error"
+            if not isinstance(error, Exception):
+                raise
+
+    def hand_over(self, request: Request, row: list[int], is_round: bool) -> None:
+        """Give a running request what it emitted in one launch."""
+        emitted = unpack(row, self._config.logprobs, self._config.digests)
+        assert emitted.tokens, "a running request emitted nothing: host and device disagree on who runs"
+        request.num_certain += len(emitted.tokens) - 1
+        if emitted.is_invalid:
+            request.finish_reason = "error"
+            self._scheduler.forget_prefixes()  # its prompt's K/V may be in there
+            message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"
+            warnings.warn(message, stacklevel=7)
+            return
+        num_before = len(request.tokens)
+        request.take(emitted.tokens, emitted.logprobs, emitted.digests)
+        if is_round:
+            for stats in (request.acceptance, self.acceptance):
+                stats.add(len(request.tokens) - num_before)
+            request.round_lens.append(len(request.tokens) - num_before)
+        # Stop strings, which only text shows, are the one end that the device does not see.
+        is_over = request.finish_reason is not None
+        assert is_over == emitted.is_finished or request.finish_reason == "stop_string", "host and device disagree"
+
+
+def failure_of(error: BaseException) -> Exception:
+    """Return what callers of the requests that `error` has ended get; an interrupt is for the thread it came to."""
+    if isinstance(error, Exception):
+        return error
+    failure = RuntimeError(f"a step was broken off by {type(error).__name__}; generate this request again")
+    failure.__cause__ = error
+    return failure

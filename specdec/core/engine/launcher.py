@@ -1,0 +1,189 @@
+"""Launches what the scheduler has chosen, a prefill or a round, and mails what it gives; knows no callers."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from specdec.core.draft.worker import PrefillChunk
+from specdec.core.engine.mailbox import Mailbox
+from specdec.core.engine.packing import (
+    copy_to,
+    pack_chunk,
+    pack_piece,
+    pack_requests,
+    rewrite_row,
+    write_history,
+    write_requests,
+    write_texts,
+)
+from specdec.core.engine.request import Request
+from specdec.core.engine.scheduler import Scheduler
+from specdec.core.functional.results import first_tokens
+from specdec.core.functional.sampling import SamplingKind
+from specdec.core.prefill.graphs import PrefillGraphs
+from specdec.core.round.graphs import RoundGraphs
+from specdec.core.round.parts import Parts
+from specdec.core.round.program import Round
+from specdec.graphs.pool import GraphPool
+
+PREFIX_STEP = 32  # host bounds of L are rounded up to this, so that shapes of eager rounds seldom change
+
+
+class StepBatch(NamedTuple):
+    """Requests that play a round, their rows [n] int64 on the device, and the kind of sampling that they need."""
+
+    requests: list[Request]
+    rows: torch.Tensor
+    kind: SamplingKind
+
+
+class Launcher:
+    """Launches prefills and rounds of running requests from their graphs, or eagerly.
+
+    is_launching: the state of running requests may be half written.
+    """
+
+    def __init__(self, parts: Parts, scheduler: Scheduler, mailbox: Mailbox):
+        self._scheduler = scheduler
+        self._mailbox = mailbox
+        self._state = parts.state
+        self._slot_tables = parts.tables
+        self._round_width = parts.config.num_steps + 1  # tokens that a round emits, at most
+        self._context = parts.context
+        self._device = parts.target.device
+        self.program = Round(parts)
+        rewrite_row(parts.state, parts.tables, parts.ops, parts.config.dummy_row)
+        pool = GraphPool(self._device) if self._device.type == "cuda" else None
+        parts.models.compile()
+        self.prefills = PrefillGraphs(parts, self.program, pool, parts.models.prefill_mode)
+        self.rounds = RoundGraphs(self.program, parts, pool)
+        self._batch = StepBatch([], torch.empty(0, device=self._device), SamplingKind.GREEDY)
+        self.is_launching = False
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Return how many tokens of a request launches on their way may have emitted, at most."""
+        return self._mailbox.num_pending * self._round_width
+
+    def fill(self) -> None:
+        """Write constants and slot tables of newly admitted requests to the device."""
+        admitted = self._scheduler.admitted
+        try:
+            constants = pack_requests(admitted)
+        except Exception as error:  # admission checks arguments, so there should be none; the others go on
+            self._scheduler.fail(list(admitted), error)
+            return
+        write_requests(self._state, self._slot_tables, admitted, constants, self.program.ops)
+        if self.program.worker.reads_history:
+            write_history(self._state, admitted)
+        write_texts(self._state, admitted)
+        self._scheduler.admitted = []
+
+    def prefill(self, pieces: list[tuple[Request, int]]) -> bool:
+        """Prefill prompt pieces, target and draft, and draw the first token of every prompt that is complete, but of
+        texts that go on.
+
+        Returns whether there are such tokens.
+        """
+        done = [i for i, (r, n) in enumerate(pieces) if r.num_prefilled + n == r.num_to_prefill]
+        finished = [pieces[i][0] for i in done]
+        new = [r for r in finished if not r.tokens]
+        kind = SamplingKind.of(r.sampling for r in new) if new else SamplingKind.GREEDY
+        if new == finished and self._takes_whole(pieces, kind):
+            self._prefill_whole(pieces, finished, kind)
+        else:
+            self._prefill_in_parts(pieces, done, kind)
+        self.is_launching = False
+        for request in finished:
+            self._scheduler.sharing.keep(request)
+        return bool(new)
+
+    def round(self, requests: list[Request]) -> None:
+        """Play one round of all `requests`; the host learns a launch later what it emitted."""
+        batch = self.batch_of(requests)
+        bound = self._len_bound(requests)
+        self.is_launching = True
+        packed = self.rounds.play(batch.kind, batch.rows, bound)
+        self.post(requests, packed, is_round=True)
+        self.is_launching = False
+        self._scheduler.note_round()
+
+    def batch_of(self, requests: list[Request]) -> StepBatch:
+        """Return the batch of a round; rows are copied to the device only where they are not those of the last one."""
+        if requests != self._batch.requests:
+            rows = copy_to(self._device, np.array([r.row for r in requests], dtype=np.int64))
+            self._batch = StepBatch(requests, rows, SamplingKind.of(r.sampling for r in requests))
+        return self._batch
+
+    def forget_rows(self) -> None:
+        """Copy the rows of the next round even if its requests are those of the last one: one may have moved."""
+        self._batch = self._batch._replace(requests=[])
+
+    def post(self, requests: list[Request], packed: torch.Tensor, is_round: bool) -> None:
+        """Mail results to the host; every request in them will have one token more, or be over."""
+        self._mailbox.post(requests, packed, is_round)
+        for request in requests:
+            request.num_certain += 1
+
+    def _begin(self, pieces: list[tuple[Request, int]]) -> None:
+        """From here on the state of running requests may be half written."""
+        self.is_launching = True
+        for request, n in pieces:
+            request.num_prefilled += n
+
+    def _takes_whole(self, pieces: list[tuple[Request, int]], kind: SamplingKind) -> bool:
+        """Return whether one graph prefills target and draft and draws first tokens."""
+        starts, num_tokens = [r.num_prefilled for r, _ in pieces], sum(n for _, n in pieces)
+        return self.prefills.whole is not None and self.prefills.whole.takes(kind, starts, num_tokens)
+
+    def _prefill_whole(self, pieces: list[tuple[Request, int]], finished: list[Request], kind: SamplingKind) -> None:
+        assert self.prefills.whole is not None
+        assert finished == [r for r, _ in pieces[: len(finished)]], "only the last piece can be a part of its prompt"
+        packed = [pack_piece(r, n) for r, n in pieces]
+        self._begin(pieces)
+        lines = self.prefills.whole(kind, packed)
+        if finished:
+            self.post(finished, lines[: len(finished)], is_round=False)
+
+    def _prefill_in_parts(self, pieces: list[tuple[Request, int]], done: list[int], kind: SamplingKind) -> None:
+        """Prefill the target, draw first tokens of the pieces `done`, prefill the draft: a runner each."""
+        builder, worker = self._context.backend.metadata, self.program.worker
+        chunk = pack_chunk(pieces, self._slot_tables.table, builder, self.prefills.placement)
+        self._begin(pieces)
+        if worker.reads_history:
+            self.program.take_prompts(chunk)
+        hidden, aux = self.prefills.target(chunk.metadata, chunk.ids)
+        if new := [i for i in done if not pieces[i][0].tokens]:
+            self._draw_first_tokens(pieces, new, kind, chunk, hidden)
+        states = None
+        if worker.context is not None:
+            states = self.prefills.draft(chunk.metadata, chunk.next_ids if worker.id_shift else chunk.ids, aux)
+        states = worker.finish_prefill(chunk, states, self.prefills.draft)
+        if done and worker.has_begin:
+            places, bound = self._places(done, len(pieces)), self._len_bound([pieces[i][0] for i in done])
+            self.rounds.begin(chunk.rows[places], None if states is None else states[places], bound)
+
+    def _draw_first_tokens(
+        self,
+        pieces: list[tuple[Request, int]],
+        new: list[int],
+        kind: SamplingKind,
+        chunk: PrefillChunk,
+        hidden: torch.Tensor,
+    ) -> None:
+        """Draw the first token of the pieces `new` from the target's states `hidden` [T, h]; the draft reads them."""
+        places = self._places(new, len(pieces))
+        rows, last_rows = chunk.rows[places], chunk.last_rows[places]
+        packed = self.rounds.first_tokens(kind, rows, hidden.index_select(0, last_rows))
+        self.post([pieces[i][0] for i in new], packed, is_round=False)
+        chunk.next_ids.index_copy_(0, last_rows, first_tokens(packed))
+
+    def _places(self, chosen: list[int], count: int) -> slice | torch.Tensor:
+        """Return the index of those `chosen` of `count` requests."""
+        return slice(None) if len(chosen) == count else copy_to(self._device, np.array(chosen))
+
+    def _len_bound(self, requests: list[Request]) -> int:
+        """Return a host bound of L of all `requests`, what launches on their way may have emitted included."""
+        longest = max([len(r.prompt_ids) + len(r.tokens) for r in requests]) - 1 + self.tokens_in_flight
+        return min(-(-longest // PREFIX_STEP) * PREFIX_STEP, self._slot_tables.table.shape[1])
