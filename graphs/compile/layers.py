@@ -43,14 +43,14 @@ class Kind:
     others: Mapping[int, torch.Tensor]
 
 
-@torch.library.custom_op("specdec::layer", mutates_args=())
-def _layer(hidden: torch.Tensor, others: list[torch.Tensor], number: int) -> torch.Tensor:
-    raise AssertionError("it stands for a layer while Dynamo walks, and is never run")
+# It stands for a layer while Dynamo walks, and is never run.
+_LIBRARY = torch.library.Library("specdec", "FRAGMENT")
+_LIBRARY.define("layer(Tensor hidden, Tensor[] others, int number) -> Tensor")
 
 
-@_layer.register_fake
-def _(hidden: torch.Tensor, others: list[torch.Tensor], number: int) -> torch.Tensor:
-    return torch.empty_like(hidden)
+@torch.library.register_fake("specdec::layer", lib=_LIBRARY)
+def _like(hidden: torch.Tensor, others: list[torch.Tensor], number: int) -> torch.Tensor:
+    return torch.empty_strided(hidden.shape, hidden.stride(), dtype=hidden.dtype, device=hidden.device)
 
 
 class Layers:
@@ -91,7 +91,7 @@ class Layers:
             kind = self._kind(layers[0], layers[-1], tuple(numbers), sizes)
             kinds |= dict.fromkeys(layers, kind) if kind is not None else {}
         self.standing = list(kinds.items())
-        with _replaced({layer: _stand_in(i, self._calls[layer][0].out) for i, layer in enumerate(kinds)}):
+        with _replaced({layer: _stand_in(i, self._calls[layer][0]) for i, layer in enumerate(kinds)}):
             yield
 
     def _by_arguments(self) -> list[list[nn.Module]]:
@@ -114,15 +114,21 @@ class Layers:
         return a if is_one else None
 
 
-def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors among arguments, and in tuples and lists of them. Dynamo walks through this, too."""
-    found: list[torch.Tensor] = []
-    for value in (*args, *kwargs.values()):
+def _places(values: Sequence[Any]) -> list[tuple[int, int | None]]:
+    """Return where tensors are: the number of an argument, and that in it of one that is a tuple or a list."""
+    places: list[tuple[int, int | None]] = []
+    for i, value in enumerate(values):
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            places.append((i, None))
         elif isinstance(value, tuple | list):
-            found += [v for v in value if isinstance(v, torch.Tensor)]
-    return found
+            places += [(i, j) for j, v in enumerate(value) if isinstance(v, torch.Tensor)]
+    return places
+
+
+def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors among arguments, and in tuples and lists of them."""
+    values = (*args, *kwargs.values())
+    return [values[i] if j is None else values[i][j] for i, j in _places(values)]
 
 
 def _shapes(call: Call) -> list[torch.Size]:
@@ -153,13 +159,15 @@ def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
             module.__dict__.pop("forward", None)
 
 
-def _stand_in(number: int, out: Any) -> Callable[..., Any]:
-    """Return the forward of layer `number`, which returns what is like `out`."""
-    num_none = len(out) - 1 if isinstance(out, tuple) else -1
+def _stand_in(number: int, call: Call) -> Callable[..., Any]:
+    """Return the forward of layer `number`, which takes and returns what is like that of `call`."""
+    num_none = len(call.out) - 1 if isinstance(call.out, tuple) else -1
+    places = _places((*call.args, *call.kwargs.values()))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        hidden, *others = _leaves(args, kwargs)
-        result = torch.ops.specdec.layer(hidden, others, number)
+        values = (*args, *kwargs.values())  # Dynamo walks through this, too: nothing is looked for
+        hidden, *others = [values[i] if j is None else values[i][j] for i, j in places]
+        result = torch.ops.specdec.layer.default(hidden, others, number)
         return result if num_none < 0 else (result, *[None] * num_none)
 
     return forward

@@ -17,6 +17,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import standalone_compile
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental import _config as shape_config
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.passes.split_module import split_module
@@ -57,11 +58,14 @@ def cut(graph: fx.GraphModule, split_at: Sequence[Any]) -> fx.GraphModule:
         else:
             parts[node] = part
     _repeat_shapes(graph, parts)
-    split = split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
+    with _use_lazy_graph_module(True):  # equal parts are many, and only the first of them needs code
+        split = split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
     first: dict[tuple[Any, ...], fx.GraphModule] = {}
     for name, module in list(split.named_children()):
         assert isinstance(module, fx.GraphModule)
         setattr(split, name, first.setdefault(fingerprint(module), module))
+    for module in first.values():
+        _LazyGraphModule.force_recompile(module)
     return split
 
 
@@ -125,21 +129,17 @@ def compile_pieces(
 ) -> Counts:
     """Put the compiled form of every piece in its place in `chain`, a graph of `cut` that takes `args`. See `trace`;
     GraphError if it is not correct for every T from 2 to `largest`. Whatever else a compiler raises comes through."""
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        shape_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
-        inductor_config.patch(shape_padding=False),  # whether to pad a product depends on T
-        compile_lock,
-    ):
-        mode = FakeTensorMode(shape_env=ShapeEnv())
-        with tracing(TracingContext(mode)):
-            compiling = _Compiling(chain, split_at, compiler, progress)
-            with mode, enable_python_dispatcher():  # which keeps sizes symbolic in composite ops
-                compiling.run(*_fakes(mode, args, groups, inputs))
-    # The compiler guards against one row wherever an op could broadcast it, but its code is correct for one row.
-    check_guards(mode.shape_env, 2, largest)
-    return Counts(compiling.num_pieces, compiling.num_compiled, compiling.num_found)
+    called = {n.target: getattr(chain, n.target) for n in chain.graph.nodes if n.op == "call_module"}
+    pieces = [m for m in called.values() if not any(is_call(node, split_at) for node in m.graph.nodes)]
+    is_eager = compiler == "eager"
+    to_compile = set() if is_eager else {m for m in pieces if not is_covered(m)}
+    compiling = _Compiling(chain, to_compile, progress)
+    if to_compile:
+        compiling.run_on_fakes(args, groups, inputs, largest)
+    for target, module in called.items():
+        # An attribute of the instance takes precedence over the submodule of that name.
+        chain.__dict__[target] = compiling.done.setdefault(module, module.forward)
+    return Counts(len(pieces), len(set(pieces) if is_eager else to_compile), compiling.num_found)
 
 
 def _fakes(
@@ -168,32 +168,43 @@ def _fakes(
 
 
 class _Compiling(fx.Interpreter):
-    """Runs a chain on fake tensors, equal pieces once, and replaces every piece by its compiled form."""
+    """Runs a chain on fake tensors, equal parts once, and compiles those of them that are `to_compile`."""
 
-    def __init__(self, chain: fx.GraphModule, split_at: Sequence[Any], compiler: str, progress: Callable[[], None]):
+    def __init__(self, chain: fx.GraphModule, to_compile: set[fx.GraphModule], progress: Callable[[], None]):
         super().__init__(chain)
         self.extra_traceback = False
-        self.num_pieces = self.num_compiled = self.num_found = 0
+        self.num_found = 0
         self.done: dict[fx.GraphModule, Callable[..., Any]] = {}
-        self._split_at, self._compiler, self._progress = split_at, compiler, progress
+        self._to_compile, self._progress = to_compile, progress
         self._outputs: dict[Any, Any] = {}
+
+    def run_on_fakes(
+        self, args: Sequence[Any], groups: Sequence[Sequence[int]], inputs: Sequence[torch.Tensor], largest: int
+    ) -> None:
+        """See `compile_pieces`."""
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            shape_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
+            inductor_config.patch(shape_padding=False),  # whether to pad a product depends on T
+            compile_lock,
+        ):
+            mode = FakeTensorMode(shape_env=ShapeEnv())
+            with tracing(TracingContext(mode)), mode, enable_python_dispatcher():  # which keeps sizes symbolic
+                self.run(*_fakes(mode, args, groups, inputs))
+        # The compiler guards against one row wherever an op could broadcast it, but its code is correct for one row.
+        check_guards(mode.shape_env, 2, largest)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.fetch_attr(target)
         if module not in self._outputs:
             self._outputs[module] = Noting(module).run(*args)
-        if any(is_call(node, self._split_at) for node in module.graph.nodes):
-            return self._outputs[module]
-        self.num_pieces += 1
-        if module not in self.done:
-            is_whole = self._compiler == "eager" or is_covered(module)
-            before = 0 if is_whole else num_found()
-            self.done[module] = module.forward if is_whole else _compile(module, args)
-            self.num_compiled += self._compiler == "eager" or not is_whole
-            self.num_found += not is_whole and num_found() > before
-        # An attribute of the instance takes precedence over the submodule of that name.
-        self.module.__dict__[target] = self.done[module]
-        self._progress()
+            if module in self._to_compile:
+                before = num_found()
+                self.done[module] = _compile(module, args)
+                self.num_found += num_found() > before
+        if module in self._to_compile:
+            self._progress()
         return self._outputs[module]
 
 

@@ -46,8 +46,12 @@ def walk(
         torch._dynamo.mark_dynamic(tensor, list(dims))
     compiled = torch.compile(_fresh(fn), backend=_give_back, fullgraph=True)
     try:
-        # Without it Dynamo assumes T > 1 and leaves no guard that shows it.
-        with torch.no_grad(), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        with (
+            torch.no_grad(),
+            # Without it Dynamo assumes T > 1 and leaves no guard that shows it.
+            shape_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
+            torch._dynamo.config.patch(fake_tensor_cache_enabled=False),  # with symbolic sizes it costs more than it saves
+        ):
             compiled(*args, **(kwargs or {}))
     except _Found as found:
         check_guards(found.walked.mode.shape_env, *sizes)

@@ -25,6 +25,7 @@ from specdec.core.prefill.graphs import PrefillGraphs
 from specdec.core.round.graphs import RoundGraphs
 from specdec.core.round.parts import Parts
 from specdec.core.round.program import Round
+from specdec.graphs.captures import collection_paused
 from specdec.graphs.pool import GraphPool
 
 PREFIX_STEP = 32  # host bounds of L are rounded up to this, so that shapes of eager rounds seldom change
@@ -55,9 +56,10 @@ class Launcher:
         self.program = Round(parts)
         rewrite_row(parts.state, parts.tables, parts.ops, parts.config.dummy_row)
         pool = GraphPool(self._device) if self._device.type == "cuda" else None
-        parts.models.compile()
-        self.prefills = PrefillGraphs(parts, self.program, pool, parts.models.prefill_mode)
-        self.rounds = RoundGraphs(self.program, parts, pool)
+        with collection_paused():
+            parts.models.compile()
+            self.prefills = PrefillGraphs(parts, self.program, pool, parts.models.prefill_mode)
+            self.rounds = RoundGraphs(self.program, parts, pool)
         self._batch = StepBatch([], torch.empty(0, device=self._device), SamplingKind.GREEDY)
         self.is_launching = False
 

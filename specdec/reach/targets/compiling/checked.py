@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 NUM_TOKENS = 32  # of the forward that is traced
 # Tokens of the forwards that are compared. At one, the plain decode, a trace that took T > 1 for granted is wrong.
 COMPARED = (NUM_TOKENS, 7, 1)
+NUM_ALONE = 3  # forwards of one token
 ATTENTION, CONV, SCAN = torch.ops.specdec.attn.default, torch.ops.specdec.conv.default, torch.ops.specdec.scan.default
 Batch = tuple[torch.Tensor, ...]  # what a forward takes, [T, ...] each
 Layers = Callable[..., Sequence[Any]]
@@ -76,7 +77,9 @@ def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) 
     layers = Layers(subject.alike)
     # The live layers run first: transformers installs hooks on first use, which cannot be traced.
     with torch.inference_mode(), subject.ready(), layers.recording():
-        expected = [expect(subject.run, _batches(subject.inputs, size)) for size in COMPARED]
+        whole, *others = (_batches(subject.inputs, size) for size in COMPARED)
+        expected = [expect(subject.run, whole)]
+        expected += [expect(subject.run, batches, expected[0].bounds) for batches in others]
     if config.compiler == "eager":
         return _trace(subject, layers, config, expected)
     where, before = folder(device), num_found()
@@ -92,13 +95,17 @@ def trace_checked(subject: Subject, config: EngineConfig, device: torch.device) 
 
 def _batches(inputs: Batch, size: int) -> list[Batch]:
     """Return forwards of `size` of the tokens of `inputs`: one, or one a token for several of them."""
-    return [tuple(t[i : i + size] for t in inputs) for i in (range(COMPARED[1]) if size == 1 else [0])]
+    return [tuple(t[i : i + size] for t in inputs) for i in (range(NUM_ALONE) if size == 1 else [0])]
 
 
-def expect(layers: Layers, batches: Sequence[Batch]) -> Expected:
-    """Run the live `layers` on every batch, and once more disturbed, which says how far rounding may take others."""
-    outputs, moved = _outputs(layers, batches), _outputs(layers, batches, is_disturbed=True)
-    return Expected(batches, outputs, [bound(b.dtype, distance(a, b)) for a, b in zip(moved, outputs, strict=True)])
+def expect(layers: Layers, batches: Sequence[Batch], bounds: list[float] | None = None) -> Expected:
+    """Run the live `layers` on every batch; without `bounds`, of more tokens of the same, once more disturbed, which
+    says how far rounding may take others."""
+    outputs = _outputs(layers, batches)
+    if bounds is None:
+        moved = _outputs(layers, batches, is_disturbed=True)
+        bounds = [bound(b.dtype, distance(a, b)) for a, b in zip(moved, outputs, strict=True)]
+    return Expected(batches, outputs, bounds)
 
 
 def compare(layers: Layers, expected: Expected) -> None:
