@@ -50,7 +50,7 @@ def walk(
             torch.no_grad(),
             # Without it Dynamo assumes T > 1 and leaves no guard that shows it.
             shape_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
-            torch._dynamo.config.patch(fake_tensor_cache_enabled=False),  # with symbolic sizes it costs more than it saves
+            torch._dynamo.config.patch(fake_tensor_cache_enabled=False),  # it costs more than it saves
         ):
             compiled(*args, **(kwargs or {}))
     except _Found as found:
