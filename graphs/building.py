@@ -15,7 +15,7 @@ from specdec.graphs.shapes import ShapeKey
 
 OUT_OF_MEMORY = "out of memory when it was captured"
 NOT_CAPTURABLE = "it does what cannot be captured"
-REHEARSED = 2  # sizes, or so
+ALIKE_FROM = 128  # larger sizes have much the same kernels
 
 
 def build(
@@ -52,7 +52,8 @@ def rehearse(
     within: AbstractContextManager[None] | None,
     prepare: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run `prepare`, and warm-ups of a few sizes of every variant of `runners`, the largest and the smallest included.
+    """Run `prepare`, and warm-ups of every variant of `runners`, at a size for each power of two up to ALIKE_FROM,
+    where kernels change, and at the largest.
 
     within: a context in which kernels are compiled and not launched, so that results are void; `build` reports
     what fails there, since it meets it again. None: nothing is run.
@@ -62,9 +63,9 @@ def rehearse(
     with within, suppress(Exception):
         prepare()
         for runner in runners:
-            sizes = runner.buckets[:: max(1, len(runner.buckets) // REHEARSED)] + runner.buckets[-1:]
+            sizes = {min(size - 1, ALIKE_FROM).bit_length(): size for size in runner.buckets}  # the last one stays
             for key in runner.keys:
-                if key.size in sizes:
+                if key.size in sizes.values():
                     with suppress(Exception):
                         runner.rehearse(key)
 
