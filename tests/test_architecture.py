@@ -160,18 +160,21 @@ def walk_runtime(node: ast.AST) -> Iterator[ast.AST]:
             yield from walk_runtime(child)
 
 
-def imports(module: Module) -> Iterator[tuple[int, str]]:
+@cache
+def imports(module: Module) -> list[tuple[int, str]]:
     """(line, dotted name) of every import at run time, lazy ones too. `from a import b` is "a.b": b may be a module."""
+    found = []
     package = module.name.split(".") if module.is_package else module.name.split(".")[:-1]
     for node in walk_runtime(module.tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield node.lineno, alias.name
+                found.append((node.lineno, alias.name))
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
-                yield node.lineno, f"{origin}.{alias.name}"
+                found.append((node.lineno, f"{origin}.{alias.name}"))
+    return found
 
 
 def place(name: str) -> tuple[int, frozenset[str]] | None:
