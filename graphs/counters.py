@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from specdec.core.batch import ForwardMode
@@ -40,6 +41,15 @@ class Counters:
             yield self._recorded
         finally:
             self._recorded = outer
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Count nothing within this context."""
+        before = deepcopy((self.forwards, self.runners))
+        try:
+            yield
+        finally:
+            self.forwards, self.runners = before
 
     def count_replay(self, runner: str, forwards: Counter[ForwardMode]) -> None:
         """Count a replay of a graph of `runner` that holds `forwards`."""

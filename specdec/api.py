@@ -77,6 +77,8 @@ def attach(
         name, source = resolve_draft(draft, algo)
         config = engine_config(target, name, advised(target, draft, source, settings))
         group = find_group(target)
+        if group is not None and config.auto_steps is not None:
+            raise ValueError("num_steps='auto': ranks do not agree on times; pass a number with a sharded model")
         ranks = None if group is None else Ranks.of(group)
         with nullcontext() if ranks is None else ranks.attaching((name, config)):
             hf = HFTarget(target, None if ranks is None else partial(_join, ranks))
@@ -271,6 +273,7 @@ class Engine:
                 num_pages=core.slot_tables.num_pages,
                 prefix_cache=core.slot_tables.prefix_facts,
                 preemption=dict(core.scheduler.preemption),
+                policy=core.launcher.tiers.facts,
                 capture=core.graphs.capture.name,
                 prefill_graph=core.prefill.name,
                 compile_seconds=core.models.compile_seconds,

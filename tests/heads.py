@@ -80,7 +80,7 @@ class OracleWorker(DraftWorker):
         self.owner[row] = text
 
     def draft(self, batch: RoundBatch) -> Draft:
-        k, num_steps = self.config.topk, self.config.num_steps
+        num_steps, k, _ = batch.shape
         true = torch.tensor(
             [
                 [self._true(row, length + d) for d in range(1, num_steps + 1)]

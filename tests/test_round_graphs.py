@@ -343,7 +343,7 @@ def test_bounds_of_the_length_follow_what_was_read():
     core = engine._core
     core._lag = 0
     bounds, play = [], core.graphs.play
-    core.graphs.play = lambda kind, rows, bound: (bounds.append(bound), play(kind, rows, bound))[1]
+    core.graphs.play = lambda kind, rows, bound, *rest: (bounds.append(bound), play(kind, rows, bound, *rest))[1]
     requests = engine.submit(ragged_prompts(), max_new_tokens=30, ignore_eos=True)
     while any(r.finish_reason is None for r in requests):
         lens = [len(r.prompt_ids) + len(r.tokens) - 1 for r in core.scheduler.decoding()]

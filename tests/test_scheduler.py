@@ -162,14 +162,14 @@ def test_pages_that_a_request_shares_are_not_taken_to_make_room_for_it():
 def test_results_are_copies_and_come_again_until_the_next_ones_are_asked_for():
     mailbox, packed = Mailbox(CPU, 8), torch.tensor([[1, 2, 3, 4]])
     for number in range(2):
-        mailbox.post([request_of()], packed + number, is_round=True)
+        mailbox.post([request_of()], packed + number, None)
         packed[:] += 10
-    mailbox.post([request_of()], packed, is_round=True)
+    mailbox.post([request_of()], packed, None)
     packed.zero_()
     firsts = [next(iter(mailbox.take(0)))[1] for _ in range(2)]
     assert firsts == [[[1, 2, 3, 4]]] * 2 and mailbox.num_pending == 3
     assert [rows[0][0] for _, rows in mailbox.take(1)] == [1, 12]
     assert [rows[0][0] for _, rows in mailbox.take(0)] == [21]
-    mailbox.post([request_of()], packed, is_round=True)
+    mailbox.post([request_of()], packed, None)
     mailbox.clear()
     assert mailbox.num_pending == 0

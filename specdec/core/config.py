@@ -11,6 +11,9 @@ from specdec.core.ranges import FLAG, TOKEN, Range, check_fields, either, list_o
 MAX_TOP = 128  # best tokens whose log-probabilities are returned
 MAX_TOPK = 64  # branches a step: its K*K children are ranked by one program
 MAX_TAIL = 256  # nodes that ancestor masks name: four words of 64 bits; the kernels hold a tree in one program
+AUTO = "auto"
+AUTO_STEPS = (1, 3, 5)  # lengths of chains that rounds choose among by themselves
+CATCH_UP = 32  # plain rounds that a draft may fall behind, where they do; it takes their tokens in one forward then
 GRAPH_SAMPLING = ("greedy", "sampled", "filtered", "processed_greedy", "processed")
 PREFILL_GRAPHS = ("auto", "whole", "piecewise", "breakable", "off")
 COMPILES = ("auto", True, False)
@@ -37,9 +40,12 @@ class Shape(NamedTuple):
 class EngineConfig:
     """Settings of an engine: drafting, capacity, backend and graphs.
 
-    num_steps S: draft depth, tokens on the longest drafted path (0 without a draft).
+    num_steps S: draft depth, tokens on the longest drafted path (0 without a draft). "auto": every round has the shape
+        with the most expected tokens a ms, as measured at attach and since: no drafts, a chain of one of `auto_steps`,
+        or the tree if topk > 1. S is the longest of them then. Texts stay the same.
     topk K: branches kept per step; 1 drafts a chain.
     num_draft_tokens D: nodes verified per request and round, root included; a chain has S+1.
+    auto_steps: lengths of the chains that num_steps="auto" chooses among, (1, 3, 5) unless given; None: S is fixed.
     max_batch: requests decoded together; more wait their turn.
     max_seq_len: longest prompt plus output of one request, in tokens.
     num_slots: KV slots (tokens) of the pool; None holds `max_batch` requests of `max_seq_len`.
@@ -85,6 +91,7 @@ class EngineConfig:
     num_steps: int = 3
     topk: int = 1
     num_draft_tokens: int | None = None
+    auto_steps: tuple[int, ...] | None = None
     max_batch: int = 8
     max_seq_len: int = 2048
     num_slots: int | None = None
@@ -110,6 +117,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, _RANGES)
+        self._read_auto()
         if self.num_steps == 0 and self.topk > 1:
             raise ValueError(f"topk={self.topk} with num_steps=0: a tree needs at least one draft step")
         if self.topk * max(self.num_steps - 1, 1) > MAX_TAIL:
@@ -128,6 +136,17 @@ class EngineConfig:
         object.__setattr__(self, "graph_sampling", tuple(k for k in GRAPH_SAMPLING if k in self.graph_sampling))
         if self.synthetic_acceptance is not None:
             self._check_rates(self.synthetic_acceptance)
+
+    def _read_auto(self) -> None:
+        """Replace num_steps="auto" by the longest of `auto_steps`."""
+        is_auto = str(self.num_steps) == AUTO
+        if not is_auto and self.auto_steps is None:
+            return
+        steps = tuple(sorted(set(self.auto_steps or AUTO_STEPS)))
+        if not is_auto and self.num_steps != steps[-1]:
+            raise ValueError(f"auto_steps={steps} with num_steps={self.num_steps}: expected num_steps='auto'")
+        object.__setattr__(self, "auto_steps", steps)
+        object.__setattr__(self, "num_steps", steps[-1])
 
     def _check_rates(self, rates: tuple[float, ...]) -> None:
         if len(rates) != self.num_steps or any(a < b for a, b in pairwise(rates)):
@@ -150,12 +169,24 @@ class EngineConfig:
                     "leave num_draft_tokens out, or set topk > 1 for a tree"
                 )
             return
+        least = 2 if self.auto_steps is None else self.num_steps + 1  # the longest chain has its place, too
         most = min(MAX_TAIL, self.num_candidates + 1)
-        if not 2 <= d <= most:
+        if not least <= d <= most:
             raise ValueError(
-                f"num_draft_tokens={d}: expected 2..{most} for topk={self.topk}, num_steps={self.num_steps} "
+                f"num_draft_tokens={d}: expected {least}..{most} for topk={self.topk}, num_steps={self.num_steps} "
                 f"({self.num_candidates} candidates and the root, {MAX_TAIL} nodes at most)"
             )
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of a round, of "auto" the largest."""
+        return Shape(self.num_steps, self.topk, self.verify_width)
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """All shapes that a round may have, plain decoding first if there are several, `shape` last."""
+        chains = [Shape(n, 1, n + 1) for n in (0, *self.auto_steps)] if self.auto_steps else []
+        return tuple(dict.fromkeys([*chains, self.shape]))
 
     @property
     def tree_words(self) -> int:
@@ -180,12 +211,14 @@ class EngineConfig:
 
     @property
     def draft_tail(self) -> int:
-        """Nodes that a draft model may run in a round, one after the other: max(K·(S-1), D, S+1)."""
-        return max(self.topk * (self.num_steps - 1), self.verify_width, self.num_steps + 1)
+        """Nodes that a draft model may run in a round, one after the other: max(K·(S-1), D, S+1); of "auto" also what
+        it runs to catch up."""
+        most = max(self.topk * (self.num_steps - 1), self.verify_width, self.num_steps + 1)
+        return max(most, CATCH_UP) if self.auto_steps else most
 
     @property
     def tail_reserve(self) -> int:
-        """Slots a round may write past L: max(K·(S-1), D, S+1), and one for drafts that are a token ahead."""
+        """Slots a round may write past L: `draft_tail`, and one for drafts that are a token ahead."""
         return self.draft_tail + 1
 
     @property
@@ -221,9 +254,10 @@ _KIND = one_of(*GRAPH_SAMPLING)
 _KINDS = list_of(_KIND, f"one or more of {GRAPH_SAMPLING}", low=1)
 _RANGES: Mapping[str, Range] = MappingProxyType(
     {
-        "num_steps": whole(0, MAX_TAIL - 1),
+        "num_steps": either(one_of(AUTO), whole(0, MAX_TAIL - 1)),
         "topk": whole(1, MAX_TOPK),
         "num_draft_tokens": optional(whole(1, MAX_TAIL)),
+        "auto_steps": optional(list_of(whole(1, MAX_TAIL - 1), "draft steps of at least 1", low=1)),
         "max_batch": whole(1),
         "max_seq_len": whole(2),
         "num_slots": optional(whole(1)),

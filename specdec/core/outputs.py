@@ -1,5 +1,6 @@
 """Results for users: outputs of requests, totals of a call, and the engine's report."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -139,6 +140,10 @@ class Report:
     it is off;
     preemption: requests that gave up their pages to others (preemptions), and tokens prefilled again for it
     (recomputed_tokens);
+    policy: with num_steps="auto", of each tier, a shape of rounds: rounds, mean ms and tokens of a request in one,
+    tokens expected of the next one (expected_tokens), ms by batch in a short context (cost_ms); and how often the
+    policy went over to another (switches, last_switches in words), tried another (probes), and had the draft take what
+    plain rounds had emitted (catch_ups). Empty with a fixed number;
     graphs: each with its cost; runners: name -> {replays, eager, rejects by reason};
     paths: forward mode -> {replays, eager, attention}, a graph's forwards counting as replays; attention: the kernels
     that attend there.
@@ -155,6 +160,7 @@ class Report:
     num_pages: int
     prefix_cache: dict[str, int]
     preemption: dict[str, int]
+    policy: dict[str, Any]
     capture: str
     prefill_graph: str
     compile_seconds: float
@@ -204,6 +210,11 @@ class Report:
         if self.preemption["preemptions"]:
             text = "{preemptions} preemptions, {recomputed_tokens} tokens prefilled again"
             lines.append(f"preempted  {text.format(**self.preemption)}")
+        if self.policy:
+            text = "{switches} switches, {probes} probes, {catch_ups} catch-ups"
+            lines.append(f"policy     {text.format(**self.policy)}")
+            lines += [f"           {name}: {_told(tier)}" for name, tier in self.policy["tiers"].items()]
+            lines += [f"           {switch}" for switch in self.policy["last_switches"]]
         if self.experts:
             lines.append("experts    " + ", ".join(f"{k}={v}" for k, v in self.experts.items()))
         for runner in self.runners:
@@ -222,3 +233,13 @@ class Report:
         for mode, path in self.paths.items():
             lines.append(f"{mode:15s} {path['replays']:8d} {path['eager']:8d}  {path['attention']}")
         return "\n".join(lines)
+
+
+def _told(tier: Mapping[str, Any]) -> str:
+    """Return what the report says of a tier of rounds."""
+    costs = ", ".join(f"{batch}: {ms:.3g}" for batch, ms in tier["cost_ms"].items())
+    seen = "" if tier["ms"] is None else f" of {tier['ms']:.3g} ms"
+    if tier["tokens"] is not None:
+        seen += f", {tier['tokens']:.2f} tokens each"
+    expected = f"{tier['expected_tokens']:.2f} tokens expected"
+    return f"{tier['rounds']} rounds{seen}; {expected}, ms by batch {costs}"

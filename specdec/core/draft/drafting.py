@@ -81,7 +81,7 @@ class DraftModelWorker(DraftWorker):
         return self.run(ForwardMode.EXTEND, ids, positions, hidden, module)
 
     def draft(self, batch: RoundBatch) -> Draft:
-        return self._draft_chain(batch) if self.config.topk == 1 else self._draft_tree(batch)
+        return self._draft_chain(batch) if batch.shape.topk == 1 else self._draft_tree(batch)
 
     def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> None:
         """Run a row for every token that could be accepted, on true features; the last accepted token's row is kept.
@@ -173,7 +173,7 @@ class DraftModelWorker(DraftWorker):
         logits, steps = self.of_rows(self.logits, batch.rows), self.steps(batch)
         tokens: list[torch.Tensor] = []
         laws: list[torch.Tensor] = []
-        for step in range(self.config.num_steps):
+        for step in range(batch.shape.num_steps):
             if step:
                 logits = self.score(steps.advance(tokens[-1].unsqueeze(1)), steps.module)
             if batch.sampling is None or not self.draws_chains:

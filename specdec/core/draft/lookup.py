@@ -21,11 +21,10 @@ class LookupWorker(DraftWorker):
             raise ValueError(f"topk={parts.config.topk}: algo='lookup' drafts chains; leave topk out")
         self.spec = parts.spec
         self.id_shift = parts.spec.id_shift
-        self.config = parts.config
         self.ops = parts.ops
 
     def draft(self, batch: RoundBatch) -> Draft:
-        tokens = self.ops.look_up(batch.history, batch.rows, batch.seq_lens, self.config.num_steps, MAX_NGRAM)
+        tokens = self.ops.look_up(batch.history, batch.rows, batch.seq_lens, batch.shape.num_steps, MAX_NGRAM)
         return Draft(self.ops.chain(batch.roots, tokens), None)
 
     @property

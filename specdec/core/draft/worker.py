@@ -11,7 +11,7 @@ from torch import nn
 
 from specdec.backends.op import ForwardContext
 from specdec.core.batch import AttentionMetadata
-from specdec.core.config import MAX_TAIL, EngineConfig
+from specdec.core.config import MAX_TAIL, EngineConfig, Shape
 from specdec.core.functional.ops import RoundOps
 from specdec.core.functional.sampling import SamplingBatch
 from specdec.core.functional.tree import Tree
@@ -32,7 +32,8 @@ class RoundBatch:
     rows [bs]: rows in the engine's state, in slot_table and in history (tokens by position, the last one the root),
     [num_rows, width] both, which are int32 and not gathered;
     seq_lens [bs]: L; roots [bs]: token at L; sampling: None if every request is greedy; max_prefix: host upper bound of
-    L; is_processed: logits are processed before they are judged (drafts are not). All other tensors int64.
+    L; shape: what the round drafts; is_processed: logits are processed before they are judged (drafts are not). All
+    other tensors int64.
     """
 
     rows: torch.Tensor
@@ -42,6 +43,7 @@ class RoundBatch:
     roots: torch.Tensor
     sampling: SamplingBatch | None
     max_prefix: int
+    shape: Shape
     is_processed: bool = False
 
 
@@ -188,7 +190,7 @@ class DraftWorker(ABC):
 
 
 class NoDraft(DraftWorker):
-    """algo=None: verifies the root alone, which is plain decoding."""
+    """Verifies the root alone: plain decoding, of algo=None or of a round that does not draft."""
 
     def __init__(self, ops: RoundOps):
         self.ops = ops

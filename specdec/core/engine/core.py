@@ -47,7 +47,7 @@ class Core:
         self.mailbox = Mailbox(device, most=config.max_batch * width)
         self.launcher = Launcher(parts, self.scheduler, self.mailbox)
         self.round, self.prefill, self.graphs = self.launcher.program, self.launcher.prefills, self.launcher.rounds
-        self.delivery = Delivery(self.mailbox, self.scheduler, config)
+        self.delivery = Delivery(self.mailbox, self.scheduler, config, self.launcher.tiers)
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
         self._owes_round = False  # whether the last step was a prefill
         self.is_closed = False

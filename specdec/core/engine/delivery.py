@@ -6,6 +6,7 @@ from specdec.core.config import EngineConfig
 from specdec.core.engine.mailbox import Mailbox, Results
 from specdec.core.engine.request import Request
 from specdec.core.engine.scheduler import Scheduler
+from specdec.core.engine.tiers import Tiers
 from specdec.core.functional.results import unpack
 from specdec.core.metrics import AcceptanceStats
 
@@ -16,10 +17,11 @@ class Delivery:
     acceptance: of all requests, also those that others step or abandon.
     """
 
-    def __init__(self, mailbox: Mailbox, scheduler: Scheduler, config: EngineConfig):
+    def __init__(self, mailbox: Mailbox, scheduler: Scheduler, config: EngineConfig, tiers: Tiers):
         self._mailbox = mailbox
         self._scheduler = scheduler
         self._config = config
+        self._tiers = tiers
         self.acceptance = AcceptanceStats()
 
     def read(self, num_left: int) -> None:
@@ -34,11 +36,13 @@ class Delivery:
             results.num_read = i + 1  # first: whatever goes wrong with this one, it does not come twice
             try:
                 if request.finish_reason is None and request.row is not None:
-                    self._hand_over_or_end(request, rows[i], results.is_round)
+                    self._hand_over_or_end(request, rows[i], results.played is not None)
                 if request.finish_reason is not None and request.row is not None:
                     self._scheduler.release(request)
             finally:
                 request.notify()
+        if results.played is not None:
+            self._tiers.end(results.played, results.requests)
 
     def _hand_over_or_end(self, request: Request, row: list[int], is_round: bool) -> None:
         try:

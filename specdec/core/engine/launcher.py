@@ -19,6 +19,7 @@ from specdec.core.engine.packing import (
 )
 from specdec.core.engine.request import Request
 from specdec.core.engine.scheduler import Scheduler
+from specdec.core.engine.tiers import Played, Tiers
 from specdec.core.functional.results import first_tokens
 from specdec.core.functional.sampling import SamplingKind
 from specdec.core.prefill.graphs import PrefillGraphs
@@ -42,7 +43,7 @@ class StepBatch(NamedTuple):
 class Launcher:
     """Launches prefills and rounds of running requests from their graphs, or eagerly.
 
-    is_launching: the state of running requests may be half written.
+    is_launching: the state of running requests may be half written. tiers: picks the shape of each round.
     """
 
     def __init__(self, parts: Parts, scheduler: Scheduler, mailbox: Mailbox):
@@ -60,6 +61,7 @@ class Launcher:
             parts.models.compile()
             self.prefills = PrefillGraphs(parts, self.program, pool, parts.models.prefill_mode)
             self.rounds = RoundGraphs(self.program, parts, pool)
+        self.tiers = Tiers(parts.config.shapes, self.program.catch_up is not None)
         self._batch = StepBatch([], torch.empty(0, device=self._device), SamplingKind.GREEDY)
         self.is_launching = False
 
@@ -81,6 +83,7 @@ class Launcher:
             write_history(self._state, admitted)
         write_texts(self._state, admitted)
         self._scheduler.admitted = []
+        self.tiers.note_admission()
 
     def prefill(self, pieces: list[tuple[Request, int]]) -> bool:
         """Prefill prompt pieces, target and draft, and draw the first token of every prompt that is complete, but of
@@ -91,6 +94,7 @@ class Launcher:
         done = [i for i, (r, n) in enumerate(pieces) if r.num_prefilled + n == r.num_to_prefill]
         finished = [pieces[i][0] for i in done]
         new = [r for r in finished if not r.tokens]
+        self.tiers.disturb()
         kind = SamplingKind.of(r.sampling for r in new) if new else SamplingKind.GREEDY
         if new == finished and self._takes_whole(pieces, kind):
             self._prefill_whole(pieces, finished, kind)
@@ -106,8 +110,11 @@ class Launcher:
         batch = self.batch_of(requests)
         bound = self._len_bound(requests)
         self.is_launching = True
-        packed = self.rounds.play(batch.kind, batch.rows, bound)
-        self.post(requests, packed, is_round=True)
+        played = self.tiers.begin(requests)
+        if played.catches_up:
+            self.rounds.catch_up(batch.rows, bound)
+        packed = self.rounds.play(batch.kind, batch.rows, bound, self.tiers.shapes[played.tier])
+        self.post(requests, packed, played)
         self.is_launching = False
         self._scheduler.note_round()
 
@@ -122,9 +129,9 @@ class Launcher:
         """Copy the rows of the next round even if its requests are those of the last one: one may have moved."""
         self._batch = self._batch._replace(requests=[])
 
-    def post(self, requests: list[Request], packed: torch.Tensor, is_round: bool) -> None:
-        """Mail results to the host; every request in them will have one token more, or be over."""
-        self._mailbox.post(requests, packed, is_round)
+    def post(self, requests: list[Request], packed: torch.Tensor, played: Played | None = None) -> None:
+        """Mail results to the host; every request in them will have one token more, or be over. played: the round."""
+        self._mailbox.post(requests, packed, played)
         for request in requests:
             request.num_certain += 1
 
@@ -146,7 +153,7 @@ class Launcher:
         self._begin(pieces)
         lines = self.prefills.whole(kind, packed)
         if finished:
-            self.post(finished, lines[: len(finished)], is_round=False)
+            self.post(finished, lines[: len(finished)])
 
     def _prefill_in_parts(self, pieces: list[tuple[Request, int]], done: list[int], kind: SamplingKind) -> None:
         """Prefill the target, draw first tokens of the pieces `done`, prefill the draft: a runner each."""
@@ -178,7 +185,7 @@ class Launcher:
         places = self._places(new, len(pieces))
         rows, last_rows = chunk.rows[places], chunk.last_rows[places]
         packed = self.rounds.first_tokens(kind, rows, hidden.index_select(0, last_rows))
-        self.post([pieces[i][0] for i in new], packed, is_round=False)
+        self.post([pieces[i][0] for i in new], packed)
         chunk.next_ids.index_copy_(0, last_rows, first_tokens(packed))
 
     def _places(self, chosen: list[int], count: int) -> slice | torch.Tensor:

@@ -7,19 +7,21 @@ from dataclasses import dataclass
 import torch
 
 from specdec.core.engine.request import Request
+from specdec.core.engine.tiers import Played
 
 
 @dataclass
 class Results:
     """Results of one launch, being copied to the host: [n, W+3] int64: tokens, accept_lens, invalid, finished.
 
-    num_read: requests that have their tokens already, counted by the caller that hands them out.
+    played: the round, None for first tokens. num_read: requests that have their tokens already, counted by the caller
+    that hands them out.
     """
 
     requests: tuple[Request, ...]
     host: torch.Tensor
     ready: torch.cuda.Event | None
-    is_round: bool
+    played: Played | None
     num_read: int = 0
 
 
@@ -37,17 +39,17 @@ class Mailbox:
         self._free: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._pending: deque[tuple[Results, torch.Tensor]] = deque()
 
-    def post(self, requests: Sequence[Request], packed: torch.Tensor, is_round: bool) -> None:
+    def post(self, requests: Sequence[Request], packed: torch.Tensor, played: Played | None) -> None:
         """Start the copy of `packed` [n, W+3], which may be overwritten right after the call."""
         if self._device.type != "cuda":
             host = packed.clone()
-            self._pending.append((Results(tuple(requests), host, None, is_round), host))
+            self._pending.append((Results(tuple(requests), host, None, played), host))
             return
         buffer, ready = self._free.pop() if self._free else self._new_buffer()
         host = buffer[: packed.numel()].view(packed.shape)
         host.copy_(packed, non_blocking=True)
         ready.record()
-        self._pending.append((Results(tuple(requests), host, ready, is_round), buffer))
+        self._pending.append((Results(tuple(requests), host, ready, played), buffer))
 
     def take(self, num_left: int) -> Iterator[tuple[Results, list[list[int]]]]:
         """Yield results and their rows on the host, oldest first, until `num_left` are left; waits for their copies.

@@ -192,6 +192,11 @@ class Policy:
         near, far = self._costs.contexts
         return short + (long - short) * max(context - near, 0) / max(far - near, 1)
 
+    def costs_ms(self, index: int) -> dict[int, float]:
+        """Return ms of a round of `shapes[index]` by bucket of batches, in a short context, as measured by now."""
+        near = self._costs.contexts[0]
+        return {b: self._cost(b, index, near) * self._slower.get((b, index), 1.0) for b in self._buckets}
+
     def _rates(self, bucket: int, context: int) -> list[float]:
         """Expected tokens of a request a ms, of each shape."""
         places = range(len(self.shapes))

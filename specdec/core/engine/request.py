@@ -26,6 +26,7 @@ class Request:
     left there.
     is_kept: whether its K/V may serve others.
     num_preempted: times that it was put back in the queue, for want of pages.
+    num_behind: tokens at the end of its text that the draft may not have seen, at most; 0 where it sees all.
     num_certain: least number of tokens it will have emitted once everything launched for it has come back.
     string_ids: stop ids that stand for stop strings: special tokens.
     failure: the error that ended it, with finish_reason "error"; the caller that waits for the request raises it.
@@ -49,6 +50,7 @@ class Request:
     num_prefilled: int = 0
     num_cached: int = 0
     is_kept: bool = True
+    num_behind: int = 0
     num_certain: int = 0
     num_preempted: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -84,6 +86,7 @@ class Request:
     def begin(self, row: int, num_cached: int) -> None:
         """Run in `row`, where K/V of the first `num_cached` tokens of `prompt` is."""
         self.row, self.num_prefilled, self.num_certain = row, num_cached, len(self.tokens)
+        self.num_behind = 0
         if not self.tokens:
             self.num_cached = num_cached
 

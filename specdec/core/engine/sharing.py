@@ -51,7 +51,8 @@ class Sharing:
             assert request.row is not None
             prompt = request.prompt[: len(request.prompt_ids)]
             tokens = np.concatenate([prompt, np.array(request.tokens, dtype=np.int64)])
-            self._tables.keep(request.row, keys_of(tokens, self._looks_ahead))
+            seen = tokens[: max(len(prompt), len(tokens) - request.num_behind)]
+            self._tables.keep(request.row, keys_of(seen, self._looks_ahead))
 
 
 def _beginning(request: Request) -> bytes:

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from specdec.core.config import EngineConfig, Shape
 from specdec.core.functional.sampling import SamplingKind
 from specdec.core.outputs import GraphCost
 from specdec.core.round.parts import Parts
@@ -46,7 +47,7 @@ class RoundGraphs:
             variants=config.graph_sampling,
             strict=config.strict,
         )
-        self._name = "round" if config.num_steps else "decode"
+        self._names = {shape: runner_name(shape, config) for shape in config.shapes}
         target, worker = program.target, program.worker
 
         def spec(name: str, width: int, dtype: torch.dtype) -> BufferSpec:
@@ -54,21 +55,23 @@ class RoundGraphs:
 
         hidden = spec("hidden", target.spec.hidden_size, target.dtype)
         made = [
-            GraphRunner(self._name, program.play, [rows], setup),
+            *(GraphRunner(name, partial(program.play, shape=s), [rows], setup) for s, name in self._names.items()),
             GraphRunner("first_token", partial(first_token_part, program), [rows, hidden], setup),
         ]
-        if worker.has_begin:  # it samples nothing, so one kind serves all
+        once = replace(setup, variants=config.graph_sampling[:1])  # what samples nothing: one kind serves all
+        if worker.has_begin:
             states = [spec("states", worker.hidden_size, worker.dtype or target.dtype)] if worker.hidden_size else []
-            once = replace(setup, variants=config.graph_sampling[:1])
             made.append(GraphRunner("draft_begin", partial(begin_part, program), [rows, *states], once))
+        if program.catch_up is not None:
+            made.append(GraphRunner("catch_up", partial(follow_part, program), [rows], once))
         self.runners = {runner.name: runner for runner in made}
         with torch.inference_mode():
             rehearse(made, parts.compiling_kernels())
             build(made, self.capture, lower=LOWER, strict=config.strict, settle=parts.target.settle)
 
-    def play(self, kind: SamplingKind, rows: torch.Tensor, max_prefix: int) -> torch.Tensor:
+    def play(self, kind: SamplingKind, rows: torch.Tensor, max_prefix: int, shape: Shape) -> torch.Tensor:
         """Run a round of `rows`; see `Round.play`. The results are valid until the next call."""
-        return self.runners[self._name](self._served_as(kind), {"rows": rows}, max_prefix=max_prefix)
+        return self.runners[self._names[shape]](self._served_as(kind), {"rows": rows}, max_prefix=max_prefix)
 
     def first_tokens(self, kind: SamplingKind, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Sample the tokens after prompts from the target's last hidden states [n, h]; see `Round.first_tokens`."""
@@ -79,6 +82,10 @@ class RoundGraphs:
         inputs = {"rows": rows} if states is None else {"rows": rows, "states": states}
         self.runners["draft_begin"](self._config.graph_sampling[0], inputs, max_prefix=max_prefix)
 
+    def catch_up(self, rows: torch.Tensor, max_prefix: int) -> None:
+        """Run `Round.follow` for `rows`."""
+        self.runners["catch_up"](self._config.graph_sampling[0], {"rows": rows}, max_prefix=max_prefix)
+
     def _served_as(self, kind: SamplingKind) -> SamplingKind:
         """Return the least kind that was captured and serves `kind`; if there is none, `kind` itself."""
         captured = [SamplingKind(k) for k in self._config.graph_sampling if not self.capture.refusal]
@@ -88,6 +95,13 @@ class RoundGraphs:
     def costs(self) -> list[GraphCost]:
         """Time and memory that each graph took to capture, runner by runner in the order of capture."""
         return [cost for runner in self.runners.values() for cost in runner.costs]
+
+
+def runner_name(shape: Shape, config: EngineConfig) -> str:
+    """Return the name of the runner of rounds of `shape`."""
+    if not shape.num_steps:
+        return "decode"
+    return "round" if config.auto_steps is None else f"round {shape}"
 
 
 def first_token_part(program: Round, kind: str, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -104,3 +118,8 @@ def begin_part(
 ) -> torch.Tensor:
     """Run Round.begin, which is the same for every kind."""
     return program.begin(rows, states, max_prefix)
+
+
+def follow_part(program: Round, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> torch.Tensor:
+    """Run Round.follow, which is the same for every kind."""
+    return program.follow(rows, max_prefix)

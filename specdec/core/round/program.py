@@ -4,11 +4,24 @@ Nothing here looks at the device from the host or has a shape that depends on da
 rows and on the kind of sampling, so it can be captured. Row numbers are its only input; all else is state by row.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from specdec.backends.comm import agreed
 from specdec.core.batch import AttentionMetadata, ForwardMode
-from specdec.core.draft.worker import STREAM_PREFILL, STREAM_SYNTHETIC, STREAM_VERIFY, Draft, PrefillChunk, RoundBatch
+from specdec.core.cache.pool import Commit
+from specdec.core.config import Shape
+from specdec.core.draft.catch_up import CatchUp
+from specdec.core.draft.worker import (
+    STREAM_PREFILL,
+    STREAM_SYNTHETIC,
+    STREAM_VERIFY,
+    Draft,
+    NoDraft,
+    PrefillChunk,
+    RoundBatch,
+)
 from specdec.core.functional.results import append_logprobs, row_digests, token_logprobs
 from specdec.core.functional.sampling import SamplingKind
 from specdec.core.functional.tree import Tree
@@ -29,24 +42,30 @@ class Round:
         self.ops = parts.ops
         self.slot_table = parts.tables.table
         self.state = parts.state
-        is_plain, is_tree = parts.config.verify_width == 1, parts.config.topk > 1
-        states = [state for state in parts.context.states if is_tree or state.commits_chains]
-        self._commits = [] if is_plain else [state.committer(parts.ops) for state in states]
+        self._commits = {shape: list(_commits(parts, shape)) for shape in parts.config.shapes}
+        self._no_draft = NoDraft(parts.ops)
+        follows = parts.config.auto_steps is not None and parts.worker.context is not None
+        self.catch_up = CatchUp(parts.worker, parts.target, parts.config) if follows else None
         rates, device = parts.config.synthetic_acceptance, self.slot_table.device
         self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)
 
-    def play(self, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> torch.Tensor:
+    def play(
+        self, kind: str, rows: torch.Tensor, max_prefix: int | None = None, shape: Shape | None = None
+    ) -> torch.Tensor:
         """One round of `rows` [n] int64: [n, W+3] int64, tokens, accept_len, invalid and finished flag of each.
 
-        kind: how the requests sample (a SamplingKind); max_prefix: host upper bound of L, None if nothing is known.
+        kind: how the requests sample (a SamplingKind); max_prefix: host upper bound of L, None if nothing is known;
+        shape: what it drafts, by default the engine's (largest) shape.
         """
-        batch = self.batch(kind, rows, max_prefix)
+        batch = self.batch(kind, rows, max_prefix, shape)
         draft = self.draft(batch)
         logits, aux = self.verify(batch, draft.tree)
         verified = self.accept(batch, draft, logits)
         return self.extend(batch, verified, aux)
 
-    def batch(self, kind: str, rows: torch.Tensor, max_prefix: int | None = None) -> RoundBatch:
+    def batch(
+        self, kind: str, rows: torch.Tensor, max_prefix: int | None = None, shape: Shape | None = None
+    ) -> RoundBatch:
         """Gather what a round needs to know of `rows`."""
         kind = SamplingKind(kind)
         return RoundBatch(
@@ -57,12 +76,13 @@ class Round:
             roots=self.state.roots[rows],
             sampling=None if kind.is_greedy else self.state.sampling.select(rows, kind.has_filters),
             max_prefix=self.slot_table.shape[1] if max_prefix is None else max_prefix,
+            shape=shape or self.config.shape,
             is_processed=kind.has_processors,
         )
 
     def draft(self, batch: RoundBatch) -> Draft:
         """Return what the draft proposes, the same tree on all ranks."""
-        draft = self.worker.draft(batch)
+        draft = (self.worker if batch.shape.num_steps else self._no_draft).draft(batch)
         return draft._replace(tree=agreed(self.target.group, draft.tree))
 
     def verify(self, batch: RoundBatch, tree: Tree) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -77,17 +97,21 @@ class Round:
         verified = self._decide(batch, draft, logits, STREAM_VERIFY)
         if self._rates is not None:
             draws = self.ops.uniforms(self.state.sampling["seed"][batch.rows], batch.seq_lens, STREAM_SYNTHETIC, 1)
-            verified = impose_acceptance(verified, draft.tree, self._rates, draws[:, 0])
+            rates = self._rates[: batch.shape.num_steps]
+            verified = impose_acceptance(verified, draft.tree, rates, draws[:, 0])
         verified = agreed(self.target.group, verified)
         verified = self.ops.trim(verified, batch.rows, self.state.stop_ids, self.state.remaining)
-        for commit in self._commits:
+        for commit in self._commits[batch.shape]:
             commit(batch.slot_table, batch.rows, batch.seq_lens, verified.accept_index)
         self._keep_scores(batch.rows, logits, verified)
         return verified
 
     def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> torch.Tensor:
         """The draft takes the true features; L += accept_lens, the last token is the new root. Returns the results."""
-        self.worker.extend(batch, verified, aux)
+        if self.catch_up is None:
+            self.worker.extend(batch, verified, aux)
+        else:
+            self.catch_up.extend(self.worker, batch, verified, aux)
         return self._emit(batch, verified, moves=True)
 
     def take_prompts(self, chunk: PrefillChunk) -> None:
@@ -98,8 +122,7 @@ class Round:
     def first_tokens(self, kind: str, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The token after each prompt, from logits [n, V]; it becomes the row's first root. Results as `play` gives."""
         batch = self.batch(kind, rows)
-        root_only = self.ops.chain(batch.roots, batch.roots.new_empty(rows.shape[0], 0))
-        verified = self._decide(batch, Draft(root_only, None), logits.unsqueeze(1), STREAM_PREFILL)
+        verified = self._decide(batch, self._no_draft.draft(batch), logits.unsqueeze(1), STREAM_PREFILL)
         verified = agreed(self.target.group, verified)
         verified = self.ops.trim(verified, rows, self.state.stop_ids, self.state.remaining)
         self._keep_scores(rows, logits.unsqueeze(1), verified)
@@ -112,12 +135,21 @@ class Round:
 
         See `DraftWorker.begin`; max_prefix: see `play`.
         """
-        self.worker.begin(self.batch(SamplingKind.GREEDY, rows, max_prefix), states)
+        batch = self.batch(SamplingKind.GREEDY, rows, max_prefix)
+        self.worker.begin(batch, states)
+        if self.catch_up is not None:
+            self.catch_up.begin(batch)
+        return rows
+
+    def follow(self, rows: torch.Tensor, max_prefix: int | None = None) -> torch.Tensor:
+        """The draft takes what plain rounds have emitted of `rows` [n], `CATCH_UP` tokens at most; returns the rows."""
+        assert self.catch_up is not None
+        self.catch_up.run(self.worker, self.batch(SamplingKind.GREEDY, rows, max_prefix))
         return rows
 
     def _verify_metadata(self, batch: RoundBatch, tree: Tree) -> AttentionMetadata:
         """D queries a request: a chain is causal, a tree sees its ancestors."""
-        is_chain = self.config.topk == 1
+        is_chain = batch.shape.topk == 1
         return self.context.backend.metadata.uniform(
             ForwardMode.DECODE if tree.tokens.shape[1] == 1 else ForwardMode.TARGET_VERIFY,
             batch.slot_table,
@@ -132,7 +164,7 @@ class Round:
 
     def _decide(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor, stream: int) -> VerifyOutput:
         """Which nodes the target accepts (logits [bs, D, V]), before stops and limits."""
-        num_steps = min(self.config.num_steps, logits.shape[1] - 1)
+        num_steps = min(batch.shape.num_steps, logits.shape[1] - 1)
         if batch.sampling is None and not batch.is_processed:
             return self.ops.verify_greedy(logits, draft.tree, num_steps)
         uniforms = None
@@ -190,3 +222,10 @@ class Round:
             digests[rows, : of_path.shape[1]] = row_digests(of_path)
         if logprobs is not None and num_top is not None:
             logprobs[rows, : of_path.shape[1]] = token_logprobs(of_path, verified.tokens.clamp(min=0), num_top)
+
+
+def _commits(parts: Parts, shape: Shape) -> Iterator[Commit]:
+    """Yield what moves the accepted path of a round of `shape` to its place, for all states of the target's layers."""
+    for state in parts.context.states if shape.num_steps else ():
+        if shape.topk > 1 or state.commits_chains:
+            yield state.committer(parts.ops)

@@ -21,6 +21,7 @@ from specdec.core.draft.worker import DraftParts, DraftWorker, NoDraft
 from specdec.core.engine.core import Core
 from specdec.core.engine.ranked import RankedCore
 from specdec.core.engine.ranks import Ranks
+from specdec.core.engine.round_costs import measure_costs
 from specdec.core.errors import CapacityError
 from specdec.core.functional.checks import checked
 from specdec.core.functional.ops import RoundOps
@@ -156,6 +157,8 @@ def _assemble(
     check_kernels(parts)
     core = Core(parts) if ranks is None else RankedCore(parts, ranks)
     try:
+        if config.auto_steps is not None:
+            core.launcher.tiers.set_costs(measure_costs(core))
         return core, why, check_bits(core)
     except BaseException:
         core.close()

@@ -1,0 +1,121 @@
+"""The tiers of an engine, shapes of rounds that have graphs of their own, and which one the next round is of.
+
+With num_steps="auto" a `Policy` picks, by what rounds took and what they emitted: it learns that of a round when its
+results arrive, so one launch late. Otherwise there is one tier. Texts do not depend on the choice.
+"""
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from specdec.core.config import CATCH_UP, Shape
+from specdec.core.engine.policy import CostTable, Policy
+from specdec.core.engine.request import Request
+
+
+class Played(NamedTuple):
+    """A round that is launched: its tier, requests, their mean length in tokens, and when (s).
+
+    catches_up: whether the draft must catch up first. is_timed: whether nothing else was launched since the last round.
+    """
+
+    tier: int
+    batch: int
+    context: int
+    start: float
+    catches_up: bool
+    is_timed: bool
+
+
+class Tally:
+    """Rounds of a tier: launched; those timed, and their seconds; requests that went on after one, and their tokens."""
+
+    def __init__(self) -> None:
+        self.rounds = self.timed = self.requests = self.tokens = 0
+        self.seconds = 0.0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Rounds, ms of one, tokens of a request in one."""
+        ms = 1e3 * self.seconds / self.timed if self.timed else None
+        return {"rounds": self.rounds, "ms": ms, "tokens": self.tokens / self.requests if self.requests else None}
+
+
+class Tiers:
+    """Picks the tier of each round, and says when the draft must catch up.
+
+    follows: whether the draft has K/V, which plain rounds leave behind. policy: None where there is one tier, and until
+    costs are measured; rounds are of the last tier then. fixed: a tier for all rounds, for measurements.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], follows: bool):
+        self.shapes = tuple(shapes)
+        self.policy: Policy | None = None
+        self.fixed: int | None = None
+        self._follows = follows and len(shapes) > 1
+        self._is_disturbed = True
+        self._last_arrival = 0.0
+        self._num_catch_ups = 0
+        self._tallies = [Tally() for _ in shapes]
+
+    def set_costs(self, costs: CostTable) -> None:
+        """Pick by measured `costs` from now on."""
+        self.policy = Policy(self.shapes, costs)
+
+    def begin(self, requests: Sequence[Request]) -> Played:
+        """Decide about the next round, of `requests`, which is about to be launched."""
+        batch, context, tier = len(requests), 0, len(self.shapes) - 1
+        if self.policy is not None:
+            context = sum([len(r.prompt_ids) + len(r.tokens) for r in requests]) // batch
+            tier = self.policy.choose(batch, context) if self.fixed is None else self.fixed
+        catches_up = self._follows and self._count_behind(tier, requests)
+        is_timed, self._is_disturbed = not self._is_disturbed and not catches_up, False
+        self._tallies[tier].rounds += 1
+        return Played(tier, batch, context, perf_counter(), catches_up, is_timed)
+
+    def _count_behind(self, tier: int, requests: Sequence[Request]) -> bool:
+        """Return whether the draft must catch up: to draft, or since features that are kept would be overwritten."""
+        is_plain = not self.shapes[tier].num_steps
+        catches_up = max([r.num_behind for r in requests]) >= (CATCH_UP if is_plain else 1)
+        for request in requests:
+            request.num_behind = is_plain * (1 + request.num_behind * (not catches_up))
+        self._num_catch_ups += catches_up
+        return catches_up
+
+    def disturb(self) -> None:
+        """Take note that a prefill is launched: the time of the next round is not its own."""
+        self._is_disturbed = True
+
+    def note_admission(self) -> None:
+        """See `Policy.note_admission`."""
+        if self.policy is not None:
+            self.policy.note_admission()
+
+    def end(self, played: Played, requests: Sequence[Request]) -> None:
+        """Take note of what `requests` have emitted in a round, which has just arrived.
+
+        The device works on a launch after the other, so the round took the time since the last one arrived, or less.
+        """
+        if self.policy is None:
+            return
+        now, tally = perf_counter(), self._tallies[played.tier]
+        seconds, self._last_arrival = now - max(self._last_arrival, played.start), now
+        lens = [r.round_lens[-1] for r in requests if r.is_running and r.round_lens]
+        self.policy.note(played.tier, lens)
+        tally.requests, tally.tokens = tally.requests + len(lens), tally.tokens + sum(lens)
+        if played.is_timed:
+            self.policy.note_time(played.tier, played.batch, played.context, 1e3 * seconds)
+            tally.timed, tally.seconds = tally.timed + 1, tally.seconds + seconds
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what `Report.policy` says."""
+        policy = self.policy
+        if policy is None:
+            return {}
+        tiers = {
+            str(shape): {**tally.facts, "expected_tokens": policy.expected(i), "cost_ms": policy.costs_ms(i)}
+            for i, (shape, tally) in enumerate(zip(self.shapes, self._tallies, strict=True))
+        }
+        num = {"switches": policy.num_switches, "probes": policy.num_probes, "catch_ups": self._num_catch_ups}
+        return {"tiers": tiers, **num, "last_switches": list(policy.switches)}
