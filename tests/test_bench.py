@@ -16,6 +16,7 @@ from specdec.tools.measure.acceptance import acceptance
 from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.latency import cases, timing
 from specdec.tools.measure.peers import Task, Way, timed
+from specdec.tools.measure.policy import rates_of
 from specdec.tools.measure.results import ResultFile, write_results
 from tests.heads import random_head
 from tests.tiny_models import tiny_model
@@ -264,6 +265,8 @@ def test_latency_stops_for_its_budget(tmp_path, capsys, monkeypatch):
         (("latency", "--grid", "huge"), "--grid 'huge': expected one of quick"),
         (("peers", "--shape", "tiny", "--target", "bundled"), "--target 'bundled' with --shape tiny"),
         (("peers", "--limit", "-1"), "--limit -1: expected at least 1"),
+        (("policy", "--taus", "0.5"), "--taus '0.5': expected a tau from 1 to below 6"),
+        (("policy", "--draft", "none"), "--draft none: there is no draft to choose about"),
     ],
 )
 def test_mistakes_of_latency_and_peers_are_one_line(capsys, monkeypatch, arguments, message):
@@ -331,6 +334,24 @@ def test_peers_with_random_weights(capsys, monkeypatch):
     assert all(r["tokens"] == 5 for r in rows.values() if "error" not in r)
     assert rows["specdec, eagle3"]["tau"] > 1 and rows["specdec, eagle3"]["expected_tau"] == 2.85
     assert not any("equal" in r for r in rows.values())
+
+
+def test_the_policy_beside_plain_decoding_and_every_fixed_shape(tmp_path, capsys, monkeypatch):
+    arguments = ("--shape", "tiny", "--batches", "1,3", "--contexts", "8", "--taus", "3.5,1.2/4", "--new-tokens", 40)
+    *rows, last = last_line(capsys, monkeypatch, "policy", *arguments, "--topk", 2, "--out", tmp_path)["rows"]
+    shapes = {"plain", "1:1:2", "3:1:4", "5:1:6", "5:2:19"}
+    assert [(r["batch"], r["accepts"]) for r in rows] == [(1, "3.5"), (1, "1.2/4"), (3, "3.5"), (3, "1.2/4")]
+    for row in rows:
+        assert set(row["of_each"]) == set(row["rounds"]) == shapes and sum(row["rounds"].values()) == pytest.approx(1)
+        assert row["of_best"] == min(row["of_each"].values()) and row["of_plain"] == row["of_each"]["plain"]
+    assert last["cells"] == 4 and last["least_of_best"] == min(r["of_best"] for r in rows)
+    assert len(list(tmp_path.glob("policy_tiny_*.json"))) == 1
+
+
+def test_imposed_rates_have_the_tau_that_was_asked_for():
+    for tau in (1.0, 1.2, 3.0, 4.5, 5.9):
+        rates = rates_of(tau, 5)
+        assert 1 + sum(rates) == pytest.approx(tau) and rates == sorted(rates, reverse=True)
 
 
 def test_a_peer_that_fails_is_a_row():

@@ -7,7 +7,7 @@ pay is tried from time to time: a probe, which costs a small share of the time.
 """
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -52,8 +52,8 @@ class Accepted:
         """Count the requests of a round, which emitted `lens` tokens each, bonus included."""
         num_steps = len(self.judged)
         ends = [0] * (num_steps + 1)
-        for emitted in lens:
-            ends[min(emitted - 1, num_steps)] += 1
+        for emitted, count in Counter(lens).items():
+            ends[min(emitted - 1, num_steps)] += count
         judged, hits, going = [], [], len(lens)
         for end in ends[:-1]:
             judged.append(going)
@@ -97,6 +97,7 @@ class Policy:
         self._source = 1  # the shape whose accepted drafts the others are judged by
         self._trial = 0  # another one that drafted since
         self._tried = [(FAST / 2, FAST / 2)] * len(self.shapes)  # drafts accepted, and those expected, of each
+        self._expected: list[float] = []  # tokens of a round of each, as known by now
         self._slower: dict[tuple[int, int], float] = {}  # (bucket, shape): measured ms over those of the table
         self._round = self._since = 0  # rounds; the one of the last switch
         self._last = [0] * len(self.shapes)  # the last round of each shape
@@ -144,6 +145,7 @@ class Policy:
             else:
                 self._compare(index, hits, modelled / self._bias(self._source))
         self._accepted[index].add(lens)
+        self._expected = []
 
     def _compare(self, index: int, hits: float, modelled: float) -> None:
         """Take note of drafts accepted of `shapes[index]`, and of those that the model had let expect."""
@@ -164,7 +166,10 @@ class Policy:
 
     def expected(self, index: int) -> float:
         """Return the tokens that a request can expect of a round of `shapes[index]`."""
-        return 1 + self._modelled(index) * self._bias(index) / self._bias(self._source)
+        if not self._expected:
+            own, places = self._bias(self._source), range(len(self.shapes))
+            self._expected = [1 + self._modelled(i) * self._bias(i) / own for i in places]
+        return self._expected[index]
 
     def _modelled(self, index: int) -> float:
         """Return the drafts that a round has accepted by the source's chances, trees and chains as the model says."""

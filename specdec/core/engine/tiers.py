@@ -45,7 +45,8 @@ class Tiers:
     """Picks the tier of each round, and says when the draft must catch up.
 
     follows: whether the draft has K/V, which plain rounds leave behind. policy: None where there is one tier, and until
-    costs are measured; rounds are of the last tier then. fixed: a tier for all rounds, for measurements.
+    costs are measured; rounds are of the last tier then. fixed: a tier for all rounds, for measurements, of which the
+    policy hears nothing.
     """
 
     def __init__(self, shapes: Sequence[Shape], follows: bool):
@@ -96,7 +97,7 @@ class Tiers:
 
         The device works on a launch after the other, so the round took the time since the last one arrived, or less.
         """
-        if self.policy is None:
+        if self.policy is None or self.fixed is not None:
             return
         now, tally = perf_counter(), self._tallies[played.tier]
         seconds, self._last_arrival = now - max(self._last_arrival, played.start), now

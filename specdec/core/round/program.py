@@ -32,7 +32,10 @@ LAW_BYTES = 64 << 20  # probabilities that sampled acceptance holds at once; lar
 
 
 class Round:
-    """Plays rounds for rows of `state`; slot_table [num_rows, width] int32 says where their K/V lie."""
+    """Plays rounds for rows of `state`; slot_table [num_rows, width] int32 says where their K/V lie.
+
+    rates: `EngineConfig.synthetic_acceptance` [S] float64 on the device, None if nothing is imposed.
+    """
 
     def __init__(self, parts: Parts):
         self.target = parts.target
@@ -47,7 +50,7 @@ class Round:
         follows = parts.config.auto_steps is not None and parts.worker.context is not None
         self.catch_up = CatchUp(parts.worker, parts.target, parts.config) if follows else None
         rates, device = parts.config.synthetic_acceptance, self.slot_table.device
-        self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)
+        self.rates = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)
 
     def play(
         self, kind: str, rows: torch.Tensor, max_prefix: int | None = None, shape: Shape | None = None
@@ -95,9 +98,9 @@ class Round:
     def accept(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor) -> VerifyOutput:
         """Decide which nodes are emitted, up to a stop id or the length limit, and commit them."""
         verified = self._decide(batch, draft, logits, STREAM_VERIFY)
-        if self._rates is not None:
+        if self.rates is not None:
             draws = self.ops.uniforms(self.state.sampling["seed"][batch.rows], batch.seq_lens, STREAM_SYNTHETIC, 1)
-            rates = self._rates[: batch.shape.num_steps]
+            rates = self.rates[: batch.shape.num_steps]
             verified = impose_acceptance(verified, draft.tree, rates, draws[:, 0])
         verified = agreed(self.target.group, verified)
         verified = self.ops.trim(verified, batch.rows, self.state.stop_ids, self.state.remaining)

@@ -1,0 +1,143 @@
+"""Measures num_steps="auto" beside plain decoding and every fixed shape: tokens/s at an imposed acceptance.
+
+Plain decoding has an engine of its own; the shapes and their policy share one. All requests of a cell decode together,
+from prompts that the prefix cache has; the clock runs until the first of them ends.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
+from typing import Any
+
+import torch
+
+from specdec.api import Engine, attach
+from specdec.tools.measure.latency.cases import Cell, Timed, free
+from specdec.tools.measure.roofline import wait
+
+Row = dict[str, Any]
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells: batches x contexts (tokens) x acceptance, as tau of the longest chain; one of several taus drifts.
+
+    taus: each a tuple, which a text goes through, `drift` tokens a request of each. new_tokens: of a request in a run;
+    repeats: runs of each way, one after the other way.
+    """
+
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    taus: tuple[tuple[float, ...], ...]
+    new_tokens: int
+    drift: int = 64
+    repeats: int = 1
+
+
+def rates_of(tau: float, steps: int) -> list[float]:
+    """Return shares p, p**2, .. of rounds in which position 1, 2, .. `steps` is accepted, with 1 + their sum = tau."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        p = (low + high) / 2
+        low, high = (p, high) if sum(p**j for j in range(steps + 1)) < tau else (low, p)
+    return [low**j for j in range(1, steps + 1)]
+
+
+def measure_policy(subject: Timed, grid: Grid, **settings: Any) -> Iterator[Row]:
+    """Yield a row for each cell, then one of all: ratios of "auto" to plain decoding and to the best fixed shape.
+
+    settings: of the engine that picks shapes.
+    """
+    longest = max(grid.contexts) + grid.new_tokens + 8
+    capacity = {"max_batch": max(grid.batches), "max_seq_len": longest, "graph_sampling": "greedy"}
+    capacity |= {"prefix_cache": True, "num_slots": max(grid.batches) * (longest + 96)}
+    prompts = {context: subject.prompts(Cell(max(grid.batches), context)) for context in grid.contexts}
+    cells = [(batch, context) for context in grid.contexts for batch in grid.batches]
+    with attach(subject.model, None, None, **capacity) as engine:
+        plain = {(b, c): _runs(engine, prompts[c][:b], grid, (1.0,)) for b, c in cells}
+    free(subject.device)
+    rates = rates_of(max(grid.taus[0]), max(settings.get("auto_steps", (5,))))
+    given = {"num_steps": AUTO, **settings, "synthetic_acceptance": rates, **capacity}
+    rows = []
+    with attach(subject.model, subject.draft, subject.algo, **given) as engine:
+        for batch, context in cells:
+            for taus in grid.taus:
+                rows.append(_cell(engine, prompts[context][:batch], grid, taus, plain[batch, context]))
+                yield {"what": "policy", "shape": subject.shape, "batch": batch, "context": context, **rows[-1]}
+    yield {"what": "policy_summary", "shape": subject.shape, **_summary(rows)}
+
+
+def _cell(engine: Engine, prompts: Sequence[list[int]], grid: Grid, taus: tuple[float, ...], plain: float) -> Row:
+    """Return a cell's row: tokens/s of each way, ratios, and in what share of its rounds "auto" had each shape."""
+    tiers = engine._attached().launcher.tiers
+    names, fixed = list(map(str, tiers.shapes)), {}
+    if len(taus) == 1:
+        _run(engine, prompts, grid, taus)  # the policy comes from the cell before: what it needs to settle is no part
+    before = _rounds(engine)
+    for i, name in [(None, AUTO), *enumerate(names)]:
+        tiers.fixed = i
+        fixed[name] = plain if i == 0 else _runs(engine, prompts, grid, taus)
+        if i is None:
+            played = {name: num - before[name] for name, num in _rounds(engine).items()}
+    tiers.fixed = None
+    own = fixed.pop(AUTO)
+    return {
+        "accepts": "/".join(f"{tau:g}" for tau in taus),
+        "tokens_per_s": round(own, 1),
+        "plain_tokens_per_s": round(plain, 1),
+        "best": max(fixed, key=fixed.__getitem__),
+        "of_plain": round(own / plain, 3),
+        "of_best": round(own / max(fixed.values()), 3),
+        "of_each": {name: round(own / other, 3) for name, other in fixed.items()},
+        "rounds": {name: num / max(sum(played.values()), 1) for name, num in played.items()},
+    }
+
+
+def _summary(rows: Sequence[Row]) -> Row:
+    """Return the worst cells, and the geometric mean over all cells of the ratio to each fixed shape."""
+    means = {name: round(geometric_mean([r["of_each"][name] for r in rows]), 3) for name in rows[0]["of_each"]}
+    return {
+        "cells": len(rows),
+        "least_of_plain": min(r["of_plain"] for r in rows),
+        "least_of_best": min(r["of_best"] for r in rows),
+        "mean_of_each": means,
+    }
+
+
+def _rounds(engine: Engine) -> dict[str, int]:
+    return {name: tier["rounds"] for name, tier in engine.report().policy["tiers"].items()}
+
+
+def _runs(engine: Engine, prompts: Sequence[list[int]], grid: Grid, taus: tuple[float, ...]) -> float:
+    """Return tokens/s over `grid.repeats` runs."""
+    runs = [_run(engine, prompts, grid, taus) for _ in range(grid.repeats)]
+    return sum(tokens for tokens, _ in runs) / sum(seconds for _, seconds in runs)
+
+
+def _run(engine: Engine, prompts: Sequence[list[int]], grid: Grid, taus: tuple[float, ...]) -> tuple[int, float]:
+    """Return the tokens and seconds from when all requests decode until the first one ends; acceptance goes from one
+    of `taus` to the next with the mean length of texts."""
+    requests = engine.submit(list(prompts), max_new_tokens=grid.new_tokens, ignore_eos=True)
+    while not all(r.tokens for r in requests):
+        engine.step()
+    wait(engine.target_module.device.type)
+    start, first, at = time.perf_counter(), sum(len(r.tokens) for r in requests), -1
+    while all(r.finish_reason is None for r in requests):
+        num = sum(len(r.tokens) for r in requests)
+        if at != (at := num // (grid.drift * len(requests)) % len(taus)):
+            _impose(engine, taus[at])
+        engine.step()
+    seconds, tokens = time.perf_counter() - start, sum(len(r.tokens) for r in requests) - first
+    engine.abandon(requests)
+    while engine.step():
+        pass
+    return tokens, seconds
+
+
+def _impose(engine: Engine, tau: float) -> None:
+    """Let rounds accept drafts as often as gives chains of the longest tier that tau."""
+    rates = engine._attached().round.rates
+    if rates is not None:
+        rates.copy_(torch.tensor(rates_of(tau, len(rates)), dtype=rates.dtype))
