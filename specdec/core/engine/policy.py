@@ -15,6 +15,7 @@ from specdec.core.config import Shape
 
 MARGIN = 1.03  # another shape must be better by this
 IN_A_ROW = 2  # in so many decisions, one after the other
+SLIGHTLY, LONG = 1.01, 48  # or by this, in so many
 STAY = 8  # rounds that a shape stays at least, and after which its acceptance is out of date
 PROBE = 4  # requests whose rounds make a probe, which has two rounds at most
 PROBE_SHARE = 0.01  # of the tokens, that probes may cost
@@ -96,13 +97,14 @@ class Policy:
         self._accepted = [Accepted([PRIOR] * max(s.num_steps, 1), FAST / 2) for s in self.shapes]
         self._source = 1  # the shape whose accepted drafts the others are judged by
         self._trial = 0  # another one that drafted since
-        self._tried = [(FAST / 2, FAST / 2)] * len(self.shapes)  # drafts accepted, and those expected, of each
+        weights = [FAST / 2 if s.topk > 1 else 2 * FAST for s in self.shapes]  # chains are much as the model says
+        self._tried = [(w, w) for w in weights]  # drafts accepted, and those expected, of each
         self._expected: list[float] = []  # tokens of a round of each, as known by now
         self._slower: dict[tuple[int, int], float] = {}  # (bucket, shape): measured ms over those of the table
         self._round = self._since = 0  # rounds; the one of the last switch
         self._last = [0] * len(self.shapes)  # the last round of each shape
         self._noted = 0  # the round in which drafts were judged last
-        self._num_better = 0  # decisions in a row that were for another shape
+        self._num_better = self._num_ahead = 0  # decisions in a row in which another shape was better, or slightly so
         self._probe, self._left = 0, 0  # a shape that is tried, and for how many rounds yet
         self._until_probe = SHORTEST_WAIT
         self.index = 0
@@ -115,12 +117,15 @@ class Policy:
         rates = self._rates(bucket, context)
         best = max(range(len(rates)), key=rates.__getitem__)
         self._num_better = self._num_better + 1 if rates[best] > MARGIN * rates[self.index] else 0
+        self._num_ahead = self._num_ahead + 1 if rates[best] > SLIGHTLY * rates[self.index] else 0
         self._round += 1
         if bucket != self._bucket:
             self._bucket, self._left = bucket, 0
             self._switch(best, rates, f"batches of up to {bucket}")
         elif self._num_better >= IN_A_ROW and self._round - self._since > STAY:
             self._switch(best, rates, "better in two decisions")
+        elif self._num_ahead >= LONG:
+            self._switch(best, rates, f"slightly better in {LONG} decisions")
         elif not self._left:
             self._maybe_probe(rates, batch)
         chosen = self._probe if self._left else self.index
@@ -230,7 +235,7 @@ class Policy:
             self.num_probes += 1
 
     def _switch(self, index: int, rates: Sequence[float], why: str) -> None:
-        self._num_better = self._left = 0
+        self._num_better = self._num_ahead = self._left = 0
         if index == self.index:
             return
         told = " -> ".join(f"{self.shapes[i]} ({rates[i]:.3g})" for i in (self.index, index))

@@ -20,9 +20,9 @@ from specdec.tools.measure.results import ResultFile
 from specdec.tools.options import option
 from specdec.tools.train.target import device_of, dtype_of, load
 
-TAUS = ("1.2", "2", "3", "4.5", "1.2/4.5")
-SMALL = Grid((1, 4), (64,), (), 48, drift=16)
-LARGE = Grid((1, 8, 32, 128), (256, 2048), (), 192)
+TAUS = ("1.2", "2.2", "4.5", "1.2/4.5")
+SMALL = Grid((1, 4), (64,), (), 24, drift=24)
+LARGE = Grid((1, 8, 32, 128), (256, 2048), (), 128, drift=128)
 
 
 class Policy(Timing):
@@ -36,7 +36,8 @@ class Policy(Timing):
     batches: list[str] | None = option("Prompts at once, such as 1,8,32; default on CUDA 1,8,32,128, else 1,4.")
     contexts: list[str] | None = option("Prompt lengths, such as 256,8192; default on CUDA 256,2048, else 64.")
     taus: list[str] | None = option(f"Acceptance; default {','.join(TAUS)}.")
-    new_tokens: int | None = option("Tokens of a request in a run; default on CUDA 192, else 48.")
+    new_tokens: int | None = option("Tokens of a request in a run; default on CUDA 128, else 24; of one alone 4 times.")
+    drift: int | None = option("Tokens of a text between changes of tau; default on CUDA 128, else 24.")
     repeats: int = option("Runs of each way in each cell.", 1)
     topk: int = option("Branches per step of a tree beside the chains; 1 for none.", 1)
     draft_tokens: int | None = option("Nodes of that tree.")
@@ -49,7 +50,7 @@ class Policy(Timing):
             numbers("contexts", self.contexts, 2) or usual.contexts,
             tuple(_taus(text) for text in (listed(self.taus) or TAUS)),
             at_least("new-tokens", self.new_tokens or usual.new_tokens, 8),
-            usual.drift,
+            at_least("drift", self.drift or usual.drift, 4),
             at_least("repeats", self.repeats),
         )
         subject = self._subject(device)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from specdec.api import Engine, attach
+from specdec.core.sampling_params import SamplingParams
 from specdec.tools.measure.latency.cases import Cell, Timed, free
 from specdec.tools.measure.roofline import wait
 
@@ -24,8 +25,8 @@ AUTO = "auto"
 class Grid:
     """Cells: batches x contexts (tokens) x acceptance, as tau of the longest chain; one of several taus drifts.
 
-    taus: each a tuple, which a text goes through, `drift` tokens a request of each. new_tokens: of a request in a run;
-    repeats: runs of each way, one after the other way.
+    taus: each a tuple, which a text goes through, `drift` tokens of each, twice. new_tokens: of a request in other
+    runs, of one alone four times as many; repeats: runs of each way.
     """
 
     batches: tuple[int, ...]
@@ -34,6 +35,15 @@ class Grid:
     new_tokens: int
     drift: int = 64
     repeats: int = 1
+
+    def num_tokens(self, batch: int, taus: Sequence[float]) -> int:
+        """Return the tokens that each request emits in a run."""
+        return 2 * len(taus) * self.drift if len(taus) > 1 else self.new_tokens * max(1, 4 // batch)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a request, prompt and output."""
+        return max(self.contexts) + max(self.num_tokens(b, taus) for b in self.batches for taus in self.taus)
 
 
 def rates_of(tau: float, steps: int) -> list[float]:
@@ -50,9 +60,8 @@ def measure_policy(subject: Timed, grid: Grid, **settings: Any) -> Iterator[Row]
 
     settings: of the engine that picks shapes.
     """
-    longest = max(grid.contexts) + grid.new_tokens + 8
-    capacity = {"max_batch": max(grid.batches), "max_seq_len": longest, "graph_sampling": "greedy"}
-    capacity |= {"prefix_cache": True, "num_slots": max(grid.batches) * (longest + 96)}
+    capacity = {"max_batch": max(grid.batches), "max_seq_len": grid.longest, "graph_sampling": "greedy"}
+    capacity |= {"prefix_cache": True, "num_slots": max(grid.batches) * (grid.longest + 96)}
     prompts = {context: subject.prompts(Cell(max(grid.batches), context)) for context in grid.contexts}
     cells = [(batch, context) for context in grid.contexts for batch in grid.batches]
     with attach(subject.model, None, None, **capacity) as engine:
@@ -119,7 +128,9 @@ def _runs(engine: Engine, prompts: Sequence[list[int]], grid: Grid, taus: tuple[
 def _run(engine: Engine, prompts: Sequence[list[int]], grid: Grid, taus: tuple[float, ...]) -> tuple[int, float]:
     """Return the tokens and seconds from when all requests decode until the first one ends; acceptance goes from one
     of `taus` to the next with the mean length of texts."""
-    requests = engine.submit(list(prompts), max_new_tokens=grid.new_tokens, ignore_eos=True)
+    laws = [SamplingParams(seed=i) for i in range(len(prompts))]  # by which imposed acceptance is drawn
+    length = grid.num_tokens(len(prompts), taus)
+    requests = engine.submit(list(prompts), max_new_tokens=length, sampling=laws, ignore_eos=True)
     while not all(r.tokens for r in requests):
         engine.step()
     wait(engine.target_module.device.type)
