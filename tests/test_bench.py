@@ -337,8 +337,9 @@ def test_peers_with_random_weights(capsys, monkeypatch):
 
 
 def test_the_policy_beside_plain_decoding_and_every_fixed_shape(tmp_path, capsys, monkeypatch):
-    arguments = ("--shape", "tiny", "--batches", "1,3", "--contexts", "8", "--taus", "3.5,1.2/4", "--new-tokens", 24)
-    *rows, last = last_line(capsys, monkeypatch, "policy", *arguments, "--drift", 12, "--topk", 2, "--out", tmp_path)["rows"]
+    cells = ("--batches", "1,3", "--contexts", "8", "--taus", "3.5,1.2/4", "--new-tokens", 24, "--drift", 12)
+    found = last_line(capsys, monkeypatch, "policy", "--shape", "tiny", *cells, "--topk", 2, "--out", tmp_path)
+    *rows, last = found["rows"]
     shapes = {"plain", "1:1:2", "3:1:4", "5:1:6", "5:2:19"}
     assert [(r["batch"], r["accepts"]) for r in rows] == [(1, "3.5"), (1, "1.2/4"), (3, "3.5"), (3, "1.2/4")]
     for row in rows:

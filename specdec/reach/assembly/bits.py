@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -101,10 +102,11 @@ class _Forwards:
             run = partial(self._steps, [i], [n - 1], 1, (0,), False)
             yield Case("steps after prefills", f"{n - 1}", run, 1, [Shared(alone[i], n, n - 1, 0)])
         plain = [[partial(self._steps, [i], [n + j], 1) for j in range(STEPS)] for i, n in enumerate(lens)]
-        is_tree, width = self._config.topk > 1, self._config.verify_width
-        path = sample_tree(Tail(width, self._config.tree_words), self._table.device).path[:STEPS]
-        what = "trees" if is_tree else "chains" if width > 1 else "batches"
-        for size in batch_buckets(self._config.max_batch, self._config.graph_batches):
+        sizes = batch_buckets(self._config.max_batch, self._config.graph_batches)
+        for shape, size in product(self._config.shapes, sizes):
+            width, words = shape.num_draft_tokens, self._config.tree_words if shape.topk > 1 else 0
+            path = sample_tree(Tail(width, words), self._table.device).path[:STEPS]
+            what = "trees" if words else "chains" if width > 1 else "batches"
             live = {i * (size - 1) // max(len(lens) - 1, 1): i for i in places}
             rows = [live.get(place, self._config.dummy_row) for place in range(size)]
             starts = [lens[row] if row in places else 0 for row in rows]
@@ -114,7 +116,7 @@ class _Forwards:
                 if row in places
                 for depth, node in enumerate(path)
             ]
-            run = partial(self._steps, rows, starts, width, path)
+            run = partial(self._steps, rows, starts, width, path, words=words)
             yield Case(what, f"{size} x {width}", run, size * width, shared)
         ends = [sum(lens[:i]) for i in places]
         together = [Shared(alone[i], n, 0, ends[i], n) for i, n in enumerate(lens)]
@@ -135,12 +137,13 @@ class _Forwards:
         path: Sequence[int] = (0,),
         has_head: bool = True,
         within: AbstractContextManager[Any] = NOTHING,
+        words: int = 0,
     ) -> Rows:
         """Return logits of a round's verify, [bs * width, V], or its last hidden states; nodes of `path` have the
         texts' next tokens."""
         self._reach(rows, starts)
         where = self._tensor(rows), self._tensor(starts)
-        tree = sample_tree(Tail(width, self._config.tree_words if width > 1 else 0), self._table.device)
+        tree = sample_tree(Tail(width, words), self._table.device)
         depths, bits = (None if t is None else t.expand(len(rows), *t.shape) for t in (tree.depths, tree.bits))
         mode = ForwardMode.DECODE if width == 1 else ForwardMode.TARGET_VERIFY
         most = self._table.shape[1]  # as in a graph
