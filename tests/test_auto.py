@@ -36,8 +36,9 @@ def engine_of(model, algo, shape=CHAINS, **settings):
 
 def follow(engine, choose):
     """Let choose(number of the round) pick the tiers."""
-    numbers = iter(range(10**6))
-    engine._core.launcher.tiers.policy.choose = lambda batch, context: choose(next(numbers))
+    numbers, policy = iter(range(10**6)), engine._core.launcher.tiers.policy
+    policy.choose = lambda batch, context: choose(next(numbers))
+    policy.keeps_up = lambda batch: True
 
 
 def vary(engine):
@@ -118,6 +119,31 @@ def test_a_draft_that_is_always_right_stays_right():
     assert {name: tier["tokens"] for name, tier in tiers.items()} == {"plain": 1, "1:1:2": 2, "3:1:4": 4, "5:1:6": 6}
 
 
+@pytest.mark.parametrize("algo", ["standalone", "eagle3", MODULES])
+def test_a_draft_that_does_not_follow_plain_rounds_catches_up_later(algo):
+    """From tokens with all of them, from features with those that are kept: the others leave a gap of zeros."""
+    model, prompt, num_plain = tiny_model("llama").to(DEVICE), ragged_prompts()[0], 2 * CATCH_UP + 9
+    engine = engine_of(model, copy.deepcopy(model) if algo == "standalone" else algo, graph_batches=(3,))
+    follow(engine, lambda number: 3 if number >= num_plain else 0)
+    core, given = engine._core, {"max_new_tokens": 1 + num_plain + 12, "ignore_eos": True}
+    core.launcher.tiers.policy.keeps_up = lambda batch: False
+    poison(engine)
+    (request,) = engine.submit([prompt], **given)
+    while len(request.round_lens) <= num_plain:
+        engine.step()
+    draft_k, start = core.round.worker.context.pool.k[0], len(prompt)
+    row = draft_k[core.slot_tables.table[request.row].long()]
+    assert row[: start + num_plain].isfinite().all()
+    gap = 0 if algo == "standalone" else num_plain - CATCH_UP
+    assert not row[start : start + gap].any() and row[start + gap : start + num_plain].any(2).any(1).all()
+    assert engine.report().policy["catch_ups"] == (3 if algo == "standalone" else 1)
+    assert len(request.tokens) == 1 + num_plain + 6 or algo != "standalone", "all drafts are right"
+    assert core.round.catch_up.seen[request.row] == core.state.seq_lens[request.row]
+    engine.step()
+    assert request.tokens == greedy(model, prompt, len(request.tokens))
+    engine.detach()
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
 @SHAPES
 def test_recurrent_states_follow_every_shape(name, shape):
@@ -138,7 +164,7 @@ def test_trees_and_chains_that_are_accepted_are_committed():
     core = engine._core
     core.round.worker = OracleWorker(engine.config, [p + t for p, t in zip(prompts, texts, strict=True)], VOCAB)
     core.target.aux_layers, core.round.catch_up = (), None
-    core.launcher.tiers._follows = False
+    core.launcher.tiers._reads_features = None
     follow(engine, lambda number: number % len(engine.config.shapes))
     out = engine.generate(prompts, max_new_tokens=NUM_TOKENS)
     assert out.tokens == texts and 1.2 < out.stats.tau < 4
@@ -211,7 +237,7 @@ def test_the_policy_hears_what_is_accepted(is_right):
 def test_a_rounds_time_is_from_the_arrival_before_it_or_its_launch(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(tiers_module, "perf_counter", lambda: clock[0])
-    tiers, told = Tiers(EngineConfig(num_steps="auto", auto_steps=(2,)).shapes, follows=True), []
+    tiers, told = Tiers(EngineConfig(num_steps="auto", auto_steps=(2,)).shapes, reads_features=True), []
     tiers.set_costs(CostTable({1: ((1, 2), (1, 2))}, (1, 2), {1: 0.1}))
     tiers.policy.choose = lambda batch, context: tier[0]
     tiers.policy.note_time = lambda index, batch, context, ms: told.append((index, ms))
@@ -234,7 +260,7 @@ def test_a_rounds_time_is_from_the_arrival_before_it_or_its_launch(monkeypatch):
     arrive(launch(10.0), 10.25)  # the device was idle
     tier[0] = 1
     behind, again = launch(11.0), launch(11.5)
-    assert behind.catches_up and not again.catches_up
+    assert behind.catch_ups == 1 and not again.catch_ups
     arrive(behind, 12.0)
     arrive(again, 13.0)
     tiers.disturb()

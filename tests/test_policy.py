@@ -146,6 +146,12 @@ def test_costs_lie_on_a_line_between_contexts():
     assert policies[1].choose(1, 8192) == 0, "drafts cost more than they bring in a long context"
 
 
+def test_the_draft_follows_plain_rounds_where_that_costs_a_hundredth_of_them_at_most():
+    costs = CostTable({8: ((5.0, 6.0), (5.0, 6.0)), 128: ((7.0, 12.0), (7.0, 12.0))}, (1, 2), {8: 1.5, 128: 2.3})
+    policy = Policy(SHAPES[:2], costs)
+    assert policy.keeps_up(1) and policy.keeps_up(8) and not policy.keeps_up(9)
+
+
 def test_admissions_bring_probes_forward():
     counts = []
     for admits in (False, True):

@@ -1,7 +1,8 @@
 """Lets a draft catch up with rounds that have drafted nothing.
 
-A plain round costs what one without a draft costs, but for one copy: the target's features of its token are kept. Later
-one forward of the draft takes up to `CATCH_UP` tokens at once, as a draft-extend takes those of a round.
+A plain round costs what one without a draft costs, but for a copy: the target's features of its token are kept. Later
+one forward of the draft takes up to `CATCH_UP` tokens at once, as a draft-extend takes those of a round. If that is too
+late for some, their features are lost: their K/V is zero, which hardly anything attends to.
 """
 
 from dataclasses import replace
@@ -40,10 +41,16 @@ class CatchUp:
             self.seen[batch.rows] = batch.seq_lens + verified.accept_lens
         elif self.features is not None and aux is not None:
             self.features[batch.rows, batch.seq_lens % CATCH_UP] = aux[:, 0]
+            assert worker.context is not None
+            for plane in worker.context.pool.planes:
+                plane.index_fill_(0, batch.slot_table[batch.rows, batch.seq_lens].long(), 0)
 
     def run(self, worker: DraftWorker, batch: RoundBatch) -> None:
-        """Let the draft take up to `CATCH_UP` tokens of each row of `batch` that it has not seen."""
+        """Let the draft take `CATCH_UP` tokens of each row of `batch` that it has not seen, as far as there are: the
+        next ones, or the last ones where it needs features."""
         seen = self.seen[batch.rows]
+        if self.features is not None:
+            seen = seen.maximum(batch.seq_lens - CATCH_UP)
         nums = (batch.seq_lens - seen).clamp(0, CATCH_UP)
         is_behind = nums > 0
         rows = torch.where(is_behind, batch.rows, self._dummy_row)  # the others stay as they are

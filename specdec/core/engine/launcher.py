@@ -61,7 +61,8 @@ class Launcher:
             parts.models.compile()
             self.prefills = PrefillGraphs(parts, self.program, pool, parts.models.prefill_mode)
             self.rounds = RoundGraphs(self.program, parts, pool)
-        self.tiers = Tiers(parts.config.shapes, self.program.catch_up is not None)
+        catch_up = self.program.catch_up
+        self.tiers = Tiers(parts.config.shapes, None if catch_up is None else catch_up.features is not None)
         self._batch = StepBatch([], torch.empty(0, device=self._device), SamplingKind.GREEDY)
         self.is_launching = False
 
@@ -111,7 +112,7 @@ class Launcher:
         bound = self._len_bound(requests)
         self.is_launching = True
         played = self.tiers.begin(requests)
-        if played.catches_up:
+        for _ in range(played.catch_ups):
             self.rounds.catch_up(batch.rows, bound)
         packed = self.rounds.play(batch.kind, batch.rows, bound, self.tiers.shapes[played.tier])
         self.post(requests, packed, played)

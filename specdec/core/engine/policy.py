@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from specdec.core.config import Shape
+from specdec.core.config import CATCH_UP, Shape
 
 MARGIN = 1.03  # another shape must be better by this
 IN_A_ROW = 2  # in so many decisions, one after the other
@@ -20,6 +20,7 @@ STAY = 8  # rounds that a shape stays at least, and after which its acceptance i
 PROBE = 4  # requests whose rounds make a probe, which has two rounds at most
 PROBE_SHARE = 0.01  # of the tokens, that probes may cost
 SHORTEST_WAIT = 16  # rounds between probes
+FOLLOW_SHARE = 0.01  # of the time of plain rounds, that letting the draft follow them may take
 SLOW, FAST = 512, 24  # drafts judged that averages remember
 CHANGED = 3.5  # standard deviations between both from which on acceptance counts as changed
 PRIOR = 0.6  # share of drafts accepted before any was judged
@@ -164,6 +165,13 @@ class Policy:
         ratio = ms / self._cost(bucket, index, context)
         known = self._slower.get((bucket, index), 1.0)
         self._slower[bucket, index] = known + 0.1 * (min(max(ratio, known / 2), 2 * known) - known)
+
+    def keeps_up(self, batch: int) -> bool:
+        """Return whether the draft follows plain rounds of `batch` requests, which costs little where products of few
+        rows wait for weights, or only catches up if it is to draft."""
+        bucket = self._bucket_of(batch)
+        plain = self._costs.rows[bucket][0][0]
+        return self._costs.catch_up[bucket] <= FOLLOW_SHARE * CATCH_UP * plain
 
     def note_admission(self) -> None:
         """Take note that a request was admitted: its text may be of another kind."""

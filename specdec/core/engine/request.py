@@ -26,7 +26,7 @@ class Request:
     left there.
     is_kept: whether its K/V may serve others.
     num_preempted: times that it was put back in the queue, for want of pages.
-    num_behind: tokens at the end of its text that the draft may not have seen, at most; 0 where it sees all.
+    num_behind: tokens at the end of its text that the draft has not seen but can, at most; 0 where it sees all.
     num_certain: least number of tokens it will have emitted once everything launched for it has come back.
     string_ids: stop ids that stand for stop strings: special tokens.
     failure: the error that ended it, with finish_reason "error"; the caller that waits for the request raises it.

@@ -16,14 +16,14 @@ from specdec.core.engine.request import Request
 class Played(NamedTuple):
     """A round that is launched: its tier, requests, their mean length in tokens, and when (s).
 
-    catches_up: whether the draft must catch up first. is_timed: whether nothing else was launched since the last round.
+    catch_ups: how often the draft must catch up first. is_timed: whether nothing else was launched since the last one.
     """
 
     tier: int
     batch: int
     context: int
     start: float
-    catches_up: bool
+    catch_ups: int
     is_timed: bool
 
 
@@ -44,16 +44,16 @@ class Tally:
 class Tiers:
     """Picks the tier of each round, and says when the draft must catch up.
 
-    follows: whether the draft has K/V, which plain rounds leave behind. policy: None where there is one tier, and until
-    costs are measured; rounds are of the last tier then. fixed: a tier for all rounds, for measurements, of which the
-    policy hears nothing.
+    reads_features: of a draft that must catch up with plain rounds, whether it needs more than tokens; None for others.
+    policy: None where there is one tier, and until costs are measured; rounds are of the last tier then. fixed: a tier
+    for all rounds, for measurements, of which the policy hears nothing.
     """
 
-    def __init__(self, shapes: Sequence[Shape], follows: bool):
+    def __init__(self, shapes: Sequence[Shape], reads_features: bool | None):
         self.shapes = tuple(shapes)
         self.policy: Policy | None = None
         self.fixed: int | None = None
-        self._follows = follows and len(shapes) > 1
+        self._reads_features = reads_features
         self._is_disturbed = True
         self._last_arrival = 0.0
         self._num_catch_ups = 0
@@ -69,19 +69,25 @@ class Tiers:
         if self.policy is not None:
             context = sum([len(r.prompt_ids) + len(r.tokens) for r in requests]) // batch
             tier = self.policy.choose(batch, context) if self.fixed is None else self.fixed
-        catches_up = self._follows and self._count_behind(tier, requests)
-        is_timed, self._is_disturbed = not self._is_disturbed and not catches_up, False
+        catch_ups = 0 if self._reads_features is None else self._count_behind(tier, requests)
+        is_timed, self._is_disturbed = not self._is_disturbed and not catch_ups, False
         self._tallies[tier].rounds += 1
-        return Played(tier, batch, context, perf_counter(), catches_up, is_timed)
+        return Played(tier, batch, context, perf_counter(), catch_ups, is_timed)
 
-    def _count_behind(self, tier: int, requests: Sequence[Request]) -> bool:
-        """Return whether the draft must catch up: to draft, or since features that are kept would be overwritten."""
-        is_plain = not self.shapes[tier].num_steps
-        catches_up = max([r.num_behind for r in requests]) >= (CATCH_UP if is_plain else 1)
+    def _count_behind(self, tier: int, requests: Sequence[Request]) -> int:
+        """Return how often the draft must catch up: to draft, or since features that are kept would be overwritten.
+
+        Where following plain rounds costs too much, these are lost: then the draft has a gap.
+        """
+        is_plain, most = not self.shapes[tier].num_steps, max([r.num_behind for r in requests])
+        num = -(-most // CATCH_UP)
+        if is_plain:
+            num = most // CATCH_UP if self.policy is None or self.policy.keeps_up(len(requests)) else 0
         for request in requests:
-            request.num_behind = is_plain * (1 + request.num_behind * (not catches_up))
-        self._num_catch_ups += catches_up
-        return catches_up
+            behind = is_plain * (1 + request.num_behind * (not num))
+            request.num_behind = min(behind, CATCH_UP) if self._reads_features else behind
+        self._num_catch_ups += num
+        return num
 
     def disturb(self) -> None:
         """Take note that a prefill is launched: the time of the next round is not its own."""
