@@ -5,13 +5,12 @@ import typing
 from specdec.core import names_from
 
 if typing.TYPE_CHECKING:
-    from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec, unmet_needs
+    from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec, Rope, unmet_needs
     from specdec.backends.bridge import AttentionBridge
     from specdec.backends.experts import grouped_linear
     from specdec.backends.metadata import MetadataBuilder
     from specdec.backends.op import ForwardContext, attention, forward_context
     from specdec.backends.registry import BACKENDS, compiling_kernels, pick_backend
-    from specdec.backends.rope import Rope
     from specdec.backends.torch_ref import TorchBackend
     from specdec.core.batch import AttentionMetadata, ForwardMode
     from specdec.core.cache.pool import KVPool

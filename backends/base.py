@@ -9,7 +9,6 @@ import torch
 
 from specdec.backends.checks import check_call, check_indices, check_shapes, is_debug
 from specdec.backends.metadata import MetadataBuilder
-from specdec.backends.rope import Rope
 from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.cache.pool import KVPool, LayerShape
 
@@ -96,6 +95,13 @@ def unmet_needs(capabilities: Capabilities, layers: Sequence[LayerSpec], dtype: 
         }
         reasons += [f"layer {i} needs {what}" for what, missing in wants.items() if missing]
     return reasons
+
+
+class Rope(NamedTuple):
+    """Tables for T tokens: cos, sin [T, R] with R <= qk_dim, both halves of R equal; dims past R are not rotated."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
 
 
 class AttentionCall(NamedTuple):

@@ -12,9 +12,8 @@ from functools import partial
 
 import torch
 
-from specdec.backends.base import AttentionCall
+from specdec.backends.base import AttentionCall, Rope
 from specdec.backends.op import ForwardContext, attention_scope
-from specdec.backends.rope import Rope
 from specdec.core.batch import AttentionMetadata, ForwardMode
 
 Interrupt = Callable[[Callable[[], None]], None]  # takes a callable out of the graph being captured

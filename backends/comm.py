@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from specdec.backends.library import LIBRARY, define_op
+
 PUSHED_BYTES = 2 << 20  # up to here our kernel is the fastest, on two H200s (results/all-reduce_2-ranks)
 TWO_SHOT_BYTES = 16 << 20  # up to here the two-shot kernel is, of what is left
 TWO_SHOT_DTYPES = (torch.bfloat16, torch.float32)
@@ -223,13 +225,11 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {  # s
     "broadcast(Tensor x, str group) -> Tensor": (lambda x, group: _of(group).broadcast(x), _same),
 }
 FAKES: dict[Any, Callable[..., torch.Tensor]] = {}  # by op: results of the right shape, without other ranks
-_LIBRARY = torch.library.Library("specdec", "FRAGMENT")
 for _schema, (_run, _fake) in _OPS.items():
-    _LIBRARY.define(_schema)
-    _LIBRARY.impl(_schema.partition("(")[0], _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"specdec::{_schema.partition('(')[0]}", _fake, lib=_LIBRARY)
-    torch.library.register_autograd(f"specdec::{_schema.partition('(')[0]}", _no_gradient, lib=_LIBRARY)
-    FAKES[getattr(torch.ops.specdec, _schema.partition("(")[0]).default] = _fake
+    define_op(_schema, _run, _fake)
+    _name = _schema.partition("(")[0]
+    torch.library.register_autograd(f"specdec::{_name}", _no_gradient, lib=LIBRARY)
+    FAKES[getattr(torch.ops.specdec, _name).default] = _fake
 
 
 def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:

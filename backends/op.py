@@ -6,16 +6,15 @@ ContextVar holds: every thread has its own, and two engines enter contexts of th
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from specdec.backends.base import AttentionBackend, AttentionCall, LayerSpec
+from specdec.backends.base import AttentionBackend, AttentionCall, LayerSpec, Rope
+from specdec.backends.library import Scope, define_op
 from specdec.backends.recurrent import StateScope, recurrent_scope
 from specdec.backends.recurrent.state_pool import StatePool
-from specdec.backends.rope import Rope
 from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.cache.pool import KVPool, LayerState
 
@@ -115,7 +114,8 @@ class _PaddedScope:
         return self.outputs[place]
 
 
-_CURRENT: ContextVar[AttentionScope] = ContextVar("specdec_forward")
+_SCOPE: Scope[AttentionScope] = Scope("attention", ". Code of your own calls attention() within forward_context()")
+attention_scope, current_scope = _SCOPE.within, _SCOPE.find
 
 
 @contextmanager
@@ -133,21 +133,6 @@ def forward_context(
         yield
 
 
-@contextmanager
-def attention_scope(scope: AttentionScope) -> Iterator[None]:
-    """Within, attention calls of this thread go to `scope`."""
-    token = _CURRENT.set(scope)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
-
-
-def current_scope() -> AttentionScope | None:
-    """Return this thread's attention scope, or None."""
-    return _CURRENT.get(None)
-
-
 def _attn(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -156,27 +141,17 @@ def _attn(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    scope = _CURRENT.get(None)
-    if scope is None:
-        raise RuntimeError(
-            "an attached model's attention was called outside its engine: the model ran in one thread while the engine "
-            "stepped in another, or its forward was compiled. While an engine works, use engine.generate() or wait; "
-            "detach() before compiling the model. Code of your own calls attention() within forward_context()"
-        )
     rope = None if cos is None or sin is None else Rope(cos, sin)
-    return scope.attend(q, k, v, layer_id, rope)
+    return _SCOPE.get().attend(q, k, v, layer_id, rope)
 
 
-def _attn_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-
-
-# Plain Library calls: the op adds 3-5 µs to `run` on a CPU, which decoding pays once a layer. K and V that it writes to
-# the pool are no arguments of it, so a trace sees a pure function; its order is kept by what it returns.
-_LIBRARY = torch.library.Library("specdec", "DEF")
-_LIBRARY.define("attn(Tensor q, Tensor k, Tensor v, int layer_id, Tensor? cos=None, Tensor? sin=None) -> Tensor")
-_LIBRARY.impl("attn", _attn, "CompositeExplicitAutograd")
-torch.library.register_fake("specdec::attn", _attn_fake, lib=_LIBRARY)
+# K and V that it writes to the pool are no arguments of it, so a trace sees a pure function; its order is kept by what
+# it returns.
+define_op(
+    "attn(Tensor q, Tensor k, Tensor v, int layer_id, Tensor? cos=None, Tensor? sin=None) -> Tensor",
+    _attn,
+    lambda q, k, v, *_: q.new_empty(q.shape[0], q.shape[1], v.shape[2]),
+)
 
 
 def attention(

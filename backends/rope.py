@@ -1,16 +1,10 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864) in the half-split layout of Llama: the specification of what
 backends do when the caller passes the tables with un-rotated queries and keys; and the op that makes them."""
 
-from typing import NamedTuple
-
 import torch
 
-
-class Rope(NamedTuple):
-    """Tables for T tokens: cos, sin [T, R] with R <= qk_dim, both halves of R equal; dims past R are not rotated."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
+from specdec.backends.base import Rope
+from specdec.backends.library import define_op
 
 
 def rope_table(positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
@@ -61,10 +55,9 @@ def _fake(
     return cos, sin
 
 
-_LIBRARY = torch.library.Library("specdec", "FRAGMENT")
-_LIBRARY.define(
+define_op(
     "rope_tables(Tensor positions, Tensor frequencies, float scale, bool is_doubled, ScalarType dtype)"
-    " -> (Tensor, Tensor)"
+    " -> (Tensor, Tensor)",
+    rope_tables,
+    _fake,
 )
-_LIBRARY.impl("rope_tables", rope_tables, "CompositeExplicitAutograd")
-torch.library.register_fake("specdec::rope_tables", _fake, lib=_LIBRARY)

@@ -6,10 +6,12 @@ kernels of ours run it: it can be captured, in prefills too.
 
 import importlib.util
 from functools import cache
+from typing import Any
 
 import torch
 
 from specdec.backends.gates import gate_twin
+from specdec.backends.library import define_op
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -61,20 +63,13 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _on_cuda(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    is_transposed: bool = False,
-    activation: str = "",
-) -> torch.Tensor:
+def _on_cuda(x: torch.Tensor, expert_ids: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
     """Run the kernels; the twin, which waits for the host, where Triton is not installed, and in other dtypes."""
     if weight.dtype not in KERNEL_DTYPES or not has_triton():
-        return grouped_linear_twin(x, expert_ids, weight, bias, is_transposed, activation)
+        return grouped_linear_twin(x, expert_ids, weight, *rest)
     from specdec.backends.triton.experts import products as experts
 
-    return experts.grouped_linear(x, expert_ids, weight, bias, is_transposed, activation)
+    return experts.grouped_linear(x, expert_ids, weight, *rest)
 
 
 def _fake(
@@ -88,11 +83,10 @@ def _fake(
     return x.new_empty(expert_ids.numel(), weight.shape[2 if is_transposed else 1] // (2 if activation else 1))
 
 
-_LIBRARY = torch.library.Library("specdec", "FRAGMENT")
-_LIBRARY.define(
+define_op(
     "grouped_linear(Tensor x, Tensor expert_ids, Tensor weight, Tensor? bias=None, bool is_transposed=False, "
-    "str activation='') -> Tensor"
+    "str activation='') -> Tensor",
+    grouped_linear_twin,
+    _fake,
+    _on_cuda,
 )
-_LIBRARY.impl("grouped_linear", grouped_linear_twin, "CPU")
-_LIBRARY.impl("grouped_linear", _on_cuda, "CUDA")
-torch.library.register_fake("specdec::grouped_linear", _fake, lib=_LIBRARY)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.backends.experts import has_triton
+from specdec.backends.library import define_op
 
 MOST_SCORES, MOST_CHOSEN = 1024, 32  # of a row
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -87,27 +88,15 @@ def _top_scores_fake(scores: torch.Tensor, k: int, softmax: str = "", dtype: tor
     return TopScores(scores.new_empty(shape, dtype=dtype or scores.dtype), scores.new_empty(shape, dtype=torch.int64))
 
 
-def _weighted_sum_fake(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return rows.new_empty(weights.shape[0], rows.shape[1], dtype=dtype)
-
-
-_LIBRARY = torch.library.Library("specdec", "FRAGMENT")
-for _schema, _twin, _on_cuda, _fake in (
-    (
-        "top_scores(Tensor scores, int k, str softmax='', ScalarType? dtype=None) -> (Tensor, Tensor)",
-        top_scores_twin,
-        _top_scores_on_cuda,
-        _top_scores_fake,
-    ),
-    (
-        "weighted_sum(Tensor rows, Tensor weights, ScalarType dtype) -> Tensor",
-        weighted_sum_twin,
-        _weighted_sum_on_cuda,
-        _weighted_sum_fake,
-    ),
-):
-    _LIBRARY.define(_schema)
-    _name = _schema.partition("(")[0]
-    _LIBRARY.impl(_name, _twin, "CPU")
-    _LIBRARY.impl(_name, _on_cuda, "CUDA")
-    torch.library.register_fake(f"specdec::{_name}", _fake, lib=_LIBRARY)
+define_op(
+    "top_scores(Tensor scores, int k, str softmax='', ScalarType? dtype=None) -> (Tensor, Tensor)",
+    top_scores_twin,
+    _top_scores_fake,
+    _top_scores_on_cuda,
+)
+define_op(
+    "weighted_sum(Tensor rows, Tensor weights, ScalarType dtype) -> Tensor",
+    weighted_sum_twin,
+    lambda rows, weights, dtype: rows.new_empty(weights.shape[0], rows.shape[1], dtype=dtype),
+    _weighted_sum_on_cuda,
+)

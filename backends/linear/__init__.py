@@ -6,13 +6,14 @@ elsewhere. Weights are arguments, so traces and checks of addresses see them; no
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from specdec.backends.experts import has_triton
 from specdec.backends.gates import ACTIVATIONS
+from specdec.backends.library import define_op
 from specdec.backends.linear.reference import add_rms_norm_twin, product_twin, rms_norm_twin
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -87,16 +88,14 @@ def kind_of(weight: torch.Tensor) -> Kind:
     return kind
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+) -> torch.Tensor:
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
     kind = kind_of(weight)
     has_kernel = _has_kernels(x) and weight.dtype == x.dtype and weight.stride(1) == 1
     return (kind.kernel if has_kernel else kind.twin)(x, weight, bias, activation)
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return _product(x, weight, bias, None)
 
 
 def _wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -130,38 +129,30 @@ def _add_rms_norm(
     return norms.add_rms_norm(x, residual, weight, eps, offset, is_late)
 
 
-def _linear_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+def _rows(x: torch.Tensor, size: int, **options: Any) -> torch.Tensor:
+    """Return an empty tensor of the shape of x but for its last dim."""
+    return x.new_empty(*x.shape[:-1], size, **options)
 
 
-def _wide_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32)
-
-
-def _gated_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
-
-
-def _norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-def _add_norm_fake(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-_LIBRARY = torch.library.Library("specdec", "FRAGMENT")
 _NORM = "Tensor weight, float eps, float offset, bool is_late"
-for _schema, _run, _fake in (
-    ("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _linear, _linear_fake),
-    ("wide_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _wide_linear, _wide_fake),
-    ("gated_linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor", _product, _gated_fake),
-    (f"rms_norm(Tensor x, {_NORM}) -> Tensor", _rms_norm, _norm_fake),
-    (f"add_rms_norm(Tensor x, Tensor residual, {_NORM}) -> (Tensor, Tensor)", _add_rms_norm, _add_norm_fake),
-):
-    _LIBRARY.define(_schema)
-    _name = _schema.partition("(")[0]
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"specdec::{_name}", _fake, lib=_LIBRARY)
+define_op(
+    "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    _product,
+    lambda x, weight, *_: _rows(x, weight.shape[0]),
+)
+define_op(
+    "wide_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    _wide_linear,
+    lambda x, weight, *_: _rows(x, weight.shape[0], dtype=torch.float32),
+)
+define_op(
+    "gated_linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor",
+    _product,
+    lambda x, weight, *_: _rows(x, weight.shape[0] // 2),
+)
+define_op(f"rms_norm(Tensor x, {_NORM}) -> Tensor", _rms_norm, lambda x, *_: _rows(x, x.shape[-1]))
+define_op(
+    f"add_rms_norm(Tensor x, Tensor residual, {_NORM}) -> (Tensor, Tensor)",
+    _add_rms_norm,
+    lambda x, *_: (_rows(x, x.shape[-1]), _rows(x, x.shape[-1])),
+)

@@ -87,8 +87,8 @@ class ScanInputs(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     g: torch.Tensor
-    beta: torch.Tensor | None
-    rates: torch.Tensor | None
+    beta: torch.Tensor | None = None
+    rates: torch.Tensor | None = None
 
 
 Conv = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, ConvLayer, AttentionMetadata], torch.Tensor]
