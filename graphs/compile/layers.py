@@ -186,7 +186,7 @@ def _walk_layer(
         out = type(layer).forward(layer, *args, **kwargs)
         return (out[0] if isinstance(out, tuple) else out,)
 
-    graph, tensors, _ = walk(run, args, list(zip(leaves, dynamic, strict=True)), sizes, kwargs)
+    graph, tensors, _ = walk(run, args, list(zip(leaves, dynamic, strict=True)), sizes, kwargs, layer)
     if len(next(n for n in graph.graph.nodes if n.op == "output").args[0]) != 1:
         raise GraphError("a layer keeps tensors elsewhere")
     for op in ops:

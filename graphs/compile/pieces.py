@@ -11,11 +11,8 @@ import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
-from torch._inductor import config as inductor_config
-from torch._inductor import standalone_compile
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental import _config as shape_config
@@ -182,6 +179,9 @@ class _Compiling(fx.Interpreter):
         self, args: Sequence[Any], groups: Sequence[Sequence[int]], inputs: Sequence[torch.Tensor], largest: int
     ) -> None:
         """See `compile_pieces`."""
+        from torch._dynamo.convert_frame import compile_lock
+        from torch._inductor import config as inductor_config  # slow to import
+
         with (
             torch.inference_mode(False),
             torch.no_grad(),
@@ -233,6 +233,8 @@ def _compile(module: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
     device = next(a.device for a in args if isinstance(a, torch.Tensor))
     if not has_pieces(device):
         _start_workers(device)
+    from torch._inductor import standalone_compile  # slow to import
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # an advice to round what has to stay exact
         return standalone_compile(module, list(args), dynamic_shapes="from_tracing_context")

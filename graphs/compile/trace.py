@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from specdec.core.errors import GraphError
 from specdec.graphs.compile.layers import Layers, number, write_out
@@ -79,6 +79,7 @@ def trace(
     num_outputs: int = 1,
     smallest: int = 1,
     largest: int = 1 << 13,
+    module: nn.Module | None = None,
     layers: Layers | None = None,
     numbers: Mapping[Any, Sequence[int]] = MappingProxyType({}),
     rewrite: Callable[[fx.GraphModule], object] = lambda graph: None,
@@ -90,6 +91,7 @@ def trace(
     called with. A caller that compares T=1 with `fn` itself passes smallest=2: torch's own ops guard against one row
     where a copy might broadcast, which seldom changes their result. split_at: op overloads to split at.
     compiler: "inductor", or "eager" to leave the pieces as they are.
+    module: see `walk`; by default `fn` itself, if it is one.
     layers: equal layers within `fn`, which are walked once; where they cannot be, they are walked one by one.
     numbers: of these ops the argument 3 of their calls, in their order.
     rewrite: changes the graph of all, with every layer written out and products joined, in place, before it is split.
@@ -97,8 +99,10 @@ def trace(
     Raises GraphError for what cannot be traced as one graph for every T, or not be compiled; it names the op.
     """
 
+    module = fn if isinstance(fn, nn.Module) else module
+
     def flat(layers: Layers | None) -> tuple[fx.GraphModule, list[Any]]:
-        return _flat(fn, inputs, num_outputs, (smallest, largest), layers, numbers)
+        return _flat(fn, inputs, num_outputs, (smallest, largest), module, layers, numbers)
 
     try:
         graph, args = flat(layers)
@@ -121,6 +125,7 @@ def _flat(
     inputs: Sequence[torch.Tensor],
     num_outputs: int,
     sizes: tuple[int, int],
+    module: nn.Module | None,
     layers: Layers | None,
     numbers: Mapping[Any, Sequence[int]],
 ) -> tuple[fx.GraphModule, list[Any]]:
@@ -128,7 +133,7 @@ def _flat(
     tensors, and T where it takes an int. Its nodes have example values."""
     dynamic = [(tensor, (0,)) for tensor in inputs]
     with nullcontext() if layers is None else layers.standing_in(numbers, sizes):
-        walked = walk(fn, inputs, dynamic, sizes)
+        walked = walk(fn, inputs, dynamic, sizes, module=module)
     graph, args, _ = walked if layers is None else write_out(walked, layers, sizes)
     for op, values in numbers.items():
         number(graph, op, values)

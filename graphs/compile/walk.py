@@ -1,21 +1,26 @@
-"""Has Dynamo walk through a callable: one graph, with every tensor that it reads as an argument, for any number of
-tokens T. Nothing runs and nothing is compiled, and torch keeps nothing of it."""
+"""Walks through a callable: one graph, with every tensor that it reads as an argument, for any number of tokens T.
+
+It is recorded where that can be; else Dynamo walks through its Python. Nothing is computed or compiled, and torch keeps
+nothing of it.
+"""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as shape_config
 
 from specdec.core.errors import GraphError
 from specdec.graphs.compile.pieces import check_guards
+from specdec.graphs.compile.record import record
 
 
 class Walked(NamedTuple):
-    """A graph that Dynamo found.
+    """The graph of a callable.
 
     graph: its nodes have an example value each, of `mode`. args: the tensors that it was walked with, in the order of
     its placeholders, and T where it takes an int.
@@ -39,9 +44,29 @@ def walk(
     dynamic: Sequence[tuple[torch.Tensor, Sequence[int]]],
     sizes: tuple[int, int],
     kwargs: Mapping[str, Any] | None = None,
+    module: nn.Module | None = None,
 ) -> Walked:
     """Walk through fn(*args, **kwargs), where `dynamic` dimensions of tensors are T; GraphError if that is not one
-    graph, or not one for every T from sizes[0] to sizes[1]."""
+    graph, or not one for every T from sizes[0] to sizes[1].
+
+    module: has all modules that `fn` runs; without it Dynamo walks.
+    """
+    if module is not None:
+        with suppress(Exception), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+            recorded = Walked(*record(fn, args, dynamic, kwargs or {}, module))
+            check_guards(recorded.mode.shape_env, *sizes)
+            return recorded
+    return _walk(fn, args, dynamic, sizes, kwargs or {})
+
+
+def _walk(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    dynamic: Sequence[tuple[torch.Tensor, Sequence[int]]],
+    sizes: tuple[int, int],
+    kwargs: Mapping[str, Any],
+) -> Walked:
+    """Have Dynamo walk; see `walk`."""
     for tensor, dims in dynamic:
         torch._dynamo.mark_dynamic(tensor, list(dims))
     compiled = torch.compile(_fresh(fn), backend=_give_back, fullgraph=True)
@@ -52,7 +77,7 @@ def walk(
             shape_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
             torch._dynamo.config.patch(fake_tensor_cache_enabled=False),  # it costs more than it saves
         ):
-            compiled(*args, **(kwargs or {}))
+            compiled(*args, **kwargs)
     except _Found as found:
         check_guards(found.walked.mode.shape_env, *sizes)
         return found.walked

@@ -42,12 +42,13 @@ Layers = Callable[..., Sequence[Any]]
 class Subject:
     """A callable to trace: `run` takes a batch and returns `num_outputs` tensors, possibly beside None.
 
-    inputs: a batch of NUM_TOKENS. ready: the context that it runs in, and is traced in. num_layers: attention calls;
+    module: has all modules that it runs. inputs: a batch of NUM_TOKENS. ready: the context that it runs in, and is traced in. num_layers: attention calls;
     largest: tokens it will be called with; alike: groups of equal layers; numbers: see `trace`. any_rank: whether
     something is so on any of the ranks that run it together, which must not part.
     """
 
     run: Layers
+    module: nn.Module
     inputs: Batch
     ready: Callable[[], AbstractContextManager[Any]]
     num_outputs: int
@@ -145,6 +146,7 @@ def _trace(subject: Subject, layers: Any, config: EngineConfig, expected: Sequen
                 (ATTENTION, CONV, SCAN),
                 config.compiler,
                 num_outputs=subject.num_outputs,
+                module=subject.module,
                 smallest=2,  # one token is compared
                 largest=subject.largest,
                 layers=layers,

@@ -46,6 +46,7 @@ def _compile_head(worker: HeadWorker, config: EngineConfig) -> list["Traced"]:
     def traced(run: Callable[..., Any], inputs: Batch, num_layers: int) -> "Traced":
         subject = Subject(
             run=lambda *given: (run(*given),),
+            module=head,
             inputs=inputs,
             ready=head.routed,
             num_outputs=1,

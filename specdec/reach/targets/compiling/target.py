@@ -81,6 +81,7 @@ def _subject(target: HFTarget, config: EngineConfig) -> Subject:
     """Return the layers as they run in forwards of every mode."""
     return Subject(
         run=target.run_layers,
+        module=target.model,
         inputs=random_tokens(min(NUM_TOKENS, target.spec.max_positions), target.spec.vocab_size, target.device),
         ready=target.routed,
         num_outputs=1 + bool(target.tapped),

@@ -1,0 +1,188 @@
+"""Records what a callable does to tensors, as one graph for any number of tokens T: it runs once, on fake tensors.
+
+Python between two calls of torch runs as it is, and sizes are symbols: what it takes for granted of T leaves a guard,
+and what it would read from a tensor is an error. Much faster than Dynamo, which interprets Python.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from inspect import signature
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from specdec.core.errors import GraphError
+
+SET_ITEM = torch.Tensor.__setitem__
+OPERATORS = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "neg", "matmul")},
+    **{"div": operator.truediv, "__getitem__": operator.getitem, "__setitem__": operator.setitem},
+}
+
+
+def record(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    dynamic: Sequence[tuple[torch.Tensor, Sequence[int]]],
+    kwargs: Mapping[str, Any],
+    module: nn.Module,
+) -> tuple[fx.GraphModule, list[Any], FakeTensorMode]:
+    """Record fn(*args, **kwargs); see `walk`. GraphError, or whatever torch raises, for what cannot be recorded."""
+    with dynamo_config.patch(
+        fake_tensor_cache_enabled=False
+    ):  # with sizes that are symbols, it costs more than it saves
+        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    recorder = _Recorder(mode)
+    dims = {id(tensor): which for tensor, which in dynamic}
+    fakes = tree_map_only(torch.Tensor, lambda t: recorder.input(t, dims.get(id(t), ())), (tuple(args), dict(kwargs)))
+    with torch.no_grad(), _unchanged(module), mode, enable_python_dispatcher(), recorder:
+        recorder.end(fn(*fakes[0], **fakes[1]))
+    return *recorder.finish(), mode
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Give what is within `module` its attributes back; GraphError if a tensor was kept in one."""
+    spaces = [space for m in module.modules() for space in (vars(m), m._parameters, m._buffers)]
+    before = [dict(space) for space in spaces]
+    is_kept = False
+    try:
+        yield
+    finally:
+        for space, old in zip(spaces, before, strict=True):
+            for key in [k for k in {**old, **space} if space.get(k) is not old.get(k)]:
+                is_kept |= any(isinstance(x, FakeTensor) for x in tree_leaves(space.pop(key, None)))
+                space.update({key: old[key]} if key in old else {})
+    if is_kept:
+        raise GraphError("it keeps tensors elsewhere")
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes calls of torch as nodes, with example values; tensors that are not fake become arguments."""
+
+    def __init__(self, mode: FakeTensorMode):
+        super().__init__()
+        self._mode = mode
+        self._graph = fx.Graph()
+        self._size = self._last = self._graph.placeholder("num_tokens")
+        self._args: dict[fx.Node, Any] = {}
+        self._nodes: dict[int, fx.Node] = {}  # by id of a tensor, which they hold
+
+    def input(self, tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+        """Return the fake of an argument, whose dimensions `dims` are T."""
+        sizes = [DimDynamic.DYNAMIC if i in dims else DimDynamic.STATIC for i in range(tensor.dim())]
+        source, context = ConstantSource(f"input_{len(self._args)}"), StatelessSymbolicContext(dynamic_sizes=sizes)
+        fake = self._mode.from_tensor(tensor, symbolic_context=context, source=source)
+        if dims and self._size not in self._args:
+            self._args[self._size] = tensor.shape[dims[0]]
+            self._size.meta["example_value"] = fake.shape[dims[0]]
+        for dim in dims:
+            assert fake.shape[dim] == self._size.meta["example_value"]  # from then on they are one symbol
+        self._place(tensor, fake)
+        return fake
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._is_any_autocast_enabled():
+            raise GraphError("it runs under autocast")  # which no node would tell
+        kwargs = kwargs or {}
+        fakes = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
+        out = func(*fakes[0], **fakes[1])
+        if func is SET_ITEM or any(isinstance(x, torch.Tensor) for x in tree_leaves(out)):
+            kind, target, *given = _called(func, args, kwargs)
+            self._keep(self._graph.create_node(kind, target, *fx.node.map_aggregate(given, self._given)), out)
+        return out
+
+    def end(self, returned: Any) -> None:
+        """Let the graph return the tensors in `returned`, each once."""
+        leaves = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
+        self._graph.output(tuple(dict.fromkeys(self._given(leaf) for leaf in leaves)))
+
+    def finish(self) -> tuple[fx.GraphModule, list[Any]]:
+        """Return the graph, and what it is called with."""
+        for node in reversed(self._graph.nodes):
+            is_idle = node.op == "placeholder" or node.target in (operator.getitem, operator.add, operator.mul)
+            if is_idle and not node.users and node is not self._size:
+                self._graph.erase_node(node)
+                self._args.pop(node, None)
+        with _use_lazy_graph_module(True):  # it will be changed before it needs code
+            graph = _make_graph_module(nn.Module(), self._graph)
+        return graph, [self._args[n] for n in self._graph.nodes if n in self._args]
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in self._nodes:
+            self._place(tensor, self._mode.from_tensor(tensor, static_shapes=True))
+        return self._nodes[id(tensor)].meta["example_value"]
+
+    def _place(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
+        """Make `tensor` an argument."""
+        with self._graph.inserting_after(self._last):
+            self._last = self._graph.placeholder(f"given_{len(self._args)}")
+        self._last.meta["example_value"] = fake
+        self._args[self._last] = tensor
+        self._nodes[id(tensor)] = self._nodes[id(fake)] = self._last
+
+    def _keep(self, node: fx.Node, out: Any) -> None:
+        """Note `node` as what gives `out`, and its elements."""
+        node.meta["example_value"] = out
+        if isinstance(out, torch.Tensor):
+            self._nodes[id(out)] = node
+        elif isinstance(out, tuple | list):
+            for i, part in enumerate(out):
+                self._keep(self._graph.call_function(operator.getitem, (node, i)), part)
+
+    def _given(self, value: Any) -> Any:
+        """Return what stands for an argument in the graph."""
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._nodes:
+                raise GraphError("a tensor comes from a call that cannot be recorded")
+            return self._nodes[id(value)]
+        if isinstance(value, torch.Size):
+            return tuple(map(self._given, value))
+        return self._number(value.node.expr) if isinstance(value, torch.SymInt) else value
+
+    def _number(self, expression: Any) -> Any:
+        """Return the int or the node that a sum or a product of sizes is."""
+        if expression.is_Integer:
+            return int(expression)
+        if expression.is_Symbol:
+            return self._size
+        if not (expression.is_Add or expression.is_Mul):
+            raise GraphError(f"a size is {expression}")
+        combine = operator.add if expression.is_Add else operator.mul
+        return reduce(lambda a, b: self._graph.call_function(combine, (a, b)), map(self._number, expression.args))
+
+
+def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, Any, tuple[Any, ...], Any]:
+    """Return the node that calls func(*args, **kwargs), named as Dynamo names it: kind, target, args and kwargs."""
+    name = func.__name__
+    if name == "__get__":
+        return "call_function", getattr, (*args, func.__self__.__name__), kwargs
+    if getattr(torch.Tensor, name, None) is func:
+        if name in OPERATORS and not kwargs:
+            return "call_function", OPERATORS[name], tuple(args), kwargs
+        return "call_method", name, tuple(args), kwargs
+    if isinstance(func, FunctionType) and kwargs:  # torch's functions in Python tell of all their arguments, by name
+        given, names = dict(kwargs), signature(func).parameters
+        for key, parameter in names.items():
+            if key in given and given[key] is parameter.default:
+                del given[key]
+        for key in list(names)[len(args) :]:
+            if key not in given:
+                break
+            args = (*args, given.pop(key))
+        kwargs = given
+    return "call_function", func, tuple(args), kwargs
