@@ -110,7 +110,7 @@ DAMAGED = ["*.so", "aotautograd/*/*", "*.py", "fxgraph/*/*/*"]
 def test_what_is_damaged_is_compiled_again(files):
     """By Inductor itself, or with an empty folder."""
     where, x = kept.folder(CPU), torch.randn(16, 8)
-    subject = Subject(lambda x: (model(x),), (x,), nullcontext, 1, 1, 64)
+    subject = Subject(lambda x: (model(x),), model, (x,), nullcontext, 1, 1, 64)
 
     def traced_checked():
         return checked.trace_checked(subject, EngineConfig(), CPU)

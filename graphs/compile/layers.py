@@ -1,4 +1,4 @@
-"""Equal layers are walked by Dynamo once: one call of the first and of the last of a kind, their weights as arguments.
+"""Equal layers are walked once: one call of the first and of the last of a kind, their weights as arguments.
 
 Within the walk of the whole, an op stands for each of them; afterwards the layer's graph is written out in its place.
 So what follows sees one flat graph, and products and norms fuse across layers. Layers are of one kind if their classes,
@@ -43,7 +43,7 @@ class Kind:
     others: Mapping[int, torch.Tensor]
 
 
-# It stands for a layer while Dynamo walks, and is never run.
+# It stands for a layer in the walk of the whole, and is never run.
 _LIBRARY = torch.library.Library("specdec", "FRAGMENT")
 _LIBRARY.define("layer(Tensor hidden, Tensor[] others, int number) -> Tensor")
 
@@ -165,7 +165,7 @@ def _stand_in(number: int, call: Call) -> Callable[..., Any]:
     places = _places((*call.args, *call.kwargs.values()))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        values = (*args, *kwargs.values())  # Dynamo walks through this, too: nothing is looked for
+        values = (*args, *kwargs.values())  # it is walked, too: nothing is looked for
         hidden, *others = [values[i] if j is None else values[i][j] for i, j in places]
         result = torch.ops.specdec.layer.default(hidden, others, number)
         return result if num_none < 0 else (result, *[None] * num_none)

@@ -40,9 +40,7 @@ def record(
     module: nn.Module,
 ) -> tuple[fx.GraphModule, list[Any], FakeTensorMode]:
     """Record fn(*args, **kwargs); see `walk`. GraphError, or whatever torch raises, for what cannot be recorded."""
-    with dynamo_config.patch(
-        fake_tensor_cache_enabled=False
-    ):  # with sizes that are symbols, it costs more than it saves
+    with dynamo_config.patch(fake_tensor_cache_enabled=False):  # it costs more than it saves
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     recorder = _Recorder(mode)
     dims = {id(tensor): which for tensor, which in dynamic}
@@ -83,7 +81,8 @@ class _Recorder(TorchFunctionMode):
     def input(self, tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
         """Return the fake of an argument, whose dimensions `dims` are T."""
         sizes = [DimDynamic.DYNAMIC if i in dims else DimDynamic.STATIC for i in range(tensor.dim())]
-        source, context = ConstantSource(f"input_{len(self._args)}"), StatelessSymbolicContext(dynamic_sizes=sizes)
+        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+        source = ConstantSource(f"input_{len(self._args)}")
         fake = self._mode.from_tensor(tensor, symbolic_context=context, source=source)
         if dims and self._size not in self._args:
             self._args[self._size] = tensor.shape[dims[0]]
@@ -152,6 +151,8 @@ class _Recorder(TorchFunctionMode):
             return self._nodes[id(value)]
         if isinstance(value, torch.Size):
             return tuple(map(self._given, value))
+        if isinstance(value, torch.SymFloat | torch.SymBool):
+            raise GraphError(f"a number depends on the number of tokens: {value}")
         return self._number(value.node.expr) if isinstance(value, torch.SymInt) else value
 
     def _number(self, expression: Any) -> Any:

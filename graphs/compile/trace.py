@@ -1,8 +1,8 @@
-"""Traces a callable once with `torch.compile` and our own backend, and splits the graph at an op that is not compiled.
+"""Traces a callable once, and splits the graph at an op that is not compiled.
 
 The trace has a dynamic first dimension. Pieces that differ only in their weights, such as the middle layers of a model,
-are compiled once; weights are arguments. The result is called directly, bypassing Dynamo: no guards, no recompilation
-at sizes 0 and 1, no limit on how many models one process traces. Compiling runs nothing and captures nothing.
+are compiled once; weights are arguments. The result is called directly: no guards, no recompilation at sizes 0 and 1,
+no limit on how many models one process traces. Compiling runs nothing and captures nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -49,7 +49,7 @@ def walk(
     """Walk through fn(*args, **kwargs), where `dynamic` dimensions of tensors are T; GraphError if that is not one
     graph, or not one for every T from sizes[0] to sizes[1].
 
-    module: has all modules that `fn` runs; without it Dynamo walks.
+    module: has all modules that `fn` runs, which keep nothing of that; without it Dynamo walks.
     """
     if module is not None:
         with suppress(Exception), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]

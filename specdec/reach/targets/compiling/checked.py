@@ -42,9 +42,10 @@ Layers = Callable[..., Sequence[Any]]
 class Subject:
     """A callable to trace: `run` takes a batch and returns `num_outputs` tensors, possibly beside None.
 
-    module: has all modules that it runs. inputs: a batch of NUM_TOKENS. ready: the context that it runs in, and is traced in. num_layers: attention calls;
-    largest: tokens it will be called with; alike: groups of equal layers; numbers: see `trace`. any_rank: whether
-    something is so on any of the ranks that run it together, which must not part.
+    module: has all modules that it runs. inputs: a batch of NUM_TOKENS. ready: the context that it runs in, and is
+    traced in. num_layers: attention calls; largest: tokens it will be called with; alike: groups of equal layers;
+    numbers: see `trace`. any_rank: whether something is so on any of the ranks that run it together, which must not
+    part.
     """
 
     run: Layers
