@@ -16,10 +16,12 @@ from specdec.core.text.prompts import chat_ids
 from specdec.reach.targets.pretrained import BUNDLED, load_pretrained
 from tests.heads import random_head
 from tests.test_attach import greedy, ragged_prompts
+from tests.test_auto import vary
 from tests.tiny_models import ADMITTED, tiny_model
 
 pytestmark = pytest.mark.gpu
 CONFIGS = (None, {"num_steps": 3}, {"num_steps": 4, "topk": 4, "num_draft_tokens": 16})
+AUTO = {"num_steps": "auto", "auto_steps": (1, 3), "topk": 2, "num_draft_tokens": 7}
 QUESTIONS = ["What is 17 times 3? Explain.", "Name three rivers of Europe and say where they flow.", "Hi!"]
 NEAR_TIE = 0.25  # logits; bf16 rounds logits of size 16..32 to steps of 0.125
 
@@ -51,10 +53,12 @@ def test_experts_in_16_bits_are_captured(name, dtype):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("config", CONFIGS[1:], ids=["chain", "tree"])
+@pytest.mark.parametrize("config", [*CONFIGS[1:], AUTO], ids=["chain", "tree", "auto"])
 def test_a_round_never_waits_for_the_host(config, temperature):
     model = tiny_model("llama").cuda()
     engine = specdec.attach(model, random_head(model).cuda(), strict=True, **config)
+    if config is AUTO:
+        vary(engine)
     core, play = engine._core, engine._core.launcher.round
 
     def guarded(requests):
@@ -70,7 +74,7 @@ def test_a_round_never_waits_for_the_host(config, temperature):
     engine.generate(ragged_prompts(), max_new_tokens=24, sampling=law)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "chain", "tree"])
+@pytest.mark.parametrize("config", [*CONFIGS, AUTO], ids=["plain", "chain", "tree", "auto"])
 def test_nothing_is_compiled_on_live_traffic(config):
     """Attaching warms every kernel up; lengths, batches and samplings add none."""
     model, prompts = tiny_model("gemma2").cuda(), ragged_prompts()
@@ -79,6 +83,8 @@ def test_nothing_is_compiled_on_live_traffic(config):
     with counted_compiles() as warm:
         _attention_kernel.device_caches.clear()  # whatever other tests have compiled: the counter must see something
         engine = specdec.attach(model, head, max_batch=5, max_seq_len=512, **(config or {}))
+    if config is AUTO:
+        vary(engine)
     with counted_compiles() as live:
         for batch in (prompts, prompts[:3], [list(range(3, 120)) * 3], [[5]]):
             for law in laws:
