@@ -110,6 +110,7 @@ def run(monkeypatch):
         ("serve bundled", (2, 1, 3), (3, 1, 4)),  # its batch is larger than the advice is for
         ("demo --draft lookup", (2, 1, 3), (3, 1, 4)),
         ("chat --steps 4", (4, 1, 5), (4, 1, 5)),
+        ("serve bundled --steps auto", (5, 1, 6), (5, 1, 6)),
         ("generate w5 --topk 2", (2, 2, 7), (3, 2, 11)),
         ("demo --topk 1", (2, 1, 3), (3, 1, 4)),
         ("serve bundled --max-batch 8 --steps 3 --topk 4 --draft-tokens 16", (3, 4, 16), (3, 4, 16)),
@@ -135,6 +136,11 @@ def test_a_demo_without_a_draft_is_refused(run, device):
     for command in ("demo --draft none", "demo --target other"):
         ended = run(device, command)
         assert isinstance(ended, ValueError) and "name a draft" in str(ended)
+
+
+def test_steps_that_are_no_number_are_refused(run):
+    ended = run("cpu", "chat --steps fast")
+    assert isinstance(ended, ValueError) and "--steps 'fast': expected a whole number, or auto" in str(ended)
 
 
 @pytest.mark.parametrize("command", ["generate w5 --target other", "chat --draft none", "serve other"])

@@ -223,7 +223,7 @@ def test_a_prompt_comes_from_stdin(folder, capsys, monkeypatch):
 
 def test_a_chat_says_what_answers_and_how_to_leave(folder, capsys, monkeypatch):
     monkeypatch.setattr(text, "typed_lines", lambda: [])
-    text.chat(target=str(folder / "target"), draft=str(folder / "head"), steps=2, device="cpu")
+    text.chat(target=str(folder / "target"), draft=str(folder / "head"), steps="2", device="cpu")
     said = capsys.readouterr().err
     assert re.search(r"LlamaForCausalLM on cpu, eagle3, S=2, up to 1 request of [\d,]+ tokens, KV pool \d+ MiB", said)
     assert text.LEAVE in said

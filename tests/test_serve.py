@@ -285,6 +285,7 @@ BAD_CHATS = [  # fields, the field at fault, what the message says
     ({"messages": [{"role": "user", "content": None}]}, "messages", "messages[0].content=None"),
     ({"messages": [{**CHAT[0], "tool_calls": [{"id": "x"}]}]}, "messages", "messages[0].tool_calls"),
     ({"stop_token_ids": [1, "a"]}, "stop_token_ids", "token ids"),
+    ({"priority": 1001}, "priority", "from -1000 to 1000"),
     ({"max_tokens": 1000}, "max_tokens", "max_seq_len"),
     ({"max_tokens": None, "max_completion_tokens": 1000}, "max_completion_tokens", "max_seq_len"),
     ({"max_tokens": None, "messages": [{"role": "user", "content": "word " * 300}]}, None, "max_seq_len"),
@@ -363,6 +364,19 @@ def test_lengths_that_do_not_fit_are_told_by_their_name(tiny):
     assert cut.usage.completion_tokens == 3  # nobody asked for the 16 that are the default
     with serving(tiny.engine, name="owner/tiny") as other:
         assert other.api.models.retrieve("owner/tiny").id == "owner/tiny"
+
+
+def test_a_priority_is_that_of_every_choice(tiny, monkeypatch):
+    submit, found = tiny.engine.submit, []
+
+    def watched(prompts, **options):
+        found.extend(requests := submit(prompts, **options))
+        return requests
+
+    monkeypatch.setattr(tiny.engine, "submit", watched)
+    for priority in ({}, {"priority": -7}):
+        assert tiny.post({"prompt": [5, 6], "max_tokens": 2, "n": 2, **priority}, "/v1/completions").status_code == 200
+    assert [request.priority for request in found] == [0, 0, -7, -7]
 
 
 def test_too_many_requests(tiny):

@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec import shipped
 from specdec.api import Engine, attach
+from specdec.core.config import AUTO
 from specdec.reach.assembly.algorithms import algorithms
 from specdec.reach.heads.load import detect_algo, load_head
 from specdec.reach.targets.pretrained import BUNDLED, load_draft
@@ -43,17 +44,20 @@ class WithDraft(OnTarget):
         "Folder, .gguf file, Hub id, 'lookup', 'shipped' (EAGLE-3), a shipped name or 'none'; default: shipped for the "
         "bundled target, none for others."
     )
-    steps: int | None = option(
-        "Draft depth S; default: on a CPU what is measured to be fastest, no draft included; else 3, or S, K and D as "
-        "the draft advises if none is given."
+    steps: str | None = option(
+        "Draft depth S, or 'auto': every round picks its own, by what is measured. Default: on a CPU what is measured "
+        "to be fastest, no draft included; else 3, or S, K and D as the draft advises if none is given."
     )
     topk: int | None = option("Branches per step K; 1, the default, drafts a chain.")
     draft_tokens: int | None = option("Nodes verified per round D, root included.")
 
     def drafting(self, model: Any, max_batch: int = 1) -> "Drafting":
         """Return how an engine of `max_batch` requests drafts."""
-        name = named_draft(self.draft, self.target)
-        return drafting_of(name, model, max_batch, self.steps, self.topk, self.draft_tokens)
+        name, steps = named_draft(self.draft, self.target), self.steps
+        if steps not in (None, AUTO) and not steps.isdecimal():
+            raise ValueError(f"--steps {steps!r}: expected a whole number, or {AUTO}")
+        given = steps if steps in (None, AUTO) else int(steps)
+        return drafting_of(name, model, max_batch, given, self.topk, self.draft_tokens)
 
 
 class Reported(Options):
@@ -111,7 +115,7 @@ def drafting_of(
     draft: str,
     model: Any,
     max_batch: int,
-    steps: int | None = None,
+    steps: int | str | None = None,
     topk: int | None = None,
     draft_tokens: int | None = None,
 ) -> Drafting:
@@ -154,7 +158,8 @@ def draft_module(source: Path | str | None, model: Any, kind: str | None = None)
 def engine_line(engine: Engine) -> str:
     """Describe an engine on one line: model, draft, capacity, memory of its KV pool."""
     config, report = engine.config, engine.report()
-    draft = f"{report.draft['algo']}, S={config.num_steps}" if config.num_steps else "no draft"
+    steps = f"{AUTO} up to {config.num_steps}" if config.auto_steps else str(config.num_steps)
+    draft = f"{report.draft['algo']}, S={steps}" if config.num_steps else "no draft"
     requests = f"{config.max_batch} request{'s' * (config.max_batch > 1)}"
     return (
         f"{report.model} on {engine.target_module.device}, {draft}, up to {requests} of {config.max_seq_len:,} tokens, "

@@ -27,7 +27,7 @@ LAW = ("temperature", "top_p", "top_k", "min_p")
 NEUTRAL = MappingProxyType({"top_p": (1,), "top_k": (0,), "min_p": (0,)})
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 ALSO_CHECKED = (*PENALTIES, "seed", "logit_bias")
-PASSED_ON = (*PENALTIES, "stop", "stop_token_ids", "ignore_eos", "logit_bias")  # as they are
+PASSED_ON = (*PENALTIES, "stop", "stop_token_ids", "ignore_eos", "logit_bias", "priority")  # as they are
 ROLES = MappingProxyType({role: role for role in ("system", "user", "assistant")} | {"developer": "system"})
 
 # Fields of OpenAI's that change no text, whatever their value.
@@ -259,7 +259,7 @@ _BOTH: Mapping[str, Check] = MappingProxyType(
         "n": whole(1, 128).check,
         "max_tokens": whole(1, MOST).check,
         "min_tokens": whole(0, MOST).check,
-        **dict.fromkeys((*LAW, *PENALTIES, "seed"), lambda name, value: value),  # the engine checks them
+        **dict.fromkeys((*LAW, *PENALTIES, "seed", "priority"), lambda name, value: value),  # the engine checks them
         "top_k": _top_k,
         "logit_bias": _logit_bias,
         "stop": _stop,
