@@ -73,7 +73,8 @@ class BatchReplica(Replica):
         """batch: column -> array of rows, as Ray Data hands them over."""
         if self.column not in batch:
             raise ValueError(f"column={self.column!r}: the rows have {sorted(batch)}; name the one with the prompts")
-        out = self.generate([_prompt_of(value) for value in batch[self.column]])
+        # lists of ids or messages come as arrays
+        out = self.generate([v.tolist() if isinstance(v, np.ndarray) else v for v in batch[self.column]])
         return {**batch, "text": _column(out.texts), "tokens": _column(out.tokens)}
 
 
@@ -173,11 +174,6 @@ def _check_mappings(kwargs: Mapping[str, Any]) -> None:
     for name in ("settings", "options"):
         check_mapping(name, kwargs.get(name))
     check_settings(dict(kwargs.get("settings") or {}))
-
-
-def _prompt_of(value: Any) -> Any:
-    """Return a prompt as the engine takes it: Arrow's lists of ids or messages come as arrays."""
-    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def _column(values: Sequence[Any]) -> np.ndarray:

@@ -12,7 +12,6 @@ import torch
 from specdec.backends.bridge import AttentionBridge
 from specdec.backends.op import ForwardContext, forward_context
 from specdec.core.batch import AttentionMetadata, ForwardMode
-from specdec.core.draft.worker import DraftWorker
 from specdec.core.round.parts import Parts
 
 Results = tuple[torch.Tensor | None, ...]
@@ -81,29 +80,19 @@ class Programs:
         def rows(width: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(largest, width, dtype=dtype, device=device)
 
-        def target_layers(mode: ForwardMode, ids: torch.Tensor, positions: torch.Tensor, _: object) -> Results:
-            return target.layers(mode, ids, positions)
-
         self._parts = parts
         self.features = rows(len(target.aux_layers) * target.spec.hidden_size, target.dtype)
         self.states = rows(worker.hidden_size if worker.num_modules > 1 else 0, draft_dtype)
         bridge = AttentionBridge(parts.context, largest, target.dtype, device, interrupt)
         hidden = rows(target.spec.hidden_size, target.dtype)
-        self.target = PrefillProgram(target_layers, parts.context, bridge, (hidden, self.features))
+        self.target = PrefillProgram(
+            lambda *given: target.layers(*given[:3]), parts.context, bridge, (hidden, self.features)
+        )
         self.draft: list[PrefillProgram] = []
         if worker.context is not None:
             own = AttentionBridge(worker.context, largest, draft_dtype, device, interrupt)
             states = (rows(worker.hidden_size, draft_dtype),)  # shared by all modules: no two of them run at once
-            layers = [partial(_draft_layers, worker, module) for module in range(worker.num_modules)]
-            self.draft = [PrefillProgram(module, worker.context, own, states) for module in layers]
-
-
-def _draft_layers(
-    worker: DraftWorker,
-    module: int,
-    mode: ForwardMode,
-    ids: torch.Tensor,
-    positions: torch.Tensor,
-    features: torch.Tensor | None,
-) -> Results:
-    return (worker.prefill_layers(ids, positions, features, module),)
+            layers = [partial(worker.prefill_layers, module=module) for module in range(worker.num_modules)]
+            self.draft = [
+                PrefillProgram(lambda _, *given, run=run: (run(*given),), worker.context, own, states) for run in layers
+            ]

@@ -76,7 +76,8 @@ def replacing(folder: str | Path, stale: Sequence[str] = ()) -> Iterator[Path]:
     try:
         yield partial
         _share(partial)
-        written = [file.name for file in _weights_first(list(partial.iterdir()))]
+        # weights first: without their config they do not load; a config without them might, as another head
+        written = [f.name for f in sorted(partial.iterdir(), key=lambda file: (file.suffix == ".json", file.name))]
         for name in written:
             os.replace(partial / name, folder / name)
         for file in [f for pattern in stale for f in folder.glob(pattern) if f.name not in written]:
@@ -95,8 +96,3 @@ def _share(folder: Path) -> None:
     probe.unlink()
     for file in folder.iterdir():
         file.chmod(mode)
-
-
-def _weights_first(files: Sequence[Path]) -> list[Path]:
-    """Sort weights first: without their config they do not load; a config without weights might, as another head."""
-    return sorted(files, key=lambda file: (file.suffix == ".json", file.name))

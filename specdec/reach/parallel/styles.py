@@ -146,10 +146,6 @@ def _column(layer: Layer) -> Forward | None:
     return forwards.get(style.output_layouts)
 
 
-def _packed_column(layer: Layer) -> Forward | None:
-    return layer.original if layer.style.use_local_output else None
-
-
 def _row(layer: Layer) -> Forward | None:
     style, module = layer.style, layer.module
     if style.output_layouts != Replicate() or not style.use_local_output:
@@ -174,10 +170,6 @@ def _experts(layer: Layer) -> Forward | None:
     return _sum(layer) if any(map(is_sharded, layer.module.parameters())) else layer.original
 
 
-def _identity_expert(layer: Layer) -> Forward | None:
-    return partial(_divided, layer.original, layer.share.size)
-
-
 def _router(layer: Layer) -> Forward | None:
     config = getattr(layer.module, "config", None)
     total = getattr(layer.module, "num_experts", None) or getattr(config, "num_experts", None)
@@ -188,11 +180,11 @@ def _router(layer: Layer) -> Forward | None:
 
 _PLAIN: dict[str, Callable[[Layer], Forward | None]] = {  # by the name of HF's class
     "ColwiseParallel": _column,
-    "PackedColwiseParallel": _packed_column,
+    "PackedColwiseParallel": lambda layer: layer.original if layer.style.use_local_output else None,
     "RowwiseParallel": _row,
     "AllReduceParallel": _sum,
     "MlaKvAProjParallel": lambda layer: layer.original,
     "MoeExpertsParallel": _experts,
-    "MoeIdentityParallel": _identity_expert,
+    "MoeIdentityParallel": lambda layer: partial(_divided, layer.original, layer.share.size),
     "EpRouterParallel": _router,
 }

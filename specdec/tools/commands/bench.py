@@ -144,7 +144,6 @@ for name, kind in (
 
 
 def _line(row: Row) -> str:
-    """Say a row in short."""
     return f"{row['draft']} {DraftShape.of(row)} {case_of(row)} T={row['temperature']:g}: tau {row['tau']:.3f}"
 
 

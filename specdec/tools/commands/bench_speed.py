@@ -219,7 +219,6 @@ class Peers(Timing):
 
 
 def _line(row: Row) -> str:
-    """Say a row in short."""
     if "mode" in row:
         case = f"{row['mode']} {DraftShape.of(row)}, {row['batch']} x {row['tokens']} tokens"
         return f"{case}: {row['what']} {row['ms']:g} ms"

@@ -69,8 +69,8 @@ def examine(
             problems.append("its attention has sinks: other readings of it cannot be tried")
         else:
             base, trials, repairs = search(draft, model, texts)
-        if untouched_norm(draft) and all(map(_is_idle, repairs)):
-            repairs = []
+        if untouched_norm(draft) and all(t.alternative.leaks or t.agreement.first < 0.5 for t in repairs):
+            repairs = []  # an untrained head agrees as much, by passing its input through
     found |= {} if base is None else {"rows": base.num_rows, "agreement": base.rates}
     found["readings"] = {t.alternative.name: t.agreement.rates for t in trials}
     found["repairs"] = [t.alternative.name for t in repairs]
@@ -154,11 +154,6 @@ def _conclude(found: Mapping[str, Any], draft: Draft, base: Agreement | None) ->
         name, why = _why_low(found, draft, base)
         return [name] if name else [], [*remarks, why]
     return defects, remarks
-
-
-def _is_idle(trial: Trial) -> bool:
-    """Return whether an untrained head reaches this agreement, by passing its input through."""
-    return trial.alternative.leaks or trial.agreement.first < 0.5
 
 
 def _why_low(found: Mapping[str, Any], draft: Draft, base: Agreement | None) -> tuple[str | None, str]:

@@ -98,7 +98,6 @@ def run(
 
 
 def _measure(engine: Engine, items: Items, max_new_tokens: int, seed: int) -> tuple[Outcome, dict[str, Any]]:
-    """Score and answer with one engine."""
     totals = score(engine, items.gold, seed)
     lens = [len(ids) - asked for ids, asked in items.gold]
     start = time.perf_counter()

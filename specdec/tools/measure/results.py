@@ -127,7 +127,6 @@ def _write_page_beside(path: Path) -> None:
 
 @cache
 def _warn_once(line: str) -> None:
-    """Print `line` on stderr, once in a process."""
     print(line, file=sys.stderr)
 
 

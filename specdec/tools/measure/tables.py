@@ -48,25 +48,17 @@ def table(title: str, rows: Sequence[Row], keys: Iterable[str] = (), hidden: Ite
     A long text that all rows have is said below it. Keys that begin with "_" are a page's own.
     """
     present = dict.fromkeys(key for row in rows for key in row if key != "file" or varying(rows, ["file"]))
-    others, hidden = (present, hidden) if hidden is not None else ((), _empty(rows))
+    others = () if hidden is None else present
+    hidden = [key for key in present if all(row.get(key) is None for row in rows)] if hidden is None else hidden
     wanted = [key for key in dict.fromkeys([*keys, *others]) if key in present.keys() - {*hidden} and key[0] != "_"]
-    said = [key for key in wanted if len(rows) > 1 and _is_long(rows[0].get(key)) and not varying(rows, [key])]
+    texts = [key for key in wanted if len(rows) > 1 and isinstance(rows[0].get(key), str)]
+    said = [key for key in texts if len(rows[0][key]) > LONG and not varying(rows, [key])]
     shown = [key for key in wanted if key not in said]
     note = "; ".join(f"{label_of(key)}: {rows[0][key]}" for key in said)
     cells = [[text(row.get(key)) for key in shown] for row in rows]
     is_number = [all(_is_number(row.get(key)) for row in rows) for key in shown]
     labels = [label_of(key) for key in shown]
     return Table(title, labels, cells, is_number, len(rows) >= FOLDED_FROM, note and f"In all rows: {note}.")
-
-
-def _empty(rows: Sequence[Row]) -> set[str]:
-    """Return the keys that have no value in any of `rows`."""
-    keys = {key for row in rows for key in row}
-    return {key for key in keys if all(row.get(key) is None for row in rows)}
-
-
-def _is_long(value: Any) -> bool:
-    return isinstance(value, str) and len(value) > LONG
 
 
 def _is_number(value: Any) -> bool:

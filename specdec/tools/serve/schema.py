@@ -171,10 +171,6 @@ def _stop_ids(name: str, value: Any) -> Any:
     return value
 
 
-def _top_k(name: str, value: Any) -> Any:
-    return 0 if type(value) is int and value == -1 else value  # vLLM's word for "off"
-
-
 def _prompt(name: str, value: Any) -> Any:
     if not isinstance(value, str | list):
         raise ValueError(f"{name}={shown(value)}: expected a string, token ids, or a list of them")
@@ -260,7 +256,7 @@ _BOTH: Mapping[str, Check] = MappingProxyType(
         "max_tokens": whole(1, MOST).check,
         "min_tokens": whole(0, MOST).check,
         **dict.fromkeys((*LAW, *PENALTIES, "seed", "priority"), lambda name, value: value),  # the engine checks them
-        "top_k": _top_k,
+        "top_k": lambda _, value: 0 if type(value) is int and value == -1 else value,  # vLLM says -1 for "off"
         "logit_bias": _logit_bias,
         "stop": _stop,
         "stop_token_ids": _stop_ids,

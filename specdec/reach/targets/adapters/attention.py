@@ -34,21 +34,17 @@ class Form(NamedTuple):
     result: Callable[[torch.Tensor], Any] = lambda out: (out, None)
 
 
-def _gpt_neo(module: Any) -> dict[str, Any]:
-    return {"scaling": 1.0, "own_window": module.config.window_size if module.attention_type == "local" else None}
-
-
-def _openai(module: Any) -> dict[str, Any]:
-    return {} if module.scale else {"scaling": 1.0}
-
-
 FORMS: Mapping[str, Form] = MappingProxyType(  # by file and class in transformers
     {
         "modeling_codegen.CodeGenAttention": Form(),
-        "modeling_gpt_neo.GPTNeoSelfAttention": Form(_gpt_neo),
+        "modeling_gpt_neo.GPTNeoSelfAttention": Form(
+            lambda m: {"scaling": 1.0, "own_window": m.config.window_size if m.attention_type == "local" else None}
+        ),
         "modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": Form(),
         "modeling_gptj.GPTJAttention": Form(),
-        "modeling_openai.Attention": Form(_openai, has_transposed_keys=True, result=lambda out: [out]),
+        "modeling_openai.Attention": Form(
+            lambda m: {} if m.scale else {"scaling": 1.0}, has_transposed_keys=True, result=lambda out: [out]
+        ),
     }
 )
 

@@ -108,8 +108,4 @@ class Warnings:
 
     def routed(self) -> AbstractContextManager[None]:
         """Leave the warning out within the context; contexts may nest."""
-        return replaced((vars(model), _WARNING, _nothing) for model in self._models)
-
-
-def _nothing(*args: Any) -> None:
-    return None
+        return replaced((vars(model), _WARNING, lambda *_: None) for model in self._models)

@@ -56,7 +56,6 @@ def _eager_lines(row: Row) -> Iterator[dict[str, Any]]:
 
 
 def _counted(reasons: Mapping[str, int]) -> str | None:
-    """Write reasons with their counts."""
     return ", ".join(f"{reason}: {n}" for reason, n in reasons.items()) or None
 
 
