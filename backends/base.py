@@ -90,7 +90,7 @@ def unmet_needs(capabilities: Capabilities, layers: Sequence[LayerSpec], dtype: 
             "chunked attention": layer.chunk is not None and not capabilities.chunks,
             "attention sinks": layer.has_sinks and not capabilities.sinks,
             "a logit softcap": layer.softcap is not None and not capabilities.softcap,
-            "V that lies in K": layer.v_in_k and not capabilities.v_in_k,
+            "V as a part of K": layer.v_in_k and not capabilities.v_in_k,
             "v_dim different from qk_dim": layer.v_dim != layer.qk_dim and not capabilities.v_dim_differs,
         }
         reasons += [f"layer {i} needs {what}" for what, missing in wants.items() if missing]
@@ -151,7 +151,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def not_ready(cls, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why "auto" should not take this backend now although it could run `layers`: kernels to be compiled first."""
+        """Return why "auto" should not take this backend now though it can run `layers`: kernels to compile first."""
         return None
 
     def prepare_for(
@@ -164,7 +164,7 @@ class AttentionBackend(ABC):
         return None
 
     def served_by(self, mode: ForwardMode) -> str:
-        """Which kernels attend in forwards of `mode`, for reports."""
+        """Return the kernels that attend in forwards of `mode`, for reports."""
         return self.name
 
     @property

@@ -99,7 +99,7 @@ PARTS = ("text_config", "vision_config", "audio_config", "decoder", "encoder", "
 
 
 class Verdict(NamedTuple):
-    """What became of one type: "admitted", "refused" or "not built", and why."""
+    """Outcome of one type: "admitted", "refused" or "not built", and why."""
 
     model_type: str
     outcome: str

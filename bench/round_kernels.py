@@ -1,4 +1,4 @@
-"""Which kernels a round runs, and for how long: `python bench/round_kernels.py --shape 35b-a3b --layers 8 --batches 1`.
+"""Lists the kernels of a round, with times: `python bench/round_kernels.py --shape 35b-a3b --layers 8 --batches 1`.
 
 Random weights, imposed acceptance, rounds replayed from graphs as users run them, under PyTorch's profiler, which makes
 them slower: this finds causes and gives no figures to publish. A table a batch size, the kernels that take longest

@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def clients_do(what: str, *arguments: Any) -> dict[str, Any]:
-    """What a function of bench/serve_clients.py returns, run in a process of its own."""
+    """Run a function of bench/serve_clients.py in a separate process and return its result."""
     command = [sys.executable, str(Path(__file__).with_name("serve_clients.py"))]
     done = subprocess.run(command, input=json.dumps([what, *arguments]), stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)

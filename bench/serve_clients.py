@@ -75,7 +75,7 @@ async def together(url: str, client: Any, clients: int) -> None:
 async def stream(
     http: httpx.AsyncClient, prompt: list[int], max_tokens: int, leave_after: int | None = None
 ) -> tuple[list[float], int]:
-    """When text came, and the number of tokens; leave_after: chunks after which the client vanishes."""
+    """Return times of text chunks, and the number of tokens; leave_after: chunks after which the client vanishes."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     times, tokens = [], 0

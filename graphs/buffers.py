@@ -56,7 +56,7 @@ class StaticBuffers:
     def load(self, inputs: Mapping[str, torch.Tensor | None], num: int, size: int) -> None:
         """Copy `num` rows of each input to its buffer and pad up to `size`; ValueError for wrong names or shapes.
 
-        Inputs may lie in pinned host memory.
+        Inputs may be in pinned host memory.
         """
         given = {name: value for name, value in inputs.items() if value is not None}
         if given.keys() != self.specs.keys():

@@ -16,9 +16,7 @@ class GraphPool:
 
     def __init__(self, device: torch.device):
         if device.type != "cuda":
-            raise ValueError(
-                f"device={str(device)!r}: CUDA graphs need a CUDA device; elsewhere RecordedCapture stands in"
-            )
+            raise ValueError(f"device={str(device)!r}: CUDA graphs need a CUDA device; use RecordedCapture elsewhere")
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._handle: Any = None

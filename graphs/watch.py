@@ -201,7 +201,7 @@ class Watch:
 
 
 class _Place(NamedTuple):
-    """Where a tensor stood: under `key` of `owned`, a dictionary of `module`; None where none was."""
+    """The place of a tensor: `key` of `owned`, a dictionary of `module`; None where there was none."""
 
     name: str
     module: nn.Module

@@ -1,4 +1,4 @@
-"""Whatever stands in a config.json: the draft loads and runs, or CheckpointError says what is wrong. Nothing else."""
+"""Any config.json: the draft loads and runs, or CheckpointError says what is wrong. Nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State that layers keep between forwards: states by row beside K/V, and latents whose V lies in K."""
+"""State that layers keep between forwards: states by row beside K/V, and latents whose V is a part of K."""
 
 import pytest
 import torch
@@ -126,4 +126,4 @@ def test_a_latent_is_stored_once_and_attends_as_k_and_v_do():
 def test_backends_say_whether_they_take_latents():
     needs = {name: unmet_needs(kind().capabilities, [LATENT], torch.float32) for name, kind in BACKENDS.items()}
     assert needs["torch"] == []
-    assert needs["triton"] == ["layer 0 needs V that lies in K"]
+    assert needs["triton"] == ["layer 0 needs V as a part of K"]

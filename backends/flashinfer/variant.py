@@ -1,7 +1,7 @@
 """The attention variant that FlashInfer's FA2 kernels are compiled with for trees, and for layers with sinks.
 
 A stock custom mask is a byte for every query and key, read at every tile. Here a key before the tail is visible unless
-it lies outside the window, which registers tell; a tail key is visible if its bit stands in the query's ancestor bits
+it is outside the window, which registers tell; a tail key is visible if its bit is set in the query's ancestor bits
 (`AttentionMetadata.ancestor_bits`). Sinks join the softmax denominator once, with a request's first chunk.
 """
 

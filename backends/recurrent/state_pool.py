@@ -1,6 +1,6 @@
 """State of recurrent layers: short convolutions, and linear recurrences ("scans") whose state is a matrix a head.
 
-What is committed lies by row; the inputs of a round's nodes lie in a tail beside it, like K/V of tail nodes. A node
+Committed state is stored by row; the inputs of a round's nodes in a tail beside it, like K/V of tail nodes. A node
 sees the row's state and the tail nodes of its path, and a commit folds the accepted ones into the state. A plain step's
 only node is accepted whatever the logits are, so it goes into the state at once. This file knows shapes;
 `backends.recurrent.reference` says what is computed.

@@ -1,4 +1,4 @@
-"""Where what Inductor compiled is kept between processes: a folder, by versions and device.
+"""The folder in which Inductor's code is kept between processes, by versions and device.
 
 Inductor's own caches do the keeping: they find a piece by its graph, its constants, sizes and settings, check what its
 code took for granted of the number of tokens, write atomically, and compile again what they cannot read. The folder

@@ -26,7 +26,7 @@ def num_words(num_nodes: int) -> int:
 
 
 class Shape(NamedTuple):
-    """What a round drafts: see these fields of `EngineConfig`. 0, 1, 1 is plain decoding."""
+    """Shape of a round's draft: see these fields of `EngineConfig`. 0, 1, 1 is plain decoding."""
 
     num_steps: int
     topk: int

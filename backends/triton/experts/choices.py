@@ -1,4 +1,4 @@
-"""What routers choose, a warp a row, and sums of what was chosen. Routers ask for eight of 256, and torch sorts.
+"""Top-k of routers, a warp a row, and sums of chosen experts' results. Routers ask for eight of 256, and torch sorts.
 
 Twins: `specdec.backends.experts.choices.top_scores_twin` and `weighted_sum_twin`.
 """

@@ -86,7 +86,7 @@ def _conv_step_kernel(
 
 @triton.jit
 def _first(bias, channel, inside, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """What all kernels add to, one input after the other, the newest first: a token's bits do not depend on which."""
+    """Return the first term of a convolution. All kernels add inputs to it newest first, so their bits are equal."""
     total = tl.zeros([BLOCK], tl.float32)
     if HAS_BIAS:
         total = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)

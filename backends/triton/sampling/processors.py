@@ -32,7 +32,7 @@ def _penalised(x, count, num_drafted, repetition, frequency, presence):
 
 @triton.jit
 def _path(ancestor_bits, node_at, n, D: tl.constexpr):
-    """Which of the nodes n the node `node_at` follows, itself included; the root belongs to the history."""
+    """Return whether nodes n are on the path to `node_at`, itself included; the root belongs to the history."""
     words: tl.constexpr = (D + 63) // 64
     bits = tl.load(ancestor_bits + node_at * words + n // 64, mask=n < D, other=0)
     return (((bits >> (n % 64)) & 1) != 0) & (n > 0) & (n < D)

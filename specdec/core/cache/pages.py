@@ -1,4 +1,4 @@
-"""Who holds the pages of the KV pool, counted on the host. A page may have several holders; without one it is free."""
+"""Reference counts of the KV pool's pages, on the host. A page may have several holders; without one it is free."""
 
 from collections.abc import Iterable
 

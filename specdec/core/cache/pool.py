@@ -67,7 +67,7 @@ class LayerShape:
 class KVPool(LayerState):
     """K and V of every layer: k[layer] is [num_slots, Hkv, qk_dim], v[layer] is [num_slots, Hkv, v_dim].
 
-    Where V lies in K, v[layer] is a view of k[layer]. `planes` are the tensors that hold memory.
+    Where V is a part of K, v[layer] is a view of k[layer]. `planes` are the tensors that hold memory.
     """
 
     commits_chains = False  # a chain's K/V lies where it belongs; rejected slots are simply past the new L
@@ -84,7 +84,7 @@ class KVPool(LayerState):
         ]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k [T, Hkv, qk_dim] and v [T, Hkv, v_dim], unless it lies in K, at `slots` [T] int64."""
+        """Store k [T, Hkv, qk_dim] and v [T, Hkv, v_dim], unless it is a part of K, at `slots` [T] int64."""
         self.k[layer].index_copy_(0, slots, k)
         if not self.layers[layer].v_in_k:
             self.v[layer].index_copy_(0, slots, v)
@@ -103,7 +103,7 @@ class KVPool(LayerState):
 
     @property
     def planes(self) -> list[torch.Tensor]:
-        """The tensors that hold memory: K of every layer, then V of those where it does not lie in K."""
+        """The tensors that hold memory: K of every layer, then V of those where it is no part of K."""
         return list(self._named_planes.values())
 
     @property

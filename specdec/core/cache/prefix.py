@@ -61,7 +61,7 @@ class PrefixCache:
         return found
 
     def keep(self, keys: np.ndarray, pages: np.ndarray) -> None:
-        """Keep K/V at positions of `keys` [T] int64, which lies in the first of `pages`. What is kept already stays as
+        """Keep K/V at positions of `keys` [T] int64, stored in the first of `pages`. What is kept already stays as
         it is; a last page that is not full is not kept."""
         self._time += 1
         node, same, found = self._walk(keys)

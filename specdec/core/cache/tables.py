@@ -23,7 +23,7 @@ def write_pages(table: torch.Tensor, rows: torch.Tensor, pages: torch.Tensor, pa
 
 
 class SlotTables:
-    """Which slots each running request uses: `table` [max_batch + 1, width] int32 on the device, pages on the host.
+    """The slots of each running request: `table` [max_batch + 1, width] int32 on the device, pages on the host.
 
     A row is reserved with the slots that its request needs now; `write` tells the device. It grows between rounds, so
     nothing is allocated inside one. The last row is the dummy row: it names slot 0 and nobody takes it. A row's first

@@ -16,7 +16,7 @@ from specdec.core.target import Target
 
 
 class CatchUp:
-    """What a draft has seen of each row, and what it needs to see the rest.
+    """Tracks how far a draft has read each row, and keeps the target's features of what it has not read.
 
     seen [num_rows] int64: L, as it was when the draft was abreast of the target. features [num_rows, CATCH_UP,
     num_aux*h], of the token at position p in place p % CATCH_UP; None for a draft that reads tokens only.

@@ -1,7 +1,7 @@
 """The base of all draft models: grows a chain or a tree a step at a time, and follows what the target accepted.
 
 Between rounds a row holds what the last draft-extend (or the prefill) left: the logits of the token after the root,
-and the state that a next step takes, so drafting S deep costs S-1 forwards. The draft's KV lies in a pool of its own
+and the state that a next step takes, so drafting S deep costs S-1 forwards. The draft has a KV pool of its own
 under the target's slot numbers. Chains: arXiv 2211.17192; trees as in EAGLE-2, arXiv 2406.16858.
 """
 

@@ -71,7 +71,7 @@ class Call:
 
 
 class Calls:
-    """Callers that wait. Whoever finds nobody stepping steps until it has news itself, then passes that on.
+    """Callers that wait. One that finds no other stepping steps until it has news itself, then passes that on.
 
     Those that sleep in a thread have a lock that wakes them, those in asyncio a future; only threads step.
     """

@@ -1,4 +1,4 @@
-"""What the host tells the device, in as few copies as can be: newly admitted requests, and the tokens of a prefill."""
+"""Packs newly admitted requests and the tokens of a prefill into one copy from host to device each."""
 
 from collections.abc import Sequence
 

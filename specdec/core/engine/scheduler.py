@@ -63,8 +63,8 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        """Whether requests wait and rows are free for them: of a large batch a sixteenth, unless some have been for
-        `HELD_ROUNDS`."""
+        """Return whether requests wait and rows are free for them: of a large batch a sixteenth, unless some have been
+        free for `HELD_ROUNDS`."""
         least = min(len(self.waiting), self.refill) if self.running and self._num_held < HELD_ROUNDS else 1
         is_full = self._is_full and bool(self.running)
         return bool(self.waiting) and not is_full and self.slot_tables.num_free_rows >= least

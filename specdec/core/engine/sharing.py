@@ -1,4 +1,4 @@
-"""What requests share whose prompts begin alike: K/V that others have left, or are about to write."""
+"""Finds the K/V of a prompt's prefix that other requests have left, or are about to write."""
 
 from weakref import WeakValueDictionary
 
@@ -31,8 +31,8 @@ class Sharing:
         return self._tables.prefixes.find(keys_of(request.prompt[:-1], self._looks_ahead))
 
     def has_more_soon(self, request: Request, num_cached: int) -> bool:
-        """Whether a running request is to be prefilled whose prompt begins as this one does, further than what is
-        cached: to wait for it takes a step, and saves those tokens."""
+        """Return whether a running request will prefill a longer prefix of this prompt than is cached: waiting for it
+        takes a step and saves those tokens."""
         other = self._begun.get(_beginning(request))
         if other is None or other.is_prefilled or not other.is_running:
             return False

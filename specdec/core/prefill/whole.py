@@ -115,7 +115,7 @@ class WholePrefill:
         self._dummy_row = dummy_row
         self._counters = setup.counters
         self._variants = {key: _variant_for(*key, setup.variants) for key in product(SamplingKind, (False, True))}
-        # Both inputs lie in one tensor, so that one copy brings them over.
+        # Both inputs are views of one tensor, so that one copy transfers them.
         self._inputs = torch.zeros(HEAD + 2 * max(setup.buckets), dtype=torch.int64, device=setup.device)
         self._requests, self._tokens = self._inputs[:HEAD].view(4, -1), self._inputs[HEAD:].view(-1, 2)
         setup = replace(setup, shared={"tokens": self._tokens, "requests": self._requests})

@@ -166,7 +166,7 @@ class Round:
         )
 
     def _decide(self, batch: RoundBatch, draft: Draft, logits: torch.Tensor, stream: int) -> VerifyOutput:
-        """Which nodes the target accepts (logits [bs, D, V]), before stops and limits."""
+        """Return the nodes that the target accepts (logits [bs, D, V]), before stops and limits."""
         num_steps = min(batch.shape.num_steps, logits.shape[1] - 1)
         if batch.sampling is None and not batch.is_processed:
             return self.ops.verify_greedy(logits, draft.tree, num_steps)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 QUESTION_KEYS = ("turns", "question", "prompt")
-# What stands in SPEED-Bench's published files instead of texts that may not be passed on.
+# SPEED-Bench's published files have this in the place of texts that may not be redistributed.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 

@@ -21,7 +21,7 @@ from specdec.core.engine.core import Core
 from specdec.graphs.shapes import batch_buckets
 from specdec.reach.assembly.op_bits import Case, Rows, Shared, bits_of, differing_ops
 
-CONTEXTS = (1100, 5, 70)  # tokens of the requests, fewer where fewer fit: the first one's keys lie in several chunks
+CONTEXTS = (1100, 5, 70)  # tokens of the requests, fewer where fewer fit: the first one's keys fill several chunks
 STEPS = 3  # plain steps of each
 NOTHING: AbstractContextManager[Any] = nullcontext()
 

@@ -1,6 +1,6 @@
 """The file that lets `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)` decode with a head.
 
-It is the same for every head: what it does stands in `specdec.custom_generate`, so that heads saved long ago gain from
+It is the same for every head: its code is in `specdec.custom_generate`, so that heads saved long ago gain from
 later repairs. It holds no path, since folders move.
 """
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from specdec.reach.checkpoints.replacing import write_text
 
 FILE = Path("custom_generate", "generate.py")
-# The import stands in `try` because transformers would else look for it itself, and advise another package's name.
+# The import is in `try` because transformers would else look for it itself, and advise another package's name.
 TEXT = '''"""Decodes with the draft in this folder: the text of `model.generate`, in fewer steps of the model.
 
     model.generate(**inputs, custom_generate=FOLDER_OR_HUB_ID, trust_remote_code=True)

@@ -22,8 +22,8 @@ COUNTS = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")  # a
 
 
 class Cut(NamedTuple):
-    """Where a weight lies by heads: along `dim`, in parts of the lengths that attributes of its mixer have, each of
-    which lies by key head; no parts: all of it is one."""
+    """The layout of a weight by heads: along `dim`, in parts whose lengths are attributes of its mixer, each ordered by
+    key head; no parts: all of it is one."""
 
     dim: int = 0
     parts: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ def _share(name: str, module: nn.Module, cuts: Mapping[str, Cut], share: Share, 
 
 
 def _give_back(module: nn.Module, key: str, kept: nn.Parameter) -> None:
-    """Put `kept` back, frozen and converted as what stands in its place is."""
+    """Put `kept` back, on the device and in the dtype of the parameter that replaced it."""
     current = module.get_parameter(key)
     kept.data = kept.data.to(current.device, current.dtype)
     module._parameters[key] = kept

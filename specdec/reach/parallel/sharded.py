@@ -82,8 +82,8 @@ def _dtensors(module: nn.Module) -> dict[str, DTensor]:
 class Sharded(Changes):
     """Replacements that `plain` made in a model, until `restore`.
 
-    While it is in force every DTensor keeps the very parameter that stands in its place as its local tensor. So weights
-    are stored once, and what is written to one is seen in the other; but for those of `mixers`, whose parts are others.
+    While it is in force the local tensor of every DTensor is the very parameter that replaces it. So weights are stored
+    once, and writes to one change the other; but for those of `mixers`, whose parts are others.
     wholes: the DTensors, by the parameters in their places.
     """
 
@@ -197,7 +197,7 @@ def _own(local: torch.Tensor) -> torch.Tensor:
 
 
 def _put_back(module: nn.Module, name: str, dtensor: DTensor) -> None:
-    """Put `dtensor` back as a parameter, with what stands in its place now as its local tensor."""
+    """Put `dtensor` back as a parameter; the one that replaced it becomes its local tensor."""
     current: Any = module._parameters.get(name)
     if current is dtensor:
         return

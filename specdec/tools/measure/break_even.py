@@ -1,4 +1,4 @@
-"""Where drafting pays on a CPU: the cost of a round in plain steps, from timed forwards of the target.
+"""Break-even of drafting on a CPU: the cost of a round in plain steps, from timed forwards of the target.
 
 A GPU reads the weights whatever the number of rows, so rounds are cheap there; a CPU multiplies, and some of its
 products of a few rows cost more than they should.

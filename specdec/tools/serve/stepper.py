@@ -31,7 +31,7 @@ class Failed(Exception):
 
 
 class StreamPiece(NamedTuple):
-    """What became certain of the text of a choice. finish_reason: the request's, once the text is complete.
+    """A part of the text of a choice that is final. finish_reason: the request's, once the text is complete.
 
     tokens, logprobs: emitted since the last piece, which hold this text and what is held back; none if the engine
     computes no log-probabilities.
@@ -192,7 +192,7 @@ class Stepper:
             self._end(job, error)
 
     def _end(self, job: Job, error: Exception | None = None) -> None:
-        """Forget `job` and free what it holds; its reader is told of `error`."""
+        """Forget `job` and free what it holds; its reader gets `error`."""
         self.jobs.remove(job)
         if error is not None:
             self._outbox.append((job, error))

@@ -10,7 +10,7 @@ FAR = 1 << 18  # masks are evaluated around this query position, so that windows
 
 
 class Reach(NamedTuple):
-    """Which keys a causal mask leaves visible: of the last `window` tokens, or of the query's chunk; None: all."""
+    """The keys that a causal mask leaves visible: of the last `window` tokens, or of the query's chunk; None: all."""
 
     window: int | None = None
     chunk: int | None = None

@@ -79,7 +79,7 @@ class PassThroughCache(DynamicCache):
 
 
 class Positions:
-    """Stands in for a cache: models add its length to token indices, so it returns what makes these positions [T]."""
+    """A cache in name only: models add its length to token indices, and it returns lengths that give positions [T]."""
 
     def __init__(self, positions: torch.Tensor):
         self._starts = positions - torch.arange(positions.shape[0], device=positions.device)
