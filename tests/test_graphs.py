@@ -171,7 +171,7 @@ def test_mistakes_in_a_setup_are_named():
         make(inputs=(X, X))
     with pytest.raises(ValueError, match=r"pad=0.5 of input 'x': torch.int64 holds 0 instead"):
         BufferSpec("x", lambda n: (n,), torch.int64, pad=0.5)
-    with pytest.raises(ValueError, match="device='cpu': CUDA graphs need a CUDA device; elsewhere RecordedCapture"):
+    with pytest.raises(ValueError, match="device='cpu': CUDA graphs need a CUDA device; use RecordedCapture"):
         FullCapture(torch.device("cpu"))
     for buckets in (batch_buckets, token_buckets):
         with pytest.raises(ValueError, match="0 at most: expected sizes of at least 1"):
