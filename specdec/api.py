@@ -158,6 +158,7 @@ class Engine:
         sampling: SamplingParams, one for all or one per prompt, in place of all these but EOS and lengths.
         stop: strings that end a request; its text ends before the string. stop_token_ids: ids that end it.
         ignore_eos: go on past EOS. priority: while requests wait, higher ones are admitted first; from -1000 to 1000.
+        deadline: seconds after which a request ends with what it has (finish_reason "deadline"), waiting included.
 
         Every argument is checked before any work starts; ValueError (CapacityError for what can never fit) names what
         is wrong or not supported.

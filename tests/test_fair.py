@@ -113,6 +113,36 @@ def test_what_does_not_fit_anyway_costs_nothing_that_is_kept():
     engine.detach()
 
 
+def test_a_request_ends_at_its_deadline_with_what_it_has(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("specdec.core.engine.scheduler.time.perf_counter", lambda: clock[0])
+    engine = engine_of(max_batch=1)
+    prompt = [7, 8, 9]
+    runs, waits = (engine.submit([prompt], max_new_tokens=60, ignore_eos=True, deadline=5)[0] for _ in range(2))
+    other = engine.submit([prompt], max_new_tokens=4, ignore_eos=True, deadline=50)[0]
+    for _ in range(6):
+        engine.step()
+    clock[0] += 4.9
+    engine.step()
+    num = len(runs.tokens)
+    assert 3 < num < 60 and runs.finish_reason is waits.finish_reason is None
+    clock[0] += 0.1
+    engine.step()
+    assert runs.finish_reason == waits.finish_reason == "deadline" and waits.tokens == []
+    assert num <= len(runs.tokens) < 60 and runs.tokens == greedy(MODEL, prompt, len(runs.tokens))
+    while engine.step():
+        pass
+    assert other.finish_reason == "length" and other.tokens == greedy(MODEL, prompt, 4)
+    out = engine.generate([prompt], max_new_tokens=60, ignore_eos=True, deadline=0)
+    assert out.finish_reasons == ["deadline"] and out.tokens == [[]]
+    assert engine.report().num_free_pages == engine.report().num_pages
+    engine.check_integrity()
+    for wrong in (-1, "soon", True):
+        with pytest.raises(ValueError, match=f"deadline={wrong!r}: expected a number from 0 to 1e.09, or None"):
+            engine.generate([prompt], deadline=wrong)
+    engine.detach()
+
+
 def test_higher_priorities_go_first_and_equal_ones_in_order():
     engine = engine_of(max_batch=1)
     waiting = [r for p in (0, 0, 5, -1, 5) for r in engine.submit([[7, 8, 9]], max_new_tokens=1, priority=p)]

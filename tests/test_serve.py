@@ -286,6 +286,7 @@ BAD_CHATS = [  # fields, the field at fault, what the message says
     ({"messages": [{**CHAT[0], "tool_calls": [{"id": "x"}]}]}, "messages", "messages[0].tool_calls"),
     ({"stop_token_ids": [1, "a"]}, "stop_token_ids", "token ids"),
     ({"priority": 1001}, "priority", "from -1000 to 1000"),
+    ({"deadline": -1}, "deadline", "from 0 to 1e+09"),
     ({"max_tokens": 1000}, "max_tokens", "max_seq_len"),
     ({"max_tokens": None, "max_completion_tokens": 1000}, "max_completion_tokens", "max_seq_len"),
     ({"max_tokens": None, "messages": [{"role": "user", "content": "word " * 300}]}, None, "max_seq_len"),
@@ -377,6 +378,12 @@ def test_a_priority_is_that_of_every_choice(tiny, monkeypatch):
     for priority in ({}, {"priority": -7}):
         assert tiny.post({"prompt": [5, 6], "max_tokens": 2, "n": 2, **priority}, "/v1/completions").status_code == 200
     assert [request.priority for request in found] == [0, 0, -7, -7]
+
+
+def test_an_answer_ends_at_its_deadline(tiny):
+    answer = tiny.post(long(deadline=0.05), "/v1/completions").json()
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] < 400
+    tiny.assert_free()
 
 
 def test_too_many_requests(tiny):

@@ -22,7 +22,8 @@ class RequestOutput:
     """One finished request.
 
     tokens: ids emitted, EOS or stop id included; text: without special tokens, cut before a stop string.
-    finish_reason: "eos", "stop_id", "stop_string", "length", or "error" (the target's logits were not finite).
+    finish_reason: "eos", "stop_id", "stop_string", "length", "deadline", or "error" (the target's logits were not
+    finite).
     acceptance: rounds and acceptance of this request; first_token_s, time_s: seconds since it was queued.
     round_lens: tokens that each verify round emitted, in order; `tokens` begins with one more, the prefill's.
     logprobs: of each of `tokens`; None unless the engine was attached with `logprobs`.

@@ -12,7 +12,7 @@ from specdec.core.engine.generation import HONOURED, LENGTHS, Settings
 from specdec.core.engine.request import Request
 from specdec.core.errors import CapacityError
 from specdec.core.functional.processors import MAX_BAD_WORDS, MAX_ENTRIES, TokenRules
-from specdec.core.ranges import FLAG, TOKEN_IDS, is_whole, whole
+from specdec.core.ranges import FLAG, TOKEN_IDS, is_whole, optional, real, whole
 from specdec.core.round.state import MAX_STOP_IDS
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.text.detokenizer import Detokenizer
@@ -20,6 +20,7 @@ from specdec.core.text.inputs import check_text, prompts_to_ids
 
 DEFAULT_NEW_TOKENS = 256
 PRIORITY = whole(-1000, 1000)
+DEADLINE = optional(real(0, 1e9), " for none")  # seconds
 
 
 def make_requests(
@@ -35,12 +36,13 @@ def make_requests(
     stop_token_ids: int | Sequence[int] | None = None,
     ignore_eos: bool = False,
     priority: int = 0,
+    deadline: float | None = None,
     **settings: Any,
 ) -> list[Request]:
     """Return one request per prompt, not queued yet; the options are those of `Engine.generate`."""
     if sampling is not None:
         _refuse_two_laws(settings)
-    priority = PRIORITY.check("priority", priority)
+    priority, deadline = PRIORITY.check("priority", priority), DEADLINE.check("deadline", deadline)
     merged = Settings.merge(core.target.model.generation_config, generation_config, settings)
     batch = prompts_to_ids(prompts, tokenizer, attention_mask)
     limits = _limits(core, merged, max_new_tokens, batch)
@@ -70,6 +72,8 @@ def make_requests(
     if core.config.logprobs is not None:
         for request in requests:
             request.logprobs = []
+    for request in requests:
+        request.deadline = deadline
     return requests
 
 

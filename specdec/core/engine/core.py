@@ -80,6 +80,7 @@ class Core:
                 self._require_open()
                 if caller is None or not caller.has_news:
                     with on_device(self.device):
+                        self.scheduler.end_late()
                         self._admit()  # looks for changes of the models, so before a step replaces forwards
                         with self.models.stepping():
                             self._step()

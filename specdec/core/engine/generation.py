@@ -62,7 +62,7 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         "constraints": (_unless(), "constrained beam search is not supported"),
         "force_words_ids": (_unless(), "constrained beam search is not supported"),
         "num_return_sequences": (_ONE, "give the prompt several times instead"),
-        "max_time": (_unless(), "there is no clock; lower max_new_tokens"),
+        "max_time": (_unless(), "generate and submit take deadline= for it"),
         "encoder_repetition_penalty": (_unless(1.0), "use repetition_penalty"),
         "encoder_no_repeat_ngram_size": (_OFF, "use no_repeat_ngram_size"),
         "forced_bos_token_id": (_unless(), "append the token to the prompt"),
@@ -105,7 +105,8 @@ REFUSED_ARGUMENTS = MappingProxyType(
 
 _ACCEPTED = HONOURED | HARMLESS
 # Arguments of `Engine.generate` that are not settings, and what others call some of its arguments.
-_ENGINES = ("attention_mask", "sampling", "generation_config", "stop", "stop_token_ids", "ignore_eos", "priority")
+_ENDS = ("stop", "stop_token_ids", "ignore_eos", "deadline")
+_ENGINES = ("attention_mask", "sampling", "generation_config", *_ENDS, "priority")
 _ALIASES = MappingProxyType(
     dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_new_tokens")
     | {"min_tokens": "min_new_tokens", "stop_sequences": "stop", "bad_words": "bad_words_ids", "temp": "temperature"}

@@ -22,6 +22,8 @@ class RankedCore(Core):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As `Core.submit`, if all ranks submit the same; seeds are rank 0's. ValueError if not."""
+        if any(r.deadline is not None for r in requests):
+            raise ValueError("deadline: the clocks of ranks differ; leave it out with a sharded model")
         self._is_to_forget |= self.models.has_changed()  # until the others know: ranks may not agree this time
         own = [[r.sampling.seed for r in requests], self._is_to_forget]
         given = self._ranks.same("generate()", [told_of(r) for r in requests], own)

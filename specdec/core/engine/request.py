@@ -22,6 +22,7 @@ class Request:
     a preemption its ids and all of its tokens.
 
     priority: higher ones are admitted first; place: its order in the queue, (-priority, number of arrival).
+    deadline: seconds after it was queued, when it ends with what it has; None for none.
     row: set while it runs; num_prefilled: of `prompt`, in the cache already; num_cached: prompt tokens that others had
     left there.
     is_kept: whether its K/V may serve others.
@@ -46,6 +47,7 @@ class Request:
     string_ids: tuple[int, ...] = ()
     priority: int = 0
     place: tuple[int, int] = (0, 0)
+    deadline: float | None = None
     row: int | None = None
     num_prefilled: int = 0
     num_cached: int = 0

@@ -30,6 +30,7 @@ class Scheduler:
         self.refill = max(1, slot_tables.max_batch // 16)
         self._num_held = 0  # rounds since a row has been held back
         self._num_added = 0
+        self._has_deadlines = False
         self.preemption = {"preemptions": 0, "recomputed_tokens": 0}
         self._is_full = False  # the first in the queue found no pages, and none has been released since
         self.waiting: deque[Request] = deque()
@@ -50,6 +51,7 @@ class Scheduler:
         now = time.perf_counter()
         for request in requests:
             request.arrived = now
+            self._has_deadlines |= request.deadline is not None
             self._num_added += 1
             request.place = (-request.priority, self._num_added)
             self._queue(request)
@@ -191,6 +193,15 @@ class Scheduler:
         self.slot_tables.prefixes.clear()
         for request in self.running:
             request.is_kept = False
+
+    def end_late(self) -> None:
+        """End requests whose deadline has passed, with what they have."""
+        now = time.perf_counter()
+        for request in [*self.running, *self.waiting] if self._has_deadlines else ():
+            if request.deadline is not None and now - request.arrived >= request.deadline:
+                request.finish_reason = "deadline"
+                self.release(request)
+                request.notify()
 
     def fail(self, requests: Sequence[Request], error: BaseException) -> None:
         """End `requests` with `error`, which their callers will raise; finished ones keep their finish_reason."""

@@ -27,7 +27,8 @@ LAW = ("temperature", "top_p", "top_k", "min_p")
 NEUTRAL = MappingProxyType({"top_p": (1,), "top_k": (0,), "min_p": (0,)})
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 ALSO_CHECKED = (*PENALTIES, "seed", "logit_bias")
-PASSED_ON = (*PENALTIES, "stop", "stop_token_ids", "ignore_eos", "logit_bias", "priority")  # as they are
+PASSED_ON = (*PENALTIES, "stop", "stop_token_ids", "ignore_eos", "logit_bias", "priority", "deadline")  # as they are
+LEFT_TO_ENGINE = ("seed", "priority", "deadline")  # to check, as LAW and PENALTIES
 ROLES = MappingProxyType({role: role for role in ("system", "user", "assistant")} | {"developer": "system"})
 
 # Fields of OpenAI's that change no text, whatever their value.
@@ -255,7 +256,7 @@ _BOTH: Mapping[str, Check] = MappingProxyType(
         "n": whole(1, 128).check,
         "max_tokens": whole(1, MOST).check,
         "min_tokens": whole(0, MOST).check,
-        **dict.fromkeys((*LAW, *PENALTIES, "seed", "priority"), lambda name, value: value),  # the engine checks them
+        **dict.fromkeys((*LAW, *PENALTIES, *LEFT_TO_ENGINE), lambda name, value: value),
         "top_k": lambda _, value: 0 if type(value) is int and value == -1 else value,  # vLLM says -1 for "off"
         "logit_bias": _logit_bias,
         "stop": _stop,
