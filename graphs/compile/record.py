@@ -28,7 +28,12 @@ from specdec.core.errors import GraphError
 SET_ITEM = torch.Tensor.__setitem__
 OPERATORS = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "neg", "matmul")},
-    **{"div": operator.truediv, "__getitem__": operator.getitem, "__setitem__": operator.setitem},
+    **{
+        "div": operator.truediv,
+        "div_": operator.itruediv,
+        "__getitem__": operator.getitem,
+        "__setitem__": operator.setitem,
+    },
 }
 
 
