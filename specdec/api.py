@@ -32,6 +32,7 @@ from specdec.core.outputs import GenerationOutput, Report, RequestOutput
 from specdec.reach.assembly.arguments import advised, check_settings, check_target, check_tokenizer, engine_config
 from specdec.reach.assembly.assemble import Source, assemble, resolve_draft
 from specdec.reach.parallel.sharded import find_group
+from specdec.reach.targets.compiling.target import preload
 from specdec.reach.targets.exclusive import ATTACHING
 from specdec.reach.targets.hf import HFTarget
 from specdec.reach.targets.marks import owner_of
@@ -80,6 +81,7 @@ def attach(
         if group is not None and config.auto_steps is not None:
             raise ValueError("num_steps='auto': ranks do not agree on times; pass a number with a sharded model")
         ranks = None if group is None else Ranks.of(group)
+        preload(config, target.device)
         with nullcontext() if ranks is None else ranks.attaching((name, config)):
             hf = HFTarget(target, None if ranks is None else partial(_join, ranks))
             if ranks is not None:

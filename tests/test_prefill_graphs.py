@@ -3,6 +3,8 @@
 Recorded captures and uncompiled pieces on a CPU; CUDA graphs, and Inductor as well, where there is a GPU.
 """
 
+import subprocess
+import sys
 import threading
 import warnings
 from contextlib import contextmanager
@@ -497,6 +499,23 @@ def test_auto_compiles_where_rounds_have_graphs_and_says_why_not(monkeypatch):
     assert why_uncompiled(EngineConfig(cuda_graph=False), cuda) == "compile='auto' without graphs"
     assert why_uncompiled(EngineConfig(compile=False), cuda) == "compile=False"
     assert why_uncompiled(EngineConfig(compile=True), cpu) == ""
+
+
+def test_what_compiling_imports_is_there_before_it_starts():
+    """Imported on a thread; in a process of its own, since this one has it."""
+    code = """if True:
+        import sys, torch
+        from specdec.core.config import EngineConfig
+        from specdec.reach.targets.compiling import target
+        target.preload(EngineConfig(), torch.device("cpu"))
+        assert threading.active_count() == 1, "nothing is to be compiled"
+        target.preload(EngineConfig(compile=True), torch.device("cpu"))
+        while "torch.export" not in sys.modules:
+            time.sleep(0.01)
+        with target.PRELOADING:
+            assert "specdec.graphs.compile.trace" in sys.modules and "torch.export._trace" in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", f"import threading, time\n{code}"], check=True, timeout=120)
 
 
 def test_auto_runs_a_model_that_does_not_trace_without_a_word(monkeypatch):

@@ -26,14 +26,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from specdec.core.errors import GraphError
 
 SET_ITEM = torch.Tensor.__setitem__
-OPERATORS = {
+OPERATORS: dict[str, Any] = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "neg", "matmul")},
-    **{
-        "div": operator.truediv,
-        "div_": operator.itruediv,
-        "__getitem__": operator.getitem,
-        "__setitem__": operator.setitem,
-    },
+    **{name: getattr(operator, name) for name in ("__getitem__", "__setitem__")},
+    **{"div": operator.truediv, "div_": operator.itruediv},
 }
 
 

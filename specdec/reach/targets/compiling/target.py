@@ -1,14 +1,17 @@
 """The target's layers traced and compiled: for piecewise prefills, and inside the graphs of rounds."""
 
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from specdec.backends.experts import has_triton
 from specdec.backends.recurrent.state_pool import ConvSpec, ScanSpec
 from specdec.core.config import EngineConfig
 from specdec.core.errors import GraphError
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from specdec.graphs.compile.trace import Traced
 
 
+PRELOADING = threading.Lock()
+
+
 def why_uncompiled(config: EngineConfig, device: torch.device) -> str:
     """Return why rounds are not to be compiled, whatever the model; empty if they are."""
     if config.compile != "auto":
@@ -30,6 +36,25 @@ def why_uncompiled(config: EngineConfig, device: torch.device) -> str:
     if config.cuda_graph is False:
         return "compile='auto' without graphs"
     return "SPECDEC_COMPILE=0" if os.environ.get("SPECDEC_COMPILE") == "0" else ""
+
+
+def preload(config: EngineConfig, device: torch.device) -> None:
+    """Start to import what compiling takes, on a thread: the host waits for disks while the model is examined."""
+    if not why_uncompiled(config, device):
+        threading.Thread(target=_preload, args=(device,), name="specdec-preload").start()
+
+
+def _preload(device: torch.device) -> None:
+    with PRELOADING, suppress(Exception):  # whoever needs it imports it again
+        if device.type == "cuda" and has_triton():
+            import triton
+
+            triton.runtime.driver.active.get_current_target()  # has a C compiler make the driver, on a new machine
+            triton.runtime.cache.triton_key()  # hashes Triton's compiler, once a process
+        from torch.fx.experimental.symbolic_shapes import uninteresting_files
+
+        uninteresting_files()  # imports torch.export, as the first symbol does
+        import specdec.graphs.compile.trace  # noqa: F401
 
 
 def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) -> tuple[str, str]:
@@ -44,6 +69,8 @@ def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) ->
         return prefill_mode, f"not compiled: {why}"
 
     def make() -> list["Traced"]:
+        with PRELOADING:
+            pass  # two threads that import each other's modules would not get them whole
         traced = trace_checked(_subject(target, config), config, target.device)
         for for_prefills in [True] * is_piecewise + [False] * (not why):  # one trace serves both
             target.use_compiled(traced, for_prefills)
