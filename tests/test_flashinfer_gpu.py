@@ -16,11 +16,11 @@ from specdec.backends.flashinfer import backend, kernels, tables
 from specdec.backends.flashinfer.kernels import kernel_for
 from specdec.backends.flashinfer.tables import NO_WINDOW, Shapes
 from specdec.backends.op import ForwardContext
-from specdec.backends.triton.launch.compiles import counted_compiles
 from specdec.core.batch import ForwardMode
 from specdec.core.cache.pool import KVPool
 from tests import test_backends
 from tests.ancestors import words_of
+from tests.compiles import counted_compiles
 from tests.flashinfer_tables import table_problems
 from tests.heads import random_draft
 from tests.test_attach import ragged_prompts

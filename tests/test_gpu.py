@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 import specdec
 from specdec import shipped
 from specdec.backends.triton.attention.kernel import _attention_kernel
-from specdec.backends.triton.launch.compiles import counted_compiles
 from specdec.core.text.prompts import chat_ids
 from specdec.reach.targets.pretrained import BUNDLED, load_pretrained
+from tests.compiles import counted_compiles
 from tests.heads import random_head
 from tests.test_attach import greedy, ragged_prompts
 from tests.test_auto import vary
