@@ -145,11 +145,11 @@ def drafting_of(
     return Drafting(None, None, {}, f"{cost}: no draft; {remedy}--steps 1 drafts anyway")
 
 
-def draft_module(source: Path | str | None, model: Any, kind: str | None = None) -> Any:
-    """Load a draft of `draft_of` beside its target; None for one without weights. kind: its algorithm, if known."""
+def draft_module(source: Path | str | None, model: Any) -> Any:
+    """Load a draft of `draft_of` beside its target; None for one without weights."""
     if source is None:
         return None
-    kind = kind or detect_algo(source)
+    kind = detect_algo(source)
     if kind == "standalone":
         return load_draft(source, dtype=model.dtype, device=model.device)[0]
     return load_head(source, TargetShape.of(model), model.dtype, model.device, kind)

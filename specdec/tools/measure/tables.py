@@ -1,6 +1,6 @@
 """Tables of rows, for terminals and pages alike, and how rows are named in them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -80,9 +80,9 @@ def varying(rows: Sequence[Row], keys: Iterable[str]) -> list[str]:
     return [key for key in keys if len({text(row.get(key)) for row in rows}) > 1]
 
 
-def named(row: Row, keys: Iterable[str], words: Mapping[str, str] = WORDS) -> str:
-    """Join the values that `row` has for `keys`; `words` are put before a value, as in "batch 8"."""
-    return ", ".join(f"{words.get(key, '')}{text(row[key])}" for key in keys if row.get(key) is not None)
+def named(row: Row, keys: Iterable[str]) -> str:
+    """Join the values that `row` has for `keys`; WORDS are put before a value, as in "batch 8"."""
+    return ", ".join(f"{WORDS.get(key, '')}{text(row[key])}" for key in keys if row.get(key) is not None)
 
 
 def numbered(names: Sequence[str]) -> list[str]:
