@@ -33,6 +33,7 @@ PLACES = (
     *("slot_tables.write", "slot_tables.pages_of", "launcher.fill", "launcher.round", "launcher.post"),
     *("launcher.prefill", "delivery.hand_out", "delivery.hand_over"),
     *("mailbox.post", "mailbox.take", "graphs.play", "graphs.first_tokens", "prefill.draft", "target.layers"),
+    *("launcher.tiers.begin", "launcher.tiers.end", "graphs.catch_up"),
     *("round.worker.draft", "models.follow", "abandon"),
 )
 BAD_ARGUMENTS: tuple[dict[str, Any], ...] = (
@@ -122,12 +123,18 @@ def hybrid() -> tuple[Any, dict[str, Any]]:
     return model, {"draft": random_draft(model, "eagle"), "algo": "eagle", "num_steps": 2}
 
 
+def several_shapes() -> tuple[Any, dict[str, Any]]:
+    """A model whose rounds are plain, chains or trees, at random."""
+    model, options = attention()
+    return model, {**options, "num_steps": "auto", "auto_steps": (1, 2), "topk": 2, "num_draft_tokens": 5}
+
+
 def plain_hybrid() -> tuple[Any, dict[str, Any]]:
     """The same; what a step writes counts at once."""
     return recurrent_model("qwen3_next"), {"algo": None}
 
 
-SUBJECTS = {make.__name__: make for make in (attention, hybrid, plain_hybrid)}
+SUBJECTS = {make.__name__: make for make in (attention, hybrid, plain_hybrid, several_shapes)}
 
 
 class Victim:
@@ -180,6 +187,9 @@ class Victim:
         """A fresh engine on the model, whose requests are preempted now and then."""
         engine = specdec.attach(self.model, tokenizer=self.tokenizer, max_batch=4, max_seq_len=64, **self.options)
         missing_pages(engine, random.Random(self.rng.random()), 0.2)
+        if (policy := engine._core.launcher.tiers.policy) is not None:
+            draws = random.Random(self.rng.random())
+            policy.choose = lambda batch, context: draws.choice((0, 0, *range(4)))
         return engine
 
     def run(self, num_faults: int) -> None:

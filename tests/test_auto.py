@@ -285,7 +285,7 @@ def test_costs_are_measured_on_an_engine_that_they_leave_as_it_was():
     engine.detach()
 
 
-def test_settings():
+def test_settings(monkeypatch):
     config = EngineConfig(num_steps="auto")
     assert config.shapes == (Shape(0, 1, 1), Shape(1, 1, 2), Shape(3, 1, 4), Shape(5, 1, 6)) and config.num_steps == 5
     assert EngineConfig(num_steps="auto", topk=4).shapes[-2:] == (Shape(5, 1, 6), Shape(5, 4, 32))
@@ -296,5 +296,8 @@ def test_settings():
         EngineConfig(num_steps="auto", topk=4, num_draft_tokens=5)
     with pytest.raises(ValueError, match=r"num_steps='Auto': expected one of \('auto',\) or an integer from 0 to 255"):
         EngineConfig(num_steps="Auto")
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="num_steps='auto': ranks do not agree"):
+        patch.setattr("specdec.api.find_group", lambda model: object())
+        specdec.attach(tiny_model("llama"), algo="lookup", num_steps="auto")
     with pytest.raises(ValueError, match="auto_steps, num_steps: plain decoding drafts nothing"):
         specdec.attach(tiny_model("llama"), num_steps="auto", auto_steps=(2,))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import specdec
+from specdec.core.engine.ranked import RankedCore
 from tests.test_attach import greedy
 from tests.test_scheduler import admitted, request_of, scheduler_of
 from tests.tiny_models import tiny_model
@@ -137,6 +138,8 @@ def test_a_request_ends_at_its_deadline_with_what_it_has(monkeypatch):
     assert out.finish_reasons == ["deadline"] and out.tokens == [[]]
     assert engine.report().num_free_pages == engine.report().num_pages
     engine.check_integrity()
+    with pytest.raises(ValueError, match="deadline: the clocks of ranks differ"):
+        RankedCore.submit(engine._core, [runs])
     for wrong in (-1, "soon", True):
         with pytest.raises(ValueError, match=f"deadline={wrong!r}: expected a number from 0 to 1e.09, or None"):
             engine.generate([prompt], deadline=wrong)

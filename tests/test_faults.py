@@ -19,7 +19,9 @@ from tests.tiny_models import tiny_model
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize(("subject", "nums"), [("attention", [100, 100]), ("hybrid", [50]), ("plain_hybrid", [50])])
+@pytest.mark.parametrize(
+    ("subject", "nums"), [("attention", [100, 100]), ("hybrid", [50]), ("plain_hybrid", [50]), ("several_shapes", [50])]
+)
 def test_random_faults_lose_nothing(subject, nums):
     tally = Tally()
     nums = [*nums, 100] if torch.cuda.is_available() else nums  # bench/faults.py has 10,000
