@@ -26,6 +26,7 @@ from specdec.core.prefill.graphs import PrefillGraphs
 from specdec.core.round.graphs import RoundGraphs
 from specdec.core.round.parts import Parts
 from specdec.core.round.program import Round
+from specdec.graphs.building import rehearse
 from specdec.graphs.captures import collection_paused
 from specdec.graphs.pool import GraphPool
 
@@ -61,6 +62,11 @@ class Launcher:
             parts.models.compile()
             self.prefills = PrefillGraphs(parts, self.program, pool, parts.models.prefill_mode)
             self.rounds = RoundGraphs(self.program, parts, pool)
+            runners = [*self.prefills.runners, *self.rounds.runners.values()]
+            with torch.inference_mode():
+                rehearse(runners, parts.compiling_kernels(), self.prefills.plan_warm_ups)
+                self.prefills.build()
+                self.rounds.build()
         catch_up = self.program.catch_up
         self.tiers = Tiers(parts.config.shapes, None if catch_up is None else catch_up.features is not None)
         self._batch = StepBatch([], torch.empty(0, device=self._device), SamplingKind.GREEDY)

@@ -19,7 +19,7 @@ from specdec.core.round.parts import Parts
 from specdec.core.round.program import Round
 from specdec.graphs.breakable import pick_breakable
 from specdec.graphs.buffers import BufferSpec
-from specdec.graphs.building import build, rehearse
+from specdec.graphs.building import build
 from specdec.graphs.captures import Capture, EagerCapture
 from specdec.graphs.pool import GraphPool
 from specdec.graphs.prefill import PrefillRunner
@@ -33,7 +33,7 @@ BUSY_WORK = 10**10
 
 
 class PrefillGraphs:
-    """Owns the prefill runners of one engine and their graphs.
+    """Owns the prefill runners of one engine and their graphs, which `build` makes.
 
     placement: positions and slots [largest] int64 that graphs read; metadata that is built there is not copied.
     whole: serves small batches from one graph each; None if there are none.
@@ -76,15 +76,16 @@ class PrefillGraphs:
         ]
         for prefills in self.draft_runners:
             prefills.device_bound_from = of_draft
-        with torch.inference_mode():
-            rehearse(self.runners, parts.compiling_kernels(), self._plan_warm_ups)
-            self._plan_warm_ups()
-            in_parts = [r.runner for r in (self.target_runner, *self.draft_runners)]
-            how: dict[str, Any] = {"lower": LOWER, "strict": config.strict, "settle": target.settle}
-            build(in_parts, self._capture, avoid="prefill_graph='off'", **how)
-            if self.whole is not None:
-                runner = self.whole.runner.runner
-                build([runner], runner.made_by, avoid="prefill_graph='breakable'", **how)
+        self._how: dict[str, Any] = {"lower": LOWER, "strict": config.strict, "settle": target.settle}
+
+    def build(self) -> None:
+        """Make the graphs of all runners."""
+        self.plan_warm_ups()
+        in_parts = [r.runner for r in (self.target_runner, *self.draft_runners)]
+        build(in_parts, self._capture, avoid="prefill_graph='off'", **self._how)
+        if self.whole is not None:
+            runner = self.whole.runner.runner
+            build([runner], runner.made_by, avoid="prefill_graph='breakable'", **self._how)
 
     def target(self, metadata: AttentionMetadata, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the target's layers over a packed batch, ids [T] int64; return last hidden states [T, h], aux or None.
@@ -123,7 +124,7 @@ class PrefillGraphs:
         """Time and memory that each graph took to capture, runner by runner in the order of capture."""
         return [cost for runner in self.runners for cost in runner.costs]
 
-    def _plan_warm_ups(self) -> None:
+    def plan_warm_ups(self) -> None:
         """Plan a few tokens of the dummy row, which warm-ups attend at every break, so that kernels are compiled."""
         buckets = self.target_runner.runner.buckets
         for program in (self.programs.target, *self.programs.draft[:1]) if buckets else ():

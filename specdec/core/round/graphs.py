@@ -12,7 +12,7 @@ from specdec.core.outputs import GraphCost
 from specdec.core.round.parts import Parts
 from specdec.core.round.program import Round
 from specdec.graphs.buffers import BufferSpec
-from specdec.graphs.building import build, rehearse
+from specdec.graphs.building import build
 from specdec.graphs.captures import pick_capture
 from specdec.graphs.pool import GraphPool
 from specdec.graphs.runner import GraphRunner, Setup
@@ -22,7 +22,7 @@ LOWER = "max_batch, graph_batches or num_draft_tokens, leave kinds out of graph_
 
 
 class RoundGraphs:
-    """Owns the runners of one engine and their graphs."""
+    """Owns the runners of one engine and their graphs, which `build` makes."""
 
     def __init__(self, program: Round, parts: Parts, pool: GraphPool | None):
         config = parts.config
@@ -65,9 +65,12 @@ class RoundGraphs:
         if program.catch_up is not None:
             made.append(GraphRunner("catch_up", partial(follow_part, program), [rows], once))
         self.runners = {runner.name: runner for runner in made}
-        with torch.inference_mode():
-            rehearse(made, parts.compiling_kernels())
-            build(made, self.capture, lower=LOWER, strict=config.strict, settle=parts.target.settle)
+        self._settle = parts.target.settle
+
+    def build(self) -> None:
+        """Make the graphs of all runners."""
+        runners = list(self.runners.values())
+        build(runners, self.capture, lower=LOWER, strict=self._config.strict, settle=self._settle)
 
     def play(self, kind: SamplingKind, rows: torch.Tensor, max_prefix: int, shape: Shape) -> torch.Tensor:
         """Run a round of `rows`; see `Round.play`. The results are valid until the next call."""
