@@ -301,7 +301,7 @@ REFUSED = {
     ),
     "flags that official names cannot have": (
         lambda: _official(norm_before_residual=True),
-        "config.json sets norm_before_residual, which this layout cannot say",
+        "config.json sets norm_before_residual: this layout cannot express it",
     ),
     "aux ids of a deeper target": (
         lambda: _official(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}),
@@ -309,7 +309,7 @@ REFUSED = {
     ),
     "the last layer's output as a feature": (
         lambda: _official(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}),
-        "transformers hands out normed",
+        "transformers returns normed",
     ),
     "a head of one layer's output": (
         lambda: _official(eagle_config={"use_aux_hidden_state": False}),
@@ -369,7 +369,7 @@ REFUSED = {
     ),
     "more MTP layers promised than stored": (
         lambda: _mimo(num_nextn_predict_layers=2),
-        r"config.json speaks of 2 MTP layers, the tensors are of layers \[0\]",
+        r"config.json has 2 MTP layers, the tensors are of layers \[0\]",
     ),
     "nothing but the norms around an MTP layer": (
         lambda: ({}, {"mtp.norm.weight": torch.ones(H)}),

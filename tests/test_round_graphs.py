@@ -472,8 +472,8 @@ def test_memory_is_counted_before_anything_is_allocated():
     with pytest.raises(CapacityError) as caught:
         check_fits(needs, resident, 5 * gib)
     assert str(caught.value) == (
-        "the engine needs 9.00 GiB (KV pool 8.00 GiB, states 1.00 GiB) and 5.00 GiB can be had (on the device already: "
-        "weights 15.00 GiB); lower max_batch or max_seq_len"
+        "the engine needs 9.00 GiB (KV pool 8.00 GiB, states 1.00 GiB) and 5.00 GiB are available (on the device "
+        "already: weights 15.00 GiB); lower max_batch or max_seq_len"
     )
 
 

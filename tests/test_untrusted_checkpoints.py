@@ -233,9 +233,9 @@ def doubted(folder: Path, family: str, message: str) -> None:
 
 def test_what_config_and_tensors_disagree_in_is_said_once(tmp_path: Path) -> None:
     eagle = lm.write(tmp_path / "a", {**EAGLE, "num_hidden_layers": 7}, lm.eagle_tensors(fc_bias=False))
-    doubted(eagle, "llama", "num_hidden_layers=7, the tensors say 1, which is taken")
-    doubted(nextn(tmp_path / "b", hidden_size=4096), "qwen2", "hidden_size=4096, the tensors say 32")
-    doubted(nextn(tmp_path / "c", vocab_size=32000), "qwen2", "vocab_size=32000, the tensors say 96")
+    doubted(eagle, "llama", "num_hidden_layers=7, the tensors have 1, which is used")
+    doubted(nextn(tmp_path / "b", hidden_size=4096), "qwen2", "hidden_size=4096, the tensors have 32")
+    doubted(nextn(tmp_path / "c", vocab_size=32000), "qwen2", "vocab_size=32000, the tensors have 96")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load(nextn(tmp_path / "d"), "qwen2")

@@ -71,9 +71,7 @@ class Ranks:
         others = {m["what"] for m in met} - {what}
         if others:
             came = ", ".join(f"rank {i} to {m['what']!r}" for i, m in enumerate(met))
-            raise self._lose(
-                f"the ranks came to different places: {came}. Make the same calls in the same order on all"
-            )
+            raise self._lose(f"the ranks made different calls: {came}. Make the same calls in the same order on all")
         return [m["value"] for m in met]
 
     def same(self, what: str, value: Any, beside: Any = None) -> list[Any]:

@@ -67,7 +67,7 @@ def check_fits(needs: Mapping[str, tuple[int, str]], resident: Mapping[str, int]
     parts = ", ".join(f"{name} {num_bytes / GIB:.2f} GiB" for name, (num_bytes, _) in needs.items())
     there = ", ".join(f"{name} {num_bytes / GIB:.2f} GiB" for name, num_bytes in resident.items())
     raise CapacityError(
-        f"the engine needs {wanted / GIB:.2f} GiB ({parts}) and {free / GIB:.2f} GiB can be had "
+        f"the engine needs {wanted / GIB:.2f} GiB ({parts}) and {free / GIB:.2f} GiB are available "
         f"(on the device already: {there}); lower {max(needs.values())[1]}"
     )
 

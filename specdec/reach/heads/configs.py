@@ -47,7 +47,7 @@ OBJECT = Rule("an object", lambda v: isinstance(v, dict))
 SIZE = _integer(1)
 POSITIVE = Rule("a number above 0, up to 1e18", lambda v: _is_number(v) and 0 < v <= 1e18)
 NUMBER = Rule("a number of [0, 1e6]", lambda v: _is_number(v) and 0 <= v <= 1e6)
-WHOLE_HEADS = Rule("1: draft layers turn whole heads", lambda v: _is_number(v) and v == 1)
+WHOLE_HEADS = Rule("1: draft layers rotate whole heads", lambda v: _is_number(v) and v == 1)
 
 # Keys of any object in the file; those that hold an object themselves are checked inside, too.
 _KEYS: tuple[tuple[Rule, str], ...] = (
@@ -110,7 +110,7 @@ def _size_problems(raw: Mapping[str, Any], at: str) -> list[str]:
     if not raw.get("head_dim") and size % heads:
         problems.append(f"config.json has no {at}head_dim, and {heads} heads do not share hidden_size={size} equally")
     if dim % 2 or dim > MOST_DIM:
-        problems.append(f"heads of {dim} elements: expected an even number up to {MOST_DIM}, which rope turns in pairs")
+        problems.append(f"heads of {dim} elements: expected an even number up to {MOST_DIM}, rotated in pairs")
     return problems
 
 

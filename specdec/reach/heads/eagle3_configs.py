@@ -47,7 +47,7 @@ def _official_flags(files: HeadFiles, layer: LayerConfig) -> dict[str, bool]:
     raw = files.raw
     for key in ("norm_before_residual", "norm_before_fc"):
         if raw.get(key):
-            files.problems.append(f"config.json sets {key}, which this layout cannot say; expected layers.0.* tensors")
+            files.problems.append(f"config.json sets {key}: this layout cannot express it; expected layers.0.* tensors")
     if "norm_output" in raw:
         files.notes.append(f"norm_output={raw['norm_output']}: here only that lm_head reads normed states")
     if layer.rope_theta != 10000.0 and "LlamaForCausalLMEagle3" not in (raw.get("architectures") or ()):
@@ -109,7 +109,7 @@ def _aux_layers(files: HeadFiles, num_layers: int | None) -> tuple[int, ...]:
     if ids != sorted(set(ids)) or not all(1 <= i <= last for i in ids):
         files.problems.append(
             f"aux layer ids {ids} do not fit {last + 1} layers (ascending, of 1..{last}): "
-            "the head was trained on another target, or on the last layer's output, which transformers hands out normed"
+            "the head was trained on another target, or on the last layer's output, which transformers returns normed"
         )
     elif not is_ours and num_layers and ids == [1, num_layers // 2 - 1, num_layers - 4]:
         files.notes.append("aux layer ids are the paper's layers as SGLang counts them: taken as outputs of layers")

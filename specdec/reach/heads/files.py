@@ -73,7 +73,7 @@ class HeadFiles:
     def compare(self, key: str, stated: Any, found: int) -> None:
         """Note a doubt if `stated`, the value of `key`, differs from what the tensors say, which wins."""
         if stated is not None and stated != found:
-            self.doubts.append(f"config.json has {key}={stated}, the tensors say {found}, which is taken")
+            self.doubts.append(f"config.json has {key}={stated}, the tensors have {found}, which is used")
 
     def flag(self, key: str, tensor: str, absent: bool | None = False) -> bool:
         """Return whether `tensor` exists; a problem if the bool `key` says otherwise.

@@ -133,7 +133,7 @@ def _config(files: HeadFiles, num_layers: int | None) -> dict[str, Any] | None:
         return {"hidden_first": hidden_first}
     stated = next((raw[key] for key in COUNTS if raw.get(key) is not None), len(indices))
     if stated != len(indices) or indices != list(range(indices[0], indices[0] + len(indices))):
-        files.problems.append(f"config.json speaks of {stated} MTP layers, the tensors are of layers {indices}")
+        files.problems.append(f"config.json has {stated} MTP layers, the tensors are of layers {indices}")
     if len(indices) > 1 and layout.name == "qwen_mtp":
         files.problems.append(f"it has {len(indices)} MTP layers, which share one projection: not supported")
     if layout.name == "nextn" and num_layers is not None and indices[0] != num_layers:

@@ -191,7 +191,7 @@ def _check_folder(folder: Path) -> None:
     parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
     depths = [part[key] for part in parts for key in DEPTHS if isinstance(part.get(key), int)]
     if depths and max(depths) > MAX_DEPTH:
-        raise CheckpointError(str(folder), [f"config.json speaks of more layers than {MAX_DEPTH}"])
+        raise CheckpointError(str(folder), [f"config.json has more layers than {MAX_DEPTH}"])
     what = "config.json describes no causal LM; download it anew"
     with no_foreign_code(str(folder)), as_checkpoint_error(folder, what):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

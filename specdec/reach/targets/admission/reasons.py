@@ -31,8 +31,8 @@ def static_reasons(model: PreTrainedModel) -> list[str]:
     tensors = (*model.named_parameters(), *model.named_buffers())
     if found := [name for name, tensor in tensors if tensor.is_inference()]:
         reasons.append(
-            f"{', '.join(found[:3])} were made within torch.inference_mode() ({len(found)} tensors), so nobody can "
-            "notice a change of them: load the model, and move it, outside of it, or within torch.no_grad()"
+            f"{', '.join(found[:3])} were made within torch.inference_mode() ({len(found)} tensors), so "
+            "changes of them cannot be noticed: load the model, and move it, outside of it, or within torch.no_grad()"
         )
     if model.get_output_embeddings() is None:
         reasons.append("the model has no output head; expected a causal LM")
