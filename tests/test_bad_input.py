@@ -68,7 +68,7 @@ def test_streams_are_refused_without_text_and_free_their_slots(engine):
     ("settings", "message"),
     [
         ({"num_steps": -1}, "num_steps=-1"),
-        ({"num_steps": 256}, "num_steps=256: expected an integer from 0 to 255"),
+        ({"num_steps": 256}, "num_steps=256: expected 'auto' or an integer from 0 to 255"),
         ({"topk": 0}, "topk=0"),
         ({"topk": 60, "num_steps": 6}, "exceed 256"),
         ({"topk": 65, "num_steps": 2}, "topk=65: expected an integer from 1 to 64"),

@@ -91,7 +91,7 @@ def one_of(*choices: Any) -> Range:
                 return choice
         raise ValueError
 
-    return Range(f"one of {choices}", read)
+    return Range(repr(choices[0]) if len(choices) == 1 else f"one of {choices}", read)
 
 
 def list_of(item: Range, what: str, low: int = 0, high: int = MAX_INT) -> Range:
