@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
 from specdec.core.errors import GraphError
@@ -348,7 +349,7 @@ def test_tracing_runs_nothing():
 
     class Spy(Block):
         def forward(self, x):
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and not isinstance(x, FakeTensor):
                 called.append(x)
             return super().forward(x)
 

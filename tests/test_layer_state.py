@@ -60,7 +60,7 @@ def test_a_state_by_row_holds_what_was_committed(monkeypatch, shape, graphs):
     model = tiny_model("llama").to(DEVICE)
 
     def write(module, args):
-        if states and isinstance(scope := op._CURRENT.get(None), op.ForwardContext) and scope.row_states:
+        if states and isinstance(scope := op.current_scope(), op.ForwardContext) and scope.row_states:
             scope.row_states[0].write(scope.backend.planned, args[0].view(-1))
 
     hook = model.get_input_embeddings().register_forward_pre_hook(write)
