@@ -93,6 +93,9 @@ class _CapturedScope:
         out = q  # unused: a store fills no output
         return self.bridge.attend(self.bridge.context.call(q, k, v, out, layer_id, rope), self.slots)
 
+    def store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None) -> None:
+        self.bridge.context.store(k, v, layer_id, rope, self.slots)
+
 
 class _Requests:
     """Inputs of recurrent layers in a prefill, at addresses that do not change: they need no break of the graph.

@@ -28,6 +28,10 @@ class AttentionScope(Protocol):
         """See `attention`."""
         ...
 
+    def store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None) -> None:
+        """See `store`."""
+        ...
+
 
 @dataclass(frozen=True)
 class ForwardContext:
@@ -76,6 +80,14 @@ class ForwardContext:
         self.backend.run(self.call(q, k, v, out, layer_id, rope))
         return out
 
+    def store(
+        self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None, slots: torch.Tensor | None = None
+    ) -> None:
+        """Store k and v in the slots of the forward that the backend has planned, or in `slots` [T] int64."""
+        q = k[:, :1]  # rotated beside k and read by nobody
+        call = self.call(q, k, v, q, layer_id, rope)
+        self.backend.store(call, self.backend.planned.out_cache_loc if slots is None else slots)
+
     def call(
         self,
         q: torch.Tensor,
@@ -112,6 +124,9 @@ class _PaddedScope:
             self.outputs[place] = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
         self.context.backend.run(self.context.call(q, k, v, self.outputs[place], layer_id, rope))
         return self.outputs[place]
+
+    def store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None) -> None:
+        self.context.store(k, v, layer_id, rope)
 
 
 _SCOPE: Scope[AttentionScope] = Scope("attention", ". Code of your own calls attention() within forward_context()")
@@ -162,3 +177,9 @@ def attention(
     rope: tables [T, R] that the backend rotates q and k with, where they come un-rotated.
     """
     return torch.ops.specdec.attn(q, k, v, layer_id, *(rope or (None, None)))
+
+
+def store(k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None = None) -> None:
+    """Write k [T, Hkv, qk_dim] and v [T, Hkv, v_dim] to the pool of the current context, where nothing attends to them
+    in this forward. rope: see `attention`."""
+    _SCOPE.get().store(k, v, layer_id, rope)

@@ -1,5 +1,6 @@
 """Drafts for tests: random ones of every algorithm, and an oracle that proposes the right tokens most times."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,12 +9,13 @@ from specdec.core.draft.worker import Draft, DraftWorker, PrefillChunk, RoundBat
 from specdec.core.functional.tree import build, chain
 from specdec.core.functional.verify import VerifyOutput
 from specdec.reach.heads.base import LayerConfig
+from specdec.reach.heads.block import BlockConfig, BlockHead
 from specdec.reach.heads.eagle import EagleConfig, EagleHead
 from specdec.reach.heads.eagle3 import Eagle3Config, Eagle3Head
 from specdec.reach.heads.nextn import NextNConfig, NextNHead
 from tests.tiny_models import HEAD_DIM, tiny_model
 
-ALGOS = ("eagle", "eagle3", "nextn", "standalone")
+ALGOS = ("eagle", "eagle3", "nextn", "block", "standalone")
 MODULES = "nextn of 3 modules"
 
 
@@ -36,9 +38,25 @@ def random_draft(model: Any, algo: str, seed: int = 0) -> Any:
     if algo == "eagle":
         layer = LayerConfig(c.hidden_size, 48, 4, 2, HEAD_DIM)
         return noisy(EagleHead(EagleConfig(layer, c.vocab_size)))
+    if algo == "block":
+        return random_block(model, seed=seed)
     if algo in ("nextn", MODULES):
         return noisy(NextNHead(model, NextNConfig(num_layers=3 if algo == MODULES else 1)))
     return tiny_model("qwen3" if type(model).__name__ != "Qwen3ForCausalLM" else "llama", seed + 7)
+
+
+def random_block(model: Any, seed: int = 0, **changes: Any):
+    """A causal block head of two layers with a Markov term that fits `model` and proposes noise."""
+    c = model.config.get_text_config()
+    torch.manual_seed(seed)
+    config = BlockConfig(
+        LayerConfig(c.hidden_size, 48, 4, 2, HEAD_DIM, qk_norm=True), c.hidden_size, c.vocab_size, c.vocab_size, (0, 2),
+        block_size=9, mask_token_id=1, num_layers=2, causal=True, predicts_next=True, markov_rank=8,
+    )  # fmt: skip
+    config = replace(config, **changes)
+    head = BlockHead(config)
+    head.set_hot_vocab(torch.randperm(c.vocab_size)[: config.draft_vocab_size])
+    return noisy(head)
 
 
 def noisy(head: Any) -> Any:

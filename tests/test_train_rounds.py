@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import specdec
 from specdec.core.metrics import AcceptanceStats
-from specdec.reach.heads.fresh import new_eagle, new_nextn
+from specdec.reach.heads.fresh import block_config, new_block, new_eagle, new_nextn
 from specdec.tools.train.acceptance import outcomes, play_rounds
 from specdec.tools.train.batches import Batches
 from specdec.tools.train.config import recipe
@@ -15,11 +17,24 @@ from specdec.tools.train.data import Corpus
 from specdec.tools.train.losses import Goal
 from specdec.tools.train.objectives import HeadObjective, Outcome
 from specdec.tools.train.trainer import Trainer
-from tests.train_models import tiny_corpus, tiny_head, tiny_target
+from tests.train_models import AUX, tiny_corpus, tiny_head, tiny_target
 
 CPU = torch.device("cpu")
 STEPS = 3
-HEADS = {"eagle": lambda m: new_eagle(m, 0), "eagle3": tiny_head, "nextn": lambda m: new_nextn(m, 0)}
+
+
+def small_block(model):
+    """A fresh block head: three features of five layers, blocks of 4."""
+    config = replace(block_config(model, 64, AUX), block_size=4, markov_rank=8)
+    return new_block(model, config, torch.arange(0, 96, 3)[:32].repeat_interleave(2) + torch.tensor([0, 1] * 32), 0)
+
+
+HEADS = {
+    "eagle": lambda m: new_eagle(m, 0),
+    "eagle3": tiny_head,
+    "nextn": lambda m: new_nextn(m, 0),
+    "block": small_block,
+}
 
 
 def test_rounds_begin_where_the_last_one_ended():

@@ -1,8 +1,8 @@
-"""The base of all draft models: grows a chain or a tree a step at a time, and follows what the target accepted.
+"""The base of draft models that are fed their own states: they grow a chain or a tree a step at a time.
 
 Between rounds a row holds what the last draft-extend (or the prefill) left: the logits of the token after the root,
-and the state that a next step takes, so drafting S deep costs S-1 forwards. The draft has a KV pool of its own
-under the target's slot numbers. Chains: arXiv 2211.17192; trees as in EAGLE-2, arXiv 2406.16858.
+and the state that a next step takes, so drafting S deep costs S-1 forwards. Chains: arXiv 2211.17192; trees as in
+EAGLE-2, arXiv 2406.16858.
 """
 
 from abc import abstractmethod
@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 
-from specdec.backends.op import ForwardContext, forward_context
-from specdec.core.batch import AttentionMetadata, ForwardMode
+from specdec.backends.op import forward_context
+from specdec.core.batch import ForwardMode
 from specdec.core.config import EngineConfig
-from specdec.core.draft.worker import STREAM_DRAFT, Draft, DraftParts, DraftWorker, RoundBatch
+from specdec.core.draft.model import DraftModelWorker
+from specdec.core.draft.worker import Draft, DraftParts, RoundBatch
 from specdec.core.functional.tree import Frontier, own_bits
 from specdec.core.functional.verify import VerifyOutput
 
 
-class DraftModelWorker(DraftWorker):
-    """Drafts with a model that scores the target tokens `hot_ids` [dv] int64, or those of a narrow head.
+class SteppingWorker(DraftModelWorker):
+    """Drafts a step a forward.
 
     State by row: `logits` [num_rows, dv], and `hidden` [num_rows, h_d] of a model that is fed its own states.
     """
@@ -34,25 +35,13 @@ class DraftModelWorker(DraftWorker):
         dtype: torch.dtype,
     ):
         """state_size: h_d, 0 for a model that is fed tokens only; vocab_size V: the target's."""
-        self.narrow, config = parts.narrow, parts.config
-        hot_ids = hot_ids if self.narrow is None else self.narrow.ids
-        num_hot, device = hot_ids.numel(), hot_ids.device
-        if config.topk > num_hot:
-            raise ValueError(f"topk={config.topk}: the draft scores only {num_hot} tokens")
-        assert parts.context is not None, "a model has attention layers"
-        self.spec = parts.spec
-        self.id_shift = parts.spec.id_shift
-        self.config = config
-        self.ops = parts.ops
-        self.dtype = dtype
-        self.hot_ids = hot_ids
-        self.vocab_size = vocab_size
-        self.draws_chains = config.sample_drafts
-        self.context: ForwardContext = parts.context
-        self._commits = [s.committer(parts.ops) for s in parts.context.states if s.commits_chains]
+        ahead = 1 - parts.spec.id_shift
+        super().__init__(parts, hot_ids=hot_ids, vocab_size=vocab_size, dtype=dtype, ahead=ahead)
+        config, device = parts.config, hot_ids.device
+        self._commits = [s.committer(parts.ops) for s in self.context.states if s.commits_chains]
         self.candidate_depths = candidate_depths(config).to(device)
         self.own_bits = node_bits(config).to(device)  # [S-1, K, W]
-        self.logits = torch.zeros(config.num_rows, num_hot, dtype=dtype, device=device)
+        self.logits = torch.zeros(config.num_rows, self.hot_ids.numel(), dtype=dtype, device=device)
         self.hidden = torch.zeros(config.num_rows, state_size, dtype=dtype, device=device) if state_size else None
 
     @abstractmethod
@@ -65,10 +54,6 @@ class DraftModelWorker(DraftWorker):
         module: int = 0,
     ) -> torch.Tensor:
         """The model's states [T, h_d] of ids [T] at positions [T], beside hidden [T, h_d]; attention is in scope."""
-
-    @abstractmethod
-    def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
-        """Logits [T, dv] over `hot_ids` of states [T, h_d]."""
 
     def inputs(self, features: torch.Tensor | None) -> torch.Tensor | None:
         """Return the states that stand beside true tokens, from the target's features [T, num_aux*h]."""
@@ -100,20 +85,8 @@ class DraftModelWorker(DraftWorker):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        own = {"hot_ids": self.hot_ids, "logits": self.logits}
-        if self.hidden is not None:
-            own["hidden"] = self.hidden
-        return own | {name: t for state in self.context.states for name, t in state.tensors("cache").items()}
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {
-            "algo": self.spec.name,
-            "features": self.spec.features,
-            "aux_layers": self.aux_layers,
-            "draft_vocab_size": self.hot_ids.numel(),
-            "draft_kv_bytes": self.context.pool.num_bytes,
-        }
+        own = {"logits": self.logits} if self.hidden is None else {"logits": self.logits, "hidden": self.hidden}
+        return super().tensors | own
 
     def forward(
         self,
@@ -124,16 +97,8 @@ class DraftModelWorker(DraftWorker):
         module: int = 0,
         **shape: Any,
     ) -> torch.Tensor:
-        """A forward of ids [T] after the draft's committed tokens: states [T, h_d]. shape: see `MetadataBuilder`."""
-        ahead = 1 - self.spec.id_shift  # tokens that the draft has seen more than the target: the root, or none
-        metadata: AttentionMetadata = self.context.backend.metadata.uniform(
-            mode,
-            batch.slot_table,
-            batch.rows,
-            batch.seq_lens + ahead if ahead else batch.seq_lens,
-            max_prefix=min(batch.max_prefix + ahead, batch.slot_table.shape[1]),
-            **shape,
-        )
+        """A forward of ids [T] after the draft's committed tokens: states [T, h_d]. shape: see `plan`."""
+        metadata = self.plan(batch, mode, **shape)
         with forward_context(self.context, metadata):
             return self.run(mode, ids, metadata.positions, hidden, module)
 
@@ -144,11 +109,7 @@ class DraftModelWorker(DraftWorker):
         nodes = torch.arange(width, device=lens.device)
         path = torch.where(nodes < lens.unsqueeze(1), nodes, -1)
         for commit in self._commits:
-            commit(batch.slot_table, batch.rows, batch.seq_lens + 1 - self.spec.id_shift, path)
-
-    def of_rows(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return the lines of values [num_rows, n] that belong to `rows`."""
-        return self.ops.gather_rows(values.unsqueeze(0), rows.unsqueeze(0)).squeeze(0)
+            commit(batch.slot_table, batch.rows, batch.seq_lens + self.ahead, path)
 
     def keep(self, rows: torch.Tensor, states: torch.Tensor) -> None:
         """Store the states [n, h_d] that predict the next tokens of `rows`, and their logits."""
@@ -156,34 +117,20 @@ class DraftModelWorker(DraftWorker):
             self.hidden[rows] = states
         self.logits[rows] = self.score(states).to(self.logits.dtype)  # a head may give fp32 for states in bf16
 
-    def tail_depths(self, ids: torch.Tensor, num_steps: int) -> torch.Tensor | None:
-        """Depths [bs, K*num_steps] of the draft nodes of `num_steps` steps, ids [bs, K] each; windows and chunks go by
-        them."""
-        if all(layer.sees_all for layer in self.context.layers):
-            return None
-        depths = torch.arange(num_steps, device=ids.device).repeat_interleave(ids.shape[1])
-        return depths.expand(ids.shape[0], -1).contiguous()
-
     def steps(self, batch: RoundBatch) -> "Steps":
         """The draft steps of one round."""
         return Steps(self, batch)
 
     def _draft_chain(self, batch: RoundBatch) -> Draft:
-        """K=1: the best (or a sampled) token a step."""
+        """K=1: the best (or a drawn) token a step."""
         logits, steps = self.of_rows(self.logits, batch.rows), self.steps(batch)
         tokens: list[torch.Tensor] = []
         laws: list[torch.Tensor] = []
         for step in range(batch.shape.num_steps):
             if step:
                 logits = self.score(steps.advance(tokens[-1].unsqueeze(1)), steps.module)
-            if batch.sampling is None or not self.draws_chains:
-                tokens.append(self.ops.best_token(logits, self.hot_ids))
-            else:
-                law = self.ops.law(logits.unsqueeze(1), batch.sampling).squeeze(1)
-                draws = self.ops.uniforms(batch.sampling["seed"], batch.seq_lens, STREAM_DRAFT + step, 1)
-                tokens.append(self.hot_ids[self.ops.sample(law, draws.squeeze(1))])
-                laws.append(law)
-        return Draft(self.ops.chain(batch.roots, torch.stack(tokens, 1)), self._over_target_vocab(laws))
+            tokens.append(self.pick(batch, step, logits, laws))
+        return Draft(self.ops.chain(batch.roots, torch.stack(tokens, 1)), self.over_target_vocab(laws))
 
     def _draft_tree(self, batch: RoundBatch) -> Draft:
         """K>1: grow K branches a step by cumulative log-probability, then re-rank everything proposed (EAGLE-2)."""
@@ -212,24 +159,14 @@ class DraftModelWorker(DraftWorker):
         )
         return Draft(tree, None)
 
-    def _over_target_vocab(self, laws: list[torch.Tensor]) -> torch.Tensor | None:
-        """Draft laws S x [bs, dv] as [bs, S, V]; tokens outside the hot vocabulary have probability 0."""
-        if not laws:
-            return None
-        q = torch.stack(laws, 1)
-        if q.shape[2] == self.vocab_size:
-            return q
-        wide = q.new_zeros(*q.shape[:2], self.vocab_size)
-        return wide.index_copy_(2, self.hot_ids, q)
-
 
 class Steps:
     """The forwards of one round's draft, a step at a time: K new nodes each, which see their ancestors.
 
-    module: of the head, the one whose states came last (see `DraftHead.num_modules`).
+    module: of the head, the one whose states came last (see `RecyclingHead`).
     """
 
-    def __init__(self, worker: DraftModelWorker, batch: RoundBatch):
+    def __init__(self, worker: SteppingWorker, batch: RoundBatch):
         self.worker = worker
         self.batch = batch
         self.step = self.module = 0

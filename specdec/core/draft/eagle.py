@@ -11,16 +11,16 @@ import torch
 from specdec.backends.op import attention
 from specdec.backends.rope import Rope
 from specdec.core.batch import ForwardMode
-from specdec.core.draft.drafting import DraftModelWorker
-from specdec.core.draft.head import DraftHead
+from specdec.core.draft.drafting import SteppingWorker
+from specdec.core.draft.head import RecyclingHead
 from specdec.core.draft.worker import DraftParts, PrefillChunk, RoundBatch, RunPrefill
 
 
 class Compiled(Protocol):
-    """A traced part of a head: of a module, states of (ids, positions, states), or its norm of states."""
+    """A traced part of a head."""
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """See `HeadWorker.run_live` and `DraftHead.normed`."""
+        """Do what the live method does that was traced."""
         ...
 
     def release(self) -> None:
@@ -28,12 +28,12 @@ class Compiled(Protocol):
         ...
 
 
-class HeadWorker(DraftModelWorker):
+class HeadWorker(SteppingWorker):
     """Drafts with a head for the target, whose embedding and output head it uses where it has none of its own."""
 
     has_begin = True
 
-    def __init__(self, parts: DraftParts, head: DraftHead):
+    def __init__(self, parts: DraftParts, head: RecyclingHead):
         weight, target, config = head.weight, parts.target, parts.config
         super().__init__(
             parts,
@@ -69,7 +69,7 @@ class HeadWorker(DraftModelWorker):
             return self.run_live(ids, positions, hidden, module)
 
     def run_live(self, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, module: int) -> torch.Tensor:
-        """`run` by the head's own modules; needs `DraftHead.routed`. This is what gets traced."""
+        """`run` by the head's own modules; needs `RecyclingHead.routed`. This is what gets traced."""
         rope = Rope(*self.rope_tables[positions].unbind(1))
         return self.head(self.embed_tokens(ids), hidden, rope, _attend, module)
 

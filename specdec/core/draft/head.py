@@ -1,13 +1,13 @@
-"""The interface of a draft head to its callers: the draft workers and the trainer.
+"""The interface of draft heads to their callers: the draft workers and the trainer.
 
-A row of a head takes the embedding of token p+1 and a feature of token p, and gives the state that is scored for token
-p+2 and fed back in place of a feature. The head knows neither KV pool nor tree: attention is a callable that the worker
-or the trainer passes in, so both run the very same arithmetic.
+A head knows neither KV pool nor tree: attention is a callable that the worker or the trainer passes in, so both run the
+very same arithmetic.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,12 +21,10 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rope | None, int], 
 
 
 class DraftHead(nn.Module, ABC):
-    """A head of the EAGLE family. `embed_tokens` and `lm_head` are None where it shares the target's.
+    """A head that reads features of its target. `embed_tokens` and `lm_head` are None where it shares the target's.
 
     algo: its row in `reach.assembly.algorithms`. aux_layers: target layers whose OUTPUT it reads, low to high, or
-    (LAST,). recycles_normed: whether a step feeds back the state after the out norm. vocab_size V: the target's.
-    num_modules: heads of several MTP layers run module min(j, num_modules-1) at draft step j, on states of the previous
-    module; each has an attention layer of its own.
+    (LAST,). vocab_size V: the target's. num_modules: see `RecyclingHead`.
     """
 
     algo: str
@@ -35,7 +33,6 @@ class DraftHead(nn.Module, ABC):
     hidden_size: int
     target_hidden_size: int
     vocab_size: int
-    recycles_normed: bool
     embed_tokens: nn.Embedding | None
     lm_head: nn.Linear | None
 
@@ -67,9 +64,51 @@ class DraftHead(nn.Module, ABC):
     def rope(self, positions: torch.Tensor) -> Rope:
         """Return rotary tables [..., R] for positions [...] int64, in the head's dtype."""
 
+    @property
+    @abstractmethod
+    def traits(self) -> dict[str, Any]:
+        """Return what else its files say of how it drafts, in plain types."""
+
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Map the target's features [..., num_aux*h] to the input [..., h_d] that takes a state's place."""
         return features
+
+    @abstractmethod
+    def normed(self, state: torch.Tensor, module: int = 0) -> torch.Tensor:
+        """Return the output head's input, from the layers' states [..., h_d]."""
+
+    def logits(
+        self,
+        state: torch.Tensor,
+        target_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        module: int = 0,
+    ) -> torch.Tensor:
+        """Map states [N, h_d] to logits [N, dv], with its own output head or else `target_head`."""
+        return self.project(self.normed(state, module), target_head)
+
+    def project(
+        self, normed: torch.Tensor, target_head: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Map the output head's input [N, h_d] to logits [N, dv]; see `logits`."""
+        score: Callable[[torch.Tensor], torch.Tensor] | None = self.lm_head or target_head
+        assert score is not None, f"a head of {self.algo!r} without an output head needs the target's"
+        return score(normed)
+
+
+class RecyclingHead(DraftHead):
+    """A head of the EAGLE family, fed back its own states.
+
+    A row takes the embedding of token p+1 and a feature of token p, and gives the state that is scored for token p+2
+    and takes a feature's place. recycles_normed: whether that is the state after the out norm. num_modules: heads of
+    several MTP layers run module min(j, num_modules-1) at draft step j, on states of the previous module; each has an
+    attention layer of its own.
+    """
+
+    recycles_normed: bool
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        return {"recycles_normed": self.recycles_normed}
 
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, rope: Rope, attend: Attend, module: int = 0
@@ -92,22 +131,53 @@ class DraftHead(nn.Module, ABC):
         """Return the norm before the output head."""
 
     def normed(self, state: torch.Tensor, module: int = 0) -> torch.Tensor:
-        """Return the output head's input, from a recycled state [..., h_d]."""
         return state if self.recycles_normed else self.out_norm(module)(state)
 
-    def logits(
-        self,
-        state: torch.Tensor,
-        target_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        module: int = 0,
-    ) -> torch.Tensor:
-        """Map a recycled state [N, h_d] to logits [N, dv], with its own output head or else `target_head`."""
-        return self.project(self.normed(state, module), target_head)
 
-    def project(
-        self, normed: torch.Tensor, target_head: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Map the output head's input [N, h_d] to logits [N, dv]; see `logits`."""
-        score: Callable[[torch.Tensor], torch.Tensor] | None = self.lm_head or target_head
-        assert score is not None, f"a head of {self.algo!r} without an output head needs the target's"
-        return score(normed)
+class Markov(Protocol):
+    """What the token before adds to a block's logits: a vector of rank r for the token, times a row a scored token."""
+
+    def after(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Return vectors [..., r] of tokens [...] int64 that precede the rows of normed states [..., h_d]."""
+        ...
+
+    def rows(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the rows [..., r] of scored tokens, by their places [...] in the head's vocabulary."""
+        ...
+
+    def bias(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return what vectors [n, r] add to logits [n, dv]."""
+        ...
+
+
+class BlockDraftHead(DraftHead):
+    """A head that scores a block of tokens in one pass (DFlash, arXiv 2602.06036).
+
+    block_size B: rows of the blocks that it was trained on, the root's included. mask_token_id: the token of the other
+    rows; mask_embedding [h_d]: their embedding, None if it is the token's. causal: whether a row sees only those
+    before it. predicts_next: row j predicts the token after its own position (B drafts), else its own (B-1 drafts).
+    """
+
+    block_size: int
+    mask_token_id: int
+    mask_embedding: nn.Parameter | None
+    causal: bool
+    predicts_next: bool
+
+    @property
+    @abstractmethod
+    def markov(self) -> Markov | None:
+        """What it knows of the token before; None if nothing."""
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        names = ("block_size", "causal", "predicts_next")
+        return {**{name: getattr(self, name) for name in names}, "markov": self.markov is not None}
+
+    @abstractmethod
+    def keys_values(self, fused: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the un-rotated k and v [T, Hkv, d] of every layer for tokens of `fuse`d features [T, h_d]."""
+
+    @abstractmethod
+    def forward(self, embeds: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+        """Return the states [..., h_d] of block rows with embeddings [..., h_d], before the out norm."""

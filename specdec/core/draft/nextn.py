@@ -10,7 +10,7 @@ import torch
 from specdec.core.batch import ForwardMode
 from specdec.core.draft.drafting import Steps
 from specdec.core.draft.eagle import HeadWorker
-from specdec.core.draft.head import DraftHead
+from specdec.core.draft.head import RecyclingHead
 from specdec.core.draft.worker import DraftParts, PrefillChunk, RoundBatch, RunPrefill
 from specdec.core.functional.verify import VerifyOutput
 
@@ -21,7 +21,7 @@ class ModulesWorker(HeadWorker):
     State by row: `last` [num_rows, num_modules, h_d], every module's state at the row that predicts the next token.
     """
 
-    def __init__(self, parts: DraftParts, head: DraftHead):
+    def __init__(self, parts: DraftParts, head: RecyclingHead):
         super().__init__(parts, head)
         assert self.hidden is not None
         self.last = self.hidden.new_zeros(self.hidden.shape[0], self.head.num_modules, self.hidden.shape[1])

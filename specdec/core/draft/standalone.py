@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 
 from specdec.core.batch import ForwardMode
-from specdec.core.draft.drafting import DraftModelWorker
+from specdec.core.draft.drafting import SteppingWorker
 from specdec.core.draft.worker import DraftParts, RoundBatch
 from specdec.core.target import Target
 
 
-class StandaloneWorker(DraftModelWorker):
+class StandaloneWorker(SteppingWorker):
     """Drafts with a live model of its own."""
 
     has_begin = True

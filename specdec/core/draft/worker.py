@@ -56,7 +56,7 @@ class AlgoSpec:
 
     features: target hidden states it reads: "aux" (outputs of layers that the head names), "last" (after the final
         norm) or "none".
-    id_shift: row i of the draft holds token i+1 (EAGLE family) or token i (standalone).
+    id_shift: row i of the draft holds token i+1 (EAGLE family) or token i (standalone, block).
     """
 
     name: str

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specdec.core.draft.block import BlockWorker
 from specdec.core.draft.eagle import HeadWorker
-from specdec.core.draft.head import DraftHead
+from specdec.core.draft.head import BlockDraftHead, DraftHead, RecyclingHead
 from specdec.core.draft.lookup import LookupWorker
 from specdec.core.draft.nextn import ModulesWorker
 from specdec.core.draft.standalone import StandaloneWorker
@@ -23,6 +24,9 @@ class Algorithm:
 
 
 def _head_worker(parts: DraftParts, head: DraftHead) -> DraftWorker:
+    if isinstance(head, BlockDraftHead):
+        return BlockWorker(parts, head)
+    assert isinstance(head, RecyclingHead)
     return (HeadWorker if head.num_modules == 1 else ModulesWorker)(parts, head)
 
 
@@ -34,7 +38,7 @@ _OTHERS = (
 
 def algorithms() -> Mapping[str, Algorithm]:
     """Return every algorithm by name: a head of each format, and the others."""
-    heads = [Algorithm(AlgoSpec(row.algo, row.features, id_shift=1), _head_worker) for row in formats().values()]
+    heads = [Algorithm(AlgoSpec(row.algo, row.features, row.id_shift), _head_worker) for row in formats().values()]
     return {row.spec.name: row for row in (*heads, *_OTHERS)}
 
 

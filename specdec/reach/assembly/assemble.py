@@ -16,7 +16,8 @@ from specdec.backends.registry import compiling_kernels, pick_backend, pick_recu
 from specdec.core.cache.pool import KVPool, LayerState
 from specdec.core.cache.tables import SlotTables
 from specdec.core.config import EngineConfig
-from specdec.core.draft.head import DraftHead
+from specdec.core.draft.block import mask_words
+from specdec.core.draft.head import BlockDraftHead, DraftHead
 from specdec.core.draft.worker import DraftParts, DraftWorker, NoDraft
 from specdec.core.engine.core import Core
 from specdec.core.engine.ranked import RankedCore
@@ -131,7 +132,8 @@ def _assemble(
             own, draft_why = pick_backend(config.backend, shape.layers, shape.dtype, device)
             why = why if own is backend else f"{why}; the draft: {own.name}, {draft_why}"
             states = _row_states(draft, config, config.draft_tail, own)
-            context = _context(own, shape, tables, counters, config.draft_words, states)
+            words = mask_words(draft, config) if isinstance(draft, BlockDraftHead) else config.draft_words
+            context = _context(own, shape, tables, counters, words, states)
         worker = row.make(DraftParts(row.spec, target, config, _ops_for(own), context, narrow), draft)
     for model in (target, draft):
         if isinstance(model, HFTarget):

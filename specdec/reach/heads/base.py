@@ -59,6 +59,32 @@ class LlamaLikeHead(DraftHead):
         return layer_rope(self.config.layer, positions, self.weight.dtype)
 
 
+class HotVocabHead(LlamaLikeHead):
+    """A head that scores a part of the target's vocabulary.
+
+    d2t [dv] int64: target id = draft id + d2t[draft id]; t2d [V] bool: target ids the head can score.
+    """
+
+    d2t: torch.Tensor
+    t2d: torch.Tensor
+
+    def make_hot_vocab(self, size: int) -> None:
+        """Make room for the ids of `size` tokens."""
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(self.vocab_size, dtype=torch.bool))
+
+    def set_hot_vocab(self, target_ids: torch.Tensor) -> None:
+        """Score exactly `target_ids` [dv] int64, distinct; they are stored ascending."""
+        ids = target_ids.sort().values.to(self.d2t.device)
+        self.d2t.copy_(ids - torch.arange(ids.numel(), device=ids.device))
+        self.t2d.zero_()
+        self.t2d[ids] = True
+
+    @property
+    def hot_ids(self) -> torch.Tensor:
+        return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
+
+
 class OutputHead(nn.Linear):
     """An output head, which multiplies by `specdec::linear` where nothing is to be differentiated."""
 
@@ -85,11 +111,17 @@ class DraftAttention(nn.Module):
         """x [..., in_width], rope tables [..., head_dim] -> [..., h_d]."""
         c = self.config
         q = self.q_proj(x).unflatten(-1, (c.num_heads, c.head_dim))
+        k, v = self.keys_values(x)
+        if c.qk_norm:
+            q = self.q_norm(q)
+        return self.o_proj(attend(q, k, v, rope, layer).flatten(-2))
+
+    def keys_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the un-rotated k and v [..., Hkv, head_dim] of x [..., in_width]."""
+        c = self.config
         k = self.k_proj(x).unflatten(-1, (c.num_kv_heads, c.head_dim))
         v = self.v_proj(x).unflatten(-1, (c.num_kv_heads, c.head_dim))
-        if c.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return self.o_proj(attend(q, k, v, rope, layer).flatten(-2))
+        return self.k_norm(k) if c.qk_norm else k, v
 
 
 class DraftMLP(nn.Module):

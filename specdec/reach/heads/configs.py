@@ -51,18 +51,22 @@ WHOLE_HEADS = Rule("1: draft layers rotate whole heads", lambda v: _is_number(v)
 
 # Keys of any object in the file; those that hold an object themselves are checked inside, too.
 _KEYS: tuple[tuple[Rule, str], ...] = (
-    (OBJECT, f"rope_scaling rope_parameters eagle_config transformer_layer_config text_config {OWN_KEY}"),
+    (OBJECT, f"rope_scaling rope_parameters eagle_config dflash_config transformer_layer_config text_config {OWN_KEY}"),
     (SIZE, " ".join((*SIZES, "num_key_value_heads head_dim num_hidden_layers max_position_embeddings"))),
-    (SIZE, "draft_vocab_size target_hidden_size original_max_position_embeddings"),
-    (_integer(0), "sliding_window num_nextn_predict_layers mtp_num_hidden_layers num_mtp_layers"),
+    (SIZE, "draft_vocab_size target_hidden_size original_max_position_embeddings block_size"),
+    (
+        _integer(0),
+        "mask_token_id markov_rank sliding_window num_nextn_predict_layers mtp_num_hidden_layers num_mtp_layers",
+    ),
     (POSITIVE, "rope_theta factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow mscale"),
-    (NUMBER, "rms_norm_eps mscale_all_dim"),
+    (NUMBER, "rms_norm_eps mscale_all_dim logit_scale"),
     (WHOLE_HEADS, "partial_rotary_factor"),
-    (TEXT, "hidden_act model_type rope_type type"),
+    (TEXT, "hidden_act model_type rope_type type markov_head_type projector_type speculators_model_type"),
     (FLAG, "use_sliding_window attention_bias qkv_bias bias fc_norm norm_before_fc norm_before_residual norm_output"),
     (FLAG, "lm_head_from_target use_aux_hidden_state truncate mtp_hidden_states_first hidden_first recycles_normed"),
+    (FLAG, "causal is_causal causal_head sample_from_anchor is_neox_style"),
     (_list(TEXT), "architectures layer_types"),
-    (_list(_integer(-1)), f"{AUX_IDS} {AUX_LAYERS}"),
+    (_list(_integer(-1)), f"{AUX_IDS} {AUX_LAYERS} target_layer_ids aux_hidden_state_layer_ids"),
 )
 SCHEMA: Mapping[str, Rule] = MappingProxyType({key: kind for kind, keys in _KEYS for key in keys.split()})
 # Rope scalings that follow from the config alone, not from a sequence's length, and the keys that each requires.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from specdec.backends.rope import Rope
-from specdec.core.draft.head import Attend
+from specdec.core.draft.head import Attend, RecyclingHead
 from specdec.reach.heads.base import DraftLayer, LayerConfig, LlamaLikeHead
 from specdec.reach.targets.shape import LAST
 
@@ -29,7 +29,7 @@ class EagleConfig:
     own_embedding: bool = False
 
 
-class EagleHead(LlamaLikeHead):
+class EagleHead(LlamaLikeHead, RecyclingHead):
     """An EAGLE-1/2 head with the target's output head, and the target's embedding unless it has its own."""
 
     algo = "eagle"

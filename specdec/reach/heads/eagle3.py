@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from specdec.backends.rope import Rope
-from specdec.core.draft.head import Attend
-from specdec.reach.heads.base import DraftAttention, DraftLayer, DraftMLP, LayerConfig, LlamaLikeHead, OutputHead
+from specdec.core.draft.head import Attend, RecyclingHead
+from specdec.reach.heads.base import DraftAttention, DraftLayer, DraftMLP, HotVocabHead, LayerConfig, OutputHead
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,10 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3Head(LlamaLikeHead):
-    """An EAGLE-3 head. Its embedding is the target's, passed in and neither saved nor trained, unless it has its own.
-
-    d2t [dv] int64: target id = draft id + d2t[draft id]; t2d [V] bool: target ids the head can score.
-    """
+class Eagle3Head(HotVocabHead, RecyclingHead):
+    """An EAGLE-3 head. Its embedding is the target's, neither saved nor trained, unless it has its own."""
 
     algo = "eagle3"
-    d2t: torch.Tensor
-    t2d: torch.Tensor
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -94,19 +89,7 @@ class Eagle3Head(LlamaLikeHead):
         self.norm = nn.RMSNorm(size, eps=eps)
         self.lm_head = OutputHead(size, c.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(c.vocab_size, size) if c.own_embedding else None
-        self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
-
-    def set_hot_vocab(self, target_ids: torch.Tensor) -> None:
-        """Score exactly `target_ids` [dv] int64, distinct; they are stored ascending."""
-        ids = target_ids.sort().values.to(self.d2t.device)
-        self.d2t.copy_(ids - torch.arange(ids.numel(), device=ids.device))
-        self.t2d.zero_()
-        self.t2d[ids] = True
-
-    @property
-    def hot_ids(self) -> torch.Tensor:
-        return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
+        self.make_hot_vocab(c.draft_vocab_size)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Fuse target features [..., num_aux*h] of the aux layers, low to high, into the feature g [..., h_d]."""

@@ -15,7 +15,7 @@ def read_config(files: HeadFiles, num_layers: int | None) -> Eagle3Config | None
     """Read config.json of either layout for a target of `num_layers`; None if its values are invalid."""
     raw, is_official = files.raw, files.layout.name == "eagle3"
     at = "" if is_official else "transformer_layer_config."
-    layer_raw = raw if is_official else _with_defaults(files, raw.get("transformer_layer_config"))
+    layer_raw = raw if is_official else with_defaults(files, raw.get("transformer_layer_config"))
     if layer_raw is None or not is_sound(files, layer_raw, at):
         return None
     layer = read_layer(files, layer_raw, "midlayer", bias_key="attention_bias")
@@ -69,7 +69,7 @@ def _speculators_flags(files: HeadFiles) -> dict[str, bool]:
     }
 
 
-def _with_defaults(files: HeadFiles, raw: Any) -> dict[str, Any] | None:
+def with_defaults(files: HeadFiles, raw: Any) -> dict[str, Any] | None:
     """Return `transformer_layer_config` with the sizes it leaves out: it is stored as a difference to its class."""
     if not isinstance(raw, dict):
         files.problems.append("config.json lacks 'transformer_layer_config' (an object)")

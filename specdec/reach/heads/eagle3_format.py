@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from specdec.reach.checkpoints.fitting import full_vocab_problems, target_ids, vocab_problems
 from specdec.reach.heads import fresh
+from specdec.reach.heads.base import HotVocabHead
 from specdec.reach.heads.configs import AUX_IDS
 from specdec.reach.heads.eagle3 import Eagle3Head, default_aux_layers
 from specdec.reach.heads.eagle3_configs import (
@@ -61,19 +62,22 @@ def read(files: HeadFiles, target: TargetShape | None) -> Stored | None:
         files.problems += full_vocab_problems(maps.get("d2t"), maps.get("t2d"))
     elif len(maps) == 2:
         files.problems += vocab_problems(**maps)
-    return Stored(head, _tensors(files, list(wanted), maps, vocab_size if scores_all else None, target))
+    return Stored(head, hot_tensors(files, head, list(wanted), maps, target))
 
 
-def _tensors(
-    files: HeadFiles, wanted: list[str], maps: Tensors, scored: int | None, target: TargetShape | None
+def hot_tensors(
+    files: HeadFiles, head: HotVocabHead, wanted: list[str], maps: Tensors, target: TargetShape | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the head's tensors. scored: V of a head that scores all tokens: its rows go in the target's order."""
+    """Yield the tensors of a head, `wanted` of which the files have, and the maps d2t and t2d; lm_head, if it has one,
+    in the target's order where it scores all tokens."""
     yield from files.items([name for name in wanted if name not in (LM_HEAD, "d2t", "t2d")])
-    order = None
-    if scored:
+    order, scored = None, head.d2t.shape[0]
+    if scored == head.vocab_size:
         order = target_ids(maps["d2t"]).argsort() if "d2t" in maps else None
         maps = {"d2t": torch.zeros(scored, dtype=torch.int64), "t2d": torch.ones(scored, dtype=torch.bool)}
     yield from maps.items()
+    if head.lm_head is None:
+        return
     if LM_HEAD in files.found:
         rows = files.read([LM_HEAD])[LM_HEAD]
         yield LM_HEAD, rows if order is None else rows[order]

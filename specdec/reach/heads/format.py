@@ -113,7 +113,7 @@ class HeadFormat:
     fresh(model, shape, seed, hot_ids): a head to be trained, in fp32 on the device of the target `model`; shape: a
     `tools.train.config.HeadShape`; hot_ids(n): the n target tokens of a head's vocabulary, [n] int64.
     written(head): names of the layouts it can be written in, the default first.
-    features: target hidden states that it reads, see `AlgoSpec`. shares_lm_head_rows: its lm_head can be left out of a
+    features, id_shift: see `AlgoSpec`. shares_lm_head_rows: its lm_head can be left out of a
     file, since its rows may be the target's. combining: a pattern of the names of the linear layers that read
     [embedding, feature].
     """
@@ -126,5 +126,6 @@ class HeadFormat:
     written: Callable[[Any], tuple[str, ...]]
     training: Training
     features: str = "last"
+    id_shift: int = 1
     shares_lm_head_rows: bool = False
     combining: str = "fc"

@@ -7,13 +7,14 @@ from types import MappingProxyType
 
 from specdec.core.errors import CheckpointError
 from specdec.reach.checkpoints.folders import read_json
+from specdec.reach.heads.block_format import BLOCK
 from specdec.reach.heads.eagle3_format import EAGLE3
 from specdec.reach.heads.eagle_format import EAGLE
 from specdec.reach.heads.format import HeadFormat, Layout
 from specdec.reach.heads.nextn_format import NEXTN
 
 # Their layouts are tried in this order: a mark matches a tensor of its layout and of none further down.
-ROWS: tuple[HeadFormat, ...] = (EAGLE3, NEXTN, EAGLE)
+ROWS: tuple[HeadFormat, ...] = (BLOCK, EAGLE3, NEXTN, EAGLE)
 
 STANDALONE = "standalone"  # an ordinary causal LM: no head, loaded as a whole
 WHOLE_MODEL = Layout(
@@ -49,7 +50,8 @@ def pick_layout(folder: Path, names: list[str], algo: str | None) -> Layout:
         return WHOLE_MODEL
     if not found:
         known = (
-            "eagle3 has midlayer.* or layers.0.hidden_norm, eagle fc and layers.0, nextn eh_proj, mtp.* or mtp_layers"
+            "block has hidden_norm, eagle3 midlayer.* or layers.0.hidden_norm, eagle fc and layers.0, nextn eh_proj, "
+            "mtp.* or mtp_layers"
         )
         raise CheckpointError(str(folder), [f"unknown layout: it holds {sorted(names)[:6]} …; {known}"])
     asked = [layout for layout in found if algo in (None, layout.algo)]

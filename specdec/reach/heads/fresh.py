@@ -5,6 +5,7 @@ through the target's own output head.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.reach.heads.base import LayerConfig
+from specdec.reach.heads.block import BlockConfig, BlockHead
 from specdec.reach.heads.eagle import EagleConfig, EagleHead
 from specdec.reach.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from specdec.reach.heads.nextn import NextNHead, full_attention_layer
@@ -73,6 +75,59 @@ def new_eagle3(model: PreTrainedModel, config: Eagle3Config, hot_ids: torch.Tens
     norm, lm_head = head.norm.get_parameter("weight"), head.get_parameter("lm_head.weight")
     norm.copy_(_final_norm_weight(model, config.layer.hidden_size))
     lm_head.copy_(rows[head.hot_ids.to(rows.device)])
+    return head.to(rows.device)
+
+
+def block_config(
+    model: PreTrainedModel,
+    draft_vocab_size: int,
+    aux_layers: Sequence[int] | None = None,
+    intermediate_size: int | None = None,
+) -> BlockConfig:
+    """Return the shape of a block head for `model`: two layers, causal blocks of 8, a Markov term of rank 128.
+
+    aux_layers: five spread over the target by default. intermediate_size: of its MLPs, by default the target's.
+    """
+    shape, size = TargetShape.of(model), min(draft_vocab_size, TargetShape.of(model).vocab_size)
+    spread = [round(1 + i * (shape.num_layers - 4) / 4) for i in range(5)]
+    layer = layer_config(model, intermediate_size or model.config.get_text_config().intermediate_size)
+    return BlockConfig(
+        layer=replace(layer, qk_norm=True),
+        target_hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        draft_vocab_size=size,
+        aux_layers=tuple(aux_layers or sorted(set(spread))),
+        block_size=8,
+        mask_token_id=0,
+        num_layers=2,
+        causal=True,
+        predicts_next=True,
+        has_mask_embedding=True,
+        markov_rank=128,
+        own_head=size < shape.vocab_size,
+    )
+
+
+@torch.no_grad()
+def new_block(model: PreTrainedModel, config: BlockConfig, hot_ids: torch.Tensor, seed: int) -> BlockHead:
+    """Make a block head in fp32 on the target's device. hot_ids [dv] int64.
+
+    Output head and norm start as the target's; the Markov term starts at zero.
+    """
+    head = BlockHead(config)
+    head.set_hot_vocab(hot_ids)
+    random = torch.Generator().manual_seed(seed)
+    _quiet(head.layers, random)
+    nn.init.normal_(head.fc.weight, std=head.fc.in_features**-0.5, generator=random)
+    rows = model.get_output_embeddings().weight
+    if head.mask_embedding is not None:
+        head.mask_embedding.normal_(std=float(rows.float().std()), generator=random)
+    if head.markov_head is not None:
+        nn.init.normal_(head.markov_head.markov_w1.weight, std=config.markov_rank**-0.5, generator=random)
+        nn.init.zeros_(head.markov_head.markov_w2.weight)
+    head.norm.get_parameter("weight").copy_(_final_norm_weight(model, config.layer.hidden_size))
+    if head.lm_head is not None:
+        head.get_parameter("lm_head.weight").copy_(rows[head.hot_ids.to(rows.device)])
     return head.to(rows.device)
 
 

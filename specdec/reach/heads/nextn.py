@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.backends.base import LayerSpec
 from specdec.backends.rope import Rope
-from specdec.core.draft.head import Attend, DraftHead
+from specdec.core.draft.head import Attend, RecyclingHead
 from specdec.reach.heads.base import OutputHead
 from specdec.reach.targets.adapters.experts import Experts
 from specdec.reach.targets.admission.recording import attention_spec
@@ -68,7 +68,7 @@ class NextNLayer(nn.Module):
         self.layer = type(model.layers[layer_idx])(config, layer_idx)
 
 
-class NextNHead(DraftHead):
+class NextNHead(RecyclingHead):
     """A head for a live `target`, with random weights; a loader or the trainer sets them."""
 
     algo = "nextn"

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.core.draft.head import DraftHead
+from specdec.core.draft.head import DraftHead, RecyclingHead
 from specdec.reach.checkpoints.fitting import is_copy, weight_doubts
 from specdec.reach.heads.base import LayerConfig
 from specdec.reach.heads.nextn import NextNHead
@@ -42,10 +42,16 @@ def facts_of(draft: DraftHead | PreTrainedModel, model: PreTrainedModel) -> dict
         "draft_vocab": rows,
         "reads": "last hidden state" if draft.aux_layers == (LAST,) else "outputs of aux layers",
         "aux_layers": [i for i in draft.aux_layers if i != LAST],
-        "recycles": "state after the out norm" if draft.recycles_normed else "state before the out norm",
+        "recycles": _recycles(draft),
         "own": [name for name, is_own in own.items() if is_own],
         "from_target": [words.get(name, name) for name, is_own in own.items() if not is_own],
     }
+
+
+def _recycles(head: DraftHead) -> str:
+    if not isinstance(head, RecyclingHead):
+        return "nothing"
+    return f"state {'after' if head.recycles_normed else 'before'} the out norm"
 
 
 def _has_targets_rows(head: DraftHead, model: PreTrainedModel) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.core.draft.head import DraftHead
+from specdec.core.draft.head import BlockDraftHead, DraftHead, RecyclingHead
 from specdec.reach.heads.base import LayerConfig
 from specdec.reach.heads.formats import formats
 from specdec.tools.doctor.rows import NORMED, Agreement, Observed, Reading, agreement, final_norm
@@ -36,7 +36,9 @@ def _with(reading: Reading, **attributes: Any) -> Reading:
     return replace(reading, head=head)
 
 
-def _swapped(reading: Reading, _: PreTrainedModel) -> Reading:
+def _swapped(reading: Reading, _: PreTrainedModel) -> Reading | None:
+    if isinstance(reading.head, BlockDraftHead):
+        return None  # no layer of it reads both
     changed = _with(reading)
     for name, module in changed.head.named_modules():
         if re.fullmatch(formats()[changed.head.algo].combining, name):
@@ -65,9 +67,17 @@ def _num_layers(model: PreTrainedModel) -> int:
 
 
 def _recycled_otherwise(reading: Reading, _: PreTrainedModel) -> Reading | None:
-    if isinstance(reading.head.out_norm(), nn.Identity):
+    if not isinstance(reading.head, RecyclingHead) or isinstance(reading.head.out_norm(), nn.Identity):
         return None
     return _with(reading, recycles_normed=not reading.head.recycles_normed)
+
+
+def _block(attribute: str) -> Change:
+    def change(reading: Reading, _: PreTrainedModel) -> Reading | None:
+        is_block = isinstance(reading.head, BlockDraftHead)
+        return _with(reading, **{attribute: not getattr(reading.head, attribute)}) if is_block else None
+
+    return change
 
 
 def _absolute(reading: Reading, _: PreTrainedModel) -> Reading | None:
@@ -166,6 +176,17 @@ ALTERNATIVES: tuple[Alternative, ...] = (
         "state recycled after the other norm",
         "it was trained to be fed back its state on the other side of the out norm (recycles_normed, norm_output)",
         _recycled_otherwise,
+    ),
+    Alternative(
+        "the other mask in blocks",
+        "its blocks were trained with the other mask: set causal in its config.json (dflash_config)",
+        _block("causal"),
+    ),
+    Alternative(
+        "rows predict the other position",
+        "its rows were trained to predict the token at the other position, their own or the next: set "
+        "sample_from_anchor in its config.json",
+        _block("predicts_next"),
     ),
     Alternative(
         "tokens not shifted",

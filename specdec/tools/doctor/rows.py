@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.core.draft.head import DraftHead
+from specdec.core.draft.head import BlockDraftHead, DraftHead
 from specdec.reach.targets.shape import LAST
-from specdec.tools.train.ttt import unroll
+from specdec.tools.train.objectives import draft_states
 
 NORMED = -1  # as a source of features: the last hidden state after the final norm
 NUM_STEPS = 2  # draft steps that are compared: the second is the first to read a recycled state
@@ -126,8 +126,14 @@ def agreement(reading: Reading, model: PreTrainedModel, texts: Sequence[Observed
             continue
         tokens = _moved(text.ids, reading.token_offset).unsqueeze(0)
         features = _moved(text.features(reading.sources), reading.feature_offset)[:length].unsqueeze(0)
-        states = unroll(head, model.get_input_embeddings(), tokens, features, NUM_STEPS)
-        logits = [head.logits(s[0, first:], score, min(j, head.num_modules - 1)) for j, s in enumerate(states)]
+        states = draft_states(head, model.get_input_embeddings(), tokens, features, NUM_STEPS)
+        logits = []
+        for j, state in enumerate(states):
+            normed = head.normed(state[0, first:], min(j, head.num_modules - 1))
+            logits.append(head.project(normed, score))
+            if isinstance(head, BlockDraftHead) and head.markov is not None:
+                before = head.markov.after(tokens[0, first + 1 + j : length + 1 + j], normed)
+                logits[-1] = logits[-1] + head.markov.bias(before)
         drafted = torch.stack([head.hot_ids[row.argmax(-1)] for row in logits])
         wanted = torch.stack([text.best[first + 1 + j : length + 1 + j] for j in range(NUM_STEPS)])
         right.append(drafted == wanted)

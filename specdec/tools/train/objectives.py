@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.core.draft.head import DraftHead
+from specdec.core.draft.head import BlockDraftHead, DraftHead, RecyclingHead
 from specdec.reach.targets.shape import LAST
 from specdec.tools.train.batches import Batch
+from specdec.tools.train.blocks import block_states
 from specdec.tools.train.config import TrainConfig
 from specdec.tools.train.losses import Goal, OutputHead, RowMath, feature_loss, imitation_loss
 from specdec.tools.train.target import Teacher
@@ -173,9 +174,10 @@ class HeadObjective(Objective):
         goal = self.teacher.goal(hidden, self.hot_ids, self.math)
         features = lesson.features if random is None else self._noisy(lesson.features, random)
         losses, drafted = [], []
-        for j, state in enumerate(unroll(draft, self.teacher.embed_tokens, batch.tokens, features, c.num_steps)):
+        for j, state in enumerate(draft_states(draft, self.teacher.embed_tokens, batch.tokens, features, c.num_steps)):
             rows = draft.normed(state.flatten(0, 1).index_select(0, batch.rows - 1 - j))
-            soft, best = imitation_loss(self.math, rows, self.output_head, goal, goal.weights, c.lk_weight)
+            scored = scored_rows(draft, rows, batch.tokens[:, : batch.length].flatten()[batch.rows], self.output_head)
+            soft, best = imitation_loss(self.math, *scored, goal, goal.weights, c.lk_weight)
             feature = c.feature_weight * feature_loss(rows, hidden) if c.feature_weight else 0.0
             losses.append(c.soft_weight * soft + feature)
             drafted.append(best)
@@ -204,7 +206,7 @@ class HeadObjective(Objective):
     @property
     def shape(self) -> dict[str, Any]:
         head = self.head
-        reads = {"algo": head.algo, "aux_layers": list(head.aux_layers), "recycles_normed": head.recycles_normed}
+        reads = {"algo": head.algo, "aux_layers": list(head.aux_layers), **head.traits}
         return {**reads, **{name: list(p.shape) for name, p in head.named_parameters()}}
 
     def _noisy(self, features: torch.Tensor, random: torch.Generator) -> torch.Tensor:
@@ -213,6 +215,28 @@ class HeadObjective(Objective):
             return features
         noise = torch.empty_like(features).uniform_(-1, 1, generator=random)
         return features + self.config.feature_noise * noise
+
+
+def draft_states(
+    head: DraftHead, embed: nn.Module, tokens: torch.Tensor, features: torch.Tensor, num_steps: int
+) -> Iterable[torch.Tensor]:
+    """Return the states [B, T, h_d] of a head's draft steps, in order; see `unroll` and `block_states`."""
+    if isinstance(head, BlockDraftHead):
+        return block_states(head, embed, tokens, features, num_steps)
+    assert isinstance(head, RecyclingHead)
+    return unroll(head, embed, tokens, features, num_steps)
+
+
+def scored_rows(
+    head: DraftHead, states: torch.Tensor, tokens: torch.Tensor, output: OutputHead
+) -> tuple[torch.Tensor, OutputHead]:
+    """Return what to multiply for the logits of normed states [N, h_d], after tokens [N]: a Markov term is further
+    columns of both."""
+    if not isinstance(head, BlockDraftHead) or head.markov is None:
+        return states, output
+    ids = torch.arange(output.weight.shape[0], device=states.device)
+    vectors, rows = head.markov.after(tokens, states), head.markov.rows(ids)
+    return torch.cat([states, vectors], 1), OutputHead(torch.cat([output.weight, rows], 1), output.bias)
 
 
 def refuse(config: TrainConfig, algo: str, name: str, reason: str) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from specdec.backends import LayerSpec
 from specdec.backends.rope import Rope, rotate
-from specdec.core.draft.head import DraftHead
+from specdec.core.draft.head import RecyclingHead
 
 
 class TTTAttention:
@@ -38,13 +38,13 @@ class TTTAttention:
         keys.append(k.transpose(1, 2))
         values.append(v.transpose(1, 2))
         if len(keys) > 1 or spec.window or spec.softcap:
-            return _prefix_and_diagonal(q, keys, values, spec)
+            return prefix_and_diagonal(q, keys, values, spec)
         heads_first = (q.transpose(1, 2), keys[0], values[0])
         out = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=spec.scaling, enable_gqa=True)
         return out.transpose(1, 2)
 
 
-def _prefix_and_diagonal(
+def prefix_and_diagonal(
     q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], spec: LayerSpec
 ) -> torch.Tensor:
     """Attend with q [B, T, Hq, d] to keys[0] causally, to its own column of keys[1:]; keys, values [B, Hkv, T, d] each.
@@ -81,7 +81,7 @@ def _hidden(length: int, step: int, window: int | None, device: torch.device) ->
 
 
 def unroll(
-    head: DraftHead, embed: torch.nn.Module, tokens: torch.Tensor, features: torch.Tensor, num_steps: int
+    head: RecyclingHead, embed: torch.nn.Module, tokens: torch.Tensor, features: torch.Tensor, num_steps: int
 ) -> Iterator[torch.Tensor]:
     """Yield the recycled state [B, T, h_d] of each of `num_steps` steps, in order.
 

@@ -28,6 +28,9 @@ class Echo:
         weight = 1 + 0.5 * torch.tanh(q.float() @ ramp) - 0.5 * torch.tanh(k.float() @ ramp).repeat_interleave(group, 1)
         return _of_layer(v.repeat_interleave(group, 1) * weight.unsqueeze(2).to(v.dtype), layer_id)
 
+    def store(self, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None) -> None:
+        """There is no cache."""
+
     def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer_id: int) -> torch.Tensor:
         """See `specdec.backends.recurrent.conv`."""
         out = x * weight.sum(1)
@@ -76,6 +79,9 @@ class _Disturbing:
 
     def attend(self, *args: Any) -> torch.Tensor:
         return disturb(self.scope.attend(*args), self.unit)
+
+    def store(self, *args: Any) -> None:
+        self.scope.store(*args)
 
     def conv(self, *args: Any) -> torch.Tensor:
         return disturb(self.scope.conv(*args), self.unit)

@@ -1,0 +1,186 @@
+"""The worker of block drafters, which propose all tokens of a round in one pass: DFlash (arXiv 2602.06036) and its kin.
+
+The draft's K/V of a committed token follow from the target's features of it, by products alone: a prompt needs no pass
+of the draft. A block has the root and masked rows at the positions after it. It is causal, or its rows see each other,
+as the head was trained. Its K/V are written past L and lost. A head with a Markov term (DSpark, arXiv 2607.05147) knows
+which token comes before: chains are drawn token by token, trees are walks through a trellis.
+"""
+
+from itertools import chain
+from typing import Any
+
+import torch
+
+from specdec.backends.op import attention, forward_context, store
+from specdec.backends.rope import Rope
+from specdec.core.batch import ForwardMode
+from specdec.core.config import EngineConfig, num_words
+from specdec.core.draft.eagle import Compiled
+from specdec.core.draft.head import BlockDraftHead
+from specdec.core.draft.model import DraftModelWorker
+from specdec.core.draft.worker import Draft, DraftParts, RoundBatch
+from specdec.core.functional import trellis
+from specdec.core.functional.verify import VerifyOutput
+
+
+class BlockWorker(DraftModelWorker):
+    """Drafts with a block head. Nothing but K/V passes from one round to the next."""
+
+    def __init__(self, parts: DraftParts, head: BlockDraftHead):
+        super().__init__(parts, hot_ids=head.hot_ids, vocab_size=head.vocab_size, dtype=head.weight.dtype, ahead=0)
+        self.head = self.module = head
+        self.target = parts.target
+        self.embed_tokens = head.embed_tokens if head.embed_tokens is not None else parts.target.embed_tokens
+        self.aux_layers = head.aux_layers
+        self.first = 0 if head.predicts_next else 1  # the row of the first draft
+        device = head.weight.device
+        self.rope_tables = torch.stack(head.rope(torch.arange(self.config.table_width, device=device)), 1)
+        self.compiled: dict[str, Compiled] = {}  # "block", "keys_values"
+        self.mask_ids = torch.full((self._check_steps(),), head.mask_token_id, dtype=torch.int64, device=device)
+        self.width = trellis.width_of(self.config.verify_width)
+        self.candidate_depths = self._candidate_depths().to(device)
+        # where the tokens that it scores are among those that its head does
+        self.places = torch.searchsorted(head.hot_ids, self.hot_ids) if self.narrow is not None else None
+
+    def prefill_layers(
+        self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
+    ) -> torch.Tensor:
+        """Write the K/V of features [T, num_aux*h]; there are no states, [T, 0]."""
+        assert features is not None, "a block head reads features"
+        self._inject(features, positions)
+        return features[:, :0]
+
+    def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> None:
+        assert aux is not None, "a block head reads features"
+        metadata = self.plan(batch, ForwardMode.DRAFT_EXTEND, q_len=verified.accept_index.shape[1])
+        with forward_context(self.context, metadata):
+            self._inject(self.ops.gather_rows(aux, verified.accept_index).flatten(0, 1), metadata.positions)
+
+    def draft(self, batch: RoundBatch) -> Draft:
+        states = self.states(batch)
+        logits = self.score(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+        return (
+            self._draft_chain(batch, states, logits)
+            if batch.shape.topk == 1
+            else self._draft_tree(batch, states, logits)
+        )
+
+    def drop_compiled(self) -> None:
+        """Switch back to the live modules; every weight has a storage of its own again."""
+        for traced in self.compiled.values():
+            traced.release()
+        self.compiled.clear()
+
+    def close(self) -> None:
+        self.drop_compiled()
+
+    def states(self, batch: RoundBatch) -> torch.Tensor:
+        """Run the block: normed states [bs, S, h_d] of the rows that predict the next S tokens."""
+        num_steps, bs = batch.shape.num_steps, batch.rows.shape[0]
+        num_rows = num_steps + self.first
+        ids = torch.cat([batch.roots.clamp(min=0).unsqueeze(1), self.mask_ids[: num_rows - 1].expand(bs, -1)], 1)
+        metadata = self.plan(batch, ForwardMode.DRAFT, q_len=num_rows, first_node=0, **self._mask(bs, num_rows))
+        with forward_context(self.context, metadata):
+            (states,) = self.compiled.get("block", self.run_live)(ids.view(-1), metadata.positions)
+        return states.unflatten(0, (bs, num_rows))[:, self.first :]
+
+    def run_live(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor]:
+        """Normed states [T, h_d] of block rows ids [T] at `positions` [T]; attention is in scope."""
+        embeds = self.embed_tokens(ids)
+        if self.head.mask_embedding is not None:
+            embeds = torch.where((ids == self.head.mask_token_id).unsqueeze(1), self.head.mask_embedding, embeds)
+        states = self.head(embeds, Rope(*self.rope_tables[positions].unbind(1)), _attend)
+        return (self.head.normed(states),)
+
+    def keys_values_live(self, features: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """k and v [T, Hkv, d] of layer 0, of layer 1, ... of the target's features [T, num_aux*h]."""
+        return tuple(chain.from_iterable(self.head.keys_values(self.head.fuse(features))))
+
+    def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
+        """Logits [T, dv] of normed states [T, h_d]."""
+        return self.narrow(states) if self.narrow is not None else self.head.project(states, self.target.head)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts, **self.head.traits}
+
+    def _inject(self, features: torch.Tensor, positions: torch.Tensor) -> None:
+        rope = Rope(*self.rope_tables[positions].unbind(1))
+        made = self.compiled.get("keys_values", self.keys_values_live)(features.contiguous())
+        for layer, (k, v) in enumerate(zip(made[::2], made[1::2], strict=True)):
+            store(k, v, layer, rope)
+
+    def _mask(self, bs: int, num_rows: int) -> dict[str, Any]:
+        """Return what lets the rows of a block see each other."""
+        if self.head.causal:
+            return {}
+        depths = torch.arange(num_rows, device=self.hot_ids.device).expand(bs, -1).contiguous()
+        bits = depths.new_full((bs, num_rows, num_words(num_rows)), -1)
+        return {"depths": depths, "ancestor_bits": bits, "tail_depths": depths}
+
+    def _draft_chain(self, batch: RoundBatch, states: torch.Tensor, logits: torch.Tensor) -> Draft:
+        tokens: list[torch.Tensor] = []
+        laws: list[torch.Tensor] = []
+        last = batch.roots
+        for step in range(batch.shape.num_steps):
+            last = self.pick(batch, step, logits[:, step] + self._bias(last, states[:, step]), laws)
+            tokens.append(last)
+        return Draft(self.ops.chain(batch.roots, torch.stack(tokens, 1)), self.over_target_vocab(laws))
+
+    def _draft_tree(self, batch: RoundBatch, states: torch.Tensor, logits: torch.Tensor) -> Draft:
+        k, (bs, num_steps), markov = self.config.topk, states.shape[:2], self.head.markov
+        if markov is not None:
+            logits = torch.cat([(logits[:, 0] + self._bias(batch.roots, states[:, 0])).unsqueeze(1), logits[:, 1:]], 1)
+        best, names = (t.view(bs, num_steps, k) for t in self.ops.top_tokens(logits.flatten(0, 1), k, self.hot_ids))
+        bias = None
+        if markov is not None:
+            before = markov.after(names[:, :-1], states[:, 1:, None].expand(-1, -1, k, -1))  # [bs, S-1, K, r]
+            bias = before @ markov.rows(torch.searchsorted(self.head.hot_ids, names[:, 1:].contiguous())).transpose(
+                2, 3
+            )
+        candidates = trellis.walk(self.ops, names, best[:, 0], trellis.transitions(best, bias), self.width)
+        tree = self.ops.build(
+            batch.roots,
+            *candidates,
+            self.candidate_depths,
+            num_draft_tokens=self.config.verify_width,
+            num_steps=num_steps,
+        )
+        return Draft(tree, None)
+
+    def _bias(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor | float:
+        """Return what the tokens [bs] before add to the logits [bs, dv] of states [bs, h_d]."""
+        markov = self.head.markov
+        if markov is None:
+            return 0.0
+        bias = markov.bias(markov.after(tokens.clamp(min=0), states))
+        return bias if self.places is None else bias[:, self.places]
+
+    def _check_steps(self) -> int:
+        """Return how many rows a block may have; ValueError if num_steps needs more."""
+        most, steps = self.head.block_size, self.config.num_steps
+        if steps > most - self.first:
+            raise ValueError(
+                f"num_steps={steps}: the head drafts blocks of {most} rows; expected at most {most - self.first}"
+            )
+        return most
+
+    def _candidate_depths(self) -> torch.Tensor:
+        """Return the depths of a tree's candidates; ValueError if they are too few."""
+        config = self.config
+        depths = trellis.depths(config.num_steps, config.topk, self.width)
+        if config.topk > 1 and config.verify_width > len(depths) + 1:
+            raise ValueError(
+                f"num_draft_tokens={config.verify_width}: {config.num_steps} steps of a block give {len(depths)} "
+                f"candidates; expected at most {len(depths) + 1}"
+            )
+        return depths
+
+
+def mask_words(head: BlockDraftHead, config: EngineConfig) -> int:
+    """Return the words of ancestor bits in a block of `head`: 0 if it is causal."""
+    return 0 if head.causal else num_words(config.num_steps + 1)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, layer: int) -> torch.Tensor:
+    return attention(q, k, v, layer, rope)

@@ -1,0 +1,102 @@
+"""The base of workers that draft with a model of their own: its scope, its forwards, and the laws it draws from.
+
+The model has a KV pool of its own under the target's slot numbers.
+"""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+
+from specdec.backends.op import ForwardContext
+from specdec.core.batch import AttentionMetadata, ForwardMode
+from specdec.core.draft.worker import STREAM_DRAFT, DraftParts, DraftWorker, RoundBatch
+
+
+class DraftModelWorker(DraftWorker):
+    """Drafts with a model that scores the target tokens `hot_ids` [dv] int64, or those of a narrow head.
+
+    ahead: tokens that the draft has seen more than the target before a round: the root, or none.
+    """
+
+    context: ForwardContext
+
+    def __init__(self, parts: DraftParts, *, hot_ids: torch.Tensor, vocab_size: int, dtype: torch.dtype, ahead: int):
+        """vocab_size V: the target's."""
+        self.narrow, config = parts.narrow, parts.config
+        hot_ids = hot_ids if self.narrow is None else self.narrow.ids
+        if config.topk > hot_ids.numel():
+            raise ValueError(f"topk={config.topk}: the draft scores only {hot_ids.numel()} tokens")
+        assert parts.context is not None, "a model has attention layers"
+        self.spec = parts.spec
+        self.id_shift = parts.spec.id_shift
+        self.ahead = ahead
+        self.config = config
+        self.ops = parts.ops
+        self.dtype = dtype
+        self.hot_ids = hot_ids
+        self.vocab_size = vocab_size
+        self.draws_chains = config.sample_drafts
+        self.context = parts.context
+
+    @abstractmethod
+    def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
+        """Logits [T, dv] over `hot_ids` of states [T, h_d]."""
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        cache = {name: t for state in self.context.states for name, t in state.tensors("cache").items()}
+        return {"hot_ids": self.hot_ids, **cache}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {
+            "algo": self.spec.name,
+            "features": self.spec.features,
+            "aux_layers": self.aux_layers,
+            "draft_vocab_size": self.hot_ids.numel(),
+            "draft_kv_bytes": self.context.pool.num_bytes,
+        }
+
+    def plan(self, batch: RoundBatch, mode: ForwardMode, **shape: Any) -> AttentionMetadata:
+        """Describe a forward of tokens after the draft's committed ones. shape: see `MetadataBuilder.uniform`."""
+        return self.context.backend.metadata.uniform(
+            mode,
+            batch.slot_table,
+            batch.rows,
+            batch.seq_lens + self.ahead if self.ahead else batch.seq_lens,
+            max_prefix=min(batch.max_prefix + self.ahead, batch.slot_table.shape[1]),
+            **shape,
+        )
+
+    def of_rows(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the lines of values [num_rows, n] that belong to `rows`."""
+        return self.ops.gather_rows(values.unsqueeze(0), rows.unsqueeze(0)).squeeze(0)
+
+    def tail_depths(self, ids: torch.Tensor, num_steps: int) -> torch.Tensor | None:
+        """Depths [bs, K*num_steps] of the draft nodes of `num_steps` steps, ids [bs, K] each; windows and chunks go by
+        them."""
+        if all(layer.sees_all for layer in self.context.layers):
+            return None
+        depths = torch.arange(num_steps, device=ids.device).repeat_interleave(ids.shape[1])
+        return depths.expand(ids.shape[0], -1).contiguous()
+
+    def pick(self, batch: RoundBatch, step: int, logits: torch.Tensor, laws: list[torch.Tensor]) -> torch.Tensor:
+        """Return the best (or a drawn) token [bs] of draft step `step` from logits [bs, dv]; a law drawn from [bs, dv]
+        is appended to `laws`."""
+        if batch.sampling is None or not self.draws_chains:
+            return self.ops.best_token(logits, self.hot_ids)
+        law = self.ops.law(logits.unsqueeze(1), batch.sampling).squeeze(1)
+        draws = self.ops.uniforms(batch.sampling["seed"], batch.seq_lens, STREAM_DRAFT + step, 1)
+        laws.append(law)
+        return self.hot_ids[self.ops.sample(law, draws.squeeze(1))]
+
+    def over_target_vocab(self, laws: list[torch.Tensor]) -> torch.Tensor | None:
+        """Draft laws S x [bs, dv] as [bs, S, V]; tokens outside the hot vocabulary have probability 0."""
+        if not laws:
+            return None
+        q = torch.stack(laws, 1)
+        if q.shape[2] == self.vocab_size:
+            return q
+        wide = q.new_zeros(*q.shape[:2], self.vocab_size)
+        return wide.index_copy_(2, self.hot_ids, q)

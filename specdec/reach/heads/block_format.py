@@ -1,0 +1,87 @@
+"""Checkpoints of block drafters: z-lab's DFlash layout, which transformers and SGLang read too; DeepSpec's and
+SpecForge's DSpark; speculators' (vLLM). They have tensors of the same names and differ in config.json."""
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from specdec.reach.checkpoints.fitting import full_vocab_problems, vocab_problems
+from specdec.reach.heads import fresh
+from specdec.reach.heads.block import BlockHead
+from specdec.reach.heads.block_configs import dflash_json, inexpressible, read_config, speculators_json
+from specdec.reach.heads.eagle3_format import hot_tensors
+from specdec.reach.heads.files import EMBEDDING, LM_HEAD, HeadFiles, Wanted, shapes_of
+from specdec.reach.heads.format import HeadFormat, HotIds, Layout, Saving, Stored, Tensors, Training, same
+from specdec.reach.targets.shape import TargetShape
+
+_NAMES = ("fc.", "hidden_norm.", "norm.", "layers.", "lm_head.", "embed_tokens.", "mask_embedding", "markov_head.")
+_PREFIXES = (*same(*_NAMES, "d2t", "t2d"), *(("model." + name, name) for name in _NAMES))
+DFLASH = Layout("dflash", "block", r"(model\.)?hidden_norm\.weight$", _PREFIXES)
+SPECULATORS = replace(DFLASH, name="speculators-block")
+CONFIDENCE = "confidence_head."  # of DSpark: says when to stop; `num_steps="auto"` measures that
+
+
+def read(files: HeadFiles, target: TargetShape | None) -> Stored | None:
+    """Read the head in `files`; see `HeadFormat`. Embedding and output head are dropped if they equal the target's."""
+    config = files.parse(read_config, target and target.num_layers)
+    if config is None:
+        return None
+    size, vocab_size = config.layer.hidden_size, config.vocab_size
+    files.check_target(target, config.target_hidden_size, vocab_size)
+    scores_all = config.draft_vocab_size == vocab_size
+    own_head = not scores_all or files.is_own(LM_HEAD, target)
+    head = files.make(BlockHead, replace(config, own_embedding=files.is_own(EMBEDDING, target), own_head=own_head))
+    wanted = shapes_of(head)
+    optional: Wanted = {EMBEDDING: (vocab_size, size), LM_HEAD: (config.draft_vocab_size, size)}
+    optional |= {name: wanted.pop(name) for name in ("d2t", "t2d") if scores_all}
+    optional |= {name: shape for name, (shape, _) in files.found.items() if name.startswith(CONFIDENCE)}
+    files.check(wanted, optional, _why)
+    maps = files.read([n for n in ("d2t", "t2d") if files.shape(n) == tuple(head.get_buffer(n).shape)])
+    if scores_all:
+        files.problems += full_vocab_problems(maps.get("d2t"), maps.get("t2d"))
+    elif len(maps) == 2:
+        files.problems += vocab_problems(**maps)
+    return Stored(head, hot_tensors(files, head, list(wanted), maps, target))
+
+
+def _why(name: str, shape: tuple[int, ...] | None) -> str:
+    if shape is not None and name == "fc.weight":
+        return "config.json names another number of target layers than fc reads"
+    if name.startswith("markov_head."):
+        return "markov_rank or markov_head_type in config.json is not what the head was trained with"
+    return ""
+
+
+def write(head: BlockHead, saving: Saving) -> tuple[dict[str, Any], Tensors]:
+    """Return config.json and the tensors. ValueError names what the layout cannot express."""
+    tensors = head.state_dict()
+    if head.hot_ids.numel() == head.vocab_size:
+        del tensors["d2t"], tensors["t2d"]
+    if saving.layout == DFLASH.name:
+        return dflash_json(head.config, saving.num_layers), tensors
+    return speculators_json(head.config, saving.verifier), tensors
+
+
+def _fresh(model: PreTrainedModel, shape: Any, seed: int, hot_ids: HotIds) -> BlockHead:
+    config = fresh.block_config(model, shape.draft_vocab_size, shape.aux_layers, shape.intermediate_size)
+    return fresh.new_block(model, config, hot_ids(config.draft_vocab_size), seed)
+
+
+BLOCK = HeadFormat(
+    algo="block",
+    layouts=(DFLASH, SPECULATORS),
+    read=read,
+    write=write,
+    fresh=_fresh,
+    written=lambda head: (SPECULATORS.name,) if inexpressible(head.config) else (DFLASH.name, SPECULATORS.name),
+    training=Training(
+        MappingProxyType({"num_steps": 8}),
+        frozenset({"intermediate_size", "draft_vocab_size", "aux_layers"}),
+        "Block draft head (DFlash with a causal block and a Markov term)",
+        "DFlash's tensors with speculators' config, for targets of the same hidden size, vocabulary and layers.",
+    ),
+    features="aux",
+    id_shift=0,
+)
