@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from specdec.api import attach
@@ -57,6 +58,7 @@ HEADS = [
     ("eagle", ["--intermediate-size", "48"]),
     ("eagle3", ["--draft-vocab-size", "64", "--aux-layers", "0,1,3"]),
     ("nextn", ["--max-tokens", "2000", "--copy-layer"]),
+    ("block", ["--num-steps", "3", "--draft-vocab-size", "64", "--aux-layers", "0,1,3", "--lr", "3e-3"]),
 ]
 
 
@@ -116,6 +118,31 @@ def test_a_fit_goes_on_from_its_checkpoint_and_from_a_head(folder: Path, tmp_pat
         assert detect_algo(other) == algo
     tuned = fit(folder, "eagle", tmp_path / "tuned", "--max-steps", 1, "--lr", "1e-9", "--init", out)
     assert tuned["loss"] == pytest.approx(second["loss"], rel=1e-3)
+
+
+def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path) -> None:
+    head, log = tmp_path / "head", tmp_path / "log.jsonl"
+    fit(folder, "eagle", head, "--max-steps", 2)
+    stored = load_file(head / "model.safetensors")
+    noise = torch.randn(stored["fc.weight"].shape, generator=torch.Generator().manual_seed(0))
+    save_file(stored | {"fc.weight": 0.1 * noise}, head / "model.safetensors")  # made for another model, as it were
+    corpus = Corpus.merge([Corpus.load(folder / f"{name}.safetensors") for name in "ab"])
+    texts = [corpus.sequence(i) for i in range(len(corpus))]
+    lines = [{"prompt_token_ids": t[~a].tolist(), "token_ids": t[a].tolist()} for t, a in texts]
+    log.write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    common = [folder / "target", head, "--dtype", "float32", "--device", "cpu"]
+    better = invoke("adapt", *common, "--from-log", log, "--minutes", 0.05, "--out", tmp_path / "better", "--lr", 1e-2)
+    assert better["is_better"] and better["tau"] > better["tau_before"]
+    prompts = ["--prompts", folder / "questions.jsonl", "--max-new-tokens", 8]
+    ruined = invoke("adapt", *common, *prompts, "--minutes", 0.02, "--out", tmp_path / "worse", "--lr", 10.0)
+    assert not ruined["is_better"] and ruined["tau"] == ruined["tau_before"]
+    kept, given = (load_file(path / "model.safetensors") for path in (tmp_path / "worse", head))
+    assert all(torch.equal(kept[name], given[name]) for name in given)
+    with pytest.raises(ValueError, match="neither of prompts"):
+        invoke("adapt", *common, "--out", tmp_path / "none")
+    log.write_text('{"prompt_token_ids": [3]}')
+    with pytest.raises(ValueError, match=r"log\.jsonl, line 1: expected an object with lists of ids"):
+        invoke("adapt", *common, "--from-log", log, "--out", tmp_path / "none")
 
 
 def test_what_a_run_left_is_not_overwritten_unasked(folder: Path, tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ def read(files: HeadFiles, target: TargetShape | None) -> Stored | None:
     head = files.make(BlockHead, replace(config, own_embedding=files.is_own(EMBEDDING, target), own_head=own_head))
     wanted = shapes_of(head)
     optional: Wanted = {EMBEDDING: (vocab_size, size), LM_HEAD: (config.draft_vocab_size, size)}
-    optional |= {name: wanted.pop(name) for name in ("d2t", "t2d") if scores_all}
+    derived = [LM_HEAD] * bool(own_head and files.raw.get("lm_head_from_target")) + ["d2t", "t2d"] * scores_all
+    optional |= {name: wanted.pop(name) for name in derived}
     optional |= {name: shape for name, (shape, _) in files.found.items() if name.startswith(CONFIDENCE)}
     files.check(wanted, optional, _why)
     maps = files.read([n for n in ("d2t", "t2d") if files.shape(n) == tuple(head.get_buffer(n).shape)])
@@ -60,8 +61,12 @@ def write(head: BlockHead, saving: Saving) -> tuple[dict[str, Any], Tensors]:
     if head.hot_ids.numel() == head.vocab_size:
         del tensors["d2t"], tensors["t2d"]
     if saving.layout == DFLASH.name:
-        return dflash_json(head.config, saving.num_layers), tensors
-    return speculators_json(head.config, saving.verifier), tensors
+        config = dflash_json(head.config, saving.num_layers)
+    else:
+        config = speculators_json(head.config, saving.verifier)
+    if saving.lm_head_from_target and tensors.pop(LM_HEAD, None) is not None:
+        config["lm_head_from_target"] = True
+    return config, tensors
 
 
 def _fresh(model: PreTrainedModel, shape: Any, seed: int, hot_ids: HotIds) -> BlockHead:
@@ -77,11 +82,12 @@ BLOCK = HeadFormat(
     fresh=_fresh,
     written=lambda head: (SPECULATORS.name,) if inexpressible(head.config) else (DFLASH.name, SPECULATORS.name),
     training=Training(
-        MappingProxyType({"num_steps": 8}),
+        MappingProxyType({"num_steps": 8, "survival": True, "lk_weight": 0.5, "lr": 1.5e-3}),
         frozenset({"intermediate_size", "draft_vocab_size", "aux_layers"}),
-        "Block draft head (DFlash with a causal block and a Markov term)",
-        "DFlash's tensors with speculators' config, for targets of the same hidden size, vocabulary and layers.",
+        "Block draft head",
+        "DFlash with a causal block and a Markov term, for targets of the same hidden size, vocabulary and layers.",
     ),
     features="aux",
     id_shift=0,
+    shares_lm_head_rows=True,
 )

@@ -13,14 +13,17 @@ import typer
 
 from specdec.reach.checkpoints.replacing import check_free
 from specdec.tools.commands.choices import OnTarget
-from specdec.tools.options import REQUIRED, command_of, option
+from specdec.tools.options import REQUIRED, argument, command_of, option
+from specdec.tools.train.adapt import adapt
 from specdec.tools.train.config import HeadShape, TrainConfig, recipe
 from specdec.tools.train.fit import check_checkpoint, checkpoint_of, train
 from specdec.tools.train.generation import Generation, prepare
 
+ALGOS = "eagle (EAGLE-1/2), eagle3, nextn (MTP), block (DFlash, DSpark), or standalone (a small LM)."
+
 
 class Training(OnTarget):
-    """Options of all three commands."""
+    """Options of all commands."""
 
     out: Path = option("Folder of the exported draft.", REQUIRED)
     overwrite: bool = option("Replace another draft in the folder.", False)
@@ -51,8 +54,8 @@ class Fit(Training):
     """Fit a draft to corpora and export it."""
 
     corpus: list[Path] = option("Corpus of `data`; may be given several times.", REQUIRED)
-    algo: str = option("eagle (EAGLE-1/2), eagle3, nextn (MTP), or standalone (a small LM).", "eagle3")
-    aux_layers: str | None = option("eagle3: three layers, such as 1,14,26.")
+    algo: str = option(ALGOS, "eagle3")
+    aux_layers: str | None = option("eagle3: three layers, such as 1,14,26; block: any number.")
     held_out: int = option("Sequences held out, at least.", 200)
     resume: bool = option("Go on from the checkpoint of a run that was broken off.", False)
     groups, advised = (TrainConfig, HeadShape), (TrainConfig,)
@@ -68,7 +71,7 @@ class Fit(Training):
 class Run(Training):
     """Run `data`, then `fit`; the corpus is written beside the draft as `<out>.corpus.safetensors`."""
 
-    algo: str = option("eagle (EAGLE-1/2), eagle3, nextn (MTP), or standalone (a small LM).", "eagle3")
+    algo: str = option(ALGOS, "eagle3")
     groups, advised = (TrainConfig, Generation), (TrainConfig,)
     without = frozenset({"compile", "shard"})  # both have the first; a shard is no corpus to train on
 
@@ -82,8 +85,29 @@ class Run(Training):
         print_json({"data": made, **train([corpus], out, config, algo=self.algo, **self.where())})
 
 
+class Adapt(Training):
+    """Continue a trained draft on what the target writes now; the better of before and after is exported."""
+
+    target: str = argument("The target: a Hub id or a folder, fine-tuned or not.")
+    head: str = argument("The draft to continue: a Hub id or a folder.")
+    prompts: Path | None = option("File of prompts, which the target answers first.")
+    from_log: Path | None = option("File that `specdec serve --log` wrote, instead of prompts.")
+    minutes: float = option("Wall clock, of generating and training.", 5.0)
+    max_new_tokens: int = option("Tokens of an answer at most.", 256)
+    lr: float | None = option("Learning rate at its peak; default: a quarter of the algorithm's.")
+
+    def run(self) -> None:
+        where = self.where()
+        options = {name: getattr(self, name) for name in ("prompts", "minutes", "max_new_tokens", "lr")}
+        found = adapt(where.pop("target"), self.head, self.out, log=self.from_log, **options, **where)
+        change = found["tau"] / found["tau_before"] - 1
+        kept = f"{change:+.1%}" if found["is_better"] else "no better: exported as it was"
+        print(f"tau on held-out text: {found['tau_before']:.3f} before, {found['tau']:.3f} after ({kept})")
+        print_json(found)
+
+
 app = typer.Typer(help="Train drafts on what the target itself generates.", no_args_is_help=True)
-for name, kind in (("data", Data), ("fit", Fit), ("run", Run)):
+for name, kind in (("data", Data), ("fit", Fit), ("run", Run), ("adapt", Adapt)):
     app.command(name)(command_of(kind))
 
 

@@ -42,6 +42,12 @@ class TrainConfig:
     minutes: float | None = option("Wall clock of training; the schedule adapts to it.", allowed=MINUTES)
     num_steps: int = option("Draft steps unrolled (TTT).", 5, allowed=NUMBER)
     step_decay: float = option("Weight of draft step j is this to the power j.", 0.8, allowed=POSITIVE)
+    survival: bool = option(
+        "Weight draft step j by how often the chains of the batch get there and on (D-PACE), not by --step-decay.",
+        False,
+        "--survival/--no-survival",
+        allowed=FLAG,
+    )
     normalise_steps: bool = option("Divide the weights of steps by their sum.", False, allowed=FLAG)
     soft_weight: float = option("Weight of the soft cross-entropy.", 1.0, allowed=WEIGHT)
     feature_weight: float = option("eagle: weight of SmoothL1 to the target's states.", 0.0, allowed=WEIGHT)
@@ -83,6 +89,7 @@ class TrainConfig:
     def words(self) -> str:
         """Summary of the recipe in one line, for the card."""
         unit = " normalised" if self.normalise_steps else ""
+        weighted = "by survival" if self.survival else f"{self.step_decay:g}^j{unit}"
         losses = {
             "soft cross-entropy": self.soft_weight,
             "SmoothL1 to features": self.feature_weight,
@@ -91,7 +98,7 @@ class TrainConfig:
         }
         parts = [name if weight == 1 else f"{weight:g} {name}" for name, weight in losses.items() if weight]
         return (
-            f"{self.num_steps} steps weighted {self.step_decay:g}^j{unit}, {' + '.join(parts)}, AdamW lr {self.lr:g} "
+            f"{self.num_steps} steps weighted {weighted}, {' + '.join(parts)}, AdamW lr {self.lr:g} "
             f"cosine, warm-up {self.warmup:.1%}, clip {self.clip:g}, {self.tokens_per_batch} tokens a batch"
         )
 
@@ -110,15 +117,15 @@ class HeadShape:
     """Shape of a fresh student; None: the algorithm's default.
 
     init: a trained draft to continue from, a folder or Hub id; of the rest only file_format and embed_type go with it.
-    intermediate_size: of the MLP. eagle3: draft_vocab_size, and three aux_layers. nextn: copy_layer starts its layer as
-    the target's last one with full attention. standalone: hidden_size, num_layers, num_heads, num_kv_heads, whose
-    defaults take about 7 MB for a vocabulary of 49152; file_format "gguf", with the embedding as embed_type, or
-    "safetensors".
+    intermediate_size: of the MLP. eagle3, block: draft_vocab_size and aux_layers, three for eagle3. nextn: copy_layer
+    starts its layer as the target's last one with full attention. standalone: hidden_size, num_layers, num_heads,
+    num_kv_heads, whose defaults take about 7 MB for a vocabulary of 49152; file_format "gguf", with the embedding as
+    embed_type, or "safetensors".
     """
 
     init: str | None = option("A trained draft to continue from: a folder or Hub id.")
     intermediate_size: int | None = option("Width of the draft's MLP.")
-    draft_vocab_size: int = option("eagle3: tokens that the head scores.", 8192)
+    draft_vocab_size: int = option("eagle3, block: tokens that the head scores.", 8192)
     aux_layers: tuple[int, ...] | None = None
     copy_layer: bool = option("nextn: start from a copy of the target's last layer, not at random.", False)
     hidden_size: int = option("standalone: the small Llama's shape.", 192)

@@ -47,11 +47,13 @@ def train(
     held_out: int = 200,
     resume: bool = False,
     overwrite: bool = False,
+    never_worse: bool = False,
 ) -> dict[str, Any]:
     """Fit a draft of `algo` to `corpora`, export it with its card to the folder `out`, return facts and held-out rates.
 
     The checkpoint is `<out>.checkpoint.pt`, beside `out`; resume continues from it and exports again. overwrite:
-    replace another draft in `out`, and the checkpoint of a run that was broken off.
+    replace another draft in `out`, and the checkpoint of a run that was broken off. never_worse: also return
+    `tau_before`, and export the draft as it was if training has not raised tau.
     """
     check_free(out, overwrite or resume)  # now, not after hours of training
     checkpoint = checkpoint_of(out)
@@ -64,7 +66,7 @@ def train(
     trainer = Trainer(student.objective, fit, held, checkpoint)
     if resume:
         trainer.resume(checkpoint)
-    result = trainer.fit()
+    result = _fit_or_keep(trainer) if never_worse else trainer.fit()
     student.export(out)
     facts = {
         "algo": algo,
@@ -80,6 +82,18 @@ def train(
     }
     write_card(out, facts)
     return facts
+
+
+def _fit_or_keep(trainer: Trainer) -> dict[str, Any]:
+    """Train; weights of a student that is not better on the held-out text are what they were."""
+    module, before = trainer.objective.optimizer.module, trainer.evaluate()
+    weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    result = trainer.fit()
+    if result["tau"] <= before["tau"]:
+        module.load_state_dict(weights)
+        trainer.objective.optimizer.refresh()
+        result |= before
+    return {**result, "tau_before": before["tau"]}
 
 
 def checkpoint_of(out: Path) -> Path:

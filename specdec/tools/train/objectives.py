@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -181,8 +181,9 @@ class HeadObjective(Objective):
             feature = c.feature_weight * feature_loss(rows, hidden) if c.feature_weight else 0.0
             losses.append(c.soft_weight * soft + feature)
             drafted.append(best)
-        total = torch.stack([w * loss for w, loss in zip(c.step_weights, losses, strict=True)]).sum()
-        return Outcome(total, goal, losses, drafted)
+        outcome = Outcome(torch.stack(losses).sum(), goal, losses, drafted)
+        weights = survival_weights(outcome.right) if c.survival else outcome.loss.new_tensor(c.step_weights)
+        return replace(outcome, loss=(torch.stack(losses) * weights).sum())
 
     @property
     def draft(self) -> DraftHead:
@@ -215,6 +216,15 @@ class HeadObjective(Objective):
             return features
         noise = torch.empty_like(features).uniform_(-1, 1, generator=random)
         return features + self.config.feature_noise * noise
+
+
+def survival_weights(right: torch.Tensor) -> torch.Tensor:
+    """Return the weights [S] of draft steps, of mean 1, from right [S, N] bool: step j counts as often as chains get to
+    it, or further: sum over m >= j of the product over i <= m of (1 + a_i) / 2, a_i the share that is right at step i
+    (the batch form of D-PACE, arXiv 2605.18810)."""
+    reached = ((1 + right.float().mean(1)) / 2).cumprod(0)
+    weights = reached.flip(0).cumsum(0).flip(0)
+    return weights / weights.mean()
 
 
 def draft_states(

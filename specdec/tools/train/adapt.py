@@ -1,0 +1,76 @@
+"""Continues a trained draft on what its target writes now: a fine-tuned model's text, or the prompts of one's users."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specdec.reach.checkpoints.replacing import check_free
+from specdec.reach.heads.load import detect_algo
+from specdec.tools.train.config import HeadShape, recipe
+from specdec.tools.train.data import Corpus
+from specdec.tools.train.fit import check_checkpoint, checkpoint_of, train
+from specdec.tools.train.generation import Generation, prepare
+
+GENERATING = 0.4  # share of the minutes that goes into text, where there is none yet
+GENTLE = 0.25  # share of the recipe's learning rate: the draft is trained already
+LOGGED = ("prompt_token_ids", "token_ids")  # keys of a log's lines
+
+
+def adapt(
+    target: str,
+    head: str,
+    out: Path,
+    *,
+    prompts: Path | None = None,
+    log: Path | None = None,
+    minutes: float = 5.0,
+    max_new_tokens: int = 256,
+    lr: float | None = None,
+    overwrite: bool = False,
+    **where: Any,
+) -> dict[str, Any]:
+    """Train the draft `head` on for `minutes`, export the better of before and after to `out`, and return facts and
+    held-out rates, of which `tau_before` and `tau`.
+
+    prompts: a file of prompts, which the target answers in the first minutes. log: a file that `specdec serve --log`
+    wrote, whose texts the target has written already. Give one of them. lr: by default a quarter of the recipe's.
+    where: dtype and device. The corpus is written beside the draft, as `<out>.corpus.safetensors`.
+    """
+    if (prompts is None) == (log is None):
+        given = "neither" if log is None else "both"
+        raise ValueError(f"{given} of prompts (--prompts) and log (--from-log) given: expected one of them")
+    algo = detect_algo(head)
+    check_free(out, overwrite)
+    check_checkpoint(checkpoint_of(out), False, overwrite)
+    corpus, training = out.with_name(out.name + ".corpus.safetensors"), minutes
+    made: dict[str, Any] = {}
+    if log is not None:
+        read_log(log).save(corpus)
+    else:
+        generation = Generation(gsm8k=prompts, gen_minutes=GENERATING * minutes, max_new_tokens=max_new_tokens)
+        made = prepare(corpus, generation, target=target, overwrite=overwrite, **where)
+        training -= made["answers"]["gen_minutes"]
+    config = recipe(algo, minutes=training, lr=lr or GENTLE * recipe(algo, minutes=1.0).lr)
+    shape = HeadShape(init=head)
+    result = train(
+        [corpus], out, config, algo=algo, shape=shape, target=target, never_worse=True, overwrite=overwrite, **where
+    )
+    return {"data": made, **result, "is_better": result["tau"] > result["tau_before"]}
+
+
+def read_log(path: Path) -> Corpus:
+    """Return the texts of a log as a corpus. ValueError names a line that has no ids, or a log without any."""
+    pairs = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        try:
+            entry = json.loads(line)
+            prompt, answer = (list(map(int, entry[key])) for key in LOGGED)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{path}, line {number}: expected an object with lists of ids {LOGGED}: {error}"
+            ) from error
+        if prompt and answer:
+            pairs.append((prompt, answer))
+    if not pairs:
+        raise ValueError(f"{path} has no answers: expected what `specdec serve --log` writes")
+    return Corpus.of(pairs)
