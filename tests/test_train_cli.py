@@ -130,19 +130,20 @@ def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path) ->
     texts = [corpus.sequence(i) for i in range(len(corpus))]
     lines = [{"prompt_token_ids": t[~a].tolist(), "token_ids": t[a].tolist()} for t, a in texts]
     log.write_text("\n".join(map(json.dumps, lines)), "utf-8")
-    common = [folder / "target", head, "--dtype", "float32", "--device", "cpu"]
-    better = invoke("adapt", *common, "--from-log", log, "--minutes", 0.05, "--out", tmp_path / "better", "--lr", 1e-2)
+    common = ["--dtype", "float32", "--device", "cpu"]
+    target, good = folder / "target", tmp_path / "better"
+    better = invoke("adapt", target, head, *common, "--from-log", log, "--minutes", 0.05, "--out", good, "--lr", 1e-2)
     assert better["is_better"] and better["tau"] > better["tau_before"]
     prompts = ["--prompts", folder / "questions.jsonl", "--max-new-tokens", 8]
-    ruined = invoke("adapt", *common, *prompts, "--minutes", 0.02, "--out", tmp_path / "worse", "--lr", 10.0)
+    ruined = invoke("adapt", target, good, *common, *prompts, "--minutes", 0.02, "--out", tmp_path / "as", "--lr", 0.3)
     assert not ruined["is_better"] and ruined["tau"] == ruined["tau_before"]
-    kept, given = (load_file(path / "model.safetensors") for path in (tmp_path / "worse", head))
+    kept, given = (load_file(path / "model.safetensors") for path in (tmp_path / "as", good))
     assert all(torch.equal(kept[name], given[name]) for name in given)
     with pytest.raises(ValueError, match="neither of prompts"):
-        invoke("adapt", *common, "--out", tmp_path / "none")
+        invoke("adapt", target, head, *common, "--out", tmp_path / "none")
     log.write_text('{"prompt_token_ids": [3]}')
     with pytest.raises(ValueError, match=r"log\.jsonl, line 1: expected an object with lists of ids"):
-        invoke("adapt", *common, "--from-log", log, "--out", tmp_path / "none")
+        invoke("adapt", target, head, *common, "--from-log", log, "--out", tmp_path / "none")
 
 
 def test_what_a_run_left_is_not_overwritten_unasked(folder: Path, tmp_path: Path) -> None:
