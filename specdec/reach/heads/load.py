@@ -28,7 +28,7 @@ IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 def detect_algo(path_or_id: str | Path, wanted: str | None = None) -> str:
     """Detect what a folder, a .gguf file or a Hub repository drafts with, by its tensor names: "eagle", "eagle3",
-    "nextn" or "standalone" (an ordinary causal LM).
+    "nextn", "block" or "standalone" (an ordinary causal LM).
 
     A target with an MTP layer serves as both: `wanted` says which, else it is "nextn".
     """
@@ -158,12 +158,12 @@ def save_head(
 ) -> None:
     """Write `head` to `folder` (config.json, model.safetensors, custom_generate/generate.py), floats as `dtype`.
 
-    layout: "eagle", "eagle3" (official), "speculators" or "nextn" (DeepSeek-V3's names); None: the official one, or
-    speculators for an EAGLE-3 head that the official one cannot express. lm_head_from_target leaves out EAGLE-3's
-    lm_head, whose rows must then be the target's. verifier: speculators' `speculators_config.verifier`, the target.
-    num_layers: the target's; if given, aux ids that are every reader's default are left out. Embeddings and output
-    heads shared with the target are not stored. overwrite: replace a checkpoint in `folder`. ValueError names what a
-    layout cannot express, or what is in `folder`.
+    layout: "eagle", "eagle3" (official), "speculators", "nextn" (DeepSeek-V3's names), "dflash" (z-lab's) or
+    "speculators-block"; None: the official one, or speculators' for a head that the official one cannot express.
+    lm_head_from_target leaves out the lm_head of an EAGLE-3 or block head, whose rows must then be the target's.
+    verifier: speculators' `speculators_config.verifier`, the target. num_layers: the target's; if given, aux ids that
+    are every reader's default are left out. Embeddings and output heads shared with the target are not stored.
+    overwrite: replace a checkpoint in `folder`. ValueError names what a layout cannot express, or what is in `folder`.
     """
     kind = formats()[head.algo]
     written = kind.written(head)
