@@ -15,6 +15,7 @@ from tests.laws import assert_own_law
 from tests.recurrent_models import recurrent_model
 from tests.test_algorithms import FromScratch, check_tree
 from tests.test_attach import greedy, ragged_prompts
+from tests.test_block import naive_states
 from tests.test_scheduler import request_of
 from tests.tiny_models import VOCAB, tiny_model
 
@@ -101,10 +102,18 @@ def test_drafts_that_have_caught_up_are_what_the_draft_says_from_scratch(algo, s
     core.graphs.catch_up(rows, 160)
     lens = core.state.seq_lens[rows].tolist()
     assert core.round.catch_up.seen[rows].tolist() == lens
-    tree = core.round.worker.draft(core.round.batch("greedy", rows, 160)).tree
+    batch = core.round.batch("greedy", rows, 160)
+    tree = core.round.worker.draft(batch).tree
     for i, request in enumerate(requests):
         tokens = [*request.prompt_ids, *request.tokens]
         assert len(tokens) == lens[i] + 1
+        if algo == "block":  # what it drafts follows from these: see test_block
+            states, expected = (
+                core.round.worker.states(batch)[i],
+                naive_states(draft, model, tokens, batch.shape.num_steps),
+            )
+            torch.testing.assert_close(states, expected, atol=1e-4, rtol=1e-4)
+            continue
         check_tree(FromScratch(model, draft, algo, tokens), tree.tokens[i].tolist(), tree.parents[i].tolist(), shape)
 
 

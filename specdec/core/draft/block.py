@@ -28,6 +28,7 @@ class BlockWorker(DraftModelWorker):
 
     def __init__(self, parts: DraftParts, head: BlockDraftHead):
         super().__init__(parts, hot_ids=head.hot_ids, vocab_size=head.vocab_size, dtype=head.weight.dtype, ahead=0)
+        self.has_begin = self.config.auto_steps is not None  # then prompts that it has seen are noted
         self.head = self.module = head
         self.target = parts.target
         self.embed_tokens = head.embed_tokens if head.embed_tokens is not None else parts.target.embed_tokens
