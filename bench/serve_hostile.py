@@ -85,7 +85,7 @@ def main() -> None:
     app = build_app(engine, "tiny", 2)
     rows = []
     with serving(app) as url:
-        while not hasattr(app.state.stepper, "_loop"):
+        while app.state.intake._loop is None:
             time.sleep(0.01)  # it starts
         send(url, app, TEXT, 1, """'{"prompt":[3],"max_tokens":9}'""")  # warm-up
         for name, sent in BODIES.items():
@@ -115,7 +115,7 @@ def send(url: str, app: Any, path: str, count: int, body: str) -> dict[str, Any]
     client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak begins anew
     before = memory("VmRSS")
-    loop = app.state.stepper._loop
+    loop = app.state.intake._loop
     stalls = asyncio.run_coroutine_threadsafe(beat(), loop)
     time.sleep(0.5)  # the body is built meanwhile
     start = time.perf_counter()

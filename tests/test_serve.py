@@ -57,10 +57,10 @@ class Served:
     def assert_free(self, seconds=10.0):
         """All rows and pages come back soon, and nothing is left to do."""
         end = time.monotonic() + seconds
-        while (self.app.state.stepper.jobs or self.report_free() < self.total) and time.monotonic() < end:
+        while (self.app.state.intake.requests or self.report_free() < self.total) and time.monotonic() < end:
             time.sleep(0.02)
         self.engine.check_integrity()
-        assert self.report_free() == self.total and not self.app.state.stepper.jobs
+        assert self.report_free() == self.total and not self.app.state.intake.requests
 
     def report_free(self):
         return self.engine.report().num_free_pages
@@ -215,8 +215,9 @@ def test_64_streams_at_once(words):
 
 
 def test_clients_that_vanish(words, monkeypatch):
-    step = words.engine.step
-    monkeypatch.setattr(words.engine, "step", lambda: (time.sleep(0.01), step())[1])  # 150 tokens take a second
+    core = words.engine._core
+    step = core.step
+    monkeypatch.setattr(core, "step", lambda caller: (time.sleep(0.01), step(caller)))  # 150 tokens take a second
     body = {"prompt": "w12 w13", "max_tokens": 150, "ignore_eos": True}
     before = words.metrics()
     for _ in range(2):
@@ -368,13 +369,9 @@ def test_lengths_that_do_not_fit_are_told_by_their_name(tiny):
 
 
 def test_a_priority_is_that_of_every_choice(tiny, monkeypatch):
-    submit, found = tiny.engine.submit, []
-
-    def watched(prompts, **options):
-        found.extend(requests := submit(prompts, **options))
-        return requests
-
-    monkeypatch.setattr(tiny.engine, "submit", watched)
+    core, found = tiny.engine._core, []
+    submit = core.submit
+    monkeypatch.setattr(core, "submit", lambda requests: (found.extend(requests), submit(requests)))
     for priority in ({}, {"priority": -7}):
         assert tiny.post({"prompt": [5, 6], "max_tokens": 2, "n": 2, **priority}, "/v1/completions").status_code == 200
     assert [request.priority for request in found] == [0, 0, -7, -7]
@@ -420,15 +417,15 @@ def test_a_failure_is_told_to_its_client_only(tiny, monkeypatch):
 
 
 def test_a_step_that_fails(tiny, monkeypatch):
-    step, calls = tiny.engine.step, []
+    step, calls = tiny.engine._core.step, []
 
-    def broken():
+    def broken(caller):
         calls.append(1)
         if len(calls) == 20:
             raise RuntimeError("a launch failed")
-        return step()
+        step(caller)
 
-    monkeypatch.setattr(tiny.engine, "step", broken)
+    monkeypatch.setattr(tiny.engine._core, "step", broken)
     with long_stream(tiny) as lines:
         rest = [line for line in lines if line]
     assert json.loads(rest[-1].removeprefix("data: "))["error"]["type"] == "server_error"
@@ -439,7 +436,7 @@ def test_a_step_that_fails(tiny, monkeypatch):
 
 def test_draining_lets_running_requests_end(tiny):
     with long_stream(tiny) as lines:
-        tiny.app.state.stepper.drain(60)
+        tiny.app.state.intake.drain(60)
         assert tiny.http.get("/health").status_code == 503
         with pytest.raises(openai.InternalServerError, match="shutting down"):
             tiny.api.completions.create(model="tiny", prompt=[5])
@@ -450,7 +447,7 @@ def test_draining_lets_running_requests_end(tiny):
 
 def test_draining_ends_what_takes_too_long(tiny):
     with long_stream(tiny) as lines:
-        tiny.app.state.stepper.drain(0.05)
+        tiny.app.state.intake.drain(0.05)
         rest = [line for line in lines if line]
     assert "shutting down" in rest[-1] and len(rest) < 400
     tiny.assert_free()

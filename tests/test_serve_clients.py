@@ -111,7 +111,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("body", HOSTILE, ids=["floats", "messages", "prompts", "stops", "fields", "text"])
 def test_hostile_bodies_build_nothing(tiny, body, monkeypatch):
-    monkeypatch.setattr(server, "Job", None)  # no job is made
+    monkeypatch.setattr(tiny.engine, "_requests", None)  # none is made
     for path in ("/v1/completions", "/v1/chat/completions"):
         start = time.thread_time()
         answer = tiny.post(body, path)
@@ -133,8 +133,7 @@ def test_a_long_text_is_encoded_in_part_only():
 
 
 def test_requests_that_are_tokenised_count_among_those_that_wait(tiny):
-    stepper = tiny.app.state.stepper
-    with stepper.room_for(5):
+    with tiny.app.state.intake.room_for(5):
         assert tiny.post({**TEXT, "n": 2}, "/v1/completions").status_code == 429
         assert tiny.post(TEXT, "/v1/completions").status_code == 200
     assert tiny.post({**TEXT, "n": 2}, "/v1/completions").status_code == 200

@@ -73,7 +73,7 @@ class Serve(WithDraft):
 
         class Server(uvicorn.Server):
             def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-                app.state.stepper.drain(grace)
+                app.state.intake.drain(grace)
                 super().handle_exit(sig, frame)
 
         # The server sends itself the signal again when it has ended; that must not keep us from detaching.
@@ -83,7 +83,6 @@ class Serve(WithDraft):
             # Requests that end after `grace` get an error; the server's own limit, which cuts connections, is later.
             Server(uvicorn.Config(app, host, self.port, timeout_graceful_shutdown=int(grace) + 3)).run()
         finally:
-            app.state.stepper.close()
             engine.detach()
 
 

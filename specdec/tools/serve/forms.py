@@ -12,8 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from specdec.core.errors import CapacityError, DetachedError
+from specdec.tools.serve.intake import Busy, Closing, Failed, StreamPiece
 from specdec.tools.serve.schema import NAMES
-from specdec.tools.serve.stepper import Busy, Closing, Failed, StreamPiece
 
 REASONS = {"eos": "stop", "stop_id": "stop", "stop_string": "stop", "length": "length", "deadline": "length"}
 STATUS = ((Busy, 429), (Closing, 503), (DetachedError, 503), (Failed, 500), (ValueError, 400))

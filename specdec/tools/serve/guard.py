@@ -14,11 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from specdec.core.errors import CapacityError
 from specdec.core.text.inputs import encode, prompts_to_ids, render_chat
 from specdec.tools.serve.forms import as_json, problem
+from specdec.tools.serve.intake import Gone
 from specdec.tools.serve.schema import Body
-
-
-class Gone(Exception):
-    """The client has left."""
 
 
 class Guard:

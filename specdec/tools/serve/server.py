@@ -19,12 +19,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from specdec.api import Engine
+from specdec.core.engine.request import Request as EngineRequest
 from specdec.core.errors import CapacityError
-from specdec.core.sampling_params import request_seed
 from specdec.tools.serve.forms import STATUS, AnswerForm, as_json, event, problem
-from specdec.tools.serve.guard import Gone, Guard, ids_of, read_body
+from specdec.tools.serve.guard import Guard, ids_of, read_body
+from specdec.tools.serve.intake import Gone, Intake, StreamPiece
 from specdec.tools.serve.schema import MOST_VALUES, Body, parse
-from specdec.tools.serve.stepper import Job, Stepper, StreamPiece
 
 NUM_TEXT_TOKENS = 16  # of a text completion that gives no length, as OpenAI's
 MOST_BYTES = 2 * 2**20  # of a body, besides 16 for every token of the longest request
@@ -39,19 +39,19 @@ def build_app(
     allowed_origins: Sequence[str] = (),
     allowed_hosts: Collection[str] | None = None,
 ) -> Starlette:
-    """Return the app that serves `engine` as model `name`; `app.state.stepper` drains it. The caller detaches it.
+    """Return the app that serves `engine` as model `name`; `app.state.intake` drains it. The caller detaches it.
 
     max_waiting: requests that may wait beside those that run; more are refused with 429. api_key: required of requests
     to /v1. allowed_origins: sites whose pages may ask (CORS), "*" for all. allowed_hosts: names that the Host header
     may have; None: any.
     """
-    served = Endpoints(engine, name, Stepper(engine, max_waiting))
+    served = Endpoints(engine, name, Intake(engine, max_waiting))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        served.stepper.start(asyncio.get_running_loop())
+        served.intake.start(asyncio.get_running_loop())
         yield
-        await asyncio.to_thread(served.stepper.close)
+        served.intake.drain(0)
 
     routes = [
         Route("/v1/chat/completions", partial(served.complete, is_chat=True), methods=["POST"]),
@@ -68,20 +68,20 @@ def build_app(
     kinds = (HTTPException, Gone, Exception, *(kind for kind, _ in STATUS))
     handlers: dict[Any, Any] = dict.fromkeys(kinds, served.fail)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
-    app.state.stepper = served.stepper
+    app.state.intake = served.intake
     return app
 
 
 class Endpoints:
-    """Answers of each path, for one engine that `stepper` steps."""
+    """Answers of each path, for the texts of one engine that `intake` lets in."""
 
-    def __init__(self, engine: Engine, name: str, stepper: Stepper):
-        self.engine, self.name, self.stepper = engine, name, stepper
+    def __init__(self, engine: Engine, name: str, intake: Intake):
+        self.engine, self.name, self.intake = engine, name, intake
         self.samples = bool(engine.report().generation.get("do_sample"))
         self.registry = CollectorRegistry()
         what = "Answers by HTTP status; 499: the client left"
         self.answers = Counter("specdec_requests", what, ["status"], registry=self.registry)
-        self.registry.register(EngineCollector(engine, stepper))
+        self.registry.register(EngineCollector(engine, intake))
         length = engine.config.max_seq_len
         self.model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "specdec"}
         self.model["max_model_len"] = length
@@ -99,7 +99,7 @@ class Endpoints:
 
     async def health(self, _: Request) -> Response:
         """GET /health."""
-        return as_json({"status": "ok"}) if self.stepper.is_open else as_json({"status": "closing"}, 503)
+        return as_json({"status": "ok"}) if self.intake.is_open else as_json({"status": "closing"}, 503)
 
     async def metrics(self, _: Request) -> Response:
         """GET /metrics, for Prometheus."""
@@ -116,20 +116,19 @@ class Endpoints:
         body = Body(parse(await read_body(request, self.most_bytes), self.most_values), is_chat)
         self._check_name(body.get("model"))
         self._check_logprobs(body)
-        with self.stepper.room_for(body.num_choices):
-            jobs = await self._make_jobs(body)
-            self.stepper.submit(jobs)
-        pieces, form = follow(jobs, request), AnswerForm(is_chat, self.name, body.num_top, self.token_text)
-        for _ in jobs:  # what the engine refuses has no part in a stream
-            await anext(pieces)
+        with self.intake.room_for(body.num_choices):
+            requests = await asyncio.to_thread(self._make_requests, body)
+            pieces = self.intake.follow(requests, partial(_until_gone, request), body.stream)
+            await anext(pieces)  # what is refused has no part in a stream
+        form = AnswerForm(is_chat, self.name, body.num_top, self.token_text)
         if body.stream:
-            return StreamingResponse(self._stream(body, form, jobs, pieces), media_type="text/event-stream")
-        choices: list[list[StreamPiece]] = [[] for _ in jobs]
+            return StreamingResponse(self._stream(body, form, requests, pieces), media_type="text/event-stream")
+        choices: list[list[StreamPiece]] = [[] for _ in requests]
         async with aclosing(pieces):
             async for piece in pieces:
                 choices[piece.choice].append(piece)
         self.answers.labels(200).inc()
-        return as_json(form.whole(choices, usage(body, jobs)))
+        return as_json(form.whole(choices, usage(body, requests)))
 
     def _check_name(self, wanted: str | None) -> None:
         if wanted not in (None, self.name):
@@ -145,32 +144,27 @@ class Endpoints:
             name = "top_logprobs" if body.is_chat else "logprobs"
             raise ValueError(f"{name}={body.num_top}: at most {most}, which --max-logprobs sets")
 
-    async def _make_jobs(self, body: Body) -> list[Job]:
-        """A job a choice."""
-        options, longest = body.options(self.samples), self.engine.config.max_seq_len
-        ids = await asyncio.to_thread(ids_of, body, self.engine.tokenizer, longest)
-        events: asyncio.Queue[StreamPiece | Exception] = asyncio.Queue()
-        jobs = []
-        for index, prompt in enumerate(p for p in ids for _ in range(body.n)):
-            own = {**options, "max_new_tokens": new_tokens(body, len(prompt), longest)}
-            if (seed := body.get("seed")) is not None:
-                own["seed"] = request_seed(seed, index)
-            jobs.append(Job(index, prompt, own, events))
-        return jobs
+    def _make_requests(self, body: Body) -> list[EngineRequest]:
+        """Tokenise the prompts and check the options, in a thread: a request a choice."""
+        longest = self.engine.config.max_seq_len
+        prompts = [ids for ids in ids_of(body, self.engine.tokenizer, longest) for _ in range(body.n)]
+        lengths = [new_tokens(body, len(ids), longest) for ids in prompts]
+        options = {**body.options(self.samples), "seed": body.get("seed"), "max_new_tokens": lengths}
+        return self.engine._requests(prompts, **options)
 
     async def _stream(
-        self, body: Body, form: AnswerForm, jobs: list[Job], pieces: AsyncGenerator[StreamPiece, None]
+        self, body: Body, form: AnswerForm, requests: list[EngineRequest], pieces: AsyncGenerator[StreamPiece, None]
     ) -> AsyncIterator[str]:
         status = 499  # unless it comes to an end
         try:
             async with aclosing(pieces):
-                for chunk in form.begin(len(jobs)):
+                for chunk in form.begin(len(requests)):
                     yield event(chunk)
                 async for piece in pieces:
                     for chunk in form.chunks(piece):
                         yield event(chunk)
             if body.get("stream_options"):
-                yield event(form.usage_chunk(usage(body, jobs)))
+                yield event(form.usage_chunk(usage(body, requests)))
             yield "data: [DONE]\n\n"
             status = 200
         except Gone:
@@ -205,44 +199,26 @@ def new_tokens(body: Body, prompt_len: int, max_seq_len: int) -> int:
     return length
 
 
-async def follow(jobs: Sequence[Job], request: Request) -> AsyncGenerator[StreamPiece, None]:
-    """Yield the events of `jobs` until all have ended; raises what ended one. Jobs that are not read on are dropped."""
-    events, left = jobs[0].events, len(jobs)
-    watch = asyncio.create_task(_say_when_gone(request, events))
-    try:
-        while left:
-            piece = await events.get()
-            if isinstance(piece, Exception):
-                raise piece
-            left -= piece.finish_reason is not None
-            yield piece
-    finally:
-        watch.cancel()
-        for job in jobs:
-            job.is_dropped = True
-
-
-async def _say_when_gone(request: Request, events: asyncio.Queue[StreamPiece | Exception]) -> None:
+async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    events.put_nowait(Gone())
 
 
-def usage(body: Body, jobs: Sequence[Job]) -> dict[str, Any]:
+def usage(body: Body, requests: Sequence[EngineRequest]) -> dict[str, Any]:
     """Tokens of the prompts, each counted once whatever `n` is, and of the texts."""
-    firsts = jobs[:: body.n]
-    prompt = sum(len(job.prompt) for job in firsts)
-    cached = sum(job.request.num_cached for job in firsts if job.request is not None)
-    completion = sum(len(job.request.tokens) for job in jobs if job.request is not None)
+    firsts = requests[:: body.n]
+    prompt = sum(len(request.prompt_ids) for request in firsts)
+    cached = sum(request.num_cached for request in firsts)
+    completion = sum(len(request.tokens) for request in requests)
     counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 class EngineCollector(Collector):
-    """Reads engine and stepper whenever it is asked; it may wait for a step to end."""
+    """Reads engine and intake whenever it is asked; it may wait for a step to end."""
 
-    def __init__(self, engine: Engine, stepper: Stepper):
-        self.engine, self.stepper = engine, stepper
+    def __init__(self, engine: Engine, intake: Intake):
+        self.engine, self.intake = engine, intake
 
     def describe(self) -> list[Metric]:
         """Nothing, so that registering does not collect."""
@@ -250,15 +226,14 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric; tokens are of requests that have ended."""
-        report, stepper = self.engine.report(), self.stepper
-        jobs = list(stepper.jobs)
-        running = sum(job.request is not None and job.request.is_running for job in jobs)
+        report, requests = self.engine.report(), self.intake.requests
+        running = sum(request.is_running for request in requests)
         yield GaugeMetricFamily("specdec_requests_running", "Requests that hold KV slots", running)
-        yield GaugeMetricFamily("specdec_requests_waiting", "Requests that wait for them", len(jobs) - running)
+        yield GaugeMetricFamily("specdec_requests_waiting", "Requests that wait for them", len(requests) - running)
         yield GaugeMetricFamily("specdec_kv_pages_free", "Free pages of the KV pool", report.num_free_pages)
         yield GaugeMetricFamily("specdec_kv_pages", "Pages of the KV pool", report.num_pages)
         yield GaugeMetricFamily("specdec_tau", "Tokens emitted over verify rounds", report.acceptance.tau)
-        yield CounterMetricFamily("specdec_tokens", "Tokens emitted", stepper.num_tokens)
+        yield CounterMetricFamily("specdec_tokens", "Tokens emitted", self.intake.num_tokens)
         for key, what in (("asked", "Prompt tokens"), ("found", "Prompt tokens that the prefix cache had")):
             if report.prefix_cache:
                 yield CounterMetricFamily(f"specdec_prefix_tokens_{key}", what, report.prefix_cache[key])
