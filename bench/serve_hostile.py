@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from serve import serving  # of this folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import Engine, attach
 from specdec.reach.targets.pretrained import load_pretrained
+from specdec.tools.commands.bench_serve import serving
 from specdec.tools.measure.results import write_results
 from specdec.tools.serve.server import build_app
 
@@ -85,8 +85,6 @@ def main() -> None:
     app = build_app(engine, "tiny", 2)
     rows = []
     with serving(app) as url:
-        while app.state.intake._loop is None:
-            time.sleep(0.01)  # it starts
         send(url, app, TEXT, 1, """'{"prompt":[3],"max_tokens":9}'""")  # warm-up
         for name, sent in BODIES.items():
             runs = [send(url, app, *sent) for _ in range(args.repeats)]

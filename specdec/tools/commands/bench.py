@@ -14,6 +14,7 @@ from specdec.core.text.prompt_sets import Question, read_file, read_set, sets
 from specdec.reach.heads.load import detect_algo
 from specdec.tools.commands.bench_checks import Gsm8k, Lossless
 from specdec.tools.commands.bench_policy import Policy
+from specdec.tools.commands.bench_serve import BenchServe
 from specdec.tools.commands.bench_speed import Latency, Peers
 from specdec.tools.commands.choices import OnTarget, Recorded, Reported, Row, draft_of, listed, name_of_target, numbers
 from specdec.tools.measure.acceptance import acceptance, case_of
@@ -138,7 +139,7 @@ class Compare(Reported):
 app = typer.Typer(help="Measurements.", no_args_is_help=True)
 for name, kind in (
     *(("acceptance", Acceptance), ("latency", Latency), ("peers", Peers), ("gsm8k", Gsm8k), ("lossless", Lossless)),
-    *(("policy", Policy), ("page", Page), ("compare", Compare)),
+    *(("policy", Policy), ("serve", BenchServe), ("page", Page), ("compare", Compare)),
 ):
     app.command(name)(command_of(kind))
 

@@ -1,7 +1,7 @@
 """Load for an OpenAI-compatible server: requests of random lengths, by clients that ask again and again or by chance.
 
-Run as a process of its own, it takes no time from a server beside it: it reads a `Load` from stdin as JSON and prints
-the row. It imports nothing of the engine.
+Clients are processes of their own, so that they take nothing from a server in this one, and import nothing of the
+engine.
 
 Lengths of prompts and texts are drawn from lognormal laws, each request's from its own number, so that runs compare.
 The default means, 161 and 338 tokens, are those of ShareGPT (vLLM, arXiv 2309.06180, section 6.1); its long tail is
@@ -11,21 +11,24 @@ about a spread of 1: the standard deviation of the logarithm.
 import asyncio
 import json
 import math
+import os
 import random
+import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count, pairwise
 from typing import Any
 
 import httpx
 
 PATH = "/v1/completions"
 # a token each with the tokenizers of Llama, Qwen and SmolLM2
-WORDS = "the of and to in is that it was for on are with as his they at be this from have or by one had not but".split()
+WORDS = "the of and to in is that it was for on are with as his they at be this from have or by one had not but"
+CLIENTS = 32  # of a process
 PAUSE = 0.1  # seconds after which a client that was refused asks again
 BAD = ("{", '{"prompt": "x", "suffix": "y"}', '{"prompt": [999999999]}', '{"prompt": [5], "max_tokens": 99999999}')
 
@@ -37,7 +40,8 @@ class Load:
 
     seconds: of the window that is measured, after `warm_up`. spread: 0 for texts of equal lengths. longest: tokens of
     prompt and text together. vocab: prompts are token ids below it; None: text. does_harm: clients also leave in the
-    middle of a text, and send what is refused.
+    middle of a text, and send what is refused. first, step: numbers of the requests, of which each process sends its
+    own.
     """
 
     url: str
@@ -53,6 +57,17 @@ class Load:
     vocab: int | None = None
     api_key: str | None = None
     does_harm: bool = False
+    first: int = 0
+    step: int = 1
+
+    def parts(self, num: int) -> list["Load"]:
+        """Divide the load among `num` processes."""
+
+        def of(clients: int | None, i: int) -> int | None:
+            return None if clients is None else clients // num + (i < clients % num)
+
+        rate = None if self.rate is None else self.rate / num
+        return [replace(self, clients=of(self.clients, i), rate=rate, first=i, step=num) for i in range(num)]
 
     def body(self, number: int) -> dict[str, Any]:
         """Return the body of request `number`."""
@@ -69,25 +84,32 @@ class Load:
     def _prompt(self, rng: random.Random, size: int) -> str | list[int]:
         if self.vocab is not None:
             return [rng.randrange(5, self.vocab) for _ in range(size)]
-        return " ".join(rng.choices(WORDS, k=size))
+        return " ".join(rng.choices(WORDS.split(), k=size))
 
 
 @dataclass
 class Seen:
-    """What came of the requests within the window, seconds and tokens, one number a request but for `gaps`.
+    """What came of the requests within the window: times in seconds, one number a request but for `gaps`.
 
-    between: mean time of a token after the first; gaps: times between two pieces of text. counts: of finished ones,
-    and of those that ended otherwise, by name.
+    between: mean time of a token after the first; gaps: times between two pieces of text. counts: requests by how they
+    ended; errors: by what they are.
     """
 
-    begin: float
-    end: float
+    begin: float = 0.0
+    end: float = 0.0
     firsts: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    num_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Seen") -> None:
+        """Take note of what another process saw."""
+        for name in ("firsts", "between", "gaps", "num_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("counts", "errors"):
+            getattr(self, name).update(getattr(other, name))
 
     def note(self, asked: float, times: Sequence[float], num_tokens: int) -> None:
         """Take note of a text whose pieces came at `times`."""
@@ -95,10 +117,10 @@ class Seen:
             return
         if self.holds(times[0]):
             self.firsts.append(times[0] - asked)
-        self.gaps += [b - a for a, b in zip(times, times[1:], strict=False) if self.holds(b)]
+        self.gaps += [b - a for a, b in pairwise(times) if self.holds(b)]
         if num_tokens and self.holds(times[-1]):
             self.counts["finished"] += 1
-            self.tokens.append(num_tokens)
+            self.num_tokens += num_tokens
             if num_tokens > 1:
                 self.between.append((times[-1] - times[0]) / (num_tokens - 1))
 
@@ -106,14 +128,14 @@ class Seen:
         """True within the window."""
         return self.begin <= moment < self.end
 
-    def row(self) -> dict[str, Any]:
-        """Return the figures of a row."""
-        seconds = self.end - self.begin
+    def row(self, seconds: float) -> dict[str, Any]:
+        """Return the figures of a row, of a window of `seconds`."""
         row: dict[str, Any] = {"requests_s": round(self.counts["finished"] / seconds, 3)}
-        row["tok_s"] = round(sum(self.tokens) / seconds, 1)
+        row["tok_s"] = round(self.num_tokens / seconds, 1)
         for name, values in (("ttft_ms", self.firsts), ("token_ms", self.between), ("gap_ms", self.gaps)):
             row |= {f"{name}_p{q}": round(1e3 * percentile(values, q), 3) for q in (50, 99) if values}
-        return {**row, **self.counts, "errors": sum(self.errors.values()), "notes": dict(self.errors) or None}
+        row |= {**self.counts, "errors": sum(self.errors.values())}
+        return row | ({"notes": dict(self.errors)} if self.errors else {})
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -121,28 +143,58 @@ def percentile(values: Sequence[float], q: float) -> float:
     return sorted(values)[max(0, math.ceil(len(values) * q / 100) - 1)]
 
 
-async def measure(load: Load) -> dict[str, Any]:
-    """Send the load, and return its row. What is unfinished when the window closes is given up."""
+def measure(load: Load) -> dict[str, Any]:
+    """Send the load from processes of up to `CLIENTS` clients, as far as there are cores, and return its row."""
+    num = max(1, min(-(-(load.clients or 1) // CLIENTS), (os.cpu_count() or 1) // 2))
+    command = [sys.executable, "-m", __name__]
+    pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    running = [(subprocess.Popen(command, **pipes), part) for part in load.parts(num)]
+    for process, part in running:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(asdict(part)))
+        process.stdin.close()
+    seen = Seen()
+    for process, _ in running:
+        assert process.stdout is not None
+        out = process.stdout.read()
+        if process.wait():
+            raise RuntimeError("a process of clients failed, see above")
+        seen.add(Seen(**json.loads(out)))
+    name = {"clients": load.clients} if load.rate is None else {"rate": load.rate}
+    return {"what": "clients" if load.rate is None else "arrivals", **name, **seen.row(load.seconds)}
+
+
+def served_model(url: str, api_key: str | None) -> tuple[str, int | None]:
+    """Return the name of the model that a server has, and its longest request in tokens, if it says that."""
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    try:
+        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=60)
+        model = answer.raise_for_status().json()["data"][0]
+        return model["id"], model.get("max_model_len")
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"--url {url}: {error!r} for {url}/v1/models; expected an OpenAI-compatible server") from error
+
+
+async def send(load: Load) -> Seen:
+    """Send the load. What is unfinished when the window closes is given up."""
     begin = time.perf_counter() + load.warm_up
-    seen, numbers = Seen(begin, begin + load.seconds), count()
+    seen, numbers = Seen(begin, begin + load.seconds), count(load.first, load.step)
     headers = {} if load.api_key is None else {"authorization": f"Bearer {load.api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=load.url, timeout=600, limits=limits, headers=headers) as http:
         if load.rate is not None:
-            sent: list[Awaitable[None]] = [_arrivals(load, http, seen, numbers)]
-            name: dict[str, Any] = {"what": "arrivals", "rate": load.rate}
+            sent: list[Coroutine[Any, Any, None]] = [_arrivals(load, http, seen, numbers)]
         else:
             client = _careless if load.does_harm else _client
             sent = [client(load, http, seen, numbers) for _ in range(load.clients or 1)]
-            name = {"what": "clients", "clients": load.clients}
-        tasks = [asyncio.ensure_future(one) for one in sent]
+        tasks = [asyncio.create_task(one) for one in sent]
         done, _ = await asyncio.wait(tasks, timeout=seen.end - time.perf_counter(), return_when=asyncio.FIRST_EXCEPTION)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for task in done:
             task.result()
-    return {**name, **seen.row()}
+    return seen
 
 
 async def _client(load: Load, http: httpx.AsyncClient, seen: Seen, numbers: "count[int]") -> None:
@@ -203,7 +255,7 @@ async def _ask(body: dict[str, Any], http: httpx.AsyncClient, seen: Seen, leave_
     return problem is None
 
 
-async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+async def _events(parts: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the JSON of a stream's events."""
     rest = b""
     async for part in parts:
@@ -213,10 +265,5 @@ async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
                 yield json.loads(event[6:])
 
 
-def main() -> None:
-    """Read a `Load`, send it, print its row."""
-    print(json.dumps(asyncio.run(measure(Load(**json.load(sys.stdin))))))
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(vars(asyncio.run(send(Load(**json.load(sys.stdin)))))))

@@ -88,7 +88,7 @@ MEASURES = {
     "correct": Measure("", "higher", of="answers"),
     "equal": Measure("", "higher", threshold=0.0),
     "outcome": Measure("", "higher", threshold=0.0),
-    **dict.fromkeys(("unexplained", "error", "lost", "wrong_texts"), Measure("", "lower", threshold=0.0)),
+    **dict.fromkeys(("unexplained", "error", "errors", "lost", "wrong_texts"), Measure("", "lower", threshold=0.0)),
     "logits_differ": Measure("", "lower", threshold=0.0),
     **dict.fromkeys(DESCRIBED.split(), Measure()),
 }

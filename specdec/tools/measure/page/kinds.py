@@ -211,7 +211,7 @@ KINDS = (  # a row belongs to the first that takes it
         "serving",
         "The server",
         "Streams of requests from another process; p50 and p99 over requests.",
-        lambda row: row.get("what") in ("clients", "soak"),
+        lambda row: row.get("what") in ("clients", "arrivals", "soak"),
         best=(Best("requests_s", "requests/s", ("clients", "ttft_ms_p50")),),
         tables=completed.by_what,
     ),

@@ -1,0 +1,174 @@
+"""`specdec bench serve`: load on a server that runs, or on one of ours in this process."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.api import Engine, attach
+from specdec.tools.commands.choices import Recorded, Row, WithDraft, listed, name_of_target, numbers
+from specdec.tools.measure.results import ResultFile
+from specdec.tools.measure.shapes import IMPOSED, acceptance_rates, make_head, make_target
+from specdec.tools.options import option
+from specdec.tools.train.target import device_of, dtype_of
+
+NAME = "model"
+CLIENTS = (1, 8, 32, 64, 256)
+STEPS = 3  # of a --shape's draft
+MAX_WAITING = 256  # as `specdec serve` has it
+
+
+class BenchServe(WithDraft, Recorded):
+    """Measure requests/s, first texts and tokens of an OpenAI-compatible server through an HTTP client.
+
+    --url names a server that runs; else one of --target, or of a --shape, runs in this process. Clients are processes
+    of their own. Each of --clients asks one request after the other; --rates are random arrivals (Poisson). Lengths of
+    prompts and texts are lognormal; the default means are those of ShareGPT.
+    """
+
+    url: str | None = option("A server that runs, such as http://127.0.0.1:8000.")
+    clients: list[str] | None = option(f"Default: {','.join(map(str, CLIENTS))}; none where --rates are given.")
+    rates: list[str] | None = option("Requests that arrive per second, such as 0.5,4.")
+    seconds: float = option("Of each row.", 20.0, min=0.1)
+    warm_up: float = option("Seconds before each row that do not count.", 5.0, min=0)
+    prompt_tokens: float = option("Mean length of prompts.", 161.0, min=1)
+    new_tokens: float = option("Mean length of texts.", 338.0, min=1)
+    spread: float = option("Standard deviation of the logarithm of lengths; 0: all are equal.", 1.0, min=0, max=5)
+    soak: float = option("Then so many seconds of clients that leave early and send bad requests, too.", 0.0)
+    api_key: str | None = option("Key of the server.", envvar="SPECDEC_API_KEY")
+    shape: str | None = option("Serve random weights of a named shape such as 8b; acceptance is imposed.")
+    max_batch: int = option("Requests decoded together.", 64)
+    max_seq_len: int = option("Longest prompt plus text.", 2048)
+
+    def run(self) -> None:
+        try:
+            from specdec.tools.measure import load
+            from specdec.tools.serve.server import build_app
+        except ImportError as error:
+            raise ValueError(f"{error.name} is missing: pip install 'specdec-toolkit[bench,serve]'") from error
+
+        rates = _rates(self.rates)
+        clients = numbers("clients", self.clients, 1) or (() if rates else CLIENTS)
+        if self.url is not None and (self.soak or self.shape):
+            raise ValueError(f"--url {self.url} with --soak or --shape: they need a server of this process; drop one")
+        names = ("seconds", "warm_up", "prompt_tokens", "new_tokens", "spread")
+        law: dict[str, Any] = {name: getattr(self, name) for name in names}
+        with ExitStack() as until_the_end:
+            engine, url = None, self.url
+            if url is None:
+                engine = until_the_end.enter_context(self._engine())
+                app = build_app(engine, NAME, max(MAX_WAITING, *clients, 0), api_key=self.api_key)
+                url = until_the_end.enter_context(serving(app))
+            name, longest = load.served_model(url, self.api_key)
+            vocab = engine.target_module.config.vocab_size if engine is not None and self.shape is not None else None
+            longest = longest or self.max_seq_len
+            one = load.Load(url, name, longest=longest, vocab=vocab, api_key=self.api_key, **law)
+            loads = [replace(one, clients=n) for n in clients] + [replace(one, rate=rate) for rate in rates]
+
+            def measured() -> Iterator[Row]:
+                yield from map(load.measure, loads)
+                if self.soak and engine is not None:
+                    harm = replace(one, clients=max(clients, default=64), seconds=self.soak, does_harm=True)
+                    yield {"seconds": self.soak, **soaked(engine, lambda: load.measure(harm))}
+
+            file = ResultFile(
+                self.out,
+                "serve",
+                self.shape or name_of_target(self.target if engine else name),
+                law | self._setup(engine),
+            )
+            self.finish({"rows": self.record(file, measured(), _line)}, file.name)
+
+    def _engine(self) -> Engine:
+        """Attach what is served."""
+        settings: dict[str, Any] = {"max_batch": self.max_batch, "max_seq_len": self.max_seq_len}
+        if self.shape is None:
+            model, tokenizer = self.load()
+            return self.drafting(model, self.max_batch).attach(model, tokenizer, prefix_cache="auto", **settings)
+        device = device_of(self.device)
+        model = make_target(self.shape, device, dtype_of(self.dtype, device))
+        if self.draft == "none":
+            return attach(model, tokenizer=Letters(), **settings)
+        settings |= {"num_steps": STEPS, "synthetic_acceptance": acceptance_rates(STEPS)}
+        return attach(model, make_head(self.shape, model), tokenizer=Letters(), **settings)
+
+    def _setup(self, engine: Engine | None) -> dict[str, Any]:
+        """Return what a result file says of the server."""
+        if engine is None:
+            return {"server": "given by --url"}
+        config = engine.config
+        sizes = {"max_batch": config.max_batch, "max_seq_len": config.max_seq_len, "steps": config.num_steps}
+        acceptance = {"acceptance": IMPOSED} if config.synthetic_acceptance is not None else {}
+        return {"target": self.shape or self.target, "dtype": str(engine.target_module.dtype), **sizes, **acceptance}
+
+
+class Letters:
+    """A tokenizer for models without one: a letter a token."""
+
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        """Return the text of `tokens`."""
+        return "".join(chr(97 + token % 26) for token in tokens)
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """Serve an ASGI app in a thread; yields the address."""
+    import uvicorn
+
+    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="warning", timeout_graceful_shutdown=9))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def soaked(engine: Engine, send: Callable[[], Row]) -> Row:
+    """Return the row of a soak that `send` sends: memory before and after, and pages once nothing is left to do."""
+    before = held_mib()
+    sent = send()
+    row: Row = {name: sent[name] for name in ("clients", "finished", "vanished", "refused", "errors") if name in sent}
+    while (report := engine.report()).num_free_pages < report.num_pages:
+        time.sleep(0.1)
+    engine.check_integrity()
+    memory = {f"{name}_{when}": v for when, m in (("start", before), ("end", held_mib())) for name, v in m.items()}
+    return {"what": "soak", **row, **memory, "free_pages": report.num_free_pages, "pages": report.num_pages}
+
+
+def held_mib() -> dict[str, float]:
+    """Return the MiB that the process and, if there is one, the device hold."""
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    held = {"rss_mib": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)}
+    if torch.cuda.is_available():
+        held["device_mib"] = round(torch.cuda.memory_allocated() / 2**20, 1)
+    return held
+
+
+def _rates(values: list[str] | None) -> list[float]:
+    """Return the numbers of an option that may be repeated, or separated by commas."""
+    try:
+        found = [float(part) for part in listed(values)]
+    except ValueError:
+        found = [0.0]
+    if not all(0 < rate < 1e6 for rate in found):
+        raise ValueError(f"--rates {','.join(values or ())!r}: expected numbers of requests per second, such as 0.5,4")
+    return found
+
+
+def _line(row: Row) -> str:
+    if row["what"] == "soak":
+        return ", ".join(f"{name}: {value}" for name, value in row.items())
+    load = f"{row['rate']:g} requests/s arrive" if "rate" in row else f"{row['clients']} clients"
+    first = f"first text {row.get('ttft_ms_p50')} ms (p99 {row.get('ttft_ms_p99')})"
+    return f"{load}: {row['requests_s']} requests/s, {row['tok_s']} tokens/s, {first}, {row['errors']} errors"
