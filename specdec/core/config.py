@@ -15,9 +15,11 @@ AUTO = "auto"
 AUTO_STEPS = (1, 3, 5)  # lengths of chains that rounds choose among by themselves
 CATCH_UP = 32  # plain rounds that a draft may fall behind, where they do; it takes their tokens in one forward then
 GRAPH_SAMPLING = ("greedy", "sampled", "filtered", "processed_greedy", "processed")
+CONSTRAINED = ("constrained_greedy", "constrained")  # kinds of sampling under grammars
 PREFILL_GRAPHS = ("auto", "whole", "piecewise", "breakable", "off")
 COMPILES = ("auto", True, False)
 COMPILERS = ("inductor", "eager")
+GRAMMARS = (None, "auto", "llguidance", "xgrammar")
 
 
 def num_words(num_nodes: int) -> int:
@@ -66,6 +68,9 @@ class EngineConfig:
     graph_batches: batch sizes to capture, None for the usual ones up to max_batch.
     graph_sampling: kinds of sampling to capture, of "greedy", "sampled" (no filters), "filtered", and, for requests
         with penalties, bans or biases, "processed_greedy" and "processed".
+    grammar: library for requests with a grammar, "llguidance" or "xgrammar"; "auto": the first that is installed.
+        Graphs of constrained rounds are captured then, of greedy ones, and of others if `graph_sampling` has any. None:
+        such requests are refused.
     prefill_graph: graphs of prefills: "breakable" (captured in segments around attention), "piecewise" (the same, of
         traced and compiled pieces), "whole" (attention, first tokens and the draft's prefill included: one launch;
         batches it does not serve take "piecewise" where layers are compiled, else "breakable"), "off", or "auto": on
@@ -105,6 +110,7 @@ class EngineConfig:
     cuda_graph: bool | None = None
     graph_batches: tuple[int, ...] | None = None
     graph_sampling: tuple[str, ...] = GRAPH_SAMPLING
+    grammar: str | None = None
     prefill_graph: str = "auto"
     prefill_buckets: tuple[int, ...] | None = None
     compile: bool | str = "auto"
@@ -135,6 +141,8 @@ class EngineConfig:
             raise ValueError("strict=True with cuda_graph=False: strict refuses to run eagerly; leave one of them out")
         object.__setattr__(self, "graph_sampling", tuple(k for k in GRAPH_SAMPLING if k in self.graph_sampling))
         if self.synthetic_acceptance is not None:
+            if self.grammar is not None:
+                raise ValueError(f"grammar={self.grammar!r} with synthetic_acceptance: such text follows no grammar")
             self._check_rates(self.synthetic_acceptance)
 
     def _read_auto(self) -> None:
@@ -187,6 +195,14 @@ class EngineConfig:
         """All shapes that a round may have, plain decoding first if there are several, `shape` last."""
         chains = [Shape(n, 1, n + 1) for n in (0, *self.auto_steps)] if self.auto_steps else []
         return tuple(dict.fromkeys([*chains, self.shape]))
+
+    @property
+    def graph_kinds(self) -> tuple[str, ...]:
+        """Kinds of sampling to capture, those of `grammar` included."""
+        if self.grammar is None:
+            return self.graph_sampling
+        is_greedy = all(kind.endswith("greedy") for kind in self.graph_sampling)
+        return (*self.graph_sampling, *(CONSTRAINED[:1] if is_greedy else CONSTRAINED))
 
     @property
     def tree_words(self) -> int:
@@ -270,6 +286,7 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
         "cuda_graph": one_of(None, True, False),
         "graph_batches": optional(list_of(whole(1), "batch sizes of at least 1", low=1), " for the usual ones"),
         "graph_sampling": either(Range(_KIND.expected, lambda value: (_KIND.read(value),)), _KINDS),
+        "grammar": one_of(*GRAMMARS),
         "prefill_graph": one_of(*PREFILL_GRAPHS),
         "prefill_buckets": optional(list_of(whole(1), "token counts of at least 1", low=1), " for the usual ones"),
         "compile": one_of(*COMPILES),

@@ -10,7 +10,7 @@ from specdec.core.metrics import AcceptanceStats
 class TokenLogprob(NamedTuple):
     """Natural log-probability of an emitted token, and of the target's best tokens: (id, log-probability), best first.
 
-    Of the target's own softmax, before temperature, filters, penalties and bans.
+    Of the target's own softmax, before temperature, filters, penalties and bans, over what a grammar allows.
     """
 
     logprob: float
@@ -22,8 +22,8 @@ class RequestOutput:
     """One finished request.
 
     tokens: ids emitted, EOS or stop id included; text: without special tokens, cut before a stop string.
-    finish_reason: "eos", "stop_id", "stop_string", "length", "deadline", or "error" (the target's logits were not
-    finite).
+    finish_reason: "eos", "stop_id", "stop_string", "length", "deadline", "dead_end" (its grammar allows no further
+    token), or "error" (the target's logits were not finite).
     acceptance: rounds and acceptance of this request; first_token_s, time_s: seconds since it was queued.
     round_lens: tokens that each verify round emitted, in order; `tokens` begins with one more, the prefill's.
     logprobs: of each of `tokens`; None unless the engine was attached with `logprobs`.
@@ -141,6 +141,9 @@ class Report:
     it is off;
     preemption: requests that gave up their pages to others (preemptions), and tokens prefilled again for it
     (recomputed_tokens);
+    grammar: of rounds in which a request has a grammar: their number, mean ms that the host took for masks (mask_ms)
+    and waited for drafts before (wait_ms), and tokens that were drafted because grammars force them (forced_tokens);
+    empty if there were none;
     policy: with num_steps="auto", of each tier, a shape of rounds: rounds, mean ms and tokens of a request in one,
     tokens expected of the next one (expected_tokens), ms by batch in a short context (cost_ms); and how often the
     policy went over to another (switches, last_switches in words), tried another (probes), and had the draft take what
@@ -161,6 +164,7 @@ class Report:
     num_pages: int
     prefix_cache: dict[str, int]
     preemption: dict[str, int]
+    grammar: dict[str, Any]
     policy: dict[str, Any]
     capture: str
     prefill_graph: str
@@ -211,6 +215,9 @@ class Report:
         if self.preemption["preemptions"]:
             text = "{preemptions} preemptions, {recomputed_tokens} tokens prefilled again"
             lines.append(f"preempted  {text.format(**self.preemption)}")
+        if self.grammar:
+            text = "{rounds} rounds: masks {mask_ms:.2f} ms, after {wait_ms:.2f} ms; {forced_tokens} tokens forced"
+            lines.append(f"grammar    {text.format(**self.grammar)}")
         if self.policy:
             text = "{switches} switches, {probes} probes, {catch_ups} catch-ups"
             lines.append(f"policy     {text.format(**self.policy)}")

@@ -36,14 +36,17 @@ _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 class SamplingKind(StrEnum):
     """Sampling that a batch needs: the argmax, laws, or laws after a sort of the vocabulary; each also with processors.
 
-    A law is the probabilities that a token is sampled from.
+    A law is the probabilities that a token is sampled from. The constrained kinds are of batches in which a request has
+    a grammar.
     """
 
     GREEDY = "greedy"
     SAMPLED = "sampled"
     FILTERED = "filtered"
     PROCESSED_GREEDY = "processed_greedy"
-    PROCESSED = "processed"  # whatever the law: it serves every batch
+    PROCESSED = "processed"  # whatever the law: it serves every batch without a grammar
+    CONSTRAINED_GREEDY = "constrained_greedy"
+    CONSTRAINED = "constrained"  # it serves every batch
 
     @classmethod
     def of(cls, params: Iterable["SamplingParams"]) -> "SamplingKind":
@@ -56,21 +59,32 @@ class SamplingKind(StrEnum):
     @property
     def is_greedy(self) -> bool:
         """True if the argmax is enough."""
-        return self in (SamplingKind.GREEDY, SamplingKind.PROCESSED_GREEDY)
+        return self in (SamplingKind.GREEDY, SamplingKind.PROCESSED_GREEDY, SamplingKind.CONSTRAINED_GREEDY)
 
     @property
     def has_filters(self) -> bool:
         """True if the vocabulary is sorted."""
-        return self in (SamplingKind.FILTERED, SamplingKind.PROCESSED)
+        return self in (SamplingKind.FILTERED, SamplingKind.PROCESSED, SamplingKind.CONSTRAINED)
 
     @property
     def has_processors(self) -> bool:
         """True if logits are processed before they become a law."""
-        return self in (SamplingKind.PROCESSED_GREEDY, SamplingKind.PROCESSED)
+        return self in (SamplingKind.PROCESSED_GREEDY, SamplingKind.PROCESSED, SamplingKind.CONSTRAINED)
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if grammars mask logits before everything else."""
+        return self in (SamplingKind.CONSTRAINED_GREEDY, SamplingKind.CONSTRAINED)
+
+    @property
+    def constrained(self) -> "SamplingKind":
+        """The least kind that does the same under grammars."""
+        is_plain = self in (SamplingKind.GREEDY, SamplingKind.CONSTRAINED_GREEDY)
+        return SamplingKind.CONSTRAINED_GREEDY if is_plain else SamplingKind.CONSTRAINED
 
     def serves(self, other: "SamplingKind") -> bool:
         """Return whether work of this kind does all that `other` needs."""
-        needs = [(k.has_processors, not k.is_greedy, k.has_filters) for k in (self, other)]
+        needs = [(k.has_processors, not k.is_greedy, k.has_filters, k.is_constrained) for k in (self, other)]
         return all(has or not wants for has, wants in zip(*needs, strict=True))
 
 

@@ -32,8 +32,8 @@ class RoundBatch:
     rows [bs]: rows in the engine's state, in slot_table and in history (tokens by position, the last one the root),
     [num_rows, width] both, which are int32 and not gathered;
     seq_lens [bs]: L; roots [bs]: token at L; sampling: None if every request is greedy; max_prefix: host upper bound of
-    L; shape: what the round drafts; is_processed: logits are processed before they are judged (drafts are not). All
-    other tensors int64.
+    L; shape: what the round drafts; is_processed: logits are processed before they are judged (drafts are not);
+    is_constrained: grammars mask them first. All other tensors int64.
     """
 
     rows: torch.Tensor
@@ -45,6 +45,7 @@ class RoundBatch:
     max_prefix: int
     shape: Shape
     is_processed: bool = False
+    is_constrained: bool = False
 
 
 @dataclass(frozen=True)

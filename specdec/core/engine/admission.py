@@ -1,7 +1,7 @@
 """Admission: turns a caller's arguments into checked requests. Mistakes are found here, before anything runs."""
 
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +12,8 @@ from specdec.core.engine.generation import HONOURED, LENGTHS, Settings
 from specdec.core.engine.request import Request
 from specdec.core.errors import CapacityError
 from specdec.core.functional.processors import MAX_BAD_WORDS, MAX_ENTRIES, TokenRules
+from specdec.core.grammar.grammar import Grammar
+from specdec.core.grammar.matcher import CompiledGrammar, Constraint
 from specdec.core.ranges import FLAG, TOKEN_IDS, is_whole, optional, real, whole
 from specdec.core.round.state import MAX_STOP_IDS
 from specdec.core.sampling_params import SamplingParams
@@ -37,6 +39,7 @@ def make_requests(
     ignore_eos: bool = False,
     priority: int = 0,
     deadline: float | None = None,
+    grammar: Any = None,
     **settings: Any,
 ) -> list[Request]:
     """Return one request per prompt, not queued yet; the options are those of `Engine.generate`."""
@@ -69,12 +72,39 @@ def make_requests(
         Request(prompt, array, limit, law, stop_ids, eos, Detokenizer(tokenizer, strings, prompt), special, priority)
         for prompt, array, limit, law in zip(batch, arrays, limits, laws, strict=True)
     ]
+    for request, constraint in zip(requests, _constraints(core, grammar, eos, len(batch)), strict=True):
+        request.constraint = constraint
     if core.config.logprobs is not None:
         for request in requests:
             request.logprobs = []
     for request in requests:
         request.deadline = deadline
     return requests
+
+
+def compile_grammar(core: Core, grammar: Any) -> CompiledGrammar:
+    """Return a compiled grammar, from a Grammar, from a mapping of its fields, or as it is."""
+    if core.grammars is None:
+        raise ValueError("grammar: this engine constrains no text; attach(..., grammar='auto') lets it")
+    if not isinstance(grammar, Grammar | Mapping) and hasattr(grammar, "matcher"):
+        return grammar
+    return core.grammars.compile(Grammar.of(grammar))
+
+
+def _constraints(core: Core, grammar: Any, eos: frozenset[int], count: int) -> list[Constraint | None]:
+    """Return the constraint of every prompt, from one grammar for all or one, or None, for each."""
+    if grammar is None:
+        return [None] * count
+    given = _per_prompt("grammar", grammar, count)
+    if not eos and any(g is not None for g in given):
+        raise ValueError("grammar without EOS (ignore_eos=True, or eos_token_id=None): a complete text ends with it")
+    return [None if g is None else _constraint(core, g, eos) for g in given]
+
+
+def _constraint(core: Core, grammar: Any, eos: frozenset[int]) -> Constraint:
+    compiled = compile_grammar(core, grammar)
+    assert core.grammars is not None
+    return Constraint(compiled.matcher(), eos, core.grammars.eos_ids)
 
 
 def _refuse_two_laws(settings: dict[str, Any]) -> None:

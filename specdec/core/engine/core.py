@@ -11,6 +11,7 @@ emitted. Threads take turns.
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -48,6 +49,9 @@ class Core:
         self.launcher = Launcher(parts, self.scheduler, self.mailbox)
         self.round, self.prefill, self.graphs = self.launcher.program, self.launcher.prefills, self.launcher.rounds
         self.delivery = Delivery(self.mailbox, self.scheduler, config, self.launcher.tiers)
+        if parts.feed is not None:
+            parts.feed.read_results = partial(self.delivery.read, 0)
+        self.grammars = parts.grammars
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
         self._owes_round = False  # whether the last step was a prefill
         self.is_closed = False

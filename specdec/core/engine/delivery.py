@@ -63,15 +63,28 @@ class Delivery:
             message = f"a request ended: the target's logits are not finite after {len(request.tokens)} tokens"
             warnings.warn(message, stacklevel=7)
             return
-        num_before = len(request.tokens)
-        request.take(emitted.tokens, emitted.logprobs, emitted.digests)
+        num_before, count = len(request.tokens), len(emitted.tokens)
+        if request.constraint is not None:
+            count = request.constraint.advance(emitted.tokens)
+        if count:
+            request.take(emitted.tokens[:count], emitted.logprobs[:count], emitted.digests[:count])
+        if count < len(emitted.tokens) and request.finish_reason is None:
+            _end_dead(request)
         if is_round:
             for stats in (request.acceptance, self.acceptance):
                 stats.add(len(request.tokens) - num_before)
             request.round_lens.append(len(request.tokens) - num_before)
-        # Stop strings, which only text shows, are the one end that the device does not see.
-        is_over = request.finish_reason is not None
-        assert is_over == emitted.is_finished or request.finish_reason == "stop_string", "host and device disagree"
+        # Stop strings, which only text shows, and dead ends are what the device does not see.
+        is_over, reason = request.finish_reason is not None, request.finish_reason
+        assert is_over == emitted.is_finished or reason in ("stop_string", "dead_end"), "host and device disagree"
+
+
+def _end_dead(request: Request) -> None:
+    """End a request whose grammar allows no further token."""
+    assert request.constraint is not None
+    request.finish_reason = "dead_end"
+    tokens = len(request.tokens)
+    warnings.warn(f"a request ended after {tokens} tokens: {request.constraint.error}", stacklevel=8)
 
 
 def failure_of(error: BaseException) -> Exception:

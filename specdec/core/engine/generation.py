@@ -94,7 +94,7 @@ REFUSED_ARGUMENTS = MappingProxyType(
     {
         "logits_processor": "processors run in Python; express it with the settings that SamplingParams has",
         "stopping_criteria": "use stop, stop_token_ids or max_new_tokens",
-        "prefix_allowed_tokens_fn": "constrained decoding is not supported",
+        "prefix_allowed_tokens_fn": "it runs in Python; express it as a grammar: generate(..., grammar=Grammar(...))",
         "streamer": "use Engine.stream()",
         "assistant_model": "attach the draft: specdec.attach(target, draft)",
         "negative_prompt_ids": "classifier-free guidance needs a second forward",
@@ -106,7 +106,7 @@ REFUSED_ARGUMENTS = MappingProxyType(
 _ACCEPTED = HONOURED | HARMLESS
 # Arguments of `Engine.generate` that are not settings, and what others call some of its arguments.
 _ENDS = ("stop", "stop_token_ids", "ignore_eos", "deadline")
-_ENGINES = ("attention_mask", "sampling", "generation_config", *_ENDS, "priority")
+_ENGINES = ("attention_mask", "sampling", "generation_config", *_ENDS, "priority", "grammar")
 _ALIASES = MappingProxyType(
     dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_new_tokens")
     | {"min_tokens": "min_new_tokens", "stop_sequences": "stop", "bad_words": "bad_words_ids", "temp": "temperature"}

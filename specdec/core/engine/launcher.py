@@ -1,5 +1,6 @@
 """Launches what the scheduler has chosen, a prefill or a round, and mails what it gives; knows no callers."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +42,12 @@ class StepBatch(NamedTuple):
     kind: SamplingKind
 
 
+def kind_of(requests: Sequence[Request]) -> SamplingKind:
+    """Return the least kind of sampling that serves all of `requests`."""
+    kind = SamplingKind.of(r.sampling for r in requests)
+    return kind.constrained if any(r.constraint is not None for r in requests) else kind
+
+
 class Launcher:
     """Launches prefills and rounds of running requests from their graphs, or eagerly.
 
@@ -56,6 +63,7 @@ class Launcher:
         self._context = parts.context
         self._device = parts.target.device
         self.program = Round(parts)
+        self.feed = parts.feed
         rewrite_row(parts.state, parts.tables, parts.ops, parts.config.dummy_row)
         pool = GraphPool(self._device) if self._device.type == "cuda" else None
         with collection_paused():
@@ -102,7 +110,7 @@ class Launcher:
         finished = [pieces[i][0] for i in done]
         new = [r for r in finished if not r.tokens]
         self.tiers.disturb()
-        kind = SamplingKind.of(r.sampling for r in new) if new else SamplingKind.GREEDY
+        kind = kind_of(new) if new else SamplingKind.GREEDY
         if new == finished and self._takes_whole(pieces, kind):
             self._prefill_whole(pieces, finished, kind)
         else:
@@ -116,6 +124,9 @@ class Launcher:
         """Play one round of all `requests`; the host learns a launch later what it emitted."""
         batch = self.batch_of(requests)
         bound = self._len_bound(requests)
+        if batch.kind.is_constrained:
+            assert self.feed is not None
+            self.feed.begin(requests)
         self.is_launching = True
         played = self.tiers.begin(requests)
         for _ in range(played.catch_ups):
@@ -129,7 +140,7 @@ class Launcher:
         """Return the batch of a round; rows are copied to the device only where they are not those of the last one."""
         if requests != self._batch.requests:
             rows = copy_to(self._device, np.array([r.row for r in requests], dtype=np.int64))
-            self._batch = StepBatch(requests, rows, SamplingKind.of(r.sampling for r in requests))
+            self._batch = StepBatch(requests, rows, kind_of(requests))
         return self._batch
 
     def forget_rows(self) -> None:
@@ -190,6 +201,9 @@ class Launcher:
     ) -> None:
         """Draw the first token of the pieces `new` from the target's states `hidden` [T, h]; the draft reads them."""
         places = self._places(new, len(pieces))
+        if kind.is_constrained:
+            assert self.feed is not None
+            self.feed.write_first([pieces[i][0] for i in new])
         rows, last_rows = chunk.rows[places], chunk.last_rows[places]
         packed = self.rounds.first_tokens(kind, rows, hidden.index_select(0, last_rows))
         self.post([pieces[i][0] for i in new], packed)

@@ -7,6 +7,7 @@ adds stop strings, which only text can show.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from specdec.core.functional.sampling import SamplingParams
 from specdec.core.metrics import AcceptanceStats
 from specdec.core.outputs import TokenLogprob
 from specdec.core.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from specdec.core.grammar.matcher import Constraint
 
 
 @dataclass(eq=False)
@@ -33,6 +37,7 @@ class Request:
     failure: the error that ended it, with finish_reason "error"; the caller that waits for the request raises it.
     round_lens: tokens that each verify round emitted, after trimming; the engine updates it along with `acceptance`.
     logprobs: of each of `tokens`; None if the engine does not compute them. digests: the same, empty.
+    constraint: its grammar, after `tokens`; None if it has none.
     on_change: what `notify` calls.
     arrived: when it was queued (`Scheduler.add`), seconds; first_token_s and time_s count from there.
     """
@@ -63,6 +68,7 @@ class Request:
     round_lens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     digests: list[int] = field(default_factory=list)
+    constraint: "Constraint | None" = None
     on_change: "Callable[[Request], None] | None" = None
     arrived: float = 0.0
     first_token_s: float | None = None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.core.sampling_params import NUMBERS, SamplingKind, SamplingParams
 
-__all__ = ["SamplingBatch", "SamplingKind", "SamplingParams", "process_logits", "sample", "uniform"]
+__all__ = ["SamplingBatch", "SamplingKind", "SamplingParams", "constrain", "process_logits", "sample", "uniform"]
 
 # splitmix64 (Steele, Lea, Flood 2014), its unsigned constants written as the int64 of the same bits.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -70,6 +70,16 @@ def process_logits(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     probs = torch.where(is_greedy, one_hot, scaled.softmax(-1))
     # The maximum is finite exactly when the position is usable: it propagates NaN and +inf, and shows a row of -inf.
     return probs.masked_fill(~logits.amax(-1, keepdim=True).isfinite(), math.nan)
+
+
+def constrain(logits: Tensor, masks: Tensor) -> Tensor:
+    """Set forbidden tokens of logits [bs, D, V], any float dtype, to -inf, in place; returns them.
+
+    masks [bs, D, W] int32: bit t % 32 of word t // 32 is set where token t is allowed.
+    """
+    tokens = torch.arange(logits.shape[-1], device=logits.device)
+    is_allowed = masks[..., tokens // 32] >> (tokens % 32).int() & 1
+    return logits.masked_fill_(is_allowed == 0, -math.inf)
 
 
 def uniform(seeds: Tensor, counters: Tensor, streams: Tensor) -> Tensor:

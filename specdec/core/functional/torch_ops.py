@@ -99,6 +99,7 @@ TORCH_OPS = RoundOps(
     trim=_trim,
     emit=_emit,
     look_up=lookup.look_up,
+    constrain=sampling.constrain,
     admit=_admit,
     committer=_committer,
 )
@@ -107,7 +108,7 @@ TORCH_OPS = RoundOps(
 def _triton_ops() -> RoundOps:
     """The kernels, in the types of this layer; imported here, since triton is optional."""
     from specdec.backends.triton.round import admit, chain, lookup, rows, tree, trim, walk
-    from specdec.backends.triton.sampling import draws, law, processors, top
+    from specdec.backends.triton.sampling import bitmask, draws, law, processors, top
     from specdec.backends.triton.sampling import uniform as sampling
 
     def line(root: torch.Tensor, drafts: torch.Tensor) -> Tree:
@@ -157,6 +158,7 @@ def _triton_ops() -> RoundOps:
         trim=cut,
         emit=trim.emit,
         look_up=lookup.look_up,
+        constrain=bitmask.constrain,
         admit=admit.admit,
         committer=rows.committer,
     )

@@ -139,6 +139,30 @@ def build(
     )
 
 
+def force(draft: Tree, probs: Tensor | None, forced: Tensor) -> None:
+    """Write forced tokens [bs, S] int64, -1 past the last, to a path of `draft`, in place.
+
+    The path takes at each depth the child that holds the token already, else the one below which the tree is deepest,
+    the first among equals. So siblings stay distinct. probs [bs, S, V], of a chain that was drawn: a forced token is a
+    point mass.
+    """
+    num_nodes = draft.tokens.shape[1]
+    nodes = torch.arange(num_nodes, device=forced.device)
+    is_below = ancestor_mask(draft.ancestor_bits, num_nodes)  # [bs, D, D]: whether each node is below the others
+    reach = torch.where(is_below, draft.depths.unsqueeze(2), 0).amax(1)  # [bs, D]: the depth of the deepest one below
+    current = torch.zeros_like(forced[:, :1])
+    for step in range(min(forced.shape[1], num_nodes - 1)):
+        token = forced[:, step : step + 1]
+        is_child = (draft.parents == current) & (nodes > 0) & (token >= 0)
+        rank = (draft.tokens == token) * num_nodes + reach
+        best = torch.where(is_child, rank * num_nodes + num_nodes - 1 - nodes, -1).amax(1, keepdim=True)
+        current = torch.where(best >= 0, num_nodes - 1 - best % num_nodes, -1)  # -1 has no children
+        draft.tokens.copy_(torch.where(nodes == current, token, draft.tokens))
+    if probs is not None:
+        is_token = torch.arange(probs.shape[2], device=forced.device) == forced.unsqueeze(2)
+        probs.copy_(torch.where(forced.unsqueeze(2) >= 0, is_token.to(probs.dtype), probs))
+
+
 def ancestor_mask(bits: Tensor, num_nodes: int) -> Tensor:
     """Return the mask [bs, q, num_nodes], bool, of ancestor bits [bs, q, W], int64: query q sees node j."""
     nodes = torch.arange(num_nodes, device=bits.device)

@@ -29,6 +29,7 @@ class RoundGraphs:
         self._config = config
         device = program.slot_table.device
         self.capture = pick_capture(config.cuda_graph, device, pool)
+        program.pause = self.capture.pause
         if config.strict and self.capture.refusal:
             raise ValueError(f"strict=True on {device.type}, where {self.capture.refusal}; leave strict out")
         buckets = batch_buckets(config.max_batch, config.graph_batches)
@@ -44,7 +45,7 @@ class RoundGraphs:
             counters=parts.counters,
             device=device,
             buckets=buckets,
-            variants=config.graph_sampling,
+            variants=config.graph_kinds,
             strict=config.strict,
         )
         self._names = {shape: runner_name(shape, config) for shape in config.shapes}
@@ -58,7 +59,7 @@ class RoundGraphs:
             *(GraphRunner(name, partial(program.play, shape=s), [rows], setup) for s, name in self._names.items()),
             GraphRunner("first_token", partial(first_token_part, program), [rows, hidden], setup),
         ]
-        once = replace(setup, variants=config.graph_sampling[:1])  # what samples nothing: one kind serves all
+        once = replace(setup, variants=config.graph_kinds[:1])  # what samples nothing: one kind serves all
         if worker.has_begin:
             states = [spec("states", worker.hidden_size, worker.dtype or target.dtype)] if worker.hidden_size else []
             made.append(GraphRunner("draft_begin", partial(begin_part, program), [rows, *states], once))
@@ -83,16 +84,17 @@ class RoundGraphs:
     def begin(self, rows: torch.Tensor, states: torch.Tensor | None, max_prefix: int) -> None:
         """Run `Round.begin` for `rows`."""
         inputs = {"rows": rows} if states is None else {"rows": rows, "states": states}
-        self.runners["draft_begin"](self._config.graph_sampling[0], inputs, max_prefix=max_prefix)
+        self.runners["draft_begin"](self._config.graph_kinds[0], inputs, max_prefix=max_prefix)
 
     def catch_up(self, rows: torch.Tensor, max_prefix: int) -> None:
         """Run `Round.follow` for `rows`."""
-        self.runners["catch_up"](self._config.graph_sampling[0], {"rows": rows}, max_prefix=max_prefix)
+        self.runners["catch_up"](self._config.graph_kinds[0], {"rows": rows}, max_prefix=max_prefix)
 
     def _served_as(self, kind: SamplingKind) -> SamplingKind:
         """Return the least kind that was captured and serves `kind`; if there is none, `kind` itself."""
-        captured = [SamplingKind(k) for k in self._config.graph_sampling if not self.capture.refusal]
-        return next((k for k in captured if k.serves(kind)), kind)
+        captured = [SamplingKind(k) for k in self._config.graph_kinds if not self.capture.refusal]
+        alike = (k for k in captured if k.is_constrained == kind.is_constrained)
+        return next((k for k in alike if k.serves(kind)), kind)
 
     @property
     def costs(self) -> list[GraphCost]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specdec.backends.op import ForwardContext
 from specdec.core.cache.tables import SlotTables
@@ -13,13 +14,18 @@ from specdec.core.round.state import EngineState
 from specdec.core.target import LiveModels, Target
 from specdec.graphs.counters import Counters
 
+if TYPE_CHECKING:
+    from specdec.core.grammar.feed import MaskFeed
+    from specdec.core.grammar.matcher import Compiler
+
 
 @dataclass(frozen=True)
 class Parts:
     """Objects that programs, graphs and the core of one engine share.
 
     target: reads the hidden states that `worker` asks for. context: the target's attention layers and K/V pool. tables
-    and state: by row, the last of which is the dummy row. compiling_kernels: see `backends.registry`.
+    and state: by row, the last of which is the dummy row. compiling_kernels: see `backends.registry`. feed, grammars:
+    None where no request may have a grammar.
     """
 
     target: Target
@@ -32,3 +38,5 @@ class Parts:
     counters: Counters
     models: LiveModels
     compiling_kernels: Callable[[], AbstractContextManager[None] | None]
+    feed: "MaskFeed | None" = None
+    grammars: "Compiler | None" = None

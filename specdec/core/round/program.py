@@ -4,7 +4,8 @@ Nothing here looks at the device from the host or has a shape that depends on da
 rows and on the kind of sampling, so it can be captured. Row numbers are its only input; all else is state by row.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -24,7 +25,7 @@ from specdec.core.draft.worker import (
 )
 from specdec.core.functional.results import append_logprobs, row_digests, token_logprobs
 from specdec.core.functional.sampling import SamplingKind
-from specdec.core.functional.tree import Tree
+from specdec.core.functional.tree import Tree, force
 from specdec.core.functional.verify import VerifyOutput, impose_acceptance
 from specdec.core.round.parts import Parts
 
@@ -45,6 +46,8 @@ class Round:
         self.ops = parts.ops
         self.slot_table = parts.tables.table
         self.state = parts.state
+        self.feed = parts.feed
+        self.pause: Callable[[Callable[[], None]], None] = lambda between: between()  # see `Capture.pause`
         self._commits = {shape: list(_commits(parts, shape)) for shape in parts.config.shapes}
         self._no_draft = NoDraft(parts.ops)
         follows = parts.config.auto_steps is not None and parts.worker.context is not None
@@ -62,7 +65,11 @@ class Round:
         """
         batch = self.batch(kind, rows, max_prefix, shape)
         draft = self.draft(batch)
+        if batch.is_constrained:
+            self._force(batch, draft)
         logits, aux = self.verify(batch, draft.tree)
+        if batch.is_constrained:
+            self._constrain(logits)
         verified = self.accept(batch, draft, logits)
         return self.extend(batch, verified, aux)
 
@@ -81,6 +88,7 @@ class Round:
             max_prefix=self.slot_table.shape[1] if max_prefix is None else max_prefix,
             shape=shape or self.config.shape,
             is_processed=kind.has_processors,
+            is_constrained=kind.is_constrained,
         )
 
     def draft(self, batch: RoundBatch) -> Draft:
@@ -124,11 +132,14 @@ class Round:
 
     def first_tokens(self, kind: str, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The token after each prompt, from logits [n, V]; it becomes the row's first root. Results as `play` gives."""
-        batch = self.batch(kind, rows)
-        verified = self._decide(batch, self._no_draft.draft(batch), logits.unsqueeze(1), STREAM_PREFILL)
+        batch, logits = self.batch(kind, rows), logits.unsqueeze(1)
+        if batch.is_constrained:
+            assert self.feed is not None
+            self.ops.constrain(logits, self.feed.masks(len(rows), 1))
+        verified = self._decide(batch, self._no_draft.draft(batch), logits, STREAM_PREFILL)
         verified = agreed(self.target.group, verified)
         verified = self.ops.trim(verified, rows, self.state.stop_ids, self.state.remaining)
-        self._keep_scores(rows, logits.unsqueeze(1), verified)
+        self._keep_scores(rows, logits, verified)
         return self._emit(batch, verified, moves=False)  # the token is not in the cache yet: L stays
 
     def begin(
@@ -149,6 +160,21 @@ class Round:
         assert self.catch_up is not None
         self.catch_up.run(self.worker, self.batch(SamplingKind.GREEDY, rows, max_prefix))
         return rows
+
+    def _force(self, batch: RoundBatch, draft: Draft) -> None:
+        """Draft what grammars force, and begin to tell the host what is drafted."""
+        tree, num_steps = draft.tree, batch.shape.num_steps
+        assert self.feed is not None
+        self.pause(partial(self.feed.update, num_steps))
+        if num_steps:
+            force(tree, draft.probs, self.feed.forced(len(batch.rows), num_steps))
+            self.pause(partial(self.feed.fetch, tree.tokens, tree.parents))
+
+    def _constrain(self, logits: torch.Tensor) -> None:
+        """Mask logits [bs, D, V] of all nodes by the grammars of their requests, in place."""
+        assert self.feed is not None
+        self.pause(partial(self.feed.fill, logits.shape[1]))
+        self.ops.constrain(logits, self.feed.masks(*logits.shape[:2]))
 
     def _verify_metadata(self, batch: RoundBatch, tree: Tree) -> AttentionMetadata:
         """D queries a request: a chain is causal, a tree sees its ancestors."""

@@ -20,6 +20,7 @@ from specdec.core.draft.block import mask_words
 from specdec.core.draft.head import BlockDraftHead, DraftHead
 from specdec.core.draft.worker import DraftParts, DraftWorker, NoDraft
 from specdec.core.engine.core import Core
+from specdec.core.engine.generation import Settings
 from specdec.core.engine.ranked import RankedCore
 from specdec.core.engine.ranks import Ranks
 from specdec.core.engine.round_costs import measure_costs
@@ -27,6 +28,8 @@ from specdec.core.errors import CapacityError
 from specdec.core.functional.checks import checked
 from specdec.core.functional.ops import RoundOps
 from specdec.core.functional.torch_ops import pick_ops
+from specdec.core.grammar.feed import MaskFeed
+from specdec.core.grammar.matcher import Compiler
 from specdec.core.round.parts import Parts
 from specdec.core.round.state import EngineState
 from specdec.graphs.counters import Counters
@@ -37,6 +40,7 @@ from specdec.reach.assembly.memory import BY_SLOT, Draft, ModelShape, check_memo
 from specdec.reach.assembly.models import HFModels
 from specdec.reach.assembly.narrow import narrow_head
 from specdec.reach.checkpoints.tensors import TensorFiles
+from specdec.reach.grammars.compiler import make_compiler
 from specdec.reach.heads.formats import why_absent
 from specdec.reach.heads.load import check_head, load_head, open_draft
 from specdec.reach.targets.hf import HFTarget
@@ -104,7 +108,7 @@ def assemble(
     try:
         if isinstance(loaded, HFTarget):
             _check_length(config, loaded, "draft")
-        return _assemble(target, config, loaded, algo, ranks)
+        return _assemble(target, config, loaded, algo, tokenizer, ranks)
     except BaseException as error:
         if isinstance(loaded, HFTarget):
             loaded.detach()
@@ -114,9 +118,15 @@ def assemble(
 
 
 def _assemble(
-    target: HFTarget, config: EngineConfig, draft: Draft | None, algo: str | None, ranks: Ranks | None
+    target: HFTarget,
+    config: EngineConfig,
+    draft: Draft | None,
+    algo: str | None,
+    tokenizer: Any,
+    ranks: Ranks | None,
 ) -> tuple[Core, str, str]:
     device = target.device
+    grammars = _grammars(config, target, tokenizer, ranks)
     backend, why = pick_backend(config.backend, target.spec.layers, target.dtype, device)
     config = replace(config, prefix_cache=_keeps_prefixes(config, target, draft))
     counters = Counters()
@@ -155,6 +165,8 @@ def _assemble(
         counters=counters,
         models=HFModels(target, worker, config),
         compiling_kernels=partial(compiling_kernels, in_use, device),
+        grammars=grammars,
+        feed=None if grammars is None else MaskFeed(config, target.spec.vocab_size, device),
     )
     check_kernels(parts)
     core = Core(parts) if ranks is None else RankedCore(parts, ranks)
@@ -165,6 +177,16 @@ def _assemble(
     except BaseException:
         core.close()
         raise
+
+
+def _grammars(config: EngineConfig, target: HFTarget, tokenizer: Any, ranks: Ranks | None) -> Compiler | None:
+    """Return what compiles grammars, if requests may have one; ValueError if they cannot."""
+    if config.grammar is None:
+        return None
+    if ranks is not None:
+        raise ValueError(f"grammar={config.grammar!r}: not supported with a sharded model; leave it out")
+    eos_ids = Settings.merge(target.model.generation_config).eos_ids
+    return make_compiler(config.grammar, tokenizer, target.spec.vocab_size, eos_ids)
 
 
 def _load_draft(draft: Source, algo: str, target: HFTarget, tokenizer: Any) -> Draft:

@@ -1,0 +1,140 @@
+"""Feeds masks and forced tokens of a batch to its rounds, which read them from buffers on the device.
+
+A round stops twice for the host, while the device works on: after the launch of its draft the results of the round
+before are read, so that matchers are up to date, and forced tokens are written; after the launch of its verification
+masks are made of the tree, which has been drafted by then. Rounds of batches without a grammar know nothing of it.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+
+from specdec.core.batch import ints_to_device, to_device
+from specdec.core.config import EngineConfig
+from specdec.core.grammar.matcher import Constraint
+
+
+class Constrained(Protocol):
+    """What a feed knows of a request."""
+
+    constraint: Constraint | None
+    finish_reason: str | None
+
+
+class MaskFeed:
+    """Masks [max_batch * D * W] int32 and forced tokens [max_batch, S] int64 on the device, by place in the batch.
+
+    read_results: hands out what earlier launches have emitted; set by the core.
+    """
+
+    def __init__(self, config: EngineConfig, vocab_size: int, device: torch.device):
+        max_batch, num_nodes = config.max_batch, max(shape.num_draft_tokens for shape in config.shapes)
+        self.num_words = -(-vocab_size // 32)
+        self.read_results: Callable[[], None] = lambda: None
+        self._device = device
+        is_cuda = device.type == "cuda"
+        size = max_batch * num_nodes * self.num_words
+        self._masks = torch.full((size,), -1, dtype=torch.int32, device=device)
+        self._forced = torch.full((max_batch, config.num_steps), -1, dtype=torch.int64, device=device)
+        self._host_masks = torch.full((size,), -1, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
+        shape = (2, max_batch * num_nodes)
+        self._host_tree = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        self._has_tree = torch.cuda.Event() if is_cuda else None
+        self._requests: Sequence[Constrained] = ()
+        self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar")
+        self._is_forcing = False
+        self._num_rounds = self._num_forced = 0
+        self._mask_s = self._wait_s = 0.0
+
+    def masks(self, num_requests: int, num_nodes: int) -> torch.Tensor:
+        """Masks [n, D, W] that a round of n requests and D nodes reads: the same memory at every call."""
+        return _view(self._masks, num_requests, num_nodes, self.num_words)
+
+    def forced(self, num_requests: int, num_steps: int) -> torch.Tensor:
+        """Forced tokens [n, S], -1 past the last."""
+        return self._forced[:num_requests, :num_steps]
+
+    def begin(self, requests: Sequence[Constrained]) -> None:
+        """Feed the rounds that are launched from now on, of `requests`."""
+        self._requests = requests
+
+    def write_first(self, requests: Sequence[Constrained]) -> None:
+        """Write the masks of the first tokens of `requests`: of the beginning of their grammars."""
+        masks = torch.empty(len(requests), 1, self.num_words, dtype=torch.int32, device="cpu")
+        self._fill(requests, [[0]] * len(requests), [[0]] * len(requests), masks)
+        self.masks(len(requests), 1).copy_(to_device(masks, self._device))
+
+    def update(self, num_steps: int) -> None:
+        """First stop of a round that drafts `num_steps` deep."""
+        if not self._requests:
+            return
+        self.read_results()
+        if not num_steps:
+            return
+        constraints = map(_constraint, self._requests)
+        forced = [[] if c is None else c.forced()[:num_steps] for c in constraints]
+        if any(forced) or self._is_forcing:
+            width = self._forced.shape[1]
+            rows = [[*tokens, *[-1] * (width - len(tokens))] for tokens in forced]
+            self._forced[: len(rows)] = ints_to_device(rows, self._device)
+        self._is_forcing = any(forced)
+        self._num_forced += sum(map(len, forced))
+
+    def fetch(self, tokens: torch.Tensor, parents: torch.Tensor) -> None:
+        """Start the copy of a tree's tokens and parents [n, D] to the host."""
+        for host, own in zip(self._host_tree, (tokens, parents), strict=True):
+            host[: own.numel()].copy_(own.reshape(-1), non_blocking=True)
+        if self._has_tree is not None:
+            self._has_tree.record()
+
+    def fill(self, num_nodes: int) -> None:
+        """Second stop: write the masks of all nodes of the tree that was fetched; a root alone needs none."""
+        if not self._requests:
+            return
+        start = time.perf_counter()
+        if self._has_tree is not None and num_nodes > 1:
+            self._has_tree.synchronize()
+        has_tree = time.perf_counter()
+        num = len(self._requests)
+        tokens, parents = self._host_tree[:, : num * num_nodes].view(2, num, num_nodes).tolist()
+        host = _view(self._host_masks, num, num_nodes, self.num_words)  # its last copy is done: a round came after it
+        self._fill(self._requests, tokens, parents, host)
+        self.masks(num, num_nodes).copy_(host, non_blocking=True)
+        self._num_rounds += 1
+        self._wait_s += has_tree - start
+        self._mask_s += time.perf_counter() - has_tree
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what `Report.grammar` says."""
+        if not self._num_rounds:
+            return {}
+        mask_ms, wait_ms = (1e3 * s / self._num_rounds for s in (self._mask_s, self._wait_s))
+        counts = {"rounds": self._num_rounds, "forced_tokens": self._num_forced}
+        return {**counts, "mask_ms": mask_ms, "wait_ms": wait_ms}
+
+    def _fill(
+        self, requests: Sequence[Constrained], tokens: list[list[int]], parents: list[list[int]], masks: torch.Tensor
+    ) -> None:
+        """Write masks [n, D, W] on the host, a request a thread; they allow all where there is no grammar."""
+        masks.fill_(-1)
+        found = zip(map(_constraint, requests), tokens, parents, masks.numpy(), strict=True)
+        jobs = [(constraint, own) for constraint, *own in found if constraint is not None]
+        if len(jobs) == 1:
+            jobs[0][0].fill_tree(*jobs[0][1])
+        else:
+            list(self._threads.map(lambda job: job[0].fill_tree(*job[1]), jobs))
+
+
+def _constraint(request: Constrained) -> Constraint | None:
+    """Return the constraint of a request that goes on, if it has one."""
+    return request.constraint if request.finish_reason is None else None
+
+
+def _view(masks: torch.Tensor, *shape: int) -> torch.Tensor:
+    return masks[: math.prod(shape)].view(shape)

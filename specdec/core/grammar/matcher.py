@@ -1,0 +1,117 @@
+"""The contracts of matchers, and a request's constraint: which tokens may follow at each node of its tree.
+
+A mask is a bitmask of the vocabulary: bit t % 32 of word t // 32, int32, is set where token t is allowed.
+"""
+
+from collections.abc import Sequence, Set
+from typing import Protocol
+
+import numpy as np
+
+from specdec.core.grammar.grammar import Grammar
+
+
+class Matcher(Protocol):
+    """Follows one text through a compiled grammar, a token at a time."""
+
+    def fill(self, mask: np.ndarray) -> bool:
+        """Write which tokens may come next to mask [W] int32, EOS ids where the text may end; False if none may."""
+
+    def accept(self, token: int) -> bool:
+        """Take a token that is no EOS id, if the grammar allows it; return whether it does."""
+
+    def rollback(self, num: int) -> None:
+        """Take back the last `num` tokens."""
+
+    def forced(self) -> list[int]:
+        """Return the tokens that the grammar's only continuation is usually written with; none if there are several."""
+
+    @property
+    def error(self) -> str:
+        """Why it can follow the text no further, a limit of the library for instance; empty if it can."""
+
+
+class CompiledGrammar(Protocol):
+    """A grammar for one vocabulary."""
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the beginning of a text."""
+
+
+class Compiler(Protocol):
+    """Compiles grammars for one vocabulary and keeps them by their text. Threads may share it.
+
+    name: of the library.
+    """
+
+    name: str
+
+    @property
+    def eos_ids(self) -> Set[int]:
+        """What its masks say where a text may end."""
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """ValueError if the grammar is invalid, or has what the library does not support."""
+
+
+class Constraint:
+    """A request's matcher, after the tokens that it has emitted. eos_ids: of the request, where they are the
+    library's (`library_eos`) or not."""
+
+    def __init__(self, matcher: Matcher, eos_ids: Set[int], library_eos: Set[int]):
+        self.matcher = matcher
+        self.eos_ids = eos_ids
+        self._foreign = [] if eos_ids == library_eos else [sorted(library_eos), sorted(eos_ids)]
+
+    def fill_tree(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
+        """Write the tokens that may follow each node to masks [D, W] int32, by the node's own path.
+
+        tokens, parents [D]: of a `Tree`. A node that the grammar forbids keeps what its mask held: nobody gets there. A
+        node after which nothing may come allows all: `advance` ends the text there.
+        """
+        children: list[list[int]] = [[] for _ in tokens]
+        for node in range(1, len(tokens)):
+            children[parents[node]].append(node)
+        self._visit(0, tokens, children, masks)
+
+    def _visit(self, node: int, tokens: Sequence[int], children: list[list[int]], masks: np.ndarray) -> None:
+        mask = masks[node]
+        if not self._fill(mask):
+            mask.fill(-1)
+            return
+        for child in children[node]:
+            if tokens[child] not in self.eos_ids and self.matcher.accept(tokens[child]):
+                self._visit(child, tokens, children, masks)
+                self.matcher.rollback(1)
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Take emitted tokens, up to EOS; return how many the grammar allows: fewer at a dead end, see `error`."""
+        for count, token in enumerate(tokens):
+            if token not in self.eos_ids and not self.matcher.accept(token):
+                return count
+        return len(tokens)
+
+    @property
+    def error(self) -> str:
+        """Why its text cannot go on."""
+        reason = self.matcher.error
+        return f"its grammar allows no token after this text{reason and f' ({reason})'}"
+
+    def forced(self) -> list[int]:
+        """See `Matcher.forced`."""
+        return self.matcher.forced()
+
+    def _fill(self, mask: np.ndarray) -> bool:
+        if not self.matcher.fill(mask):
+            return False
+        if self._foreign and is_allowed(mask, self._foreign[0][0]):
+            for ids, is_set in zip(self._foreign, (False, True), strict=True):
+                for token in ids:
+                    bit = np.int32(np.uint32(1 << token % 32).view(np.int32))
+                    mask[token // 32] = mask[token // 32] | bit if is_set else mask[token // 32] & ~bit
+        return True
+
+
+def is_allowed(mask: np.ndarray, token: int) -> bool:
+    """Return whether `mask` allows a token."""
+    return bool(int(mask[token // 32]) >> token % 32 & 1)

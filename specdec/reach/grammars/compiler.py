@@ -1,0 +1,90 @@
+"""Makes compilers: picks the library, and keeps what was compiled by its text."""
+
+import importlib.util
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from specdec.core.grammar.grammar import Grammar
+from specdec.core.grammar.matcher import CompiledGrammar
+from specdec.reach.grammars.vocabulary import Vocabulary
+
+LIBRARIES = ("llguidance", "xgrammar")  # in order of preference: see docs/generation-settings.md
+MOST_KEPT = 512  # compiled grammars
+
+
+def make_compiler(name: str, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> "CachedCompiler":
+    """Return the compiler `name` ("auto": the first library that is installed) for a tokenizer and a model's V.
+
+    ValueError without the library, a tokenizer, or EOS ids. The library is imported and told the vocabulary when the
+    first grammar comes.
+    """
+    found = [n for n in LIBRARIES if name in (n, "auto") and importlib.util.find_spec(n)]
+    if not found:
+        extra = "xgrammar" if name == "xgrammar" else "grammar"
+        raise ValueError(f"grammar={name!r}: the library is not installed: pip install 'specdec-toolkit[{extra}]'")
+    if tokenizer is None:
+        raise ValueError(f"grammar={name!r} needs a tokenizer; attach(..., tokenizer=...)")
+    if not eos_ids:
+        raise ValueError(f"grammar={name!r}: the model has no eos_token_id, which ends a complete text")
+    return CachedCompiler(found[0], lambda: Vocabulary.of(tokenizer, vocab_size, eos_ids), eos_ids)
+
+
+class CachedCompiler:
+    """A `specdec.core.grammar.matcher.Compiler` over one library; the grammars used last are kept."""
+
+    def __init__(self, name: str, vocabulary: Callable[[], Vocabulary], eos_ids: frozenset[int]):
+        self.name = name
+        self.eos_ids = eos_ids
+        self._vocabulary = vocabulary
+        self._library: Callable[[Grammar], CompiledGrammar] | None = None
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """See `Compiler.compile`. Other threads may compile at the same time."""
+        with self._lock:
+            if (kept := self._kept.get(grammar.text)) is not None:
+                self._kept.move_to_end(grammar.text)
+                return kept
+            if self._library is None:
+                self._library = _open(self.name, self._vocabulary())
+            library = self._library
+        if grammar.kind in ("json", "structural_tag"):
+            check_schemas(grammar)
+        compiled = library(grammar)
+        with self._lock:
+            self._kept[grammar.text] = compiled
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        return compiled
+
+
+def _open(name: str, vocabulary: Vocabulary) -> Callable[[Grammar], CompiledGrammar]:
+    if name == "llguidance":
+        from specdec.reach.grammars.llguidance import LLGuidance
+
+        return LLGuidance(vocabulary).compile
+    from specdec.reach.grammars.xgrammar import XGrammar
+
+    return XGrammar(vocabulary).compile
+
+
+def check_schemas(grammar: Grammar) -> None:
+    """Raise ValueError that names the place at which a JSON schema is none."""
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
+
+    if grammar.kind == "json":
+        schemas = {"json": grammar.value}
+    else:
+        parts = enumerate(grammar.value["structures"])
+        schemas = {f"structural_tag.structures[{i}].schema": part["schema"] for i, part in parts}
+    for at, schema in schemas.items():
+        try:
+            validator_for(schema).check_schema(schema)
+        except SchemaError as error:
+            raise ValueError(f"{at}{error.json_path[1:]}: {error.message[:300]}") from None
+        except RecursionError:
+            raise ValueError(f"{at}: nested too deeply") from None

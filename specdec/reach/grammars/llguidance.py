@@ -1,0 +1,113 @@
+"""Matchers of llguidance (extra "grammar"): Earley parsing over lazily built lexers, so that compiling takes a ms."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance.gbnf_to_lark import any_to_lark
+
+from specdec.core.grammar.grammar import Grammar
+from specdec.reach.grammars.vocabulary import Vocabulary
+
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Of a schema that asks for more, an error comes at once: about a tenth of a second of work.
+LIMITS = {"initial_lexer_fuel": 2_000_000, "max_grammar_size": 200_000, "verbose_errors": False}
+
+
+class LLGuidance:
+    """Compiles grammars for one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        wrapper = llguidance.TokenizerWrapper(_Tokens(vocabulary))
+        self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=sorted(vocabulary.eos_ids))
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+
+    def compile(self, grammar: Grammar) -> "Compiled":
+        """ValueError names the kind of grammar and what the library says of it."""
+        try:
+            source = source_of(grammar)
+        except Exception as error:  # GBNF is converted in Python, and mistakes have no type of their own
+            raise ValueError(f"{grammar.kind}: {error}") from None
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise ValueError(f"{grammar.kind}: {matcher.get_error().strip()[:500]}")
+        return Compiled(matcher)
+
+
+class _Tokens:
+    """What `llguidance.TokenizerWrapper` asks a tokenizer for."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary):
+        self.tokens, self.special_token_ids = vocabulary.tokens, vocabulary.special_ids
+        self.eos_token_id = min(vocabulary.eos_ids)
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("text, not bytes")  # how the library finds out what to give
+        return self._encode(text)
+
+
+class Compiled:
+    """A grammar, as a matcher that is copied: its lexer grows with use, and copies share it."""
+
+    def __init__(self, matcher: llguidance.LLMatcher):
+        self._matcher = matcher
+
+    def matcher(self) -> "LLGMatcher":
+        return LLGMatcher(self._matcher.deep_copy())
+
+
+class LLGMatcher:
+    """See `specdec.core.grammar.matcher.Matcher`."""
+
+    def __init__(self, matcher: llguidance.LLMatcher):
+        self._matcher = matcher
+
+    def fill(self, mask: np.ndarray) -> bool:
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        return not self._matcher.is_error() and bool(mask.any())
+
+    def accept(self, token: int) -> bool:
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    def rollback(self, num: int) -> None:
+        self._matcher.rollback(num)
+
+    def forced(self) -> list[int]:
+        return self._matcher.compute_ff_tokens()
+
+    @property
+    def error(self) -> str:
+        return self._matcher.get_error().partition("\n")[0][:500]
+
+
+def source_of(grammar: Grammar) -> str:
+    """Return the grammar in the library's own form."""
+    value: Any = grammar.value
+    overrides: Any = {"whitespace_flexible": True} if grammar.any_whitespace else ONE_LINE
+    if grammar.kind == "json_object":
+        value = {"type": "object"}
+    if grammar.kind in ("json", "json_object"):
+        schema = value if isinstance(value, Mapping) else ({} if value else {"not": {}})
+        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+    if grammar.kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(value)
+    if grammar.kind == "choice":
+        value = "start: " + " | ".join(map(json.dumps, value))
+    if grammar.kind == "ebnf":
+        value = any_to_lark(value)
+    if grammar.kind == "structural_tag":
+        tags = [_tag(part, value["triggers"], overrides) for part in value["structures"]]
+        return llguidance.StructTag.to_grammar(tags, assume_special=False)
+    return llguidance.LLMatcher.grammar_from_lark(value)
+
+
+def _tag(part: Mapping[str, Any], triggers: list[str], options: Mapping[str, Any]) -> llguidance.StructTag:
+    trigger = next(t for t in triggers if part["begin"].startswith(t))
+    schema = {**part["schema"], "x-guidance": options} if isinstance(part["schema"], Mapping) else part["schema"]
+    return llguidance.StructTag(trigger=trigger, begin=part["begin"], grammar=schema, end=part["end"])

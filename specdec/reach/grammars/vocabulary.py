@@ -1,0 +1,75 @@
+"""The bytes of every token of a tokenizer, as matchers need them."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """tokens: the bytes of ids 0..V-1, of special ones their name; special_ids: ids that are never text.
+
+    encode: text to ids, without special tokens. eos_ids: what ends a text.
+    """
+
+    tokens: list[bytes]
+    special_ids: list[int]
+    eos_ids: frozenset[int]
+    encode: Callable[[str], list[int]]
+
+    @classmethod
+    def of(cls, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> "Vocabulary":
+        """Read a fast tokenizer of transformers; ids that it does not have, up to the model's V, are special.
+
+        ValueError for tokenizers whose tokens' bytes are not known: slow ones.
+        """
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(
+                f"grammar: {type(tokenizer).__name__} does not say which bytes its tokens stand for: load a fast "
+                "tokenizer (use_fast=True)"
+            )
+        kinds = _kinds_of(json.loads(backend.to_str()))
+        read = _byte_level if "ByteLevel" in kinds else _spm
+        added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if i < vocab_size}
+        names = tokenizer.convert_ids_to_tokens(list(range(min(vocab_size, len(tokenizer)))))
+        tokens = [str(added[i]).encode() if i in added else read(name or "") for i, name in enumerate(names)]
+        unknown = range(len(tokens), vocab_size)
+        special = [*(i for i, token in added.items() if token.special), *unknown]
+        tokens += [f"<|unknown {i}|>".encode() for i in unknown]
+        return cls(tokens, special, eos_ids, lambda s: tokenizer.encode(s, add_special_tokens=False))
+
+
+def _kinds_of(described: dict[str, Any]) -> set[str]:
+    """Return the types of all pre-tokenizers and decoders of a tokenizer's description."""
+    found: set[str] = set()
+    parts = [described.get("pre_tokenizer"), described.get("decoder")]
+    while parts:
+        part = parts.pop() or {}
+        found.add(part.get("type", ""))
+        parts += [*part.get("pretokenizers", ()), *part.get("decoders", ())]
+    return found
+
+
+def _byte_names() -> dict[str, int]:
+    """Return the byte of each character of byte-level BPE (GPT-2): printable ones are themselves, the others follow
+    U+0100 in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = MappingProxyType(_byte_names())
+
+
+def _byte_level(name: str) -> bytes:
+    return bytes(_BYTES[c] for c in name) if all(c in _BYTES for c in name) else name.encode()
+
+
+def _spm(name: str) -> bytes:
+    """SentencePiece: U+2581 is a space, <0x0A> a byte."""
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        return bytes([int(name[3:5], 16)])
+    return name.replace("\u2581", " ").encode()

@@ -1,0 +1,85 @@
+"""Matchers of xgrammar (extra "xgrammar"): pushdown automata with masks made when a grammar is compiled."""
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+import xgrammar
+
+from specdec.core.grammar.grammar import Grammar
+from specdec.reach.grammars.vocabulary import Vocabulary
+
+ONE_LINE = {"any_whitespace": False, "separators": (", ", ": ")}
+
+
+class XGrammar:
+    """Compiles grammars for one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        info = xgrammar.TokenizerInfo(
+            vocabulary.tokens,
+            xgrammar.VocabType.RAW,
+            vocab_size=len(vocabulary.tokens),
+            stop_token_ids=sorted(vocabulary.eos_ids),
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, cache_enabled=False)  # `CachedCompiler` keeps them
+        self._encode = vocabulary.encode
+
+    def compile(self, grammar: Grammar) -> "Compiled":
+        """ValueError names the kind of grammar and what the library says of it."""
+        try:
+            return Compiled(self._compile(grammar), self._encode)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"{grammar.kind}: {str(error).strip()[:500]}") from None
+
+    def _compile(self, grammar: Grammar) -> Any:
+        compiler, value = self._compiler, grammar.value
+        if grammar.kind in ("json", "json_object"):
+            schema = {"type": "object"} if grammar.kind == "json_object" else value
+            spaces: Any = {"any_whitespace": True} if grammar.any_whitespace else ONE_LINE
+            return compiler.compile_json_schema(json.dumps(schema), strict_mode=False, **spaces)
+        if grammar.kind == "regex":
+            return compiler.compile_regex(value)
+        if grammar.kind == "lark":
+            return compiler.compile_lark(value)
+        if grammar.kind == "structural_tag":
+            own = [{**part, "schema": json.dumps(part["schema"])} for part in value["structures"]]
+            tags = [xgrammar.StructuralTagItem(**part) for part in own]
+            return compiler.compile_structural_tag(tags, value["triggers"])
+        ebnf = "root ::= " + " | ".join(map(json.dumps, value)) if grammar.kind == "choice" else value
+        return compiler.compile_grammar(ebnf)
+
+
+class Compiled:
+    """A compiled grammar."""
+
+    def __init__(self, compiled: Any, encode: Any):
+        self._compiled, self._encode = compiled, encode
+
+    def matcher(self) -> "XGMatcher":
+        return XGMatcher(xgrammar.GrammarMatcher(self._compiled), self._encode)
+
+
+class XGMatcher:
+    """See `specdec.core.grammar.matcher.Matcher`."""
+
+    error = ""
+
+    def __init__(self, matcher: Any, encode: Any):
+        self._matcher, self._encode = matcher, encode
+
+    def fill(self, mask: np.ndarray) -> bool:
+        rows = torch.from_numpy(mask).unsqueeze(0)
+        self._matcher.fill_next_token_bitmask(rows)
+        return bool(mask.any())
+
+    def accept(self, token: int) -> bool:
+        return self._matcher.accept_token(token)
+
+    def rollback(self, num: int) -> None:
+        self._matcher.rollback(num)
+
+    def forced(self) -> list[int]:
+        text = self._matcher.find_jump_forward_string()
+        return self._encode(text) if text else []

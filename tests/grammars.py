@@ -1,0 +1,75 @@
+"""A byte-level tokenizer for the tiny models, grammars, and plain constrained decoding: one token at a time, by HF."""
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from specdec import Grammar, SamplingParams
+from specdec.core.functional.sampling import SamplingBatch, constrain, process_logits
+from tests.tiny_models import VOCAB
+
+EOS = 2
+MERGES = [("{", '"'), ('"', ":"), ("Ġ", '"'), ('"', ","), ("n", "a"), ("m", "e"), ("na", "me"), ("t", "r"), ("u", "e")]
+MERGES += [("tr", "ue"), ('":', "Ġ"), ("e", "d"), ("r", "ed"), ("a", "g"), ("ag", "e"), ("0", "0"), ("1", "2")]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "color": {"enum": ["red", "blue"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "age", "color", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "json": Grammar(json=SCHEMA),
+    "regex": Grammar(regex="(ab|cd){2,6}[0-9]{3}"),
+    "choice": Grammar(choice=["red", "redder", "blue"]),
+}
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Special ids 0 to 2, ASCII, and some merges: 128 ids at most."""
+    characters = ["Ġ", *map(chr, range(33, 127))]
+    names = ["<pad>", "<bos>", "<eos>", *characters, *("".join(pair) for pair in MERGES)]
+    assert len(names) <= VOCAB
+    model = models.BPE({name: i for i, name in enumerate(names)}, MERGES)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
+
+
+def masks_after(compiled, tokens, vocab=VOCAB):
+    """Yield the mask of what may follow each beginning of `tokens`, the empty one first."""
+    matcher, mask = compiled.matcher(), np.zeros(-(-vocab // 32), np.int32)
+    assert matcher.fill(mask)
+    yield torch.from_numpy(mask)
+    for token in tokens:
+        assert matcher.accept(token) and matcher.fill(mask)
+        yield torch.from_numpy(mask)
+
+
+@torch.inference_mode()
+def plain_text(model, compiled, prompt, num_tokens, eos=EOS):
+    """Greedy text under a grammar: the mask, then the argmax, a token at a time."""
+    matcher, mask = compiled.matcher(), np.zeros(-(-model.config.vocab_size // 32), np.int32)
+    text = []
+    while len(text) < num_tokens:
+        matcher.fill(mask)
+        logits = model(torch.tensor([prompt + text], device=model.device)).logits[:, -1:].float()
+        text.append(int(constrain(logits, torch.from_numpy(mask).to(model.device).view(1, 1, -1)).argmax()))
+        if text[-1] == eos:
+            break
+        assert matcher.accept(text[-1])
+    return text
+
+
+@torch.inference_mode()
+def plain_law(model, ids, mask, params: SamplingParams):
+    """The law [V] of the token after `ids`, under a mask."""
+    logits = model(torch.tensor([ids], device=model.device)).logits[:, -1:].float().cpu()
+    return process_logits(constrain(logits, mask.view(1, 1, -1)), SamplingBatch.stack([params], "cpu"))[0, 0]

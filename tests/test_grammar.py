@@ -1,0 +1,233 @@
+"""Grammars: masks of every node by its own path, greedy text equal to plain constrained decoding, sampled text of its
+law, forced tokens as drafts, dead ends and mistakes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+import specdec
+from specdec import Grammar, SamplingParams
+from specdec.core.functional.sampling import constrain
+from specdec.core.functional.tree import Tree, ancestor_bits, chain, force
+from specdec.core.grammar.grammar import MOST_DEPTH
+from specdec.core.grammar.matcher import Constraint
+from tests.grammars import EOS, GRAMMARS, SCHEMA, masks_after, plain_law, plain_text, tiny_tokenizer
+from tests.heads import ALGOS, random_draft
+from tests.tiny_models import VOCAB, tiny_model
+
+pytest.importorskip("llguidance")
+pytest.importorskip("jsonschema")
+make_compiler = pytest.importorskip("specdec.reach.grammars.compiler").make_compiler
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
+TOKENIZER = tiny_tokenizer()
+CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}
+NUM_SEEDS = 1000 if DEVICE.type == "cuda" else 180
+PROMPTS = [[5, 6, 7], [9, 8, 40, 3], [77]]
+GRAPHS = {"cuda_graph": True, "prefill_graph": "off", "graph_batches": (4,), "max_batch": 4}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama").to(DEVICE)
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return make_compiler("llguidance", TOKENIZER, VOCAB, frozenset([EOS]))
+
+
+def engine_of(model, algo, shape, grammar="llguidance", **settings):
+    draft = random_draft(model, algo) if algo in ALGOS else None
+    given = {**GRAPHS, "max_seq_len": 96, "graph_sampling": "greedy", **(shape if algo else {}), **settings}
+    return specdec.attach(
+        model, draft, algo="lookup" if algo == "lookup" else "auto", tokenizer=TOKENIZER, grammar=grammar, **given
+    )
+
+
+@pytest.fixture(scope="module")
+def texts(model, compiler):
+    """Plain constrained decoding of every grammar and prompt."""
+    compiled = {name: compiler.compile(grammar) for name, grammar in GRAMMARS.items()}
+    return {name: [plain_text(model, c, p, 28) for p in PROMPTS] for name, c in compiled.items()}
+
+
+OTHERS = [("lookup", CHAIN), (None, CHAIN), *((a, s) for a in ALGOS if a != "eagle3" for s in (CHAIN, TREE))]
+CASES = [("eagle3", CHAIN), ("eagle3", TREE), *(pytest.param(*case, marks=pytest.mark.matrix) for case in OTHERS)]
+
+
+@pytest.mark.parametrize(("algo", "shape"), CASES)
+def test_greedy_text_equals_plain_constrained_decoding(model, texts, algo, shape):
+    engine = engine_of(model, algo, shape)
+    free = engine.generate(PROMPTS[1], max_new_tokens=28).tokens[0]
+    for name, grammar in GRAMMARS.items():
+        out = engine.generate(PROMPTS, max_new_tokens=28, grammar=[grammar, None, grammar])
+        assert out.tokens == [texts[name][0], free, texts[name][2]], name
+    engine.check_integrity()
+    runners = engine.report().runners
+    engine.detach()
+    name = "round" if algo else "decode"
+    assert runners[name]["eager"] == 0 and runners["first_token"]["eager"] == 0
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_xgrammar_does_the_same(model, shape):
+    pytest.importorskip("xgrammar")
+    engine = engine_of(model, "eagle3", shape, grammar="xgrammar")
+    for grammar in GRAMMARS.values():
+        expected = [plain_text(model, engine.compile_grammar(grammar), p, 28) for p in PROMPTS]
+        assert engine.generate(PROMPTS, max_new_tokens=28, grammar=grammar).tokens == expected
+    engine.detach()
+
+
+@pytest.mark.parametrize("shape", [CHAIN, pytest.param(TREE, marks=pytest.mark.matrix)], ids=["chain", "tree"])
+def test_sampled_text_has_the_constrained_law(model, compiler, shape):
+    """The second token given the first: chi-square over the seeds; q of a chain is the draft's own."""
+    grammar, prompt, params = Grammar(regex="[a-d]{2,4}[0-3]"), PROMPTS[0], SamplingParams(temperature=1.0, seed=0)
+    engine = engine_of(model, "eagle3", shape, graph_sampling="sampled", cuda_graph=None, max_batch=60, max_seq_len=16)
+    law = {"max_new_tokens": 2, "sampling": params, "grammar": engine.compile_grammar(grammar)}
+    pairs = torch.tensor(engine.generate([prompt] * NUM_SEEDS, **law).tokens)
+    engine.detach()
+    first = int(pairs[:, 0].mode().values)
+    *_, mask = masks_after(compiler.compile(grammar), [first])
+    expected = plain_law(model, [*prompt, first], mask, params)
+    seconds = pairs[pairs[:, 0] == first, 1].bincount(minlength=VOCAB)
+    assert seconds[expected == 0].sum() == 0
+    is_seen = expected * seconds.sum() > 3
+    observed = [*seconds[is_seen].tolist(), int(seconds[~is_seen].sum())]
+    shares = [*expected[is_seen].tolist(), float(expected[~is_seen].sum())]
+    wanted = np.array(shares) / sum(shares) * sum(observed)
+    kept = wanted > 0
+    assert stats.chisquare(np.array(observed)[kept], wanted[kept]).pvalue > 1e-3
+
+
+def test_penalties_bans_and_logprobs_are_of_the_constrained_law(model, compiler):
+    engine = engine_of(model, "eagle3", CHAIN, cuda_graph=None, logprobs=3)
+    grammar, rules = GRAMMARS["regex"], SamplingParams(repetition_penalty=1.3, logit_bias={TOKENIZER.encode("0")[0]: 9})
+    out = engine.generate(PROMPTS[:2], max_new_tokens=28, grammar=grammar, sampling=[rules, SamplingParams()])
+    engine.detach()
+    text, prompt = out.tokens[1], PROMPTS[1]
+    assert out.texts[0].endswith("000") and text == plain_text(model, compiler.compile(grammar), prompt, 28)
+    masks = masks_after(compiler.compile(grammar), text[:-1])
+    for i, (mask, own) in enumerate(zip(masks, out.requests[1].logprobs, strict=True)):
+        law = plain_law(model, [*prompt, *text[:i]], mask, SamplingParams(temperature=1.0))
+        assert own.logprob == pytest.approx(law[text[i]].log().item(), abs=1e-3)
+
+
+def test_forced_tokens_are_drafted_without_a_model(model):
+    """A text of one word only costs a round for every path of the draft, whatever that proposes."""
+    grammar = Grammar(regex="zqxjkvbpzqxj")
+    for algo, shape in (("eagle3", CHAIN), ("eagle3", TREE)):
+        engine = engine_of(model, algo, shape, cuda_graph=None)
+        out = engine.generate([PROMPTS[0]], max_new_tokens=28, grammar=grammar)
+        engine.detach()
+        assert out.texts == ["zqxjkvbpzqxj"] and len(out.requests[0].round_lens) == (3 if shape is CHAIN else 4)
+
+
+def test_masks_of_a_tree_follow_each_path(compiler):
+    """fill_tree against a fresh matcher for every node."""
+    compiled = compiler.compile(Grammar(regex="a(b|c)[0-9]x|d+"))
+    constraint = Constraint(compiled.matcher(), {EOS}, compiler.eos_ids)
+    words, parents = ["?", "a", "d", "b", "c", "z", "7", "x", "d"], [0, 0, 0, 1, 1, 1, 4, 6, 2]
+    tokens = [TOKENIZER.encode(word)[0] for word in words]
+    masks = np.zeros((len(words), VOCAB // 32), np.int32)
+    constraint.fill_tree(tokens, parents, masks)
+    for node in range(len(words)):
+        path, at = [], node
+        while at:
+            path.insert(0, tokens[at])
+            at = parents[at]
+        if words[node] != "z":
+            *_, expected = masks_after(compiled, path)
+            assert (masks[node] == expected.numpy()).all(), words[node]
+    assert constraint.advance([*tokens[1:2], *tokens[4:5], tokens[5]]) == 2
+
+
+def test_a_request_may_have_other_eos_ids(compiler):
+    constraint = Constraint(compiler.compile(Grammar(regex="a+")).matcher(), {7, 40}, compiler.eos_ids)
+    constraint.advance(TOKENIZER.encode("a"))
+    masks = np.zeros((1, VOCAB // 32), np.int32)
+    constraint.fill_tree([0], [0], masks)
+    allowed = [t for t in range(VOCAB) if masks[0, t // 32] >> t % 32 & 1]
+    assert EOS not in allowed and {7, 40} < set(allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [33, 5000])
+def test_the_kernel_masks_as_its_twin(dtype, vocab):
+    bitmask = pytest.importorskip("specdec.backends.triton.sampling.bitmask")
+    logits = torch.randn(2, 3, vocab, device=DEVICE).to(dtype)
+    masks = torch.randint(-(2**31), 2**31, (2, 3, -(-vocab // 32)), device=DEVICE).int()
+    masks[0, 1] = -1
+    expected = constrain(logits.clone(), masks)
+    assert expected[0, 1].isfinite().all() and not expected[1].isfinite().all()
+    assert torch.equal(bitmask.constrain(logits, masks), expected)
+
+
+def test_forced_tokens_take_a_path_of_distinct_siblings():
+    parents = torch.tensor([[0, 0, 0, 1, 2]])
+    tree = Tree(torch.tensor([[9, 5, 6, 7, 8]]), parents, torch.tensor([[0, 1, 1, 2, 2]]), ancestor_bits(parents, 2))
+    force(tree, None, torch.tensor([[6, 3]]))
+    assert tree.tokens.tolist() == [[9, 5, 6, 7, 3]]
+    probs, line = torch.full((1, 2, 4), 0.25), chain(torch.tensor([1]), torch.tensor([[2, 3]]))
+    force(line, probs, torch.tensor([[0, -1]]))
+    assert line.tokens.tolist() == [[1, 0, 3]] and probs[0].tolist() == [[1, 0, 0, 0], [0.25] * 4]
+
+
+def test_a_dead_end_ends_its_request_with_a_reason(model):
+    """Bytes that no token of the vocabulary can write."""
+    engine = engine_of(model, "eagle3", CHAIN, cuda_graph=None)
+    with pytest.warns(UserWarning, match=r"ended after \d tokens: its grammar allows no token after this text"):
+        out = engine.generate(PROMPTS[:2], max_new_tokens=8, grammar=[Grammar(regex="zé"), None])
+    engine.check_integrity()
+    engine.detach()
+    assert out.finish_reasons == ["dead_end", "length"] and out.texts[0] in ("", "z")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ({"json": {"type": "object", "properties": {"a": {"type": 3}}}}, r"json\.properties\.a\.type: 3 is not valid"),
+        ({"json": "{'a'"}, "json: it is not JSON"),
+        ({"json": {"type": "array", "uniqueItems": True}}, 'json: Unimplemented keys: ."uniqueItems"'),
+        ({"json": json.loads("[" * 80 + "]" * 80)}, f"json: nested too deeply: expected at most {MOST_DEPTH}"),
+        ({"regex": "(a["}, "(?s)regex: .*unclosed character class"),
+        ({"regex": "a" * 300_000}, "regex: 30.* characters: expected at most"),
+        ({"lark": "start: foo"}, "lark: .*unknown name"),
+        ({"ebnf": "root ::= foo"}, "ebnf: Rule 'foo' not found"),
+        ({"choice": []}, "choice: 0 strings: expected 1 to"),
+        ({"choice": "ab"}, "choice='ab': expected a list of strings"),
+        ({"regex": "a", "choice": ["b"]}, "expected exactly one of json, "),
+        ({}, "with nothing set: expected exactly one of json, "),
+        ({"regexp": "a"}, "expected a Grammar, or a dict with some of json"),
+        ({"structural_tag": {"triggers": ["<"]}}, "expected an object with 'structures' and 'triggers'"),
+    ],
+)
+def test_mistakes_are_named(compiler, grammar, message):
+    with pytest.raises(ValueError, match=message):
+        compiler.compile(Grammar.of(grammar))
+
+
+def test_engines_say_what_they_need(model):
+    engine = specdec.attach(model, tokenizer=TOKENIZER)
+    with pytest.raises(ValueError, match=r"attach\(\.\.\., grammar='auto'\)"):
+        engine.generate(PROMPTS, grammar=GRAMMARS["json"])
+    engine.detach()
+    for settings, message in (
+        ({"grammar": "auto"}, "grammar='auto' needs a tokenizer"),
+        ({"grammar": "outlines"}, "grammar='outlines': expected one of"),
+        ({"grammar": "auto", "num_steps": 3, "synthetic_acceptance": (0.5, 0.5, 0.5)}, "follows no grammar"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            specdec.attach(model, random_draft(model, "eagle3"), **settings)
+
+
+def test_grammars_are_compiled_once_and_texts_tell_them_apart(compiler):
+    own, other = Grammar(json=SCHEMA), Grammar(json=json.dumps(SCHEMA))
+    assert compiler.compile(own) is compiler.compile(other)
+    assert compiler.compile(own) is not compiler.compile(Grammar(json=SCHEMA, any_whitespace=True))
