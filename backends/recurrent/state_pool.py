@@ -52,7 +52,8 @@ RecurrentSpec = ConvSpec | ScanSpec
 
 
 class ConvLayer(NamedTuple):
-    """state [num_rows, kernel - 1, channels], oldest first; tail [num_rows, max_tail, channels]: inputs of nodes."""
+    """state [num_rows + num_kept, kernel - 1, channels], oldest first; tail [num_rows, max_tail, channels]: inputs of
+    nodes."""
 
     spec: ConvSpec
     state: torch.Tensor
@@ -60,7 +61,7 @@ class ConvLayer(NamedTuple):
 
 
 class ScanLayer(NamedTuple):
-    """State of a scan, fp32: state [num_rows, heads, k_dim, v_dim], and of nodes, [num_rows, max_tail, ...]:
+    """State of a scan, fp32: state [num_rows + num_kept, heads, k_dim, v_dim], and of nodes, [num_rows, max_tail, ...]:
 
     k [key_heads, k_dim]; u [heads, v_dim], what was written under k; g [*decay_shape], the node's own log decay. rates
     [heads, k_dim, v_dim], of decay "state": an element's log decay is rates * g.
@@ -116,7 +117,10 @@ class RecurrentOps:
 
 
 class StatePool(LayerState):
-    """State by row of all recurrent layers of a model; a layer's id is its place in `specs`."""
+    """State by row of all recurrent layers of a model; a layer's id is its place in `specs`.
+
+    num_kept: snapshots, which lie behind the rows and have no tails.
+    """
 
     def __init__(
         self,
@@ -126,10 +130,17 @@ class StatePool(LayerState):
         dtype: torch.dtype,
         device: torch.device,
         ops: RecurrentOps,
+        num_kept: int = 0,
     ):
         self.num_rows, self.max_tail = num_rows, max_tail
-        self.layers = [_allocate(spec, num_rows, max_tail, dtype, device) for spec in specs]
+        self.layers = [_allocate(spec, num_rows, max_tail, dtype, device, num_kept) for spec in specs]
         self.ops = ops
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy states of every layer from rows or snapshots `source` [n] int64 to `target` [n] int64, each there once;
+        snapshot i is `num_rows` + i."""
+        for layer in self.layers:
+            layer.state.index_copy_(0, target, layer.state.index_select(0, source))
 
     def conv(
         self,
@@ -181,26 +192,28 @@ class StatePool(LayerState):
         }
 
     @staticmethod
-    def bytes_for(specs: Sequence[RecurrentSpec], num_rows: int, max_tail: int, dtype: torch.dtype) -> int:
+    def bytes_for(
+        specs: Sequence[RecurrentSpec], num_rows: int, max_tail: int, dtype: torch.dtype, num_kept: int = 0
+    ) -> int:
         """Bytes that a pool of these layers holds."""
-        layers = [_allocate(spec, num_rows, max_tail, dtype, torch.device("meta")) for spec in specs]
+        layers = [_allocate(spec, num_rows, max_tail, dtype, torch.device("meta"), num_kept) for spec in specs]
         tensors = [value for layer in layers for value in layer if isinstance(value, torch.Tensor)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _allocate(
-    spec: RecurrentSpec, num_rows: int, max_tail: int, dtype: torch.dtype, device: torch.device
+    spec: RecurrentSpec, num_rows: int, max_tail: int, dtype: torch.dtype, device: torch.device, num_kept: int
 ) -> RecurrentLayer:
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     if isinstance(spec, ConvSpec):
         assert spec.kernel >= 2, "a convolution of one input keeps no state"
-        state = zeros(num_rows, spec.kernel - 1, spec.channels, dtype=dtype)
+        state = zeros(num_rows + num_kept, spec.kernel - 1, spec.channels, dtype=dtype)
         return ConvLayer(spec, state, zeros(num_rows, max_tail, spec.channels, dtype=dtype))
     return ScanLayer(
         spec,
-        state=zeros(num_rows, spec.heads, spec.k_dim, spec.v_dim),
+        state=zeros(num_rows + num_kept, spec.heads, spec.k_dim, spec.v_dim),
         k=zeros(num_rows, max_tail, spec.key_heads, spec.k_dim),
         u=zeros(num_rows, max_tail, spec.heads, spec.v_dim),
         g=zeros(num_rows, max_tail, *spec.decay_shape),

@@ -54,8 +54,9 @@ class EngineConfig:
     page_size: KV slots allocated together.
     prefix_cache: whether K/V of what was served stays while there is room, so that of prompts which begin alike (turns
         of a chat, many samples of one prompt, the same examples before every question) only what is new is prefilled.
-        "auto": where model and draft allow it. When the model changes all is forgotten, but what is written
-        through `.data` or `numpy()` is not noticed: call `Engine.clear_prefix_cache` then.
+        "auto": where the draft allows it. Models with recurrent layers go on from snapshots of their states, kept at
+        multiples of 64 tokens, as many as there are rows (4 at least). When the model changes all is forgotten, but
+        what is written through `.data` or `numpy()` is not noticed: call `Engine.clear_prefix_cache` then.
     max_prefill_tokens: prompt tokens of one prefill forward; longer prompts are prefilled in chunks.
     mixed_prefill_tokens: the same while requests that came earlier decode: a round of theirs follows each forward, so
         that a long prompt slows them down but does not stop them. Prompts submitted together are prefilled first, all.
@@ -251,6 +252,11 @@ class EngineConfig:
     def num_rows(self) -> int:
         """Rows of per-request state, the dummy row included."""
         return self.max_batch + 1
+
+    @property
+    def num_kept_states(self) -> int:
+        """Snapshots of recurrent layers that the prefix cache has room for: as much memory as rows take."""
+        return max(4, self.max_batch) if self.prefix_cache else 0
 
     @property
     def table_width(self) -> int:

@@ -71,8 +71,9 @@ class Target(Protocol):
     @property
     def shape(self) -> Any: ...
 
-    def row_states(self, num_rows: int, max_tail: int, ops: RecurrentOps) -> tuple[LayerState, ...]:
-        """Make the state by row of recurrent layers, if there are any; max_tail: nodes a row runs in a round."""
+    def row_states(self, num_rows: int, max_tail: int, ops: RecurrentOps, num_kept: int) -> tuple[LayerState, ...]:
+        """Make the state by row of recurrent layers, if there are any, and room for `num_kept` snapshots; max_tail:
+        nodes a row runs in a round."""
 
     def forward(self, context: ForwardContext, metadata: AttentionMetadata, input_ids: torch.Tensor) -> TargetOutput:
         """Run layers and head on packed input_ids [T] int64, in the context of `metadata`."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from specdec.core.cache.pages import NO_PAGES, Pages
+from specdec.core.cache.states import KeptStates
 
 EVICTED = 32  # at least one page in so many goes at a time, so that making room is rare
 
@@ -45,9 +46,13 @@ class Node:
 
 
 class PrefixCache:
-    """The tree of one engine, with the counts of what it saved: prompt tokens asked for, and found."""
+    """The tree of one engine, with the counts of what it saved: prompt tokens asked for, and found.
 
-    def __init__(self, pages: Pages, page_size: int):
+    states: snapshots for some of its pages, of a model with recurrent layers.
+    """
+
+    def __init__(self, pages: Pages, page_size: int, states: KeptStates | None = None):
+        self.states = states
         self._pages = pages
         self._page_size = page_size
         self._time = 0
@@ -97,6 +102,8 @@ class PrefixCache:
     def forget(self) -> None:
         """Become empty without giving pages back: for `Pages.repair`."""
         self.root = Node(None, NO_PAGES, NO_PAGES, 0)
+        if self.states is not None:
+            self.states.clear()
 
     def held(self) -> list[np.ndarray]:
         """Return the pages that the tree holds, an array a node."""
@@ -159,6 +166,8 @@ class PrefixCache:
         freed, key = leaf.pages[first:], self._key(leaf)
         leaf.keys, leaf.pages = leaf.keys[: first * self._page_size], leaf.pages[:first]
         self._pages.drop(freed)
+        if self.states is not None:
+            self.states.drop(freed)
         if first == 0 and leaf.parent is not None:
             del leaf.parent.children[key]
         return len(freed)

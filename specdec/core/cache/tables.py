@@ -11,6 +11,7 @@ import torch
 from specdec.core.batch import to_device
 from specdec.core.cache.pages import NO_PAGES, Pages
 from specdec.core.cache.prefix import PrefixCache
+from specdec.core.cache.states import KeptStates
 from specdec.core.errors import CapacityError
 
 
@@ -43,6 +44,7 @@ class SlotTables:
         page_size: int,
         device: torch.device,
         keeps_prefixes: bool = False,
+        states: KeptStates | None = None,
     ):
         self.page_size = page_size
         self.num_pages = num_slots // page_size
@@ -50,7 +52,7 @@ class SlotTables:
         self.table = torch.zeros(max_batch + 1, width, dtype=torch.int32, device=device)
         self._pages = Pages(self.num_pages)
         self.keeps_prefixes = keeps_prefixes
-        self.prefixes = PrefixCache(self._pages, page_size)
+        self.prefixes = PrefixCache(self._pages, page_size, states)
         self._of_row: dict[int, np.ndarray] = {}  # row -> its pages, in order of position
         self._free_rows: list[int] = []
         self.repair([])
@@ -180,12 +182,15 @@ class SlotTables:
         cache = self.prefixes
         if not self.keeps_prefixes:
             return {}
-        return {"kept": cache.num_pages * self.page_size, "asked": cache.num_asked, "found": cache.num_found}
+        facts = {"kept": cache.num_pages * self.page_size, "asked": cache.num_asked, "found": cache.num_found}
+        return facts if cache.states is None else {**facts, "states": len(cache.states.places)}
 
     def check_integrity(self) -> None:
         """Assert the invariants: every page but page 0 is free or held by those that count as its holders, and the
         tables of reserved rows and of the dummy row name their pages."""
-        self._pages.check_integrity([*self._of_row.values(), *self.prefixes.held()])
+        held, states = self.prefixes.held(), self.prefixes.states
+        self._pages.check_integrity([*self._of_row.values(), *held])
+        assert states is None or states.places.keys() <= set(np.concatenate(held).tolist()), "a state has no page"
         assert sorted([*self._of_row, *self._free_rows]) == list(range(self.max_batch)), "a row is lost or doubled"
         for row in (*self._of_row, self.max_batch):
             pages = self.table[row].unique() // self.page_size

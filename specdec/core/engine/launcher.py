@@ -1,6 +1,6 @@
 """Launches what the scheduler has chosen, a prefill or a round, and mails what it gives; knows no callers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +60,9 @@ class Launcher:
         self._state = parts.state
         self._slot_tables = parts.tables
         self._round_width = parts.config.num_steps + 1  # tokens that a round emits, at most
+        contexts = [c for c in (parts.context, parts.worker.context) if c is not None]
+        self._states = [c.state_pool for c in contexts if c.state_pool is not None]
+        self._first_kept = parts.config.num_rows  # the row of the first snapshot
         self._context = parts.context
         self._device = parts.target.device
         self.program = Round(parts)
@@ -97,6 +100,9 @@ class Launcher:
         if self.program.worker.reads_history:
             write_history(self._state, admitted)
         write_texts(self._state, admitted)
+        self._copy_states(
+            {r.row: self._first_kept + r.state for r in admitted if r.row is not None and r.state is not None}
+        )
         self._scheduler.admitted = []
         self.tiers.note_admission()
 
@@ -118,7 +124,24 @@ class Launcher:
         self.is_launching = False
         for request in finished:
             self._scheduler.sharing.keep(request)
+        self._keep_states([r for r, _ in pieces])
         return bool(new)
+
+    def _keep_states(self, requests: Sequence[Request]) -> None:
+        """Take snapshots of recurrent layers where prefills of `requests` have come to."""
+        kept: dict[int, int] = {}
+        for request in requests:
+            place = self._scheduler.sharing.keep_state(request)
+            if place is not None and request.row is not None:
+                kept[self._first_kept + place] = request.row  # of two snapshots in one place, the second is there
+        self._copy_states(kept)
+
+    def _copy_states(self, source_of: Mapping[int, int]) -> None:
+        """Copy states of recurrent layers between rows and snapshots. source_of: by target."""
+        if source_of:
+            target, source = copy_to(self._device, np.array([[*source_of], [*source_of.values()]], dtype=np.int64))
+            for pool in self._states:
+                pool.copy(source, target)
 
     def round(self, requests: list[Request]) -> None:
         """Play one round of all `requests`; the host learns a launch later what it emitted."""

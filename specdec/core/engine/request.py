@@ -30,6 +30,8 @@ class Request:
     row: set while it runs; num_prefilled: of `prompt`, in the cache already; num_cached: prompt tokens that others had
     left there.
     is_kept: whether its K/V may serve others.
+    stops: positions at which pieces of its prefill end, so that states of recurrent layers can be kept there; state:
+    the place of the kept one that it goes on from, if any.
     num_preempted: times that it was put back in the queue, for want of pages.
     num_behind: tokens at the end of its text that the draft has not seen but can, at most; 0 where it sees all.
     num_certain: least number of tokens it will have emitted once everything launched for it has come back.
@@ -57,6 +59,8 @@ class Request:
     num_prefilled: int = 0
     num_cached: int = 0
     is_kept: bool = True
+    stops: set[int] = field(default_factory=set)
+    state: int | None = None
     num_behind: int = 0
     num_certain: int = 0
     num_preempted: int = 0
@@ -90,6 +94,12 @@ class Request:
     def num_to_prefill(self) -> int:
         """Tokens that are read before its first round, or the next one."""
         return len(self.prompt) - 1
+
+    @property
+    def num_to_stop(self) -> int:
+        """Tokens that one piece of its prefill may have now."""
+        ahead = [stop for stop in self.stops if stop > self.num_prefilled]
+        return min(ahead, default=self.num_to_prefill) - self.num_prefilled
 
     def begin(self, row: int, num_cached: int) -> None:
         """Run in `row`, where K/V of the first `num_cached` tokens of `prompt` is."""

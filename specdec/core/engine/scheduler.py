@@ -143,10 +143,10 @@ class Scheduler:
     def next_prefill(self, max_tokens: int) -> list[tuple[Request, int]]:
         """Return the prompt pieces of one prefill forward: (request, number of tokens), at most `max_tokens` in all.
 
-        First come, first served; where not all fit, prompts that half of it holds come first. Only the last piece can
-        be a part of its prompt.
+        First come, first served; where not all fit, prompts that half of it holds come first. Pieces that end their
+        prompts are the first in the list.
         """
-        rests = {r: r.num_to_prefill - r.num_prefilled for r in self.running if r.finish_reason is None}
+        rests = {r: r.num_to_stop for r in self.running if r.finish_reason is None}
         waiting = [r for r, rest in rests.items() if rest]
         left = max_tokens // 2 if sum(rests.values()) > max_tokens else 0
         short: dict[Request, None] = {}
@@ -159,7 +159,7 @@ class Scheduler:
             if max_tokens:
                 pieces.append((request, min(rests[request], max_tokens)))
                 max_tokens -= pieces[-1][1]
-        return pieces
+        return sorted(pieces, key=lambda piece: piece[0].num_prefilled + piece[1] < piece[0].num_to_prefill)
 
     def decoding(self) -> list[Request]:
         """Return the requests of the next round: not those whose last token is already on its way."""

@@ -1,4 +1,8 @@
-"""Finds the K/V of a prompt's prefix that other requests have left, or are about to write."""
+"""Finds the K/V of a prompt's prefix that other requests have left, or are about to write.
+
+Recurrent layers can only go on from a state that was kept, see `KeptStates`. Prefills are cut where one is: at the
+prompt's end, and where a text that is known, or that waits for this one, parts from it.
+"""
 
 from weakref import WeakValueDictionary
 
@@ -28,7 +32,13 @@ class Sharing:
         token is read in any case."""
         if not self._tables.keeps_prefixes:
             return NO_PAGES
-        return self._tables.prefixes.find(keys_of(request.prompt[:-1], self._looks_ahead))
+        pages = self._tables.prefixes.find(keys_of(request.prompt[:-1], self._looks_ahead))
+        if (states := self._tables.prefixes.states) is None:
+            return pages
+        count, request.state = states.find(pages)
+        ends = len(pages) * self._tables.page_size, request.num_to_prefill - 1
+        request.stops = {end // states.step * states.step for end in ends}
+        return pages[:count]
 
     def has_more_soon(self, request: Request, num_cached: int) -> bool:
         """Return whether a running request will prefill a longer prefix of this prompt than is cached: waiting for it
@@ -36,7 +46,15 @@ class Sharing:
         other = self._begun.get(_beginning(request))
         if other is None or other.is_prefilled or not other.is_running:
             return False
-        return num_alike(other.prompt[:-1], request.prompt[:-1]) - num_cached > WORTH_WAITING
+        num_shared = num_alike(other.prompt[:-1], request.prompt[:-1])
+        if (states := self._tables.prefixes.states) is not None:
+            num_shared = (num_shared - 1) // states.step * states.step
+            if num_shared <= other.num_prefilled:
+                return False
+        is_more = num_shared - num_cached > WORTH_WAITING
+        if is_more and states is not None:
+            other.stops.add(num_shared)
+        return is_more
 
     def begin(self, request: Request) -> None:
         """Take note of a request that has been admitted."""
@@ -53,6 +71,17 @@ class Sharing:
             tokens = np.concatenate([prompt, np.array(request.tokens, dtype=np.int64)])
             seen = tokens[: max(len(prompt), len(tokens) - request.num_behind)]
             self._tables.keep(request.row, keys_of(seen, self._looks_ahead))
+
+    def keep_state(self, request: Request) -> int | None:
+        """Keep the K/V of what has been prefilled of a request, and return the place for its states there; None if they
+        are kept, or cannot be."""
+        states, end = self._tables.prefixes.states, request.num_prefilled
+        if states is None or not request.is_kept or request.is_prefilled or end % states.step:
+            return None
+        assert request.row is not None
+        keys = keys_of(request.prompt[: end + 1], self._looks_ahead)
+        self._tables.keep(request.row, keys)
+        return states.take(int(self._tables.prefixes.find(keys)[-1]))
 
 
 def _beginning(request: Request) -> bytes:

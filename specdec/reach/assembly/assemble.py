@@ -14,6 +14,7 @@ from specdec.backends.checks import is_debug
 from specdec.backends.op import ForwardContext
 from specdec.backends.registry import compiling_kernels, pick_backend, pick_recurrent
 from specdec.core.cache.pool import KVPool, LayerState
+from specdec.core.cache.states import KeptStates
 from specdec.core.cache.tables import SlotTables
 from specdec.core.config import EngineConfig
 from specdec.core.draft.block import mask_words
@@ -128,29 +129,31 @@ def _assemble(
     device = target.device
     grammars = _grammars(config, target, tokenizer, ranks)
     backend, why = pick_backend(config.backend, target.spec.layers, target.dtype, device)
-    config = replace(config, prefix_cache=_keeps_prefixes(config, target, draft))
+    config = replace(config, prefix_cache=_keeps_prefixes(config, draft))
     counters = Counters()
     narrow = narrow_head(config, draft, target)
     shape = None if draft is None else ModelShape.of(draft)
     check_memory(target, config, shape)
     sizes = (config.max_batch, config.table_width, config.pool_slots, config.page_size)
-    tables = SlotTables(*sizes, device, bool(config.prefix_cache))
+    has_states = any(isinstance(model, HFTarget) and model.spec.recurrent for model in (target, draft))
+    states = KeptStates(config.num_kept_states, config.page_size) if has_states and config.prefix_cache else None
+    tables = SlotTables(*sizes, device, bool(config.prefix_cache), states)
     worker: DraftWorker = NoDraft(_ops_for(backend))
     if algo is not None:
         row, own, context = algorithm(algo), backend, None
         if shape is not None:
             own, draft_why = pick_backend(config.backend, shape.layers, shape.dtype, device)
             why = why if own is backend else f"{why}; the draft: {own.name}, {draft_why}"
-            states = _row_states(draft, config, config.draft_tail, own)
+            own_states = _row_states(draft, config, config.draft_tail, own)
             words = mask_words(draft, config) if isinstance(draft, BlockDraftHead) else config.draft_words
-            context = _context(own, shape, tables, counters, words, states)
+            context = _context(own, shape, tables, counters, words, own_states)
         worker = row.make(DraftParts(row.spec, target, config, _ops_for(own), context, narrow), draft)
     for model in (target, draft):
         if isinstance(model, HFTarget):
             model.expect_positions(config.table_width)
     target.read_layers(worker.aux_layers)
-    states = _row_states(target, config, config.verify_width, backend)
-    context = _context(backend, ModelShape.of(target), tables, counters, config.tree_words, states)
+    row_states = _row_states(target, config, config.verify_width, backend)
+    context = _context(backend, ModelShape.of(target), tables, counters, config.tree_words, row_states)
     logprobs = None if config.logprobs is None else (config.num_steps + 1, config.logprobs)
     digests = config.num_steps + 1 if config.digests else None
     in_use = [c.backend for c in (context, worker.context) if c is not None]
@@ -200,12 +203,9 @@ def _load_draft(draft: Source, algo: str, target: HFTarget, tokenizer: Any) -> D
     return load_head(draft, target.shape, target.dtype, target.device, algo)
 
 
-def _keeps_prefixes(config: EngineConfig, target: HFTarget, draft: Draft | None) -> bool:
+def _keeps_prefixes(config: EngineConfig, draft: Draft | None) -> bool:
     """Return whether K/V of what was served can serve others, if it is wanted; ValueError if it must be and cannot."""
     reasons = []
-    for what, model in (("target", target), ("draft", draft)):
-        if isinstance(model, HFTarget) and model.spec.recurrent:
-            reasons.append(f"the {what} has recurrent layers, whose state is not kept by token")
     if isinstance(draft, DraftHead) and draft.num_modules > 1:
         reasons.append(f"the draft has {draft.num_modules} modules that read each other's last states")
     if config.prefix_cache is True and reasons:
@@ -244,7 +244,7 @@ def _row_states(
     """Make what recurrent layers of a model keep; heads have none."""
     if not isinstance(model, HFTarget):
         return ()
-    return model.row_states(config.num_rows, max_tail, pick_recurrent(backend.capabilities))
+    return model.row_states(config.num_rows, max_tail, pick_recurrent(backend.capabilities), config.num_kept_states)
 
 
 def _ops_for(backend: type[AttentionBackend]) -> RoundOps:

@@ -50,7 +50,7 @@ def check_memory(target: HFTarget, config: EngineConfig, draft: ModelShape | Non
         resident[f"{owner}weights"] = sum(p.numel() * p.element_size() for p in model.module.parameters())
         pool = KVPool.bytes_for([s.shape for s in model.layers], total_slots, model.dtype)
         needs[f"{owner}KV pool"] = pool, BY_SLOT
-        states = StatePool.bytes_for(model.recurrent, config.num_rows, max_tail, model.dtype)
+        states = StatePool.bytes_for(model.recurrent, config.num_rows, max_tail, model.dtype, config.num_kept_states)
         if states:
             needs[f"{owner}states of recurrent layers"] = states, "max_batch or num_draft_tokens"
     check_fits(needs, resident, free_bytes(target.device))

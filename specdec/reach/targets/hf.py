@@ -120,13 +120,13 @@ class HFTarget:
         """The input embedding, which EAGLE heads share."""
         return self.model.get_input_embeddings()
 
-    def row_states(self, num_rows: int, max_tail: int, ops: RecurrentOps) -> tuple[LayerState, ...]:
+    def row_states(self, num_rows: int, max_tail: int, ops: RecurrentOps, num_kept: int) -> tuple[LayerState, ...]:
         """Make the state by row of recurrent layers, which `ops` work on, if there are any.
 
-        max_tail: nodes that a round may have a row run.
+        max_tail: nodes that a round may have a row run; num_kept: snapshots for prompts that begin alike.
         """
         specs = self.spec.recurrent
-        return (StatePool(specs, num_rows, max_tail, self.dtype, self.device, ops),) if specs else ()
+        return (StatePool(specs, num_rows, max_tail, self.dtype, self.device, ops, num_kept),) if specs else ()
 
     @property
     def shape(self) -> TargetShape:
