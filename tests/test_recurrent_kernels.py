@@ -1,6 +1,7 @@
 """Recurrent layers: both sets of operations against a loop in fp64, through prefills, rounds and commits."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -240,6 +241,30 @@ def ops(request, monkeypatch):
     monkeypatch.setattr(scan_kernels, "TILE", 32)
     monkeypatch.setattr(chunks, "CHUNK", {"head": 16, "key": 16})
     return TRITON_RECURRENT
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "conv" not in kind])
+def test_prefills_that_are_cut_at_multiples_of_64_have_equal_bits(kind):
+    """As where the states of a prompt's beginning are kept: all that follows is the same."""
+    spec, num = KINDS[kind], 70
+    naive = NaiveScan(spec, torch.Generator().manual_seed(0), WEAK)
+    inputs = naive.inputs(num)
+    found = []
+    for cuts in ([0, num], [0, 64, num]):
+        pool = StatePool([spec], 3, 1, torch.float32, DEVICE, TRITON_RECURRENT, num_kept=1)
+        outputs = []
+        for begin, end in pairwise(cuts):
+            starts, lens = (torch.tensor([n], device=DEVICE) for n in (begin, end - begin))
+            rows = torch.tensor([1 if begin else 0], device=DEVICE)
+            table = torch.zeros(3, 256, dtype=torch.int32, device=DEVICE)
+            metadata = TORCH_METADATA.packed(table, rows, starts, lens, end - begin, 256)
+            with recurrent_scope(StateScope(pool, metadata)):
+                outputs.append(naive.run(0, [None if t is None else t[begin:end] for t in inputs]))
+            pool.copy(rows, torch.tensor([3], device=DEVICE))  # by way of a snapshot, to another row
+            pool.copy(torch.tensor([3], device=DEVICE), torch.tensor([1], device=DEVICE))
+        found.append((torch.cat(outputs), pool.layers[0].state[1]))
+    for whole, parts in zip(*found, strict=True):
+        assert torch.equal(whole, parts)
 
 
 @pytest.mark.parametrize("kind", KINDS if ON_GPU else [kind for kind in KINDS if kind not in ("by key", "conv 2")])

@@ -26,7 +26,7 @@ class KeptStates:
         self._free = list(range(self.num))
 
     def find(self, pages: np.ndarray) -> tuple[int, int | None]:
-        """Return how many of `pages` [n] int64, a text's first ones, its last snapshot is for, and the place of that."""
+        """Return how many of `pages` [n] int64, a text's first ones, its last snapshot is for, and its place."""
         for count in range(len(pages) // self._pages * self._pages, 0, -self._pages):
             page = int(pages[count - 1])
             if page in self.places:
