@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import specdec
-from specdec.core.cache.states import KeptStates
+from specdec.core.cache.prefix import KeptStates
 from tests.heads import random_draft
 from tests.recurrent_models import recurrent_model
 from tests.test_attach import greedy
@@ -24,7 +24,7 @@ SUBJECTS += [("lfm2", "eagle", TREE), ("kimi_linear", "lookup", CHAIN), ("jamba"
 
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch):
-    monkeypatch.setattr("specdec.core.cache.states.CHUNK", STEP)
+    monkeypatch.setattr("specdec.core.cache.prefix.CHUNK", STEP)
     monkeypatch.setattr("specdec.core.engine.sharing.WORTH_WAITING", STEP)
 
 

@@ -8,13 +8,14 @@ longest ago where requests need room.
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from specdec.core.cache.pages import NO_PAGES, Pages
-from specdec.core.cache.states import KeptStates
 
+CHUNK = 64  # tokens: scans of a prefill run in chunks that divide this, so one that is cut there has equal bits
 EVICTED = 32  # at least one page in so many goes at a time, so that making room is rare
 
 
@@ -30,6 +31,49 @@ def keys_of(tokens: np.ndarray, looks_ahead: int) -> np.ndarray:
     looks_ahead: 1 if K/V depends on the next token as well, 0 if not.
     """
     return tokens[:-1] << 32 | tokens[1:] if looks_ahead else tokens[:-1]
+
+
+class KeptStates:
+    """Which states of recurrent layers are kept: snapshots, the least recently used first, at places 0 to `num` - 1
+    behind the rows of a `StatePool`.
+
+    A snapshot belongs to a page of the `PrefixCache`, which stands for the text up to its end, and leaves with it.
+    step: tokens between the positions where one may be taken.
+    """
+
+    def __init__(self, num: int, page_size: int):
+        self.num = num
+        self.step = math.lcm(CHUNK, page_size)
+        self._pages = self.step // page_size
+        self.clear()
+
+    def clear(self) -> None:
+        """Keep none."""
+        self.places: dict[int, int] = {}  # by page, the one used last is the last
+        self._free = list(range(self.num))
+
+    def find(self, pages: np.ndarray) -> tuple[int, int | None]:
+        """Return how many of `pages` [n] int64, a text's first ones, its last snapshot is for, and its place."""
+        for count in range(len(pages) // self._pages * self._pages, 0, -self._pages):
+            page = int(pages[count - 1])
+            if page in self.places:
+                self.places[page] = place = self.places.pop(page)
+                return count, place
+        return 0, None
+
+    def take(self, page: int) -> int | None:
+        """Return the place for a snapshot of `page`; None if there is one already."""
+        if page in self.places:
+            self.places[page] = self.places.pop(page)
+            return None
+        place = self._free.pop() if self._free else self.places.pop(next(iter(self.places)))
+        self.places[page] = place
+        return place
+
+    def drop(self, pages: np.ndarray) -> None:
+        """Forget the snapshots of `pages`, which are free for other texts now."""
+        for page in self.places.keys() & pages.tolist():
+            self._free.append(self.places.pop(page))
 
 
 class Node:

@@ -10,8 +10,7 @@ import torch
 
 from specdec.core.batch import to_device
 from specdec.core.cache.pages import NO_PAGES, Pages
-from specdec.core.cache.prefix import PrefixCache
-from specdec.core.cache.states import KeptStates
+from specdec.core.cache.prefix import KeptStates, PrefixCache
 from specdec.core.errors import CapacityError
 
 

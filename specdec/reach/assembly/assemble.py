@@ -14,7 +14,7 @@ from specdec.backends.checks import is_debug
 from specdec.backends.op import ForwardContext
 from specdec.backends.registry import compiling_kernels, pick_backend, pick_recurrent
 from specdec.core.cache.pool import KVPool, LayerState
-from specdec.core.cache.states import KeptStates
+from specdec.core.cache.prefix import KeptStates
 from specdec.core.cache.tables import SlotTables
 from specdec.core.config import EngineConfig
 from specdec.core.draft.block import mask_words
