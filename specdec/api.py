@@ -162,6 +162,7 @@ class Engine:
         ignore_eos: go on past EOS. priority: while requests wait, higher ones are admitted first; from -1000 to 1000.
         grammar: a `Grammar` that the text follows, or a dict of its fields (such as {"json": schema}); one for all, or
         one or None per prompt. The engine must have been attached with `grammar`.
+        skip_special_tokens: False leaves special tokens, EOS included, in texts.
         deadline: seconds after which a request ends with what it has (finish_reason "deadline"), waiting included.
 
         Every argument is checked before any work starts; ValueError (CapacityError for what can never fit) names what

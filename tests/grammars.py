@@ -32,7 +32,7 @@ GRAMMARS = {
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Special ids 0 to 2, ASCII, and some merges: 128 ids at most."""
-    characters = ["Ġ", *map(chr, range(33, 127))]
+    characters = ["Ġ", "Ċ", *map(chr, range(33, 127))]
     names = ["<pad>", "<bos>", "<eos>", *characters, *("".join(pair) for pair in MERGES)]
     assert len(names) <= VOCAB
     model = models.BPE({name: i for i, name in enumerate(names)}, MERGES)

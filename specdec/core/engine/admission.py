@@ -40,6 +40,7 @@ def make_requests(
     priority: int = 0,
     deadline: float | None = None,
     grammar: Any = None,
+    skip_special_tokens: bool = True,
     **settings: Any,
 ) -> list[Request]:
     """Return one request per prompt, not queued yet; the options are those of `Engine.generate`."""
@@ -68,9 +69,11 @@ def make_requests(
                 f"min_new_tokens={law.min_new_tokens} of prompt {i} is more than max_new_tokens={limit}: lower it, or "
                 "raise max_new_tokens"
             )
+    skips = FLAG.check("skip_special_tokens", skip_special_tokens)
+    texts = [Detokenizer(tokenizer, strings, prompt, skips) for prompt in batch]
     requests = [
-        Request(prompt, array, limit, law, stop_ids, eos, Detokenizer(tokenizer, strings, prompt), special, priority)
-        for prompt, array, limit, law in zip(batch, arrays, limits, laws, strict=True)
+        Request(prompt, array, limit, law, stop_ids, eos, text, special, priority)
+        for prompt, array, limit, law, text in zip(batch, arrays, limits, laws, texts, strict=True)
     ]
     for request, constraint in zip(requests, _constraints(core, grammar, eos, len(batch)), strict=True):
         request.constraint = constraint

@@ -106,7 +106,7 @@ REFUSED_ARGUMENTS = MappingProxyType(
 _ACCEPTED = HONOURED | HARMLESS
 # Arguments of `Engine.generate` that are not settings, and what others call some of its arguments.
 _ENDS = ("stop", "stop_token_ids", "ignore_eos", "deadline")
-_ENGINES = ("attention_mask", "sampling", "generation_config", *_ENDS, "priority", "grammar")
+_ENGINES = ("attention_mask", "sampling", "generation_config", *_ENDS, "priority", "grammar", "skip_special_tokens")
 _ALIASES = MappingProxyType(
     dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_new_tokens")
     | {"min_tokens": "min_new_tokens", "stop_sequences": "stop", "bad_words": "bad_words_ids", "temp": "temperature"}

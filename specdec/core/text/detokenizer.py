@@ -15,10 +15,18 @@ class Detokenizer:
     All at once (`decode`), or as they come (`feed`, `finish`). Streamed text is held back while it may still change
     (incomplete UTF-8) or may be the start of a stop string. The text ends before a stop string; the tokens that made it
     stay in the token list. prompt: ids before the text, in which a stop string may begin, as in `transformers`.
+    skips_special: special tokens are no text.
     """
 
-    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = (), prompt: Sequence[int] = ()):
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_strings: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        skips_special: bool = True,
+    ):
         self.tokenizer = tokenizer
+        self._skips_special = skips_special
         self.stop_strings = tuple(stop_strings)
         self.stopped = False
         self.num_fed = 0
@@ -32,7 +40,7 @@ class Detokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of all `tokens`; empty without a tokenizer."""
-        return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=self._skips_special)
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Return the text that is now final. `num_fed` counts `tokens`, up to the one that completed a stop string."""

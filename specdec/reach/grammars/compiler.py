@@ -14,21 +14,27 @@ LIBRARIES = ("llguidance", "xgrammar")  # in order of preference: see docs/gener
 MOST_KEPT = 512  # compiled grammars
 
 
+def installed_library(name: str) -> str | None:
+    """Return the library that `name` stands for, if it is installed."""
+    fitting = (n for n in LIBRARIES if name in (n, "auto") and importlib.util.find_spec(n))
+    return next(fitting, None)
+
+
 def make_compiler(name: str, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> "CachedCompiler":
     """Return the compiler `name` ("auto": the first library that is installed) for a tokenizer and a model's V.
 
     ValueError without the library, a tokenizer, or EOS ids. The library is imported and told the vocabulary when the
     first grammar comes.
     """
-    found = [n for n in LIBRARIES if name in (n, "auto") and importlib.util.find_spec(n)]
-    if not found:
+    library = installed_library(name)
+    if library is None:
         extra = "xgrammar" if name == "xgrammar" else "grammar"
         raise ValueError(f"grammar={name!r}: the library is not installed: pip install 'specdec-toolkit[{extra}]'")
     if tokenizer is None:
         raise ValueError(f"grammar={name!r} needs a tokenizer; attach(..., tokenizer=...)")
     if not eos_ids:
         raise ValueError(f"grammar={name!r}: the model has no eos_token_id, which ends a complete text")
-    return CachedCompiler(found[0], lambda: Vocabulary.of(tokenizer, vocab_size, eos_ids), eos_ids)
+    return CachedCompiler(library, lambda: Vocabulary.of(tokenizer, vocab_size, eos_ids), eos_ids)
 
 
 class CachedCompiler:

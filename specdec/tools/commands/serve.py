@@ -6,10 +6,18 @@ from typing import Any
 
 import typer
 
+from specdec.reach.grammars.compiler import installed_library
 from specdec.tools.commands.choices import TARGET, WithDraft, engine_line, listed
 from specdec.tools.options import argument, command_of, option
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def chosen_library(given: str | None, tokenizer: Any) -> str | None:
+    """Return `EngineConfig.grammar` for what --grammar says."""
+    if given is None:
+        return "auto" if tokenizer is not None and installed_library("auto") else None
+    return None if given == "off" else given
 
 
 class Serve(WithDraft):
@@ -33,6 +41,10 @@ class Serve(WithDraft):
         "Name that the Host header may have; may be repeated. Default: any, of loopback its own."
     )
     max_logprobs: int | None = option("Log-probabilities of so many best tokens may be asked for; default: none.")
+    grammar: str | None = option(
+        "Library for response_format, tool_choice and structured_outputs: auto, llguidance, xgrammar or off. Default: "
+        "auto where one is installed."
+    )
     name: str | None = option("Name of the model in requests; default: the target's.")
     grace: float = option("Seconds that running requests have after SIGTERM or Ctrl-C.", 10.0)
     compile: bool | None = option("Compile the target's layers; default: on CUDA.", None, "--compile/--no-compile")
@@ -54,6 +66,7 @@ class Serve(WithDraft):
         given = {"compile": self.compile, "max_seq_len": self.max_seq_len}
         settings: dict[str, Any] = {"num_slots": self.num_slots, "logprobs": self.max_logprobs}
         settings |= {"max_batch": max_batch, "prefix_cache": "auto" if self.prefix_cache else False}
+        settings |= {"grammar": chosen_library(self.grammar, tokenizer)}
         settings |= {name: value for name, value in given.items() if value is not None}
         drafting = self.drafting(model, max_batch)
         engine = drafting.attach(model, tokenizer, **settings)

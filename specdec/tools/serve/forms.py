@@ -14,8 +14,11 @@ from starlette.responses import Response
 from specdec.core.errors import CapacityError, DetachedError
 from specdec.tools.serve.intake import Busy, Closing, Failed, StreamPiece
 from specdec.tools.serve.schema import NAMES
+from specdec.tools.serve.splitting import Part, Splitter
 
-REASONS = {"eos": "stop", "stop_id": "stop", "stop_string": "stop", "length": "length", "deadline": "length"}
+REASONS = {"eos": "stop", "stop_id": "stop", "stop_string": "stop"} | dict.fromkeys(
+    ("length", "deadline", "dead_end"), "length"
+)
 STATUS = ((Busy, 429), (Closing, 503), (DetachedError, 503), (Failed, 500), (ValueError, 400))
 LONGEST_MESSAGE = 1000  # characters of an error
 
@@ -25,13 +28,14 @@ class AnswerForm:
     """One answer of a chat, or of a text completion.
 
     num_top: best tokens whose log-probabilities are sent beside each token's own; None: no log-probabilities are.
-    token_text: returns the text of one token.
+    token_text: returns the text of one token. splitters: of a chat, one a choice, where answers have more than content.
     """
 
     is_chat: bool
     model: str
     num_top: int | None
     token_text: Callable[[int], str]
+    splitters: Sequence[Splitter] = ()
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -41,6 +45,8 @@ class AnswerForm:
         for index, pieces in enumerate(choices):
             text = "".join(piece.text for piece in pieces)
             part = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+            if self.splitters:
+                part = {"message": message_of(self.splitters[index].feed(text, True))}
             made.append(self._choice(index, part, pieces[-1].finish_reason, self._logprobs(pieces)))
         return {**self._head(""), "choices": made, "usage": usage}
 
@@ -52,9 +58,14 @@ class AnswerForm:
     def chunks(self, piece: StreamPiece) -> Iterator[dict[str, Any]]:
         """The chunks for `piece`: its text, and why it ends."""
         scores = self._logprobs([piece])
-        if piece.text or (scores is not None and piece.tokens):
-            part = {"delta": {"content": piece.text}} if self.is_chat else {"text": piece.text}
-            yield self._chunk(piece.choice, part, logprobs=scores)
+        if self.splitters:
+            parts = self.splitters[piece.choice].feed(piece.text, piece.finish_reason is not None)
+            for part in parts or ([Part("content", "")] if scores is not None and piece.tokens else []):
+                yield self._chunk(piece.choice, {"delta": delta_of(part)}, logprobs=scores)
+                scores = None
+        elif piece.text or (scores is not None and piece.tokens):
+            own = {"delta": {"content": piece.text}} if self.is_chat else {"text": piece.text}
+            yield self._chunk(piece.choice, own, logprobs=scores)
         if piece.finish_reason:
             yield self._chunk(piece.choice, {"delta": {}} if self.is_chat else {"text": ""}, piece.finish_reason)
 
@@ -90,12 +101,41 @@ class AnswerForm:
         prefix, kind = ("chatcmpl", f"chat.completion{suffix}") if self.is_chat else ("cmpl", "text_completion")
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
-    @staticmethod
     def _choice(
-        index: int, part: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None = None
+        self, index: int, part: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         finish_reason = None if reason is None else REASONS[reason]
+        if finish_reason == "stop" and self.splitters and self.splitters[index].num_calls:
+            finish_reason = "tool_calls"
         return {"index": index, **part, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def delta_of(part: Part) -> dict[str, Any]:
+    """The delta of a stream that says `part`."""
+    if part.call < 0:
+        return {part.kind: part.text}
+    if part.kind == "arguments":
+        return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+    call = {"index": part.call, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
+    return {"tool_calls": [{**call, "function": {"name": part.text, "arguments": ""}}]}
+
+
+def message_of(parts: Sequence[Part]) -> dict[str, Any]:
+    """The message that all `parts` of an answer make."""
+    texts = {"content": "", "reasoning_content": ""}
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if part.call < 0:
+            texts[part.kind] += part.text
+        elif part.kind == "call":
+            calls[part.call] = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
+            calls[part.call]["function"] = {"name": part.text, "arguments": ""}
+        else:
+            calls[part.call]["function"]["arguments"] += part.text
+    message: dict[str, Any] = {"role": "assistant", "content": texts["content"] or (None if calls else "")}
+    if texts["reasoning_content"]:
+        message["reasoning_content"] = texts["reasoning_content"]
+    return message | ({"tool_calls": list(calls.values())} if calls else {})
 
 
 def _scored(text: str, logprob: float) -> dict[str, Any]:

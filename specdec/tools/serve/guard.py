@@ -118,4 +118,6 @@ def _rendered(body: Body, tokenizer: Any) -> str:
     reserved = sorted(options.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys())
     if reserved:
         raise ValueError(f"chat_template_kwargs: {reserved[0]} is the server's own: leave it out")
+    if body.get("tools") and body.get("tool_choice") != "none":
+        options = {**options, "tools": body.get("tools")}
     return render_chat(body.get("messages"), tokenizer, **options)

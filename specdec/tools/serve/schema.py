@@ -13,14 +13,15 @@ from specdec.core.functional.processors import MAX_ENTRIES
 from specdec.core.ranges import shown, whole
 from specdec.core.round.state import MAX_STOP_IDS
 from specdec.core.sampling_params import SamplingParams
-from specdec.core.text.inputs import check_text, text_of
+from specdec.core.text.inputs import check_text
+from specdec.tools.serve import structure
+from specdec.tools.serve.messages import check_count, check_object, messages, refuse_unless
 
 Check = Callable[[str, Any], Any]  # of a field's name and value: returns the value; a ValueError begins with the name
 
 MOST = 2**31  # of a count of tokens
 MOST_VALUES = 2**17  # of a body, besides the token ids of one prompt
-MOST_MESSAGES = MOST_PROMPTS = 4096
-MOST_PARTS = 1024  # of a message
+MOST_PROMPTS = 4096
 MOST_STOPS, LONGEST_STOP = 64, 256
 
 LAW = ("temperature", "top_p", "top_k", "min_p")
@@ -29,7 +30,6 @@ PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 ALSO_CHECKED = (*PENALTIES, "seed", "logit_bias")
 PASSED_ON = (*PENALTIES, "stop", "stop_token_ids", "ignore_eos", "logit_bias", "priority", "deadline")  # as they are
 LEFT_TO_ENGINE = ("seed", "priority", "deadline")  # to check, as LAW and PENALTIES
-ROLES = MappingProxyType({role: role for role in ("system", "user", "assistant")} | {"developer": "system"})
 
 # Fields of OpenAI's that change no text, whatever their value.
 IGNORED = frozenset(
@@ -95,6 +95,10 @@ class Body:
             raise ValueError("max_tokens and max_completion_tokens: give one of the two")
         if "stream_options" in self.fields and not self.stream:
             raise ValueError("stream_options: only with stream")
+        if self.get("response_format") and self.get("structured_outputs"):
+            raise ValueError("structured_outputs: beside response_format: give one of the two")
+        if self.get("tool_choice", "auto") not in ("none", "auto") and not self.get("tools"):
+            raise ValueError("tool_choice: there are no tools: give some, or leave it out")
         if self.fields.get("top_logprobs") and not self.fields.get("logprobs"):
             raise ValueError("top_logprobs: only with logprobs")
 
@@ -144,18 +148,6 @@ class Body:
             law = {}
         passed = {name: self.fields[name] for name in PASSED_ON if name in self.fields}
         return {**law, **passed, "min_new_tokens": self.fields.get("min_tokens")}
-
-
-def refuse_unless(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    """Raise ValueError for a value that asks for what is not supported."""
-    if value not in neutral:
-        raise ValueError(f"{name}={shown(value)}: this server does not support it: leave it out")
-
-
-def check_count(name: str, items: list[Any] | dict[str, Any] | str, low: int, high: int, what: str = "items") -> None:
-    """Raise ValueError unless there are `low` to `high` items."""
-    if not low <= len(items) <= high:
-        raise ValueError(f"{name}: {len(items)} {what}: expected at least {low} and at most {high}")
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -211,43 +203,13 @@ def _logit_bias(name: str, value: Any) -> dict[int, Any]:
     return {int(token): bias for token, bias in value.items()}
 
 
-def _object(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name}={shown(value)}: expected an object")
-    return value
-
-
 def _stream_options(name: str, value: Any) -> bool:
     """Return whether a last chunk counts tokens."""
-    for key, item in _object(name, value).items():
+    for key, item in check_object(name, value).items():
         if key not in ("include_usage", "include_obfuscation"):
             raise ValueError(f"{name}.{shown(key)[1:-1]}: this server knows no such field: leave it out")
         _flag(f"{name}.{key}", item)
     return value.get("include_usage", False)
-
-
-def _messages(name: str, value: Any) -> list[dict[str, str]]:
-    if not isinstance(value, list):
-        raise ValueError(f"{name}={shown(value)}: expected a list of messages")
-    check_count(name, value, 1, MOST_MESSAGES, "messages")
-    return [_message(f"{name}[{i}]", message) for i, message in enumerate(value)]
-
-
-def _message(name: str, value: Any) -> dict[str, str]:
-    """Return one turn as chat templates take it, its parts joined. Empty fields that clients send back are let
-    through."""
-    unknown = (key for key in _object(name, value) if key not in ("role", "content", "name"))
-    for key in unknown:
-        refuse_unless(f"{name}.{shown(key)[1:-1]}", value[key], (None, "", []))
-    asked, content = value.get("role"), value.get("content")
-    role = ROLES.get(asked) if isinstance(asked, str) else None
-    if role is None:
-        raise ValueError(f"{name}.role={shown(asked)}: expected one of {', '.join(ROLES)}")
-    if content is None and role == "assistant":
-        content = ""
-    if isinstance(content, list):
-        check_count(f"{name}.content", content, 0, MOST_PARTS, "parts")
-    return {"role": role, "content": text_of(f"{name}.content", content)}
 
 
 _BOTH: Mapping[str, Check] = MappingProxyType(
@@ -264,16 +226,20 @@ _BOTH: Mapping[str, Check] = MappingProxyType(
         "ignore_eos": _flag,
         "stream": _flag,
         "stream_options": _stream_options,
+        "structured_outputs": structure.structured_outputs,
     }
 )
 CHAT: Mapping[str, Check] = MappingProxyType(
     {
         **_BOTH,
-        "messages": _messages,
+        "messages": messages,
+        "response_format": structure.response_format,
+        "tools": structure.tools,
+        "tool_choice": structure.tool_choice,
         "max_completion_tokens": whole(1, MOST).check,
         "logprobs": _flag,
         "top_logprobs": whole(0, MOST).check,
-        "chat_template_kwargs": _object,
+        "chat_template_kwargs": check_object,
     }
 )
 TEXT: Mapping[str, Check] = MappingProxyType({**_BOTH, "prompt": _prompt, "logprobs": whole(0, MOST).check})

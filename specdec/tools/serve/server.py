@@ -21,6 +21,7 @@ from starlette.routing import Route
 from specdec.api import Engine
 from specdec.core.engine.request import Request as EngineRequest
 from specdec.core.errors import CapacityError
+from specdec.tools.serve.dialect import Dialect
 from specdec.tools.serve.forms import STATUS, AnswerForm, as_json, event, problem
 from specdec.tools.serve.guard import Guard, ids_of, read_body
 from specdec.tools.serve.intake import Gone, Intake, StreamPiece
@@ -86,6 +87,7 @@ class Endpoints:
         self.model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "specdec"}
         self.model["max_model_len"] = length
         self.most_bytes, self.most_values = MOST_BYTES + 16 * length, MOST_VALUES + length
+        self.dialect = Dialect(engine)
         self.token_text = lru_cache(2**16)(lambda token: engine.tokenizer.decode([token]))
 
     async def models(self, _: Request) -> Response:
@@ -120,7 +122,7 @@ class Endpoints:
             requests = await asyncio.to_thread(self._make_requests, body)
             pieces = self.intake.follow(requests, partial(_until_gone, request), body.stream)
             await anext(pieces)  # what is refused has no part in a stream
-        form = AnswerForm(is_chat, self.name, body.num_top, self.token_text)
+        form = AnswerForm(is_chat, self.name, body.num_top, self.token_text, self.dialect.splitters(body, requests))
         if body.stream:
             return StreamingResponse(self._stream(body, form, requests, pieces), media_type="text/event-stream")
         choices: list[list[StreamPiece]] = [[] for _ in requests]
@@ -150,7 +152,7 @@ class Endpoints:
         prompts = [ids for ids in ids_of(body, self.engine.tokenizer, longest) for _ in range(body.n)]
         lengths = [new_tokens(body, len(ids), longest) for ids in prompts]
         options = {**body.options(self.samples), "seed": body.get("seed"), "max_new_tokens": lengths}
-        return self.engine._requests(prompts, **options)
+        return self.engine._requests(prompts, **options, **self.dialect.options(body, prompts))
 
     async def _stream(
         self, body: Body, form: AnswerForm, requests: list[EngineRequest], pieces: AsyncGenerator[StreamPiece, None]

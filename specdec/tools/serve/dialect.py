@@ -1,0 +1,69 @@
+"""How the served model writes thoughts and calls of tools, and what follows for a request: its grammar, its parts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from specdec.api import Engine
+from specdec.core.engine.request import Request
+from specdec.tools.serve.formats import THINKING, TOOL_FORMATS, thinking_of, tool_format_of
+from specdec.tools.serve.schema import Body
+from specdec.tools.serve.splitting import Splitter
+from specdec.tools.serve.structure import Structure
+
+
+class Dialect:
+    """Reads the chat template of `engine`'s tokenizer. tool_format, thinking: names in `formats`, None for none."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        template = getattr(engine.tokenizer, "chat_template", None) or ""
+        own = "".join(template.values()) if isinstance(template, dict) else str(template)
+        self.tool_format, self.thinking = tool_format_of(own), thinking_of(own)
+        added = getattr(engine.tokenizer, "added_tokens_decoder", {})
+        self._special = {str(token): index for index, token in added.items() if token.special}
+
+    def options(self, body: Body, prompts: Sequence[list[int]]) -> dict[str, Any]:
+        """Return options of `Engine.generate` besides those of the body itself.
+
+        ValueError names the field that this model, or this server, cannot honour.
+        """
+        structure = self._structure(body)
+        if structure.may_call and self.tool_format is None:
+            raise ValueError("tools: the chat template of this model takes none that can be told: leave tools out")
+        grammar = structure.grammar(self._is_thinking(prompts[0]), self._special)
+        if grammar is None:
+            return {"skip_special_tokens": not self._splits(body)}
+        name = next(n for n in ("response_format", "structured_outputs", "tool_choice") if body.get(n))
+        if self.engine.config.grammar is None:
+            raise ValueError(f"{name}: this server constrains no text: start it with --grammar auto, or leave it out")
+        try:
+            compiled = self.engine.compile_grammar(grammar)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return {"grammar": compiled, "skip_special_tokens": not self._splits(body)}
+
+    def splitters(self, body: Body, requests: Sequence[Request]) -> list[Splitter]:
+        """Return what splits the answer of each of `requests`; nothing where all of it is content."""
+        if not self._splits(body):
+            return []
+        structure = self._structure(body)
+        ends = [self.engine.tokenizer.decode([token]) for token in sorted(requests[0].eos_ids)]
+        tools = structure.tool_format if structure.may_call else None
+        return [Splitter(tools, structure.thinking, self._is_thinking(r.prompt_ids), ends) for r in requests]
+
+    def _splits(self, body: Body) -> bool:
+        structure = self._structure(body)
+        return structure.may_call or structure.thinking is not None
+
+    def _structure(self, body: Body) -> Structure:
+        answer, tools = body.get("response_format") or body.get("structured_outputs"), body.get("tools", [])
+        form = None if self.tool_format is None else TOOL_FORMATS[self.tool_format]
+        thinking = THINKING[self.thinking] if self.thinking is not None and body.is_chat else None
+        return Structure(answer, tools, body.get("tool_choice", "auto"), form, thinking)
+
+    def _is_thinking(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt ends within a thought."""
+        if self.thinking is None:
+            return False
+        text = self.engine.tokenizer.decode(prompt[-16:], skip_special_tokens=False)
+        return text.rstrip().endswith(THINKING[self.thinking].begin_text)

@@ -1,0 +1,119 @@
+"""How models write calls of tools and thoughts, as data. A format is found by what the chat template says."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+_NAME = r'"name"\s*:\s*"(?P<name>[^"]+)"\s*,\s*'
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How calls are written: `first`, a call, `between`, .., `last`; a call is `opening`, its arguments, `closing`.
+
+    mark: what a chat template that asks for it contains. header, tail: regular expressions of what comes before and
+    after arguments; a header names the tool. is_first: only at the beginning of an answer. between: None if there is
+    one call at most. has_json: arguments are JSON; else they are FunctionGemma's, which no grammar here describes.
+    """
+
+    mark: str
+    header: str
+    tail: str
+    opening: str
+    closing: str
+    between: str | None = None
+    first: str = ""
+    last: str = ""
+    is_first: bool = False
+    has_json: bool = True
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How thoughts are written: regular expressions of what begins and ends them, and the texts themselves.
+
+    noise: a regular expression of what is dropped from an answer besides.
+    """
+
+    mark: str
+    begin: str
+    end: str
+    begin_text: str
+    end_text: str
+    noise: str = ""
+
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
+    {
+        "harmony": ToolFormat(  # GPT-OSS
+            mark="<|channel|>",
+            header=r"(?:<\|start\|>assistant)?<\|channel\|>commentary to=functions\.(?P<name>[\w.-]+)\s*"
+            r"(?:<\|constrain\|>)?(?:json)?<\|message\|>",
+            tail=r"\s*(?:<\|call\|>)?",
+            opening="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+            closing="",
+        ),
+        "mistral": ToolFormat(
+            mark="[TOOL_CALLS]",
+            header=rf"\s*(?:\[TOOL_CALLS\]\s*\[?\s*|,\s*)\{{\s*{_NAME}" + r'"arguments"\s*:\s*'
+            r"|\[TOOL_CALLS\](?P<name>[\w-]+)\[ARGS\]",
+            tail=r"\s*\}?\s*\]?",
+            first="[TOOL_CALLS] [",
+            opening='{{"name": {quoted}, "arguments": ',
+            closing="}",
+            between=", ",
+            last="]",
+        ),
+        "gemma": ToolFormat(  # FunctionGemma
+            mark="<start_function_call>",
+            header=r"\s*<start_function_call>call:(?P<name>[\w.-]+)(?=\{)",
+            tail=r"\s*(?:<end_function_call>)?",
+            opening="",
+            closing="",
+            has_json=False,
+        ),
+        "llama3": ToolFormat(
+            mark='"parameters":',
+            header=r"\s*(?:<\|python_tag\|>\s*)?\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?"
+            + _NAME
+            + r'"parameters"\s*:\s*',
+            tail=r"\s*\}\s*;?\s*",
+            opening='{{"name": {quoted}, "parameters": ',
+            closing="}",
+            is_first=True,
+        ),
+        "hermes": ToolFormat(  # Qwen, Hermes, SmolLM3
+            mark="<tool_call>",
+            header=rf"\s*<tool_call>\s*\{{\s*{_NAME}" + r'"arguments"\s*:\s*',
+            tail=r"\s*\}\s*(?:</tool_call>)?\s*",
+            opening='<tool_call>\n{{"name": {quoted}, "arguments": ',
+            closing="}\n</tool_call>",
+            between="\n",
+        ),
+    }
+)
+THINKING: Mapping[str, Thinking] = MappingProxyType(
+    {
+        "harmony": Thinking(
+            mark="<|channel|>",
+            begin=r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
+            end=r"<\|end\|>",
+            begin_text="<|channel|>analysis<|message|>",
+            end_text="<|end|><|start|>assistant",
+            noise=r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>json)?<\|message\|>"
+            r"|<\|(?:end|return)\|>|<\|start\|>assistant",
+        ),
+        "think": Thinking("</think>", r"\s*<think>\s*", r"\s*</think>\s*", "<think>", "</think>"),
+    }
+)
+
+
+def tool_format_of(template: str) -> str | None:
+    """Return the name of the format that a chat template asks for; None if it takes no tools."""
+    found = (name for name, form in TOOL_FORMATS.items() if form.mark in template)
+    return next(found, None) if "tools" in template else None
+
+
+def thinking_of(template: str) -> str | None:
+    """Return the name of how a chat template writes thoughts; None if it knows none."""
+    return next((name for name, form in THINKING.items() if form.mark in template), None)

@@ -1,0 +1,175 @@
+"""The structure that a request asks of its answer: checks of its fields, and the grammar that follows from them."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from specdec.core.grammar.grammar import Grammar
+from specdec.core.ranges import shown
+from specdec.core.text.inputs import check_text
+from specdec.tools.serve.formats import Thinking, ToolFormat
+
+MOST_TOOLS = 128
+_ALIASES = MappingProxyType({"grammar": "ebnf"})
+
+
+def response_format(name: str, value: Any) -> Grammar | None:
+    """Return the grammar of OpenAI's `response_format`; None for plain text."""
+    kind = value.get("type") if isinstance(value, Mapping) else value
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar(json_object=True)
+    if kind != "json_schema":
+        raise ValueError(f"{name}.type={shown(kind)}: expected text, json_object or json_schema")
+    given = value.get("json_schema")
+    if not isinstance(given, Mapping) or "schema" not in given:
+        raise ValueError(f"{name}.json_schema={shown(given)}: expected an object with 'name' and 'schema'")
+    return _made(f"{name}.json_schema", {"json": given["schema"]})
+
+
+def structured_outputs(name: str, value: Any) -> Grammar:
+    """Return the grammar of vLLM's `structured_outputs`: one field of `Grammar`; `grammar` is GBNF."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}={shown(value)}: expected an object")
+    return _made(name, {_ALIASES.get(key, key): item for key, item in value.items()})
+
+
+def tools(name: str, value: Any) -> list[dict[str, Any]]:
+    """Return checked tools, as chat templates take them."""
+    if not isinstance(value, list):
+        raise ValueError(f"{name}={shown(value)}: expected a list of tools")
+    if len(value) > MOST_TOOLS:
+        raise ValueError(f"{name}: {len(value)} tools: expected at most {MOST_TOOLS}")
+    return [_tool(f"{name}[{i}]", tool) for i, tool in enumerate(value)]
+
+
+def tool_choice(name: str, value: Any) -> str:
+    """Return "none", "auto", "required", or "=" and the name of the tool that must be called."""
+    if value in ("none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{name}={shown(value)}: expected none, auto, required, or a function with its name")
+    return f"={function['name']}"
+
+
+def _tool(at: str, tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
+        raise ValueError(f"{at}={shown(tool)}: expected an object of type 'function' with a function")
+    function = tool["function"]
+    name = check_text(f"{at}.function.name", function.get("name"))
+    if not re.fullmatch(r"[\w.-]{1,64}", name):
+        raise ValueError(f"{at}.function.name={shown(name)}: expected 1 to 64 letters, digits, '_', '.' or '-'")
+    parameters = function.get("parameters", {"type": "object", "properties": {}})
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"{at}.function.parameters={shown(parameters)}: expected a JSON schema")
+    described = {key: item for key, item in function.items() if key in ("name", "description")}
+    return {"type": "function", "function": {**described, "parameters": parameters}}
+
+
+def _made(at: str, fields: Mapping[str, Any]) -> Grammar:
+    """Return a grammar; what is wrong with it is said of the field `at`."""
+    try:
+        return Grammar.of(fields)
+    except ValueError as error:
+        raise ValueError(f"{at}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What an answer consists of, besides free text: see the fields of a body, and `formats`."""
+
+    answer: Grammar | None
+    tools: list[dict[str, Any]]
+    choice: str
+    tool_format: ToolFormat | None
+    thinking: Thinking | None
+
+    @property
+    def may_call(self) -> bool:
+        """True if the answer may call tools."""
+        return bool(self.tools) and self.choice != "none"
+
+    @property
+    def must_call(self) -> bool:
+        """True if it must."""
+        return self.may_call and self.choice != "auto"
+
+    def grammar(self, is_thinking: bool, special: Mapping[str, int]) -> Grammar | None:
+        """Return the grammar of the whole text; None if it is free.
+
+        is_thinking: the prompt ends within a thought. special: ids of special tokens, by their text.
+        """
+        if self.answer is None and not self.must_call:
+            return None
+        if self.answer is not None and self.thinking is None and not self.may_call:
+            return self.answer
+        rules = _Rules(special)
+        ways = []
+        if self.may_call:
+            ways.append(self._calls(rules))
+        if not self.must_call:
+            ways.append(self._answer(rules))
+        start = f"start: body\nbody: {' | '.join(ways)}"
+        if self.thinking is not None:
+            ends_in_token = self.thinking.end_text.startswith("<|")
+            end = rules.literal(self.thinking.end_text)
+            thought = f"FREE {end}\nFREE: /(.|\\n)*/" if ends_in_token else "END"
+            if not ends_in_token:
+                thought = f"until_end\nuntil_end[suffix={json.dumps(self.thinking.end_text)}]: /(.|\\n)*/"
+            begin = "" if is_thinking else rules.literal(self.thinking.begin_text)
+            space = "" if ends_in_token else " /[ \\n]*/"
+            start = f"start: {'thought' if is_thinking else 'thought?'} body\nthought: {begin} inner{space}\n"
+            start += f"inner: {thought}\nbody: {' | '.join(ways)}"
+        return Grammar(lark="\n".join([start, *rules.lines]))
+
+    def _answer(self, rules: "_Rules") -> str:
+        assert self.answer is not None
+        if self.answer.kind not in ("json", "json_object"):
+            raise ValueError("structured_outputs: beside tools or thoughts only JSON: leave one of them out")
+        return rules.schema({"type": "object"} if self.answer.kind == "json_object" else self.answer.value)
+
+    def _calls(self, rules: "_Rules") -> str:
+        form = self.tool_format
+        assert form is not None
+        if not form.has_json:
+            raise ValueError("tool_choice: this model's calls are no JSON, so they cannot be constrained: pass 'auto'")
+        chosen = [t["function"] for t in self.tools if self.choice in ("auto", "required", f"={t['function']['name']}")]
+        if not chosen:
+            raise ValueError(f"tool_choice: there is no tool {shown(self.choice[1:])}")
+        ways = []
+        for function in chosen:
+            names = {"name": function["name"], "quoted": json.dumps(function["name"])}
+            opening = rules.literal(form.opening.format(**names))
+            ways.append(f"{opening} {rules.schema(function['parameters'])} {rules.literal(form.closing)}")
+        call = rules.add(" | ".join(ways))
+        more = "" if form.between is None else f" ({rules.literal(form.between)} {call})*"
+        return rules.add(f"{rules.literal(form.first)} {call}{more} {rules.literal(form.last)}")
+
+
+class _Rules:
+    """Rules of a Lark grammar that are being written. special: ids of special tokens by their text."""
+
+    def __init__(self, special: Mapping[str, int]):
+        self.lines: list[str] = []
+        self._special = special
+
+    def add(self, body: str) -> str:
+        """Add a rule; return its name."""
+        self.lines.append(f"rule_{len(self.lines)}: {body}")
+        return f"rule_{len(self.lines) - 1}"
+
+    def schema(self, schema: Any) -> str:
+        """Add the rule of a JSON schema, on one line as `Grammar.json` is."""
+        one_line = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        own = {**schema, "x-guidance": one_line} if isinstance(schema, Mapping) else schema
+        return self.add(f"%json {json.dumps(own)}")
+
+    def literal(self, text: str) -> str:
+        """Return what stands for `text`, special tokens in it by their ids."""
+        parts = re.split("|".join(f"({re.escape(s)})" for s in self._special), text) if self._special else [text]
+        return " ".join(f"<[{self._special[p]}]>" if p in self._special else json.dumps(p) for p in parts if p)

@@ -1,0 +1,237 @@
+"""Structured answers of `specdec serve`: response_format, tools and thoughts, by OpenAI's client; formats as data."""
+
+import itertools
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import specdec
+from specdec import Grammar
+from tests.grammars import SCHEMA, tiny_tokenizer
+from tests.heads import random_draft
+from tests.tiny_models import VOCAB, tiny_model
+
+openai, jsonschema = pytest.importorskip("openai"), pytest.importorskip("jsonschema")
+for needed in ("httpx", "uvicorn", "prometheus_client.parser", "llguidance"):
+    pytest.importorskip(needed)
+make_compiler = pytest.importorskip("specdec.reach.grammars.compiler").make_compiler
+formats, messages, structure = (
+    pytest.importorskip(f"specdec.tools.serve.{name}") for name in ("formats", "messages", "structure")
+)
+Splitter = pytest.importorskip("specdec.tools.serve.splitting").Splitter
+serving = pytest.importorskip("tests.test_serve").serving
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["red", "blue"]}, "days": {"type": "integer", "maximum": 9, "minimum": 0}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "tells", "parameters": PARAMETERS}}]
+TOOLS += [{"type": "function", "function": {"name": "time"}}]
+TEMPLATE = (
+    "{% if tools %}{{ tools | length }} tools, write <tool_call>. {% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{{ c.function.arguments.city }}{% endfor %}. {% endfor %}A: "
+)
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def one_of(tokenizer, grammar=None):
+    model = tiny_model("llama")
+    settings = {"max_batch": 8, "max_seq_len": 400, "num_steps": 3, "grammar": grammar}
+    return specdec.attach(model, random_draft(model, "eagle3"), tokenizer=tokenizer, **settings)
+
+
+@pytest.fixture(scope="module")
+def served():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    engine = one_of(tokenizer, "auto")
+    with serving(engine, name="m") as served:
+        yield served
+    engine.detach()
+
+
+def ask(served, **fields):
+    return served.api.chat.completions.create(model="m", messages=fields.pop("messages", CHAT), **fields)
+
+
+def schema_format(schema=SCHEMA):
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
+
+
+def test_answers_follow_their_schema(served):
+    answer = ask(served, response_format=schema_format(), max_tokens=120).choices[0]
+    jsonschema.validate(json.loads(answer.message.content), SCHEMA)
+    assert answer.finish_reason == "stop"
+    sampled = ask(served, response_format=schema_format(), temperature=1.0, n=3, seed=1, max_tokens=150)
+    for choice in sampled.choices:
+        if choice.finish_reason == "stop":
+            jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+    text = ask(served, extra_body={"structured_outputs": {"choice": ["red", "blue"]}}).choices[0].message.content
+    assert text in ("red", "blue")
+    assert ask(served, response_format={"type": "text"}, max_tokens=4).choices[0].finish_reason == "length"
+
+
+def test_calls_of_tools_are_parsed_and_streamed(served):
+    chosen = {"type": "function", "function": {"name": "weather"}}
+    whole = ask(served, tools=TOOLS, tool_choice=chosen, max_tokens=120).choices[0]
+    (call,) = whole.message.tool_calls[:1]
+    assert whole.finish_reason in ("tool_calls", "length") and whole.message.content is None
+    assert call.function.name == "weather"
+    jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
+    chunks = list(ask(served, tools=TOOLS, tool_choice=chosen, max_tokens=120, stream=True))
+    deltas = [c.choices[0].delta for c in chunks]
+    first = [c for d in deltas for c in d.tool_calls or [] if c.index == 0]
+    assert first[0].function.name == "weather" and first[0].id and all(c.id is None for c in first[1:])
+    assert "".join(c.function.arguments for c in first) == call.function.arguments and len(first) > 2
+    assert not any(d.content for d in deltas) and chunks[-1].choices[0].finish_reason == whole.finish_reason
+    history = [*CHAT, whole.message.model_dump(exclude_none=True)]
+    history += [{"role": "tool", "tool_call_id": call.id, "content": "warm"}]
+    assert ask(served, messages=history, tools=TOOLS, max_tokens=3).choices[0].finish_reason == "length"
+
+
+def test_clients_with_different_schemas_share_rounds(served):
+    def one(i):
+        schema = {"type": "object", "properties": {f"k{i}": {"type": "boolean"}}, "required": [f"k{i}"]}
+        schema["additionalProperties"] = False
+        answer = ask(served, response_format=schema_format(schema), max_tokens=30).choices[0].message.content
+        return list(json.loads(answer)) == [f"k{i}"]
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(one, range(16)))
+    served.assert_free()
+
+
+BAD = [
+    ({"response_format": {"type": "xml"}}, "response_format", "expected text, json_object or json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "expected an object with 'name' and 'schema'"),
+    ({"response_format": schema_format({"type": 3})}, "response_format", "json.type: 3 is not valid"),
+    ({"response_format": schema_format(json.loads("[" * 99 + "]" * 99))}, "response_format", "nested too deeply"),
+    ({"structured_outputs": {"regex": "(["}}, "structured_outputs", "unclosed character class"),
+    ({"structured_outputs": {"foo": 1}}, "structured_outputs", "expected a Grammar"),
+    ({"tools": [{"type": "function"}]}, "tools", "tools[0]"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "letters, digits"),
+    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "expected none, auto, required"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "no tool 'x'"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "messages",
+     "arguments='{': expected JSON"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), BAD)
+def test_mistakes_are_named(served, fields, param, message):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(served, extra_body={k: v for k, v in fields.items() if k != "messages"}, **{"messages": CHAT, **{
+            k: v for k, v in fields.items() if k == "messages"}})  # fmt: skip
+    assert message in caught.value.body["message"] and caught.value.body["param"] == param
+
+
+ANSWERS = {
+    "hermes": 'Sure.\n<tool_call>\n{"name": "f", "arguments": {"a": "x}\\"", "b": [1]}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+    "llama3": '<|python_tag|>{"name": "f", "parameters": {"a": 1}}',
+    "mistral": '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": {"c": 2}}}]',
+    "harmony": "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+    '<|constrain|>json<|message|>{"a": 1}<|call|>',
+    "gemma": "<start_function_call>call:f{a:<escape>x, y:z<escape>,b:5}<end_function_call>",
+}
+PARTS = {
+    "hermes": ["content: Sure.", "call: f", 'arguments: {"a": "x}\\"", "b": [1]}', "call: g", "arguments: {}"],
+    "llama3": ["call: f", 'arguments: {"a": 1}'],
+    "mistral": ["call: f", 'arguments: {"a": 1}', "call: g", 'arguments: {"b": {"c": 2}}'],
+    "harmony": ["reasoning_content: so", "call: f", 'arguments: {"a": 1}'],
+    "gemma": ["call: f", 'arguments: {"a": "x, y:z", "b": 5}'],
+}
+
+
+def parts_of(text, size, *given, end="</s>"):
+    splitter = Splitter(*given, ends=[end])
+    cuts = [text[i : i + size] for i in range(0, len(text), size)]
+    parts = [part for cut in cuts for part in splitter.feed(cut, False)] + splitter.feed(end, True)
+    groups = itertools.groupby(parts, key=lambda part: (part.kind, part.call))
+    return [f"{kind}: {''.join(part.text for part in own)}" for (kind, _), own in groups]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_answers_are_split_however_they_come(name, size):
+    thinking = formats.THINKING["harmony" if name == "harmony" else "think"]
+    assert parts_of(ANSWERS[name], size, formats.TOOL_FORMATS[name], thinking) == PARTS[name]
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_thoughts_are_apart_and_other_text_is_content(size):
+    llama, think = formats.TOOL_FORMATS["llama3"], formats.THINKING["think"]
+    thought = ["reasoning_content: hm", 'content: x < 4 { "name"']
+    assert parts_of('<think>\nhm\n</think>\n\nx < 4 { "name"', size, llama, think) == thought
+    assert parts_of('hm</think>x < 4 { "name"', size, llama, think, True) == thought
+    assert parts_of("a <tool_call> b", size, llama, None) == ["content: a <tool_call> b"]
+    final = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes<|return|>"
+    assert parts_of(final, size, None, formats.THINKING["harmony"]) == ["reasoning_content: hm", "content: yes"]
+
+
+@pytest.mark.parametrize("name", [n for n, form in formats.TOOL_FORMATS.items() if form.has_json])
+def test_forced_calls_are_what_the_parser_reads(name):
+    """A text that the grammar of a format allows is split into the call."""
+    form, tokenizer = formats.TOOL_FORMATS[name], tiny_tokenizer()
+    compiler = make_compiler("llguidance", tokenizer, VOCAB, frozenset([2]))
+    thinking = formats.THINKING["think"]
+    tools = structure.tools("tools", TOOLS)
+    grammar = structure.Structure(None, tools, "=weather", form, thinking).grammar(False, {})
+    own = form.opening.format(name="weather", quoted='"weather"') + '{"city": "red", "days": 3}' + form.closing
+    text = f"<think>hm </think>{form.first}{own}{form.last}"
+    matcher, mask = compiler.compile(grammar).matcher(), np.zeros(VOCAB // 32, np.int32)
+    assert all(matcher.accept(token) for token in tokenizer.encode(text))
+    assert matcher.fill(mask) and mask[0] >> 2 & 1
+    parts = parts_of(text, 1000, form, thinking)
+    assert parts == ["reasoning_content: hm", "call: weather", 'arguments: {"city": "red", "days": 3}']
+
+
+def test_thoughts_come_before_a_constrained_answer():
+    answer = structure.Structure(Grammar(json=SCHEMA), [], "auto", None, formats.THINKING["think"])
+    compiler = make_compiler("llguidance", tiny_tokenizer(), VOCAB, frozenset([2]))
+    for is_thinking, text in ((False, '<think>{a}</think>{"name'), (False, '{"name'), (True, 'a </think> {"name')):
+        matcher = compiler.compile(answer.grammar(is_thinking, {})).matcher()
+        assert all(matcher.accept(token) for token in tiny_tokenizer().encode(text)), text
+
+
+@pytest.mark.parametrize(
+    ("mark", "tools", "thinking"),
+    [
+        ("{{ tools }} [TOOL_CALLS]", "mistral", None),
+        ("<think></think> {{ tools }} <tool_call>", "hermes", "think"),
+        ('{{ tools }} {"name": , "parameters": }', "llama3", None),
+        ("<|channel|> {{ tools }}", "harmony", "harmony"),
+        ("<tool_call>", None, None),
+    ],
+)
+def test_formats_are_found_in_templates(mark, tools, thinking):
+    assert (formats.tool_format_of(mark), formats.thinking_of(mark)) == (tools, thinking)
+
+
+def test_what_a_model_or_server_cannot_do_is_refused_by_name():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    engine = one_of(tokenizer)
+    with serving(engine, name="m") as served:
+        for fields, message in (
+            ({"tools": TOOLS}, "tools: the chat template of this model takes none"),
+            ({"response_format": {"type": "json_object"}}, "response_format: this server constrains no text"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                ask(served, **fields)
+    engine.detach()
+
+
+def test_messages_of_tools_are_checked():
+    turn = {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]}  # fmt: skip
+    own = messages.messages("messages", [turn, {"role": "tool", "tool_call_id": "1", "content": "x"}])
+    assert own[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1} and own[1]["tool_call_id"] == "1"
