@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
+from specdec.core.functional import spine
+from specdec.core.functional import tree as tree_of
 from specdec.core.functional.sampling import SamplingBatch, SamplingParams, process_logits, sample, uniform
-from specdec.core.functional.tree import Tree, build, chain
+from specdec.core.functional.tree import Frontier, Tree, build, chain
 from specdec.core.functional.verify import VerifyOutput, trim, verify_chain, verify_greedy, verify_tree
 from tests.test_tree import grow
 
@@ -167,6 +169,42 @@ def tree_round(law: Tensor, num_steps: int, topk: int, num_draft_tokens: int) ->
     return run
 
 
+def spine_round(law: Tensor, num_steps: int, topk: int, num_draft_tokens: int) -> Round:
+    """A drawn path, its siblings, and children of those."""
+
+    def children(last: Tensor, uniforms: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities and tokens [bs, n, K] after last [bs, n], the first child of the first node drawn."""
+        best = draft_law()[last].log().topk(topk)
+        drawn = sample(draft_law()[last[:, 0]], uniforms[:, DRAFT_STREAM + step])
+        ids, logs = spine.put_first(drawn, best.indices[:, 0], (best.values[:, 0], best.values[:, 0, 0]))
+        log_probs = torch.cat([spine.ranked(logs)[:, None], best.values[:, 1:]], 1)
+        return log_probs, torch.cat([ids[:, None], best.indices[:, 1:]], 1), draft_law()[last[:, 0]]
+
+    def run(root: Tensor, uniforms: Tensor) -> VerifyOutput:
+        logs, ids, law_of_root = (t[:, 0] if t.dim() == 3 else t for t in children(root[:, None], uniforms, 0))
+        names, laws = torch.arange(topk).expand_as(ids), [law_of_root]
+        frontier = Frontier(ids, logs, names, names.new_zeros(*names.shape, 1))
+        tokens, scores, parents, depths = [ids], [spine.kept(logs)], [torch.full_like(ids, -1)], [1] * topk
+        for step in range(1, num_steps):
+            logs, ids, law_here = children(frontier.tokens, uniforms, step)
+            laws.append(law_here)
+            own_bits = names.new_zeros(topk, 1)
+            first = len(depths)
+            score, owner, frontier = tree_of.grow(logs, ids.flatten(1), frontier, own_bits, first, True)
+            tokens.append(ids.flatten(1))
+            scores.append(spine.kept(score))
+            parents.append(owner)
+            depths += [step + 1] * topk**2
+        made = (torch.cat(t, 1) for t in (tokens, scores, parents))
+        sizes = {"num_draft_tokens": num_draft_tokens, "num_steps": num_steps}
+        tree = build(root, *made, torch.tensor(depths), **sizes)
+        probs, used = law[tree.tokens], uniforms[:, :num_draft_tokens]
+        left = spine.decide(probs, torch.stack(laws, 1), tree, min(num_steps, num_draft_tokens - 1), used)
+        return verify_tree(left, tree, min(num_steps, num_draft_tokens - 1), used)
+
+    return run
+
+
 def bonus_from_the_whole_law(right: Round, law: Tensor) -> Round:
     """The classic mistake: after a rejection, draw from the target as if nothing had been rejected."""
 
@@ -230,6 +268,8 @@ def rounds(law: Tensor) -> dict[str, Round]:
         "chain 3": chain_round(law, 3),
         "tree 2x2": tree_round(law, num_steps=2, topk=2, num_draft_tokens=7),
         "tree 3x3": tree_round(law, num_steps=3, topk=3, num_draft_tokens=12),
+        "spine 3x3": spine_round(law, num_steps=3, topk=3, num_draft_tokens=12),
+        "spine 4x2 of 4": spine_round(law, num_steps=4, topk=2, num_draft_tokens=4),
     }
 
 
@@ -242,7 +282,7 @@ def test_what_is_emitted_has_the_law_of_the_target(way: str, target: str) -> Non
 
 
 @pytest.mark.parametrize("mistake", [bonus_from_the_whole_law, one_uniform_for_all])
-@pytest.mark.parametrize("way", ["chain 3", "tree 3x3"])
+@pytest.mark.parametrize("way", ["chain 3", "tree 3x3", "spine 3x3"])
 def test_the_same_test_finds_mistakes(way: str, mistake: Callable[[Round, Tensor], Round]) -> None:
     law = target_law("plain")
     values = p_values(emit(mistake(rounds(law)[way], law)), law)

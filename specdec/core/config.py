@@ -60,8 +60,8 @@ class EngineConfig:
     max_prefill_tokens: prompt tokens of one prefill forward; longer prompts are prefilled in chunks.
     mixed_prefill_tokens: the same while requests that came earlier decode: a round of theirs follows each forward, so
         that a long prompt slows them down but does not stop them. Prompts submitted together are prefilled first, all.
-    sample_drafts: whether chains of sampled requests are drawn from the draft's own law, which accepts more; False
-        drafts the most likely tokens. Both are lossless.
+    sample_drafts: whether chains of sampled requests, and one path of every tree, are drawn from the draft's own law,
+        which accepts more; False drafts the most likely tokens. Both are lossless.
     draft_vocab: target tokens that a draft may propose, of those it scores: their ids, or n for all ids below n and the
         model's EOS; None: all. Its output head has only these rows (FR-Spec, arXiv 2502.14856); texts stay the same.
     backend: attention backend, "auto" or a name in `specdec.backends`.

@@ -22,6 +22,15 @@ def _child_scores(log_probs, parent_scores, request, j, K: tl.constexpr, C: tl.c
     return tl.where(score != score, float("-inf"), score)
 
 
+@triton.jit
+def _child_key(score, j, KEEPS_FIRST: tl.constexpr):
+    """Return the keys by which children j rank; with KEEPS_FIRST the first one is above all."""
+    key = order_key(score, j)
+    if KEEPS_FIRST:
+        key = tl.where(j == 0, tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64), key)
+    return key
+
+
 @triton.jit(do_not_specialize=["first_name"])
 def _grow_kernel(
     log_probs,
@@ -42,6 +51,7 @@ def _grow_kernel(
     C: tl.constexpr,
     TOPK: tl.constexpr,
     W: tl.constexpr,
+    KEEPS_FIRST: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
@@ -49,11 +59,11 @@ def _grow_kernel(
     j = tl.arange(0, BLOCK_J)
     is_child = j < K * C
     score = _child_scores(log_probs, parent_scores, request, j, K, C)
-    key = order_key(score, j)
+    key = _child_key(score, j, KEEPS_FIRST)
     rank = tl.zeros([BLOCK_J], tl.int32)
     for base in range(0, K * C, BLOCK_I):
         i = base + tl.arange(0, BLOCK_I)
-        other = order_key(_child_scores(log_probs, parent_scores, request, i, K, C), i)
+        other = _child_key(_child_scores(log_probs, parent_scores, request, i, K, C), i, KEEPS_FIRST)
         rank += tl.sum(((other[None, :] > key[:, None]) & (i[None, :] < K * C)).to(tl.int32), 1)
     parent = j // C
     tl.store(scores + request * K * C + j, score, mask=is_child)
@@ -139,6 +149,7 @@ def grow(
     bits: torch.Tensor,
     own_bits: torch.Tensor,
     first_name: int,
+    keeps_first: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Return scores and parents [bs, K*C] of the children, and tokens, scores, names [bs, topk], bits [bs, topk, W] and
     parents [bs, topk] of the best.
@@ -171,6 +182,7 @@ def grow(
         C=c,
         TOPK=topk,
         W=words,
+        KEEPS_FIRST=keeps_first,
         BLOCK_J=triton.next_power_of_2(k * c),
         BLOCK_I=max(1, min(16, 16384 // triton.next_power_of_2(k * c))),  # as many pairs as registers hold
         num_warps=8 if k * c > 512 else 4,

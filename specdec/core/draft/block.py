@@ -19,7 +19,7 @@ from specdec.core.draft.eagle import Compiled
 from specdec.core.draft.head import BlockDraftHead
 from specdec.core.draft.model import DraftModelWorker
 from specdec.core.draft.worker import Draft, DraftParts, RoundBatch
-from specdec.core.functional import trellis
+from specdec.core.functional import spine, trellis
 from specdec.core.functional.verify import VerifyOutput
 
 
@@ -133,13 +133,20 @@ class BlockWorker(DraftModelWorker):
         if markov is not None:
             logits = torch.cat([(logits[:, 0] + self._bias(batch.roots, states[:, 0])).unsqueeze(1), logits[:, 1:]], 1)
         best, names = (t.view(bs, num_steps, k) for t in self.ops.top_tokens(logits.flatten(0, 1), k, self.hot_ids))
+        laws: list[torch.Tensor] = []
+        if self.draws(batch):
+            best, names = self._with_drawn(batch, states, logits, best, names, laws)
         bias = None
         if markov is not None:
             before = markov.after(names[:, :-1], states[:, 1:, None].expand(-1, -1, k, -1))  # [bs, S-1, K, r]
             bias = before @ markov.rows(torch.searchsorted(self.head.hot_ids, names[:, 1:].contiguous())).transpose(
                 2, 3
             )
-        candidates = trellis.walk(self.ops, names, best[:, 0], trellis.transitions(best, bias), self.width)
+        first, moves = best[:, 0], trellis.transitions(best, bias)
+        if laws:
+            first = spine.ranked(first)
+            moves = torch.cat([spine.ranked(moves[:, :, :1]), moves[:, :, 1:]], 2)
+        candidates = trellis.walk(self.ops, names, first, moves, self.width, bool(laws))
         tree = self.ops.build(
             batch.roots,
             *candidates,
@@ -147,7 +154,26 @@ class BlockWorker(DraftModelWorker):
             num_draft_tokens=self.config.verify_width,
             num_steps=num_steps,
         )
-        return Draft(tree, None)
+        return Draft(tree, self.over_target_vocab(laws))
+
+    def _with_drawn(
+        self,
+        batch: RoundBatch,
+        states: torch.Tensor,
+        logits: torch.Tensor,
+        best: torch.Tensor,
+        names: torch.Tensor,
+        laws: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw a path; return log-probabilities and names [bs, S, K] of the candidates with its tokens in front."""
+        last, found = batch.roots, []
+        for step in range(names.shape[1]):
+            own = logits[:, step]  # that of depth 1 knows the root already
+            last = self.pick(batch, step, own + self._bias(last, states[:, step]) if step else own, laws)
+            place = torch.searchsorted(self.hot_ids, last).unsqueeze(1)
+            own_law = own.gather(1, place).squeeze(1).float() - own.float().logsumexp(1)
+            found.append(spine.put_first(last, names[:, step], (best[:, step], own_law)))
+        return torch.stack([law for _, law in found], 1), torch.stack([own for own, _ in found], 1)
 
     def _bias(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor | float:
         """Return what the tokens [bs] before add to the logits [bs, dv] of states [bs, h_d]."""

@@ -15,6 +15,7 @@ from specdec.core.batch import ForwardMode
 from specdec.core.config import EngineConfig
 from specdec.core.draft.model import DraftModelWorker
 from specdec.core.draft.worker import Draft, DraftParts, RoundBatch
+from specdec.core.functional import spine
 from specdec.core.functional.tree import Frontier, own_bits
 from specdec.core.functional.verify import VerifyOutput
 
@@ -133,20 +134,27 @@ class SteppingWorker(DraftModelWorker):
         return Draft(self.ops.chain(batch.roots, torch.stack(tokens, 1)), self.over_target_vocab(laws))
 
     def _draft_tree(self, batch: RoundBatch) -> Draft:
-        """K>1: grow K branches a step by cumulative log-probability, then re-rank everything proposed (EAGLE-2)."""
-        k, bs, steps = self.config.topk, batch.rows.shape[0], self.steps(batch)
-        best, ids = self.ops.top_tokens(self.of_rows(self.logits, batch.rows), k, self.hot_ids)  # [bs, K]
+        """K>1: grow K branches a step by cumulative log-probability, then re-rank everything proposed (EAGLE-2).
+
+        The tree of a sampled batch has a spine, which is drawn: the first child of the first branch, step by step.
+        """
+        k, bs, steps, has_spine = self.config.topk, batch.rows.shape[0], self.steps(batch), self.draws(batch)
+        laws: list[torch.Tensor] = []
+        logits = self.of_rows(self.logits, batch.rows).unsqueeze(1)
+        best, ids = (t[:, 0] for t in self._children(batch, 0, logits, laws))  # [bs, K]
         names = torch.arange(k, device=ids.device).repeat(bs, 1)
         frontier = Frontier(ids, best, names, self.own_bits[:1].repeat(bs, 1, 1))
-        tokens, scores, parents = [ids], [best], [torch.full_like(ids, -1)]
+        tokens, scores, parents = [ids], [spine.kept(best) if has_spine else best], [torch.full_like(ids, -1)]
         for step in range(1, self.config.num_steps):
             states = steps.advance(frontier.tokens, frontier.above, frontier.bits)
-            log_probs, ids = self.ops.top_tokens(self.score(states, steps.module), k, self.hot_ids)  # [bs*K, K]
-            log_probs, ids = log_probs.view(bs, k, k), ids.view(bs, k * k)
+            logits = self.score(states, steps.module).view(bs, k, -1)
+            log_probs, ids = self._children(batch, step, logits, laws)  # [bs, K, K]
+            ids = ids.flatten(1)
             own_bits = self.own_bits[min(step, len(self.own_bits) - 1)]  # the last step's children stay leaves
-            best, owners, frontier = self.ops.grow(log_probs, ids, frontier, own_bits, k + (step - 1) * k * k)
+            first_name = k + (step - 1) * k * k
+            best, owners, frontier = self.ops.grow(log_probs, ids, frontier, own_bits, first_name, has_spine)
             tokens.append(ids)
-            scores.append(best)
+            scores.append(spine.kept(best) if has_spine else best)
             parents.append(owners)
         tree = self.ops.build(
             batch.roots,
@@ -157,7 +165,22 @@ class SteppingWorker(DraftModelWorker):
             num_draft_tokens=self.config.verify_width,
             num_steps=self.config.num_steps,
         )
-        return Draft(tree, None)
+        return Draft(tree, self.over_target_vocab(laws))
+
+    def _children(
+        self, batch: RoundBatch, step: int, logits: torch.Tensor, laws: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities and tokens [bs, n, K] of the best children of n nodes, from logits [bs, n, dv]; the
+        first child of the first node is drawn where there is a spine."""
+        k, (bs, n) = self.config.topk, logits.shape[:2]
+        found = self.ops.top_tokens(logits.flatten(0, 1), k, self.hot_ids)
+        log_probs, ids = (t.view(bs, n, k) for t in found)
+        if not self.draws(batch):
+            return log_probs, ids
+        drawn = self.pick(batch, step, logits[:, 0], laws)
+        own, law = spine.put_first(drawn, ids[:, 0], (log_probs[:, 0], log_probs[:, 0, 0]))  # its own is not ranked by
+        log_probs = torch.cat([spine.ranked(law).unsqueeze(1), log_probs[:, 1:]], 1)
+        return log_probs, torch.cat([own.unsqueeze(1), ids[:, 1:]], 1)
 
 
 class Steps:

@@ -81,11 +81,16 @@ class DraftModelWorker(DraftWorker):
         depths = torch.arange(num_steps, device=ids.device).repeat_interleave(ids.shape[1])
         return depths.expand(ids.shape[0], -1).contiguous()
 
+    def draws(self, batch: RoundBatch) -> bool:
+        """Return whether the drafts of `batch`, or the spine of their tree, are drawn from the draft's own law."""
+        return batch.sampling is not None and self.draws_chains
+
     def pick(self, batch: RoundBatch, step: int, logits: torch.Tensor, laws: list[torch.Tensor]) -> torch.Tensor:
         """Return the best (or a drawn) token [bs] of draft step `step` from logits [bs, dv]; a law drawn from [bs, dv]
         is appended to `laws`."""
-        if batch.sampling is None or not self.draws_chains:
+        if not self.draws(batch):
             return self.ops.best_token(logits, self.hot_ids)
+        assert batch.sampling is not None
         law = self.ops.law(logits.unsqueeze(1), batch.sampling).squeeze(1)
         draws = self.ops.uniforms(batch.sampling["seed"], batch.seq_lens, STREAM_DRAFT + step, 1)
         laws.append(law)

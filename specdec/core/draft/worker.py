@@ -99,7 +99,8 @@ class DraftParts:
 
 
 class Draft(NamedTuple):
-    """A worker's proposal: the nodes to verify, and q [bs, S, V] where chain tokens were sampled from it."""
+    """A worker's proposal: the nodes to verify, and q [bs, S, V] where a chain's tokens, or a tree's spine, were drawn
+    from it."""
 
     tree: Tree
     probs: torch.Tensor | None
@@ -129,7 +130,7 @@ class DraftWorker(ABC):
     """Proposes tokens. A worker owns its model's KV and per-row state; it knows no scheduler and no graphs."""
 
     aux_layers: tuple[int, ...] = ()
-    draws_chains: bool = False  # whether chain drafts of sampled requests are drawn, and so come with their laws
+    draws_chains: bool = False  # whether drafts of sampled requests, or a tree's spine, are drawn: they have laws then
     context: ForwardContext | None = None  # the draft's attention layers, if it has any
     dtype: torch.dtype | None = None  # of its states and K/V; None: the target's
     hidden_size: int = 0  # h_d, of what `prefill_layers` returns

@@ -42,7 +42,7 @@ class RoundOps:
     best_token: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     top_tokens: Callable[[torch.Tensor, int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
     grow: Callable[
-        [torch.Tensor, torch.Tensor, Frontier, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, Frontier]
+        [torch.Tensor, torch.Tensor, Frontier, torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor, Frontier]
     ]
     build: Callable[..., Tree]
     verify_greedy: Callable[[torch.Tensor, Tree, int], VerifyOutput]

@@ -115,9 +115,15 @@ def _triton_ops() -> RoundOps:
         return Tree(*chain.chain(root, drafts))
 
     def grow(
-        log_probs: torch.Tensor, tokens: torch.Tensor, before: Frontier, own_bits: torch.Tensor, first_name: int
+        log_probs: torch.Tensor,
+        tokens: torch.Tensor,
+        before: Frontier,
+        own_bits: torch.Tensor,
+        first_name: int,
+        keeps_first: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, Frontier]:
-        found = tree.grow(log_probs, tokens, before.scores, before.names, before.bits, own_bits, first_name)
+        of_before = (before.scores, before.names, before.bits)
+        found = tree.grow(log_probs, tokens, *of_before, own_bits, first_name, keeps_first)
         return found[0], found[1], Frontier(*found[2:])
 
     def build(*candidates: torch.Tensor, num_draft_tokens: int, num_steps: int) -> Tree:

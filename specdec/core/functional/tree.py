@@ -85,15 +85,19 @@ def expand(log_probs: Tensor, parent_scores: Tensor, topk: int) -> tuple[Tensor,
 
 
 def grow(
-    log_probs: Tensor, tokens: Tensor, frontier: Frontier, own_bits: Tensor, first_name: int
+    log_probs: Tensor, tokens: Tensor, frontier: Frontier, own_bits: Tensor, first_name: int, keeps_first: bool = False
 ) -> tuple[Tensor, Tensor, Frontier]:
     """Make candidates of the children of `frontier`: their scores and parents [bs, K*C], and the next frontier.
 
     log_probs [bs, K, C], float: see `expand`. tokens [bs, K*C], int64: the children's. own_bits [topk, W], int64: of
     the nodes that the next frontier becomes; there are `topk` of them. first_name: the number of the first child.
+    keeps_first: the first child of the first parent is the first of the next frontier, whatever its score.
     """
     num_children = log_probs.shape[2]
     scores, kept = expand(log_probs, frontier.scores, own_bits.shape[0])
+    if keeps_first:
+        first = torch.arange(scores.shape[1], device=scores.device) == 0
+        kept = _best(scores.masked_fill(first, math.inf), own_bits.shape[0])
     above = kept // num_children
     bits = frontier.bits.gather(1, above.unsqueeze(2).expand(-1, -1, own_bits.shape[1])) | own_bits
     parents = frontier.names.repeat_interleave(num_children, 1)

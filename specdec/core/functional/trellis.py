@@ -9,6 +9,7 @@ and a node's ancestors score no less than it does.
 import torch
 from torch import Tensor
 
+from specdec.core.functional import spine
 from specdec.core.functional.ops import RoundOps
 from specdec.core.functional.tree import Frontier
 
@@ -43,11 +44,14 @@ def transitions(log_probs: Tensor, bias: Tensor | None) -> Tensor:
     return moved - torch.logaddexp(moved.logsumexp(-1, keepdim=True), others)
 
 
-def walk(ops: RoundOps, names: Tensor, first: Tensor, moves: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def walk(
+    ops: RoundOps, names: Tensor, first: Tensor, moves: Tensor, width: int, has_spine: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, scores and parents [bs, N] of the candidates of a tree, as `tree.build` takes them.
 
     names [bs, S, K], int64: candidates of each depth, distinct. first [bs, K], float32: log-probabilities of those of
-    depth 1, best first. moves [bs, S-1, K, K]: see `transitions`.
+    depth 1, best first. moves [bs, S-1, K, K]: see `transitions`. has_spine: the path of the first candidate of every
+    depth is kept and part of the tree, see `spine`.
     """
     bs, num_steps, k = names.shape
     size = min(width, k)
@@ -59,11 +63,12 @@ def walk(ops: RoundOps, names: Tensor, first: Tensor, moves: Tensor, width: int)
         children = names[:, depth].repeat(1, size)
         log_probs = moves[:, depth - 1].gather(1, states.unsqueeze(2).expand(-1, -1, k))
         kept = min(width, size * k)
-        _, _, frontier = ops.grow(log_probs, children, frontier, states.new_zeros(kept, 1), 0)
+        _, _, frontier = ops.grow(log_probs, children, frontier, states.new_zeros(kept, 1), 0, has_spine)
         assert frontier.above is not None
         states = frontier.names % k
         tokens.append(frontier.tokens)
         scores.append(frontier.scores)
         parents.append(base + frontier.above)
         base, size = base + size, kept
+    scores = [spine.kept(own) for own in scores] if has_spine else scores
     return torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)

@@ -23,6 +23,7 @@ from specdec.core.draft.worker import (
     PrefillChunk,
     RoundBatch,
 )
+from specdec.core.functional import spine
 from specdec.core.functional.results import append_logprobs, row_digests, token_logprobs
 from specdec.core.functional.sampling import SamplingKind
 from specdec.core.functional.tree import Tree, force
@@ -222,8 +223,10 @@ class Round:
         if batch.sampling is None or uniforms is None:
             return self.ops.verify_greedy(scores, tree, num_steps)
         probs = self.ops.law(scores, batch.sampling.select(part))
-        if draft.probs is not None:
+        if draft.probs is not None and batch.shape.topk == 1:
             return self.ops.verify_chain(probs, draft.probs[part], tree, uniforms[part])
+        if draft.probs is not None:
+            probs = spine.decide(probs, draft.probs[part], tree, num_steps, uniforms[part])
         return self.ops.verify_tree(probs, tree, num_steps, uniforms[part])
 
     @staticmethod
