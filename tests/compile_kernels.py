@@ -251,7 +251,8 @@ def round_kernels() -> None:
     for k, words in ((8, 1), (16, 4)):
         names, bits = many[:, :k].clone(), torch.zeros(2, k, words, dtype=torch.int64)
         log_probs, children = torch.zeros(2, k, k), many[:, : k * k].clone()
-        tree.grow(log_probs, children, scores[:, :k].clone(), names, bits, bits[0].clone(), 8)
+        for keeps_first in (False, True):
+            tree.grow(log_probs, children, scores[:, :k].clone(), names, bits, bits[0].clone(), 8, keeps_first)
     tree.build(many[:, 0].clone(), many, scores, many, many[0].clone(), num_draft_tokens=200, num_steps=8)
     for dtype in (torch.bfloat16, torch.float32):
         top.top_tokens(torch.zeros(3, 9000, dtype=dtype), 8, torch.arange(9000))

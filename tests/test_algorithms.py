@@ -137,12 +137,17 @@ def test_no_random_number_is_used_twice(algo, shape):
     assert len(used) > 100 and len(used) == len(set(used))
 
 
+LAW_SHAPES = {"chain": {"num_steps": 1}, "tree": {"num_steps": 2, "topk": 3, "num_draft_tokens": 7}}
+
+
+@pytest.mark.parametrize("shape", LAW_SHAPES)
 @pytest.mark.parametrize("draws", [True, False], ids=["drawn", "greedy drafts"])
 @EVERY_ALGO
-def test_chains_sample_the_targets_own_law(algo, draws):
+def test_texts_sample_the_targets_own_law(algo, draws, shape):
     """The second token, drafted and verified, given the first: chi-square over 1000 seeds."""
     model, prompt = tiny_model("llama").to(DEVICE), ragged_prompts()[1]
-    engine = engine_of(model, algo, {"num_steps": 1}, max_batch=250, max_seq_len=32, sample_drafts=draws)
+    engine = engine_of(model, algo, LAW_SHAPES[shape], max_batch=250, max_seq_len=32, sample_drafts=draws)
+    assert shape == "chain" or bool(engine._core.round.worker.draws_chains) == draws
     assert_own_law(engine, model, prompt)
 
 

@@ -89,18 +89,19 @@ def test_scores_of_nan_and_infinity_build_the_trees_of_the_twin():
 
 
 @FEW
-@given(SEEDS, st.integers(1, 4), st.integers(1, 9), st.booleans())
-def test_growth_equals_the_twin(seed, bs, k, ties):
+@given(SEEDS, st.integers(1, 4), st.integers(1, 9), st.booleans(), st.booleans())
+def test_growth_equals_the_twin(seed, bs, k, ties, keeps_first):
     g = generator(seed)
     log_probs, scores = torch.randn(bs, k, k, generator=g), -torch.rand(bs, k, generator=g)
     if ties:
         log_probs, scores = log_probs.round(), scores.round()
     log_probs[0, 0, 0] = math.nan
     scores[-1, -1] = -math.inf
-    same_growth(log_probs, scores, k, g, words=1 + bs // 2)
+    got = same_growth(log_probs, scores, k, g, words=1 + bs // 2, keeps_first=keeps_first)
+    assert not keeps_first or bool((got[2].names[:, 0] == 7).all())
 
 
-def same_growth(log_probs, scores, topk, g, words=1):
+def same_growth(log_probs, scores, topk, g, words=1, keeps_first=False):
     """The next frontier, candidates and their parents equal the twin's, for random tokens, names and bits."""
     bs, k, num_children = log_probs.shape
 
@@ -108,7 +109,7 @@ def same_growth(log_probs, scores, topk, g, words=1):
         return torch.randint(-(1 << 40), 1 << 40, shape, generator=g).to(DEVICE)
 
     frontier = tree.Frontier(integers(bs, k), scores.to(DEVICE), integers(bs, k), integers(bs, k, words))
-    arguments = (log_probs.to(DEVICE), integers(bs, k * num_children), frontier, integers(topk, words), 7)
+    arguments = (log_probs.to(DEVICE), integers(bs, k * num_children), frontier, integers(topk, words), 7, keeps_first)
     got, want = OPS.grow(*arguments), tree.grow(*arguments)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     same(got[2], want[2])
