@@ -275,7 +275,8 @@ def round_kernels() -> None:
     rows.committer(pool)(ids.int(), ids[:, 0].clone(), ids[:, 0].clone(), nodes)
     state = EngineState.empty(3, 600, torch.device("cpu"))
     admit.admit(ids, state.columns, torch.zeros(3, 600, dtype=torch.int32), 1)
-    lookup.look_up(ids.int(), nodes[0, :2].clone(), nodes[0, :2].clone(), 5, 4)
+    found, lengths = lookup.look_up(ids.int(), nodes[0, :2].clone(), nodes[0, :2].clone(), 5, 4)
+    lookup.merge(many, scores, many, found, lengths)
     for dtype in (torch.bfloat16, torch.float32):
         processors.process(laws.to(dtype), nodes, nodes, nodes, nodes, *[nodes[0, :2].clone()] * 2, state.processors)
 

@@ -62,6 +62,8 @@ class EngineConfig:
         that a long prompt slows them down but does not stop them. Prompts submitted together are prefilled first, all.
     sample_drafts: whether chains of sampled requests, and one path of every tree, are drawn from the draft's own law,
         which accepts more; False drafts the most likely tokens. Both are lossless.
+    lookup: whether trees also hold what followed the last tokens earlier in the text, as algo="lookup" drafts: for
+        texts that repeat themselves, such as edited code.
     draft_vocab: target tokens that a draft may propose, of those it scores: their ids, or n for all ids below n and the
         model's EOS; None: all. Its output head has only these rows (FR-Spec, arXiv 2502.14856); texts stay the same.
     backend: attention backend, "auto" or a name in `specdec.backends`.
@@ -106,6 +108,7 @@ class EngineConfig:
     max_prefill_tokens: int = 8192
     mixed_prefill_tokens: int = 1024
     sample_drafts: bool = True
+    lookup: bool = False
     draft_vocab: int | tuple[int, ...] | None = None
     backend: str = "auto"
     cuda_graph: bool | None = None
@@ -125,6 +128,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_fields(self, _RANGES)
         self._read_auto()
+        if self.lookup and self.topk == 1:
+            raise ValueError("lookup=True with topk=1: chains hold no second draft; set topk > 1, or algo='lookup'")
         if self.num_steps == 0 and self.topk > 1:
             raise ValueError(f"topk={self.topk} with num_steps=0: a tree needs at least one draft step")
         if self.topk * max(self.num_steps - 1, 1) > MAX_TAIL:
@@ -288,6 +293,7 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
         "max_prefill_tokens": whole(1),
         "mixed_prefill_tokens": whole(1),
         "sample_drafts": FLAG,
+        "lookup": FLAG,
         "draft_vocab": optional(either(whole(2), list_of(TOKEN, "token ids of at least 0", low=1)), " for all"),
         "cuda_graph": one_of(None, True, False),
         "graph_batches": optional(list_of(whole(1), "batch sizes of at least 1", low=1), " for the usual ones"),

@@ -1,4 +1,5 @@
-"""Prompt lookup in one launch, one program a request. Twin: `specdec.core.functional.lookup.look_up`."""
+"""Prompt lookup, and what it adds to a tree, one program a request. Twins: `look_up` and `merge` in
+`specdec.core.functional.lookup`."""
 
 import torch
 import triton
@@ -11,6 +12,7 @@ def _lookup_kernel(
     rows,
     ends,
     out,
+    lengths,
     width,
     NUM_TOKENS: tl.constexpr,
     MAX_NGRAM: tl.constexpr,
@@ -36,22 +38,78 @@ def _lookup_kernel(
     source = tl.where(best < 0, last, place + 1 + i % (last - place))
     token = tl.load(text + source, mask=i < NUM_TOKENS, other=0)
     tl.store(out + request * NUM_TOKENS + i, token.to(tl.int64), mask=i < NUM_TOKENS)
+    tl.store(lengths + request, tl.where(best < 0, 0, best // width))
 
 
 def look_up(
     history: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, num_tokens: int, max_ngram: int
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `specdec.core.functional.lookup.look_up`."""
     out = torch.empty(rows.shape[0], num_tokens, dtype=torch.int64, device=history.device)
+    lengths = torch.empty(rows.shape[0], dtype=torch.int64, device=history.device)
     _lookup_kernel[(rows.shape[0],)](
         history,
         rows,
         ends,
         out,
+        lengths,
         history.shape[1],
         NUM_TOKENS=num_tokens,
         MAX_NGRAM=max_ngram,
         BLOCK=1024,
         BLOCK_TOKENS=triton.next_power_of_2(num_tokens),
     )
-    return out
+    return out, lengths
+
+
+@triton.jit
+def _merge_kernel(
+    tokens,
+    scores,
+    parents,
+    found,
+    lengths,
+    out_tokens,
+    out_scores,
+    out_parents,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    at, out = request * N + j, request * (N + M)
+    token = tl.load(tokens + at, mask=j < N, other=-1)
+    parent = tl.load(parents + at, mask=j < N, other=-2)
+    score = tl.load(scores + at, mask=j < N, other=0.0)
+    length = tl.load(lengths + request)
+    law, above, current = 0.0, float("inf"), -1
+    for step in range(M):
+        matched = (length + step).to(tl.float32)
+        law += tl.log((matched + 0.5) / (matched + 3.5))
+        least = tl.minimum(above, tl.where(length > 0, law, float("-inf")))
+        wanted = tl.load(found + request * M + step)
+        place = tl.min(tl.where((parent == current) & (token == wanted), j, BLOCK))
+        is_there = place < BLOCK
+        score = tl.where(j == place, tl.maximum(score, least), score)
+        own = tl.max(tl.where(j == place, score, float("-inf")))
+        tl.store(out_tokens + out + N + step, wanted)
+        tl.store(out_scores + out + N + step, tl.where(is_there, float("-inf"), least))
+        tl.store(out_parents + out + N + step, tl.where(is_there, -1, current).to(tl.int64))
+        above = tl.where(is_there, own, least)
+        current = tl.where(is_there, place, N + step)
+    tl.store(out_tokens + out + j, token, mask=j < N)
+    tl.store(out_scores + out + j, score, mask=j < N)
+    tl.store(out_parents + out + j, parent, mask=j < N)
+
+
+def merge(
+    tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, found: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `specdec.core.functional.lookup.merge`."""
+    (bs, num), more = tokens.shape, found.shape[1]
+    made = [torch.empty(bs, num + more, dtype=t.dtype, device=t.device) for t in (tokens, scores, parents)]
+    inputs = (t.contiguous() for t in (tokens, scores, parents, found, lengths))
+    block = triton.next_power_of_2(num)
+    _merge_kernel[(bs,)](*inputs, *made, N=num, M=more, BLOCK=block, num_warps=8 if block > 1024 else 4)
+    return made[0], made[1], made[2]

@@ -147,13 +147,7 @@ class BlockWorker(DraftModelWorker):
             first = spine.ranked(first)
             moves = torch.cat([spine.ranked(moves[:, :, :1]), moves[:, :, 1:]], 2)
         candidates = trellis.walk(self.ops, names, first, moves, self.width, bool(laws))
-        tree = self.ops.build(
-            batch.roots,
-            *candidates,
-            self.candidate_depths,
-            num_draft_tokens=self.config.verify_width,
-            num_steps=num_steps,
-        )
+        tree = self.build(batch, *candidates, self.candidate_depths)
         return Draft(tree, self.over_target_vocab(laws))
 
     def _with_drawn(

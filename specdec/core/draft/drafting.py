@@ -156,15 +156,8 @@ class SteppingWorker(DraftModelWorker):
             tokens.append(ids)
             scores.append(spine.kept(best) if has_spine else best)
             parents.append(owners)
-        tree = self.ops.build(
-            batch.roots,
-            torch.cat(tokens, 1),
-            torch.cat(scores, 1),
-            torch.cat(parents, 1),
-            self.candidate_depths,
-            num_draft_tokens=self.config.verify_width,
-            num_steps=self.config.num_steps,
-        )
+        candidates = torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
+        tree = self.build(batch, *candidates, self.candidate_depths)
         return Draft(tree, self.over_target_vocab(laws))
 
     def _children(

@@ -24,7 +24,7 @@ class LookupWorker(DraftWorker):
         self.ops = parts.ops
 
     def draft(self, batch: RoundBatch) -> Draft:
-        tokens = self.ops.look_up(batch.history, batch.rows, batch.seq_lens, batch.shape.num_steps, MAX_NGRAM)
+        tokens, _ = self.ops.look_up(batch.history, batch.rows, batch.seq_lens, batch.shape.num_steps, MAX_NGRAM)
         return Draft(self.ops.chain(batch.roots, tokens), None)
 
     @property

@@ -11,6 +11,9 @@ import torch
 from specdec.backends.op import ForwardContext
 from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.draft.worker import STREAM_DRAFT, DraftParts, DraftWorker, RoundBatch
+from specdec.core.functional.tree import Tree
+
+MAX_MERGED_NGRAM = 16  # tokens of a match; the longer it is, the likelier what followed it follows again
 
 
 class DraftModelWorker(DraftWorker):
@@ -38,6 +41,7 @@ class DraftModelWorker(DraftWorker):
         self.vocab_size = vocab_size
         self.draws_chains = config.sample_drafts
         self.context = parts.context
+        self.reads_history = config.lookup
 
     @abstractmethod
     def score(self, states: torch.Tensor, module: int = 0) -> torch.Tensor:
@@ -95,6 +99,20 @@ class DraftModelWorker(DraftWorker):
         draws = self.ops.uniforms(batch.sampling["seed"], batch.seq_lens, STREAM_DRAFT + step, 1)
         laws.append(law)
         return self.hot_ids[self.ops.sample(law, draws.squeeze(1))]
+
+    def build(
+        self, batch: RoundBatch, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor
+    ) -> Tree:
+        """Make the tree of candidates, see `tree.build`, and of what the text itself suggests, if that is wanted."""
+        config = self.config
+        if config.lookup:
+            found, lengths = self.ops.look_up(
+                batch.history, batch.rows, batch.seq_lens, config.num_steps, MAX_MERGED_NGRAM
+            )
+            tokens, scores, parents = self.ops.merge(tokens, scores, parents, found, lengths)
+            depths = torch.cat([depths, torch.arange(1, config.num_steps + 1, device=depths.device)])
+        sizes = {"num_draft_tokens": config.verify_width, "num_steps": config.num_steps}
+        return self.ops.build(batch.roots, tokens, scores, parents, depths, **sizes)
 
     def over_target_vocab(self, laws: list[torch.Tensor]) -> torch.Tensor | None:
         """Draft laws S x [bs, dv] as [bs, S, V]; tokens outside the hot vocabulary have probability 0."""

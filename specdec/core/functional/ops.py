@@ -32,7 +32,7 @@ class RoundOps:
     admit(packed [n, 1+F+P] int64, columns, table [num_rows, width] int32, page_size): of each line, into the row that
         its first number names: F numbers go to `EngineState.columns`, one after the other; P pages become the row's
         slots, 0 past the last one;
-    look_up: `specdec.core.functional.lookup`; constrain: `specdec.core.functional.sampling`;
+    look_up, merge: `specdec.core.functional.lookup`; constrain: `specdec.core.functional.sampling`;
     committer(pool): made once a pool; it gives a `Commit` that moves the accepted path's K/V of every layer to the
     slots of positions L..; -1 moves nothing.
     """
@@ -55,7 +55,8 @@ class RoundOps:
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     trim: Callable[[VerifyOutput, torch.Tensor, torch.Tensor, torch.Tensor], VerifyOutput]
     emit: Callable[..., torch.Tensor]
-    look_up: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], torch.Tensor]
     constrain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    look_up: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
+    merge: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     admit: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, int], None]
     committer: Callable[[KVPool], Commit]

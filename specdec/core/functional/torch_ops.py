@@ -100,6 +100,7 @@ TORCH_OPS = RoundOps(
     emit=_emit,
     look_up=lookup.look_up,
     constrain=sampling.constrain,
+    merge=lookup.merge,
     admit=_admit,
     committer=_committer,
 )
@@ -165,6 +166,7 @@ def _triton_ops() -> RoundOps:
         emit=trim.emit,
         look_up=lookup.look_up,
         constrain=bitmask.constrain,
+        merge=lookup.merge,
         admit=admit.admit,
         committer=rows.committer,
     )
