@@ -46,6 +46,7 @@ class Acceptance(OnTarget, Recorded):
     shape: list[str] | None = option("S:K:D, such as 3:1:4,5:8:32; default 3:1:4.")
     temperature: list[str] | None = option("Such as 0,1; default 0.")
     sample_drafts: bool = option("How chains of sampled requests are drafted.", True, "--sample-drafts/--greedy-drafts")
+    lookup: bool = flag("Trees also hold what followed the last tokens earlier in the text.")
     draft_vocab: list[str] | None = option(
         "Drafts may propose so many tokens only, the first, such as 0,8192; 0, the default: all."
     )
@@ -79,7 +80,7 @@ class Acceptance(OnTarget, Recorded):
         chosen: dict[int | None, Any] = {size: size for size in vocabs}
         if self.frequent_in is not None:
             chosen |= {n: frequent_ids(tokenizer, texts_of(self.frequent_in), n) for n in vocabs if n is not None}
-        names = ("sample_drafts", "max_new_tokens", "max_batch", "predicted", "by_category")
+        names = ("sample_drafts", "lookup", "max_new_tokens", "max_batch", "predicted", "by_category")
         options = {"temperatures": laws, "tokenizer": tokenizer, **{name: getattr(self, name) for name in names}}
 
         def measured() -> Iterator[Row]:

@@ -30,6 +30,7 @@ def acceptance(
     max_new_tokens: int = 256,
     max_batch: int = 8,
     sample_drafts: bool = True,
+    lookup: bool = False,
     draft_vocab: int | Sequence[int] | None = None,
     predicted: bool = False,
     by_category: bool = False,
@@ -48,7 +49,7 @@ def acceptance(
     settings["compile"] = False  # an engine a draft and shape: acceptance is the same
     settings["graph_sampling"] = tuple(dict.fromkeys("sampled" if t else "greedy" for t in temperatures))
     if draft is not None or algo not in (None, "auto"):
-        settings |= {**shape.settings(), "draft_vocab": draft_vocab}
+        settings |= {**shape.settings(), "draft_vocab": draft_vocab, "lookup": lookup}
     with attach(model, draft, algo, tokenizer=tokenizer, **settings) as engine:
         for file, some in asked.items():
             for temperature in temperatures:
@@ -83,6 +84,7 @@ def _setting(
         row |= {"draft_vocab": narrow, "chosen": "first"}
     elif narrow is not None:
         row |= {"draft_vocab": len(narrow), "chosen": "listed"}
+    row |= {"lookup": True} if config.lookup else {}
     row |= {"max_new_tokens": max_new_tokens, "first_token": FIRST_TOKEN, "template_sha": template_sha(tokenizer)}
     return row | {"thinking": thinking_of(tokenizer)}
 

@@ -12,7 +12,7 @@ from specdec.tools.measure.rows import Row, grouped, label_of, measure_of
 from specdec.tools.measure.statistics import conditional, wilson
 from specdec.tools.measure.tables import Table, numbered, shape_of, shortener, table
 
-GREEDY = ", greedy drafts"
+GREEDY, LOOKUP = ", greedy drafts", ", lookup"
 BUCKETS = {"tau_by_position": "position in the answer (tokens)", "tau_by_context": "context length (tokens)"}
 PHASES = ("draft", "verify", "accept", "extend")
 SHAPE = "steps topk draft_tokens"  # of which "rounds_of" is made
@@ -20,12 +20,13 @@ SIZE = "_batch × tokens"
 
 
 def acceptance(rows: Sequence[Row]) -> Rows:
-    """Add the shape's name, which says how sampled chains are drafted, and conditional rates."""
+    """Add the shape's name, which says how sampled requests are drafted for, and conditional rates."""
     short, found = shortener(str(row.get("draft", "")) for row in rows), []
     for row in rows:
-        is_greedy = row.get("sample_drafts") is False and bool(row.get("temperature")) and row.get("topk") == 1
+        is_greedy = row.get("sample_drafts") is False and bool(row.get("temperature"))
         old = {"conditional_at": conditional(row["accept_at"]), "temperature": 0.0, "prompts": "prompts"}
-        own: dict[str, Any] = old | {**row, "shape": shape_of(row) + GREEDY * is_greedy}
+        shape = shape_of(row) + LOOKUP * bool(row.get("lookup")) + GREEDY * is_greedy
+        own: dict[str, Any] = old | {**row, "shape": shape}
         own["draft"] = short(str(row.get("draft") or row.get("algo") or "plain"))
         own["_form"] = f"{own['shape'].partition(' ')[0]}s, T={own['temperature']:g}"
         found.append(own)

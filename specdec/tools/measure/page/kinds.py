@@ -88,7 +88,7 @@ KINDS = (  # a row belongs to the first that takes it
         "tok_s predicted_at off_prediction",
         brief="draft prompts category draft_vocab shape temperature tau ci95 rounds accept_at predicted_at "
         "off_prediction",
-        hidden=f"{SHAPE} sample_drafts {' '.join(BUCKETS)}",
+        hidden=f"{SHAPE} sample_drafts lookup {' '.join(BUCKETS)}",
         tables=completed.bucket_tables,
     ),
     RowKind(
