@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import specdec
 from specdec.tools.commands import main as cli
 from specdec.tools.commands.serve import serve as serve_command
+from specdec.tools.train.adapt import read_log
 from tests.test_text import TOKENIZER
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, target_with_words, tiny_head, tiny_target
@@ -164,6 +165,19 @@ def test_the_bytes_of_a_stream(words):
     first, last = (json.loads(lines[i].removeprefix("data: ")) for i in (0, -3))
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert last["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}]
+
+
+def test_complete_texts_are_logged_for_training(words, tmp_path):
+    with (tmp_path / "log").open("a") as log, serving(words.engine, log=log) as served:
+        asked = {"model": NAME, "prompt": [[7, 8, 9], [10, 11]], "max_tokens": 5, "temperature": 0}
+        answers = served.http.post("/v1/completions", json=asked).json()["choices"]
+    corpus = read_log(tmp_path / "log")
+    texts = {}
+    for i in range(len(corpus)):
+        tokens, is_answer = corpus.sequence(i)
+        said = words.engine.tokenizer.decode(tokens[is_answer], skip_special_tokens=True)
+        texts[tuple(tokens[~is_answer].tolist())] = said
+    assert texts == {(7, 8, 9): answers[0]["text"], (10, 11): answers[1]["text"]}
 
 
 def test_what_ends_a_text(words):

@@ -1,6 +1,7 @@
 """`specdec serve`: an engine behind an HTTP server in the form of OpenAI's API."""
 
 import signal
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -46,6 +47,7 @@ class Serve(WithDraft):
         "auto where one is installed."
     )
     name: str | None = option("Name of the model in requests; default: the target's.")
+    log: Path | None = option("File that takes the token ids of complete texts, for `specdec train adapt --from-log`.")
     grace: float = option("Seconds that running requests have after SIGTERM or Ctrl-C.", 10.0)
     compile: bool | None = option("Compile the target's layers; default: on CUDA.", None, "--compile/--no-compile")
     prefix_cache: bool = option(
@@ -71,11 +73,13 @@ class Serve(WithDraft):
         drafting = self.drafting(model, max_batch)
         engine = drafting.attach(model, tokenizer, **settings)
         host, grace = self.host, self.grace
+        log = None if self.log is None else self.log.open("a", encoding="utf-8")
         app = build_app(
             engine,
             self.name or self.target,
             self.max_waiting,
             api_key=self.api_key,
+            log=log,
             allowed_origins=listed(self.allowed_origins) if self.allowed_origins else (),
             allowed_hosts=LOOPBACK if self.allowed_hosts is None and host in LOOPBACK else self.allowed_hosts,
         )
@@ -97,6 +101,8 @@ class Serve(WithDraft):
             Server(uvicorn.Config(app, host, self.port, timeout_graceful_shutdown=int(grace) + 3)).run()
         finally:
             engine.detach()
+            if log is not None:
+                log.close()
 
 
 serve = command_of(Serve)

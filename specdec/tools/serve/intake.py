@@ -5,9 +5,10 @@ here, in the event loop, so that no step waits for it.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from specdec.api import Engine
 from specdec.core.engine.calls import Call
@@ -47,15 +48,17 @@ class StreamPiece(NamedTuple):
 
 
 class Intake:
-    """Lets texts join while rows or `max_waiting` places are free. num_tokens: of those that have ended.
+    """Lets texts join while rows or `max_waiting` places are free. num_tokens: of those that have ended. log: takes the
+    token ids of complete texts, a line of JSON each.
 
     One event loop uses it; other threads may only `drain` it and read it.
     """
 
-    def __init__(self, engine: Engine, max_waiting: int):
+    def __init__(self, engine: Engine, max_waiting: int, log: TextIO | None = None):
         self.engine = engine
         self.num_tokens = 0
         self.is_open = True
+        self._log = log
         self._most = engine.config.max_batch + max_waiting
         self._num_coming = 0  # texts whose requests are being made
         self._calls: dict[Call, None] = {}
@@ -122,6 +125,7 @@ class Intake:
                             yield StreamPiece(choice, text, reason, tokens if scores else (), scores)
                         if reason:
                             del left[choice]
+                            self._write(request)
         except (Closing, Gone, DetachedError):
             raise
         except Exception as error:
@@ -137,6 +141,11 @@ class Intake:
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: nobody is served
                 self._loop.call_soon_threadsafe(self._loop.call_later, seconds, self._end_all)
+
+    def _write(self, request: Request) -> None:
+        if self._log is not None:
+            ids = {"prompt_token_ids": list(request.prompt_ids), "token_ids": list(request.tokens)}
+            print(json.dumps(ids), file=self._log, flush=True)
 
     def _end_all(self) -> None:
         for call in list(self._calls):

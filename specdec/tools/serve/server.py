@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TextIO
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -39,14 +39,15 @@ def build_app(
     api_key: str | None = None,
     allowed_origins: Sequence[str] = (),
     allowed_hosts: Collection[str] | None = None,
+    log: TextIO | None = None,
 ) -> Starlette:
     """Return the app that serves `engine` as model `name`; `app.state.intake` drains it. The caller detaches it.
 
     max_waiting: requests that may wait beside those that run; more are refused with 429. api_key: required of requests
     to /v1. allowed_origins: sites whose pages may ask (CORS), "*" for all. allowed_hosts: names that the Host header
-    may have; None: any.
+    may have; None: any. log: takes a line of JSON for every text that is complete, which `specdec train adapt` reads.
     """
-    served = Endpoints(engine, name, Intake(engine, max_waiting))
+    served = Endpoints(engine, name, Intake(engine, max_waiting, log))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
