@@ -231,3 +231,26 @@ def test_grammars_are_compiled_once_and_texts_tell_them_apart(compiler):
     own, other = Grammar(json=SCHEMA), Grammar(json=json.dumps(SCHEMA))
     assert compiler.compile(own) is compiler.compile(other)
     assert compiler.compile(own) is not compiler.compile(Grammar(json=SCHEMA, any_whitespace=True))
+
+
+def test_the_bench_checks_answers_and_compares_them_with_plain_decoding(model):
+    from specdec.tools.measure import grammar
+    from specdec.tools.measure.drafts import DraftShape
+
+    cases = [grammar.Case(SCHEMA, prompt, Grammar(json=SCHEMA)) for prompt in PROMPTS[:2]]
+    plan = grammar.Plan([DraftShape.parse("3:1:4")], [2], [0.0], 60)
+    (row,) = grammar.run(model, TOKENIZER, (random_draft(model, "eagle3"), "auto"), cases, plan)
+    assert row["equal"] == row["schemas"] == 2 and row["valid"] == row["finished"] and row["forced_per_token"] > 0
+    assert grammar.is_valid('{"a": 1}', {"type": "object"}) and not grammar.is_valid("[", True)
+
+
+def test_bench_schemas_are_different_and_sound(compiler):
+    from specdec.tools.measure.grammar import KEYS, make_cases
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    cases = make_cases(20, tokenizer)
+    assert len({case.grammar.text for case in cases}) == 20 and make_cases(20, tokenizer) == cases
+    for case in cases:
+        compiler.compile(case.grammar)
+        assert set(case.schema["properties"]) <= set(KEYS)

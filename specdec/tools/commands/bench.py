@@ -13,6 +13,7 @@ from specdec.core.text.frequent import frequent_ids, texts_of
 from specdec.core.text.prompt_sets import Question, read_file, read_set, sets
 from specdec.reach.heads.load import detect_algo
 from specdec.tools.commands.bench_checks import Gsm8k, Lossless
+from specdec.tools.commands.bench_grammar import BenchGrammar
 from specdec.tools.commands.bench_policy import Policy
 from specdec.tools.commands.bench_serve import BenchServe
 from specdec.tools.commands.bench_speed import Latency, Peers
@@ -140,7 +141,7 @@ class Compare(Reported):
 app = typer.Typer(help="Measurements.", no_args_is_help=True)
 for name, kind in (
     *(("acceptance", Acceptance), ("latency", Latency), ("peers", Peers), ("gsm8k", Gsm8k), ("lossless", Lossless)),
-    *(("policy", Policy), ("serve", BenchServe), ("page", Page), ("compare", Compare)),
+    *(("policy", Policy), ("grammar", BenchGrammar), ("serve", BenchServe), ("page", Page), ("compare", Compare)),
 ):
     app.command(name)(command_of(kind))
 
