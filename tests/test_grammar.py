@@ -119,6 +119,24 @@ def test_penalties_bans_and_logprobs_are_of_the_constrained_law(model, compiler)
         assert own.logprob == pytest.approx(law[text[i]].log().item(), abs=1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_graphs_of_constrained_rounds_in_bf16_say_what_plain_decoding_says(shape):
+    """On CUDA: greedy and sampled batches with and without grammars, all replayed, none eager."""
+    model = tiny_model("llama64", dtype=torch.bfloat16).to(DEVICE)
+    texts = []
+    for algo, own in ((None, CHAIN), ("eagle3", shape)):
+        engine = engine_of(model, algo, own, graph_sampling=("greedy", "filtered"), cuda_graph=True, strict=True)
+        out = engine.generate(PROMPTS, max_new_tokens=28, grammar=[GRAMMARS["json"], None, GRAMMARS["regex"]])
+        texts.append(out.tokens)
+        law = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
+        sampled = engine.generate(PROMPTS * 8, max_new_tokens=60, sampling=law, grammar=GRAMMARS["regex"])
+        engine.check_integrity()
+        engine.detach()
+        assert set(sampled.finish_reasons) <= {"eos", "length"}
+    assert texts[0] == texts[1]
+
+
 def test_forced_tokens_are_drafted_without_a_model(model):
     """A text of one word only costs a round for every path of the draft, whatever that proposes."""
     grammar = Grammar(regex="zqxjkvbpzqxj")

@@ -18,6 +18,8 @@ from specdec.core.batch import ints_to_device, to_device
 from specdec.core.config import EngineConfig
 from specdec.core.grammar.matcher import Constraint
 
+PATIENCE_S = 5e-4
+
 
 class Constrained(Protocol):
     """What a feed knows of a request."""
@@ -121,14 +123,19 @@ class MaskFeed:
     def _fill(
         self, requests: Sequence[Constrained], tokens: list[list[int]], parents: list[list[int]], masks: torch.Tensor
     ) -> None:
-        """Write masks [n, D, W] on the host, a request a thread; they allow all where there is no grammar."""
+        """Write masks [n, D, W] on the host; they allow all where there is no grammar.
+
+        What is not done after `PATIENCE_S` is done on threads: they help where a mask takes long, since libraries let
+        others run then, and cost more than most masks take.
+        """
         masks.fill_(-1)
         found = zip(map(_constraint, requests), tokens, parents, masks.numpy(), strict=True)
         jobs = [(constraint, own) for constraint, *own in found if constraint is not None]
-        if len(jobs) == 1:
-            jobs[0][0].fill_tree(*jobs[0][1])
-        else:
-            list(self._threads.map(lambda job: job[0].fill_tree(*job[1]), jobs))
+        end = time.perf_counter() + PATIENCE_S
+        while jobs and (len(jobs) == 1 or time.perf_counter() < end):
+            constraint, own = jobs.pop()
+            constraint.fill_tree(*own)
+        list(self._threads.map(lambda job: job[0].fill_tree(*job[1]), jobs))
 
 
 def _constraint(request: Constrained) -> Constraint | None:
