@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdec import Grammar, SamplingParams
@@ -73,3 +73,19 @@ def plain_law(model, ids, mask, params: SamplingParams):
     """The law [V] of the token after `ids`, under a mask."""
     logits = model(torch.tensor([ids], device=model.device)).logits[:, -1:].float().cpu()
     return process_logits(constrain(logits, mask.view(1, 1, -1)), SamplingBatch.stack([params], "cpu"))[0, 0]
+
+
+def spm_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """As SentencePiece models are converted: "llama2" and "metaspace" put a space before a text, "gemma" none."""
+    space, characters = "\u2581", [*map(chr, range(33, 127))]
+    merges = [("{", '"'), ('"', ":"), (space, '"'), ("n", "a"), ("na", "m"), (space, "{"), (space + "{", '"')]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), space, *characters, *map("".join, merges)]
+    model = models.BPE({name: i for i, name in enumerate(names)}, merges, byte_fallback=True, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    to_space = normalizers.Replace(" ", space)
+    if kind == "metaspace":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=space, prepend_scheme="first", split=False)
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(space)] * (kind == "llama2") + [to_space])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")

@@ -14,13 +14,15 @@ from specdec.core.functional.sampling import constrain
 from specdec.core.functional.tree import Tree, ancestor_bits, chain, force
 from specdec.core.grammar.grammar import MOST_DEPTH
 from specdec.core.grammar.matcher import Constraint
-from tests.grammars import EOS, GRAMMARS, SCHEMA, masks_after, plain_law, plain_text, tiny_tokenizer
+from tests.grammars import EOS, GRAMMARS, SCHEMA, masks_after, plain_law, plain_text, spm_tokenizer, tiny_tokenizer
 from tests.heads import ALGOS, random_draft
 from tests.tiny_models import VOCAB, tiny_model
 
 pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
 make_compiler = pytest.importorskip("specdec.reach.grammars.compiler").make_compiler
+
+Vocabulary = pytest.importorskip("specdec.reach.grammars.vocabulary").Vocabulary
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -164,6 +166,21 @@ def test_masks_of_a_tree_follow_each_path(compiler):
             *_, expected = masks_after(compiled, path)
             assert (masks[node] == expected.numpy()).all(), words[node]
     assert constraint.advance([*tokens[1:2], *tokens[4:5], tokens[5]]) == 2
+
+
+@pytest.mark.parametrize("kind", ["gemma", "llama2", "metaspace"])
+def test_tokens_of_sentencepiece_spell_what_is_forced(kind):
+    """No space before it, whatever the tokenizer puts before a text; characters that it lacks are bytes."""
+    tokenizer = spm_tokenizer(kind)
+    size = len(tokenizer) + 3  # a model may have more ids
+    vocabulary = Vocabulary.of(tokenizer, size, frozenset([EOS]))
+    grammar = Grammar(json={"type": "object", "properties": {"nam": {"const": "a é"}}, "required": ["nam"]})
+    matcher = make_compiler("llguidance", tokenizer, size, frozenset([EOS])).compile(grammar).matcher()
+    mask, text = np.zeros(-(-size // 32), np.int32), []
+    while matcher.fill(mask) and (forced := matcher.forced()):
+        assert matcher.accept(forced[0])
+        text.append(vocabulary.tokens[forced[0]])
+    assert text[:4] == [b'{"', b"nam", b'":', b' "'] and b"".join(text) == '{"nam": "a é"'.encode()
 
 
 def test_a_request_may_have_other_eos_ids(compiler):

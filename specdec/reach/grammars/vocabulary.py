@@ -11,7 +11,7 @@ from typing import Any
 class Vocabulary:
     """tokens: the bytes of ids 0..V-1, of special ones their name; special_ids: ids that are never text.
 
-    encode: text to ids, without special tokens. eos_ids: what ends a text.
+    encode: text, the continuation of another, to ids without special tokens. eos_ids: what ends a text.
     """
 
     tokens: list[bytes]
@@ -39,7 +39,25 @@ class Vocabulary:
         unknown = range(len(tokens), vocab_size)
         special = [*(i for i, token in added.items() if token.special), *unknown]
         tokens += [f"<|unknown {i}|>".encode() for i in unknown]
-        return cls(tokens, special, eos_ids, lambda s: tokenizer.encode(s, add_special_tokens=False))
+        return cls(tokens, special, eos_ids, _Encoder(tokenizer, tokens))
+
+
+class _Encoder:
+    """Encodes text that continues another: its tokens spell its bytes, which tokenizers that put a space first, or
+    normalise, do not see to."""
+
+    def __init__(self, tokenizer: Any, tokens: list[bytes]):
+        self._tokenizer, self._tokens = tokenizer, tokens
+        self._by_byte = {token: i for i, token in enumerate(tokens) if len(token) == 1}
+
+    def __call__(self, text: str) -> list[int]:
+        data = text.encode()
+        for before in ("", "\n"):
+            ids = self._tokenizer.encode(before + text, add_special_tokens=False)
+            for skip in range(min(4, len(ids)) if before else 1):  # the line break, a space before it
+                if b"".join(self._tokens[i] for i in ids[skip:]) == data:
+                    return ids[skip:]
+        return [self._by_byte[data[i : i + 1]] for i in range(len(data))]
 
 
 def _kinds_of(described: dict[str, Any]) -> set[str]:
