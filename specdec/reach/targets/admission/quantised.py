@@ -1,0 +1,83 @@
+"""Quantised linear layers: which ones an engine runs as they are, and stand-ins for them while a model is compared.
+
+Their products round inputs or weights more than the dtype does, and some by how many rows there are. What passes
+between tokens must be compared without that, or a fault there hides behind it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
+
+from specdec.reach.checkpoints.tensors import FLOATS
+
+LINEARS = ("Linear4bit", "Linear8bitLt", "QLinear")  # classes of bitsandbytes and quanto, whose own forward runs
+SPREAD = 0.6  # of the outputs of a stand-in, for inputs of spread 1
+
+
+def is_quantised_linear(module: nn.Module) -> bool:
+    """Return whether `module` is a linear layer with packed weights: of a known class, or with a weight that is a
+    tensor subclass of torchao."""
+    weight = module._parameters.get("weight")
+    is_known = any(kind.__name__ in LINEARS for kind in type(module).__mro__)
+    is_wrapped = isinstance(module, nn.Linear) and weight is not None and is_traceable_wrapper_subclass(weight)
+    return is_known or is_wrapped
+
+
+def quantised_linears(model: nn.Module) -> list[Any]:
+    """Return the quantised linear layers of `model`."""
+    return [module for module in model.modules() if is_quantised_linear(module)]
+
+
+def quantised_reasons(model: nn.Module) -> Iterator[str]:
+    """Yield what cannot be run: packed tensors of other modules, and int8 layers that look for outliers."""
+    layers = quantised_linears(model)
+    known = {id(t) for m in layers for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
+    tensors = [(n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if id(t) not in known]
+    odd = [n for n, t in tensors if type(t) not in (nn.Parameter, nn.Buffer, torch.Tensor)]
+    odd += [n for n, t in tensors if t.dim() > 1 and t.dtype not in (*FLOATS, torch.bool, torch.int64)]
+    if odd:
+        yield f"{odd[0]} is packed ({len(odd)} such tensors) and not a linear layer's: only those may be quantised"
+    thresholds = [getattr(getattr(m, "state", None), "threshold", 0) for m in layers]
+    if any(thresholds):
+        yield (
+            f"its int8 layers look for outliers in the whole batch (llm_int8_threshold={max(thresholds)}): texts would "
+            "depend on those beside them, and no graph could be captured; load it with llm_int8_threshold=0"
+        )
+
+
+@torch.no_grad()
+def pack(model: PreTrainedModel) -> None:
+    """Let quantised layers do what they do in their first forward: bitsandbytes packs weights for a CPU then, and must
+    not do so within `torch.inference_mode`."""
+    for layer in quantised_linears(model):
+        weight = next(layer.parameters())
+        layer(torch.zeros(1, layer.in_features, dtype=model.get_input_embeddings().weight.dtype, device=weight.device))
+
+
+@contextmanager
+def stand_ins(model: nn.Module) -> Iterator[None]:
+    """Let quantised layers multiply by plain random matrices of their shape within the context."""
+    layers = quantised_linears(model)
+    before = [layer.__dict__.get("forward") for layer in layers]
+    try:
+        for seed, layer in enumerate(layers):
+            layer.__dict__["forward"] = partial(_plain_product, layer.out_features, layer.in_features, seed)
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            del layer.__dict__["forward"]
+            if own is not None:
+                layer.__dict__["forward"] = own
+
+
+def _plain_product(rows: int, columns: int, seed: int, x: torch.Tensor) -> torch.Tensor:
+    random = torch.Generator(x.device).manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=random, device=x.device).mul_(SPREAD / columns**0.5)
+    return F.linear(x, weight.to(x.dtype))

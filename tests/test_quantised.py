@@ -1,0 +1,109 @@
+"""Quantised targets: their texts are those of their own generate(); what passes between tokens is still compared."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    QuantoConfig,
+    TorchAoConfig,
+)
+
+import specdec
+from specdec.core.errors import AttachError
+from specdec.reach.targets.admission.quantised import quantised_linears, stand_ins
+from tests.heads import random_draft
+from tests.test_attach import greedy, ragged_prompts
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 3, "num_draft_tokens": 8}
+GRAPHS = {"cuda_graph": True, "graph_sampling": "greedy"}
+WAYS = {
+    "plain": {"num_steps": 0},
+    "chain": {**CHAIN, **GRAPHS, "prefill_graph": "breakable"},
+    "tree": {**TREE, "cuda_graph": False},
+    "compiled": {**CHAIN, **GRAPHS, "compile": True, "compiler": "eager"},
+}
+KINDS = ("nf4", "int8", "torchao", "quanto")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=160, num_hidden_layers=4, initializer_range=0.1, eos_token_id=2)
+    path = tmp_path_factory.mktemp("plain")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def load(folder, kind, threshold=0.0):
+    if kind in ("nf4", "int8"):
+        pytest.importorskip("bitsandbytes")
+        ways = {
+            "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
+            "int8": {"load_in_8bit": True, "llm_int8_threshold": threshold},
+        }
+        how = BitsAndBytesConfig(**ways[kind])
+    elif kind == "torchao":
+        how = TorchAoConfig(pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig())
+    else:
+        pytest.importorskip("optimum.quanto")
+        how = QuantoConfig(weights="int8")
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, dtype=torch.float32)
+    return model.to(DEVICE) if kind in ("torchao", "quanto") else model
+
+
+@pytest.mark.filterwarnings("ignore:.*not compiled")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_that_of_generate(folder, kind, way):
+    model, settings = load(folder, kind), dict(WAYS[way])
+    expected = [greedy(model, p, 16) for p in ragged_prompts()]
+    draft = random_draft(model, "eagle3").to(DEVICE) if settings["num_steps"] else None
+    if draft is None:
+        del settings["num_steps"]
+    with specdec.attach(model, draft, max_batch=3, max_seq_len=128, **settings) as engine:
+        assert engine.generate(ragged_prompts(), max_new_tokens=16).tokens == expected
+        engine.check_integrity()
+    assert [greedy(model, p, 16) for p in ragged_prompts()[:1]] == expected[:1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_between_tokens_is_still_found(folder, kind):
+    """Keys that are smaller where the engine runs the model: rounding of quantised products does not hide them."""
+    model = load(folder, kind)
+    layer = model.model.layers[1].self_attn
+
+    def shrunk(module, args, output):
+        return output * 0.7 if model.config._attn_implementation == "specdec" else output
+
+    with layer.k_proj.register_forward_hook(shrunk), pytest.raises(AttachError, match="its logits differ from its own"):
+        specdec.attach(model)
+
+
+def test_stand_ins_leave_no_trace(folder):
+    model = load(folder, "nf4")
+    layers, ids = quantised_linears(model), torch.tensor([ragged_prompts()[0]], device=DEVICE)
+    before = model(ids).logits
+    with stand_ins(model):
+        assert not torch.allclose(model(ids).logits, before)
+    assert len(layers) == 28 and torch.equal(model(ids).logits, before)
+    assert not any("forward" in layer.__dict__ for layer in layers if "_old_forward" not in layer.__dict__)
+
+
+def test_what_cannot_be_run_is_refused(folder):
+    with pytest.raises(AttachError, match=r"llm_int8_threshold=6.0\): texts would depend on those beside them"):
+        specdec.attach(load(folder, "int8", threshold=6.0))
+    model = load(folder, "nf4")
+    model.model.register_buffer("packed", torch.zeros(4, 4, dtype=torch.uint8, device=DEVICE))
+    with pytest.raises(AttachError, match=r"model\.packed is packed \(1 such tensors\) and not a linear layer's"):
+        specdec.attach(model)
+    model = load(folder, "nf4")
+    model.model.embed_tokens.weight = nn.Parameter(model.model.embed_tokens.weight.to(torch.int32), requires_grad=False)
+    with pytest.raises(AttachError, match=r"embed_tokens\.weight is packed"):
+        specdec.attach(model)
