@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from specdec.core.engine import scheduler
+from specdec.core.cache import prefix
+from specdec.core.engine import scheduler, sharing
 from specdec.tools.measure.results import write_results
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,10 +30,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the result file; default: none is written")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    scheduler.GROWTH = 8  # texts are short
+    scheduler.GROWTH = prefix.CHUNK = sharing.WORTH_WAITING = 8  # texts are short
     rows: list[dict[str, Any]] = []
     subjects = [("llama", tiny_model, algo, shape) for algo, shape in KINDS]
-    subjects += [(name, recurrent_model, "eagle", CHAIN) for name in ("qwen3_next", "mamba2")]
+    subjects += [(name, recurrent_model, "eagle", CHAIN) for name in ("qwen3_5", "mamba2")]
     for name, make, algo, shape in subjects:
         start, own = time.perf_counter(), 0
         while own < args.num / len(subjects):
