@@ -1,4 +1,6 @@
-"""Merges the splits of a tile: partial attention outputs weighted by their softmax mass, as in flash-decoding."""
+"""Merges the chunks of a tile whose keys are split: their states are folded in order, as `kernel` does in registers."""
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -6,15 +8,34 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from specdec.backends.base import LayerSpec
+from specdec.backends.triton.attention.blocks import fold, load_state, result_of
 from specdec.backends.triton.attention.plan import MERGE_WIDTH
 from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, follows_early
 
+AHEAD = 1 if INTERPRETED else 16  # states that are loaded at once
 
-@triton.jit
+
+class Partials(NamedTuple):
+    """Scratch for states, fp32: acc [num_partials, Hkv, block_m, v_dim] and stats [num_partials, Hkv, block_m, 2],
+    maximum and mass."""
+
+    acc: torch.Tensor
+    stats: torch.Tensor
+
+    @classmethod
+    def empty(cls, num: int, num_kv_heads: int, block_m: int, v_dim: int, device: torch.device) -> "Partials":
+        """Return scratch for `num` states a KV head."""
+        rows = (num, num_kv_heads, block_m)
+        shapes = ((*rows, v_dim), (*rows, 2))
+        return cls(*(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes))
+
+
+@triton.jit(do_not_specialize_on_alignment=["sinks", "qo_indptr"])
 def _merge_kernel(
     out,
-    partial_out,
-    partial_lse,
+    sinks,
+    partial_acc,
+    partial_stats,
     merges,
     qo_indptr,
     out_stride_t,
@@ -24,11 +45,12 @@ def _merge_kernel(
     V_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     MERGE: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write a row of one split tile: the partials weighted by their share of the mass."""
+    """Write a row of one split tile."""
     if PDL:
         gdc_wait()
     kv_head = tl.program_id(1)
@@ -39,36 +61,32 @@ def _merge_kernel(
     m_block, first, num_splits = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     q_start = tl.load(qo_indptr + request)
     q_len = tl.load(qo_indptr + request + 1) - q_start
-    in_tile = tl.program_id(0)
-    row = m_block * BLOCK_M + in_tile
-    if row // GROUP >= q_len:
+    if (m_block * BLOCK_M + tl.program_id(0)) // GROUP >= q_len:
         return
+    in_tile = tl.program_id(0) + tl.arange(0, 1)
+    row = m_block * BLOCK_M + in_tile
     dv = tl.arange(0, BLOCK_V)
-    m = tl.full([], float("-inf"), tl.float32)
-    mass = tl.zeros([], tl.float32)
-    acc = tl.zeros([BLOCK_V], tl.float32)
-    for base in range(0, num_splits, BLOCK_S):
-        split = base + tl.arange(0, BLOCK_S)
-        at = ((first + split).to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + in_tile
-        is_here = split < num_splits
-        lse = tl.load(partial_lse + at, mask=is_here, other=float("-inf"))
-        m_new = tl.maximum(m, tl.max(lse, 0))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2(lse - m_safe)
-        values = tl.load(partial_out + at[:, None] * V_DIM + dv, mask=is_here[:, None] & (dv < V_DIM), other=0.0)
-        shrink = tl.exp2(m - m_safe)
-        acc = acc * shrink + tl.sum(weight[:, None] * values, 0)
-        mass = mass * shrink + tl.sum(weight, 0)
-        m = m_new
-    result = acc / tl.where(mass == 0, 1.0, mass)
-    token, head = (q_start + row // GROUP).to(tl.int64), kv_head * GROUP + row % GROUP
-    out_at = out + token * out_stride_t + head * out_stride_h + dv
-    tl.store(out_at, result.to(out.dtype.element_ty), mask=dv < V_DIM)
+    total = (
+        tl.full([1], float("-inf"), tl.float32),
+        tl.zeros([1, 1], tl.float32),
+        tl.zeros([1, BLOCK_V], tl.float32),
+    )
+    for base in range(0, num_splits, AHEAD):
+        for i in tl.static_range(AHEAD):
+            at = ((first + base + i).to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + in_tile
+            is_there = (in_tile >= 0) & (base + i < num_splits)
+            total = fold(total, load_state(partial_acc, partial_stats, at, is_there, dv, V_DIM))
+    head = kv_head * GROUP + row % GROUP
+    result = result_of(total, sinks, head, head >= 0, HAS_SINKS)
+    token = (q_start + row // GROUP).to(tl.int64)
+    out_at = out + token[:, None] * out_stride_t + head[:, None] * out_stride_h + dv
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=(dv < V_DIM)[None, :])
 
 
 def merge(
     out: torch.Tensor,
-    partials: tuple[torch.Tensor, torch.Tensor],
+    sinks: torch.Tensor | None,
+    partials: Partials,
     merges: torch.Tensor,
     qo_indptr: torch.Tensor,
     layer: LayerSpec,
@@ -76,28 +94,29 @@ def merge(
 ) -> Relaunch | None:
     """Write the rows of split tiles from their partials; see `attend`. Twin: `merge_reference`.
 
-    Returns the launch, to repeat with another `out`; None in the interpreter.
+    Returns the launch, to repeat with another `out` and other sinks; None in the interpreter.
     """
     grid = (block_m, layer.num_kv_heads, merges.shape[0])
-    args = (out, *partials, merges, qo_indptr, out.stride(0), out.stride(1))
+    args = (out, sinks, *partials, merges, qo_indptr, out.stride(0), out.stride(1))
     constants = dict(
         NUM_KV_HEADS=layer.num_kv_heads,
         GROUP=layer.num_heads // layer.num_kv_heads,
         V_DIM=layer.v_dim,
         BLOCK_V=padded_dim(layer.v_dim),
         BLOCK_M=block_m,
-        BLOCK_S=8,
+        HAS_SINKS=sinks is not None,
         MERGE=MERGE_WIDTH,
+        AHEAD=AHEAD,
         PDL=follows_early(),
     )
     compiled = _merge_kernel[grid](*args, **constants, launch_pdl=constants["PDL"], num_warps=1)
     return None if INTERPRETED else Relaunch(_merge_kernel, compiled, grid, args, constants)
 
 
-def merge_reference(partial_out: torch.Tensor, partial_lse: torch.Tensor) -> torch.Tensor:
-    """Return the attention over all keys from partials [num_splits, ..., v_dim] and log2-sum-exp [num_splits, ...]."""
-    weight = (partial_lse * 0.6931471805599453).softmax(0)
-    return (weight.unsqueeze(-1) * partial_out).sum(0)
+def merge_reference(m: torch.Tensor, mass: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
+    """Return the attention over all keys from the states of chunks: m, mass [n, ...] and acc [n, ..., v_dim]."""
+    weight = ((m - m.amax(0)) * 0.6931471805599453).exp()
+    return (weight.unsqueeze(-1) * acc).sum(0) / (weight * mass).sum(0).unsqueeze(-1)
 
 
 def padded_dim(dim: int) -> int:

@@ -1,6 +1,6 @@
 """Specification, in plain Python, of what `backends.triton.attention.plan` does on the device."""
 
-from specdec.backends.triton.attention.plan import tile_span
+from specdec.backends.triton.attention.chunks import begin_of, chunk_of, tile_span
 
 
 def split_plan_reference(
@@ -13,44 +13,61 @@ def split_plan_reference(
     group: int,
     block_m: int,
     block_n: int,
-    min_chunk: int,
-    is_causal: bool,
+    chunk: int,
+    is_tree: bool,
+    max_partials: int,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the used rows of both tables (of items, the first 6 columns).
+    """Return the used rows of both tables (of items, the first 5 columns).
 
-    A tile that sees fewer keys than the largest tile of its request ends with empty items: kv_end <= kv_begin.
+    A tile that sees fewer chunks than another of its request ends with empty items: kv_end <= kv_begin.
     """
-    begins = [max(p - window + 1, 0) if window else 0 for p in prefix_lens]
-    lens = [p + first_node + q - b for p, q, b in zip(prefix_lens, q_lens, begins, strict=True)]
-    if window and is_causal:
-        lens = [min(n, window - 1 + tile_span(group, block_m)) for n in lens]
+
+    def first_key(position: int) -> int:
+        return max(position - window + 1, 0) // block_n * block_n if window else 0
+
+    def keys_of(prefix: int, q_len: int, m_block: int) -> tuple[int, int]:
+        if is_tree:
+            return first_key(prefix), prefix // block_n * block_n
+        first, last = m_block * block_m // group, ((m_block + 1) * block_m - 1) // group
+        return first_key(prefix + first_node + first), prefix + first_node + min(last + 1, q_len)
+
+    def touched(begin: int, end: int) -> int:
+        return chunk_of(end - 1, chunk) + 1 - chunk_of(begin, chunk) if begin < end else 0
+
+    def num_chunks(prefix: int, q_len: int) -> int:
+        begin, end = first_key(prefix + first_node), prefix + first_node + q_len
+        if is_tree:
+            begin, end = keys_of(prefix, q_len, 0)
+        num = touched(begin, end)
+        if window and not is_tree:
+            num = min(num, (window + tile_span(group, block_m) + block_n + chunk - 4) // chunk + 1)
+        return num
+
     tiles = [_cdiv(q * group, block_m) for q in q_lens]
-    most = max(resident, sum(tiles) + resident // 2)
-
-    def num_items(chunk: int) -> int:
-        return sum(t * _cdiv(n, chunk) for t, n in zip(tiles, lens, strict=True))
-
-    shortest = _cdiv(min_chunk, block_n) * block_n
-    chunk = next(c for c in range(shortest, shortest + max(lens) + block_n, block_n) if num_items(c) <= most)
+    chunks = [num_chunks(p, q) if t else 0 for p, q, t in zip(prefix_lens, q_lens, tiles, strict=True)]
+    most = max(1, 3 * sum(t * n for t, n in zip(tiles, chunks, strict=True)) // (2 * resident))
+    while sum(t * n for t, n in zip(tiles, chunks, strict=True) if n > most) > max_partials:
+        most *= 2
     items: list[list[int]] = []
     merges: list[list[int]] = []
     partial = 0
-    for request, (num_tiles, prefix, q_len, kv_len) in enumerate(zip(tiles, prefix_lens, q_lens, lens, strict=True)):
-        size = _cdiv(_cdiv(kv_len, _cdiv(kv_len, chunk)), block_n) * block_n
-        n = _cdiv(kv_len, size)
+    for request, (num_tiles, prefix, q_len, num) in enumerate(zip(tiles, prefix_lens, q_lens, chunks, strict=True)):
+        is_split = num > most
+        states = num if is_split else min(num, 2) if is_tree else 0
         for m_block in reversed(range(num_tiles)):
-            nearest, tile_end = prefix, prefix + first_node + q_len
-            if is_causal:
-                nearest = prefix + first_node + m_block * block_m // group
-                tile_end = min(tile_end, prefix + first_node + ((m_block + 1) * block_m - 1) // group + 1)
-            begin = max(nearest - window + 1, 0) if window else 0
-            if n > 1:
-                merges.append([request, m_block, partial, n])
-            for split in range(n):
-                at = begin + split * size
-                end = min(at + size, tile_end)
-                items.append([request, m_block, at, end, partial if n > 1 else -1, int(split == 0)])
-                partial += n > 1
+            begin, end = keys_of(prefix, q_len, m_block)
+            at = partial + m_block * states if states else -1
+            if not is_split and (num or not is_tree):
+                items.append([request, m_block, begin, end, at])
+            for piece in range(num if is_split else 0):
+                number = chunk_of(begin, chunk) + piece
+                start, stop = begin_of(number, chunk), begin_of(number + 1, chunk)
+                items.append([request, m_block, max(begin, start), min(end, stop), at + piece])
+        for m_block in range(min(num_tiles, 1) if is_tree else num_tiles if is_split else 0):
+            begin, end = keys_of(prefix, q_len, m_block)
+            num_own = states if is_tree else touched(begin, end)
+            merges.append([request, m_block, partial + m_block * states, num_own])
+        partial += num_tiles * states
     return items, merges
 
 
