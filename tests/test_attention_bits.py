@@ -54,7 +54,7 @@ def exact_products(monkeypatch):
 class Text:
     """One text, whose every position has a q, k and v; row 0 of the slot table holds it, row 1 another one."""
 
-    def __init__(self, layer, length, dtype=torch.float32, page_size=1, chunk=64):
+    def __init__(self, layer, length, dtype=torch.float32, page_size=1, processors=None):
         generator = torch.Generator().manual_seed(0)
 
         def random(*shape):
@@ -71,7 +71,7 @@ class Text:
             pool.write(0, self.table[row, :length].long(), k, v)
         self.sinks = random(layer.num_heads) if layer.has_sinks else None
         self.backend = triton_backend.TritonBackend()
-        self.backend.chunk = chunk
+        self.backend.processors = processors
         self.context = ForwardContext(self.backend, pool, [layer], [self.sinks], lambda mode: None)
 
     def attend(self, metadata, inputs):
@@ -160,15 +160,14 @@ def check(text, at, q_len, cut):
     assert not differing, differing
 
 
-@pytest.mark.parametrize("processors", [1, 64])
+@pytest.mark.parametrize("processors", [1, 12])
 @pytest.mark.parametrize("at", [7, 63, 64, 130])
 @pytest.mark.parametrize("q_len", [2, 7])
 @pytest.mark.parametrize("name", LAYERS)
 def test_bits_are_those_of_plain_decoding(name, q_len, at, processors, monkeypatch):
-    """At the edges of blocks and chunks; few processors: tiles are whole, many: every chunk is an item."""
-    monkeypatch.setattr(triton_backend, "_num_processors", lambda device: processors)
+    """At the edges of blocks and chunks; one processor: tiles are whole, many: they are split."""
     monkeypatch.setattr(tiling, "shared_memory", lambda device: 99 << 10)  # smaller blocks
-    check(Text(LAYERS[name], 150, page_size=4), at, q_len, cut=min(at, 37) - 3)
+    check(Text(LAYERS[name], 150, page_size=4, processors=processors), at, q_len, cut=min(at, 37) - 3)
 
 
 @pytest.mark.gpu
@@ -176,6 +175,6 @@ def test_bits_are_those_of_plain_decoding(name, q_len, at, processors, monkeypat
 @pytest.mark.parametrize("name", REAL)
 def test_bits_on_a_gpu(name, dtype):
     """All tilings: tiles of 16 to 64 rows, with mma and wgmma."""
-    text = Text(REAL[name], 2300, dtype, page_size=16, chunk=None)
+    text = Text(REAL[name], 2300, dtype, page_size=16)
     for at, q_len in ((40, 1), (190, 4), (255, 8), (256, 16), (1000, 32), (2050, 64), (2239, 5)):
         check(text, at, q_len, cut=min(at, 777) - 3)

@@ -38,7 +38,6 @@ triton = pytest.importorskip("triton")
 from specdec.backends.triton import backend  # noqa: E402
 from specdec.backends.triton.attention import tiling  # noqa: E402
 from specdec.backends.triton.attention.chunks import begin_of, chunk_of, most_chunks, tile_span  # noqa: E402
-from specdec.backends.triton.attention.merge import Partials, merge, merge_reference  # noqa: E402
 from specdec.backends.triton.attention.metadata import TRITON_METADATA  # noqa: E402
 from specdec.backends.triton.attention.plan import split_plan  # noqa: E402
 from specdec.backends.triton.attention.plan_reference import split_plan_reference  # noqa: E402
@@ -62,9 +61,9 @@ PREFIXES = (11, 3, 150)
 
 
 class SmallPieces(TritonBackend):
-    """Cuts short prefixes into many chunks."""
+    """Splits short prefixes into chunks."""
 
-    chunk = 64
+    processors = 32
 
 
 KINDS = {"torch": TorchBackend, "triton": TritonBackend, "triton, split": SmallPieces}
@@ -375,7 +374,7 @@ def test_any_tree(prefixes, choices, name):
 
 @settings(max_examples=40 if DEVICE.type == "cuda" else 12, deadline=None, derandomize=True)
 @given(
-    st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 200)), min_size=1, max_size=90),
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 200)), min_size=1, max_size=90),
     st.integers(1, 60),
     st.sampled_from([1, 3, 4]),
     st.sampled_from([16, 64]),
@@ -386,66 +385,66 @@ def test_any_tree(prefixes, choices, name):
 def test_work_is_cut_as_the_twin_says(lens, resident, group, block_m, window, is_tree, max_partials):
     prefixes, q_lens = (list(x) for x in zip(*lens, strict=True))
     num_tiles = sum(triton.cdiv(q * group, block_m) for q in q_lens)
-    shape = {"resident": resident, "group": group, "block_m": block_m, "block_n": 32, "chunk": 64, "window": window}
-    shape |= {"is_tree": is_tree, "first_node": 0}
+    shape = {"resident": resident, "group": group, "block_m": block_m, "block_n": 32, "window": window}
+    shape |= {"is_tree": is_tree, "first_node": 0, "max_partials": max_partials}
     is_small = resident % 2 == 0  # any batch comes out right
     span = max(q_lens) if is_tree else tile_span(group, block_m)
-    max_chunks = most_chunks(max(p + q for p, q in lens), max(q_lens), window, span, 32, 64)
+    max_chunks = most_chunks(max(1, *(p + q for p, q in lens)), max(q_lens), window, span, 32)
     indptr = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     plan = split_plan(
-        torch.tensor(prefixes, device=DEVICE), indptr, num_tiles=num_tiles, is_small=is_small,
-        max_chunks=max_chunks, max_partials=max_partials, **shape,
+        torch.tensor(prefixes, device=DEVICE), indptr, num_tiles=num_tiles, is_small=is_small, num_kv_heads=3,
+        max_chunks=max_chunks, **shape,
     )  # fmt: skip
-    most = min(max_partials, min(num_tiles, resident) * max_chunks)
-    items, merges = split_plan_reference(prefixes, q_lens, max_partials=most, **shape)
-    assert int(plan.counts) == len(items)
-    assert plan.items[: len(items), :5].tolist() == items
-    assert plan.merges[: len(merges)].tolist() == merges
-    assert (plan.merges[len(merges) :, 0] == -1).all()
-    assert len(items) <= plan.items.shape[0] and len(merges) <= plan.merges.shape[0]
-    assert max((item[4] for item in items), default=0) + (2 if is_tree else 1) <= max(plan.num_partials, 1 + is_tree)
-    check_cut(items, merges, prefixes, q_lens, shape, max_chunks)
+    items, tree_states = split_plan_reference(prefixes, q_lens, **shape)
+    assert int(plan.counts) == len(items) <= plan.items.shape[0] == num_tiles + resident
+    assert plan.items[: len(items)].tolist() == items
+    if is_tree:
+        some = [i for i, q_len in enumerate(q_lens) if q_len]
+        assert plan.tree_states[some].tolist() == [tree_states[i] for i in some]
+    check_cut(items, tree_states, prefixes, q_lens, shape, max_chunks)
+    used = [item[4] + (item[6] or min(2, max_chunks)) for item in items if item[4] >= 0]
+    assert max(used, default=0) <= plan.num_partials
+    assert all((plan.arrived[item[7]] == 0).all() for item in items if item[6])
 
 
-def check_cut(items, merges, prefixes, q_lens, shape, max_chunks):
-    """The items of every tile are its keys, from the start of a block on, and nothing else; those of a split tile are
-    its chunks."""
+def check_cut(items, tree_states, prefixes, q_lens, shape, max_chunks):
+    """Items of a tile are its keys, in order, from the start of a block on; pieces begin with a chunk, and states of
+    tiles follow upon one another."""
     group, block_m, window, is_tree = shape["group"], shape["block_m"], shape["window"], shape["is_tree"]
-    tiles: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for request, m_block, begin, end, partial in items:
-        if begin < end:
-            tiles.setdefault((request, m_block), []).append((begin, end, partial))
+    tiles: dict[tuple[int, int], list[list[int]]] = {}
+    for number, item in enumerate(items):
+        pieces = tiles.setdefault((item[0], item[1]), [])
+        pieces.append(item)
+        assert item[7] == number + 1 - len(pieces)
     assert is_tree or len(tiles) == sum(triton.cdiv(q * group, block_m) for q in q_lens)
-    merged = {tuple(merge[:2]): merge[2:] for merge in merges}
+    num_states = 0
     for (request, m_block), pieces in tiles.items():
         prefix, q_len = prefixes[request], q_lens[request]
         first, last = m_block * block_m // group, min(((m_block + 1) * block_m - 1) // group, q_len - 1)
         nearest, end = (prefix, prefix // 32 * 32) if is_tree else (prefix + first, prefix + last + 1)
-        assert pieces[0][0] == (max(nearest - window + 1, 0) // 32 * 32 if window else 0) and pieces[-1][1] == end
-        assert all(a[1] == b[0] == begin_of(chunk_of(b[0], 64), 64) for a, b in pairwise(pieces))
-        assert len(pieces) == 1 or all(chunk_of(b, 64) == chunk_of(e - 1, 64) for b, e, _ in pieces)
-        num_chunks = chunk_of(end - 1, 64) + 1 - chunk_of(pieces[0][0], 64)
-        assert num_chunks <= max_chunks
-        if is_tree:
-            states = min(2, num_chunks) if len(pieces) == 1 else num_chunks
-            assert merged[request, 0][1] == states
-            assert pieces[0][2] == merged[request, 0][0] + m_block * states
-        elif (request, m_block) in merged:
-            assert [p for _, _, p in pieces] == [merged[request, m_block][0] + i for i in range(num_chunks)]
-            assert merged[request, m_block][1] == num_chunks
-        else:
-            assert len(pieces) == 1 and pieces[0][2] == -1
+        begin = pieces[0][2]
+        assert begin == (max(nearest - window + 1, 0) // 32 * 32 if window else 0) and pieces[-1][3] == end
+        assert all(a[3] == b[2] and b[2] in (end, begin_of(chunk_of(b[2]))) for a, b in pairwise(pieces))
+        chunks = chunk_of(end - 1) + 1 - chunk_of(begin)
+        assert len(pieces) <= chunks <= max_chunks
+        states = chunks if len(pieces) > 1 else min(2, chunks) if is_tree else 0
+        for item in pieces:
+            assert item[4] == (num_states if states else -1) and item[6] == (states if len(pieces) > 1 else 0)
+            assert item[5] == chunk_of(item[2]) - chunk_of(begin)
+        assert not is_tree or tree_states[request] == [num_states - m_block * states, states]
+        num_states += states
 
 
 @pytest.mark.parametrize("num_tokens", [300, 2100] if DEVICE.type == "cuda" else [300])
 def test_prompts_that_fill_the_gpu_are_not_split(num_tokens, monkeypatch):
-    monkeypatch.setattr(backend, "_num_processors", lambda device: 4)
+    monkeypatch.setattr(backend, "_num_processors", lambda device: 2)
     setup = Setup(LayerSpec(2, 1, 16, 16, 0.25), "triton", prefixes=(0,), width=num_tokens)
     metadata = setup.backend.metadata.prefill(setup.slot_table, setup.rows, [0], [num_tokens])
     q, out = setup.run(metadata)
     setup.check_causal(metadata, q, out)
     ((plan, _partials),) = setup.backend._plans.values()
-    assert int(plan.counts) == triton.cdiv(2 * num_tokens, 64) and (plan.merges[:, 0] == -1).all()
+    num_tiles = triton.cdiv(2 * num_tokens, 64)
+    assert int(plan.counts) == num_tiles and (plan.items[:num_tiles, 6] == 0).all()
     assert setup.backend.scratch_bytes < 1 << 20
 
 
@@ -453,28 +452,13 @@ def test_prompts_that_fill_the_gpu_are_not_split(num_tokens, monkeypatch):
 @pytest.mark.parametrize("prefix", [0, 3000])
 def test_windowed_prefills_visit_few_keys_beside_those_they_see(window, prefix):
     """Gemma's group of 2, the tiling of 16-bit prefills; keys of a tile over those that its rows see."""
-    num_tokens, shape = 8192, {"group": 2, "block_m": 64, "block_n": 64, "chunk": 256, "window": window}
+    num_tokens, shape = 8192, {"group": 2, "block_m": 64, "block_n": 64, "window": window}
     items, _ = split_plan_reference(
         [prefix], [num_tokens], first_node=0, resident=132, is_tree=False, max_partials=10000, **shape
     )
-    visited = sum(triton.cdiv(end - begin, 64) * 64 * tile_span(2, 64) for _, _, begin, end, _ in items if end > begin)
+    visited = sum(triton.cdiv(end - begin, 64) * 64 * tile_span(2, 64) for _, _, begin, end, *_ in items)
     needed = sum(min(prefix + i + 1, window) for i in range(num_tokens))
     assert visited <= 1.3 * needed
-
-
-def test_merging_equals_the_twin():
-    layer = LayerSpec(6, 2, 16, 24, 0.25)
-    generator = torch.Generator().manual_seed(0)
-    acc, m, mass = (torch.randn(9, 2, 16, n, generator=generator).to(DEVICE) for n in (24, 1, 1))
-    m, mass = 5 * m, mass.abs()
-    m[3], mass[3], acc[3] = float("-inf"), 0, 0  # a chunk that saw nothing
-    merges = torch.tensor([[1, 0, 2, 7], [-1, -1, -1, -1]], dtype=torch.int32, device=DEVICE)
-    out = torch.full((7, 6, 24), float("nan"), device=DEVICE)
-    indptr = torch.tensor([0, 2, 7], dtype=torch.int32, device=DEVICE)
-    merge(out, None, Partials(acc, torch.cat([m, mass], 3)), merges, indptr, layer, 16)
-    want = merge_reference(m[2:, ..., 0], mass[2:, ..., 0], acc[2:])[:, :15].view(2, 5, 3, 24)
-    torch.testing.assert_close(out[2:], want.transpose(0, 1).flatten(1, 2), atol=1e-5, rtol=1e-5)
-    assert out[:2].isnan().all()
 
 
 @pytest.mark.parametrize(("first", "q_len"), [(0, 1), (0, 5), (6, 3), (0, 64), (3, 97)])

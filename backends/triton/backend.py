@@ -1,20 +1,18 @@
 """The Triton backend: plans and reads lengths on the device, so that whole rounds can be captured. Default on CUDA."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import triton
 
 from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities
 from specdec.backends.triton.attention.chunks import most_chunks, tile_span
-from specdec.backends.triton.attention.kernel import AttendAgain, attend
-from specdec.backends.triton.attention.merge import Partials, merge
+from specdec.backends.triton.attention.kernel import attend
 from specdec.backends.triton.attention.metadata import TRITON_METADATA
-from specdec.backends.triton.attention.plan import FEW, MERGE_WIDTH, SCRATCH_BYTES, SplitPlan, split_plan
+from specdec.backends.triton.attention.partials import Partials
+from specdec.backends.triton.attention.plan import FEW, SCRATCH_BYTES, SplitPlan, split_plan
 from specdec.backends.triton.attention.store import store_kv
 from specdec.backends.triton.attention.tiling import Tiling, choose_tiling, num_tiles
-from specdec.backends.triton.launch.relaunch import INTERPRETED, is_aligned
+from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, is_aligned
 from specdec.core.batch import AttentionMetadata
 
 
@@ -45,13 +43,12 @@ class TritonBackend(AttentionBackend):
         fused_ops=True,
     )
     metadata = TRITON_METADATA
-    chunk: int | None = None  # keys of a chunk, None for what is best with the tiling
+    processors: int | None = None  # that share the work, None for the GPU's
 
     def __init__(self) -> None:
         super().__init__()
         self._plans: dict[_Cut, tuple[SplitPlan, Partials]] = {}
-        self._again: dict[tuple[object, ...], AttendAgain] = {}  # launches of this forward, by what layers share
-        self._can_merge: set[tuple[_Cut, torch.dtype]] = set()  # merge kernels that are compiled
+        self._again: dict[tuple[object, ...], tuple[Relaunch, ...]] = {}  # of this forward, by what layers share
 
     @classmethod
     def unusable_on(cls, device: torch.device) -> str | None:
@@ -62,7 +59,7 @@ class TritonBackend(AttentionBackend):
     @property
     def scratch_bytes(self) -> int:
         """Device bytes of the plans and split tiles of the forward in flight."""
-        tensors = [t for p, partials in self._plans.values() for t in (p.items, p.merges, p.counts, *partials)]
+        tensors = [t for p, partials in self._plans.values() for t in (p.items, p.arrived, p.tree_states, *partials)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def _prepare(self, metadata: AttentionMetadata) -> None:
@@ -79,19 +76,14 @@ class TritonBackend(AttentionBackend):
         k_pool, v_pool = pool.k[call.layer_id], pool.v[call.layer_id]
         alike = (layer, q.dtype, q.stride(), out.stride(), is_aligned(q, out, k_pool, v_pool, sinks))
         if alike in self._again:
-            self._again[alike](q, out, k_pool, v_pool, sinks)
+            for launch in self._again[alike]:
+                launch(q, out, k_pool, v_pool, sinks)
             return
         m = self.planned
         tiling = choose_tiling(m, layer, q.dtype)
-        tiling = tiling if self.chunk is None else replace(tiling, chunk=self.chunk)
         group = layer.num_heads // layer.num_kv_heads
         cut = _Cut(layer.window or 0, group, layer.num_kv_heads, layer.v_dim, tiling)
         plan, partials = self._plan_for(m, cut, q.device)
-        if m.ancestor_bits is None and (cut, out.dtype) not in self._can_merge:
-            # Short contexts are not split: without this the first long one would compile on live traffic.
-            self._can_merge.add((cut, out.dtype))
-            nothing = plan.items.new_full((1, MERGE_WIDTH), -1)
-            merge(out, sinks, partials, nothing, m.qo_indptr, layer, tiling.block_m)
         again = attend(q, out, k_pool, v_pool, m, plan, partials, layer, sinks, tiling)
         if again is not None and alike[-1]:
             self._again[alike] = again
@@ -101,25 +93,22 @@ class TritonBackend(AttentionBackend):
         if cut not in self._plans:
             tiling, is_tree = cut.tiling, m.ancestor_bits is not None
             span = m.tail_len if is_tree else tile_span(cut.group, tiling.block_m)
-            max_chunks = most_chunks(
-                m.max_prefix + m.tail_len, m.tail_len, cut.window, span, tiling.block_n, tiling.chunk
-            )
+            max_chunks = most_chunks(m.max_prefix + m.tail_len, m.tail_len, cut.window, span, tiling.block_n)
             partial_bytes = cut.num_kv_heads * tiling.block_m * (cut.v_dim + 2) * 4
-            of_request = triton.cdiv(m.q_len * cut.group, tiling.block_m) * max_chunks
             plan = split_plan(
                 m.prefix_lens,
                 m.qo_indptr,
                 first_node=m.tail_len - m.q_len,
                 window=cut.window,
                 num_tiles=num_tiles(m, cut.group, tiling.block_m),
-                resident=max(1, tiling.resident * _num_processors(device) // cut.num_kv_heads),
+                resident=max(1, tiling.resident * (self.processors or _num_processors(device)) // cut.num_kv_heads),
+                num_kv_heads=cut.num_kv_heads,
                 group=cut.group,
                 block_m=tiling.block_m,
                 block_n=tiling.block_n,
-                chunk=tiling.chunk,
                 is_tree=is_tree,
                 max_chunks=max_chunks,
-                max_partials=max(SCRATCH_BYTES // partial_bytes, of_request),
+                max_partials=SCRATCH_BYTES // partial_bytes,
                 is_small=m.slot_table.shape[0] <= FEW + 1,  # by the engine's rows: traffic needs no other kernel
             )
             partials = Partials.empty(plan.num_partials, cut.num_kv_heads, tiling.block_m, cut.v_dim, device)

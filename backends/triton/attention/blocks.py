@@ -127,11 +127,40 @@ def visible_keys(key, q_pos, window, HAS_WINDOW: tl.constexpr):
 
 @triton.jit
 def load_state(partial_acc, partial_stats, at, is_there, dv, V_DIM: tl.constexpr):
-    """Load the states [M] of rows `at`; mass [M, 1]. Rows that are not there have seen nothing."""
-    m = tl.load(partial_stats + 2 * at, mask=is_there, other=float("-inf"))
-    mass = tl.load(partial_stats + 2 * at + 1, mask=is_there, other=0.0)
-    mask = is_there[:, None] & (dv < V_DIM)
-    return m, mass[:, None], tl.load(partial_acc + at[:, None] * V_DIM + dv, mask=mask, other=0.0)
+    """Load the states [M] of rows `at`, int64; mass [M, 1]. Rows that are not there have seen nothing.
+
+    Other programs may have stored them in the same launch, so they come from L2.
+    """
+    m = tl.load(partial_stats + 2 * at, mask=is_there, other=float("-inf"), cache_modifier=".cg")
+    mass = tl.load(partial_stats + 2 * at + 1, mask=is_there, other=0.0, cache_modifier=".cg")
+    acc_at, mask = partial_acc + at[:, None] * V_DIM + dv, is_there[:, None] & (dv < V_DIM)
+    return m, mass[:, None], tl.load(acc_at, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def fold_chunks(
+    partial_acc,
+    partial_stats,
+    at,
+    step,
+    num,
+    is_row,
+    dv,
+    V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Return the total of `num` chunks, mass [M, 1], whose states lie at rows `at`, `step` further on, and so on.
+
+    AHEAD states are loaded at once.
+    """
+    M: tl.constexpr = at.shape[0]
+    total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M, 1], tl.float32), tl.zeros([M, BLOCK_V], tl.float32)
+    for base in range(0, num, AHEAD):
+        for i in tl.static_range(AHEAD):
+            is_there = is_row & (base + i < num)
+            total = fold(total, load_state(partial_acc, partial_stats, at + (base + i) * step, is_there, dv, V_DIM))
+    return total
 
 
 @triton.jit

@@ -1,37 +1,26 @@
 """Chunks of keys, whose length depends on the position only, on the device and on the host.
 
-The first 16 chunks have CHUNK keys each, those up to 4 times as far twice as many, and so on up to 16 times: many
-chunks of short contexts, which fill the GPU, and few of long ones, which are folded one after another.
+Keys come in units of 64. A chunk has one unit up to position 256, two up to 1,024, four up to 8,192, and 16 beyond:
+many chunks of short contexts, which fill the GPU, and few of long ones, which are folded one after another.
 """
 
 import triton
 import triton.language as tl
 
+UNIT = tl.constexpr(64)  # keys; blocks of keys have as many or a power of two fewer
+
 
 @triton.jit
-def chunk_at(position, CHUNK: tl.constexpr):
+def chunk_at(position):
     """Return the number of the chunk that holds `position`, int32. Twin: `chunk_of`."""
-    number = position // CHUNK
-    for level in tl.static_range(1, 5):
-        later = 24 * 2 ** (level - 1) - 8 + (position - CHUNK * 4 * 4**level) // (CHUNK * 2**level)
-        number = tl.where(position >= CHUNK * 4 * 4**level, later, number)
-    return number
+    u = position // UNIT
+    return tl.minimum(tl.minimum(u, u // 2 + 2), tl.minimum(u // 4 + 6, u // 16 + 30))
 
 
 @triton.jit
-def chunk_begin(number, CHUNK: tl.constexpr):
-    """Return the first position of chunk `number`. Twin: `begin_of`."""
-    begin = number * CHUNK
-    for level in tl.static_range(1, 5):
-        later = CHUNK * 4 * 4**level + (number - (24 * 2 ** (level - 1) - 8)) * (CHUNK * 2**level)
-        begin = tl.where(number >= 24 * 2 ** (level - 1) - 8, later, begin)
-    return begin
-
-
-@triton.jit
-def num_chunks(begin, end, CHUNK: tl.constexpr):
-    """Return how many chunks the keys [begin, end) touch."""
-    return tl.where(begin < end, chunk_at(end - 1, CHUNK) + 1 - chunk_at(begin, CHUNK), 0)
+def chunk_begin(n):
+    """Return the first position of chunk `n`. Twin: `begin_of`."""
+    return tl.maximum(tl.maximum(n, 2 * (n - 2)), tl.maximum(4 * (n - 6), 16 * (n - 30))) * UNIT
 
 
 @triton.jit
@@ -45,24 +34,21 @@ def tile_span(group: int, block_m: int) -> int:
     return block_m // group if block_m % group == 0 else (block_m + group - 2) // group + 1
 
 
-def most_chunks(context: int, tail_len: int, window: int, span: int, block_n: int, chunk: int) -> int:
+def most_chunks(context: int, tail_len: int, window: int, span: int, block_n: int) -> int:
     """Return an upper bound of one tile's chunks if no request has more than `context` keys, tail_len of them new.
 
     span: the most queries of a tile, of a tree all.
     """
     keys = min(context, window + min(tail_len, span) + block_n - 2) if window else context
-    return min(chunk_of(context - 1, chunk) + 1, (keys + chunk - 2) // chunk + 1)
+    return min(chunk_of(context - 1) + 1, (keys + UNIT.value - 2) // UNIT.value + 1)
 
 
-def chunk_of(position: int, chunk: int) -> int:
-    """Return the number of the chunk that holds `position`; the first 16 chunks have `chunk` keys each."""
-    level = sum(position >= chunk * 4 ** (n + 2) for n in range(4))
-    far = position - chunk * 4 ** (level + 1)
-    return 24 * 2**level // 2 - 8 + far // (chunk << level) if level else position // chunk
+def chunk_of(position: int) -> int:
+    """Return the number of the chunk that holds `position`."""
+    u = position // UNIT.value
+    return min(u, u // 2 + 2, u // 4 + 6, u // 16 + 30)
 
 
-def begin_of(number: int, chunk: int) -> int:
-    """Return the first position of chunk `number`."""
-    level = sum(number >= 24 * 2**n - 8 for n in range(4))
-    first = 24 * 2**level // 2 - 8
-    return chunk * (4 ** (level + 1) + (number - first) * 2**level) if level else number * chunk
+def begin_of(n: int) -> int:
+    """Return the first position of chunk `n`."""
+    return UNIT.value * max(n, 2 * (n - 2), 4 * (n - 6), 16 * (n - 30))

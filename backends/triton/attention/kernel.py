@@ -2,12 +2,12 @@
 
 An online softmax over the items of `plan`: blocks and chunks of keys at fixed absolute positions (see `blocks`); the
 heads of one KV group are rows of one tile, so K/V are read once for all of them. Items that hold a part of their tile's
-keys leave states for `merge`. The nodes of a tree are rows like others up to the last whole block of the prefix;
-`tree` continues them over the rest. Twin: `backends.torch_ref.TorchBackend`.
+keys leave a state a chunk, and the one that is done last folds all of its tile. The nodes of a tree are rows like
+others up to the last whole block of the prefix; `tree` continues them over the rest. Twin:
+`backends.torch_ref.TorchBackend`.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from specdec.backends.base import LayerSpec
 from specdec.backends.triton.attention.blocks import (
     empty_state,
     fold,
+    fold_chunks,
     result_of,
     slots_of,
     store_state,
@@ -25,7 +26,7 @@ from specdec.backends.triton.attention.blocks import (
     visible_keys,
 )
 from specdec.backends.triton.attention.chunks import chunk_at, chunk_begin
-from specdec.backends.triton.attention.merge import Partials, merge, padded_dim
+from specdec.backends.triton.attention.partials import Partials, padded_dim
 from specdec.backends.triton.attention.plan import ITEM_WIDTH, SplitPlan
 from specdec.backends.triton.attention.tiling import Tiling
 from specdec.backends.triton.attention.tree import attend_tails
@@ -33,13 +34,26 @@ from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, follo
 from specdec.core.batch import AttentionMetadata
 
 LOG2E = 1.4426950408889634
+AHEAD = 16 if INTERPRETED else 64  # rows of states that are loaded at once
+
+
+@triton.jit
+def _leave(
+    total, state, place, is_split, partial_acc, partial_stats, at, is_row, dv, STEP: tl.constexpr, V_DIM: tl.constexpr
+):
+    """Leave the state of chunk `place` of a tile: in the pool if the tile is split, else folded into `total`."""
+    if is_split:
+        store_state(partial_acc, partial_stats, at + place.to(tl.int64) * STEP, is_row, dv, state, V_DIM)
+    else:
+        total = fold(total, state)
+    return total
 
 
 @triton.jit
 def _walk(
     begin,
     end,
-    kv_end,
+    keys,
     table,
     slots,
     q,
@@ -50,27 +64,35 @@ def _walk(
     total,
     state,
     q_pos,
+    is_row,
     window,
     scales,
+    pool,
     NUM_KV_HEADS: tl.constexpr,
     QK_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
     CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Take in the blocks of keys [begin, end), the first with `slots`; where a chunk begins, fold the one before.
+    """Take in the blocks of keys [begin, end), the first with `slots`; where a chunk begins, leave the one before.
 
-    Slots are loaded one block ahead: only then are keys and values pipelined.
+    keys: those of the item; pool: where it leaves states. Slots are loaded one block ahead: only then are keys and
+    values pipelined.
     """
     n = tl.arange(0, BLOCK_N)
+    kv_begin, kv_end = keys
+    is_split, first_chunk, partial_acc, partial_stats, at = pool
     for start in range(begin, end, BLOCK_N):
         next_slots = slots_of(table, start + BLOCK_N + n, kv_end)
-        if start == chunk_begin(chunk_at(start, CHUNK), CHUNK):
-            total = fold(total, state)
+        chunk = chunk_at(start)
+        if (start == chunk_begin(chunk)) & (start > kv_begin):
+            total = _leave(
+                total, state, chunk - 1 - first_chunk, is_split, partial_acc, partial_stats, at, is_row, dv,
+                NUM_KV_HEADS * q.shape[0], V_DIM,
+            )  # fmt: skip
             state = empty_state(q.shape[0], dv.shape[0])
         visible = visible_keys(start + n, q_pos, window, HAS_WINDOW) if MASKED else None
         state = take_block(
@@ -78,6 +100,46 @@ def _walk(
         )
         slots = next_slots
     return slots, total, state
+
+
+@triton.jit
+def _fold_rows(
+    out,
+    sinks,
+    partial_acc,
+    partial_stats,
+    at,
+    num_states,
+    first_row,
+    num_rows,
+    token,
+    kv_head,
+    dv,
+    out_stride_t,
+    out_stride_h,
+    GROUP: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    STEP: tl.constexpr,
+    FOLD_M: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Write the rows [first_row, first_row + num_rows) of a request from their states, the first from `at` on.
+
+    token: the request's first; rows are folded FOLD_M at a time.
+    """
+    for begin in range(0, num_rows, FOLD_M):
+        in_tile = begin + tl.arange(0, FOLD_M)
+        is_row = in_tile < num_rows
+        total = fold_chunks(
+            partial_acc, partial_stats, at + in_tile, STEP, num_states, is_row, dv, V_DIM, BLOCK_V, AHEAD
+        )
+        row = first_row + in_tile
+        head = kv_head * GROUP + row % GROUP
+        result = result_of(total, sinks, head, is_row, HAS_SINKS)
+        out_at = out + (token + row // GROUP).to(tl.int64)[:, None] * out_stride_t + head[:, None] * out_stride_h + dv
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dv < V_DIM))
 
 
 # Triton compiles a variant for every alignment of a kernel's pointers; these are views, and none is read in rows.
@@ -94,6 +156,7 @@ def _attention_kernel(
     slot_table,
     rows,
     items,
+    arrived,
     num_items,
     qo_indptr,
     prefix_lens,
@@ -118,108 +181,106 @@ def _attention_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TREE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
-    ITEM: tl.constexpr,
     PDL: tl.constexpr,
+    TREE: tl.constexpr,
+    FOLD_M: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ITEM: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    item = items + tl.program_id(1) * ITEM
+    if tl.program_id(1) >= tl.load(num_items):
+        return
+    request, m_block, kv_begin, kv_end = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    if kv_begin >= kv_end:
+        return
+    first_state, chunks_before = tl.load(item + 4), tl.load(item + 5)
+    num_states, first_item = tl.load(item + 6), tl.load(item + 7)
     kv_head = tl.program_id(0)
-    k_head = k_pool + kv_head * QK_DIM
-    v_head = v_pool + kv_head * V_DIM
-    in_tile = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_QK)
-    dv = tl.arange(0, BLOCK_V)
+    q_start = tl.load(qo_indptr + request)
+    q_len = tl.load(qo_indptr + request + 1) - q_start
+    prefix = tl.load(prefix_lens + request).to(tl.int32)
+    table = slot_table + tl.load(rows + request) * table_stride
+    k_head, v_head = k_pool + kv_head * QK_DIM, v_pool + kv_head * V_DIM
+    d, dv = tl.arange(0, BLOCK_QK), tl.arange(0, BLOCK_V)
     scales = (scale_log2, cap_scale)
-    for index in range(tl.program_id(1), tl.load(num_items), tl.num_programs(1)):
-        item = items + index * ITEM
-        request, m_block, kv_begin = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-        kv_end, partial = tl.load(item + 3), tl.load(item + 4)
-        q_start = tl.load(qo_indptr + request)
-        q_len = tl.load(qo_indptr + request + 1) - q_start
-        prefix = tl.load(prefix_lens + request).to(tl.int32)
-        table = slot_table + tl.load(rows + request) * table_stride
 
-        row = m_block * BLOCK_M + in_tile
-        query = row // GROUP  # of the request
-        head = kv_head * GROUP + row % GROUP
-        is_row = query < q_len
-        token = (q_start + query).to(tl.int64)
-        q_at = q + token[:, None] * q_stride_t + head[:, None] * q_stride_h + d
-        q_tile = tl.load(q_at, mask=is_row[:, None] & (d < QK_DIM), other=0.0)
+    in_tile = tl.arange(0, BLOCK_M)
+    row = m_block * BLOCK_M + in_tile
+    query = row // GROUP  # of the request
+    head = kv_head * GROUP + row % GROUP
+    is_row = query < q_len
+    token = (q_start + query).to(tl.int64)
+    q_at = q + token[:, None] * q_stride_t + head[:, None] * q_stride_h + d
+    q_tile = tl.load(q_at, mask=is_row[:, None] & (d < QK_DIM), other=0.0)
 
-        # Keys of [full_begin, masked_from), in whole blocks, are seen by all rows and need no mask.
-        if TREE:
-            q_pos = tl.load(positions + token, mask=is_row, other=0).to(tl.int32) if HAS_WINDOW else row
-            full_end, last_position = kv_end, prefix + tail_len - 1
-        else:
-            q_pos = prefix + first_node + query
-            first, last = m_block * BLOCK_M // GROUP, ((m_block + 1) * BLOCK_M - 1) // GROUP
-            full_end, last_position = prefix + first_node + first + 1, prefix + first_node + tl.minimum(last, q_len - 1)
-        full_begin = kv_begin
-        if HAS_WINDOW:
-            num_near = tl.maximum(last_position - window + 1 - kv_begin, 0)  # keys out of the last row's window
-            full_begin += (num_near + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-        num_full = tl.maximum(tl.minimum(kv_end, full_end) - full_begin, 0) // BLOCK_N
-        masked_from = full_begin + num_full * BLOCK_N
+    # Keys of [full_begin, masked_from), in whole blocks, are seen by all rows and need no mask.
+    if TREE:
+        q_pos = tl.load(positions + token, mask=is_row, other=0).to(tl.int32) if HAS_WINDOW else row
+        full_end, last_position = kv_end, prefix + tail_len - 1
+    else:
+        q_pos = prefix + first_node + query
+        first, last = m_block * BLOCK_M // GROUP, ((m_block + 1) * BLOCK_M - 1) // GROUP
+        full_end, last_position = prefix + first_node + first + 1, prefix + first_node + tl.minimum(last, q_len - 1)
+    full_begin = kv_begin
+    if HAS_WINDOW:
+        num_near = tl.maximum(last_position - window + 1 - kv_begin, 0)  # keys out of the last row's window
+        full_begin += (num_near + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    num_full = tl.maximum(tl.minimum(kv_end, full_end) - full_begin, 0) // BLOCK_N
+    masked_from = full_begin + num_full * BLOCK_N
 
-        total, state = empty_state(BLOCK_M, BLOCK_V), empty_state(BLOCK_M, BLOCK_V)
-        slots = slots_of(table, kv_begin + tl.arange(0, BLOCK_N), kv_end)
-        if HAS_WINDOW:
-            slots, total, state = _walk(
-                kv_begin, tl.minimum(full_begin, kv_end), kv_end, table, slots, q_tile, k_head, v_head, d, dv, total,
-                state, q_pos, window, scales,
-                NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, CHUNK, HAS_WINDOW, True, CAPPED, UPCAST,
-            )  # fmt: skip
+    STEP: tl.constexpr = NUM_KV_HEADS * BLOCK_M  # rows from a chunk's states to the next one's
+    at_tile = (first_state.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M
+    at, is_split, first_chunk = at_tile + in_tile, num_states > 0, chunk_at(kv_begin) - chunks_before
+    pool, keys = (is_split, first_chunk, partial_acc, partial_stats, at), (kv_begin, kv_end)
+    total, state = empty_state(BLOCK_M, BLOCK_V), empty_state(BLOCK_M, BLOCK_V)
+    slots = slots_of(table, kv_begin + tl.arange(0, BLOCK_N), kv_end)
+    if HAS_WINDOW:
         slots, total, state = _walk(
-            full_begin, masked_from, kv_end, table, slots, q_tile, k_head, v_head, d, dv, total, state, q_pos, window,
-            scales, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, CHUNK, HAS_WINDOW, False, CAPPED, UPCAST,
+            kv_begin, tl.minimum(full_begin, kv_end), keys, table, slots, q_tile, k_head, v_head, d, dv, total, state,
+            q_pos, is_row, window, scales, pool,
+            NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, True, CAPPED, UPCAST,
         )  # fmt: skip
-        if not TREE:
-            slots, total, state = _walk(
-                masked_from, kv_end, kv_end, table, slots, q_tile, k_head, v_head, d, dv, total, state, q_pos, window,
-                scales, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, CHUNK, HAS_WINDOW, True, CAPPED, UPCAST,
-            )  # fmt: skip
+    slots, total, state = _walk(
+        full_begin, masked_from, keys, table, slots, q_tile, k_head, v_head, d, dv, total, state, q_pos, is_row, window,
+        scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, False, CAPPED, UPCAST,
+    )  # fmt: skip
+    if not TREE:
+        slots, total, state = _walk(
+            masked_from, kv_end, keys, table, slots, q_tile, k_head, v_head, d, dv, total, state, q_pos, is_row, window,
+            scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, True, CAPPED, UPCAST,
+        )  # fmt: skip
 
-        at = (partial.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + in_tile
-        if TREE:
-            if chunk_at(kv_begin, CHUNK) < chunk_at(
-                kv_end - 1, CHUNK
-            ):  # the chunks before the last, then the last one by itself
+    place = chunk_at(kv_end - 1) - first_chunk
+    if TREE:
+        if not is_split:  # the chunks before the last as one, then the last one by itself
+            if place > 0:
                 store_state(partial_acc, partial_stats, at, is_row, dv, total, V_DIM)
-                at += NUM_KV_HEADS * BLOCK_M
-            store_state(partial_acc, partial_stats, at, is_row, dv, state, V_DIM)
-        elif partial < 0:
-            result = result_of(fold(total, state), sinks, head, is_row, HAS_SINKS)
-            out_at = out + token[:, None] * out_stride_t + head[:, None] * out_stride_h + dv
-            tl.store(out_at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dv < V_DIM))
-        elif kv_begin < kv_end:
-            store_state(partial_acc, partial_stats, at, is_row, dv, state, V_DIM)
-
-
-class AttendAgain(NamedTuple):
-    """The launches of one `attend`, to repeat for an equal layer of the same forward."""
-
-    attention: Relaunch
-    rest: Callable[..., None] | None
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        self.attention(q, out, k_pool, v_pool, sinks)
-        if self.rest is not None:
-            self.rest(q, out, k_pool, v_pool, sinks)
+            place = tl.minimum(place, 1)
+        store_state(partial_acc, partial_stats, at + place.to(tl.int64) * STEP, is_row, dv, state, V_DIM)
+    elif is_split:
+        store_state(partial_acc, partial_stats, at + place.to(tl.int64) * STEP, is_row, dv, state, V_DIM)
+        # The barrier and the release make this program's states visible to who comes last, the acquire all others'.
+        tl.debug_barrier()
+        counter = arrived + first_item * NUM_KV_HEADS + kv_head
+        own = place + 1 - chunks_before
+        if tl.atomic_add(counter, own, sem="acq_rel") + own == num_states:
+            tl.store(counter, 0)  # for the next layer
+            _fold_rows(
+                out, sinks, partial_acc, partial_stats, at_tile, num_states, m_block * BLOCK_M,
+                tl.minimum(q_len * GROUP - m_block * BLOCK_M, BLOCK_M), q_start, kv_head, dv, out_stride_t,
+                out_stride_h, GROUP, V_DIM, BLOCK_V, HAS_SINKS, STEP, FOLD_M, AHEAD,
+            )  # fmt: skip
+    else:
+        result = result_of(fold(total, state), sinks, head, is_row, HAS_SINKS)
+        out_at = out + token[:, None] * out_stride_t + head[:, None] * out_stride_h + dv
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dv < V_DIM))
 
 
 def attend(
@@ -233,13 +294,13 @@ def attend(
     layer: LayerSpec,
     sinks: torch.Tensor | None,
     tiling: Tiling,
-) -> AttendAgain | None:
+) -> tuple[Relaunch, ...] | None:
     """Compute out [T, Hq, v_dim] from q [T, Hq, qk_dim] and the pool k [N, Hkv, qk_dim], v [N, Hkv, v_dim].
 
-    Returns a callable that repeats the launches for an equal layer; None in the interpreter.
+    Returns the launches, to repeat for an equal layer of the same forward with its q, out, K, V and sinks; None in the
+    interpreter.
     """
     assert layer.scaling > 0, f"scaling {layer.scaling}: maxima are taken before scaling"
-    assert tiling.chunk % tiling.block_n == 0, f"{tiling}: chunks are of whole blocks"
     m, is_tree = metadata, metadata.ancestor_bits is not None
     cap = layer.softcap
     scales = (layer.scaling * LOG2E, 0.0) if cap is None else (cap * LOG2E, 2 * LOG2E * layer.scaling / cap)
@@ -248,6 +309,7 @@ def attend(
     args = (
         *pools,
         plan.items,
+        plan.arrived,
         plan.counts,
         m.qo_indptr,
         m.prefix_lens,
@@ -260,18 +322,15 @@ def attend(
         *strides,
     )
     constants = _constants(layer, sinks is not None, tiling, q.dtype)
-    own = {**constants, "TREE": is_tree, "ITEM": ITEM_WIDTH}
-    grid = (layer.num_kv_heads, plan.num_programs)
+    fold_m = 8 if m.q_len * constants["GROUP"] <= 8 else 16
+    own = {**constants, "TREE": is_tree, "FOLD_M": fold_m, "AHEAD": AHEAD // fold_m, "ITEM": ITEM_WIDTH}
+    grid = (layer.num_kv_heads, plan.items.shape[0])
     compiled = _attention_kernel[grid](*args, **own, **tiling.options, launch_pdl=own["PDL"])
-    rest: Callable[..., None] | None = None
-    if is_tree:
-        rest = attend_tails(pools, strides, scales, m, plan, partials, layer, constants)
-    elif plan.merges.shape[0]:
-        merged = merge(out, sinks, partials, plan.merges, m.qo_indptr, layer, tiling.block_m)
-        rest = merged and (lambda q, out, k_pool, v_pool, sinks: merged(out, sinks))
+    tails = attend_tails(pools, strides, scales, m, plan, partials, layer, constants) if is_tree else None
     if compiled is None:  # interpreted, or rehearsed
         return None
-    return AttendAgain(Relaunch(_attention_kernel, compiled, grid, args, own), rest)
+    first = Relaunch(_attention_kernel, compiled, grid, args, own)
+    return (first,) if tails is None else (first, tails)
 
 
 def _constants(layer: LayerSpec, has_sinks: bool, tiling: Tiling, dtype: torch.dtype) -> dict[str, Any]:
@@ -285,7 +344,6 @@ def _constants(layer: LayerSpec, has_sinks: bool, tiling: Tiling, dtype: torch.d
         BLOCK_V=padded_dim(layer.v_dim),
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
-        CHUNK=tiling.chunk,
         HAS_WINDOW=layer.window is not None,
         CAPPED=layer.softcap is not None,
         HAS_SINKS=has_sinks,

@@ -1,6 +1,6 @@
 """Specification, in plain Python, of what `backends.triton.attention.plan` does on the device."""
 
-from specdec.backends.triton.attention.chunks import begin_of, chunk_of, tile_span
+from specdec.backends.triton.attention.chunks import begin_of, chunk_of
 
 
 def split_plan_reference(
@@ -13,13 +13,12 @@ def split_plan_reference(
     group: int,
     block_m: int,
     block_n: int,
-    chunk: int,
     is_tree: bool,
     max_partials: int,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the used rows of both tables (of items, the first 5 columns).
+    """Return the used rows of items, and tree_states.
 
-    A tile that sees fewer chunks than another of its request ends with empty items: kv_end <= kv_begin.
+    An item is empty (kv_begin == kv_end) where no chunk begins within its share.
     """
 
     def first_key(position: int) -> int:
@@ -27,49 +26,41 @@ def split_plan_reference(
 
     def keys_of(prefix: int, q_len: int, m_block: int) -> tuple[int, int]:
         if is_tree:
-            return first_key(prefix), prefix // block_n * block_n
+            return first_key(prefix), max(prefix // block_n * block_n, first_key(prefix))
         first, last = m_block * block_m // group, ((m_block + 1) * block_m - 1) // group
         return first_key(prefix + first_node + first), prefix + first_node + min(last + 1, q_len)
 
-    def touched(begin: int, end: int) -> int:
-        return chunk_of(end - 1, chunk) + 1 - chunk_of(begin, chunk) if begin < end else 0
+    tiles: list[tuple[int, int, int, int, int]] = []  # request, m_block, keys, chunks
+    for request, (prefix, q_len) in enumerate(zip(prefix_lens, q_lens, strict=True)):
+        m_blocks = range(-(-q_len * group // block_m))
+        for m_block in m_blocks if is_tree else reversed(m_blocks):
+            begin, end = keys_of(prefix, q_len, m_block)
+            chunks = chunk_of(end - 1) + 1 - chunk_of(begin) if begin < end else 0
+            tiles.append((request, m_block, begin, end, chunks))
 
-    def num_chunks(prefix: int, q_len: int) -> int:
-        begin, end = first_key(prefix + first_node), prefix + first_node + q_len
-        if is_tree:
-            begin, end = keys_of(prefix, q_len, 0)
-        num = touched(begin, end)
-        if window and not is_tree:
-            num = min(num, (window + tile_span(group, block_m) + block_n + chunk - 4) // chunk + 1)
-        return num
+    share = max(1, -(-sum(end - begin for _, _, begin, end, _ in tiles) // resident))
 
-    tiles = [_cdiv(q * group, block_m) for q in q_lens]
-    chunks = [num_chunks(p, q) if t else 0 for p, q, t in zip(prefix_lens, q_lens, tiles, strict=True)]
-    most = max(1, 3 * sum(t * n for t, n in zip(tiles, chunks, strict=True)) // (2 * resident))
-    while sum(t * n for t, n in zip(tiles, chunks, strict=True) if n > most) > max_partials:
-        most *= 2
+    def pieces_of(begin: int, end: int, chunks: int) -> int:
+        return min((end - begin) // share, chunks)
+
+    while sum(tile[-1] for tile in tiles if pieces_of(*tile[2:]) > 1) > max_partials:
+        share *= 2
+
     items: list[list[int]] = []
-    merges: list[list[int]] = []
-    partial = 0
-    for request, (num_tiles, prefix, q_len, num) in enumerate(zip(tiles, prefix_lens, q_lens, chunks, strict=True)):
-        is_split = num > most
-        states = num if is_split else min(num, 2) if is_tree else 0
-        for m_block in reversed(range(num_tiles)):
-            begin, end = keys_of(prefix, q_len, m_block)
-            at = partial + m_block * states if states else -1
-            if not is_split and (num or not is_tree):
-                items.append([request, m_block, begin, end, at])
-            for piece in range(num if is_split else 0):
-                number = chunk_of(begin, chunk) + piece
-                start, stop = begin_of(number, chunk), begin_of(number + 1, chunk)
-                items.append([request, m_block, max(begin, start), min(end, stop), at + piece])
-        for m_block in range(min(num_tiles, 1) if is_tree else num_tiles if is_split else 0):
-            begin, end = keys_of(prefix, q_len, m_block)
-            num_own = states if is_tree else touched(begin, end)
-            merges.append([request, m_block, partial + m_block * states, num_own])
-        partial += num_tiles * states
-    return items, merges
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
+    tree_states = [[0, 0] for _ in prefix_lens] if is_tree else []
+    state = 0
+    for request, m_block, begin, end, chunks in tiles:
+        pieces = pieces_of(begin, end, chunks)
+        states = chunks if pieces > 1 else min(chunks, 2) if is_tree else 0
+        if is_tree and m_block == 0:
+            tree_states[request] = [state, states]
+        starts = [begin]
+        starts += [min(begin_of(chunk_of(begin + i * (end - begin) // pieces - 1) + 1), end) for i in range(1, pieces)]
+        first_item = len(items)
+        for kv_begin, kv_end in zip(starts, [*starts[1:], end], strict=True):
+            before = chunk_of(kv_begin) - chunk_of(begin)
+            at = [state if states else -1, before, states if pieces > 1 else 0, first_item]
+            if chunks:
+                items.append([request, m_block, kv_begin, kv_end, *at])
+        state += states
+    return items, tree_states

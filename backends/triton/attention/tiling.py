@@ -7,7 +7,7 @@ import torch
 import triton
 
 from specdec.backends.base import LayerSpec
-from specdec.backends.triton.attention.merge import padded_dim
+from specdec.backends.triton.attention.partials import padded_dim
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.core.batch import AttentionMetadata, ForwardMode
 
@@ -16,13 +16,12 @@ from specdec.core.batch import AttentionMetadata, ForwardMode
 class Tiling:
     """Launch shape of the attention kernel: rows and keys of a tile, warps, software-pipelining depth.
 
-    block_n and chunk, the keys of a block and of the first chunks, decide the bits of a result: they depend on layer,
-    dtype and GPU only. resident: tiles that a multiprocessor holds at once.
+    block_n, the keys of a block, decides the bits of a result: it depends on layer, dtype and GPU only. resident: tiles
+    that a multiprocessor holds at once.
     """
 
     block_m: int
     block_n: int
-    chunk: int
     num_warps: int
     num_stages: int
     resident: int
@@ -33,13 +32,12 @@ class Tiling:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# By rows of a tile: warps, stages, resident. Wide: head dims over 64 in 16 bits; tall: prefills.
-_WIDE = MappingProxyType({16: (4, 3, 2), 32: (4, 3, 2), 64: (8, 3, 2)})
+# By rows of a tile: warps, stages, resident. Wide: head dims over 64 in 16 bits.
+_WIDE = MappingProxyType({16: (4, 3, 2), 32: (4, 3, 2), 64: (8, 3, 2), 128: (8, 3, 1)})
 _NARROW = MappingProxyType({16: (2, 3, 4), 32: (2, 3, 4), 64: (4, 3, 3)})
-_TALL_WIDE, _TALL_NARROW = (128, (8, 3, 1)), (64, (4, 3, 1))
 
 _AMPLE = 160 << 10  # bytes of shared memory. An A100 has 163 KB, which every tile fits; an RTX 4090 or 5090 has 99
-CHUNK = 128  # keys of the first chunks (see `chunks.chunk_of`)
+PROCESSORS = 132  # of the H200 that tiles of prefills were chosen on
 
 
 def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> Tiling:
@@ -49,17 +47,19 @@ def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) ->
     Chosen for an H200 in bf16, so that no kernel spills registers.
     """
     row_bytes = max(padded_dim(layer.qk_dim), padded_dim(layer.v_dim)) * dtype.itemsize
-    rows, is_prefill = m.q_len * (layer.num_heads // layer.num_kv_heads), m.mode is ForwardMode.EXTEND
-    block_m, block_n = 64 if is_prefill else min(max(16, triton.next_power_of_2(rows)), 64), 64
+    is_wide, block_n = row_bytes > 128, 64
+    rows, most = m.q_len * (layer.num_heads // layer.num_kv_heads), 64
+    if m.mode is ForwardMode.EXTEND:  # two tiles a processor at most; only a graph's number of tokens is not live
+        most = 128 if is_wide else 64
+        rows = triton.cdiv(2 * m.positions.shape[0] * layer.num_heads, PROCESSORS) if m.is_packed else most
+    block_m = min(max(16, triton.next_power_of_2(rows)), most)
     if row_bytes > 256:  # fp32, or head dims over 128
         shape, block_m, block_n = (4, 2, 2), min(block_m, 32), 32
-    elif is_prefill:
-        block_m, shape = _TALL_WIDE if row_bytes > 128 else _TALL_NARROW
     else:
-        shape = (_WIDE if row_bytes > 128 else _NARROW)[block_m]
+        shape = (_WIDE if is_wide else _NARROW)[block_m]
     if shared_memory(m.positions.device) < _AMPLE:
         block_n = max(block_n // 2, 16)
-    return Tiling(block_m, block_n, CHUNK, *shape)
+    return Tiling(block_m, block_n, *shape)
 
 
 def num_tiles(m: AttentionMetadata, group: int, block_m: int) -> int:

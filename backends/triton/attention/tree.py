@@ -17,25 +17,24 @@ from specdec.backends.triton.attention.blocks import (
     MASS,
     empty_state,
     fold,
+    fold_chunks,
     load_state,
     result_of,
     take_block,
     visible_keys,
 )
 from specdec.backends.triton.attention.chunks import chunk_at, chunk_begin
-from specdec.backends.triton.attention.merge import Partials
-from specdec.backends.triton.attention.plan import MERGE_WIDTH, SplitPlan
+from specdec.backends.triton.attention.partials import Partials
+from specdec.backends.triton.attention.plan import SplitPlan
 from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch
 from specdec.core.batch import AttentionMetadata
 
 ROWS = 16  # of a program: the fewest that a product has
 AHEAD = 1 if INTERPRETED else 8  # states that are loaded at once
-PROGRAMS = 512  # that a large GPU holds at once, about
-MOST_NODES = 8  # of a program
 
 
 @triton.jit(
-    do_not_specialize=["nodes", "q_len", "tail_len", "window", "table_stride"],
+    do_not_specialize=["q_len", "tail_len", "window", "table_stride"],
     do_not_specialize_on_alignment=["slot_table", "rows", "prefix_lens", "positions", "sinks"],
 )
 def _tails_kernel(
@@ -49,12 +48,11 @@ def _tails_kernel(
     path_slots,
     prefix_lens,
     positions,
-    merges,
+    tree_states,
     partial_acc,
     partial_stats,
     scale_log2,
     cap_scale,
-    nodes,
     q_len,
     tail_len,
     window,
@@ -71,7 +69,6 @@ def _tails_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -79,16 +76,15 @@ def _tails_kernel(
     PDL: tl.constexpr,
     ROWS: tl.constexpr,
     MEMBERS: tl.constexpr,
-    MERGE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     if PDL:
         gdc_wait()
-    request = tl.program_id(2)
+    node, request = tl.program_id(0), tl.program_id(2)
     kv_head, part = tl.program_id(1) % NUM_KV_HEADS, tl.program_id(1) // NUM_KV_HEADS
     prefix = tl.load(prefix_lens + request).to(tl.int32)
     table = slot_table + tl.load(rows + request) * table_stride
-    first, num = tl.load(merges + request * MERGE + 2), tl.load(merges + request * MERGE + 3)
+    first, num = tl.load(tree_states + 2 * request), tl.load(tree_states + 2 * request + 1)
     k_head, v_head = k_pool + kv_head * QK_DIM, v_pool + kv_head * V_DIM
     n, d, dv = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_QK), tl.arange(0, BLOCK_V)
     # Heads of the KV head's group; where there are less than ROWS, the rows of a product repeat them.
@@ -96,49 +92,37 @@ def _tails_kernel(
     is_member = member < GROUP
     head_of_row = kv_head * GROUP + part * ROWS + tl.arange(0, ROWS) % MEMBERS
     is_row = head_of_row < kv_head * GROUP + GROUP
-    for node in range(tl.program_id(0) * nodes, tl.minimum(tl.program_id(0) * nodes + nodes, q_len)):
-        token = request.to(tl.int64) * q_len + node
-        own = tl.load(positions + token).to(tl.int32)
-        path = path_slots + token * tail_len
-        q_at = q + token * q_stride_t + head_of_row[:, None] * q_stride_h + d
-        q_tile = tl.load(q_at, mask=is_row[:, None] & (d < QK_DIM), other=0.0)
+    token = request.to(tl.int64) * q_len + node
+    own = tl.load(positions + token).to(tl.int32)
+    path = path_slots + token * tail_len
+    q_at = q + token * q_stride_t + head_of_row[:, None] * q_stride_h + d
+    q_tile = tl.load(q_at, mask=is_row[:, None] & (d < QK_DIM), other=0.0)
 
-        # The states of the node's rows, one a chunk; the blocks below continue the last one.
-        row = node * GROUP + member
-        at = ((first + row // BLOCK_M * num).to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + row % BLOCK_M
-        folded = _no_state(MEMBERS, BLOCK_V)
-        for base in range(0, num - 1, AHEAD):
-            for i in tl.static_range(AHEAD):
-                is_there = is_member & (base + i < num - 1)
-                at_chunk = at + (base + i) * NUM_KV_HEADS * BLOCK_M
-                folded = fold(folded, load_state(partial_acc, partial_stats, at_chunk, is_there, dv, V_DIM))
-        last = at + (num - 1) * NUM_KV_HEADS * BLOCK_M
-        state = _repeat(load_state(partial_acc, partial_stats, last, is_member & (num > 0), dv, V_DIM), ROWS)
-        total = _repeat(folded, ROWS)
+    # The states of the node's rows, one a chunk; the blocks below continue the last one.
+    row = node * GROUP + member
+    at = ((first + row // BLOCK_M * num).to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + row % BLOCK_M
+    STEP: tl.constexpr = NUM_KV_HEADS * BLOCK_M
+    folded = fold_chunks(partial_acc, partial_stats, at, STEP, num - 1, is_member, dv, V_DIM, BLOCK_V, AHEAD)
+    last = load_state(partial_acc, partial_stats, at + (num - 1) * STEP, is_member & (num > 0), dv, V_DIM)
+    total, state = _repeat(folded, ROWS), _repeat(last, ROWS)
 
-        q_pos = own + tl.zeros([ROWS], tl.int32)
-        for start in range(prefix // BLOCK_N * BLOCK_N, own + 1, BLOCK_N):
-            if start == chunk_begin(chunk_at(start, CHUNK), CHUNK):
-                total = fold(total, state)
-                state = empty_state(ROWS, BLOCK_V)
-            key = tl.minimum(start + n, own)
-            in_prefix = tl.load(table + key, mask=key < prefix, other=0)
-            in_tail = tl.load(path + key - prefix, mask=key >= prefix, other=0)
-            visible = visible_keys(start + n, q_pos, window, HAS_WINDOW)
-            state = take_block(
-                q_tile, k_head, v_head, in_prefix + in_tail, d, dv, state, visible, (scale_log2, cap_scale),
-                NUM_KV_HEADS, QK_DIM, V_DIM, True, CAPPED, UPCAST,
-            )  # fmt: skip
-        result = result_of(fold(total, state), sinks, head_of_row, is_row, HAS_SINKS)
-        out_at = out + token * out_stride_t + head_of_row[:, None] * out_stride_h + dv
-        is_first = tl.arange(0, ROWS) < MEMBERS
-        tl.store(out_at, result.to(out.dtype.element_ty), mask=(is_row & is_first)[:, None] & (dv < V_DIM))
-
-
-@triton.jit
-def _no_state(M: tl.constexpr, V: tl.constexpr):
-    """Return an empty state of mass [M, 1], as partials have it."""
-    return tl.full([M], float("-inf"), tl.float32), tl.zeros([M, 1], tl.float32), tl.zeros([M, V], tl.float32)
+    q_pos = own + tl.zeros([ROWS], tl.int32)
+    for start in range(prefix // BLOCK_N * BLOCK_N, own + 1, BLOCK_N):
+        if start == chunk_begin(chunk_at(start)):
+            total = fold(total, state)
+            state = empty_state(ROWS, BLOCK_V)
+        key = tl.minimum(start + n, own)
+        in_prefix = tl.load(table + key, mask=key < prefix, other=0)
+        in_tail = tl.load(path + key - prefix, mask=key >= prefix, other=0)
+        visible = visible_keys(start + n, q_pos, window, HAS_WINDOW)
+        state = take_block(
+            q_tile, k_head, v_head, in_prefix + in_tail, d, dv, state, visible, (scale_log2, cap_scale),
+            NUM_KV_HEADS, QK_DIM, V_DIM, True, CAPPED, UPCAST,
+        )  # fmt: skip
+    result = result_of(fold(total, state), sinks, head_of_row, is_row, HAS_SINKS)
+    out_at = out + token * out_stride_t + head_of_row[:, None] * out_stride_h + dv
+    is_first = tl.arange(0, ROWS) < MEMBERS
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=(is_row & is_first)[:, None] & (dv < V_DIM))
 
 
 @triton.jit
@@ -172,25 +156,21 @@ def attend_tails(
         raise ValueError(
             "ancestor_bits without tail_depths: the paths of a tree need the depths of its tail, give both"
         )
-    # Few nodes a program where there are few, for they are quick then; more share what they read of the prefix.
-    heads = layer.num_kv_heads * triton.cdiv(group, ROWS)
-    nodes = min(max(m.num_reqs * m.q_len * heads // PROGRAMS, 1), MOST_NODES)
     args = (
         *pools,
         m.path_slots,
         m.prefix_lens,
         m.positions,
-        plan.merges,
+        plan.tree_states,
         *partials,
         *scales,
-        nodes,
         m.q_len,
         m.tail_len,
         layer.window or 0,
         *strides,
     )
     members = min(triton.next_power_of_2(group), ROWS)
-    own = {**constants, "ROWS": ROWS, "MEMBERS": members, "MERGE": MERGE_WIDTH, "AHEAD": AHEAD}
-    grid = (triton.cdiv(m.q_len, nodes), heads, m.num_reqs)
-    compiled = _tails_kernel[grid](*args, **own, num_warps=4, num_stages=2, launch_pdl=own["PDL"])
+    own = {**constants, "ROWS": ROWS, "MEMBERS": members, "AHEAD": AHEAD}
+    grid = (m.q_len, layer.num_kv_heads * triton.cdiv(group, ROWS), m.num_reqs)
+    compiled = _tails_kernel[grid](*args, **own, num_warps=2, num_stages=1, launch_pdl=own["PDL"])
     return None if INTERPRETED else Relaunch(_tails_kernel, compiled, grid, args, own)
