@@ -170,6 +170,41 @@ def test_bits_are_those_of_plain_decoding(name, q_len, at, processors, monkeypat
     check(Text(LAYERS[name], 150, page_size=4, processors=processors), at, q_len, cut=min(at, 37) - 3)
 
 
+@pytest.mark.parametrize("heads", [(2, 2), (2, 1), (8, 1)])
+def test_splitting_changes_no_bits(heads):
+    """Groups of 1, 2 and 8; of a batch, a prefill and a tree."""
+    answers = []
+    for processors in (1, 12):
+        text = Text(LayerSpec(*heads, 16, 16, 0.25, has_sinks=True), 150, processors=processors)
+        answers.append([text.decoded([120, 130, 149])])
+        ((plan, _partials),) = text.backend._plans.values()
+        assert bool((plan.items[: int(plan.counts), 6] > 0).any()) == (processors > 1)
+        answers[-1] += [text.prefilled(150), text.tree(140, [0, 0, 0, 2], [0, 2, 3])]
+    assert all(torch.equal(*pair) for pair in zip(*answers, strict=True))
+
+
+@pytest.mark.gpu
+def test_the_next_kernel_reads_what_attention_wrote():
+    """Packed prefills of 512 tokens, then a product by cuBLAS at once: again and again, it is that of the finished
+    attention. Kernels may begin before the one in front has ended."""
+    layer = REAL["SmolLM2"]
+    text = Text(layer, 700, torch.bfloat16, page_size=16)
+    weight = text.random(576, 576)
+    lens, cached = [150, 40, 97, 112, 100], [0, 130, 0, 33, 0]
+    rows, (starts, q_lens) = torch.zeros(5, dtype=torch.int64, device=DEVICE), torch.tensor([cached, lens]).to(DEVICE)
+    q, k, v = (torch.cat([t[s : s + n] for s, n in zip(cached, lens, strict=True)] + [t[:13]]) for t in text.text)
+    metadata = text.backend.metadata.packed(text.table, rows, starts, q_lens, 512, 700)
+    found, out = [], torch.empty_like(q)
+    with forward_context(text.context, metadata):
+        for _ in range(500):
+            out.fill_(float("nan"))
+            text.backend.attend(AttentionCall(q, k, v, out, text.context.pool, 0, layer))
+            found.append(torch.nn.functional.linear(out[:499].flatten(1), weight))
+    torch.cuda.synchronize()
+    want = torch.nn.functional.linear(out[:499].flatten(1), weight)
+    assert want.isfinite().all() and all(torch.equal(y, want) for y in found)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", REAL)

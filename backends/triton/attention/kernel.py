@@ -192,7 +192,8 @@ def _attention_kernel(
     ITEM: tl.constexpr,
 ):
     if PDL:
-        gdc_launch_dependents()
+        if TREE:  # what follows otherwise may be anybody's kernel: it starts when this one has ended
+            gdc_launch_dependents()
         gdc_wait()
     item = items + tl.program_id(1) * ITEM
     if tl.program_id(1) >= tl.load(num_items):
