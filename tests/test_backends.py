@@ -443,7 +443,7 @@ def test_prompts_that_fill_the_gpu_are_not_split(num_tokens, monkeypatch):
     q, out = setup.run(metadata)
     setup.check_causal(metadata, q, out)
     ((plan, _partials),) = setup.backend._plans.values()
-    num_tiles = triton.cdiv(2 * num_tokens, 64)
+    num_tiles = triton.cdiv(2 * num_tokens, 32)  # fp32
     assert int(plan.counts) == num_tiles and (plan.items[:num_tiles, 6] == 0).all()
     assert setup.backend.scratch_bytes < 1 << 20
 

@@ -36,7 +36,8 @@ class Tiling:
 _WIDE = MappingProxyType({16: (4, 3, 2), 32: (4, 3, 2), 64: (8, 3, 2), 128: (8, 3, 1)})
 _NARROW = MappingProxyType({16: (2, 3, 4), 32: (2, 3, 4), 64: (4, 3, 3)})
 
-_AMPLE = 160 << 10  # bytes of shared memory. An A100 has 163 KB, which every tile fits; an RTX 4090 or 5090 has 99
+# Bytes of shared memory from which 128 rows fit, and all other tiles. An A100 has 163 KB, an RTX 4090 or 5090 99.
+_MOST, _AMPLE = 200 << 10, 160 << 10
 PROCESSORS = 132  # of the H200 that tiles of prefills were chosen on
 
 
@@ -44,22 +45,20 @@ def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) ->
     """Return the launch shape for the forward's kind and the layer's shape; it never depends on a live length, so
     nothing is compiled on live traffic. Where shared memory is small, a block has half the keys.
 
-    Chosen for an H200 in bf16, so that no kernel spills registers.
+    Chosen for an H200 in bf16.
     """
     row_bytes = max(padded_dim(layer.qk_dim), padded_dim(layer.v_dim)) * dtype.itemsize
-    is_wide, block_n = row_bytes > 128, 64
+    shared = shared_memory(m.positions.device)
     rows, most = m.q_len * (layer.num_heads // layer.num_kv_heads), 64
-    if m.mode is ForwardMode.EXTEND:  # two tiles a processor at most; only a graph's number of tokens is not live
-        most = 128 if is_wide else 64
+    if m.mode is ForwardMode.EXTEND:  # about two tiles a processor; only a graph's number of tokens is not live
+        most = 128 if row_bytes > 128 and shared > _MOST else 64
         rows = triton.cdiv(2 * m.positions.shape[0] * layer.num_heads, PROCESSORS) if m.is_packed else most
+    if dtype.itemsize > 2 or row_bytes > 256 or shared < _AMPLE:
+        most = 32 if row_bytes <= 512 or shared >= _AMPLE else 16  # of fp32 one kind of instruction, so equal bits
     block_m = min(max(16, triton.next_power_of_2(rows)), most)
-    if row_bytes > 256:  # fp32, or head dims over 128
-        shape, block_m, block_n = (4, 2, 2), min(block_m, 32), 32
-    else:
-        shape = (_WIDE if is_wide else _NARROW)[block_m]
-    if shared_memory(m.positions.device) < _AMPLE:
-        block_n = max(block_n // 2, 16)
-    return Tiling(block_m, block_n, *shape)
+    block_n = 64 if row_bytes <= 256 else 32
+    shape = (4, 2, 2) if row_bytes > 256 else (_WIDE if row_bytes > 128 else _NARROW)[block_m]
+    return Tiling(block_m, block_n if shared >= _AMPLE else block_n // 2, *shape)
 
 
 def num_tiles(m: AttentionMetadata, group: int, block_m: int) -> int:
