@@ -185,24 +185,33 @@ def test_splitting_changes_no_bits(heads):
 
 @pytest.mark.gpu
 def test_the_next_kernel_reads_what_attention_wrote():
-    """Packed prefills of 512 tokens, then a product by cuBLAS at once: again and again, it is that of the finished
-    attention. Kernels may begin before the one in front has ended."""
+    """A graph of packed prefills of 512 tokens, each with a product by cuBLAS behind it, that all fill one tensor, as
+    layers do; kernels may begin before the one in front has ended."""
     layer = REAL["SmolLM2"]
     text = Text(layer, 700, torch.bfloat16, page_size=16)
     weight = text.random(576, 576)
     lens, cached = [150, 40, 97, 112, 100], [0, 130, 0, 33, 0]
     rows, (starts, q_lens) = torch.zeros(5, dtype=torch.int64, device=DEVICE), torch.tensor([cached, lens]).to(DEVICE)
     q, k, v = (torch.cat([t[s : s + n] for s, n in zip(cached, lens, strict=True)] + [t[:13]]) for t in text.text)
-    metadata = text.backend.metadata.packed(text.table, rows, starts, q_lens, 512, 700)
-    found, out = [], torch.empty_like(q)
-    with forward_context(text.context, metadata):
-        for _ in range(500):
-            out.fill_(float("nan"))
-            text.backend.attend(AttentionCall(q, k, v, out, text.context.pool, 0, layer))
-            found.append(torch.nn.functional.linear(out[:499].flatten(1), weight))
-    torch.cuda.synchronize()
-    want = torch.nn.functional.linear(out[:499].flatten(1), weight)
-    assert want.isfinite().all() and all(torch.equal(y, want) for y in found)
+    out, queries = torch.zeros_like(q), (q, -q, q / 2)
+
+    def products(wait=lambda: None):
+        metadata = text.backend.metadata.packed(text.table, rows, starts, q_lens, 512, 700)
+        found = []
+        with forward_context(text.context, metadata):
+            for query in queries * 10:
+                text.backend.attend(AttentionCall(query, k, v, out, text.context.pool, 0, layer))
+                wait()
+                found.append(torch.nn.functional.linear(out.flatten(1), weight))
+        return torch.stack(found)
+
+    want = products(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = products()
+    for _ in range(100):
+        graph.replay()
+        assert torch.equal(found, want)
 
 
 @pytest.mark.gpu
