@@ -117,7 +117,7 @@ def _tails_kernel(
         visible = visible_keys(start + n, q_pos, window, HAS_WINDOW)
         state = take_block(
             q_tile, k_head, v_head, in_prefix + in_tail, d, dv, state, visible, (scale_log2, cap_scale),
-            NUM_KV_HEADS, QK_DIM, V_DIM, True, CAPPED, UPCAST,
+            NUM_KV_HEADS, QK_DIM, V_DIM, True, CAPPED, UPCAST, False,
         )  # fmt: skip
     result = result_of(fold(total, state), sinks, head_of_row, is_row, HAS_SINKS)
     out_at = out + token * out_stride_t + head_of_row[:, None] * out_stride_h + dv
