@@ -19,15 +19,13 @@ from specdec.backends.base import LayerSpec
 from specdec.backends.triton.attention.blocks import (
     empty_state,
     fold,
-    fold_chunks,
     result_of,
     slots_of,
-    store_state,
     take_block,
     visible_keys,
 )
 from specdec.backends.triton.attention.chunks import chunk_at, chunk_begin
-from specdec.backends.triton.attention.partials import Partials, padded_dim
+from specdec.backends.triton.attention.partials import Partials, fold_rows, padded_dim, store_state
 from specdec.backends.triton.attention.plan import ITEM_WIDTH, SplitPlan
 from specdec.backends.triton.attention.tiling import Tiling
 from specdec.backends.triton.attention.tree import attend_tails
@@ -105,46 +103,6 @@ def _walk(
         )  # fmt: skip
         slots = next_slots
     return slots, total, state
-
-
-@triton.jit
-def _fold_rows(
-    out,
-    sinks,
-    partial_acc,
-    partial_stats,
-    at,
-    num_states,
-    first_row,
-    num_rows,
-    token,
-    kv_head,
-    dv,
-    out_stride_t,
-    out_stride_h,
-    GROUP: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    STEP: tl.constexpr,
-    FOLD_M: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """Write the rows [first_row, first_row + num_rows) of a request from their states, the first from `at` on.
-
-    token: the request's first; rows are folded FOLD_M at a time.
-    """
-    for begin in range(0, num_rows, FOLD_M):
-        in_tile = begin + tl.arange(0, FOLD_M)
-        is_row = in_tile < num_rows
-        total = fold_chunks(
-            partial_acc, partial_stats, at + in_tile, STEP, num_states, is_row, dv, V_DIM, BLOCK_V, AHEAD
-        )
-        row = first_row + in_tile
-        head = kv_head * GROUP + row % GROUP
-        result = result_of(total, sinks, head, is_row, HAS_SINKS)
-        out_at = out + (token + row // GROUP).to(tl.int64)[:, None] * out_stride_t + head[:, None] * out_stride_h + dv
-        tl.store(out_at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dv < V_DIM))
 
 
 # Triton compiles a variant for every alignment of a kernel's pointers; these are views, and none is read in rows.
@@ -279,7 +237,7 @@ def _attention_kernel(
         own = place + 1 - chunks_before
         if tl.atomic_add(counter, own, sem="acq_rel") + own == num_states:
             tl.store(counter, 0)  # for the next layer
-            _fold_rows(
+            fold_rows(
                 out, sinks, partial_acc, partial_stats, at_tile, num_states, m_block * BLOCK_M,
                 tl.minimum(q_len * GROUP - m_block * BLOCK_M, BLOCK_M), q_start, kv_head, dv, out_stride_t,
                 out_stride_h, GROUP, V_DIM, BLOCK_V, HAS_SINKS, STEP, FOLD_M, AHEAD,

@@ -254,7 +254,7 @@ def split_plan(
         BLOCK_N=block_n,
         TREE=is_tree,
         BLOCK_BS=FEW if is_small else 64,
-        BLOCK_T=FEW if is_small else 64,
+        BLOCK_T=2 * FEW if is_small else 64,
         BLOCK_H=triton.next_power_of_2(num_kv_heads),
         ITEM=ITEM_WIDTH,
         PIECES=PIECES,

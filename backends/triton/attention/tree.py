@@ -17,14 +17,12 @@ from specdec.backends.triton.attention.blocks import (
     MASS,
     empty_state,
     fold,
-    fold_chunks,
-    load_state,
     result_of,
     take_block,
     visible_keys,
 )
 from specdec.backends.triton.attention.chunks import chunk_at, chunk_begin
-from specdec.backends.triton.attention.partials import Partials
+from specdec.backends.triton.attention.partials import Partials, fold_chunks, load_state
 from specdec.backends.triton.attention.plan import SplitPlan
 from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch
 from specdec.core.batch import AttentionMetadata
