@@ -193,6 +193,21 @@ def test_trees_see_their_ancestors(name, kind):
     Setup(LAYERS[name], kind).check_tree([0, 0, 0, 1, 3])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["gqa", "window"])
+def test_rows_of_a_block_see_each_other(name, kind):
+    """Those that follow, too, as block drafters have it; of several blocks of keys."""
+    setup, num = Setup(LAYERS[name], kind), 35
+    depths = torch.arange(num, device=DEVICE).expand(3, -1)
+    bits = torch.full((3, num, 1), -1, device=DEVICE)
+    q, out = setup.run(setup.uniform(num, depths=depths, tail_depths=depths, ancestor_bits=bits))
+    wants = []
+    for row, prefix in enumerate(PREFIXES):
+        seen = [(p, p) for p in range(prefix + num)]
+        wants += [setup.expected(q[row * num + i], row, prefix + i, seen) for i in range(num)]
+    setup.check(out, wants)
+
+
 @pytest.mark.parametrize("name", ["window", "widest"])
 def test_narrow_tiles_for_little_shared_memory(name, monkeypatch):
     """As an RTX 4090 takes them; tests.compile_kernels compiles them, and asks whether they fit."""

@@ -1,7 +1,8 @@
 """Attention of a tree's nodes, each as if its path were a chain: the ancestor at depth d is met at position L + d.
 
 `kernel` has walked the blocks that lie wholly in the prefix, for all nodes at once. Here a program takes up the states
-of one node, walks the blocks that hold the rest of the prefix and the node's path, and folds its chunks.
+of one node, walks the blocks that hold the rest of the prefix and the node's path, and folds its chunks. Rows of a
+block, which see each other, have paths that all end with the last of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,6 @@ from specdec.backends.triton.attention.blocks import (
     fold,
     result_of,
     take_block,
-    visible_keys,
 )
 from specdec.backends.triton.attention.chunks import chunk_at, chunk_begin
 from specdec.backends.triton.attention.partials import Partials, fold_chunks, load_state
@@ -91,8 +91,11 @@ def _tails_kernel(
     head_of_row = kv_head * GROUP + part * ROWS + tl.arange(0, ROWS) % MEMBERS
     is_row = head_of_row < kv_head * GROUP + GROUP
     token = request.to(tl.int64) * q_len + node
-    own = tl.load(positions + token).to(tl.int32)
     path = path_slots + token * tail_len
+    end = prefix  # of the node's keys: behind its path, to which rows of a block add those that follow
+    for base in range(0, tail_len, BLOCK_N):
+        slots = tl.load(path + base + n, mask=base + n < tail_len, other=0)
+        end = tl.maximum(end, prefix + tl.max(tl.where(slots > 0, base + n + 1, 0), 0))
     q_at = q + token * q_stride_t + head_of_row[:, None] * q_stride_h + d
     q_tile = tl.load(q_at, mask=is_row[:, None] & (d < QK_DIM), other=0.0)
 
@@ -104,15 +107,18 @@ def _tails_kernel(
     last = load_state(partial_acc, partial_stats, at + (num - 1) * STEP, is_member & (num > 0), dv, V_DIM)
     total, state = _repeat(folded, ROWS), _repeat(last, ROWS)
 
-    q_pos = own + tl.zeros([ROWS], tl.int32)
-    for start in range(prefix // BLOCK_N * BLOCK_N, own + 1, BLOCK_N):
+    position = tl.load(positions + token).to(tl.int32)
+    for start in range(prefix // BLOCK_N * BLOCK_N, end, BLOCK_N):
         if start == chunk_begin(chunk_at(start)):
             total = fold(total, state)
             state = empty_state(ROWS, BLOCK_V)
-        key = tl.minimum(start + n, own)
+        key = tl.minimum(start + n, end - 1)
         in_prefix = tl.load(table + key, mask=key < prefix, other=0)
         in_tail = tl.load(path + key - prefix, mask=key >= prefix, other=0)
-        visible = visible_keys(start + n, q_pos, window, HAS_WINDOW)
+        visible = start + n < end
+        if HAS_WINDOW:
+            visible = visible & (position - key < window)
+        visible = visible[None, :] & (head_of_row >= 0)[:, None]
         state = take_block(
             q_tile, k_head, v_head, in_prefix + in_tail, d, dv, state, visible, (scale_log2, cap_scale),
             NUM_KV_HEADS, QK_DIM, V_DIM, True, CAPPED, UPCAST, False,
