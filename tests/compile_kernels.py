@@ -1,12 +1,13 @@
 """Compile every Triton kernel for a GPU on a machine without one: `python -m tests.compile_kernels`, for an H100.
 
 `python -m tests.compile_kernels 80 89 120` does it for other compute capabilities (A100, RTX 4090, RTX 5090). It fails
-if a kernel wants more shared memory than they have. The interpreter forgives what the compiler does not (types of
-loop-carried variables, shapes of masks). Launchers run as they are, on CPU tensors, against a driver that only names
-its target; kernels are compiled and never launched.
+if a kernel wants more shared memory than they have, or may read stale data from it. The interpreter forgives what the
+compiler does not (types of loop-carried variables, shapes of masks). Launchers run as they are, on CPU tensors, against
+a driver that only names its target; kernels are compiled and never launched.
 """
 
 import os
+import re
 import sys
 
 os.environ["TRITON_INTERPRET"] = "0"
@@ -62,7 +63,9 @@ def compile_all(capability: int) -> list[str]:
 
     def only_compile(kernel, grid):
         def run(*args, **kwargs):
-            made, name = kernel.run(*args, grid=grid, warmup=True, **kwargs).metadata, kernel.fn.__name__
+            kept = kernel.run(*args, grid=grid, warmup=True, **kwargs)
+            made, name = kept.metadata, kernel.fn.__name__
+            assert not reads_stale(kept.asm["ptx"]), f"{name} lacks a fence between cp.async and wgmma: {kwargs}"
             assert made.target.arch == capability
             assert made.shared <= most, f"{name} takes {made.shared} bytes of shared memory of {most}: {kwargs}"
             compiled.append(name)
@@ -89,6 +92,12 @@ def compile_all(capability: int) -> list[str]:
     recurrent_layers()
     flashinfer_tables()
     return compiled
+
+
+def reads_stale(ptx: str) -> bool:
+    """Return whether wgmma may miss what cp.async has just copied: they see shared memory through different proxies."""
+    copied = r"cp\.async\.wait_group(?:(?!fence\.proxy\.async).)*?wgmma\.mma_async"
+    return re.search(copied, ptx, re.DOTALL) is not None
 
 
 def sums_over_ranks() -> None:

@@ -81,13 +81,19 @@ def take_block(
     MASKED: tl.constexpr,
     CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
+    FENCED: tl.constexpr,
 ):
     """Load K and V of `slots` [BLOCK_N] and take them in; k_head and v_head point at the head, d and dv are columns.
 
-    visible [BLOCK_M, BLOCK_N]: only used if MASKED.
+    visible [BLOCK_M, BLOCK_N]: only used if MASKED. FENCED: put a fence between copies to shared memory and wgmma,
+    which reads it through another proxy.
     """
     k = _rows(k_head, slots, d, K_STRIDE, QK_DIM, d.shape[0])
     v = _rows(v_head, slots, dv, V_STRIDE, V_DIM, dv.shape[0])
+    if FENCED:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.shared::cta; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
     return _softmax_step(
         q, tl.trans(k), v, m, mass, acc, visible, scale_log2, cap_log2, cap_scale, MASKED, CAPPED, UPCAST
     )

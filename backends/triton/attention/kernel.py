@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch.torch_version import TorchVersion
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.base import LayerSpec
@@ -17,10 +18,12 @@ from specdec.backends.triton.attention.blocks import slots_of, take_block, visib
 from specdec.backends.triton.attention.merge import merge, padded_dim
 from specdec.backends.triton.attention.plan import ITEM_WIDTH, SplitPlan
 from specdec.backends.triton.attention.tiling import Tiling
-from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, follows_early
+from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, follows_early, is_hopper
 from specdec.core.batch import AttentionMetadata
 
 LOG2E = 1.4426950408889634
+# Before 3.7.1 Triton lets wgmma, which large tiles take, read what cp.async wrote without a proxy fence: stale keys.
+LACKS_FENCES, WGMMA_ROWS = TorchVersion(triton.__version__) < "3.7.1", 64
 
 
 # Triton compiles a variant for every alignment of a kernel's pointers; these are views, and none is read in rows.
@@ -71,6 +74,7 @@ def _attention_kernel(
     CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
+    FENCED: tl.constexpr,
     ITEM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -147,14 +151,14 @@ def _attention_kernel(
             )  # fmt: skip
             m, mass, acc = take_block(
                 q_tile, k_head, v_head, slots, d, dv, m, mass, acc, visible, scale_log2, cap_log2, cap_scale,
-                NUM_KV_HEADS * QK_DIM, NUM_KV_HEADS * V_DIM, QK_DIM, V_DIM, True, CAPPED, UPCAST,
+                NUM_KV_HEADS * QK_DIM, NUM_KV_HEADS * V_DIM, QK_DIM, V_DIM, True, CAPPED, UPCAST, FENCED,
             )  # fmt: skip
             slots = next_slots
     for start in range(full_begin, masked_from, BLOCK_N):
         next_slots = slots_of(table, start + BLOCK_N + n, kv_end)
         m, mass, acc = take_block(
             q_tile, k_head, v_head, slots, d, dv, m, mass, acc, is_row, scale_log2, cap_log2, cap_scale,
-            NUM_KV_HEADS * QK_DIM, NUM_KV_HEADS * V_DIM, QK_DIM, V_DIM, False, CAPPED, UPCAST,
+            NUM_KV_HEADS * QK_DIM, NUM_KV_HEADS * V_DIM, QK_DIM, V_DIM, False, CAPPED, UPCAST, FENCED,
         )  # fmt: skip
         slots = next_slots
     for start in range(masked_from, kv_end, BLOCK_N):
@@ -165,7 +169,7 @@ def _attention_kernel(
         )  # fmt: skip
         m, mass, acc = take_block(
             q_tile, k_head, v_head, slots, d, dv, m, mass, acc, visible, scale_log2, cap_log2, cap_scale,
-            NUM_KV_HEADS * QK_DIM, NUM_KV_HEADS * V_DIM, QK_DIM, V_DIM, True, CAPPED, UPCAST,
+            NUM_KV_HEADS * QK_DIM, NUM_KV_HEADS * V_DIM, QK_DIM, V_DIM, True, CAPPED, UPCAST, FENCED,
         )  # fmt: skip
         slots = next_slots
 
@@ -277,6 +281,7 @@ def _constants(
         CAPPED=layer.softcap is not None,
         HAS_SINKS=has_sinks,
         UPCAST=INTERPRETED and dtype == torch.bfloat16,
+        FENCED=LACKS_FENCES and tiling.block_m >= WGMMA_ROWS and is_hopper(),
         ITEM=ITEM_WIDTH,
         PDL=follows_early(),
     )
