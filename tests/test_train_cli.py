@@ -132,10 +132,10 @@ def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path) ->
     log.write_text("\n".join(map(json.dumps, lines)), "utf-8")
     common = ["--dtype", "float32", "--device", "cpu"]
     target, good = folder / "target", tmp_path / "better"
-    better = invoke("adapt", target, head, *common, "--from-log", log, "--minutes", 0.05, "--out", good, "--lr", 1e-2)
+    better = invoke("adapt", target, head, *common, "--from-log", log, "--minutes", 0.03, "--out", good, "--lr", 1e-2)
     assert better["is_better"] and better["tau"] > better["tau_before"]
     prompts = ["--prompts", folder / "questions.jsonl", "--max-new-tokens", 8]
-    ruined = invoke("adapt", target, good, *common, *prompts, "--minutes", 0.02, "--out", tmp_path / "as", "--lr", 0.3)
+    ruined = invoke("adapt", target, good, *common, *prompts, "--minutes", 0.01, "--out", tmp_path / "as", "--lr", 0.3)
     assert not ruined["is_better"] and ruined["tau"] == ruined["tau_before"]
     kept, given = (load_file(path / "model.safetensors") for path in (tmp_path / "as", good))
     assert all(torch.equal(kept[name], given[name]) for name in given)
