@@ -21,7 +21,6 @@ from specdec.graphs import (
     pick_breakable,
 )
 from specdec.graphs.building import build
-from specdec.graphs.compile import pieces
 from specdec.graphs.compile.trace import trace
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -258,7 +257,7 @@ def test_pieces_pass_no_shapes(compiler):
 
 def test_inductor_advises_no_rounding(monkeypatch):
     """Its other warnings are shown."""
-    compile_piece = pieces.standalone_compile
+    compile_piece = torch._inductor.standalone_compile
 
     def warning(*args, **options):
         warnings.warn(
@@ -267,7 +266,7 @@ def test_inductor_advises_no_rounding(monkeypatch):
         warnings.warn("a kernel spills", stacklevel=2)
         return compile_piece(*args, **options)
 
-    monkeypatch.setattr(pieces, "standalone_compile", warning)
+    monkeypatch.setattr(torch._inductor, "standalone_compile", warning)
     with pytest.warns(UserWarning) as caught:
         trace(lambda x: (torch.ops.aten.sin.default(x * 2) + 1,), (torch.randn(16, 8, device=DEVICE),), SIN, "inductor")
     assert {str(w.message) for w in caught if w.category is UserWarning} == {"a kernel spills"}

@@ -120,7 +120,7 @@ def test_it_replays_from_graphs(mode):
         cuda_graph=True,
         strict=True,
         prefill_graph=mode,
-        prefill_buckets=(4, 8, 16, 32, 64, 128),
+        prefill_buckets=(1, 2, 4, 8, 16, 32, 64, 128),
         compiler="eager",
     )
     rng = random.Random(0)
