@@ -37,11 +37,16 @@ class BlockWorker(DraftModelWorker):
         device = head.weight.device
         self.rope_tables = torch.stack(head.rope(torch.arange(self.config.table_width, device=device)), 1)
         self.compiled: dict[str, Compiled] = {}  # "block", "keys_values"
-        self.mask_ids = torch.full((self._check_steps(),), head.mask_token_id, dtype=torch.int64, device=device)
+        most, steps = head.block_size - self.first, self.config.num_steps
+        if steps > most:
+            raise ValueError(
+                f"num_steps={steps}: the head drafts blocks of {head.block_size} rows; expected at most {most}"
+            )
+        self.mask_ids = torch.full((steps,), head.mask_token_id, dtype=torch.int64, device=device)
         self.width = trellis.width_of(self.config.verify_width)
         self.candidate_depths = self._candidate_depths().to(device)
-        # where the tokens that it scores are among those that its head does
-        self.places = torch.searchsorted(head.hot_ids, self.hot_ids) if self.narrow is not None else None
+        self.head_ids = head.hot_ids  # what the head scores by itself; the worker's own are some of them
+        self.places = torch.searchsorted(self.head_ids, self.hot_ids) if self.narrow is not None else None
 
     def prefill_layers(
         self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor | None, module: int = 0
@@ -139,9 +144,8 @@ class BlockWorker(DraftModelWorker):
         bias = None
         if markov is not None:
             before = markov.after(names[:, :-1], states[:, 1:, None].expand(-1, -1, k, -1))  # [bs, S-1, K, r]
-            bias = before @ markov.rows(torch.searchsorted(self.head.hot_ids, names[:, 1:].contiguous())).transpose(
-                2, 3
-            )
+            places = torch.searchsorted(self.head_ids, names[:, 1:].contiguous())
+            bias = before @ markov.rows(places).transpose(2, 3)
         first, moves = best[:, 0], trellis.transitions(best, bias)
         if laws:
             first = spine.ranked(first)
@@ -176,15 +180,6 @@ class BlockWorker(DraftModelWorker):
             return 0.0
         bias = markov.bias(markov.after(tokens.clamp(min=0), states))
         return bias if self.places is None else bias[:, self.places]
-
-    def _check_steps(self) -> int:
-        """Return how many rows a block may have; ValueError if num_steps needs more."""
-        most, steps = self.head.block_size, self.config.num_steps
-        if steps > most - self.first:
-            raise ValueError(
-                f"num_steps={steps}: the head drafts blocks of {most} rows; expected at most {most - self.first}"
-            )
-        return most
 
     def _candidate_depths(self) -> torch.Tensor:
         """Return the depths of a tree's candidates; ValueError if they are too few."""

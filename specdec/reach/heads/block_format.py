@@ -7,11 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from specdec.reach.checkpoints.fitting import full_vocab_problems, vocab_problems
 from specdec.reach.heads import fresh
 from specdec.reach.heads.block import BlockHead
 from specdec.reach.heads.block_configs import dflash_json, inexpressible, read_config, speculators_json
-from specdec.reach.heads.eagle3_format import hot_tensors
+from specdec.reach.heads.eagle3_format import hot_maps, hot_tensors
 from specdec.reach.heads.files import EMBEDDING, LM_HEAD, HeadFiles, Wanted, shapes_of
 from specdec.reach.heads.format import HeadFormat, HotIds, Layout, Saving, Stored, Tensors, Training, same
 from specdec.reach.targets.shape import TargetShape
@@ -39,12 +38,7 @@ def read(files: HeadFiles, target: TargetShape | None) -> Stored | None:
     optional |= {name: wanted.pop(name) for name in derived}
     optional |= {name: shape for name, (shape, _) in files.found.items() if name.startswith(CONFIDENCE)}
     files.check(wanted, optional, _why)
-    maps = files.read([n for n in ("d2t", "t2d") if files.shape(n) == tuple(head.get_buffer(n).shape)])
-    if scores_all:
-        files.problems += full_vocab_problems(maps.get("d2t"), maps.get("t2d"))
-    elif len(maps) == 2:
-        files.problems += vocab_problems(**maps)
-    return Stored(head, hot_tensors(files, head, list(wanted), maps, target))
+    return Stored(head, hot_tensors(files, head, list(wanted), hot_maps(files, head), target))
 
 
 def _why(name: str, shape: tuple[int, ...] | None) -> str:

@@ -57,12 +57,17 @@ def read(files: HeadFiles, target: TargetShape | None) -> Stored | None:
     derived += ["d2t", "t2d"] if scores_all else []
     optional = {EMBEDDING: (vocab_size, width)} | {name: wanted.pop(name) for name in derived}
     files.check(wanted, optional, partial(_why, head))
+    return Stored(head, hot_tensors(files, head, list(wanted), hot_maps(files, head), target))
+
+
+def hot_maps(files: HeadFiles, head: HotVocabHead) -> Tensors:
+    """Read d2t and t2d, as far as they are there; what is wrong with them goes into `files.problems`."""
     maps = files.read([n for n in ("d2t", "t2d") if files.shape(n) == tuple(head.get_buffer(n).shape)])
-    if scores_all:
+    if head.d2t.shape[0] == head.vocab_size:
         files.problems += full_vocab_problems(maps.get("d2t"), maps.get("t2d"))
     elif len(maps) == 2:
         files.problems += vocab_problems(**maps)
-    return Stored(head, hot_tensors(files, head, list(wanted), maps, target))
+    return maps
 
 
 def hot_tensors(
