@@ -20,6 +20,7 @@ class Placement(NamedTuple):
     out_cache_loc: torch.Tensor
     qo_indptr: torch.Tensor
     tail_positions: torch.Tensor | None = None
+    path_slots: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class MetadataBuilder:
                 f"q_len={q_len}, rows {list(rows.shape)}, prefix_lens {list(prefix_lens.shape)}: expected a q_len of "
                 "at least 1, and a row and a length for each request"
             )
-        placement = self.uniform_placement(slot_table, rows, prefix_lens, q_len, first_node, depths, tail_depths)
+        bits = None if ancestor_bits is None else ancestor_bits.contiguous()
+        placement = self.uniform_placement(slot_table, rows, prefix_lens, q_len, first_node, depths, tail_depths, bits)
         return AttentionMetadata(
             mode=mode,
             slot_table=slot_table,
@@ -63,7 +65,7 @@ class MetadataBuilder:
             q_len=q_len,
             tail_len=first_node + q_len,
             max_prefix=max_prefix,
-            ancestor_bits=None if ancestor_bits is None else ancestor_bits.contiguous(),
+            ancestor_bits=bits,
             **placement._asdict(),
         )
 
@@ -154,17 +156,26 @@ def uniform_placement(
     first_node: int,
     depths: torch.Tensor | None,
     tail_depths: torch.Tensor | None,
+    ancestor_bits: torch.Tensor | None,
 ) -> Placement:
     """Compute the placement of `MetadataBuilder.uniform`, which describes the arguments."""
-    bs = rows.shape[0]
+    bs, path_slots = rows.shape[0], None
     nodes = torch.arange(first_node, first_node + q_len, device=prefix_lens.device)
     start = prefix_lens.unsqueeze(1)
     positions = start + (nodes if depths is None else depths)
+    if ancestor_bits is not None and tail_depths is not None:
+        tail = torch.arange(tail_depths.shape[1], device=prefix_lens.device)
+        is_seen = (ancestor_bits[..., tail // 64] >> tail % 64) & 1 != 0
+        slots = slots_at(slot_table, rows, start + tail).unsqueeze(1).expand_as(is_seen)
+        depths = tail_depths.clamp(max=len(tail)).unsqueeze(1)
+        at = torch.where(is_seen, depths, len(tail))  # others go to a column that is cut off
+        path_slots = slots.new_zeros(bs, q_len, len(tail) + 1).scatter_(2, at, slots)[..., :-1].int()
     return Placement(
         positions=positions.expand(bs, -1).reshape(-1),
         out_cache_loc=slots_at(slot_table, rows, start + nodes).view(-1),
         qo_indptr=torch.arange(0, (bs + 1) * q_len, q_len, dtype=torch.int32, device=prefix_lens.device),
         tail_positions=None if tail_depths is None else start + tail_depths,
+        path_slots=path_slots,
     )
 
 

@@ -37,9 +37,9 @@ from specdec.reach.targets.admission.masks import Reach, classify_mask
 triton = pytest.importorskip("triton")
 from specdec.backends.triton import backend  # noqa: E402
 from specdec.backends.triton.attention import tiling  # noqa: E402
-from specdec.backends.triton.attention.merge import merge, merge_reference  # noqa: E402
+from specdec.backends.triton.attention.chunks import begin_of, chunk_of, most_chunks, tile_span  # noqa: E402
 from specdec.backends.triton.attention.metadata import TRITON_METADATA  # noqa: E402
-from specdec.backends.triton.attention.plan import most_keys, split_plan, tile_span  # noqa: E402
+from specdec.backends.triton.attention.plan import split_plan  # noqa: E402
 from specdec.backends.triton.attention.plan_reference import split_plan_reference  # noqa: E402
 from specdec.backends.triton.attention.store import store_kv  # noqa: E402
 from specdec.backends.triton.backend import TritonBackend  # noqa: E402
@@ -61,9 +61,9 @@ PREFIXES = (11, 3, 150)
 
 
 class SmallPieces(TritonBackend):
-    """Cuts short prefixes into many splits."""
+    """Splits short prefixes into chunks."""
 
-    min_chunk = 16
+    processors = 32
 
 
 KINDS = {"torch": TorchBackend, "triton": TritonBackend, "triton, split": SmallPieces}
@@ -193,6 +193,21 @@ def test_trees_see_their_ancestors(name, kind):
     Setup(LAYERS[name], kind).check_tree([0, 0, 0, 1, 3])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["gqa", "window"])
+def test_rows_of_a_block_see_each_other(name, kind):
+    """Those that follow, too, as block drafters have it; of several blocks of keys."""
+    setup, num = Setup(LAYERS[name], kind), 35
+    depths = torch.arange(num, device=DEVICE).expand(3, -1)
+    bits = torch.full((3, num, 1), -1, device=DEVICE)
+    q, out = setup.run(setup.uniform(num, depths=depths, tail_depths=depths, ancestor_bits=bits))
+    wants = []
+    for row, prefix in enumerate(PREFIXES):
+        seen = [(p, p) for p in range(prefix + num)]
+        wants += [setup.expected(q[row * num + i], row, prefix + i, seen) for i in range(num)]
+    setup.check(out, wants)
+
+
 @pytest.mark.parametrize("name", ["window", "widest"])
 def test_narrow_tiles_for_little_shared_memory(name, monkeypatch):
     """As an RTX 4090 takes them; tests.compile_kernels compiles them, and asks whether they fit."""
@@ -202,7 +217,6 @@ def test_narrow_tiles_for_little_shared_memory(name, monkeypatch):
     monkeypatch.setattr(tiling, "shared_memory", lambda device: 99 << 10)
     tilings.append(tiling.choose_tiling(metadata, wide.layer, torch.float32))
     assert tilings[1].block_n == tilings[0].block_n // 2 >= 16
-    assert tilings[1] == replace(tilings[0], block_n=tilings[1].block_n), "the rest decides how work is cut"
     setup = Setup(LAYERS[name], "triton, split")
     setup.check_tree([0, 0, 0, 1, 3])
     metadata = setup.backend.metadata.prefill(setup.slot_table, setup.rows, PREFIXES, (2, 7, 15))
@@ -375,62 +389,77 @@ def test_any_tree(prefixes, choices, name):
 
 @settings(max_examples=40 if DEVICE.type == "cuda" else 12, deadline=None, derandomize=True)
 @given(
-    st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 200)), min_size=1, max_size=90),
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 200)), min_size=1, max_size=90),
     st.integers(1, 60),
     st.sampled_from([1, 3, 4]),
     st.sampled_from([16, 64]),
     st.sampled_from([0, 1, 100, 5000]),
     st.booleans(),
+    st.sampled_from([20, 1000]),
 )
-def test_work_is_cut_as_the_twin_says(lens, resident, group, block_m, window, is_causal):
+def test_work_is_cut_as_the_twin_says(lens, resident, group, block_m, window, is_tree, max_partials):
     prefixes, q_lens = (list(x) for x in zip(*lens, strict=True))
     num_tiles = sum(triton.cdiv(q * group, block_m) for q in q_lens)
-    shape = {"resident": resident, "group": group, "block_m": block_m, "block_n": 32, "min_chunk": 64, "window": window}
-    shape["is_causal"] = is_causal
+    shape = {"resident": resident, "group": group, "block_m": block_m, "block_n": 32, "window": window}
+    shape |= {"is_tree": is_tree, "first_node": 0, "max_partials": max_partials}
     is_small = resident % 2 == 0  # any batch comes out right
+    span = max(q_lens) if is_tree else tile_span(group, block_m)
+    max_chunks = most_chunks(max(1, *(p + q for p, q in lens)), max(q_lens), window, span, 32)
     indptr = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     plan = split_plan(
-        torch.tensor(prefixes, device=DEVICE), indptr, first_node=0, num_tiles=num_tiles, is_small=is_small, **shape
-    )
-    items, merges = split_plan_reference(prefixes, q_lens, first_node=0, **shape)
-    assert plan.items[: len(items), :6].tolist() == items
-    assert plan.merges[: len(merges)].tolist() == merges
-    assert (plan.items[len(items) :, 0] == -1).all() and (plan.merges[len(merges) :, 0] == -1).all()
-    assert sum(item[4] >= 0 for item in items) <= plan.num_partials
-    assert len(items) <= plan.items.shape[0] and len(merges) <= plan.merges.shape[0]
-    check_cut(items, merges, prefixes, q_lens, shape)
+        torch.tensor(prefixes, device=DEVICE), indptr, num_tiles=num_tiles, is_small=is_small, num_kv_heads=3,
+        max_chunks=max_chunks, **shape,
+    )  # fmt: skip
+    items, tree_states = split_plan_reference(prefixes, q_lens, **shape)
+    assert int(plan.counts) == len(items) <= plan.items.shape[0] == num_tiles + resident
+    assert plan.items[: len(items)].tolist() == items
+    if is_tree:
+        some = [i for i, q_len in enumerate(q_lens) if q_len]
+        assert plan.tree_states[some].tolist() == [tree_states[i] for i in some]
+    check_cut(items, tree_states, prefixes, q_lens, shape, max_chunks)
+    used = [item[4] + (item[6] or min(2, max_chunks)) for item in items if item[4] >= 0]
+    assert max(used, default=0) <= plan.num_partials
+    assert all((plan.arrived[item[7]] == 0).all() for item in items if item[6])
 
 
-def check_cut(items, merges, prefixes, q_lens, shape):
-    """The items of every tile are its keys, in order, without gaps: all that its rows see, and of a causal forward
-    nothing else."""
-    group, block_m, window = shape["group"], shape["block_m"], shape["window"]
-    tiles: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    merged = {tuple(merge[:2]) for merge in merges}
-    for request, m_block, begin, end, partial, is_first in items:
-        assert is_first == ((request, m_block) not in tiles)
-        tiles.setdefault((request, m_block), []).append((begin, end))
-        assert (partial >= 0) == ((request, m_block) in merged)
-    assert len(tiles) == sum(triton.cdiv(q * group, block_m) for q in q_lens)
+def check_cut(items, tree_states, prefixes, q_lens, shape, max_chunks):
+    """Items of a tile are its keys, in order, from the start of a block on; pieces begin with a chunk, and states of
+    tiles follow upon one another."""
+    group, block_m, window, is_tree = shape["group"], shape["block_m"], shape["window"], shape["is_tree"]
+    tiles: dict[tuple[int, int], list[list[int]]] = {}
+    for number, item in enumerate(items):
+        pieces = tiles.setdefault((item[0], item[1]), [])
+        pieces.append(item)
+        assert item[7] == number + 1 - len(pieces)
+    assert is_tree or len(tiles) == sum(triton.cdiv(q * group, block_m) for q in q_lens)
+    num_states = 0
     for (request, m_block), pieces in tiles.items():
         prefix, q_len = prefixes[request], q_lens[request]
         first, last = m_block * block_m // group, min(((m_block + 1) * block_m - 1) // group, q_len - 1)
-        nearest, end = (prefix + first, prefix + last + 1) if shape["is_causal"] else (prefix, prefix + q_len)
-        begin = max(nearest - window + 1, 0) if window else 0
-        assert pieces[0][0] == begin and max(e for _, e in pieces) == end
-        assert all(b == e or b >= end for (_, e), (b, _) in pairwise(pieces))
-        bound = most_keys(prefix + q_len, q_len, window, group, block_m, shape["is_causal"])
-        assert end - begin <= bound
+        nearest, end = (prefix, prefix // 32 * 32) if is_tree else (prefix + first, prefix + last + 1)
+        begin = pieces[0][2]
+        assert begin == (max(nearest - window + 1, 0) // 32 * 32 if window else 0) and pieces[-1][3] == end
+        assert all(a[3] == b[2] and b[2] in (end, begin_of(chunk_of(b[2]))) for a, b in pairwise(pieces))
+        chunks = chunk_of(end - 1) + 1 - chunk_of(begin)
+        assert len(pieces) <= chunks <= max_chunks
+        states = chunks if len(pieces) > 1 else min(2, chunks) if is_tree else 0
+        for item in pieces:
+            assert item[4] == (num_states if states else -1) and item[6] == (states if len(pieces) > 1 else 0)
+            assert item[5] == chunk_of(item[2]) - chunk_of(begin)
+        assert not is_tree or tree_states[request] == [num_states - m_block * states, states]
+        num_states += states
 
 
 @pytest.mark.parametrize("num_tokens", [300, 2100] if DEVICE.type == "cuda" else [300])
-def test_fresh_prompts_longer_than_a_rounds_chunk(num_tokens, monkeypatch):
-    """Few tiles on a large GPU, which splits as many keys where tokens are cached; here there is no room for it."""
-    monkeypatch.setattr(backend, "_num_processors", lambda device: 64)
+def test_prompts_that_fill_the_gpu_are_not_split(num_tokens, monkeypatch):
+    monkeypatch.setattr(backend, "_num_processors", lambda device: 2)
     setup = Setup(LayerSpec(2, 1, 16, 16, 0.25), "triton", prefixes=(0,), width=num_tokens)
     metadata = setup.backend.metadata.prefill(setup.slot_table, setup.rows, [0], [num_tokens])
     q, out = setup.run(metadata)
     setup.check_causal(metadata, q, out)
+    ((plan, _partials),) = setup.backend._plans.values()
+    num_tiles = triton.cdiv(2 * num_tokens, 32)  # fp32
+    assert int(plan.counts) == num_tiles and (plan.items[:num_tiles, 6] == 0).all()
     assert setup.backend.scratch_bytes < 1 << 20
 
 
@@ -438,41 +467,27 @@ def test_fresh_prompts_longer_than_a_rounds_chunk(num_tokens, monkeypatch):
 @pytest.mark.parametrize("prefix", [0, 3000])
 def test_windowed_prefills_visit_few_keys_beside_those_they_see(window, prefix):
     """Gemma's group of 2, the tiling of 16-bit prefills; keys of a tile over those that its rows see."""
-    num_tokens, shape = 8192, {"group": 2, "block_m": 64, "block_n": 128, "window": window}
+    num_tokens, shape = 8192, {"group": 2, "block_m": 64, "block_n": 64, "window": window}
     items, _ = split_plan_reference(
-        [prefix], [num_tokens], first_node=0, resident=132, min_chunk=256, is_causal=True, **shape
+        [prefix], [num_tokens], first_node=0, resident=132, is_tree=False, max_partials=10000, **shape
     )
-    rows = tile_span(2, 64)
-    visited = sum(triton.cdiv(end - begin, 128) * 128 * rows for _, _, begin, end, *_ in items if end > begin)
+    visited = sum(triton.cdiv(end - begin, 64) * 64 * tile_span(2, 64) for _, _, begin, end, *_ in items)
     needed = sum(min(prefix + i + 1, window) for i in range(num_tokens))
     assert visited <= 1.3 * needed
-    exact = sum((end - begin) * rows for _, _, begin, end, *_ in items if end > begin)
-    assert exact <= 1.1 * needed
 
 
-def test_merging_equals_the_twin():
-    layer = LayerSpec(6, 2, 16, 24, 0.25)
-    generator = torch.Generator().manual_seed(0)
-    partials = torch.randn(9, 2, 16, 24, generator=generator).to(DEVICE)
-    lse = torch.randn(9, 2, 16, generator=generator).to(DEVICE) * 5
-    lse[3], partials[3] = float("-inf"), 0  # a split that saw nothing
-    merges = torch.tensor([[1, 0, 2, 7], [-1, -1, -1, -1]], dtype=torch.int32, device=DEVICE)
-    out = torch.full((7, 6, 24), float("nan"), device=DEVICE)
-    merge(out, (partials, lse), merges, torch.tensor([0, 2, 7], dtype=torch.int32, device=DEVICE), layer, 16)
-    want = merge_reference(partials[2:9], lse[2:9])[:, :15].view(2, 5, 3, 24).transpose(0, 1).flatten(1, 2)
-    torch.testing.assert_close(out[2:], want, atol=1e-5, rtol=1e-5)
-    assert out[:2].isnan().all()
-
-
-@pytest.mark.parametrize(("first", "q_len"), [(0, 1), (0, 5), (6, 3), (0, 64)])
+@pytest.mark.parametrize(("first", "q_len"), [(0, 1), (0, 5), (6, 3), (0, 64), (3, 97)])
 def test_uniform_metadata_equals_the_twin(first, q_len):
     generator = torch.Generator().manual_seed(0)
     table = torch.randint(1, 500, (9, 130), generator=generator, dtype=torch.int32).to(DEVICE)
     rows = torch.tensor([3, 0, 8, 7, 1], device=DEVICE)
     lens = torch.tensor([0, 1, 60, 129, 40], device=DEVICE)
     depths = torch.randint(0, 5, (5, q_len), generator=generator).to(DEVICE)
-    tail = torch.randint(0, 5, (5, first + q_len), generator=generator).to(DEVICE)
-    bits = depths.unsqueeze(2)
+    lines = [[0]]
+    for node in range(1, first + q_len):
+        lines.append([*lines[int(torch.randint(0, node, (), generator=generator))], node])
+    tail = torch.tensor([[len(line) - 1 for line in lines]] * 5, device=DEVICE)
+    bits = words_of(lines[first:], first + q_len).repeat(5, 1, 1).to(DEVICE)
     for options in ({}, {"depths": depths}, {"depths": depths, "tail_depths": tail, "ancestor_bits": bits}):
         args = (ForwardMode.DRAFT, table, rows, lens)
         shape = {"q_len": q_len, "max_prefix": 130, "first_node": first}
@@ -494,7 +509,8 @@ def test_prefill_metadata_equals_its_twin(lens):
 
 
 def same_metadata(got, want):
-    for name in ("positions", "out_cache_loc", "qo_indptr", "tail_positions", "ancestor_bits", "prefix_lens"):
+    tensors = ("positions", "out_cache_loc", "qo_indptr", "tail_positions", "path_slots", "prefix_lens")
+    for name in tensors:
         a, b = getattr(got, name), getattr(want, name)
         assert (a is None) == (b is None), name
         if a is not None:

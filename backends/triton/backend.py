@@ -4,17 +4,16 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities, LayerSpec
-from specdec.backends.triton.attention.kernel import AttendAgain, attend
-from specdec.backends.triton.attention.merge import merge
+from specdec.backends.base import AttentionBackend, AttentionCall, Capabilities
+from specdec.backends.triton.attention.chunks import most_chunks, tile_span
+from specdec.backends.triton.attention.kernel import attend
 from specdec.backends.triton.attention.metadata import TRITON_METADATA
-from specdec.backends.triton.attention.plan import FEW, MERGE_WIDTH, SplitPlan, most_keys, split_plan
+from specdec.backends.triton.attention.partials import Partials
+from specdec.backends.triton.attention.plan import FEW, SCRATCH_BYTES, SplitPlan, split_plan
 from specdec.backends.triton.attention.store import store_kv
 from specdec.backends.triton.attention.tiling import Tiling, choose_tiling, num_tiles
-from specdec.backends.triton.launch.relaunch import INTERPRETED, is_aligned
-from specdec.core.batch import AttentionMetadata, ForwardMode
-
-FRESH_CHUNK = 2048  # keys: prompts with nothing cached have a tile for every few of them, which fill the GPU
+from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, is_aligned
+from specdec.core.batch import AttentionMetadata
 
 
 class _Cut(NamedTuple):
@@ -44,13 +43,12 @@ class TritonBackend(AttentionBackend):
         fused_ops=True,
     )
     metadata = TRITON_METADATA
-    min_chunk: int | None = None  # keys of the shortest piece of a tile, None for what is best with its tiling
+    processors: int | None = None  # that share the work, None for the GPU's
 
     def __init__(self) -> None:
         super().__init__()
-        self._plans: dict[_Cut, tuple[SplitPlan, tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._again: dict[tuple[object, ...], AttendAgain] = {}  # launches of this forward, by what layers share
-        self._can_merge: set[tuple[_Cut, torch.dtype]] = set()  # merge kernels that are compiled
+        self._plans: dict[_Cut, tuple[SplitPlan, Partials]] = {}
+        self._again: dict[tuple[object, ...], tuple[Relaunch, ...]] = {}  # of this forward, by what layers share
 
     @classmethod
     def unusable_on(cls, device: torch.device) -> str | None:
@@ -61,7 +59,7 @@ class TritonBackend(AttentionBackend):
     @property
     def scratch_bytes(self) -> int:
         """Device bytes of the plans and split tiles of the forward in flight."""
-        tensors = [t for p, partials in self._plans.values() for t in (p.items, p.merges, *partials)]
+        tensors = [t for p, partials in self._plans.values() for t in (p.items, p.arrived, p.tree_states, *partials)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def _prepare(self, metadata: AttentionMetadata) -> None:
@@ -78,51 +76,42 @@ class TritonBackend(AttentionBackend):
         k_pool, v_pool = pool.k[call.layer_id], pool.v[call.layer_id]
         alike = (layer, q.dtype, q.stride(), out.stride(), is_aligned(q, out, k_pool, v_pool, sinks))
         if alike in self._again:
-            self._again[alike](q, out, k_pool, v_pool, sinks)
+            for launch in self._again[alike]:
+                launch(q, out, k_pool, v_pool, sinks)
             return
         m = self.planned
         tiling = choose_tiling(m, layer, q.dtype)
         group = layer.num_heads // layer.num_kv_heads
         cut = _Cut(layer.window or 0, group, layer.num_kv_heads, layer.v_dim, tiling)
-        plan, partials = self._plan_for(m, cut, layer, q.device)
-        if (cut, out.dtype) not in self._can_merge:
-            # Short contexts are not split: without this the first long one would compile on live traffic.
-            self._can_merge.add((cut, out.dtype))
-            merge(out, partials, plan.items.new_full((1, MERGE_WIDTH), -1), m.qo_indptr, layer, tiling.block_m)
+        plan, partials = self._plan_for(m, cut, q.device)
         again = attend(q, out, k_pool, v_pool, m, plan, partials, layer, sinks, tiling)
         if again is not None and alike[-1]:
             self._again[alike] = again
 
-    def _plan_for(
-        self, m: AttentionMetadata, cut: _Cut, layer: LayerSpec, device: torch.device
-    ) -> tuple[SplitPlan, tuple[torch.Tensor, torch.Tensor]]:
-        """The plan of layers like `layer`, made on the device once a forward."""
-        tiling, group = cut.tiling, cut.group
+    def _plan_for(self, m: AttentionMetadata, cut: _Cut, device: torch.device) -> tuple[SplitPlan, Partials]:
+        """The plan of layers with this cut, made on the device once a forward."""
         if cut not in self._plans:
-            is_causal = m.ancestor_bits is None
-            most = most_keys(m.max_prefix + m.tail_len, m.tail_len, cut.window, group, tiling.block_m, is_causal)
-            is_fresh = m.mode is ForwardMode.EXTEND and m.max_prefix == 0
-            min_chunk = self.min_chunk or (FRESH_CHUNK if is_fresh else tiling.min_chunk)
+            tiling, is_tree = cut.tiling, m.ancestor_bits is not None
+            span = m.tail_len if is_tree else tile_span(cut.group, tiling.block_m)
+            max_chunks = most_chunks(m.max_prefix + m.tail_len, m.tail_len, cut.window, span, tiling.block_n)
+            partial_bytes = cut.num_kv_heads * tiling.block_m * (cut.v_dim + 2) * 4
             plan = split_plan(
                 m.prefix_lens,
                 m.qo_indptr,
                 first_node=m.tail_len - m.q_len,
                 window=cut.window,
-                num_tiles=num_tiles(m, group, tiling.block_m),
-                resident=max(1, tiling.resident * _num_processors(device) // layer.num_kv_heads),
-                group=group,
+                num_tiles=num_tiles(m, cut.group, tiling.block_m),
+                resident=max(1, tiling.resident * (self.processors or _num_processors(device)) // cut.num_kv_heads),
+                num_kv_heads=cut.num_kv_heads,
+                group=cut.group,
                 block_m=tiling.block_m,
                 block_n=tiling.block_n,
-                min_chunk=min_chunk,
-                is_causal=is_causal,
-                most=most,
+                is_tree=is_tree,
+                max_chunks=max_chunks,
+                max_partials=SCRATCH_BYTES // partial_bytes,
                 is_small=m.slot_table.shape[0] <= FEW + 1,  # by the engine's rows: traffic needs no other kernel
             )
-            rows = (plan.num_partials, layer.num_kv_heads, tiling.block_m)
-            partials = (
-                torch.empty(*rows, layer.v_dim, dtype=torch.float32, device=device),
-                torch.empty(rows, dtype=torch.float32, device=device),
-            )
+            partials = Partials.empty(plan.num_partials, cut.num_kv_heads, tiling.block_m, cut.v_dim, device)
             self._plans[cut] = (plan, partials)
         return self._plans[cut]
 

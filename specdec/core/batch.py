@@ -38,6 +38,8 @@ class AttentionMetadata:
     ancestor_bits: [bs, q_len, W] int64, W words of 64 bits for at least tail_len nodes; bit t % 64 of word t // 64 set:
         tail node t is visible. None means causal: node t has depth t.
     tail_positions: [bs, tail_len] int64, positions of the tail nodes (sliding windows need them); None: prefix + t.
+    path_slots: [bs, q_len, tail_len] int32, KV slots of each query's ancestors and itself by depth, 0 past the last.
+        Trees need them on Triton's backend.
     q_lens: EXTEND only, tokens of each request on the host (ragged). None: every request has q_len, or, for EXTEND,
         only the device knows (`is_packed`).
     starts: prefix_lens on the host, if they are known there (prefills); None: unknown.
@@ -55,6 +57,7 @@ class AttentionMetadata:
     max_prefix: int
     ancestor_bits: torch.Tensor | None = None
     tail_positions: torch.Tensor | None = None
+    path_slots: torch.Tensor | None = None
     q_lens: tuple[int, ...] | None = None
     starts: tuple[int, ...] | None = None
 

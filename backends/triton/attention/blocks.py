@@ -1,47 +1,87 @@
-"""Body of the attention loops: takes a block of keys into a running softmax (FlashAttention-2, arXiv 2307.08691)."""
+"""The arithmetic of attention, of every kernel: an online softmax (FlashAttention-2, arXiv 2307.08691) over blocks of
+keys, and the fold of its chunks.
+
+A state is the running maximum m [M] of logits in units of log2, the mass [M, MASS] and the values acc [M, V], fp32 and
+not normalised. The bits of a row depend on its keys, the block of each and the chunk of each block, and on nothing
+else: sums over keys are products, which add in the order of keys whatever the tile and its warps; sums of products are
+FMAs by name, not as the compiler likes; and a block or a chunk of which a row sees nothing leaves its state as it was.
+"""
 
 import triton
 import triton.language as tl
 
+MASS = tl.constexpr(16)  # equal columns of the mass: the fewest that a product has
+
+
+@triton.jit
+def empty_state(M: tl.constexpr, V: tl.constexpr):
+    """Return the state of rows that have seen nothing."""
+    m = tl.full([M], float("-inf"), tl.float32)
+    return m, tl.zeros([M, MASS], tl.float32), tl.zeros([M, V], tl.float32)
+
+
+@triton.jit
+def fold(total, state):
+    """Return the state of all chunks so far, from `total` of those before and the `state` of the next.
+
+    Masses may have fewer columns.
+    """
+    m_before, mass_before, acc_before = total
+    m_next, mass_next, acc_next = state
+    m = tl.maximum(m_before, m_next)
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    before, after = tl.exp2(m_before - m_safe)[:, None], tl.exp2(m_next - m_safe)[:, None]
+    return m, tl.fma(mass_before, before, mass_next * after), tl.fma(acc_before, before, acc_next * after)
+
+
+@triton.jit
+def result_of(total, sinks, head, is_row, HAS_SINKS: tl.constexpr):
+    """Return the attention of rows, from their `total` and the sinks of their heads."""
+    if HAS_SINKS:
+        _m, mass, acc = total
+        sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
+        total = fold(total, (sink, tl.full(mass.shape, 1.0, tl.float32), tl.zeros(acc.shape, tl.float32)))
+    _m, mass, acc = total
+    whole = tl.max(mass, 1)
+    return acc / tl.where(whole == 0, 1.0, whole)[:, None]
+
 
 @triton.jit
 def _dot(a, b, acc, UPCAST: tl.constexpr):
-    """Return acc + a @ b. UPCAST: the interpreter has no bf16 product (numpy has no bf16); widening is exact."""
+    """Return acc + a @ b, of fp32 by three TF32 products on tensor cores, which leave out 2^-22 of a term.
+
+    UPCAST: the interpreter has no bf16 product (numpy has no bf16); widening is exact.
+    """
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="tf32x3")
 
 
 @triton.jit
-def _softmax_step(
-    q,
-    k,
-    v,
-    m,
-    mass,
-    acc,
-    visible,
-    scale_log2,
-    cap_log2,
-    cap_scale,
-    MASKED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Take one block of keys into the running maximum m, mass and accumulator acc (logits in units of log2)."""
+def _add_dot(a, b, acc, shrink, UPCAST: tl.constexpr):
+    """Return acc * shrink + a @ b; the products of fp32 are added to nothing, and their sum to acc."""
+    if a.dtype == tl.float32:
+        return tl.fma(acc, shrink, _dot(a, b, tl.zeros_like(acc), UPCAST))
+    return _dot(a, b, acc * shrink, UPCAST)
+
+
+@triton.jit
+def _softmax_step(q, k, v, state, visible, scales, MASKED: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr):
+    """Take one block of keys into `state`."""
+    m, mass, acc = state
+    scale_log2, cap_scale = scales
     s = _dot(q, k, tl.zeros([q.shape[0], k.shape[1]], tl.float32), UPCAST)
     if CAPPED:
-        e = tl.exp2(s * cap_scale)  # exp(2x), so that tanh(x) = 1 - 2 / (e + 1) is right at both ends
-        s = cap_log2 * (1 - 2 / (e + 1))
-        scale_log2 = 1.0
+        s = 1 - 2 / (tl.exp2(s * cap_scale) + 1)  # tanh(x) = 1 - 2 / (exp(2x) + 1) is right at both ends
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # scales are positive
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new  # rows that have seen nothing yet
-    p = tl.exp2(s * scale_log2 - m_safe[:, None])
-    shrink = tl.exp2(m - m_safe)
-    acc = _dot(p.to(v.dtype), v, acc * shrink[:, None], UPCAST)
-    return m_new, mass * shrink + tl.sum(p, 1), acc
+    p = tl.exp2(tl.fma(s, scale_log2, -m_safe[:, None])).to(v.dtype)
+    shrink = tl.exp2(m - m_safe)[:, None]
+    ones = tl.full([v.shape[0], MASS], 1.0, tl.float32).to(v.dtype)
+    mass = _add_dot(p, ones, mass, shrink, UPCAST)
+    return m_new, mass, _add_dot(p, v, acc, shrink, UPCAST)  # the last product decides how warps share all of them
 
 
 @triton.jit
@@ -51,10 +91,10 @@ def slots_of(table, key, kv_end):
 
 
 @triton.jit
-def _rows(pool, slots, d, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Load K or V of slots, [BLOCK_N, BLOCK]; pool points at the head."""
+def _rows(pool, slots, d, STRIDE: tl.constexpr, DIM: tl.constexpr):
+    """Load K or V of slots, [BLOCK_N, columns d]; pool points at the head."""
     at = pool + slots[:, None].to(tl.int64) * STRIDE + d
-    if DIM == BLOCK:
+    if d.shape[0] == DIM:
         return tl.load(at)
     return tl.load(at, mask=d < DIM, other=0.0)
 
@@ -67,15 +107,10 @@ def take_block(
     slots,
     d,
     dv,
-    m,
-    mass,
-    acc,
+    state,
     visible,
-    scale_log2,
-    cap_log2,
-    cap_scale,
-    K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
+    scales,
+    NUM_KV_HEADS: tl.constexpr,
     QK_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     MASKED: tl.constexpr,
@@ -85,57 +120,23 @@ def take_block(
 ):
     """Load K and V of `slots` [BLOCK_N] and take them in; k_head and v_head point at the head, d and dv are columns.
 
-    visible [BLOCK_M, BLOCK_N]: only used if MASKED. FENCED: put a fence between copies to shared memory and wgmma,
-    which reads it through another proxy.
+    visible [BLOCK_M, BLOCK_N]: only used if MASKED. scales: from logits (if CAPPED, from their tanh) to units of log2,
+    and of what the softcap takes the tanh of. FENCED: put a fence between copies to shared memory and wgmma, which
+    reads it through another proxy.
     """
-    k = _rows(k_head, slots, d, K_STRIDE, QK_DIM, d.shape[0])
-    v = _rows(v_head, slots, dv, V_STRIDE, V_DIM, dv.shape[0])
+    k = _rows(k_head, slots, d, NUM_KV_HEADS * QK_DIM, QK_DIM)
+    v = _rows(v_head, slots, dv, NUM_KV_HEADS * V_DIM, V_DIM)
     if FENCED:
         tl.inline_asm_elementwise(
             "fence.proxy.async.shared::cta; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
-    return _softmax_step(
-        q, tl.trans(k), v, m, mass, acc, visible, scale_log2, cap_log2, cap_scale, MASKED, CAPPED, UPCAST
-    )
+    return _softmax_step(q, tl.trans(k), v, state, visible, scales, MASKED, CAPPED, UPCAST)
 
 
 @triton.jit
-def visible_keys(
-    key,
-    kv_end,
-    prefix,
-    is_row,
-    node,
-    bits,
-    bits_at,
-    q_pos,
-    window,
-    tail_positions,
-    WORDS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_TAIL_POSITIONS: tl.constexpr,
-):
-    """Return the mask of the keys each row sees, [BLOCK_M, BLOCK_N] bool. key [BLOCK_N] int32: slot table positions.
-
-    For each row [BLOCK_M]: node int32, its own tail index; q_pos int32, its position. WORDS of ancestor bits a row, 0
-    for a chain: of one word `bits` int64 holds it, of more `bits_at` points at the first, and words are read block by
-    block. tail_positions: pointer to those of the request.
-    """
-    is_key = key < kv_end
-    tail = key - prefix  # tail index of each key, negative in the prefix
-    if WORDS == 1:
-        visible = (tail[None, :] < 0) | (((bits[:, None] >> tl.maximum(tail, 0)[None, :]) & 1) != 0)
-    elif WORDS > 1:
-        in_tail = (tail >= 0)[None, :] & is_key[None, :] & is_row[:, None]
-        word = tl.load(bits_at[:, None] + (tail // 64)[None, :], mask=in_tail, other=0)
-        visible = (tail[None, :] < 0) | (((word >> (tl.maximum(tail, 0) % 64)[None, :]) & 1) != 0)
-    else:
-        visible = tail[None, :] <= node[:, None]
-    visible = visible & is_key[None, :] & is_row[:, None]
+def visible_keys(key, q_pos, window, HAS_WINDOW: tl.constexpr):
+    """Return the mask of the keys each row sees, [BLOCK_M, BLOCK_N] bool; key [BLOCK_N], q_pos [BLOCK_M]: positions."""
+    visible = key[None, :] <= q_pos[:, None]
     if HAS_WINDOW:
-        k_pos = key
-        if HAS_TAIL_POSITIONS:
-            in_tail = tl.load(tail_positions + tail, mask=is_key & (tail >= 0), other=0)
-            k_pos = tl.where(tail < 0, key, in_tail.to(tl.int32))
-        visible = visible & (q_pos[:, None] - k_pos[None, :] < window)
+        visible = visible & (q_pos[:, None] - key[None, :] < window)
     return visible

@@ -1,11 +1,13 @@
 """Attention over the paged KV pool, prefix and tail, in one kernel for every kind of forward.
 
-An online softmax over the items of `plan`: keys of a request in order of its slot table, prefix first, then its tail;
-the heads of one KV group are rows of one tile, so K/V are read once for all of them. Tiles whose keys are split write
-partials for `merge`. Twin: `backends.torch_ref.TorchBackend`.
+An online softmax over the items of `plan`: blocks and chunks of keys at fixed absolute positions (see `blocks`); the
+heads of one KV group are rows of one tile, so K/V are read once for all of them. Items that hold a part of their tile's
+keys leave a state a chunk, and the one that is done last folds all of its tile. The nodes of a tree are rows like
+others up to the last whole block of the prefix; `tree` continues them over the rest. Twin:
+`backends.torch_ref.TorchBackend`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -14,25 +16,100 @@ from torch.torch_version import TorchVersion
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.base import LayerSpec
-from specdec.backends.triton.attention.blocks import slots_of, take_block, visible_keys
-from specdec.backends.triton.attention.merge import merge, padded_dim
+from specdec.backends.triton.attention.blocks import (
+    empty_state,
+    fold,
+    result_of,
+    slots_of,
+    take_block,
+    visible_keys,
+)
+from specdec.backends.triton.attention.chunks import chunk_at, chunk_begin
+from specdec.backends.triton.attention.partials import Partials, fold_rows, padded_dim, store_state
 from specdec.backends.triton.attention.plan import ITEM_WIDTH, SplitPlan
 from specdec.backends.triton.attention.tiling import Tiling
+from specdec.backends.triton.attention.tree import attend_tails
 from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, follows_early, is_hopper
 from specdec.core.batch import AttentionMetadata
 
 LOG2E = 1.4426950408889634
 # Before 3.7.1 Triton lets wgmma, which large tiles take, read what cp.async wrote without a proxy fence: stale keys.
 LACKS_FENCES, WGMMA_ROWS = TorchVersion(triton.__version__) < "3.7.1", 64
+AHEAD = 16 if INTERPRETED else 64  # rows of states that are loaded at once
+
+
+@triton.jit
+def _leave(
+    total, state, place, is_split, partial_acc, partial_stats, at, is_row, dv, STEP: tl.constexpr, V_DIM: tl.constexpr
+):
+    """Leave the state of chunk `place` of a tile: in the pool if the tile is split, else folded into `total`."""
+    if is_split:
+        store_state(partial_acc, partial_stats, at + place.to(tl.int64) * STEP, is_row, dv, state, V_DIM)
+    else:
+        total = fold(total, state)
+    return total
+
+
+@triton.jit
+def _walk(
+    begin,
+    end,
+    keys,
+    table,
+    slots,
+    q,
+    k_head,
+    v_head,
+    d,
+    dv,
+    total,
+    state,
+    q_pos,
+    is_row,
+    window,
+    scales,
+    pool,
+    NUM_KV_HEADS: tl.constexpr,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    UPCAST: tl.constexpr,
+    FENCED: tl.constexpr,
+):
+    """Take in the blocks of keys [begin, end), the first with `slots`; where a chunk begins, leave the one before.
+
+    keys: those of the item; pool: where it leaves states. Slots are loaded one block ahead: only then are keys and
+    values pipelined.
+    """
+    n = tl.arange(0, BLOCK_N)
+    kv_begin, kv_end = keys
+    is_split, first_chunk, partial_acc, partial_stats, at = pool
+    for start in range(begin, end, BLOCK_N):
+        next_slots = slots_of(table, start + BLOCK_N + n, kv_end)
+        chunk = chunk_at(start)
+        if (start == chunk_begin(chunk)) & (start > kv_begin):
+            total = _leave(
+                total, state, chunk - 1 - first_chunk, is_split, partial_acc, partial_stats, at, is_row, dv,
+                NUM_KV_HEADS * q.shape[0], V_DIM,
+            )  # fmt: skip
+            state = empty_state(q.shape[0], dv.shape[0])
+        visible = visible_keys(start + n, q_pos, window, HAS_WINDOW) if MASKED else None
+        state = take_block(
+            q, k_head, v_head, slots, d, dv, state, visible, scales,
+            NUM_KV_HEADS, QK_DIM, V_DIM, MASKED, CAPPED, UPCAST, FENCED,
+        )  # fmt: skip
+        slots = next_slots
+    return slots, total, state
 
 
 # Triton compiles a variant for every alignment of a kernel's pointers; these are views, and none is read in rows.
 @triton.jit(
     do_not_specialize=["first_node", "tail_len", "window", "table_stride"],
-    do_not_specialize_on_alignment=[
-        "slot_table", "rows", "qo_indptr", "prefix_lens", "positions", "ancestor_bits", "tail_positions", "sinks",
-    ],
-)  # fmt: skip
+    do_not_specialize_on_alignment=["slot_table", "rows", "qo_indptr", "prefix_lens", "positions", "sinks"],
+)
 def _attention_kernel(
     q,
     out,
@@ -42,15 +119,14 @@ def _attention_kernel(
     slot_table,
     rows,
     items,
+    arrived,
+    num_items,
     qo_indptr,
     prefix_lens,
     positions,
-    ancestor_bits,
-    tail_positions,
-    partial_out,
-    partial_lse,
+    partial_acc,
+    partial_stats,
     scale_log2,
-    cap_log2,
     cap_scale,
     first_node,
     tail_len,
@@ -68,63 +144,53 @@ def _attention_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    WORDS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    HAS_TAIL_POSITIONS: tl.constexpr,
     CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+    TREE: tl.constexpr,
+    FOLD_M: tl.constexpr,
+    AHEAD: tl.constexpr,
     FENCED: tl.constexpr,
     ITEM: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_launch_dependents()
+        if TREE:  # what follows otherwise may be anybody's kernel: it starts when this one has ended
+            gdc_launch_dependents()
         gdc_wait()
-    kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * ITEM
-    request = tl.load(item)
-    if request < 0:
+    if tl.program_id(1) >= tl.load(num_items):
         return
-    m_block, kv_begin, kv_end = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-    partial, is_first = tl.load(item + 4), tl.load(item + 5)
+    request, m_block, kv_begin, kv_end = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    if kv_begin >= kv_end:
+        return
+    first_state, chunks_before = tl.load(item + 4), tl.load(item + 5)
+    num_states, first_item = tl.load(item + 6), tl.load(item + 7)
+    kv_head = tl.program_id(0)
     q_start = tl.load(qo_indptr + request)
     q_len = tl.load(qo_indptr + request + 1) - q_start
     prefix = tl.load(prefix_lens + request).to(tl.int32)
     table = slot_table + tl.load(rows + request) * table_stride
+    k_head, v_head = k_pool + kv_head * QK_DIM, v_pool + kv_head * V_DIM
+    d, dv = tl.arange(0, BLOCK_QK), tl.arange(0, BLOCK_V)
+    scales = (scale_log2, cap_scale)
 
-    row = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_tile = tl.arange(0, BLOCK_M)
+    row = m_block * BLOCK_M + in_tile
     query = row // GROUP  # of the request
     head = kv_head * GROUP + row % GROUP
     is_row = query < q_len
     token = (q_start + query).to(tl.int64)
-    d = tl.arange(0, BLOCK_QK)
-    dv = tl.arange(0, BLOCK_V)
     q_at = q + token[:, None] * q_stride_t + head[:, None] * q_stride_h + d
     q_tile = tl.load(q_at, mask=is_row[:, None] & (d < QK_DIM), other=0.0)
 
-    node = first_node + query  # tail index of each row's own token
-    bits, bits_at = token, token
-    if WORDS:
-        bits_at = ancestor_bits + token * WORDS
-    if WORDS == 1:
-        bits = tl.load(bits_at, mask=is_row, other=0)
-    q_pos = node
-    if HAS_WINDOW:
-        q_pos = tl.load(positions + token, mask=is_row, other=0).to(tl.int32)
-
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
-        m = tl.where(is_first > 0, sink, m)
-        mass = tl.where(is_first > 0, 1.0, mass)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-
     # Keys of [full_begin, masked_from), in whole blocks, are seen by all rows and need no mask.
-    if WORDS:
-        full_end, last_position = prefix, prefix + tail_len - 1
+    if TREE:
+        q_pos = tl.load(positions + token, mask=is_row, other=0).to(tl.int32) if HAS_WINDOW else row
+        full_end, last_position = kv_end, prefix + tail_len - 1
     else:
+        q_pos = prefix + first_node + query
         first, last = m_block * BLOCK_M // GROUP, ((m_block + 1) * BLOCK_M - 1) // GROUP
         full_end, last_position = prefix + first_node + first + 1, prefix + first_node + tl.minimum(last, q_len - 1)
     full_begin = kv_begin
@@ -134,73 +200,52 @@ def _attention_kernel(
     num_full = tl.maximum(tl.minimum(kv_end, full_end) - full_begin, 0) // BLOCK_N
     masked_from = full_begin + num_full * BLOCK_N
 
-    k_head = k_pool + kv_head * QK_DIM
-    v_head = v_pool + kv_head * V_DIM
-    tail_at = tail_positions
-    if HAS_TAIL_POSITIONS:
-        tail_at = tail_positions + request * tail_len
-    n = tl.arange(0, BLOCK_N)
-    # The slots of a block are loaded one block ahead: only then are its keys and values pipelined.
-    slots = slots_of(table, kv_begin + n, kv_end)
+    STEP: tl.constexpr = NUM_KV_HEADS * BLOCK_M  # rows from a chunk's states to the next one's
+    at_tile = (first_state.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M
+    at, is_split, first_chunk = at_tile + in_tile, num_states > 0, chunk_at(kv_begin) - chunks_before
+    pool, keys = (is_split, first_chunk, partial_acc, partial_stats, at), (kv_begin, kv_end)
+    total, state = empty_state(BLOCK_M, BLOCK_V), empty_state(BLOCK_M, BLOCK_V)
+    slots = slots_of(table, kv_begin + tl.arange(0, BLOCK_N), kv_end)
     if HAS_WINDOW:
-        for start in range(kv_begin, tl.minimum(full_begin, kv_end), BLOCK_N):
-            next_slots = slots_of(table, start + BLOCK_N + n, kv_end)
-            visible = visible_keys(
-                start + n, kv_end, prefix, is_row, node, bits, bits_at, q_pos, window, tail_at,
-                WORDS, HAS_WINDOW, HAS_TAIL_POSITIONS,
-            )  # fmt: skip
-            m, mass, acc = take_block(
-                q_tile, k_head, v_head, slots, d, dv, m, mass, acc, visible, scale_log2, cap_log2, cap_scale,
-                NUM_KV_HEADS * QK_DIM, NUM_KV_HEADS * V_DIM, QK_DIM, V_DIM, True, CAPPED, UPCAST, FENCED,
-            )  # fmt: skip
-            slots = next_slots
-    for start in range(full_begin, masked_from, BLOCK_N):
-        next_slots = slots_of(table, start + BLOCK_N + n, kv_end)
-        m, mass, acc = take_block(
-            q_tile, k_head, v_head, slots, d, dv, m, mass, acc, is_row, scale_log2, cap_log2, cap_scale,
-            NUM_KV_HEADS * QK_DIM, NUM_KV_HEADS * V_DIM, QK_DIM, V_DIM, False, CAPPED, UPCAST, FENCED,
+        slots, total, state = _walk(
+            kv_begin, tl.minimum(full_begin, kv_end), keys, table, slots, q_tile, k_head, v_head, d, dv, total, state,
+            q_pos, is_row, window, scales, pool,
+            NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, True, CAPPED, UPCAST, FENCED,
         )  # fmt: skip
-        slots = next_slots
-    for start in range(masked_from, kv_end, BLOCK_N):
-        next_slots = slots_of(table, start + BLOCK_N + n, kv_end)
-        visible = visible_keys(
-            start + n, kv_end, prefix, is_row, node, bits, bits_at, q_pos, window, tail_at,
-            WORDS, HAS_WINDOW, HAS_TAIL_POSITIONS,
+    slots, total, state = _walk(
+        full_begin, masked_from, keys, table, slots, q_tile, k_head, v_head, d, dv, total, state, q_pos, is_row, window,
+        scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, False, CAPPED, UPCAST, FENCED,
+    )  # fmt: skip
+    if not TREE:
+        slots, total, state = _walk(
+            masked_from, kv_end, keys, table, slots, q_tile, k_head, v_head, d, dv, total, state, q_pos, is_row, window,
+            scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, True, CAPPED, UPCAST, FENCED,
         )  # fmt: skip
-        m, mass, acc = take_block(
-            q_tile, k_head, v_head, slots, d, dv, m, mass, acc, visible, scale_log2, cap_log2, cap_scale,
-            NUM_KV_HEADS * QK_DIM, NUM_KV_HEADS * V_DIM, QK_DIM, V_DIM, True, CAPPED, UPCAST, FENCED,
-        )  # fmt: skip
-        slots = next_slots
 
-    some_mass = tl.where(mass == 0, 1.0, mass)
-    result = acc / some_mass[:, None]
-    if partial < 0:
+    place = chunk_at(kv_end - 1) - first_chunk
+    if TREE:
+        if not is_split:  # the chunks before the last as one, then the last one by itself
+            if place > 0:
+                store_state(partial_acc, partial_stats, at, is_row, dv, total, V_DIM)
+            place = tl.minimum(place, 1)
+        store_state(partial_acc, partial_stats, at + place.to(tl.int64) * STEP, is_row, dv, state, V_DIM)
+    elif is_split:
+        store_state(partial_acc, partial_stats, at + place.to(tl.int64) * STEP, is_row, dv, state, V_DIM)
+        # The barrier and the release make this program's states visible to who comes last, the acquire all others'.
+        tl.debug_barrier()
+        counter = arrived + first_item * NUM_KV_HEADS + kv_head
+        own = place + 1 - chunks_before
+        if tl.atomic_add(counter, own, sem="acq_rel") + own == num_states:
+            tl.store(counter, 0)  # for the next layer
+            fold_rows(
+                out, sinks, partial_acc, partial_stats, at_tile, num_states, m_block * BLOCK_M,
+                tl.minimum(q_len * GROUP - m_block * BLOCK_M, BLOCK_M), q_start, kv_head, dv, out_stride_t,
+                out_stride_h, GROUP, V_DIM, BLOCK_V, HAS_SINKS, STEP, FOLD_M, AHEAD,
+            )  # fmt: skip
+    else:
+        result = result_of(fold(total, state), sinks, head, is_row, HAS_SINKS)
         out_at = out + token[:, None] * out_stride_t + head[:, None] * out_stride_h + dv
         tl.store(out_at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dv < V_DIM))
-    else:
-        at = (partial.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-        tl.store(partial_out + at[:, None] * V_DIM + dv, result, mask=is_row[:, None] & (dv < V_DIM))
-        tl.store(partial_lse + at, tl.where(mass == 0, float("-inf"), m + tl.log2(some_mass)), mask=is_row)
-
-
-class AttendAgain(NamedTuple):
-    """The launches of one `attend`, to repeat for an equal layer of the same forward."""
-
-    attention: Relaunch
-    merge: Relaunch | None
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        self.attention(q, out, k_pool, v_pool, sinks)
-        if self.merge is not None:
-            self.merge(out)
 
 
 def attend(
@@ -210,62 +255,53 @@ def attend(
     v_pool: torch.Tensor,
     metadata: AttentionMetadata,
     plan: SplitPlan,
-    partials: tuple[torch.Tensor, torch.Tensor],
+    partials: Partials,
     layer: LayerSpec,
     sinks: torch.Tensor | None,
     tiling: Tiling,
-) -> AttendAgain | None:
+) -> tuple[Relaunch, ...] | None:
     """Compute out [T, Hq, v_dim] from q [T, Hq, qk_dim] and the pool k [N, Hkv, qk_dim], v [N, Hkv, v_dim].
 
-    partials: scratch for split tiles, fp32: [num_partials, Hkv, block_m, v_dim] and [num_partials, Hkv, block_m].
-    Returns a callable that repeats the launches for an equal layer; None in the interpreter.
+    Returns the launches, to repeat for an equal layer of the same forward with its q, out, K, V and sinks; None in the
+    interpreter.
     """
     assert layer.scaling > 0, f"scaling {layer.scaling}: maxima are taken before scaling"
-    m = metadata
-    cap = layer.softcap or 1.0
-    grid = (layer.num_kv_heads, plan.items.shape[0])
+    m, is_tree = metadata, metadata.ancestor_bits is not None
+    cap = layer.softcap
+    scales = (layer.scaling * LOG2E, 0.0) if cap is None else (cap * LOG2E, 2 * LOG2E * layer.scaling / cap)
+    pools = (q, out, k_pool, v_pool, sinks, m.slot_table, m.rows)
+    strides = (m.slot_table.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1))
     args = (
-        q,
-        out,
-        k_pool,
-        v_pool,
-        sinks,
-        m.slot_table,
-        m.rows,
+        *pools,
         plan.items,
+        plan.arrived,
+        plan.counts,
         m.qo_indptr,
         m.prefix_lens,
         m.positions,
-        m.ancestor_bits,
-        m.tail_positions,
         *partials,
-        layer.scaling * LOG2E,
-        cap * LOG2E,
-        2 * LOG2E * layer.scaling / cap,
+        *scales,
         m.tail_len - m.q_len,
         m.tail_len,
         layer.window or 0,
-        m.slot_table.stride(0),
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
+        *strides,
     )
-    constants = _constants(m, layer, sinks is not None, tiling, q.dtype)
-    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, "launch_pdl": constants["PDL"]}
-    compiled = _attention_kernel[grid](*args, **constants, **options)
-    merged = None
-    if plan.merges.shape[0]:
-        merged = merge(out, partials, plan.merges, m.qo_indptr, layer, tiling.block_m)
+    constants = _constants(layer, sinks is not None, tiling, q.dtype)
+    fold_m = 8 if m.q_len * constants["GROUP"] <= 8 else 16
+    fenced = LACKS_FENCES and tiling.block_m >= WGMMA_ROWS and is_hopper()
+    own = {**constants, "TREE": is_tree, "FOLD_M": fold_m, "AHEAD": AHEAD // fold_m, "FENCED": fenced}
+    own["ITEM"] = ITEM_WIDTH
+    grid = (layer.num_kv_heads, plan.items.shape[0])
+    compiled = _attention_kernel[grid](*args, **own, **tiling.options, launch_pdl=own["PDL"])
+    tails = attend_tails(pools, strides, scales, m, plan, partials, layer, constants) if is_tree else None
     if compiled is None:  # interpreted, or rehearsed
         return None
-    return AttendAgain(Relaunch(_attention_kernel, compiled, grid, args, constants), merged)
+    first = Relaunch(_attention_kernel, compiled, grid, args, own)
+    return (first,) if tails is None else (first, tails)
 
 
-def _constants(
-    m: AttentionMetadata, layer: LayerSpec, has_sinks: bool, tiling: Tiling, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Return what the kernel is compiled for, by its names: the layer, what the forward holds, and the tiling."""
+def _constants(layer: LayerSpec, has_sinks: bool, tiling: Tiling, dtype: torch.dtype) -> dict[str, Any]:
+    """Return what both kernels are compiled for, by its names: the layer and the tiling."""
     return dict(
         NUM_KV_HEADS=layer.num_kv_heads,
         GROUP=layer.num_heads // layer.num_kv_heads,
@@ -275,13 +311,9 @@ def _constants(
         BLOCK_V=padded_dim(layer.v_dim),
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
-        WORDS=0 if m.ancestor_bits is None else m.ancestor_bits.shape[-1],
         HAS_WINDOW=layer.window is not None,
-        HAS_TAIL_POSITIONS=m.tail_positions is not None,
         CAPPED=layer.softcap is not None,
         HAS_SINKS=has_sinks,
         UPCAST=INTERPRETED and dtype == torch.bfloat16,
-        FENCED=LACKS_FENCES and tiling.block_m >= WGMMA_ROWS and is_hopper(),
-        ITEM=ITEM_WIDTH,
         PDL=follows_early(),
     )

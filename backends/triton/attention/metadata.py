@@ -12,8 +12,8 @@ from specdec.backends.triton.launch.relaunch import CachedLaunch
 
 # Triton compiles a variant for every alignment of a kernel's pointers; views of packed tensors can have any alignment.
 @triton.jit(
-    do_not_specialize=["table_stride", "width"],
-    do_not_specialize_on_alignment=["slot_table", "rows", "prefix_lens", "depths", "tail_depths"],
+    do_not_specialize=["table_stride", "width", "depth_stride", "tail_stride"],
+    do_not_specialize_on_alignment=["slot_table", "rows", "prefix_lens", "depths", "tail_depths", "ancestor_bits"],
 )
 def _uniform_kernel(
     slot_table,
@@ -21,28 +21,33 @@ def _uniform_kernel(
     prefix_lens,
     depths,
     tail_depths,
+    ancestor_bits,
     positions,
     out_cache_loc,
     qo_indptr,
     tail_positions,
+    path_slots,
     table_stride,
     width,
+    depth_stride,
+    tail_stride,
     Q_LEN: tl.constexpr,
     FIRST_NODE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
     HAS_DEPTHS: tl.constexpr,
     HAS_TAIL_DEPTHS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     prefix = tl.load(prefix_lens + request)
-    i = tl.arange(0, BLOCK_Q)
+    i = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     is_query = i < Q_LEN
     at = request * Q_LEN + i
     place = prefix + FIRST_NODE + i
     depth = FIRST_NODE + i
     if HAS_DEPTHS:
-        depth = tl.load(depths + at, mask=is_query, other=0)
+        depth = tl.load(depths + request * depth_stride + i, mask=is_query, other=0)
     tl.store(positions + at, prefix + depth, mask=is_query)
     place = tl.minimum(tl.maximum(place, 0), width - 1)
     table = slot_table + tl.load(rows + request) * table_stride
@@ -55,8 +60,17 @@ def _uniform_kernel(
         TAIL_LEN: tl.constexpr = FIRST_NODE + Q_LEN
         t = tl.arange(0, BLOCK_TAIL)
         at = request * TAIL_LEN + t
-        tail_depth = tl.load(tail_depths + at, mask=t < TAIL_LEN, other=0)
+        tail_depth = tl.load(tail_depths + request * tail_stride + t, mask=t < TAIL_LEN, other=0)
         tl.store(tail_positions + at, prefix + tail_depth, mask=t < TAIL_LEN)
+        if WORDS:
+            is_pair = is_query[:, None] & (t < TAIL_LEN)
+            node = request * Q_LEN + i[:, None]
+            tl.store(path_slots + node * TAIL_LEN + t, 0, mask=is_pair)
+            tl.debug_barrier()  # ancestors overwrite what other threads have just cleared
+            word = tl.load(ancestor_bits + node * WORDS + t // 64, mask=is_pair, other=0)
+            slot = tl.load(table + tl.minimum(prefix + t, width - 1), mask=t < TAIL_LEN, other=0)
+            is_seen = is_pair & ((word >> t % 64) & 1 != 0) & (tail_depth < TAIL_LEN)
+            tl.store(path_slots + node * TAIL_LEN + tail_depth, slot + 0 * i[:, None], mask=is_seen)
 
 
 @triton.jit(
@@ -95,26 +109,37 @@ def uniform_placement(
     first_node: int,
     depths: torch.Tensor | None,
     tail_depths: torch.Tensor | None,
+    ancestor_bits: torch.Tensor | None,
 ) -> Placement:
     """Twin: `backends.metadata.uniform_placement`."""
     bs, device, tail_len = rows.shape[0], prefix_lens.device, first_node + q_len
-    tail_positions = None if tail_depths is None else torch.empty(bs, tail_len, dtype=torch.int64, device=device)
-    placement = _empty_placement(bs, bs * q_len, device)._replace(tail_positions=tail_positions)
-    _uniform_kernel[(bs,)](
+    placement = _empty_placement(bs, bs * q_len, device)
+    depths, tail_depths = (t if t is None or t.stride(1) == 1 else t.contiguous() for t in (depths, tail_depths))
+    block_q, words = triton.next_power_of_2(q_len), 0
+    if tail_depths is not None:
+        placement = placement._replace(tail_positions=torch.empty(bs, tail_len, dtype=torch.int64, device=device))
+        if ancestor_bits is not None:
+            path_slots = torch.empty(bs, q_len, tail_len, dtype=torch.int32, device=device)
+            placement, words = placement._replace(path_slots=path_slots), ancestor_bits.shape[-1]
+            block_q = min(block_q, 16)
+    _uniform_kernel[(bs, triton.cdiv(q_len, block_q))](
         slot_table,
         rows,
         prefix_lens,
-        None if depths is None else depths.contiguous(),
-        None if tail_depths is None else tail_depths.contiguous(),
+        depths,
+        tail_depths,
+        ancestor_bits,
         *placement,
         slot_table.stride(0),
         slot_table.shape[1],
+        *[0 if t is None else t.stride(0) for t in (depths, tail_depths)],
         Q_LEN=q_len,
         FIRST_NODE=first_node,
-        BLOCK_Q=triton.next_power_of_2(q_len),
+        BLOCK_Q=block_q,
         BLOCK_TAIL=triton.next_power_of_2(tail_len),
         HAS_DEPTHS=depths is not None,
         HAS_TAIL_DEPTHS=tail_depths is not None,
+        WORDS=words,
     )
     return placement
 

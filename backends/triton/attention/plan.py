@@ -1,11 +1,11 @@
-"""Split-KV plan: divides the work of one attention forward into items of about equal length, on the device.
+"""Split-KV plan: divides the work of one attention forward into items, on the device.
 
 A tile is BLOCK_M query rows (query x head of one KV group) of one request, and the keys that any of them sees: up to
-the last query's own if the forward is causal, and from the start of the first query's window. Where tiles alone do not
-fill the GPU, keys are split too: into the shortest chunks that the GPU can hold all at once, whatever the mix of
-lengths. The device decides; the host knows only an upper bound of the items, so a captured grid fits any lengths. With
-`resident` items per KV head at once,
-    items <= max(resident, tiles + resident / 2)    merges <= min(tiles, resident)    partials <= 2 * resident
+the last query's own if the forward is causal, up to the last whole block of the prefix for a tree, and from the block
+in which the first query's window begins. An item is a tile, or a piece of it of one or more chunks. A tile is split if
+it has two shares or more of all keys, where a share is what each program gets of those that run at once; then each of
+its chunks leaves a state, and the item that is done last folds them. The host knows only upper bounds of all this, so a
+captured grid fits any lengths.
 """
 
 from dataclasses import dataclass
@@ -14,188 +14,169 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.attention.chunks import chunk_at, chunk_begin, first_key
 from specdec.backends.triton.launch.relaunch import CachedLaunch
 
-# Columns of the tables (int32).
-ITEM_WIDTH = 8  # request (-1: none), m_block, kv_begin, kv_end, partial (-1: the tile's only split), is_first, 0, 0
-MERGE_WIDTH = 4  # request (-1: none), m_block, first partial, number of splits
+# Columns of an item (int32): request, m_block, kv_begin, kv_end, the tile's first state in the pool (-1: none), chunks
+# of the tile before the item, states of the tile (0: the item is a whole tile), the tile's first item.
+ITEM_WIDTH = 8
+SCRATCH_BYTES = 128 << 20  # of partial states, if one request needs no more
+PIECES = 16  # of a tile, that a program of the plan writes
 
 
 @triton.jit
-def key_range(i, bs, prefix_lens, qo_indptr, first_node, window):
-    """Return the number of queries and the half-open range of keys of requests `i`; empty past the batch."""
-    is_request = i < bs
-    prefix = tl.load(prefix_lens + i, mask=is_request, other=0).to(tl.int32)
-    start = tl.load(qo_indptr + i, mask=is_request, other=0)
-    q_len = tl.load(qo_indptr + i + 1, mask=is_request, other=0) - start
-    kv_begin = tl.where(window > 0, tl.maximum(prefix - window + 1, 0), 0)
-    kv_end = tl.where(q_len > 0, prefix + first_node + q_len, kv_begin)
-    return q_len, kv_begin, kv_end
+def _requests(base, bs, qo_indptr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_BS: tl.constexpr):
+    """Return the number of tiles of the requests from `base` on, [BLOCK_BS], and how many there are up to each."""
+    i = base + tl.arange(0, BLOCK_BS)
+    start = tl.load(qo_indptr + i, mask=i < bs, other=0)
+    q_len = tl.load(qo_indptr + i + 1, mask=i < bs, other=0) - start
+    tiles = (q_len * GROUP + BLOCK_M - 1) // BLOCK_M
+    return tiles, tl.cumsum(tiles)
 
 
 @triton.jit
 def _tiles(
-    i,
+    t,
+    base,
     bs,
+    tiles,
+    ends,
     prefix_lens,
     qo_indptr,
     first_node,
     window,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    SPAN: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TREE: tl.constexpr,
 ):
-    """Return for requests `i`: tiles, an upper bound of a tile's keys, queries, and the end of keys.
-
-    SPAN: the most queries of a tile. A tree's nodes are not in causal order, so its tiles take all keys of the request.
-    """
-    q_len, kv_begin, kv_end = key_range(i, bs, prefix_lens, qo_indptr, first_node, window)
-    num_keys = kv_end - kv_begin
-    if CAUSAL:
-        num_keys = tl.where(window > 0, tl.minimum(num_keys, window - 1 + SPAN), num_keys)
-    return (q_len * GROUP + BLOCK_M - 1) // BLOCK_M, num_keys, q_len, kv_end
+    """Return for tiles `t` of the requests from `base` on: request, m_block, the range of keys, empty past the last."""
+    is_before = t[:, None] >= ends[None, :]
+    request = base + tl.sum(is_before.to(tl.int32), 1)
+    index = t - tl.sum(tl.where(is_before, tiles[None, :], 0), 1)
+    is_tile = request < bs
+    prefix = tl.load(prefix_lens + request, mask=is_tile, other=0).to(tl.int32)
+    start = tl.load(qo_indptr + request, mask=is_tile, other=0)
+    q_len = tl.load(qo_indptr + request + 1, mask=is_tile, other=0) - start
+    if TREE:  # states of a request lie in the order of its tiles
+        m_block, nearest, end = index, prefix, prefix // BLOCK_N * BLOCK_N
+    else:  # the last tiles of a prefill see the most keys: they go first
+        m_block = (q_len * GROUP + BLOCK_M - 1) // BLOCK_M - 1 - index
+        nearest = prefix + first_node + m_block * BLOCK_M // GROUP
+        end = prefix + first_node + tl.minimum(q_len, ((m_block + 1) * BLOCK_M - 1) // GROUP + 1)
+    begin = first_key(nearest, window, BLOCK_N)
+    is_tile = is_tile & (t < tl.max(ends, 0))
+    return request, m_block, begin, tl.where(is_tile, tl.maximum(end, begin), begin), is_tile
 
 
 @triton.jit
-def _splits(kv_len, chunk, BLOCK_N: tl.constexpr):
-    """Return number and length of the splits that cover kv_len keys: about equal, at most `chunk`, in whole blocks."""
-    n = tl.maximum((kv_len + chunk - 1) // chunk, 1)
-    size = ((kv_len + n - 1) // n + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    size = tl.maximum(size, BLOCK_N).to(tl.int32)
-    return (kv_len + size - 1) // size, size
+def _cut(begin, end, share, TREE: tl.constexpr):
+    """Return the chunks of tiles, their items, and the states they leave; a tree's whole tiles leave two at most."""
+    chunks = tl.where(begin < end, chunk_at(end - 1) + 1 - chunk_at(begin), 0)
+    pieces = tl.minimum((end - begin) // share, chunks)
+    whole = tl.minimum(chunks, 2) if TREE else tl.zeros_like(chunks)
+    return chunks, tl.where(pieces > 1, pieces, tl.minimum(chunks, 1)), tl.where(pieces > 1, chunks, whole)
 
 
 @triton.jit
-def _num_items(
-    bs,
-    prefix_lens,
-    qo_indptr,
-    first_node,
-    window,
-    chunk,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    SPAN: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_BS: tl.constexpr,
-):
-    """Return the number of items of the whole batch if keys are split into chunks."""
-    total = tl.zeros([], tl.int32)
-    for base in range(0, bs, BLOCK_BS):
-        request = base + tl.arange(0, BLOCK_BS)
-        tiles, num_keys, _q_len, _kv_end = _tiles(
-            request, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M, SPAN, CAUSAL
-        )
-        total += tl.sum(tiles * ((num_keys + chunk - 1) // chunk))
-    return total
+def _piece_begin(piece, pieces, begin, end):
+    """Return where pieces begin: with the first chunk at or after their share of the tile's keys."""
+    at = begin + piece * (end - begin) // tl.maximum(pieces, 1)
+    return tl.where(piece > 0, tl.minimum(chunk_begin(chunk_at(tl.maximum(at - 1, 0)) + 1), end), begin)
 
 
 @triton.jit(
-    do_not_specialize=["bs", "num_items", "num_merges", "first_node", "window", "resident", "min_chunk"],
+    do_not_specialize=["bs", "first_node", "window", "resident", "bound", "max_partials"],
     do_not_specialize_on_alignment=["prefix_lens", "qo_indptr"],
 )
 def _plan_kernel(
     prefix_lens,
     qo_indptr,
     items,
-    merges,
-    bs,
+    arrived,
+    tree_states,
     num_items,
-    num_merges,
+    bs,
     first_node,
     window,
     resident,
-    min_chunk,
+    bound,
+    max_partials,
+    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPAN: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    TREE: tl.constexpr,
     BLOCK_BS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     ITEM: tl.constexpr,
-    MERGE: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
-    lanes = tl.arange(0, BLOCK_BS)
-    num_tiles = tl.zeros([], tl.int32)
-    longest = tl.zeros([], tl.int32)
+    """Each program plans all, and writes its pieces of every tile."""
+    lanes = tl.arange(0, BLOCK_T)
+    all_keys = tl.zeros([], tl.int32)
     for base in range(0, bs, BLOCK_BS):
-        tiles, num_keys, _q_len, _kv_end = _tiles(
-            base + lanes, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M, SPAN, CAUSAL
-        )
-        num_tiles += tl.sum(tiles)
-        longest = tl.maximum(longest, tl.max(num_keys))
-    most = tl.maximum(resident, num_tiles + resident // 2)
-    low = (min_chunk // BLOCK_N).to(tl.int32)  # the answer lies in [low, high], in blocks
-    high = tl.maximum((longest + BLOCK_N - 1) // BLOCK_N, low)
-    while low < high:  # halves the range each time; short contexts need no iteration
-        middle = (low + high) // 2
-        num = _num_items(
-            bs, prefix_lens, qo_indptr, first_node, window, middle * BLOCK_N, GROUP, BLOCK_M, SPAN, CAUSAL, BLOCK_BS
-        )
-        low = tl.where(num > most, middle + 1, low)
-        high = tl.where(num > most, high, middle)
-    chunk = high * BLOCK_N
+        tiles, ends = _requests(base, bs, qo_indptr, GROUP, BLOCK_M, BLOCK_BS)
+        for first in range(0, tl.max(ends, 0), BLOCK_T):
+            _request, _m_block, begin, end, _is_tile = _tiles(
+                first + lanes, base, bs, tiles, ends, prefix_lens, qo_indptr, first_node, window,
+                GROUP, BLOCK_M, BLOCK_N, TREE,
+            )  # fmt: skip
+            all_keys += tl.sum(end - begin)
+    share = tl.maximum((all_keys + resident - 1) // resident, 1)
+    # Where split tiles could leave more states than the pool holds, fewer are split.
+    num_states = bound
+    while num_states > max_partials:
+        num_states = tl.zeros([], tl.int32)
+        for base in range(0, bs, BLOCK_BS):
+            tiles, ends = _requests(base, bs, qo_indptr, GROUP, BLOCK_M, BLOCK_BS)
+            for first in range(0, tl.max(ends, 0), BLOCK_T):
+                _request, _m_block, begin, end, _is_tile = _tiles(
+                    first + lanes, base, bs, tiles, ends, prefix_lens, qo_indptr, first_node, window,
+                    GROUP, BLOCK_M, BLOCK_N, TREE,
+                )  # fmt: skip
+                _chunks, pieces, states = _cut(begin, end, share, TREE)
+                num_states += tl.sum(tl.where(pieces > 1, states, 0))
+        share = tl.where(num_states > max_partials, 2 * share, share)
 
-    w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
-    items_before = tl.zeros([], tl.int32)
-    partials_before = tl.zeros([], tl.int32)
-    merges_before = tl.zeros([], tl.int32)
-    tl.store(items + w * ITEM, -1, mask=w < num_items)
-    tl.store(merges + w * MERGE, -1, mask=w < num_merges)
-    tl.debug_barrier()  # the rows below overwrite what other threads have just cleared
+    piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)[None, :]
+    is_first = tl.program_id(0) == 0
+    head = tl.arange(0, BLOCK_H)[None, :]
+    items_before, states_before = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for base in range(0, bs, BLOCK_BS):
-        request = base + lanes
-        tiles, num_keys, q_len, kv_end = _tiles(
-            request, bs, prefix_lens, qo_indptr, first_node, window, GROUP, BLOCK_M, SPAN, CAUSAL
-        )
-        n, size = _splits(num_keys, chunk, BLOCK_N)
-        n = tl.where(tiles > 0, n, 0)
-        num = tiles * n
-        num_partial = tl.where(n > 1, num, 0)
-        num_merge = tl.where(n > 1, tiles, 0)
-        first_item = items_before + tl.cumsum(num) - num
-        first_partial = partials_before + tl.cumsum(num_partial) - num_partial
-        first_merge = merges_before + tl.cumsum(num_merge) - num_merge
+        tiles, ends = _requests(base, bs, qo_indptr, GROUP, BLOCK_M, BLOCK_BS)
+        for first in range(0, tl.max(ends, 0), BLOCK_T):
+            request, m_block, begin, end, is_tile = _tiles(
+                first + lanes, base, bs, tiles, ends, prefix_lens, qo_indptr, first_node, window,
+                GROUP, BLOCK_M, BLOCK_N, TREE,
+            )  # fmt: skip
+            _chunks, pieces, states = _cut(begin, end, share, TREE)
+            first_item = items_before + tl.cumsum(pieces) - pieces
+            first_state = states_before + tl.cumsum(states) - states
+            counter = arrived + first_item[:, None] * NUM_KV_HEADS + head
+            tl.store(counter, 0, mask=is_first & (pieces > 1)[:, None] & (head < NUM_KV_HEADS))
+            if TREE:
+                is_states = is_first & is_tile & (m_block == 0)
+                tl.store(tree_states + 2 * request, first_state, mask=is_states)
+                tl.store(tree_states + 2 * request + 1, states, mask=is_states)
 
-        owns = (w[:, None] >= first_item) & (w[:, None] < first_item + num)  # [BLOCK_W, BLOCK_BS], at most one a row
-        own_n = tl.sum(tl.where(owns, n, 0), 1)
-        index = w - tl.sum(tl.where(owns, first_item, 0), 1)
-        tile = index // tl.maximum(own_n, 1)
-        split = index - tile * own_n
-        own_size = tl.sum(tl.where(owns, size, 0), 1)
-        partial = tl.where(own_n > 1, tl.sum(tl.where(owns, first_partial, 0), 1) + index, -1)
-        # The last tiles of a causal prefill see the most keys: they go first.
-        m_block = tl.sum(tl.where(owns, tiles, 0), 1) - 1 - tile
-        tile_end = tl.sum(tl.where(owns, kv_end, 0), 1)
-        nearest = tile_end - tl.sum(tl.where(owns, q_len, 0), 1)  # position of the first query, or of a tree's root
-        if CAUSAL:
-            tile_end = tl.minimum(tile_end, nearest + ((m_block + 1) * BLOCK_M - 1) // GROUP + 1)
-            nearest += m_block * BLOCK_M // GROUP
-        else:
-            nearest -= first_node
-        begin = tl.where(window > 0, tl.maximum(nearest - window + 1, 0), 0) + split * own_size
-        row, is_mine = items + w * ITEM, tl.sum(owns.to(tl.int32), 1) > 0
-        tl.store(row, tl.sum(tl.where(owns, request, 0), 1), mask=is_mine)
-        tl.store(row + 1, m_block, mask=is_mine)
-        tl.store(row + 2, begin, mask=is_mine)
-        tl.store(row + 3, tl.minimum(begin + own_size, tile_end), mask=is_mine)
-        tl.store(row + 4, partial, mask=is_mine)
-        tl.store(row + 5, (split == 0).to(tl.int32), mask=is_mine)
-
-        owns = (w[:, None] >= first_merge) & (w[:, None] < first_merge + num_merge)
-        own_n = tl.sum(tl.where(owns, n, 0), 1)
-        index = w - tl.sum(tl.where(owns, first_merge, 0), 1)
-        row, is_mine = merges + w * MERGE, own_n > 0
-        tl.store(row, tl.sum(tl.where(owns, request, 0), 1), mask=is_mine)
-        tl.store(row + 1, tl.sum(tl.where(owns, tiles, 0), 1) - 1 - index, mask=is_mine)
-        tl.store(row + 2, tl.sum(tl.where(owns, first_partial, 0), 1) + index * own_n, mask=is_mine)
-        tl.store(row + 3, own_n, mask=is_mine)
-
-        items_before += tl.sum(num)
-        partials_before += tl.sum(num_partial)
-        merges_before += tl.sum(num_merge)
+            kv_begin = _piece_begin(piece, pieces[:, None], begin[:, None], end[:, None])
+            kv_end = _piece_begin(piece + 1, pieces[:, None], begin[:, None], end[:, None])
+            kv_end = tl.where(piece + 1 < pieces[:, None], kv_end, end[:, None])
+            chunks_before = tl.where(piece > 0, chunk_at(kv_begin) - chunk_at(begin[:, None]), 0)
+            row, is_mine = items + (first_item[:, None] + piece) * ITEM, piece < pieces[:, None]
+            tl.store(row, request[:, None], mask=is_mine)
+            tl.store(row + 1, m_block[:, None], mask=is_mine)
+            tl.store(row + 2, kv_begin, mask=is_mine)
+            tl.store(row + 3, kv_end, mask=is_mine)
+            tl.store(row + 4, tl.where(states > 0, first_state, -1)[:, None], mask=is_mine)
+            tl.store(row + 5, chunks_before, mask=is_mine)
+            tl.store(row + 6, tl.where(pieces > 1, states, 0)[:, None], mask=is_mine)
+            tl.store(row + 7, first_item[:, None], mask=is_mine)
+            items_before += tl.sum(pieces)
+            states_before += tl.sum(states)
+    tl.store(num_items, items_before, mask=is_first)
 
 
 _launch = CachedLaunch(_plan_kernel)
@@ -205,23 +186,18 @@ FEW = 8
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """items [num_items, ITEM_WIDTH] and merges [num_merges, MERGE_WIDTH], int32; num_partials bounds the partials."""
+    """What the kernels read, int32.
+
+    items [n, ITEM_WIDTH], of which the first counts[0] are used; arrived [n, Hkv]: at a split tile's first item, how
+    many of its states are there, 0 between launches; tree_states [bs, 2]: the first state of each request's first tile
+    and the number of states a tile, for a tree. num_partials bounds the states.
+    """
 
     items: torch.Tensor
-    merges: torch.Tensor
+    arrived: torch.Tensor
+    tree_states: torch.Tensor
+    counts: torch.Tensor
     num_partials: int
-
-
-def tile_span(group: int, block_m: int) -> int:
-    """Return the most queries that a tile of `block_m` rows covers, wholly or in part; `group` rows per query."""
-    return block_m // group if block_m % group == 0 else (block_m + group - 2) // group + 1
-
-
-def most_keys(context: int, tail_len: int, window: int, group: int, block_m: int, is_causal: bool) -> int:
-    """Return an upper bound of one tile's keys if no request has more than `context`, tail_len of them new."""
-    if not window:
-        return context
-    return min(context, window - 1 + (min(tail_len, tile_span(group, block_m)) if is_causal else tail_len))
 
 
 def split_plan(
@@ -232,52 +208,56 @@ def split_plan(
     window: int,
     num_tiles: int,
     resident: int,
+    num_kv_heads: int,
     group: int,
     block_m: int,
     block_n: int,
-    min_chunk: int,
-    is_causal: bool,
-    most: int | None = None,
+    is_tree: bool,
+    max_chunks: int,
+    max_partials: int,
     is_small: bool = False,
 ) -> SplitPlan:
     """Plan one forward. prefix_lens [bs] int64, qo_indptr [bs+1] int32.
 
-    is_causal: query i of a request is at position prefix + first_node + i and sees everything before it; otherwise
-    queries are tree nodes, at the end of the prefix or later.
-    num_tiles: host upper bound of the tiles; resident: items that run at once per KV head; window: 0 for none;
-    min_chunk: the shortest chunk, rounded up to whole blocks; most: host upper bound of a tile's keys, if there is one:
-    where a chunk holds as many, nothing is split, and there is no room for it. is_small: the kernel that is quicker
-    for up to FEW requests, and right for more. Twin: `split_plan_reference`.
+    is_tree: queries are nodes, and keys end with the last whole block of the prefix; otherwise query i of a request is
+    at position prefix + first_node + i and sees everything before it.
+    num_tiles, max_chunks: host upper bounds of the tiles and of a tile's chunks; resident: items that run at once per
+    KV head; window: 0 for none; max_partials: of split tiles, fewer are split if there would be more. is_small: the
+    kernel that is quicker for up to FEW requests, and right for more.
+    Twin: `split_plan_reference`.
     """
-    device = prefix_lens.device
-    min_chunk = triton.cdiv(min_chunk, block_n) * block_n
-    may_split = most is None or most > min_chunk
-    num_merges = min(num_tiles, resident) if may_split else 0
-    num_items = max(resident, num_tiles + resident // 2) if may_split else num_tiles
-    items = torch.empty(num_items, ITEM_WIDTH, dtype=torch.int32, device=device)
-    merges = torch.empty(num_merges, MERGE_WIDTH, dtype=torch.int32, device=device)
-    block_w, launch = 32, _launch_few if is_small else _launch
+    device, bs = prefix_lens.device, prefix_lens.shape[0]
+    # A split tile has two shares or more, so these are all that there can be; pieces beyond the tiles are shares.
+    bound = min(num_tiles, resident // 2) * max_chunks if max_chunks > 1 else 0
+    max_partials = min(max_partials, bound)
+    num_items = num_tiles + resident
+    sizes = ((num_items, ITEM_WIDTH), (num_items, num_kv_heads), (bs if is_tree else 0, 2), (1,))
+    items, arrived, tree_states, counts = (torch.empty(size, dtype=torch.int32, device=device) for size in sizes)
+    launch = _launch_few if is_small else _launch
     launch(
-        (triton.cdiv(num_items, block_w),),
+        (triton.cdiv(max(min(resident, max_chunks), 1), PIECES),),
         prefix_lens,
         qo_indptr,
         items,
-        merges,
-        prefix_lens.shape[0],
-        num_items,
-        num_merges,
+        arrived,
+        tree_states,
+        counts,
+        bs,
         first_node,
         window,
         resident,
-        min_chunk,
+        bound,
+        max_partials,
+        NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        SPAN=tile_span(group, block_m),
-        CAUSAL=is_causal,
+        TREE=is_tree,
         BLOCK_BS=FEW if is_small else 64,
-        BLOCK_W=block_w,
+        BLOCK_T=2 * FEW if is_small else 64,
+        BLOCK_H=triton.next_power_of_2(num_kv_heads),
         ITEM=ITEM_WIDTH,
-        MERGE=MERGE_WIDTH,
+        PIECES=PIECES,
     )
-    return SplitPlan(items, merges, min(2 * resident, num_items) if may_split else 0)
+    num_partials = max_partials + (min(2, max_chunks) * num_tiles if is_tree else 0)
+    return SplitPlan(items, arrived, tree_states, counts, num_partials)

@@ -1,6 +1,6 @@
 """Specification, in plain Python, of what `backends.triton.attention.plan` does on the device."""
 
-from specdec.backends.triton.attention.plan import tile_span
+from specdec.backends.triton.attention.chunks import begin_of, chunk_of
 
 
 def split_plan_reference(
@@ -13,46 +13,54 @@ def split_plan_reference(
     group: int,
     block_m: int,
     block_n: int,
-    min_chunk: int,
-    is_causal: bool,
+    is_tree: bool,
+    max_partials: int,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the used rows of both tables (of items, the first 6 columns).
+    """Return the used rows of items, and tree_states.
 
-    A tile that sees fewer keys than the largest tile of its request ends with empty items: kv_end <= kv_begin.
+    An item is empty (kv_begin == kv_end) where no chunk begins within its share.
     """
-    begins = [max(p - window + 1, 0) if window else 0 for p in prefix_lens]
-    lens = [p + first_node + q - b for p, q, b in zip(prefix_lens, q_lens, begins, strict=True)]
-    if window and is_causal:
-        lens = [min(n, window - 1 + tile_span(group, block_m)) for n in lens]
-    tiles = [_cdiv(q * group, block_m) for q in q_lens]
-    most = max(resident, sum(tiles) + resident // 2)
 
-    def num_items(chunk: int) -> int:
-        return sum(t * _cdiv(n, chunk) for t, n in zip(tiles, lens, strict=True))
+    def first_key(position: int) -> int:
+        return max(position - window + 1, 0) // block_n * block_n if window else 0
 
-    shortest = _cdiv(min_chunk, block_n) * block_n
-    chunk = next(c for c in range(shortest, shortest + max(lens) + block_n, block_n) if num_items(c) <= most)
+    def keys_of(prefix: int, q_len: int, m_block: int) -> tuple[int, int]:
+        if is_tree:
+            return first_key(prefix), max(prefix // block_n * block_n, first_key(prefix))
+        first, last = m_block * block_m // group, ((m_block + 1) * block_m - 1) // group
+        return first_key(prefix + first_node + first), prefix + first_node + min(last + 1, q_len)
+
+    tiles: list[tuple[int, int, int, int, int]] = []  # request, m_block, keys, chunks
+    for request, (prefix, q_len) in enumerate(zip(prefix_lens, q_lens, strict=True)):
+        m_blocks = range(-(-q_len * group // block_m))
+        for m_block in m_blocks if is_tree else reversed(m_blocks):
+            begin, end = keys_of(prefix, q_len, m_block)
+            chunks = chunk_of(end - 1) + 1 - chunk_of(begin) if begin < end else 0
+            tiles.append((request, m_block, begin, end, chunks))
+
+    share = max(1, -(-sum(end - begin for _, _, begin, end, _ in tiles) // resident))
+
+    def pieces_of(begin: int, end: int, chunks: int) -> int:
+        return min((end - begin) // share, chunks)
+
+    while sum(tile[-1] for tile in tiles if pieces_of(*tile[2:]) > 1) > max_partials:
+        share *= 2
+
     items: list[list[int]] = []
-    merges: list[list[int]] = []
-    partial = 0
-    for request, (num_tiles, prefix, q_len, kv_len) in enumerate(zip(tiles, prefix_lens, q_lens, lens, strict=True)):
-        size = _cdiv(_cdiv(kv_len, _cdiv(kv_len, chunk)), block_n) * block_n
-        n = _cdiv(kv_len, size)
-        for m_block in reversed(range(num_tiles)):
-            nearest, tile_end = prefix, prefix + first_node + q_len
-            if is_causal:
-                nearest = prefix + first_node + m_block * block_m // group
-                tile_end = min(tile_end, prefix + first_node + ((m_block + 1) * block_m - 1) // group + 1)
-            begin = max(nearest - window + 1, 0) if window else 0
-            if n > 1:
-                merges.append([request, m_block, partial, n])
-            for split in range(n):
-                at = begin + split * size
-                end = min(at + size, tile_end)
-                items.append([request, m_block, at, end, partial if n > 1 else -1, int(split == 0)])
-                partial += n > 1
-    return items, merges
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
+    tree_states = [[0, 0] for _ in prefix_lens] if is_tree else []
+    state = 0
+    for request, m_block, begin, end, chunks in tiles:
+        pieces = pieces_of(begin, end, chunks)
+        states = chunks if pieces > 1 else min(chunks, 2) if is_tree else 0
+        if is_tree and m_block == 0:
+            tree_states[request] = [state, states]
+        starts = [begin]
+        starts += [min(begin_of(chunk_of(begin + i * (end - begin) // pieces - 1) + 1), end) for i in range(1, pieces)]
+        first_item = len(items)
+        for kv_begin, kv_end in zip(starts, [*starts[1:], end], strict=True):
+            before = chunk_of(kv_begin) - chunk_of(begin)
+            at = [state if states else -1, before, states if pieces > 1 else 0, first_item]
+            if chunks:
+                items.append([request, m_block, kv_begin, kv_end, *at])
+        state += states
+    return items, tree_states

@@ -1,13 +1,13 @@
 """The launch shape of attention, by the kind of forward and of layer, and the number of tiles of a forward."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 import triton
 
 from specdec.backends.base import LayerSpec
-from specdec.backends.triton.attention.merge import padded_dim
+from specdec.backends.triton.attention.partials import padded_dim
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.core.batch import AttentionMetadata, ForwardMode
 
@@ -16,8 +16,8 @@ from specdec.core.batch import AttentionMetadata, ForwardMode
 class Tiling:
     """Launch shape of the attention kernel: rows and keys of a tile, warps, software-pipelining depth.
 
-    resident: tiles that a multiprocessor holds at once; keys are split until there are that many.
-    min_chunk: keys of the shortest piece; shorter ones cost more in merging than they gain.
+    block_n, the keys of a block, decides the bits of a result: it depends on layer, dtype and GPU only. resident: tiles
+    that a multiprocessor holds at once.
     """
 
     block_m: int
@@ -25,39 +25,40 @@ class Tiling:
     num_warps: int
     num_stages: int
     resident: int
-    min_chunk: int = 256
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Return what the compiler takes of it."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# By rows of a tile: block_m, block_n, warps, stages, resident. Wide: head dims over 64 in 16 bits.
-_WIDE_TILINGS = MappingProxyType(
-    {16: Tiling(16, 64, 2, 3, 2, min_chunk=128), 32: Tiling(32, 128, 4, 2, 2), 64: Tiling(64, 64, 4, 3, 2)}
-)
-_NARROW_TILINGS = MappingProxyType(
-    {16: Tiling(16, 64, 2, 3, 4, min_chunk=64), 32: Tiling(32, 64, 2, 3, 4), 64: Tiling(64, 64, 4, 3, 3)}
-)
+# By rows of a tile: warps, stages, resident. Wide: head dims over 64 in 16 bits.
+_WIDE = MappingProxyType({16: (4, 3, 2), 32: (4, 3, 2), 64: (8, 3, 2), 128: (8, 3, 1)})
+_NARROW = MappingProxyType({16: (2, 3, 4), 32: (2, 3, 4), 64: (4, 3, 3)})
 
-_AMPLE = 160 << 10  # bytes of shared memory. An A100 has 163 KB, which every tile fits; an RTX 4090 or 5090 has 99
+# Bytes of shared memory from which 128 rows fit, and all other tiles. An A100 has 163 KB, an RTX 4090 or 5090 99.
+_MOST, _AMPLE = 200 << 10, 160 << 10
+PROCESSORS = 132  # of the H200 that tiles of prefills were chosen on
 
 
 def choose_tiling(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> Tiling:
     """Return the launch shape for the forward's kind and the layer's shape; it never depends on a live length, so
-    nothing is compiled on live traffic. Where shared memory is small, a tile has half the keys."""
-    tiling = _tiling_of_hopper(m, layer, dtype)
-    if shared_memory(m.positions.device) >= _AMPLE:
-        return tiling
-    return replace(tiling, block_n=max(tiling.block_n // 2, 16))
+    nothing is compiled on live traffic. Where shared memory is small, a block has half the keys.
 
-
-def _tiling_of_hopper(m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> Tiling:
-    """Chosen by measurement on an H200 in bf16 (docs/results.md, attention)."""
+    Chosen for an H200 in bf16.
+    """
     row_bytes = max(padded_dim(layer.qk_dim), padded_dim(layer.v_dim)) * dtype.itemsize
-    rows = m.q_len * (layer.num_heads // layer.num_kv_heads)
-    kind = 64 if m.mode is ForwardMode.EXTEND else min(max(16, triton.next_power_of_2(rows)), 64)
-    if row_bytes > 256:  # fp32, or head dims over 128
-        return Tiling(min(kind, 32), 32, 4, 2, resident=2)
-    if m.mode is ForwardMode.EXTEND:
-        return Tiling(64, 64, 4, 3, resident=1) if row_bytes > 128 else Tiling(64, 128, 4, 3, resident=1)
-    return (_WIDE_TILINGS if row_bytes > 128 else _NARROW_TILINGS)[kind]
+    shared = shared_memory(m.positions.device)
+    rows, most = m.q_len * (layer.num_heads // layer.num_kv_heads), 64
+    if m.mode is ForwardMode.EXTEND:  # about two tiles a processor; only a graph's number of tokens is not live
+        most = 128 if row_bytes > 128 and shared > _MOST else 64
+        rows = triton.cdiv(2 * m.positions.shape[0] * layer.num_heads, PROCESSORS) if m.is_packed else most
+    if dtype.itemsize > 2 or row_bytes > 256 or shared < _AMPLE:
+        most = 32 if row_bytes <= 512 or shared >= _AMPLE else 16  # of fp32 one kind of instruction, so equal bits
+    block_m = min(max(16, triton.next_power_of_2(rows)), most)
+    block_n = 64 if row_bytes <= 256 else 32
+    shape = (4, 2, 2) if row_bytes > 256 else (_WIDE if row_bytes > 128 else _NARROW)[block_m]
+    return Tiling(block_m, block_n if shared >= _AMPLE else block_n // 2, *shape)
 
 
 def num_tiles(m: AttentionMetadata, group: int, block_m: int) -> int:

@@ -42,6 +42,7 @@ class SteppingWorker(DraftModelWorker):
         self._commits = [s.committer(parts.ops) for s in self.context.states if s.commits_chains]
         self.candidate_depths = candidate_depths(config).to(device)
         self.own_bits = node_bits(config).to(device)  # [S-1, K, W]
+        self.node_depths = torch.arange(len(self.own_bits), device=device).repeat_interleave(config.topk)
         self.logits = torch.zeros(config.num_rows, self.hot_ids.numel(), dtype=dtype, device=device)
         self.hidden = torch.zeros(config.num_rows, state_size, dtype=dtype, device=device) if state_size else None
 
@@ -117,6 +118,10 @@ class SteppingWorker(DraftModelWorker):
         if self.hidden is not None:
             self.hidden[rows] = states
         self.logits[rows] = self.score(states).to(self.logits.dtype)  # a head may give fp32 for states in bf16
+
+    def tail_depths(self, ids: torch.Tensor, num_steps: int) -> torch.Tensor:
+        """Return the depths [bs, K*num_steps] of the draft nodes of `num_steps` steps, ids [bs, K] each."""
+        return self.node_depths[: ids.shape[1] * num_steps].expand(ids.shape[0], -1)
 
     def steps(self, batch: RoundBatch) -> "Steps":
         """The draft steps of one round."""
@@ -198,8 +203,8 @@ class Steps:
         self.step += 1
         shape: dict[str, Any] = {"q_len": ids.shape[1], "first_node": ids.shape[1] * (self.step - 1)}
         if bits is not None:
-            shape |= {"depths": torch.full_like(ids, self.step - 1), "ancestor_bits": bits}
-            shape["tail_depths"] = self.worker.tail_depths(ids, self.step)
+            depths = self.worker.tail_depths(ids, self.step)
+            shape |= {"depths": depths[:, -ids.shape[1] :], "tail_depths": depths, "ancestor_bits": bits}
         inputs = self._inputs(ids.shape[1], above)
         states = self.worker.forward(self.batch, ForwardMode.DRAFT, ids.reshape(-1), inputs, self.module, **shape)
         self._states = states.unflatten(0, ids.shape)

@@ -77,14 +77,6 @@ class DraftModelWorker(DraftWorker):
         """Return the lines of values [num_rows, n] that belong to `rows`."""
         return self.ops.gather_rows(values.unsqueeze(0), rows.unsqueeze(0)).squeeze(0)
 
-    def tail_depths(self, ids: torch.Tensor, num_steps: int) -> torch.Tensor | None:
-        """Depths [bs, K*num_steps] of the draft nodes of `num_steps` steps, ids [bs, K] each; windows and chunks go by
-        them."""
-        if all(layer.sees_all for layer in self.context.layers):
-            return None
-        depths = torch.arange(num_steps, device=ids.device).repeat_interleave(ids.shape[1])
-        return depths.expand(ids.shape[0], -1).contiguous()
-
     def draws(self, batch: RoundBatch) -> bool:
         """Return whether the drafts of `batch`, or the spine of their tree, are drawn from the draft's own law."""
         return batch.sampling is not None and self.draws_chains

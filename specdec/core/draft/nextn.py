@@ -91,9 +91,8 @@ class ModuleSteps(Steps):
         shape: dict[str, object] = {"q_len": k * self.step, "first_node": 0}
         if bits is not None:
             self._bits.append(bits)
-            depths = [torch.full_like(ids, depth) for depth in range(self.step)]
-            shape |= {"depths": torch.cat(depths, 1), "ancestor_bits": torch.cat(self._bits, 1)}
-            shape["tail_depths"] = self.worker.tail_depths(ids, self.step)
+            depths = self.worker.tail_depths(ids, self.step)
+            shape |= {"depths": depths, "tail_depths": depths, "ancestor_bits": torch.cat(self._bits, 1)}
         every_id = torch.cat(self._ids, 1).reshape(-1)
         states = self.worker.forward(self.batch, ForwardMode.DRAFT, every_id, inputs, self.module, **shape)
         self._all = states.unflatten(0, (ids.shape[0], -1))
