@@ -29,7 +29,7 @@ from specdec.core.engine.scoring import Score, score
 from specdec.core.errors import DetachedError
 from specdec.core.metrics import AcceptanceStats
 from specdec.core.outputs import GenerationOutput, Report, RequestOutput
-from specdec.reach.assembly.arguments import advised, check_settings, check_target, check_tokenizer, engine_config
+from specdec.reach.assembly.arguments import advised, check_settings, check_tokenizer, engine_config, live_model
 from specdec.reach.assembly.assemble import Source, assemble, resolve_draft
 from specdec.reach.parallel.sharded import find_group
 from specdec.reach.targets.compiling.target import preload
@@ -41,7 +41,7 @@ from specdec.tools.doors.generate import EngineGenerate, install
 
 
 def attach(
-    target: PreTrainedModel,
+    target: nn.Module,
     draft: str | Path | nn.Module | None = None,
     algo: str | None = "auto",
     *,
@@ -51,8 +51,8 @@ def attach(
     """Attach to a live `transformers` causal LM and return an engine that generates its text.
 
     target: the model, in eval mode, on one device, not quantised. It stays usable; `Engine.detach()` restores it, and
-        so does dropping the engine. Or one that transformers has sharded over ranks (tensor parallelism): then every
-        rank attaches, and makes the same calls.
+        so does dropping the engine. Or a `PeftModel`, whose active adapters count. Or one that transformers has sharded
+        over ranks (tensor parallelism): then every rank attaches, and makes the same calls.
     draft: a checkpoint folder, a .gguf file, a Hub id, a loaded head, a live causal LM of the same vocabulary
         ("standalone"), or None for plain decoding. For "nextn" the target's own checkpoint, if it holds MTP layers, or
         a folder that holds only them.
@@ -70,20 +70,20 @@ def attach(
     it will not fit the device, ValueError for settings out of range and, under strict, GraphError for a graph that
     cannot be made; RankError if another rank fails. The model is left unchanged then.
     """
-    check_target(target)
-    refuse_autocast(target.device)
+    model = live_model(target)
+    refuse_autocast(model.device)
     check_settings(settings)
     check_tokenizer(tokenizer)
     with ATTACHING:
         name, source = resolve_draft(draft, algo)
-        config = engine_config(target, name, advised(target, draft, source, settings))
-        group = find_group(target)
+        config = engine_config(model, name, advised(model, draft, source, settings))
+        group = find_group(model)
         if group is not None and config.auto_steps is not None:
             raise ValueError("num_steps='auto': ranks do not agree on times; pass a number with a sharded model")
         ranks = None if group is None else Ranks.of(group)
-        preload(config, target.device)
+        preload(config, model.device)
         with nullcontext() if ranks is None else ranks.attaching((name, config)):
-            hf = HFTarget(target, None if ranks is None else partial(_join, ranks))
+            hf = HFTarget(model, None if ranks is None else partial(_join, ranks))
             if ranks is not None:
                 hf.any_rank = ranks.any_in_attach
             try:

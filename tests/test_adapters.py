@@ -65,20 +65,21 @@ def adapted():
     return wrapped.eval()
 
 
-def test_a_wrapped_model_is_refused_with_what_to_pass():
-    wrapped = adapted()
-    with pytest.raises(AttachError, match=r"PeftModelForCausalLM: pass its get_base_model\(\)"):
-        specdec.attach(wrapped)
-    specdec.attach(wrapped.get_base_model(), **SETTINGS).detach()
+def test_virtual_tokens_of_a_wrapper_are_refused_by_name():
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(AttachError, match=r"a PeftModelForCausalLM.*PROMPT_TUNING works in the wrapper's own forward"):
+        specdec.attach(peft.get_peft_model(tiny_model("llama"), config).eval())
 
 
 @pytest.mark.parametrize("mode", ["live", "compiled", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_adapters_of_peft_are_followed_or_refused_by_name(mode):
     wrapped = adapted().to("cuda" if mode == "cuda" else "cpu")
     model = wrapped.get_base_model()
-    base = text_of(model)
+    base, state = text_of(wrapped), {k: v.clone() for k, v in wrapped.state_dict().items()}
     how = {"compile": True, "compiler": "eager"} if mode == "compiled" else {}
-    engine = specdec.attach(model, prefix_cache=True, **SETTINGS, **how)
+    engine = specdec.attach(wrapped, prefix_cache=True, **SETTINGS, **how)
+    assert specdec.engine_of(wrapped) is engine
 
     def check(told):
         if mode == "live":
@@ -101,3 +102,7 @@ def test_adapters_of_peft_are_followed_or_refused_by_name(mode):
     wrapped.merge_adapter(["default", "b"])
     check(r"merged_adapters \(\[\] → \['default', 'b'\]\)")
     engine.detach()
+    wrapped.unmerge_adapter()
+    wrapped.delete_adapter("c")
+    torch.testing.assert_close(dict(wrapped.state_dict()), state)
+    assert text_of(wrapped) == base and specdec.engine_of(wrapped) is None

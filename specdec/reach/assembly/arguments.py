@@ -48,19 +48,28 @@ def advised(target: PreTrainedModel, draft: Any, opened: Any, settings: dict[str
     return follow_advice(Path(folder), settings, EngineConfig.max_batch) if is_folder else settings
 
 
-def check_target(target: Any) -> None:
-    """Raise AttachError for anything but a live causal LM."""
+def live_model(target: Any) -> PreTrainedModel:
+    """Return `target`, a live causal LM, or the one in a PeftModel; AttachError for anything else."""
     if isinstance(target, PreTrainedModel):
-        return
+        return target
+    if isinstance(target, nn.Module) and hasattr(target, "get_base_model"):
+        return _without_wrapper(target)
     if isinstance(target, str | Path):
         what, cure = repr(str(target)), "it is a name: load it first, AutoModelForCausalLM.from_pretrained(...).eval()"
     elif isinstance(getattr(target, "_orig_mod", None), PreTrainedModel):
         what, cure = "the result of torch.compile()", "pass the model itself, and compile=True to attach()"
-    elif isinstance(target, nn.Module) and hasattr(target, "get_base_model"):
-        what, cure = f"a {type(target).__name__}", "pass its get_base_model(), which has the adapters in it"
     else:
         what, cure = f"a {type(target).__name__}", "expected a transformers causal LM (a PreTrainedModel)"
     raise AttachError(what, [cure])
+
+
+def _without_wrapper(wrapped: Any) -> PreTrainedModel:
+    """Return the model that PEFT has wrapped; AttachError if the wrapper itself computes something."""
+    config = getattr(wrapped, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False) or getattr(config, "alora_invocation_tokens", None):
+        what = f"its {config.peft_type.value} works in the wrapper's own forward, which an engine does not run"  # type: ignore[union-attr]
+        raise AttachError(f"a {type(wrapped).__name__}", [f"{what}: expected adapters in layers, such as LoRA"])
+    return live_model(wrapped.get_base_model())
 
 
 def check_tokenizer(tokenizer: Any) -> None:
