@@ -10,6 +10,8 @@ FMAs by name, not as the compiler likes; and a block or a chunk of which a row s
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.fences import fence_copies
+
 MASS = tl.constexpr(16)  # equal columns of the mass: the fewest that a product has
 
 
@@ -116,20 +118,15 @@ def take_block(
     MASKED: tl.constexpr,
     CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
-    FENCED: tl.constexpr,
 ):
     """Load K and V of `slots` [BLOCK_N] and take them in; k_head and v_head point at the head, d and dv are columns.
 
     visible [BLOCK_M, BLOCK_N]: only used if MASKED. scales: from logits (if CAPPED, from their tanh) to units of log2,
-    and of what the softcap takes the tanh of. FENCED: put a fence between copies to shared memory and wgmma, which
-    reads it through another proxy.
+    and of what the softcap takes the tanh of.
     """
     k = _rows(k_head, slots, d, NUM_KV_HEADS * QK_DIM, QK_DIM)
     v = _rows(v_head, slots, dv, NUM_KV_HEADS * V_DIM, V_DIM)
-    if FENCED:
-        tl.inline_asm_elementwise(
-            "fence.proxy.async.shared::cta; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+    fence_copies(q.shape[0])
     return _softmax_step(q, tl.trans(k), v, state, visible, scales, MASKED, CAPPED, UPCAST)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.torch_version import TorchVersion
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.backends.base import LayerSpec
@@ -29,12 +28,10 @@ from specdec.backends.triton.attention.partials import Partials, fold_rows, padd
 from specdec.backends.triton.attention.plan import ITEM_WIDTH, SplitPlan
 from specdec.backends.triton.attention.tiling import Tiling
 from specdec.backends.triton.attention.tree import attend_tails
-from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, follows_early, is_hopper
+from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, follows_early
 from specdec.core.batch import AttentionMetadata
 
 LOG2E = 1.4426950408889634
-# Before 3.7.1 Triton lets wgmma, which large tiles take, read what cp.async wrote without a proxy fence: stale keys.
-LACKS_FENCES, WGMMA_ROWS = TorchVersion(triton.__version__) < "3.7.1", 64
 AHEAD = 16 if INTERPRETED else 64  # rows of states that are loaded at once
 
 
@@ -77,7 +74,6 @@ def _walk(
     MASKED: tl.constexpr,
     CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
-    FENCED: tl.constexpr,
 ):
     """Take in the blocks of keys [begin, end), the first with `slots`; where a chunk begins, leave the one before.
 
@@ -99,7 +95,7 @@ def _walk(
         visible = visible_keys(start + n, q_pos, window, HAS_WINDOW) if MASKED else None
         state = take_block(
             q, k_head, v_head, slots, d, dv, state, visible, scales,
-            NUM_KV_HEADS, QK_DIM, V_DIM, MASKED, CAPPED, UPCAST, FENCED,
+            NUM_KV_HEADS, QK_DIM, V_DIM, MASKED, CAPPED, UPCAST,
         )  # fmt: skip
         slots = next_slots
     return slots, total, state
@@ -152,7 +148,6 @@ def _attention_kernel(
     TREE: tl.constexpr,
     FOLD_M: tl.constexpr,
     AHEAD: tl.constexpr,
-    FENCED: tl.constexpr,
     ITEM: tl.constexpr,
 ):
     if PDL:
@@ -210,16 +205,16 @@ def _attention_kernel(
         slots, total, state = _walk(
             kv_begin, tl.minimum(full_begin, kv_end), keys, table, slots, q_tile, k_head, v_head, d, dv, total, state,
             q_pos, is_row, window, scales, pool,
-            NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, True, CAPPED, UPCAST, FENCED,
+            NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, True, CAPPED, UPCAST,
         )  # fmt: skip
     slots, total, state = _walk(
         full_begin, masked_from, keys, table, slots, q_tile, k_head, v_head, d, dv, total, state, q_pos, is_row, window,
-        scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, False, CAPPED, UPCAST, FENCED,
+        scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, False, CAPPED, UPCAST,
     )  # fmt: skip
     if not TREE:
         slots, total, state = _walk(
             masked_from, kv_end, keys, table, slots, q_tile, k_head, v_head, d, dv, total, state, q_pos, is_row, window,
-            scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, True, CAPPED, UPCAST, FENCED,
+            scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, True, CAPPED, UPCAST,
         )  # fmt: skip
 
     place = chunk_at(kv_end - 1) - first_chunk
@@ -288,8 +283,7 @@ def attend(
     )
     constants = _constants(layer, sinks is not None, tiling, q.dtype)
     fold_m = 8 if m.q_len * constants["GROUP"] <= 8 else 16
-    fenced = LACKS_FENCES and tiling.block_m >= WGMMA_ROWS and is_hopper()
-    own = {**constants, "TREE": is_tree, "FOLD_M": fold_m, "AHEAD": AHEAD // fold_m, "FENCED": fenced}
+    own = {**constants, "TREE": is_tree, "FOLD_M": fold_m, "AHEAD": AHEAD // fold_m}
     own["ITEM"] = ITEM_WIDTH
     grid = (layer.num_kv_heads, plan.items.shape[0])
     compiled = _attention_kernel[grid](*args, **own, **tiling.options, launch_pdl=own["PDL"])

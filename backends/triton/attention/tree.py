@@ -121,7 +121,7 @@ def _tails_kernel(
         visible = visible[None, :] & (head_of_row >= 0)[:, None]
         state = take_block(
             q_tile, k_head, v_head, in_prefix + in_tail, d, dv, state, visible, (scale_log2, cap_scale),
-            NUM_KV_HEADS, QK_DIM, V_DIM, True, CAPPED, UPCAST, False,
+            NUM_KV_HEADS, QK_DIM, V_DIM, True, CAPPED, UPCAST,
         )  # fmt: skip
     result = result_of(fold(total, state), sinks, head_of_row, is_row, HAS_SINKS)
     out_at = out + token * out_stride_t + head_of_row[:, None] * out_stride_h + dv

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
@@ -128,6 +129,7 @@ def _grouped_linear_kernel(
                 b = tl.load(matrix + n * stride_row + k[:, None], mask=inside, other=0.0)
             if UPCAST:  # the interpreter cannot multiply bf16
                 a, b = a.to(tl.float32), b.to(tl.float32)
+            fence_copies(BLOCK_M)
             total = tl.dot(a, b, total, input_precision=PRECISION)
         product = total.to(out.dtype.element_ty)
         if HAS_BIAS:

@@ -70,12 +70,7 @@ def _launch(compiled: Any, grid: Sequence[int], device: torch.device, args: Sequ
 
 def follows_early() -> bool:
     """Return whether kernels that wait for the one before are launched before it ends (PDL, from Hopper on)."""
-    return PDL and is_hopper()
-
-
-def is_hopper() -> bool:
-    """Return whether kernels are compiled for a Hopper GPU or a later one."""
-    if INTERPRETED:
+    if INTERPRETED or not PDL:
         return False
     target = triton.runtime.driver.active.get_current_target()
     return target.backend == "cuda" and target.arch >= 90

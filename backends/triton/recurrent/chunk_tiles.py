@@ -6,6 +6,7 @@ Twin: `backends.recurrent.reference.scan_extend`.
 import triton
 import triton.language as tl
 
+from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED
 
 UPCAST = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16
@@ -51,6 +52,7 @@ def load_tile(x, stride, i, n, left, WIDTH: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, total):
+    fence_copies(a.shape[0])
     if a.dtype == tl.float32:
         return tl.dot(a, b, total, input_precision=PRECISION)
     elif UPCAST:
