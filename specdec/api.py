@@ -397,7 +397,7 @@ class Engine:
         core = self._attached()
         call = core.call(requests, wants_tokens)
         try:
-            core.submit(requests)
+            core.submit(requests, steps_next=True)
             while not call.is_over:
                 core.collect(call)
                 yield call.take()

@@ -54,6 +54,7 @@ class Core:
         self.grammars = parts.grammars
         self._lag = 1 if device.type == "cuda" else 0  # launches the host may run ahead of its reading
         self._owes_round = False  # whether the last step was a prefill
+        self._has_looked = False  # for changes of the models, a moment before the next step
         self.is_closed = False
         self.calls = Calls()
         core = weakref.ref(self)  # no cycle: pools are freed with the last reference, not by some later collection
@@ -61,13 +62,14 @@ class Core:
         runners = (*self.prefill.runners, *self.graphs.runners.values())
         self.models.share(self.turns, is_baked=any(runner.captured for runner in runners))
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request], steps_next: bool = False) -> None:
         """Queue checked requests; DetachedError once the core is closed, GraphError for a change of the
-        models that it cannot follow, ValueError within autocast."""
+        models that it cannot follow, ValueError within autocast. steps_next: the caller steps at once."""
         refuse_autocast(self.device)
         with self.turns:
             self._require_open()
             self._follow_weights()
+            self._has_looked = steps_next
             self.scheduler.add(requests)
 
     @torch.inference_mode()
@@ -165,9 +167,11 @@ class Core:
 
     def _admit(self) -> None:
         """Admit waiting requests; the models may have changed since they came."""
+        has_looked, self._has_looked = self._has_looked, False
         if self.scheduler.may_admit:
             try:
-                self._follow_weights()
+                if not has_looked:
+                    self._follow_weights()
             except GraphError as error:
                 self.scheduler.fail(list(self.scheduler.waiting), error)
             self.scheduler.admit()

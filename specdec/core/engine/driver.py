@@ -70,7 +70,7 @@ class Driver:
 
     def _submit(self, call: Call) -> None:
         try:
-            self._core.submit(call.requests)
+            self._core.submit(call.requests, steps_next=True)
             self._open[call] = None
         except Exception as error:  # a change of the models that cannot be followed, or a detached engine
             self._fail([call], error)
