@@ -271,16 +271,18 @@ def test_grammars_are_compiled_once_and_texts_tell_them_apart(compiler):
 def test_the_bench_checks_answers_and_compares_them_with_plain_decoding(model):
     from specdec.tools.measure import grammar
     from specdec.tools.measure.drafts import DraftShape
+    from specdec.tools.measure.schemas import Case
 
-    cases = [grammar.Case(SCHEMA, prompt, Grammar(json=SCHEMA)) for prompt in PROMPTS[:2]]
+    cases = [Case(SCHEMA, prompt, Grammar(json=SCHEMA)) for prompt in PROMPTS[:2]]
     plan = grammar.Plan([DraftShape.parse("3:1:4")], [2], [0.0], 60)
-    (row,) = grammar.run(model, TOKENIZER, (random_draft(model, "eagle3"), "auto"), cases, plan)
-    assert row["equal"] == row["schemas"] == 2 and row["valid"] == row["finished"] and row["forced_per_token"] > 0
+    plain, row = grammar.run(model, TOKENIZER, (random_draft(model, "eagle3"), "auto"), cases, plan, cuda_graph=None)
+    assert plain["steps"] == 0 and plain["equal"] == row["equal"] == row["schemas"] == 2
+    assert row["valid"] == row["finished"] and row["forced_per_token"] > 0 and row["tau"] > plain["tau"] == 1
     assert grammar.is_valid('{"a": 1}', {"type": "object"}) and not grammar.is_valid("[", True)
 
 
 def test_bench_schemas_are_different_and_sound(compiler):
-    from specdec.tools.measure.grammar import KEYS, make_cases
+    from specdec.tools.measure.schemas import KEYS, make_cases
 
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}"
@@ -289,3 +291,15 @@ def test_bench_schemas_are_different_and_sound(compiler):
     for case in cases:
         compiler.compile(case.grammar)
         assert set(case.schema["properties"]) <= set(KEYS)
+
+
+def test_texts_under_schemas_are_timed_beside_free_ones(model):
+    from specdec.tools.measure import grammar_speed
+    from specdec.tools.measure.drafts import DraftShape
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content[:20] }}"
+    draft, shape = (random_draft(model, "eagle3"), "auto"), DraftShape.parse("3:1:4")
+    rows = list(grammar_speed.run(model, tokenizer, draft, [shape], [1], 12, cuda_graph=None))
+    assert [row["speed"] for row in rows] == ["text", "free", "both", "forced"]
+    assert rows[3]["tau"] > rows[0]["tau"] and rows[3]["late_ms"] > 0

@@ -47,11 +47,12 @@ class MaskFeed:
         shape = (2, max_batch * num_nodes)
         self._host_tree = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         self._has_tree = torch.cuda.Event() if is_cuda else None
+        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if is_cuda else []
         self._requests: Sequence[Constrained] = ()
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar")
         self._is_forcing = False
         self._num_rounds = self._num_forced = 0
-        self._mask_s = self._wait_s = 0.0
+        self._mask_s = self._wait_s = self._late_s = 0.0
 
     def masks(self, num_requests: int, num_nodes: int) -> torch.Tensor:
         """Masks [n, D, W] that a round of n requests and D nodes reads: the same memory at every call."""
@@ -98,7 +99,9 @@ class MaskFeed:
         """Second stop: write the masks of all nodes of the tree that was fetched; a root alone needs none."""
         if not self._requests:
             return
+        self._count_late()
         start = time.perf_counter()
+        self._mark(0)
         if self._has_tree is not None and num_nodes > 1:
             self._has_tree.synchronize()
         has_tree = time.perf_counter()
@@ -107,6 +110,7 @@ class MaskFeed:
         host = _view(self._host_masks, num, num_nodes, self.num_words)  # its last copy is done: a round came after it
         self._fill(self._requests, tokens, parents, host)
         self.masks(num, num_nodes).copy_(host, non_blocking=True)
+        self._mark(1)
         self._num_rounds += 1
         self._wait_s += has_tree - start
         self._mask_s += time.perf_counter() - has_tree
@@ -116,9 +120,21 @@ class MaskFeed:
         """Return what `Report.grammar` says."""
         if not self._num_rounds:
             return {}
-        mask_ms, wait_ms = (1e3 * s / self._num_rounds for s in (self._mask_s, self._wait_s))
+        late_s = self._late_s if self._marks else self._mask_s
+        seconds = {"mask_ms": self._mask_s, "wait_ms": self._wait_s, "late_ms": late_s}
         counts = {"rounds": self._num_rounds, "forced_tokens": self._num_forced}
-        return {**counts, "mask_ms": mask_ms, "wait_ms": wait_ms}
+        return {**counts, **{name: 1e3 * spent / self._num_rounds for name, spent in seconds.items()}}
+
+    def _mark(self, which: int) -> None:
+        """Mark where the device is done with its verification (0), and where it has masks (1)."""
+        if self._marks:
+            self._marks[which].record()
+
+    def _count_late(self) -> None:
+        """Add what the device waited for the masks of the round before, whose results have been read."""
+        if self._marks and self._num_rounds:
+            self._marks[1].synchronize()
+            self._late_s += self._marks[0].elapsed_time(self._marks[1]) / 1e3
 
     def _fill(
         self, requests: Sequence[Constrained], tokens: list[list[int]], parents: list[list[int]], masks: torch.Tensor

@@ -1,55 +1,92 @@
 """`specdec bench grammar`: read the options, load the target, and exit with 1 where an answer is not of its schema."""
 
+from typing import Any
+
 import torch
 import typer
 
 from specdec import shipped
 from specdec.tools.commands.choices import OnTarget, Recorded, Row, draft_of, listed, name_of_target, numbers
-from specdec.tools.measure import grammar
+from specdec.tools.measure import grammar, grammar_speed
 from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.results import ResultFile
+from specdec.tools.measure.schemas import make_cases
+from specdec.tools.measure.shapes import make_head, make_target
 from specdec.tools.options import option
+from specdec.tools.train.target import device_of, dtype_of
 
 
 class BenchGrammar(OnTarget, Recorded):
     """Generate JSON of random schemas: do finished answers parse and validate, is greedy text that of plain constrained
-    decoding, how many tokens/s beside free text.
+    decoding. With --new-tokens, also time texts under schemas beside free text.
 
-    Exits with 1 where an answer that has ended is not valid, or, in float32, where greedy text differs.
+    Exits with 1 where an answer that has ended is not valid, where greedy text differs from plain rounds', or, in
+    float32, theirs from the live model's.
     """
 
     draft: str = option("Folder, Hub id, shipped name, lookup or none; default: the shipped EAGLE-3.", "shipped")
-    schemas: int = option("Random schemas.", 60, min=1)
+    schemas: int = option("Random schemas; 0: none.", 60, min=0)
     seed: int = option("Of the schemas.", 0)
     shape: list[str] | None = option("S:K:D; default 3:1:4,4:4:16.")
     batches: list[str] | None = option("Requests decoded together; default 8.")
     temperature: list[str] | None = option("Default 0,1.")
     max_new_tokens: int = option("Tokens to emit at most.", 160)
+    seconds: float = option("Of each shape, batch and temperature; schemas not reached by then are left out.", 1e9)
     library: str = option("auto, llguidance or xgrammar.", "auto")
+    new_tokens: int = option("Tokens of a text that is timed; 0: none is.", 0, min=0)
+    random: str | None = option("Random weights of a named shape such as 8b, with the target's tokenizer; only timed.")
 
     def run(self) -> None:
         shapes = [DraftShape.parse(text) for text in listed(self.shape, "3:1:4,4:4:16")]
         batches = numbers("batches", self.batches, 1) or (8,)
         temperatures = [float(text) for text in listed(self.temperature, "0,1")]
-        plan = grammar.Plan(shapes, batches, temperatures, self.max_new_tokens, self.library)
+        plan = grammar.Plan(shapes, batches, temperatures, self.max_new_tokens, self.seconds, self.library)
         model, tokenizer = self.load()
-        draft = (shipped.path(), "auto") if self.draft == "shipped" else draft_of(self.draft)
-        cases = grammar.make_cases(self.schemas, tokenizer, self.seed)
-        file = ResultFile(self.out, "grammar", name_of_target(self.target), {"device": str(model.device)})
-        rows = self.record(file, grammar.run(model, tokenizer, draft, cases, plan), _line)
+        draft: tuple[Any, str | None] = draft_of(self.draft)
+        if self.draft == "shipped":
+            draft = (shipped.path(), "auto")
+        if self.random is not None:
+            if self.schemas:
+                raise ValueError("--random with --schemas: random weights answer nothing; give --schemas 0")
+            eos = model.generation_config.eos_token_id
+            where = device_of(self.device)
+            model = make_target(self.random, where, dtype_of(self.dtype, where))
+            model.generation_config.eos_token_id = eos
+            draft = (make_head(self.random, model), "eagle3")
+        name = self.random or name_of_target(self.target)
+        file = ResultFile(self.out, "grammar", name, {"device": str(model.device), "dtype": str(model.dtype)})
+        rows: list[Row] = []
+        if self.schemas:
+            cases = make_cases(self.schemas, tokenizer, self.seed)
+            rows += self.record(file, grammar.run(model, tokenizer, draft, cases, plan), _checked)
+        if self.new_tokens:
+            timed = grammar_speed.run(model, tokenizer, draft, shapes, batches, self.new_tokens)
+            rows += self.record(file, timed, _timed)
         self.finish({"rows": rows}, file.name)
-        may_round = model.dtype != torch.float32
-        wrong = [
-            row
-            for row in rows
-            if row["valid"] < row["finished"] or not (may_round or row.get("equal", row["schemas"]) == row["schemas"])
-        ]
-        raise typer.Exit(1 if wrong else 0)
+        raise typer.Exit(1 if any(_is_wrong(row, model.dtype == torch.float32) for row in rows) else 0)
 
 
-def _line(row: Row) -> str:
-    """Say a row in short."""
+def _is_wrong(row: Row, is_exact: bool) -> bool:
+    """Return whether a row says that something is wrong. In less than float32, plain rounds may round otherwise than
+    the live model."""
+    if "speed" in row:
+        return False
+    must_equal = "equal" in row and (row["steps"] > 0 or is_exact)
+    return row["valid"] < row["finished"] or (must_equal and row["equal"] < row["compared"])
+
+
+def _checked(row: Row) -> str:
+    """Say a row of checks in short."""
     what = f"{DraftShape.of(row)} batch {row['batch']} T={row['temperature']:g}"
-    equal = f", {row['equal']} equal to plain constrained decoding" if "equal" in row else ""
-    speed = f"{row['tokens_per_s']:.1f} tokens/s (free text {row['free_tokens_per_s']:.1f})"
-    return f"{what}: {row['valid']} of {row['finished']} finished answers valid, of {row['schemas']}{equal}; {speed}"
+    equal = f", {row['equal']} of {row['compared']} equal to plain decoding" if "equal" in row else ""
+    bits = f", {row['same_bits']} by bits" if "same_bits" in row else ""
+    done = f"{row['valid']} of {row['finished']} finished answers valid, of {row['schemas']}{equal}{bits}"
+    return f"{what}: {done}; tau {row['tau']:.2f}, {row['seconds']:.1f} s, {row['tokens_per_s']:.0f} tokens/s"
+
+
+def _timed(row: Row) -> str:
+    """Say a timed row in short."""
+    ratio = f", {row['tokens_per_s_of_text']:.2f} of free text's" if "tokens_per_s_of_text" in row else ""
+    what = f"{DraftShape.of(row)} batch {row['batch']} {row['speed']}: {row['tokens_per_s']:.0f} tokens/s{ratio}"
+    masks = f"; masks {row['mask_ms']:.2f} ms, {row['late_ms']:.2f} late" if "mask_ms" in row else ""
+    return f"{what}; round {row['round_ms']:.2f} ms, tau {row['tau']:.2f}{masks}"

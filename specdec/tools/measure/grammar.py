@@ -1,117 +1,44 @@
-"""`specdec bench grammar`: whether answers to random JSON schemas parse and validate, and what the masks cost.
+"""`specdec bench grammar`: whether answers to random JSON schemas parse and validate, and are those of plain decoding.
 
-Greedy text is compared with plain constrained decoding: `model.generate` with a logits processor that masks by a fresh
-matcher, a token at a time. Tokens/s of texts under schemas stand beside those of free text of the first prompts (two
-batches), by the same engine, of the same length.
+Plain rounds of the engine decode each greedy text first; the live model then reads them, all tokens at once, and every
+token must be the best of its logits that a fresh matcher allows. Rounds that draft must give the same text, chosen from
+logits of the same bits.
 """
 
 import json
-import random
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
-from transformers import LogitsProcessor
 
 from specdec.api import Engine, attach
 from specdec.core.functional.sampling import SamplingParams, constrain
-from specdec.core.grammar.grammar import Grammar
 from specdec.core.grammar.matcher import CompiledGrammar
-from specdec.core.text.prompts import chat_ids
+from specdec.core.outputs import RequestOutput
 from specdec.tools.measure.drafts import DraftShape
+from specdec.tools.measure.schemas import Case
 
 Row = dict[str, Any]
-KEYS = ("name", "title", "city", "color", "count", "price", "is_open", "tags", "author", "year", "items", "address")
-QUESTION = "Make up one example of this JSON schema and reply with the JSON alone: {}"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A schema, the prompt that asks for it, and its grammar."""
-
-    schema: dict[str, Any]
-    prompt: list[int]
-    grammar: Grammar
-
-
-def make_cases(num: int, tokenizer: Any, seed: int = 0) -> list[Case]:
-    """Return `num` different random schemas with their prompts."""
-    rng = random.Random(seed)
-    found: dict[str, dict[str, Any]] = {}
-    while len(found) < num:
-        schema = _object(rng, 2)
-        found[json.dumps(schema)] = schema
-    prompts = chat_ids([QUESTION.format(text) for text in found], tokenizer)
-    return [Case(s, p, Grammar(json=s)) for s, p in zip(found.values(), prompts, strict=True)]
-
-
-def _object(rng: random.Random, depth: int) -> dict[str, Any]:
-    keys = rng.sample(KEYS, rng.randint(1, 4))
-    properties = {key: _value(rng, depth) for key in keys}
-    required = [key for key in keys if rng.random() < 0.8]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-def _value(rng: random.Random, depth: int) -> dict[str, Any]:
-    kind = rng.choice(("string", "string", "integer", "number", "boolean", "enum", "date", "array", "object"))
-    if kind in ("array", "object") and depth == 0:
-        kind = "string"
-    if kind == "string":
-        return {"type": "string", "maxLength": rng.choice((8, 16, 24))}
-    if kind == "integer":
-        low = rng.choice((0, 1, 1900))
-        return {"type": "integer", "minimum": low, "maximum": low + rng.choice((9, 120, 5000))}
-    if kind == "number":
-        return {"type": "number", "minimum": 0, "maximum": 1000}
-    if kind == "enum":
-        return {"enum": rng.sample(("red", "green", "blue", "small", "large", 1, 2, None, True), rng.randint(2, 4))}
-    if kind == "date":
-        return {"type": "string", "pattern": "^[12][0-9]{3}-(0[1-9]|1[0-2])-[0-2][0-9]$"}
-    if kind == "array":
-        return {"type": "array", "items": _value(rng, depth - 1), "minItems": rng.randint(0, 1), "maxItems": 3}
-    return _object(rng, depth - 1) if kind == "object" else {"type": kind}
-
-
-class _Masked(LogitsProcessor):
-    """Plain constrained decoding of one text."""
-
-    def __init__(self, compiled: CompiledGrammar, prompt_len: int, vocab_size: int):
-        self._matcher, self._seen = compiled.matcher(), prompt_len
-        self._mask = np.zeros(-(-vocab_size // 32), np.int32)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        for token in input_ids[0, self._seen :].tolist():
-            self._matcher.accept(token)
-        self._seen = input_ids.shape[1]
-        self._matcher.fill(self._mask)
-        mask = torch.from_numpy(self._mask).to(scores.device).view(1, 1, -1)
-        return constrain(scores.clone().unsqueeze(1), mask).squeeze(1)
-
-
-def references(engine: Engine, cases: Sequence[Case], max_new_tokens: int) -> list[list[int]]:
-    """Return the greedy text of each case by plain constrained decoding."""
-    model, found = engine.target_module, []
-    for case in tqdm(cases, desc="plain constrained decoding"):
-        ids = torch.tensor([case.prompt], device=model.device)
-        vocab_size = model.get_output_embeddings().weight.shape[0]
-        own = _Masked(engine.compile_grammar(case.grammar), ids.shape[1], vocab_size)
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
-        out = model.generate(ids, logits_processor=[own], **options)
-        found.append(out[0, ids.shape[1] :].tolist())
-    return found
+COMPILING_THREADS = 8
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: every shape, batch and temperature. library: of `EngineConfig.grammar`."""
+    """What is checked: every shape, batch and temperature; plain rounds first, in the largest batch.
+
+    seconds: of each of them; what is not reached by then is left out. library: of `EngineConfig.grammar`.
+    """
 
     shapes: Sequence[DraftShape]
     batches: Sequence[int]
     temperatures: Sequence[float]
     max_new_tokens: int
+    seconds: float = float("inf")
     library: str = "auto"
 
 
@@ -119,49 +46,112 @@ def run(
     model: Any, tokenizer: Any, draft: tuple[Any, str | None], cases: Sequence[Case], plan: Plan, **settings: Any
 ) -> Iterator[Row]:
     """Yield the rows of every shape, batch and temperature of `plan`. settings: of every engine."""
-    longest = max(len(case.prompt) for case in cases) + plan.max_new_tokens
-    common: Row = {"max_seq_len": longest, "tokenizer": tokenizer, "grammar": plan.library, **settings}
-    source, algo = draft
-    plain: list[list[int]] | None = None
-    for shape in plan.shapes:
-        for batch in plan.batches:
-            with attach(model, source, algo, **common, **shape.settings(), max_batch=batch) as engine:
-                if plain is None and 0 in plan.temperatures:
-                    plain = references(engine, cases, plan.max_new_tokens)
-                for temperature in plan.temperatures:
-                    head: Row = {"batch": batch, **shape.row, "temperature": temperature}
-                    yield {**head, **_measure(engine, cases, temperature, plan.max_new_tokens, plain)}
+    longest, most = max(len(case.prompt) for case in cases) + plan.max_new_tokens, max(plan.batches)
+    common: Row = {"max_seq_len": longest, "max_batch": most, "tokenizer": tokenizer, "grammar": plan.library}
+    common |= {"graph_batches": tuple(sorted({*plan.batches})), "digests": True, "max_prefill_tokens": 2048, **settings}
+    plain: list[RequestOutput] = []
+    grammars: list[CompiledGrammar] = []
+    for shape in (DraftShape(), *plan.shapes):
+        source, algo = draft if shape.steps else (None, None)
+        laws = plan.temperatures if shape.steps else (0.0,)
+        kind = "sampled" if any(laws) else "greedy"
+        with attach(model, source, algo, graph_sampling=(kind,), **common, **shape.settings()) as engine:
+            if not grammars:  # engines of one tokenizer and library may share them
+                with ThreadPoolExecutor(COMPILING_THREADS) as pool:
+                    grammars += pool.map(engine.compile_grammar, [case.grammar for case in cases])
+            for batch in plan.batches if shape.steps else (most,):
+                for temperature in laws:
+                    before, start = engine.report().grammar, time.perf_counter()
+                    out = _answers(engine, cases, grammars, batch, temperature, plan)
+                    seconds = time.perf_counter() - start
+                    row: Row = {"check": "grammar", "batch": batch, **shape.row, "temperature": temperature}
+                    row |= _verdict(out, cases) | _costs(out, before, engine.report().grammar, seconds)
+                    if not shape.steps:
+                        plain = out
+                        are_equal = [_is_plain(model, g, o) for g, o in zip(grammars, out, strict=False)]
+                        row |= {"compared": len(out), "equal": sum(are_equal)}
+                    elif temperature == 0:
+                        row |= _compared(out, plain)
+                    yield row
 
 
-def _measure(
-    engine: Engine, cases: Sequence[Case], temperature: float, most: int, plain: list[list[int]] | None
-) -> Row:
-    prompts, law = [case.prompt for case in cases], SamplingParams(temperature, seed=0)
-    options = {"sampling": law, "max_new_tokens": most}
-    before = engine.report().grammar
-    out = engine.generate(prompts, grammar=[case.grammar for case in cases], **options)
-    after = engine.report().grammar
-    free = engine.generate(prompts[: 2 * engine.config.max_batch], **options)
-    finished = [i for i, reason in enumerate(out.finish_reasons) if reason == "eos"]
-    valid = sum(is_valid(out.texts[i], cases[i].schema) for i in finished)
-    row: Row = {"check": "grammar", "schemas": len(cases), "finished": len(finished), "valid": valid}
-    row["ended"] = {reason: out.finish_reasons.count(reason) for reason in sorted(set(out.finish_reasons))}
-    if plain is not None and temperature == 0:
-        row["equal"] = sum(own == other for own, other in zip(out.tokens, plain, strict=True))
-    forced = after["forced_tokens"] - before.get("forced_tokens", 0)
-    speeds = {"tokens_per_s": out.stats.tokens_per_s, "free_tokens_per_s": free.stats.tokens_per_s}
-    costs = {"tau": out.stats.tau, "free_tau": free.stats.tau, "mask_ms": after["mask_ms"], "wait_ms": after["wait_ms"]}
-    return {**row, "forced_per_token": round(forced / out.stats.num_tokens, 3)} | {
-        name: round(value, 3) for name, value in {**speeds, **costs}.items()
-    }
+def _answers(
+    engine: Engine,
+    cases: Sequence[Case],
+    grammars: Sequence[CompiledGrammar],
+    batch: int,
+    temperature: float,
+    plan: Plan,
+) -> list[RequestOutput]:
+    """Return the answers to the first cases, all that begin in time, `batch` at a time."""
+    end = time.perf_counter() + plan.seconds
+
+    def answer(i: int) -> RequestOutput | None:
+        if time.perf_counter() > end:
+            return None
+        law = SamplingParams(temperature, seed=i)
+        options: Row = {"sampling": law, "max_new_tokens": plan.max_new_tokens, "grammar": grammars[i]}
+        return engine.generate([cases[i].prompt], **options).requests[0]
+
+    with ThreadPoolExecutor(batch) as pool:
+        found = takewhile(lambda out: out is not None, pool.map(answer, range(len(cases))))
+        return [out for out in found if out is not None]
+
+
+def _compared(out: Sequence[RequestOutput], plain: Sequence[RequestOutput]) -> Row:
+    """Return how many texts are those of plain rounds, and were chosen from logits of the same bits."""
+    pairs = list(zip(out, plain, strict=False))
+    equal, same_bits = (sum(getattr(a, n) == getattr(b, n) for a, b in pairs) for n in ("tokens", "digests"))
+    return {"compared": len(pairs), "equal": equal, "same_bits": same_bits}
+
+
+def _verdict(out: Sequence[RequestOutput], cases: Sequence[Case]) -> Row:
+    """Return how answers ended, and how many of those that came to an end are of their schemas."""
+    finished = [(o.text, case.schema) for o, case in zip(out, cases, strict=False) if o.finish_reason == "eos"]
+    reasons = [o.finish_reason for o in out]
+    ended = {reason: reasons.count(reason) for reason in sorted({*reasons})}
+    valid = sum(is_valid(*answer) for answer in finished)
+    return {"schemas": len(out), "finished": len(finished), "valid": valid, "ended": ended}
+
+
+def _costs(out: Sequence[RequestOutput], before: Row, after: Row, seconds: float) -> Row:
+    """Return tau, tokens/s, and what masks cost a round."""
+    tokens = sum(len(o.tokens) for o in out)
+    rounds = sum(len(o.round_lens) for o in out)
+    costs = {"tau": (tokens - len(out)) / max(rounds, 1), "seconds": seconds, "tokens_per_s": tokens / seconds}
+    costs |= {"forced_per_token": (after["forced_tokens"] - before.get("forced_tokens", 0)) / tokens}
+    return {name: round(value, 3) for name, value in (costs | mask_costs(before, after)).items()}
+
+
+def mask_costs(before: Row, after: Row) -> dict[str, float]:
+    """Return mean ms a round between two values of `Report.grammar`."""
+    num = after.get("rounds", 0) - before.get("rounds", 0)
+    if not num:
+        return {}
+    names = ("mask_ms", "wait_ms", "late_ms")
+    spent = {name: after[name] * after["rounds"] - before.get(name, 0) * before.get("rounds", 0) for name in names}
+    return {name: total / num for name, total in spent.items()}
+
+
+@torch.inference_mode()
+def _is_plain(model: Any, compiled: CompiledGrammar, out: RequestOutput) -> bool:
+    """Return whether each token is the best of the model's logits that the grammar allows: plain constrained decoding
+    gives this text."""
+    ids = torch.tensor([out.prompt_ids + out.tokens[:-1]], device=model.device)
+    logits = model(ids, logits_to_keep=len(out.tokens)).logits.float()
+    matcher, masks = compiled.matcher(), np.zeros((len(out.tokens), -(-logits.shape[-1] // 32)), np.int32)
+    for i, token in enumerate(out.tokens):
+        if not matcher.fill(masks[i]) or (i + 1 < len(out.tokens) and not matcher.accept(token)):
+            return False
+    best = constrain(logits, torch.from_numpy(masks)[None].to(model.device)).argmax(-1)
+    return best[0].tolist() == out.tokens
 
 
 def is_valid(text: str, schema: Any) -> bool:
     """Return whether `text` is JSON of `schema`."""
-    from jsonschema import ValidationError, validate
+    from jsonschema.validators import validator_for
 
     try:
-        validate(json.loads(text), schema)
-        return True
-    except (ValueError, ValidationError):
+        return bool(validator_for(schema)(schema).is_valid(json.loads(text)))
+    except ValueError:
         return False
