@@ -21,7 +21,7 @@ from specdec.backends.triton.launch.relaunch import CachedLaunch
 # of the tile before the item, states of the tile (0: the item is a whole tile), the tile's first item.
 ITEM_WIDTH = 8
 SCRATCH_BYTES = 128 << 20  # of partial states, if one request needs no more
-PIECES = 16  # of a tile, that a program of the plan writes
+PIECES = 4  # of a tile, that a program of the plan writes
 
 
 @triton.jit

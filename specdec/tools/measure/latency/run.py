@@ -1,14 +1,15 @@
 """A run of `specdec bench latency`: engine by engine, cell by cell, until all is measured or the budget is spent.
 
 ttft: wall clock of a call with one new token. tpot: (time of N new tokens - time of one) / (N - 1), ms per token of
-each request; a call's tpot times its tau is `round_ms`. Every call has new prompts; EOS is ignored. Medians of
-three, of `repeats` where the first token comes soon; single calls where it takes seconds. With random weights (speed
-does not depend on them) acceptance is imposed: position j is accepted with chance 0.8 * 0.75**(j-1), drawn anew in
-every call, which comes to `expected_tau` over many rounds. With a tokenizer prompts are still
-token ids, but text is decoded. `host_ms`: the host's own work per call or per token, without waiting for the device or
-replaying graphs. `idle_percent`: idle share of the GPU between rounds at batch 1. `eager`, `why_eager`: how often a
-path ran without a graph, and why. `skipped` lists what does not fit the device or the budget. `hf_ttft`, `hf_token`:
-transformers' own `generate`, which is measured first, before the model is attached.
+each request; a call's tpot times its tau is `round_ms`, which at batch sizes above one includes the wait for the
+request that takes the most rounds; `launch_ms` is the same time by the rounds of that request. Every call has new
+prompts; EOS is ignored. Medians of three, of `repeats` where the first token comes soon; single calls where it takes
+seconds. With random weights (speed does not depend on them) acceptance is imposed: position j is accepted with chance
+0.8 * 0.75**(j-1), drawn anew in every call, which comes to `expected_tau` over many rounds. With a tokenizer prompts
+are still token ids, but text is decoded. `host_ms`: the host's own work per call or per token, without waiting for the
+device or replaying graphs. `idle_percent`: idle share of the GPU between rounds at batch 1. `eager`, `why_eager`: how
+often a path ran without a graph, and why. `skipped` lists what does not fit the device or the budget. `hf_ttft`,
+`hf_token`: transformers' own `generate`, which is measured first, before the model is attached.
 """
 
 import time
@@ -184,6 +185,7 @@ class Run:
             "what": "tpot",
             "ms": round(a_token, 4),
             "round_ms": round(median((1e3 * c.seconds - first_ms) * c.tau for c in calls) / (num - 1), 4),
+            "launch_ms": round(median((1e3 * c.seconds - first_ms) / c.rounds for c in calls), 4),
             "tau": round(tau, 3),
             "expected_tau": round(draft.imposed_tau, 3) if draft.steps and self.subject.is_random else None,
             "host_ms": round((host - first_host) / (num - 1), 4) if is_gpu else None,
@@ -211,7 +213,7 @@ class Run:
 
 def _medians(calls: list[TimedCall]) -> tuple[float, float, float]:
     """ms of a call, ms of the host's share of it, and tau."""
-    seconds, host, tau = (median(values) for values in zip(*calls, strict=True))
+    seconds, host, tau, _ = (median(values) for values in zip(*calls, strict=True))
     return 1e3 * seconds, 1e3 * host, tau
 
 

@@ -32,11 +32,13 @@ HF_TOKENS, HF_REPEATS = 4, 3  # of the calls of transformers' `generate`: least 
 
 
 class TimedCall(NamedTuple):
-    """One call of `generate`: all of it, what the host did of that, neither waiting nor launching rounds, and tau."""
+    """One call of `generate`: all of it, what the host did of that, neither waiting nor launching rounds, tau, and the
+    rounds of the request that took the most."""
 
     seconds: float
     host_seconds: float
     tau: float
+    rounds: int
 
 
 def generate(
@@ -58,7 +60,7 @@ def generate(
     has_text = any(out.texts)
     assert has_text == (engine.tokenizer is not None) or not is_sure, f"text: {has_text}, with {engine.tokenizer}"
     seconds, host_seconds = of_first((seconds, seconds - sum(waited)))
-    return TimedCall(seconds, host_seconds, out.stats.tau)
+    return TimedCall(seconds, host_seconds, out.stats.tau, max(r.acceptance.num_rounds for r in out.requests))
 
 
 @contextmanager
