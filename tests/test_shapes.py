@@ -139,6 +139,21 @@ def test_latency_of_a_hybrid_with_eagle3(capsys, monkeypatch):
     assert {row["draft_vocab"] for row in rows} == {30}
 
 
+def test_a_block_head_is_read_once_a_round():
+    """Of each layer q, k, v, o and the MLP; five features are projected; 32,000 rows and a Markov term of rank 128."""
+    layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    rest = 5 * 4096 * 4096 + 32000 * (4096 + 128)
+    for algo, num_layers in (("block", 2), ("block:5", 5)):
+        own = ShapeFloors("8b", algo=algo).round_ms(7) - ShapeFloors("8b").round_ms(0)
+        assert own == pytest.approx(2 * (num_layers * layer + rest) / 4.24e9, abs=2e-3)
+
+
+def test_latency_of_a_block_head(capsys, monkeypatch):
+    options = ("latency", "--shape", "tiny", "--modes", "graph", "--batches", "1", "--tokens", "8", "--new-tokens", "9")
+    rows = last_line(capsys, monkeypatch, *options, "--algo", "block:1", "--drafts", "2:1:3")["rows"]
+    assert {row["algo"] for row in rows} == {"block:1"} and rows[-1]["what"] == "tpot"
+
+
 def test_floors_of_a_hybrid_that_two_ranks_share():
     """A rank reads half of experts, projections, convolutions and output head, but whole routers and gates of shared
     experts, and whole drafts, which score by half the output head."""

@@ -43,11 +43,11 @@ from specdec.tools.measure.latency.run import Run
 from specdec.tools.measure.latency.timing import device_of_rank, host_probe_ms, is_first, num_ranks
 from specdec.tools.measure.peers import Task, measure, ways
 from specdec.tools.measure.results import ResultFile
-from specdec.tools.measure.shapes import IMPOSED, check_shape, make_head, make_target
+from specdec.tools.measure.shapes import IMPOSED, block_layers, check_shape, make_head, make_target
 from specdec.tools.options import flag, option
 from specdec.tools.train.target import device_of, dtype_of, load
 
-ALGOS = ("eagle3", "nextn")
+ALGOS = ("eagle3", "nextn", "block")
 
 
 class Timing(OnTarget, Recorded):
@@ -77,7 +77,10 @@ class Latency(Timing):
     commas or given by repeating the option. Exit status 1 if an engine failed.
     """
 
-    algo: str = option("How a --shape drafts: eagle3, or nextn, a layer of the target's own kind.", "eagle3")
+    algo: str = option(
+        "How a --shape drafts: eagle3; nextn, a layer of the target's own kind; block or block:N, of 2 or N layers.",
+        ALGOS[0],
+    )
     prompts: Path | None = option("JSON lines; default: random token ids.")
     limit: int | None = option("Prompts to read from the file.")
     label: str = option("Of these rows, such as before or after.", "now")
@@ -111,7 +114,7 @@ class Latency(Timing):
         longest = None
         if self.shape is not None:
             check_alone(self.shape, target=self.target, draft=self.draft, prompts=self.prompts)
-            if self.algo not in ALGOS:
+            if self.algo not in ALGOS and not block_layers(self.algo):
                 raise ValueError(f"--algo {self.algo!r}: expected one of {', '.join(ALGOS)}")
             text = read_tokenizer(self.tokenizer)
             subject = random_subject(self.shape, where, dtype_of(self.dtype, where), text, ranks, self.algo)

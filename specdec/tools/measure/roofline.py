@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from specdec.backends.recurrent.state_pool import StatePool
 from specdec.core.draft.head import DraftHead
+from specdec.reach.heads.block import BlockHead
 from specdec.reach.heads.eagle3 import Eagle3Head
 from specdec.reach.heads.nextn import NextNHead
 from specdec.reach.parallel.mixer_ranks import form_of
 from specdec.reach.targets.weight_bytes import ExpertBytes, VerifyCost, expert_weights, num_bytes, read_bytes
-from specdec.tools.measure.shapes import SHAPES, head_config, recurrent_layers
+from specdec.tools.measure.shapes import SHAPES, block_head_config, block_layers, head_config, recurrent_layers
 
 COPIED = {"cuda": 2**30}  # bytes, more than any cache holds; elsewhere 2**27
 COPY_BYTES_PER_MS = 4.24e9  # of an H200, read and written bytes counted
@@ -50,7 +51,8 @@ class ShapeFloors:
 
     ranks: H200s that share the target; floors are those of one, which reads its part of the weights, K/V and states
     that are cut, and all of what is not, such as routers and the draft. What ranks tell each other takes no time here.
-    algo: eagle3 or nextn. vocab: rows of the draft's output head, if `EngineConfig.draft_vocab` makes it narrow.
+    algo: eagle3, nextn, block or block:N. vocab: rows of the draft's output head, if `EngineConfig.draft_vocab` makes
+    it narrow.
     """
 
     shape: str
@@ -106,6 +108,7 @@ class ShapeFloors:
         layers, _, num_kv_heads, head_dim = self._attention
         draft = SHAPES[self.shape].layer_of_draft(SHAPES[self.shape].make_config())
         own = draft.num_kv_heads * draft.head_dim if self.algo == "eagle3" else num_kv_heads * head_dim
+        own *= block_layers(self.algo) or 1
         return 2 * 2 * (layers * num_kv_heads * head_dim // self.ranks + own)
 
     @cached_property
@@ -133,6 +136,11 @@ class ShapeFloors:
             return 0
         model, once = _without_storage(self.shape), 0
         with torch.device("meta"):
+            if num_layers := block_layers(
+                self.algo
+            ):  # one pass drafts the block, and another reads fc, keys and values
+                block = BlockHead(block_head_config(self.shape, model, num_layers))
+                return sum(m.weight.numel() for m in block.modules() if isinstance(m, nn.Linear))
             if self.algo == "nextn":
                 draft: nn.Module = NextNHead(model)
                 head = model.get_output_embeddings().weight.numel() // self.ranks

@@ -4,7 +4,7 @@ sharded over ranks, drafts for them, and the acceptance that is imposed on those
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from transformers.models.qwen3_next import Qwen3NextConfig
 
 from specdec.backends.recurrent.state_pool import ConvSpec, RecurrentSpec, ScanSpec
 from specdec.reach.heads.base import LayerConfig
+from specdec.reach.heads.block import BlockConfig, BlockHead
 from specdec.reach.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from specdec.reach.heads.fresh import block_config, new_block
 from specdec.reach.heads.nextn import NextNHead
 from specdec.reach.targets.weight_bytes import expert_modules
 
@@ -226,3 +228,23 @@ def make_nextn(model: Any) -> NextNHead:
         head = NextNHead(model)
     head.apply(model._init_weights)  # experts are empty when they are made
     return head.eval().requires_grad_(False)
+
+
+def make_block(shape: str, model: Any, ids: torch.Tensor, num_layers: int) -> BlockHead:
+    """Make a block head of so many layers with random weights for `model`, which drafts tokens of `ids`, as `make_head`
+    has them."""
+    config = block_head_config(shape, model, num_layers, len(ids))
+    hot_ids = ids[torch.randperm(len(ids))][: config.draft_vocab_size].sort().values
+    return new_block(model, config, hot_ids.to(model.device), seed=0).to(model.dtype).eval().requires_grad_(False)
+
+
+def block_head_config(shape: str, model: Any, num_layers: int, most: int | None = None) -> BlockConfig:
+    """Return the config of a block head of so many layers for `model`; most: tokens it may draft."""
+    scored = min(SHAPES[shape].draft_vocab, most or model.config.vocab_size)
+    return replace(block_config(model, scored), num_layers=num_layers)
+
+
+def block_layers(algo: str) -> int:
+    """Return the layers of a block head that `algo` names, block or block:N; 0 for other algorithms."""
+    name, _, layers = algo.partition(":")
+    return int(layers or 2) if name == "block" and (layers or "2").isdecimal() else 0

@@ -17,7 +17,15 @@ from transformers import AutoTokenizer
 from specdec.core.config import EngineConfig
 from specdec.core.functional.sampling import SamplingParams
 from specdec.tools.measure.drafts import DraftShape
-from specdec.tools.measure.shapes import fewer_layers, make_head, make_nextn, make_target, shard
+from specdec.tools.measure.shapes import (
+    block_layers,
+    fewer_layers,
+    make_block,
+    make_head,
+    make_nextn,
+    make_target,
+    shard,
+)
 
 MODES: dict[str, dict[str, Any]] = {
     "compiled": {"compile": True},
@@ -169,7 +177,7 @@ def random_subject(
     shape: str, device: str, dtype: torch.dtype | None, tokenizer: Any, num_ranks: int = 1, algo: str = "eagle3"
 ) -> Timed:
     """Return a target, shared by so many ranks, and a head of `shape`; with a tokenizer, they say only what decodes to
-    text. algo: eagle3, or nextn for a layer of the target's own kind."""
+    text. algo: eagle3, nextn for a layer of the target's own kind, or block:N for a block head of N layers."""
     model = make_target(shape, device, dtype, **fewer_layers(shape, num_ranks))
     vocab_size = model.config.vocab_size
     ids = torch.arange(vocab_size) if tokenizer is None else text_ids(tokenizer, vocab_size)
@@ -178,7 +186,10 @@ def random_subject(
     if num_ranks > 1:
         model = shard(model, shape, num_ranks)
         free(model.device.type)
-    head = make_nextn(model) if algo == "nextn" else make_head(shape, model, ids)
+    if num_layers := block_layers(algo):
+        head: Any = make_block(shape, model, ids, num_layers)
+    else:
+        head = make_nextn(model) if algo == "nextn" else make_head(shape, model, ids)
     return Timed(shape, model, head, algo, random_prompts(ids), tokenizer, is_random=True, ranks=num_ranks)
 
 

@@ -97,7 +97,7 @@ class Run:
         """Return an engine for `cells`, the largest of which are dropped until it fits, and the seconds that attaching
         took; None where none fits."""
         subject, plan = self.subject, self.plan
-        source, algo = (subject.draft, subject.algo) if draft.steps else (None, None)
+        source, algo = (subject.draft, subject.algo and subject.algo.partition(":")[0]) if draft.steps else (None, None)
         settings: Row = {**draft.settings(subject.is_random), **MODES[mode], "tokenizer": subject.tokenizer}
         if not plan.every_kind:
             settings["graph_sampling"] = plan.samplings
