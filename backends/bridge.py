@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from specdec.backends.base import AttentionCall, Rope
-from specdec.backends.op import ForwardContext, attention_scope
+from specdec.backends.op import ForwardContext, adapter_scope, adapters_of_tokens, attention_scope
 from specdec.core.batch import AttentionMetadata, ForwardMode
 
 Interrupt = Callable[[Callable[[], None]], None]  # takes a callable out of the graph being captured
@@ -43,13 +43,15 @@ class AttentionBridge:
         self._out = buffers({s.answer for s in context.layers})
         self._live: list[AttentionCall] = []  # of the replay in flight, by layer
         self._requests = None if context.state_pool is None else _Requests(context.state_pool.num_rows, device)
+        self._adapters = torch.zeros(max_tokens, dtype=torch.int64, device=device)  # of the tokens of a replay
 
     @contextmanager
     def capturing(self, slots: torch.Tensor) -> Iterator[None]:
         """Capture a forward; k and v go to `slots` [T] int64, read at every replay, and attention breaks the graph."""
         self.context.on_forward(ForwardMode.EXTEND)
         recurrent = nullcontext() if self._requests is None else self.context.recurrent(self._requests.metadata(slots))
-        with attention_scope(_CapturedScope(self, slots)), recurrent:
+        adapted = nullcontext() if self.context.adapters is None else adapter_scope(self._adapters[: slots.shape[0]])
+        with attention_scope(_CapturedScope(self, slots)), recurrent, adapted:
             yield
 
     def plan(self, metadata: AttentionMetadata, size: int) -> None:
@@ -59,6 +61,9 @@ class AttentionBridge:
         c.backend.plan(metadata)
         if self._requests is not None:
             self._requests.take(metadata)
+        if c.adapters is not None:
+            self._adapters[:num_tokens].copy_(adapters_of_tokens(c.adapters, metadata))
+            self._adapters[num_tokens:size].zero_()
         if size > num_tokens:
             for answer in self._out.values():
                 answer[num_tokens:size].zero_()

@@ -38,7 +38,8 @@ class ForwardContext:
     """State of one model's layers: backend, pool, layer specs and sinks ([Hq] or None a layer).
 
     on_forward is called with the mode of every forward, before it runs, and counts it. row_states: state by row of
-    layers that are not attention.
+    layers that are not attention. adapters [num_rows] int64: the LoRA adapter of each row, 0 for none; None of a model
+    whose requests have none.
     """
 
     backend: AttentionBackend
@@ -47,6 +48,7 @@ class ForwardContext:
     sinks: Sequence[torch.Tensor | None]
     on_forward: Callable[[ForwardMode], None]
     row_states: tuple[LayerState, ...] = ()
+    adapters: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         stored, needed = list(self.pool.layers), [layer.shape for layer in self.layers]
@@ -71,6 +73,10 @@ class ForwardContext:
         """Within it, recurrent layers find their states, in a forward of `metadata`."""
         pool = self.state_pool
         return nullcontext() if pool is None else recurrent_scope(StateScope(pool, metadata))
+
+    def adapted(self, metadata: AttentionMetadata) -> AbstractContextManager[None]:
+        """Within it, adapted layers find the adapter of each token, in a forward of `metadata`."""
+        return nullcontext() if self.adapters is None else adapter_scope(adapters_of_tokens(self.adapters, metadata))
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None
@@ -133,6 +139,18 @@ _SCOPE: Scope[AttentionScope] = Scope("attention", ". Code of your own calls att
 attention_scope, current_scope = _SCOPE.within, _SCOPE.find
 
 
+_ADAPTERS: Scope[torch.Tensor] = Scope("adapted layer")  # the adapters of its tokens, [T] int64: see `linear.lora`
+adapter_scope, adapters_in_scope = _ADAPTERS.within, _ADAPTERS.get
+
+
+def adapters_of_tokens(by_row: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    """Return the adapter of each token [T] int64 of a forward, from those of all rows; 0 for padding."""
+    own = by_row[metadata.rows]
+    if metadata.mode is ForwardMode.EXTEND:
+        return torch.nn.functional.pad(own, (0, 1))[metadata.owners()]
+    return own.unsqueeze(1).expand(-1, metadata.q_len).reshape(-1)
+
+
 @contextmanager
 def forward_context(
     context: ForwardContext, metadata: AttentionMetadata, before: Callable[[int], None] = lambda layer_id: None
@@ -144,7 +162,7 @@ def forward_context(
     context.on_forward(metadata.mode)
     context.backend.plan(metadata)
     scope = _PaddedScope(context, {}, before) if metadata.is_packed else context
-    with attention_scope(scope), context.recurrent(metadata):
+    with attention_scope(scope), context.recurrent(metadata), context.adapted(metadata):
         yield
 
 

@@ -29,12 +29,20 @@ from specdec.core.engine.scoring import Score, score
 from specdec.core.errors import DetachedError
 from specdec.core.metrics import AcceptanceStats
 from specdec.core.outputs import GenerationOutput, Report, RequestOutput
-from specdec.reach.assembly.arguments import advised, check_settings, check_tokenizer, engine_config, live_model
+from specdec.reach.assembly.arguments import (
+    advised,
+    check_adapters,
+    check_settings,
+    check_tokenizer,
+    engine_config,
+    live_model,
+)
 from specdec.reach.assembly.assemble import Source, assemble, resolve_draft
 from specdec.reach.parallel.sharded import find_group
 from specdec.reach.targets.compiling.target import preload
 from specdec.reach.targets.exclusive import ATTACHING
 from specdec.reach.targets.hf import HFTarget
+from specdec.reach.targets.lora import Lora
 from specdec.reach.targets.marks import owner_of
 from specdec.reach.targets.weight_bytes import verify_cost
 from specdec.tools.doors.generate import EngineGenerate, install
@@ -46,6 +54,7 @@ def attach(
     algo: str | None = "auto",
     *,
     tokenizer: Any = None,
+    adapters: Any = (),
     **settings: Any,
 ) -> "Engine":
     """Attach to a live `transformers` causal LM and return an engine that generates its text.
@@ -60,6 +69,9 @@ def attach(
         `reach.assembly.algorithms.algorithms`; "lookup" takes no draft: it proposes what followed the last tokens
         earlier.
     tokenizer: for text prompts, output text and stop strings; not needed for token ids.
+    adapters: LoRA adapters that requests choose (`generate(adapter=NAME)`): names of those that PEFT has loaded in the
+        model, or a dict from names to folders or Hub ids of what PEFT has saved. Those without `adapter` get the model
+        without any, whichever is active. Ranks up to 128, in the model's dtype.
     settings: fields of `EngineConfig` (num_steps, topk, num_draft_tokens, max_batch, max_seq_len, cuda_graph, ...). On
         CUDA a draft's folder may say which of the first three are best (speculation.json); what is given here counts.
 
@@ -74,12 +86,15 @@ def attach(
     refuse_autocast(model.device)
     check_settings(settings)
     check_tokenizer(tokenizer)
+    check_adapters(adapters)
     with ATTACHING:
         name, source = resolve_draft(draft, algo)
         config = engine_config(model, name, advised(model, draft, source, settings))
         group = find_group(model)
         if group is not None and config.auto_steps is not None:
             raise ValueError("num_steps='auto': ranks do not agree on times; pass a number with a sharded model")
+        if group is not None and adapters:
+            raise ValueError(f"adapters={adapters!r}: not supported with a sharded model; leave them out")
         ranks = None if group is None else Ranks.of(group)
         preload(config, model.device)
         with nullcontext() if ranks is None else ranks.attaching((name, config)):
@@ -87,6 +102,8 @@ def attach(
             if ranks is not None:
                 hf.any_rank = ranks.any_in_attach
             try:
+                if adapters:
+                    hf.lora = Lora(model, adapters)
                 with on_device(hf.device):
                     return Engine(hf, config, source, name, tokenizer, ranks)
             except BaseException:
@@ -163,6 +180,7 @@ class Engine:
         grammar: a `Grammar` that the text follows, or a dict of its fields (such as {"json": schema}); one for all, or
         one or None per prompt. The engine must have been attached with `grammar`.
         skip_special_tokens: False leaves special tokens, EOS included, in texts.
+        adapter: name of a LoRA adapter that was given to `attach`; one for all, or one or None per prompt.
         deadline: seconds after which a request ends with what it has (finish_reason "deadline"), waiting included.
 
         Every argument is checked before any work starts; ValueError (CapacityError for what can never fit) names what
@@ -200,18 +218,18 @@ class Engine:
         """
         return self._astream(self._one_request("astream", prompt, options))
 
-    def score(self, prompts: Any, continuations: Any) -> list[Score]:
+    def score(self, prompts: Any, continuations: Any, adapter: str | None = None) -> list[Score]:
         """Return, for every prompt, log p(continuation | prompt) in nats and whether greedy decoding would write it.
 
         prompts: as in `generate`; continuations: one string or list of ids for each. Text is tokenised by itself, so a
         word that begins a continuation keeps its space: score("The capital of France is", " Paris"). Log-probabilities
         are the target's own, before temperature and penalties. Only the target works, through prefill graphs, several
         prompts at a time, and reads what they have in common once; requests that run beside it go on. A result is the
-        pair (logprob, is_greedy).
+        pair (logprob, is_greedy). adapter: see `generate`; one for all.
 
         ValueError names an empty prompt or continuation, CapacityError what is longer than max_seq_len.
         """
-        return score(self._attached(), self.tokenizer, prompts, continuations)
+        return score(self._attached(), self.tokenizer, prompts, continuations, adapter)
 
     def submit(self, prompts: Any, **options: Any) -> list[Request]:
         """Queue a request for every prompt, for callers that step the engine themselves: servers, benches.
@@ -311,6 +329,11 @@ class Engine:
     def target_module(self) -> PreTrainedModel:
         """The attached target model."""
         return self._attached().target.model
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of adapters that requests may choose: `attach(adapters=)`."""
+        return tuple(self._attached().target.adapters)
 
     @property
     def draft_module(self) -> nn.Module | None:

@@ -1,6 +1,9 @@
 """Hand-made LoRA: what PEFT's layers do, by the same plain attributes, in a few lines."""
 
+import json
+
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 
@@ -50,6 +53,20 @@ def with_lora(model, **settings):
         layer.mlp.up_proj = LoraLinear(layer.mlp.up_proj, seed=10 * i, **settings)
         layer.self_attn.v_proj = LoraLinear(layer.self_attn.v_proj, seed=10 * i + 5, **settings)
     return model.eval()
+
+
+def save_lora(model, folder, kinds=("q_proj", "down_proj"), rank=4, seed=0):
+    """Save an adapter of some linear layers as PEFT does; return its folder."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, module in model.named_modules():
+        if name.endswith(kinds):
+            for part, shape in {"A": (rank, module.in_features), "B": (module.out_features, rank)}.items():
+                tensors[f"base_model.model.{name}.lora_{part}.weight"] = torch.randn(shape, generator=generator) * 0.3
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def lora_layers(model):

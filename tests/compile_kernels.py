@@ -88,6 +88,7 @@ def compile_all(capability: int) -> list[str]:
     sums_over_ranks()
     products_of_experts()
     products_and_norms()
+    adapters()
     choices_of_routers()
     recurrent_layers()
     flashinfer_tables()
@@ -121,6 +122,19 @@ def products_of_experts() -> None:
         weight = torch.zeros(16, *((64, 96) if is_transposed else (96, 64)), dtype=dtype)
         for activation in ("", "swigluoai" if is_transposed else "silu"):
             grouped_linear(x, ids, weight, bias, is_transposed, activation)
+
+
+def adapters() -> None:
+    """Low-rank products of plain steps, of rounds and of prefills, of every rank; odd sizes."""
+    from specdec.backends.linear.lora import RANKS
+    from specdec.backends.triton.linear.lora import lora
+
+    for num_rows, K, sizes in ((32, 4096, (4096, 1024, 1024)), (128, 14336, (4096,)), (2048, 4096, (99,))):
+        for rank in RANKS:
+            x, y = (torch.zeros(num_rows, size, dtype=torch.bfloat16) for size in (K, sum(sizes)))
+            a = [torch.zeros(3, rank, K, dtype=torch.bfloat16) for _ in sizes]
+            b = [torch.zeros(3, size, rank, dtype=torch.bfloat16) for size in sizes]
+            lora(x, y, a, b, [torch.zeros(3)] * len(sizes), torch.zeros(num_rows, dtype=torch.int64))
 
 
 def products_and_norms() -> None:

@@ -1,18 +1,36 @@
 """Adapters on a live target, by PEFT where it is there: followed by live layers, refused by name by compiled ones."""
 
+import copy
+import json
+import shutil
+from contextlib import nullcontext
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import specdec
 from specdec.core.errors import AttachError, GraphError
+from specdec.reach.targets.compiling import checked
+from specdec.reach.targets.compiling.adapters import LORA, join_adapters
 from tests.adapters import with_lora
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = [5, 17, 33, 64, 101, 12, 90, 7, 55, 23, 41]
+FILE = "adapter_model.safetensors"
 SETTINGS = {"max_batch": 1, "max_seq_len": 64}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PROMPTS = [list(range(5, 5 + n)) for n in (11, 7, 20, 14)]
+NAMES = ["a", None, "b", "a"]
+LIVE = {"cuda_graph": False, "prefill_graph": "off"}
+PARTS = {"cuda_graph": True, "prefill_graph": "breakable", "graph_sampling": "greedy", "strict": True}
+PARTS |= {"prefill_buckets": (1, 4, 8, 16, 32, 64)}
+WHOLE = {**PARTS, "prefill_graph": "whole"}
+TRACED = {**PARTS, "prefill_graph": "piecewise", "compile": True, "compiler": "eager"}
+TREE = {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}
 
 
 def endless(model):
@@ -106,3 +124,143 @@ def test_adapters_of_peft_are_followed_or_refused_by_name(mode):
     wrapped.delete_adapter("c")
     torch.testing.assert_close(dict(wrapped.state_dict()), state)
     assert text_of(wrapped) == base and specdec.engine_of(wrapped) is None
+
+
+def num_adapted(graph):
+    join_adapters(graph)
+    return sum(node.target is LORA for node in graph.graph.nodes)
+
+
+@pytest.fixture(scope="module")
+def two():
+    """A PeftModel of two adapters, of other layers, ranks and scales."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    common = {"init_lora_weights": False, "lora_dropout": 0.3, "task_type": "CAUSAL_LM"}
+    a = peft.LoraConfig(r=4, lora_alpha=40, target_modules=["q_proj", "v_proj", "gate_proj"], **common)
+    patterns = {"rank_pattern": {"k_proj": 3}, "alpha_pattern": {"layers.1.mlp.up_proj": 60}}
+    modules = ["v_proj", "k_proj", "up_proj", "down_proj"]
+    b = peft.LoraConfig(r=20, lora_alpha=30, use_rslora=True, target_modules=modules, **patterns, **common)
+    wrapped = peft.get_peft_model(endless(tiny_model("llama", seed=7)), a, adapter_name="a")
+    wrapped.add_adapter("b", b)
+    return wrapped.to(DEVICE).eval()
+
+
+def own_text(wrapped, prompt, name, length=8):
+    """What the PeftModel generates itself, with one of its adapters or none."""
+    ids = torch.tensor([prompt], device=DEVICE)
+    with nullcontext() if name else wrapped.disable_adapter():
+        if name:
+            wrapped.set_adapter(name)
+        out = wrapped.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, pad_token_id=0
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def expected(two):
+    texts = [own_text(two, p, name) for p, name in zip(PROMPTS, NAMES, strict=True)]
+    assert all(own_text(two, PROMPTS[0], name) != texts[0] for name in (None, "b"))
+    return texts
+
+
+@pytest.fixture(scope="module")
+def saved(two, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    two.save_pretrained(folder)
+    return {name: folder / name for name in "ab"}
+
+
+@pytest.mark.parametrize("how", [LIVE, PARTS, WHOLE, TRACED], ids=["live", "parts", "whole", "traced"])
+@pytest.mark.parametrize("shape", [None, {"num_steps": 3}, TREE], ids=["plain", "chain", "tree"])
+@torch.no_grad()
+def test_adapters_in_one_batch_write_what_each_writes_alone(two, expected, saved, shape, how, monkeypatch):
+    joined = []
+    monkeypatch.setattr(f"{checked.__name__}.join_adapters", lambda graph: joined.append(num_adapted(graph)))
+    loaded = how is not PARTS
+    draft = tiny_model("llama").to(DEVICE) if shape else None
+    settings = {"max_batch": 4, "max_seq_len": 64, "prefix_cache": True, **how, **(shape or {})}
+    target, adapters = (two, ["a", "b"]) if loaded else (endless(tiny_model("llama", seed=7)).to(DEVICE), saved)
+    with specdec.attach(target, draft, adapters=adapters, **settings) as engine:
+        for _ in range(2):  # the second time from the prefix cache
+            assert engine.generate(PROMPTS, max_new_tokens=8, adapter=NAMES).tokens == expected
+        assert engine.generate(PROMPTS[0], max_new_tokens=8, adapter="a").tokens == expected[:1]
+        others = engine.generate([PROMPTS[0]] * 3, max_new_tokens=8, adapter=[None, "b", "a"]).tokens
+        assert others == [own_text(two, PROMPTS[0], name) for name in (None, "b", "a")]
+        assert how is LIVE or engine.report().paths["EXTEND"]["replays"]
+        assert how is not TRACED or engine.report().compiled.startswith("compiled")
+        assert joined[:1] == ([3 * 4] if how is TRACED else []), "of QKV, of gate and up, and of down"
+
+
+@pytest.mark.parametrize("how", [LIVE, TRACED], ids=["live", "traced"])
+def test_adapters_that_requests_choose_are_trained_while_they_serve(two, how):
+    model = copy.deepcopy(two)
+    with specdec.attach(model, adapters=["a", "b"], **{**SETTINGS, **how, "prefix_cache": True}) as engine:
+
+        def check():
+            for name in ("a", "b"):
+                text = engine.generate(PROMPTS[0], max_new_tokens=8, adapter=name).tokens[0]
+                assert text == own_text(model, PROMPTS[0], name)
+            return text
+
+        before = check()  # whichever is active does not count
+        model.set_adapter("b")
+        optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if ".b." in n], lr=30.0)
+        ids = torch.tensor(PROMPTS[:1], device=DEVICE)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        assert check() != before
+        score = engine.score(PROMPTS[:1], [[7]], adapter="b")[0].logprob
+        assert score == pytest.approx(model(input_ids=ids).logits[0, -1].log_softmax(-1)[7].item(), abs=1e-4)
+        model.merge_adapter(["a"])
+        with pytest.raises(GraphError, match=r"adapter 'a': .*q_proj is merged into the model's weights"):
+            engine.generate(PROMPTS[0], adapter="a")
+        model.unmerge_adapter()
+        check()
+        model.delete_adapter("a")
+        with pytest.raises(GraphError, match=r"peft_config \({'a': |no LoRA adapter 'a' loaded \(it has 'b'\)"):
+            engine.generate(PROMPTS[0], adapter="b")
+
+
+def test_what_adapters_cannot_be_is_refused_by_name(two, saved, tmp_path):
+    peft, model = pytest.importorskip("peft"), endless(tiny_model("llama", seed=7))
+
+    def refused(match, adapters, target=two):
+        with pytest.raises(ValueError, match=match):
+            specdec.attach(target, adapters=adapters, **SETTINGS)
+
+    def changed(change=lambda tensors: tensors, **config):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        shutil.copytree(saved["a"], folder)
+        settings = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**settings, **config}))
+        file = folder / FILE
+        save_file(change(load_file(file)), file)
+        return {"x": folder}
+
+    refused("adapters='a': expected names of adapters that are loaded in the model, or a dict", "a")
+    refused(r"no LoRA adapter 'c' loaded \(it has 'a', 'b'\); load it, or pass {'c': FOLDER}", ["c"])
+    refused(r"no LoRA adapter 'a' loaded \(it has none\)", ["a"], model)
+    refused("use_dora=True, bias='all': expected low-rank products.*merge", changed(use_dora=True, bias="all"), model)
+    refused("peft_type='LOHA': expected LORA", changed(peft_type="LOHA"), model)
+    embedding = "base_model.model.model.embed_tokens.lora_embedding_A"
+    refused(f"{embedding}.*expected lora_A", changed(lambda t: t | {embedding: torch.ones(2, 2)}), model)
+    wrong = {"base_model.model.lm_head.lora_A.weight": torch.ones(2, 64)}
+    wrong |= {"base_model.model.lm_head.lora_B.weight": torch.ones(128, 2)}
+    refused("'x' is for lm_head, a Linear: expected linear layers below", changed(lambda t: wrong), model)
+    foreign = {key.replace("q_proj", "z_proj"): tensor for key, tensor in load_file(saved["a"] / FILE).items()}
+    refused("'x' is for .*z_proj, which the model does not have", changed(lambda t: foreign), model)
+    wide = {key: torch.cat([t, t], 1 - int("lora_B" in key)) for key, t in load_file(saved["a"] / FILE).items()}
+    refused(r"'x' is of another model: .* has \(64, 96\)", changed(lambda t: wide), model)
+    dora = peft.get_peft_model(endless(tiny_model("llama", seed=7)), peft.LoraConfig(r=2, use_dora=True)).eval()
+    refused("adapter 'default': use_dora=True", ["default"], dora)
+    ranked = peft.get_peft_model(endless(tiny_model("llama", seed=7)), peft.LoraConfig(r=129)).eval()
+    refused("ranks up to 129: expected 128 at most", ["default"], ranked)
+    with specdec.attach(model, adapters={"x": saved["a"]}, **SETTINGS) as engine:
+        with pytest.raises(ValueError, match="adapter='y': expected one of 'x'"):
+            engine.generate(PROMPT, adapter="y")
+        with pytest.raises(ValueError, match=r"adapters by request.*engine.generate\(adapter=NAME\)"):
+            engine.install()
+    with specdec.attach(model, **SETTINGS) as engine, pytest.raises(ValueError, match="adapter='x': expected none"):
+        engine.generate(PROMPT, adapter="x")

@@ -127,7 +127,7 @@ def test_a_short_beginning_is_not_waited_for():
 
 def test_stop_ids_that_are_not_given_are_no_token():
     (numbers,) = pack_requests([request_of(stop_ids=(9,))])
-    assert numbers[2 : 2 + MAX_STOP_IDS].tolist() == [9] + [-1] * (MAX_STOP_IDS - 1)
+    assert numbers[3 : 3 + MAX_STOP_IDS].tolist() == [9] + [-1] * (MAX_STOP_IDS - 1)
 
 
 def test_tokens_that_no_prefill_sees_are_in_the_history():

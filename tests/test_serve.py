@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 
 import specdec
 from specdec.tools.commands import main as cli
+from specdec.tools.commands.serve import adapters_of
 from specdec.tools.commands.serve import serve as serve_command
 from specdec.tools.train.adapt import read_log
+from tests.adapters import save_lora
 from tests.test_text import TOKENIZER
 from tests.tiny_models import tiny_model
 from tests.train_models import save_target, target_with_words, tiny_head, tiny_target
@@ -372,6 +374,30 @@ def test_bad_bodies(words):
     with pytest.raises(openai.BadRequestError, match="logprobs"):
         words.api.chat.completions.create(model=NAME, messages=CHAT, logprobs=True)
     assert words.http.get("/v1/nothing").json()["error"]["message"] == "Not Found"
+
+
+def test_adapters_are_served_as_models_of_their_names(tmp_path):
+    model = tiny_model("llama")
+    folders = {name: save_lora(model, tmp_path / name, seed=i) for i, name in enumerate("ab")}
+    adapters = adapters_of([f"{name}={folder}" for name, folder in folders.items()])
+    engine = specdec.attach(model, tokenizer=TOKENIZER, adapters=adapters, max_batch=4, max_seq_len=64)
+    ask = {"prompt": [5, 17, 33, 64], "max_tokens": 8, "temperature": 0}
+    with engine, serving(engine, name="tiny") as served:
+        found = served.api.models.list().data
+        assert [(m.id, getattr(m, "parent", None)) for m in found] == [("tiny", None), ("a", "tiny"), ("b", "tiny")]
+        assert served.api.models.retrieve("b").id == "b"
+        with ThreadPoolExecutor() as pool:
+            answers = list(pool.map(lambda name: served.api.completions.create(model=name, **ask), ("tiny", "a", "b")))
+        expected = engine.generate([ask["prompt"]] * 3, max_new_tokens=8, adapter=[None, "a", "b"]).texts
+        assert [a.choices[0].text for a in answers] == expected and len(set(expected)) == 3
+        assert [a.model for a in answers] == ["tiny", "a", "b"]
+        with pytest.raises(openai.NotFoundError, match="only 'tiny', 'a', 'b' are served"):
+            served.api.completions.create(model="c", **ask)
+        with pytest.raises(ValueError, match="'a' is the name of the model and of an adapter"):
+            build_app(engine, "a")
+    for wrong in (["a"], ["=x"], ["a=x", "a=y"]):
+        with pytest.raises(ValueError, match=rf"--lora {wrong[-1]}: expected NAME=FOLDER, each name once"):
+            adapters_of(wrong)
 
 
 def test_models_health_and_metrics(words):

@@ -11,6 +11,8 @@ import pytest
 
 IN_TEST = {
     "test_adapters.py::test_adapters_of_peft_are_followed_or_refused_by_name": "live",
+    "test_adapters.py::test_adapters_in_one_batch_write_what_each_writes_alone": "plain-traced|tree-whole|chain-parts",
+    "test_adapters.py::test_adapters_that_requests_choose_are_trained_while_they_serve": "traced",
     "test_ahead.py::test_every_body_can_do_without_its_launches": "lookup|eagle3|12",
     "test_algorithms.py::test_compiled_layers_feed_every_draft_alike": "-",
     "test_algorithms.py::test_drafts_are_what_the_draft_says_from_scratch": "tree|(eagle3|standalone)-chain",

@@ -94,12 +94,12 @@ def _product(
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
     kind = kind_of(weight)
-    has_kernel = _has_kernels(x) and weight.dtype == x.dtype and weight.stride(1) == 1
+    has_kernel = has_kernels(x) and weight.dtype == x.dtype and weight.stride(1) == 1
     return (kind.kernel if has_kernel else kind.twin)(x, weight, bias, activation)
 
 
 def _wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if not (_has_kernels(x) and weight.dtype == x.dtype and weight.stride(1) == 1):
+    if not (has_kernels(x) and weight.dtype == x.dtype and weight.stride(1) == 1):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     from specdec.backends.triton.linear import products
 
@@ -107,12 +107,12 @@ def _wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return product.view(*x.shape[:-1], product.shape[1])
 
 
-def _has_kernels(x: torch.Tensor) -> bool:
+def has_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in KERNEL_DTYPES and has_triton()
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
-    if not _has_kernels(x):
+    if not has_kernels(x):
         return rms_norm_twin(x, weight, eps, offset, is_late)
     from specdec.backends.triton.linear import norms
 
@@ -122,7 +122,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, 
 def _add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if not _has_kernels(x):
+    if not has_kernels(x):
         return add_rms_norm_twin(x, residual, weight, eps, offset, is_late)
     from specdec.backends.triton.linear import norms
 

@@ -3,7 +3,7 @@
 `targets.hf.HFTarget` and `assembly.models` implement them for `transformers`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -48,7 +48,7 @@ class Target(Protocol):
     returns True if it gets True on any of the ranks that share the model, which all call it. group: name of their
     process group; "" of a whole model. settle: waits for the device where ranks wait for each other; None of a whole
     model. shape: sizes and modules that a draft must match (`targets.shape.TargetShape`). compiled: what replaces the
-    live layers, by whether it serves prefills.
+    live layers, by whether it serves prefills. adapters: numbers, from 1 on, of LoRA adapters that requests choose.
     """
 
     model: Any
@@ -56,6 +56,8 @@ class Target(Protocol):
     any_rank: Callable[[bool], bool]
     compiled: dict[bool, Any]
 
+    @property
+    def adapters(self) -> Mapping[str, int]: ...
     @property
     def spec(self) -> TargetSpec: ...
     @property

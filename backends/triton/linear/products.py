@@ -17,7 +17,7 @@ from specdec.backends.triton.linear.tiles import choose_tile
 
 
 @triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
+def dot(a, b, acc, UPCAST: tl.constexpr):
     """Return acc + a @ b. UPCAST: the interpreter has no bf16 product (numpy has no bf16); widening is exact."""
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -80,10 +80,10 @@ def _product_kernel(
     for k in range(0, K, BLOCK_K):
         w = _tile(weight, first_n, k, N, K, stride_w, BLOCK_N, BLOCK_K, TMA)
         rows = _tile(x, first_m, k, num_rows, K, stride_x, BLOCK_M, BLOCK_K, TMA).T
-        total = _dot(w, rows, total, UPCAST)
+        total = dot(w, rows, total, UPCAST)
         if ACTIVATION != "":
             w = _tile(weight, N + first_n, k, 2 * N, K, stride_w, BLOCK_N, BLOCK_K, TMA)
-            up = _dot(w, rows, up, UPCAST)
+            up = dot(w, rows, up, UPCAST)
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     product = _finished(total, bias, n, N, HAS_BIAS, out.dtype.element_ty)
     if ACTIVATION != "":

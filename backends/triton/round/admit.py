@@ -14,13 +14,14 @@ from specdec.backends.triton.launch.relaunch import CachedLaunch
 
 @triton.jit(
     do_not_specialize=["stride", "num_pages", "width", "page_size", "num_rows"],
-    do_not_specialize_on_alignment=["packed", "table", "seq_lens", "remaining", "stop_ids", "sampling"],
+    do_not_specialize_on_alignment=["packed", "table", "seq_lens", "remaining", "adapters", "stop_ids", "sampling"],
 )
 def _admit_kernel(
     packed,
     table,
     seq_lens,
     remaining,
+    adapters,
     stop_ids,
     sampling,
     stride,
@@ -38,13 +39,14 @@ def _admit_kernel(
     if tl.program_id(1) == 0:
         tl.store(seq_lens + row, tl.load(number))
         tl.store(remaining + row, tl.load(number + 1))
-        tl.store(stop_ids + row * NUM_STOPS + i, tl.load(number + 2 + i, mask=i < NUM_STOPS), mask=i < NUM_STOPS)
-        own = tl.load(number + 2 + NUM_STOPS + i, mask=i < NUM_SAMPLING)
+        tl.store(adapters + row, tl.load(number + 2))
+        tl.store(stop_ids + row * NUM_STOPS + i, tl.load(number + 3 + i, mask=i < NUM_STOPS), mask=i < NUM_STOPS)
+        own = tl.load(number + 3 + NUM_STOPS + i, mask=i < NUM_SAMPLING)
         tl.store(sampling + i * num_rows + row, own, mask=i < NUM_SAMPLING)
     position = tl.program_id(1) * BLOCK + i
     page = position // page_size
     is_owned = page < num_pages
-    pages = number + 2 + NUM_STOPS + NUM_SAMPLING
+    pages = number + 3 + NUM_STOPS + NUM_SAMPLING
     slot = tl.load(pages + page, mask=is_owned, other=0) * page_size + position % page_size
     slot = tl.where(is_owned, slot, 0).to(tl.int32)
     tl.store(table + row * width + position, slot, mask=position < width)
@@ -55,7 +57,7 @@ _launch = CachedLaunch(_admit_kernel)
 
 def admit(packed: torch.Tensor, columns: Sequence[torch.Tensor], table: torch.Tensor, page_size: int) -> None:
     """See `specdec.core.functional.ops.RoundOps`."""
-    (stops, width), sampling, block = (columns[2].shape[1], table.shape[1]), columns[3], 512
+    (stops, width), sampling, block = (columns[3].shape[1], table.shape[1]), columns[4], 512
     num_numbers = 1 + sum(column[0].numel() for column in columns)
     assert sampling.T.is_contiguous() and table.is_contiguous() and packed.stride(1) == 1
     grid = packed.shape[0], triton.cdiv(width, block)

@@ -16,21 +16,23 @@ import numpy as np
 from specdec.core.cache.pages import NO_PAGES, Pages
 
 CHUNK = 64  # tokens: scans of a prefill run in chunks that divide this, so one that is cut there has equal bits
+ADAPTER_BIT = 52  # of a key, from which on it holds an adapter: above the first of two tokens
 EVICTED = 32  # at least one page in so many goes at a time, so that making room is rare
 
 
-def scored_keys(tokens: np.ndarray) -> np.ndarray:
+def scored_keys(tokens: np.ndarray, adapter: int = 0) -> np.ndarray:
     """Return the keys [T] int64 of `tokens` [T] int64 that the target alone has read, for scores: unlike all others."""
-    return -1 - tokens
+    return -1 - (tokens | adapter << ADAPTER_BIT)
 
 
-def keys_of(tokens: np.ndarray, looks_ahead: int) -> np.ndarray:
+def keys_of(tokens: np.ndarray, looks_ahead: int, adapter: int = 0) -> np.ndarray:
     """Return the keys [n-1] int64 of all positions of `tokens` [n] int64 but the last: of an emitted token the K/V is
     not there yet, and the last one of a prompt is read in any case, for its logits.
 
-    looks_ahead: 1 if K/V depends on the next token as well, 0 if not.
+    looks_ahead: 1 if K/V depends on the next token as well, 0 if not. adapter: the number of what computes K/V, 0 for
+    the model itself.
     """
-    return tokens[:-1] << 32 | tokens[1:] if looks_ahead else tokens[:-1]
+    return (tokens[:-1] << 32 | tokens[1:] if looks_ahead else tokens[:-1]) | adapter << ADAPTER_BIT
 
 
 class KeptStates:

@@ -39,6 +39,7 @@ def make_requests(
     ignore_eos: bool = False,
     priority: int = 0,
     deadline: float | None = None,
+    adapter: str | Sequence[str | None] | None = None,
     grammar: Any = None,
     skip_special_tokens: bool = True,
     **settings: Any,
@@ -77,6 +78,8 @@ def make_requests(
     ]
     for request, constraint in zip(requests, _constraints(core, grammar, eos, len(batch)), strict=True):
         request.constraint = constraint
+    for request, name in zip(requests, _per_prompt("adapter", adapter, len(batch)), strict=True):
+        request.adapter = adapter_number(core, name)
     if core.config.logprobs is not None:
         for request in requests:
             request.logprobs = []
@@ -92,6 +95,15 @@ def compile_grammar(core: Core, grammar: Any) -> CompiledGrammar:
     if not isinstance(grammar, Grammar | Mapping) and hasattr(grammar, "matcher"):
         return grammar
     return core.grammars.compile(Grammar.of(grammar))
+
+
+def adapter_number(core: Core, name: Any) -> int:
+    """Return the number of an adapter, 0 for None; ValueError for a name that the engine does not know."""
+    numbers = core.target.adapters
+    if name is not None and (not isinstance(name, str) or name not in numbers):
+        known = f"one of {', '.join(map(repr, numbers))}" if numbers else "none: attach(..., adapters=[...]) gives some"
+        raise ValueError(f"adapter={name!r}: expected {known}")
+    return 0 if name is None else numbers[name]
 
 
 def _constraints(core: Core, grammar: Any, eos: frozenset[int], count: int) -> list[Constraint | None]:

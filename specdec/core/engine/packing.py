@@ -29,7 +29,7 @@ def _numbers_of(request: Request) -> tuple[int, ...]:
     """The numbers of a request in the order of `EngineState.columns`."""
     no_ids = (-1,) * (MAX_STOP_IDS - len(request.stop_ids))
     rest = request.max_new_tokens - len(request.tokens)
-    return (request.num_to_prefill, rest, *request.stop_ids, *no_ids, *request.sampling.bits)
+    return (request.num_to_prefill, rest, request.adapter, *request.stop_ids, *no_ids, *request.sampling.bits)
 
 
 def write_requests(

@@ -25,6 +25,7 @@ class Request:
     """One prompt being served; `prompt` [T+1] int64 is what is prefilled and the token after it: its ids and a 0; after
     a preemption its ids and all of its tokens.
 
+    adapter: number of its LoRA adapter, 0 for none.
     priority: higher ones are admitted first; place: its order in the queue, (-priority, number of arrival).
     deadline: seconds after it was queued, when it ends with what it has; None for none.
     row: set while it runs; num_prefilled: of `prompt`, in the cache already; num_cached: prompt tokens that others had
@@ -53,6 +54,7 @@ class Request:
     detokenizer: Detokenizer
     string_ids: tuple[int, ...] = ()
     priority: int = 0
+    adapter: int = 0
     place: tuple[int, int] = (0, 0)
     deadline: float | None = None
     row: int | None = None

@@ -18,7 +18,7 @@ import torch
 from specdec.core.batch import on_device
 from specdec.core.cache.pages import NO_PAGES
 from specdec.core.cache.prefix import num_alike, scored_keys
-from specdec.core.engine.admission import check_ids
+from specdec.core.engine.admission import adapter_number, check_ids
 from specdec.core.engine.core import Core
 from specdec.core.engine.packing import copy_to
 from specdec.core.errors import CapacityError
@@ -79,11 +79,11 @@ class ScoredPart(NamedTuple):
         return self.end - self.begin
 
 
-def score(core: Core, tokenizer: Any, prompts: Any, continuations: Any) -> list[Score]:
+def score(core: Core, tokenizer: Any, prompts: Any, continuations: Any, adapter: str | None = None) -> list[Score]:
     """Score a continuation for every prompt; see `Engine.score`."""
-    pairs = _checked(core, tokenizer, prompts, continuations)
+    pairs, number = _checked(core, tokenizer, prompts, continuations), adapter_number(core, adapter)
     owners, results = [], []
-    with closing(_scored(core, pairs)) as parts:
+    with closing(_scored(core, pairs, number)) as parts:
         for numbers, tokens, logits in parts:
             logprobs = token_logprobs(logits.unsqueeze(1), tokens.unsqueeze(1), 0)[:, 0, 0]
             owners.append(numbers)
@@ -109,7 +109,7 @@ def continuation_logits(
     return [torch.stack(own) for own in rows]
 
 
-def _scored(core: Core, pairs: Sequence[Pair]) -> Generator[Scored, None, None]:
+def _scored(core: Core, pairs: Sequence[Pair], adapter: int = 0) -> Generator[Scored, None, None]:
     """Run the target over all `pairs`; tokens of a pair come in order.
 
     The engine's turn and rows are held while a reader works, so it must close this if it breaks off.
@@ -121,13 +121,13 @@ def _scored(core: Core, pairs: Sequence[Pair]) -> Generator[Scored, None, None]:
     while waiting:
         with core.turns, on_device(core.device), torch.inference_mode():
             core.submit(())  # nothing but its checks: attached, and no weight has moved
-            group = _reserve(core, waiting)
+            group = _reserve(core, waiting, adapter)
             assert group or core.has_work, "rows are taken, and nobody runs"
             try:
                 for _ in group:
                     waiting.popleft()
                 for pieces in _prefills(group, core.config.max_prefill_tokens):
-                    yield from _prefill(core, pieces)
+                    yield from _prefill(core, pieces, adapter)
             finally:
                 for piece in group:
                     tables.release(piece.row)
@@ -181,7 +181,7 @@ def _grouped(pairs: Iterable[Pair]) -> list[Scorable]:
     return [sequence for _, sequence in sorted(new, key=lambda both: -both[0])]
 
 
-def _reserve(core: Core, waiting: Iterable[Scorable]) -> list[ScoredPart]:
+def _reserve(core: Core, waiting: Iterable[Scorable], adapter: int) -> list[ScoredPart]:
     """Reserve rows for the first of `waiting`: what one prefill holds, or one sequence that takes several.
 
     What one of them shares may be written in the same prefill: all K/V of a layer is stored before it attends. They are
@@ -191,7 +191,7 @@ def _reserve(core: Core, waiting: Iterable[Scorable]) -> list[ScoredPart]:
     group: list[ScoredPart] = []
     num_tokens = 0
     for sequence in waiting:
-        shared = tables.prefixes.find(scored_keys(sequence.unscored)) if can_share else NO_PAGES
+        shared = tables.prefixes.find(scored_keys(sequence.unscored, adapter)) if can_share else NO_PAGES
         begin, end = len(shared) * tables.page_size, len(sequence.fed)
         num_tokens += end - begin
         if group and (num_tokens > core.config.max_prefill_tokens or end - begin < group[0].length / 2):
@@ -200,7 +200,7 @@ def _reserve(core: Core, waiting: Iterable[Scorable]) -> list[ScoredPart]:
         if row is None:
             break
         if can_share:
-            tables.keep(row, scored_keys(sequence.fed))
+            tables.keep(row, scored_keys(sequence.fed, adapter))
         group.append(ScoredPart(sequence, row, begin, end))
     return group
 
@@ -214,11 +214,12 @@ def _prefills(group: Sequence[ScoredPart], most: int) -> list[list[ScoredPart]]:
     return [[piece._replace(begin=at, end=min(at + most, piece.end))] for at in begins]
 
 
-def _prefill(core: Core, pieces: Sequence[ScoredPart]) -> Iterator[Scored]:
+def _prefill(core: Core, pieces: Sequence[ScoredPart], adapter: int) -> Iterator[Scored]:
     """Run the target's layers over `pieces`, and its head where a token is scored."""
     tables, rows, lens = core.slot_tables, [p.row for p in pieces], [p.length for p in pieces]
     there = copy_to(core.device, np.array(rows))
     tables.write(there, copy_to(core.device, tables.pages_of(rows)))
+    core.state.adapters.index_fill_(0, there, adapter)
     metadata = core.context.backend.metadata.prefill(tables.table, there, [p.begin for p in pieces], lens)
     ids = copy_to(core.device, np.concatenate([p.sequence.fed[p.begin : p.end] for p in pieces]))
     hidden, _aux = core.prefill.target(metadata, ids)

@@ -32,7 +32,7 @@ class Sharing:
         token is read in any case."""
         if not self._tables.keeps_prefixes:
             return NO_PAGES
-        pages = self._tables.prefixes.find(keys_of(request.prompt[:-1], self._looks_ahead))
+        pages = self._tables.prefixes.find(keys_of(request.prompt[:-1], self._looks_ahead, request.adapter))
         if (states := self._tables.prefixes.states) is None:
             return pages
         count, request.state = states.find(pages)
@@ -70,7 +70,7 @@ class Sharing:
             prompt = request.prompt[: len(request.prompt_ids)]
             tokens = np.concatenate([prompt, np.array(request.tokens, dtype=np.int64)])
             seen = tokens[: max(len(prompt), len(tokens) - request.num_behind)]
-            self._tables.keep(request.row, keys_of(seen, self._looks_ahead))
+            self._tables.keep(request.row, keys_of(seen, self._looks_ahead, request.adapter))
 
     def keep_state(self, request: Request) -> int | None:
         """Keep the K/V of what has been prefilled of a request, and return the place for its states there; None if they
@@ -79,11 +79,11 @@ class Sharing:
         if states is None or not request.is_kept or request.is_prefilled or end % states.step:
             return None
         assert request.row is not None
-        keys = keys_of(request.prompt[: end + 1], self._looks_ahead)
+        keys = keys_of(request.prompt[: end + 1], self._looks_ahead, request.adapter)
         self._tables.keep(request.row, keys)
         return states.take(int(self._tables.prefixes.find(keys)[-1]))
 
 
 def _beginning(request: Request) -> bytes:
     """Return what prompts must have in common for one to wait for the other."""
-    return request.prompt[:WORTH_WAITING].tobytes()
+    return keys_of(request.prompt[: WORTH_WAITING + 1], 0, request.adapter).tobytes()

@@ -17,7 +17,8 @@ class EngineState:
 
     The last row is the dummy row: its request is permanently finished, it owns slot 0 only, and padding of captured
     batches points to it.
-    seq_lens: L; roots: the token at L; remaining: tokens the request may still emit, 0 once it is over;
+    seq_lens: L; roots: the token at L; remaining: tokens the request may still emit, 0 once it is over; adapters: the
+    number of its LoRA adapter, 0 for none;
     stop_ids [num_rows, MAX_STOP_IDS], -1 padded; history [num_rows, width] int32: tokens by position up to the root;
     the prompt's are written where somebody reads them (processors, a worker that `reads_history`), and what lies past
     the root is left over; sampling: parameters by row; processors: penalties and bans by row.
@@ -28,6 +29,7 @@ class EngineState:
     seq_lens: torch.Tensor
     roots: torch.Tensor
     remaining: torch.Tensor
+    adapters: torch.Tensor
     stop_ids: torch.Tensor
     history: torch.Tensor
     sampling: SamplingBatch
@@ -58,12 +60,12 @@ class EngineState:
         if logprobs is not None:
             scores = torch.zeros(num_rows, logprobs[0], 1 + 2 * logprobs[1], device=device)
         checksums = None if digests is None else torch.zeros(num_rows, digests, dtype=torch.int64, device=device)
-        return cls(zeros(), zeros(), zeros(), stop_ids, history, sampling, processors, scores, checksums)
+        return cls(zeros(), zeros(), zeros(), zeros(), stop_ids, history, sampling, processors, scores, checksums)
 
     @cached_property
     def columns(self) -> list[torch.Tensor]:
         """Columns that admission writes, in the order of packing: [num_rows, ...] int64."""
-        return [self.seq_lens, self.remaining, self.stop_ids, self.sampling.bits.T]
+        return [self.seq_lens, self.remaining, self.adapters, self.stop_ids, self.sampling.bits.T]
 
     @cached_property
     def num_admitted(self) -> int:

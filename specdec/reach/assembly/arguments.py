@@ -1,6 +1,6 @@
 """The arguments of `attach`: refused by name before any work, and made into an EngineConfig."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,17 @@ def check_tokenizer(tokenizer: Any) -> None:
         raise ValueError(
             f"tokenizer={tokenizer!r}: expected a tokenizer, which has a decode method, not its name or class; pass "
             f"AutoTokenizer.from_pretrained({name})"
+        )
+
+
+def check_adapters(adapters: Any) -> None:
+    """Raise ValueError for what does not name adapters, or the folder of each."""
+    names = list(adapters) if isinstance(adapters, Sequence | Mapping) and not isinstance(adapters, str) else [None]
+    sources = adapters.values() if isinstance(adapters, Mapping) else ()
+    if not all(isinstance(n, str) and n for n in names) or not all(isinstance(s, str | Path) for s in sources):
+        raise ValueError(
+            f"adapters={adapters!r}: expected names of adapters that are loaded in the model, or a dict from names to "
+            "folders or Hub ids"
         )
 
 

@@ -153,9 +153,12 @@ def _assemble(
             model.expect_positions(config.table_width)
     target.read_layers(worker.aux_layers)
     row_states = _row_states(target, config, config.verify_width, backend)
-    context = _context(backend, ModelShape.of(target), tables, counters, config.tree_words, row_states)
     logprobs = None if config.logprobs is None else (config.num_steps + 1, config.logprobs)
     digests = config.num_steps + 1 if config.digests else None
+    state = EngineState.empty(config.num_rows, config.table_width, device, logprobs, digests)
+    context = _context(backend, ModelShape.of(target), tables, counters, config.tree_words, row_states)
+    if target.adapters:
+        context = replace(context, adapters=state.adapters)
     in_use = [c.backend for c in (context, worker.context) if c is not None]
     parts = Parts(
         target=target,
@@ -164,7 +167,7 @@ def _assemble(
         context=context,
         ops=_ops_for(backend),
         tables=tables,
-        state=EngineState.empty(config.num_rows, config.table_width, device, logprobs, digests),
+        state=state,
         counters=counters,
         models=HFModels(target, worker, config),
         compiling_kernels=partial(compiling_kernels, in_use, device),

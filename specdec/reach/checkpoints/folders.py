@@ -30,8 +30,8 @@ def local_path(path_or_id: Any) -> Path:
     return path
 
 
-def locate(path_or_id: str | Path) -> tuple[Path, str | None]:
-    """Return (folder, None), or (Hub snapshot, repository) with its JSON files, and weights if they are one file."""
+def locate(path_or_id: str | Path, weights: tuple[str, str] = (WEIGHTS, LEGACY_WEIGHTS)) -> tuple[Path, str | None]:
+    """Return (folder, None), or (Hub snapshot, repository) with its JSON files, and `weights` if they are one file."""
     path = local_path(path_or_id)
     if path.is_dir():
         return path, None
@@ -44,8 +44,8 @@ def locate(path_or_id: str | Path) -> tuple[Path, str | None]:
 
     try:
         folder = Path(snapshot_download(repo, allow_patterns=["*.json"]))
-        for name in (WEIGHTS, LEGACY_WEIGHTS):
-            if not any((folder / f).is_file() for f in (WEIGHTS + INDEX, WEIGHTS, LEGACY_WEIGHTS + INDEX)):
+        for name in weights:
+            if not any((folder / f).is_file() for f in (weights[0] + INDEX, weights[0], weights[1] + INDEX)):
                 snapshot_download(repo, allow_patterns=[name])
     except Exception as error:
         raise CheckpointError(repo, [f"no such folder, and the Hub did not give it: {error}"]) from error

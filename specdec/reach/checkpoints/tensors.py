@@ -63,13 +63,14 @@ class TensorFiles:
     repo: str | None = None
 
     @classmethod
-    def at(cls, path_or_id: str | Path) -> "TensorFiles":
-        """Open a folder, or a Hub repository. CheckpointError if it has no weights or they are truncated."""
-        folder, repo = locate(path_or_id)
-        candidates = (WEIGHTS + INDEX, WEIGHTS, LEGACY_WEIGHTS + INDEX, LEGACY_WEIGHTS)
-        name = next((f for f in candidates if (folder / f).is_file()), None)
+    def at(cls, path_or_id: str | Path, weights: tuple[str, str] = (WEIGHTS, LEGACY_WEIGHTS)) -> "TensorFiles":
+        """Open a folder, or a Hub repository, that has `weights`, of which the first counts.
+
+        CheckpointError if it has none or they are truncated."""
+        folder, repo = locate(path_or_id, weights)
+        name = next((f for w in weights for f in (w + INDEX, w) if (folder / f).is_file()), None)
         if name is None:
-            what = f"there is neither {WEIGHTS} nor {LEGACY_WEIGHTS}, nor an index of either's parts"
+            what = f"there is neither {weights[0]} nor {weights[1]}, nor an index of either's parts"
             raise CheckpointError(str(folder), [what])
         if name.endswith(INDEX):
             return cls(folder, read_weight_map(folder, name), repo)

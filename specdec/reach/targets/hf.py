@@ -5,8 +5,8 @@ layers' primitives and its experts' products are routed, and only while we run i
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from specdec.reach.targets.adapters.ropes import warn_of_low_precision
 from specdec.reach.targets.admission.equality import check_equality
 from specdec.reach.targets.admission.probe import ModelSpec, probe
 from specdec.reach.targets.admission.recording import Positions
+from specdec.reach.targets.lora import Lora
 from specdec.reach.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
 from specdec.reach.targets.route import Route
 from specdec.reach.targets.shape import LAST, TargetShape
@@ -45,11 +46,12 @@ class HFTarget:
     aux_layers: indices of layers whose output the draft reads, low to high, or (LAST,) for the last hidden states.
     compiled: what replaces the live model's layers, if anything, in prefills and in rounds. any_rank: whether something
     is so on any of the ranks that share the model, which all ask. used_by: returns the engine that runs it, while there
-    is one; set by that engine, which it does not keep alive.
+    is one; set by that engine, which it does not keep alive. lora: adapters that requests choose, if there are some.
     """
 
     any_rank: Callable[[bool], bool] = staticmethod(bool)
     used_by: Callable[[], Any] = staticmethod(lambda: None)
+    lora: Lora | None = None
 
     def __init__(self, model: PreTrainedModel, join: Callable[[Communicator], None] | None = None):
         """join: gets a sharded model's communicator before it is used: so its ranks can wait for each other."""
@@ -104,6 +106,11 @@ class HFTarget:
         the device waits for; None for a whole model. A device that is given too much meanwhile stops the host for good.
         """
         return self.comm.settle if self.comm is not None else None
+
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        """The numbers of adapters that requests choose, by name."""
+        return {} if self.lora is None else self.lora.numbers
 
     @property
     def device(self) -> torch.device:
@@ -187,7 +194,7 @@ class HFTarget:
     @contextmanager
     def routed(self) -> Iterator[None]:
         """Route the model's calls to us within it, see `Route.routed`, and read the outputs of `tapped`."""
-        with self.route.routed(), self._taps.reading():
+        with self.route.routed(), self._taps.reading(), nullcontext() if self.lora is None else self.lora.routed():
             yield
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,11 @@ class Weights:
         refused = [(change, why) for change in changes if (why := self._why_refused(change))]
         if refused:
             self._refuse(refused[0][1], [change for change, _ in refused])
+        if changes and self._target.lora is not None:
+            try:
+                self._target.lora.refresh()
+            except ValueError as error:
+                self._refuse(str(error), changes)
         if changes:
             self._watch.accept(changes)
             self._target.route.walk()
@@ -64,6 +69,8 @@ class Weights:
             return POOLS
         if change.kind is ChangeKind.WRITTEN:
             return SHARED if id(change.before) in self._parts else ""
+        if self._target.lora is not None and self._target.lora.follows(change):
+            return ""
         if self._is_baked:
             return BAKED
         return ROUTED if self._target.route.relies_on(change) else ""

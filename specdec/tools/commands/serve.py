@@ -1,6 +1,7 @@
 """`specdec serve`: an engine behind an HTTP server in the form of OpenAI's API."""
 
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +20,16 @@ def chosen_library(given: str | None, tokenizer: Any) -> str | None:
     if given is None:
         return "auto" if tokenizer is not None and installed_library("auto") else None
     return None if given == "off" else given
+
+
+def adapters_of(given: Sequence[str]) -> dict[str, str]:
+    """Return the folder or Hub id of each adapter, from NAME=FOLDER."""
+    pairs = [value.partition("=") for value in given]
+    wrong = [value for value, (name, _, folder) in zip(given, pairs, strict=True) if not name or not folder]
+    names = [name for name, _, _ in pairs]
+    if wrong or len(set(names)) < len(names):
+        raise ValueError(f"--lora {wrong[0] if wrong else given[-1]}: expected NAME=FOLDER, each name once")
+    return {name: folder for name, _, folder in pairs}
 
 
 class Serve(WithDraft):
@@ -46,6 +57,9 @@ class Serve(WithDraft):
         "Library for response_format, tool_choice and structured_outputs: auto, llguidance, xgrammar or off. Default: "
         "auto where one is installed."
     )
+    lora: list[str] | None = option(
+        "LoRA adapter, NAME=FOLDER or NAME=HUB_ID, which requests choose as their model; may be repeated."
+    )
     name: str | None = option("Name of the model in requests; default: the target's.")
     log: Path | None = option("File that takes the token ids of complete texts, for `specdec train adapt --from-log`.")
     grace: float = option("Seconds that running requests have after SIGTERM or Ctrl-C.", 10.0)
@@ -69,6 +83,7 @@ class Serve(WithDraft):
         settings: dict[str, Any] = {"num_slots": self.num_slots, "logprobs": self.max_logprobs}
         settings |= {"max_batch": max_batch, "prefix_cache": "auto" if self.prefix_cache else False}
         settings |= {"grammar": chosen_library(self.grammar, tokenizer)}
+        settings |= {"adapters": adapters_of(self.lora or ())}
         settings |= {name: value for name, value in given.items() if value is not None}
         drafting = self.drafting(model, max_batch)
         engine = drafting.attach(model, tokenizer, **settings)

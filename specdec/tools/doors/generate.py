@@ -61,6 +61,11 @@ class EngineGenerate:
     def __init__(self, engine: Any, on_unsupported: str = "raise"):
         if on_unsupported not in WAYS:
             raise ValueError(f"on_unsupported={on_unsupported!r}: expected one of {WAYS}")
+        if engine.adapters:
+            raise ValueError(
+                "this engine has adapters by request, and model.generate would get none of them: call "
+                "engine.generate(adapter=NAME), or attach without adapters"
+            )
         self.engine = engine
         self.on_unsupported = on_unsupported
 

@@ -41,7 +41,8 @@ def build_app(
     allowed_hosts: Collection[str] | None = None,
     log: TextIO | None = None,
 ) -> Starlette:
-    """Return the app that serves `engine` as model `name`; `app.state.intake` drains it. The caller detaches it.
+    """Return the app that serves `engine` as model `name`; `app.state.intake` drains it. The caller detaches it. An
+    adapter of the engine is served as a model of its own name.
 
     max_waiting: requests that may wait beside those that run; more are refused with 429. api_key: required of requests
     to /v1. allowed_origins: sites whose pages may ask (CORS), "*" for all. allowed_hosts: names that the Host header
@@ -84,21 +85,23 @@ class Endpoints:
         what = "Answers by HTTP status; 499: the client left"
         self.answers = Counter("specdec_requests", what, ["status"], registry=self.registry)
         self.registry.register(EngineCollector(engine, intake))
+        if name in engine.adapters:
+            raise ValueError(f"{name!r} is the name of the model and of an adapter: expected different ones")
         length = engine.config.max_seq_len
-        self.model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "specdec"}
-        self.model["max_model_len"] = length
+        own = {"object": "model", "created": int(time.time()), "owned_by": "specdec", "max_model_len": length}
+        adapted = {adapter: {"id": adapter, **own, "parent": name} for adapter in engine.adapters}
+        self.served: dict[str, dict[str, Any]] = {name: {"id": name, **own}, **adapted}
         self.most_bytes, self.most_values = MOST_BYTES + 16 * length, MOST_VALUES + length
         self.dialect = Dialect(engine)
         self.token_text = lru_cache(2**16)(lambda token: engine.tokenizer.decode([token]))
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models."""
-        return as_json({"object": "list", "data": [self.model]})
+        return as_json({"object": "list", "data": [*self.served.values()]})
 
     async def one_model(self, request: Request) -> Response:
         """GET /v1/models/NAME."""
-        self._check_name(request.path_params["wanted"])
-        return as_json(self.model)
+        return as_json(self.served[self._named(request.path_params["wanted"])])
 
     async def health(self, _: Request) -> Response:
         """GET /health."""
@@ -117,13 +120,13 @@ class Endpoints:
     async def complete(self, request: Request, is_chat: bool) -> Response:
         """POST /v1/chat/completions and /v1/completions: answer with the whole text or a stream of it."""
         body = Body(parse(await read_body(request, self.most_bytes), self.most_values), is_chat)
-        self._check_name(body.get("model"))
+        name = self._named(body.get("model"))
         self._check_logprobs(body)
         with self.intake.room_for(body.num_choices):
-            requests = await asyncio.to_thread(self._make_requests, body)
+            requests = await asyncio.to_thread(self._make_requests, body, name)
             pieces = self.intake.follow(requests, partial(_until_gone, request), body.stream)
             await anext(pieces)  # what is refused has no part in a stream
-        form = AnswerForm(is_chat, self.name, body.num_top, self.token_text, self.dialect.splitters(body, requests))
+        form = AnswerForm(is_chat, name, body.num_top, self.token_text, self.dialect.splitters(body, requests))
         if body.stream:
             return StreamingResponse(self._stream(body, form, requests, pieces), media_type="text/event-stream")
         choices: list[list[StreamPiece]] = [[] for _ in requests]
@@ -133,9 +136,13 @@ class Endpoints:
         self.answers.labels(200).inc()
         return as_json(form.whole(choices, usage(body, requests)))
 
-    def _check_name(self, wanted: str | None) -> None:
-        if wanted not in (None, self.name):
-            raise HTTPException(404, f"model={wanted[:200]!r}: only {self.name!r} is served")
+    def _named(self, wanted: str | None) -> str:
+        """Return the name of the model that is `wanted`, an adapter's included; 404 for one that is not served."""
+        if wanted is not None and wanted not in self.served:
+            names = ", ".join(map(repr, self.served))
+            are = "are" if len(self.served) > 1 else "is"
+            raise HTTPException(404, f"model={wanted[:200]!r}: only {names} {are} served")
+        return self.name if wanted is None else wanted
 
     def _check_logprobs(self, body: Body) -> None:
         most = self.engine.config.logprobs
@@ -147,12 +154,13 @@ class Endpoints:
             name = "top_logprobs" if body.is_chat else "logprobs"
             raise ValueError(f"{name}={body.num_top}: at most {most}, which --max-logprobs sets")
 
-    def _make_requests(self, body: Body) -> list[EngineRequest]:
-        """Tokenise the prompts and check the options, in a thread: a request a choice."""
+    def _make_requests(self, body: Body, name: str) -> list[EngineRequest]:
+        """Tokenise the prompts and check the options, in a thread: a request a choice, of the model `name`."""
         longest = self.engine.config.max_seq_len
         prompts = [ids for ids in ids_of(body, self.engine.tokenizer, longest) for _ in range(body.n)]
         lengths = [new_tokens(body, len(ids), longest) for ids in prompts]
         options = {**body.options(self.samples), "seed": body.get("seed"), "max_new_tokens": lengths}
+        options["adapter"] = None if name == self.name else name
         return self.engine._requests(prompts, **options, **self.dialect.options(body, prompts))
 
     async def _stream(

@@ -5,7 +5,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,7 +71,8 @@ def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) ->
     def make() -> list["Traced"]:
         with PRELOADING:
             pass  # two threads that import each other's modules would not get them whole
-        traced = trace_checked(_subject(target, config), config, target.device)
+        with nullcontext() if target.lora is None else target.lora.traced(NUM_TOKENS):
+            traced = trace_checked(_subject(target, config), config, target.device)
         for for_prefills in [True] * is_piecewise + [False] * (not why):  # one trace serves both
             target.use_compiled(traced, for_prefills)
         return [traced]

@@ -1,0 +1,80 @@
+"""`specdec::lora`: what low-rank adapters add to linear products, in each row that of its own adapter.
+
+The op knows no names: `adapter_scope` holds the adapter of each row of the forward in flight, 0 for none. A row's
+bits depend on that row and its adapter alone: K goes in chunks, each in order, which are summed in order.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from specdec.backends.library import define_op
+from specdec.backends.linear import has_kernels
+from specdec.backends.op import adapters_in_scope
+
+MAX_RANK = 128
+RANKS = (16, 32, 64, MAX_RANK)  # that kernels have; others are filled up with zeros
+MOST_PARTS = 3  # of y's columns, such as Q, K and V
+
+
+def lora(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Return y + scale * x @ A.T @ B.T [..., N], with A, B and scale of each row's adapter; y of rows that have none.
+
+    x: [..., K], y: [..., N], their last dims dense. Of each of MOST_PARTS parts of y's columns at most, in their order:
+    a [n, R, K] and b [n, N_i, R], dense, of x's dtype; scales [n] float32. R: one of RANKS, the same for all parts; n:
+    of adapters, the first of which is number 1. x @ A.T is rounded to x's dtype, and then the sum, once.
+    """
+    return torch.ops.specdec.lora.default(x, y, a, b, scales)
+
+
+def lora_twin(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    adapters: torch.Tensor,
+) -> torch.Tensor:
+    """See `lora`; x [T, K], y [T, N], adapters [T]."""
+    out, begin = y.clone(), 0
+    for of_a, of_b, of_scale in zip(a, b, scales, strict=True):
+        part = out[:, begin : begin + of_b.shape[1]]
+        for i in range(len(of_a)):
+            is_own = (adapters == i + 1).unsqueeze(1)
+            if x.is_cuda or is_own.any():  # a graph cannot look
+                low = F.linear(x, of_a[i])
+                added = F.linear(low.float(), of_b[i].float()) * of_scale[i]
+                part.copy_(torch.where(is_own, (part.float() + added).to(y.dtype), part))
+        begin += of_b.shape[1]
+    return out
+
+
+def _lora(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    rows, wide = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    adapters = adapters_in_scope()[: len(rows)]
+    assert len(adapters) == len(rows), "every row has an adapter, or 0"
+    if not has_kernels(x) or any(t.dtype != x.dtype for t in (y, *a, *b)):
+        return lora_twin(rows, wide, a, b, scales, adapters).view(y.shape)
+    from specdec.backends.triton.linear.lora import lora as by_kernels
+
+    return by_kernels(rows, wide, a, b, scales, adapters).view(y.shape)
+
+
+define_op(
+    "lora(Tensor x, Tensor y, Tensor[] a, Tensor[] b, Tensor[] scales) -> Tensor",
+    _lora,
+    lambda x, y, *_: y.new_empty(y.shape),
+)

@@ -1,0 +1,196 @@
+"""Low-rank products of rows with adapters of their own, in two launches: sums of x @ A.T over chunks of K, then B.
+
+Twin: `specdec.backends.linear.lora.lora_twin`. A tile of rows takes the adapters that it has one by one, and every row
+keeps the result of its own, so its bits depend neither on the tile nor on the other rows. Chunks of K fill the GPU
+where rows are few. The tile of weights is the first operand, as in `products`.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.backends.linear.lora import MOST_PARTS
+from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, is_aligned
+from specdec.backends.triton.linear.products import dot
+
+CHUNK = 1024  # features of one partial sum: a part of the result's bits
+BLOCK_M = 16  # rows of a tile, the least that tensor cores take
+TOGETHER = ((64, 1), (512, 4))  # up to so many rows, a tile has so many that count: more programs, fewer adapters each
+
+
+@triton.jit
+def _picked(first, second, third, part):
+    """Return what belongs to a part: a pointer, or a number."""
+    return tl.where(part == 0, first, tl.where(part == 1, second, third))
+
+
+@triton.jit
+def _adapters_of(adapters, first, num_rows, TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the rows of a tile, which of them count, and their adapters."""
+    i = tl.arange(0, BLOCK_M)
+    rows = (first + i).to(tl.int64)
+    counts = (i < TOGETHER) & (rows < num_rows)
+    return rows, counts, tl.load(adapters + rows, mask=counts, other=0)
+
+
+@triton.jit
+def _next_adapter(own, before):
+    """Return the least adapter of a tile above `before`; one above all if there is none."""
+    return tl.min(tl.where(own > before, own, tl.max(own, 0) + 1), 0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "K", "stride_x"])
+def _shrink_kernel(
+    x,
+    a0,
+    a1,
+    a2,
+    adapters,
+    sums,
+    num_rows,
+    K,
+    stride_x,
+    UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RANK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Sums [parts, chunks, num_rows, RANK] fp32 of a tile of rows, a chunk of K and a part; of rows with an adapter.
+
+    K and stride_x come in units of UNIT, so that their alignment is known.
+    """
+    K, stride_x = K * UNIT, stride_x * UNIT
+    chunk, part = tl.program_id(1), tl.program_id(2)
+    rows, counts, own = _adapters_of(adapters, tl.program_id(0) * TOGETHER, num_rows, TOGETHER, BLOCK_M)
+    weights, r = _picked(a0, a1, a2, part), tl.arange(0, RANK)
+    total = tl.zeros([RANK, BLOCK_M], tl.float32)
+    current, last = _next_adapter(own, 0), tl.max(own, 0)
+    while current <= last:
+        low = tl.zeros([RANK, BLOCK_M], tl.float32)
+        matrix = weights + (current - 1) * RANK * K
+        for k in range(chunk * CHUNK, tl.minimum(K, (chunk + 1) * CHUNK), BLOCK_K):
+            columns = k + tl.arange(0, BLOCK_K)
+            inside = (columns < K)[None, :]
+            w = tl.load(matrix + r[:, None] * K + columns[None, :], mask=inside, other=0.0)
+            tile = tl.load(x + rows[:, None] * stride_x + columns[None, :], mask=counts[:, None] & inside, other=0.0)
+            low = dot(w, tile.T, low, UPCAST)
+        total = tl.where((own == current)[None, :], low, total)
+        current = _next_adapter(own, current)
+    at = sums + ((part * tl.num_programs(1) + chunk).to(tl.int64) * num_rows + rows)[None, :] * RANK + r[:, None]
+    tl.store(at, total, mask=(own > 0)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "stride_y", "N", "n0", "n1", "n2"])
+def _expand_kernel(
+    y,
+    b0,
+    b1,
+    b2,
+    scales0,
+    scales1,
+    scales2,
+    adapters,
+    sums,
+    out,
+    num_rows,
+    stride_y,
+    N,
+    n0,
+    n1,
+    n2,
+    UNIT: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    RANK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Columns of one part of out [num_rows, N]: y and scale * B @ sums. n0, n1, n2: columns of the parts; what is
+    behind them, if anything, is a part without adapters. Sizes and stride_y come in units of UNIT."""
+    N, stride_y, n0, n1, n2 = N * UNIT, stride_y * UNIT, n0 * UNIT, n1 * UNIT, n2 * UNIT
+    block, end0 = tl.program_id(1), tl.cdiv(n0, BLOCK_N)
+    end1 = end0 + tl.cdiv(n1, BLOCK_N)
+    end2 = end1 + tl.cdiv(n2, BLOCK_N)
+    part = (block >= end0).to(tl.int32) + (block >= end1).to(tl.int32) + (block >= end2).to(tl.int32)
+    block -= tl.where(part == 0, 0, _picked(end0, end1, end2, part - 1))
+    begin = tl.where(part == 0, 0, _picked(n0, n0 + n1, n0 + n1 + n2, part - 1))
+    size = tl.where(part == 3, N - begin, _picked(n0, n1, n2, part))
+    rows, counts, own = _adapters_of(adapters, tl.program_id(0) * TOGETHER, num_rows, TOGETHER, BLOCK_M)
+    own = tl.where(part < 3, own, 0)
+    weights, scales = _picked(b0, b1, b2, part), _picked(scales0, scales1, scales2, part)
+    n, r = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, RANK)
+    inside, columns = n < size, begin + n
+    mask = inside[:, None] & counts[None, :]
+    total = tl.load(y + rows[None, :] * stride_y + columns[:, None], mask=mask, other=0.0).to(tl.float32)
+    low = tl.zeros([BLOCK_M, RANK], tl.float32)
+    for chunk in tl.static_range(NUM_CHUNKS):
+        at = sums + ((part * NUM_CHUNKS + chunk).to(tl.int64) * num_rows + rows)[:, None] * RANK + r[None, :]
+        low += tl.load(at, mask=(own > 0)[:, None], other=0.0)
+    low = low.to(out.dtype.element_ty).T
+    current, last = _next_adapter(own, 0), tl.max(own, 0)
+    while current <= last:
+        place = weights + ((current - 1) * size + n)[:, None] * RANK + r[None, :]
+        w = tl.load(place, mask=inside[:, None], other=0.0)
+        added = dot(w, low, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), UPCAST) * tl.load(scales + current - 1)
+        total = tl.where((own == current)[None, :], total + added, total)
+        current = _next_adapter(own, current)
+    tl.store(out + rows[None, :] * N + columns[:, None], total.to(out.dtype.element_ty), mask=mask)
+
+
+_cached = cache(CachedLaunch)
+
+
+def _launch(kernel: Any, grid: Sequence[int], args: Sequence[Any], constants: dict[str, Any]) -> None:
+    if is_aligned(*(t for t in args if isinstance(t, torch.Tensor))):
+        _cached(kernel)(grid, *args, **constants)
+    else:
+        kernel[tuple(grid)](*args, **constants)
+
+
+def _filled(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [*parts, *[parts[0]] * (MOST_PARTS - len(parts))]
+
+
+def _unit(*sizes: int) -> int:
+    return 8 if all(size % 8 == 0 for size in sizes) else 1
+
+
+def lora(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    adapters: torch.Tensor,
+) -> torch.Tensor:
+    """See `specdec.backends.linear.lora.lora`: rows x [T, K] and y [T, N], their adapters [T] int64; [T, N]."""
+    assert len(a) <= MOST_PARTS and x.stride(1) == y.stride(1) == 1, "rows are dense"
+    (num_rows, K), N, rank = x.shape, y.shape[1], a[0].shape[1]
+    out = torch.empty(num_rows, N, dtype=y.dtype, device=y.device)
+    if num_rows == 0:
+        return out
+    num_chunks, block = triton.cdiv(K, CHUNK), 128 if rank < 64 else 64
+    sums = torch.empty(len(a), num_chunks, num_rows, rank, dtype=torch.float32, device=x.device)
+    together = next((count for most, count in TOGETHER if num_rows <= most), BLOCK_M)
+    tiles, unit = triton.cdiv(num_rows, together), _unit(K, x.stride(0))
+    shape = {"RANK": rank, "TOGETHER": together, "UPCAST": INTERPRETED, "BLOCK_M": BLOCK_M}
+    args: tuple[Any, ...] = (x, *_filled(a), adapters, sums, num_rows, K // unit, x.stride(0) // unit)
+    _launch(
+        _shrink_kernel, (tiles, num_chunks, len(a)), args, {"UNIT": unit, "CHUNK": CHUNK, **shape, "BLOCK_K": block}
+    )
+    sizes = [*(of_b.shape[1] for of_b in b), *[0] * (MOST_PARTS - len(b))]
+    unit = _unit(N, y.stride(0), *sizes)
+    blocks = sum(triton.cdiv(size, block) for size in (*sizes, N - sum(sizes)))
+    numbers = num_rows, *(size // unit for size in (y.stride(0), N, *sizes))
+    args = y, *_filled(b), *_filled(scales), adapters, sums, out, *numbers
+    constants = {"UNIT": unit, "NUM_CHUNKS": num_chunks, **shape, "BLOCK_N": block}
+    _launch(_expand_kernel, (tiles, blocks), args, constants)
+    return out

@@ -1,0 +1,77 @@
+"""LoRA adapters as PEFT saves them: which linear layers they are for, their matrices and scales.
+
+What is not a low-rank product beside a linear layer (DoRA, biases, embeddings, whole modules) is refused by name.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from specdec.core.errors import CheckpointError
+from specdec.reach.checkpoints.folders import read_json
+from specdec.reach.checkpoints.tensors import TensorFiles
+
+CONFIG = "adapter_config.json"
+FILES = ("adapter_model.safetensors", "adapter_model.bin")
+KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")
+# Settings of a LoraConfig that make it more than low-rank products beside linear layers.
+MORE = (
+    *("use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"),
+    *("layer_replication", "alora_invocation_tokens"),
+)
+CURE = "merge it into a copy of the model (merge_and_unload), and attach to that"
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to a linear layer: scale * x @ a.T @ b.T, with a [r, K] and b [N, r]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+def config_reasons(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what `config`, of a LoRA adapter, asks for beside low-rank products."""
+    kind = config.get("peft_type")
+    kind = kind.value if isinstance(kind, Enum) else kind
+    if kind != "LORA":
+        yield f"peft_type={kind!r}: expected LORA; {CURE}"
+    more = [f"{name}={config[name]!r}" for name in MORE if config.get(name)]
+    more += [f"bias={config['bias']!r}"] * (config.get("bias", "none") not in ("none", None))
+    if more:
+        yield f"{', '.join(more)}: expected low-rank products beside linear layers alone; {CURE}"
+
+
+def read_lora(path_or_id: str | Path) -> dict[str, LowRank]:
+    """Read the adapter in a folder or Hub repository; by the names of its modules in the model.
+
+    CheckpointError with all that is wrong with it, or is more than LoRA on linear layers.
+    """
+    files = TensorFiles.at(path_or_id, FILES)
+    config = read_json(files.folder, CONFIG)
+    problems = list(config_reasons(config))
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in files.read(files.files).items():
+        match = KEY.fullmatch(key)
+        if match is None or tensor.dim() != 2:
+            problems.append(f"{key} {list(tensor.shape)}: expected lora_A and lora_B matrices of linear layers; {CURE}")
+        else:
+            found.setdefault(match[1], {})[match[2]] = tensor
+    whole = {name: (pair["A"], pair["B"]) for name, pair in found.items() if len(pair) == 2}
+    problems += [f"{name} has lora_{next(iter(found[name]))} alone" for name in found.keys() - whole.keys()]
+    odd = {name: pair for name, pair in whole.items() if len(pair[0]) != pair[1].shape[1]}
+    problems += [f"{name}: lora_A {[*a.shape]}, but lora_B {[*b.shape]}" for name, (a, b) in odd.items()]
+    if problems:
+        raise CheckpointError(str(path_or_id), problems)
+    return {name: LowRank(a, b, _scale(config, name, len(a))) for name, (a, b) in whole.items()}
+
+
+def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
+    """Return alpha / r, or alpha / sqrt(r) of rsLoRA; alpha_pattern has regular expressions for ends of names."""
+    patterns = config.get("alpha_pattern") or {}
+    alpha = next((v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", name)), config.get("lora_alpha", 8))
+    return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)

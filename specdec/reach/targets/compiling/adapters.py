@@ -1,0 +1,45 @@
+"""Joins what LoRA adapters add to the parts of a joined product in a traced graph: `specdec::lora` comes once, before
+the split. So Q, K and V, or gate and up, take two launches instead of two each.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from specdec.backends.linear.lora import MOST_PARTS
+from specdec.reach.targets.compiling.matching import is_function, only_user
+
+LORA = torch.ops.specdec.lora.default
+
+
+def join_adapters(graph: fx.GraphModule) -> None:
+    """Rewrite `graph` in place, wherever every part of a split product is adapted."""
+    for split in [n for n in graph.graph.nodes if is_function(n, torch.split)]:
+        parts = sorted(split.users, key=lambda user: user.args[1])
+        adapted = [only_user(part) for part in parts]
+        if 1 < len(parts) <= MOST_PARTS and all(_is_adapted(n, i, split) for i, n in enumerate(adapted)):
+            _join(graph.graph, split, parts, adapted)
+    graph.graph.lint()
+    graph.recompile()
+
+
+def _is_adapted(node: Any, i: int, split: fx.Node) -> bool:
+    """Return whether `node` adapts part i of a product, and reads what the product does."""
+    product: Any = split.args[0]
+    if not is_function(node, LORA) or not is_function(node.args[1], operator.getitem):
+        return False
+    return node.args[0] is product.args[0] and node.args[1].args == (split, i)
+
+
+def _join(graph: fx.Graph, split: fx.Node, parts: list[fx.Node], adapted: list[fx.Node]) -> None:
+    product: Any = split.args[0]
+    weights = [[weight for node in adapted for weight in node.args[i]] for i in (2, 3, 4)]  # type: ignore[union-attr]
+    with graph.inserting_before(split):
+        joined = graph.call_function(LORA, (product.args[0], product, *weights))
+    joined.meta = dict(product.meta)
+    split.replace_input_with(product, joined)
+    for node, part in zip(adapted, parts, strict=True):
+        node.replace_all_uses_with(part)
+        graph.erase_node(node)

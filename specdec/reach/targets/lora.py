@@ -1,0 +1,185 @@
+"""LoRA adapters that requests choose by name: in the layers that have some, each row gets the product of its own.
+
+Matrices of all adapters are stacked, a stack a layer; graphs and compiled layers read them there. Adapters that are
+loaded in the model are copied again when it changes, so that they can be trained while an engine runs.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from specdec.backends.linear.lora import MAX_RANK, RANKS, lora
+from specdec.backends.op import adapter_scope
+from specdec.graphs import Change
+from specdec.reach.checkpoints.lora import CURE, LowRank, config_reasons, read_lora
+from specdec.reach.targets.adapters.overrides import replaced
+from specdec.reach.targets.admission.quantised import is_quantised_linear
+
+MERGED = "is merged into the model's weights; call unmerge_adapter() first"
+
+
+class Stack(NamedTuple):
+    """The matrices of all adapters for one layer, 0 of those that leave it alone: a [n, R, K], b [n, N, R], scales [n]
+    float32."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scales: torch.Tensor
+
+
+class Lora:
+    """The adapters of one engine. numbers: of each name, from 1 on.
+
+    adapters: names of those that PEFT has loaded in the model, or a folder or Hub id by the name of each. What is
+    active in the model does not count: rows without an adapter get the model as it is without any.
+    """
+
+    def __init__(self, model: PreTrainedModel, adapters: Iterable[str] | Mapping[str, str | Path]):
+        self._model = model
+        files = adapters if isinstance(adapters, Mapping) else {}
+        self.numbers = {name: i for i, name in enumerate(dict.fromkeys(adapters), 1)}
+        self._loaded = [name for name in self.numbers if name not in files]
+        found = {name: _placed(model, name, read_lora(source)) for name, source in files.items()}
+        found |= {name: _loaded(model, name) for name in self._loaded}
+        rank = max(len(low.a) for of_one in found.values() for low in of_one.values())
+        if rank > MAX_RANK:
+            raise ValueError(f"adapters have ranks up to {rank}: expected {MAX_RANK} at most; {CURE}")
+        self._rank = next(r for r in RANKS if r >= rank)
+        self.stacks: dict[nn.Module, Stack] = {}
+        for of_one in found.values():
+            for layer, low in of_one.items():
+                self.stacks.setdefault(layer, self._stack(low))
+        self._bypassed = [m for m in model.modules() if _is_lora(m) and m not in self.stacks]
+        self._fill(found)
+
+    def refresh(self) -> None:
+        """Copy the matrices of adapters that are loaded in the model again; ValueError for one that cannot be read."""
+        self._fill({name: _loaded(self._model, name) for name in self._loaded})
+
+    def follows(self, change: Change) -> bool:
+        """Return whether `refresh` takes account of `change`: of adapters, or of which are active."""
+        parts = {part for layer in filter(_is_lora, self._model.modules()) for part in _parts(layer)}
+        return change.owner in parts and change.key != "base_layer"
+
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        """Within it, layers add what the adapter of each row adds, and no other; contexts may nest."""
+        forwards = {layer: partial(_adapted, _inner(layer), stack) for layer, stack in self.stacks.items()}
+        bypasses = {layer: _inner(layer) for layer in self._bypassed}
+        with replaced((vars(layer), "forward", forward) for layer, forward in {**forwards, **bypasses}.items()):
+            yield
+
+    @contextmanager
+    def traced(self, num_tokens: int) -> Iterator[None]:
+        """Within it, a trace finds stacks as buffers of their layers, and `num_tokens` rows have adapters in turn."""
+        buffers = [
+            (layer._buffers, f"_specdec_lora_{name}", tensor)
+            for layer, stack in self.stacks.items()
+            for name, tensor in stack._asdict().items()
+        ]
+        in_turn = torch.arange(1, num_tokens + 1, device=self._model.device) % (len(self.numbers) + 1)
+        with replaced(buffers), adapter_scope(in_turn):
+            yield
+
+    def _stack(self, low: LowRank) -> Stack:
+        (_, K), (N, _), n = low.a.shape, low.b.shape, len(self.numbers)
+        like = self._model.get_input_embeddings().weight
+        zeros = partial(torch.zeros, device=like.device, dtype=like.dtype)
+        return Stack(zeros(n, self._rank, K), zeros(n, N, self._rank), zeros(n, dtype=torch.float32))
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def _fill(self, found: Mapping[str, Mapping[nn.Module, LowRank]]) -> None:
+        for name, of_one in found.items():
+            unknown = [low for layer, low in of_one.items() if layer not in self.stacks or len(low.a) > self._rank]
+            if unknown:
+                raise ValueError(f"adapter {name!r} has other layers or a larger rank than at attach()")
+            for layer, (a, b, scales) in self.stacks.items():
+                i, low = self.numbers[name] - 1, of_one.get(layer)
+                for stack in (a, b, scales):
+                    stack[i].zero_()
+                if low is not None:
+                    a[i, : len(low.a)].copy_(low.a)
+                    b[i, :, : len(low.a)].copy_(low.b)
+                    scales[i] = low.scale
+
+
+def _adapted(inner: Callable[..., torch.Tensor], stack: Stack, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return lora(x, inner(x, *args, **kwargs), [stack.a], [stack.b], [stack.scales])
+
+
+def _inner(layer: nn.Module) -> Callable[..., Any]:
+    """Return what computes the product without adapters: as it is now, since others replace forwards, too."""
+    return layer.base_layer if _is_lora(layer) else layer.forward  # type: ignore[return-value]
+
+
+def _is_lora(module: nn.Module) -> bool:
+    """Return whether `module` is one of PEFT's layers with LoRA adapters by name."""
+    return isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and hasattr(module, "base_layer")
+
+
+def _parts(layer: nn.Module) -> set[nn.Module]:
+    """Return a LoRA layer and all in it, but for the layer that it adapts."""
+    return {*layer.modules()} - {*layer.base_layer.modules()}  # type: ignore[union-attr]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D) or is_quantised_linear(module)
+
+
+def _loaded(model: PreTrainedModel, name: str) -> dict[nn.Module, LowRank]:
+    """Return what the adapter `name`, which PEFT has loaded in `model`, adds to its layers; ValueError if it is more
+    than LoRA on linear layers."""
+    layers: dict[str, Any] = {path: m for path, m in model.named_modules() if _is_lora(m)}
+    if not any(name in m.lora_A or name in getattr(m, "lora_embedding_A", ()) for m in layers.values()):
+        known = dict.fromkeys(n for m in layers.values() for n in m.lora_A)
+        there = f"it has {', '.join(map(repr, known))}" if known else "it has none"
+        raise ValueError(
+            f"adapters: the model has no LoRA adapter {name!r} loaded ({there}); load it, or pass {{{name!r}: FOLDER}}"
+        )
+    config = getattr(model, "peft_config", {}).get(name)
+    reasons = [] if config is None else list(config_reasons(vars(config)))
+    for path, layer in layers.items():
+        if name in getattr(layer, "lora_embedding_A", ()) or not _is_linear(layer.base_layer):
+            reasons += [f"{path} is no linear layer; {CURE}"] * (name in {*layer.lora_A, *layer.lora_embedding_A})
+        elif layer.base_layer is model.get_output_embeddings() or layer is model.get_output_embeddings():
+            reasons += [f"{path} is the output head; {CURE}"] * (name in layer.lora_A)
+        if name in getattr(layer, "lora_variant", ()):
+            variant = type(layer.lora_variant[name]).__name__
+            reasons.append(f"{path} is more than a low-rank product ({variant}); {CURE}")
+        if name in getattr(layer, "merged_adapters", ()):
+            reasons.append(f"{path} {MERGED}")
+    if reasons:
+        raise ValueError(f"adapter {name!r}: {reasons[0]} ({len(reasons)} in all)")
+    return {
+        layer: LowRank(layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]))
+        for layer in layers.values()
+        if name in layer.lora_A
+    }
+
+
+def _placed(model: PreTrainedModel, name: str, read: Mapping[str, LowRank]) -> dict[nn.Module, LowRank]:
+    """Return what was `read` by the layers of `model` that it is for; ValueError for one that does not fit."""
+    modules = dict(model.named_modules())
+    found: dict[nn.Module, LowRank] = {}
+    for path, low in read.items():
+        layer = modules.get(path)
+        base: Any = layer.base_layer if layer is not None and _is_lora(layer) else layer
+        if base is None or not _is_linear(base) or base is model.get_output_embeddings():
+            what = "which the model does not have" if base is None else f"a {type(base).__name__}"
+            raise ValueError(f"adapter {name!r} is for {path}, {what}: expected linear layers below the output head")
+        sizes = tuple(base.weight.shape) if isinstance(base, Conv1D) else (base.in_features, base.out_features)
+        if sizes != (low.a.shape[1], low.b.shape[0]):
+            given = low.a.shape[1], low.b.shape[0]
+            raise ValueError(
+                f"adapter {name!r} is of another model: {path} has {sizes} inputs and outputs, the adapter {given}"
+            )
+        found[layer] = low  # type: ignore[index]
+    return found
