@@ -129,7 +129,8 @@ class BlockWorker(DraftModelWorker):
         laws: list[torch.Tensor] = []
         last = batch.roots
         for step in range(batch.shape.num_steps):
-            last = self.pick(batch, step, logits[:, step] + self._bias(last, states[:, step]), laws)
+            own = logits[:, step] + self._bias(last, states[:, step])
+            last = self.pick(batch, step, self.guided(batch, step, own.unsqueeze(1)).squeeze(1), laws)
             tokens.append(last)
         return Draft(self.ops.chain(batch.roots, torch.stack(tokens, 1)), self.over_target_vocab(laws))
 
@@ -137,6 +138,8 @@ class BlockWorker(DraftModelWorker):
         k, (bs, num_steps), markov = self.config.topk, states.shape[:2], self.head.markov
         if markov is not None:
             logits = torch.cat([(logits[:, 0] + self._bias(batch.roots, states[:, 0])).unsqueeze(1), logits[:, 1:]], 1)
+        steps = range(num_steps if batch.guide is not None else 0)
+        logits = torch.cat([self.guided(batch, s, logits[:, s : s + 1]) for s in steps], 1) if steps else logits
         best, names = (t.view(bs, num_steps, k) for t in self.ops.top_tokens(logits.flatten(0, 1), k, self.hot_ids))
         laws: list[torch.Tensor] = []
         if self.draws(batch):

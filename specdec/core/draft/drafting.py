@@ -135,6 +135,7 @@ class SteppingWorker(DraftModelWorker):
         for step in range(batch.shape.num_steps):
             if step:
                 logits = self.score(steps.advance(tokens[-1].unsqueeze(1)), steps.module)
+            logits = self.guided(batch, step, logits.unsqueeze(1)).squeeze(1)
             tokens.append(self.pick(batch, step, logits, laws))
         return Draft(self.ops.chain(batch.roots, torch.stack(tokens, 1)), self.over_target_vocab(laws))
 
@@ -170,7 +171,7 @@ class SteppingWorker(DraftModelWorker):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities and tokens [bs, n, K] of the best children of n nodes, from logits [bs, n, dv]; the
         first child of the first node is drawn where there is a spine."""
-        k, (bs, n) = self.config.topk, logits.shape[:2]
+        k, (bs, n), logits = self.config.topk, logits.shape[:2], self.guided(batch, step, logits)
         found = self.ops.top_tokens(logits.flatten(0, 1), k, self.hot_ids)
         log_probs, ids = (t.view(bs, n, k) for t in found)
         if not self.draws(batch):

@@ -12,6 +12,7 @@ from torch import nn
 from specdec.backends.op import ForwardContext
 from specdec.core.batch import AttentionMetadata
 from specdec.core.config import MAX_TAIL, EngineConfig, Shape
+from specdec.core.functional.guide import Guide
 from specdec.core.functional.ops import RoundOps
 from specdec.core.functional.sampling import SamplingBatch
 from specdec.core.functional.tree import Tree
@@ -33,7 +34,7 @@ class RoundBatch:
     [num_rows, width] both, which are int32 and not gathered;
     seq_lens [bs]: L; roots [bs]: token at L; sampling: None if every request is greedy; max_prefix: host upper bound of
     L; shape: what the round drafts; is_processed: logits are processed before they are judged (drafts are not);
-    is_constrained: grammars mask them first. All other tensors int64.
+    is_constrained: grammars mask them first; guide: what they tell the draft. All other tensors int64.
     """
 
     rows: torch.Tensor
@@ -46,6 +47,7 @@ class RoundBatch:
     shape: Shape
     is_processed: bool = False
     is_constrained: bool = False
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Feeds masks and forced tokens of a batch to its rounds, which read them from buffers on the device.
 
-A round stops twice for the host, while the device works on: after the launch of its draft the results of the round
-before are read, so that matchers are up to date, and forced tokens are written; after the launch of its verification
-masks are made of the tree, which has been drafted by then. Rounds of batches without a grammar know nothing of it.
+A round stops twice for the host. Before its draft the results of the round before are read, so that matchers are up to
+date, and the draft gets forced tokens and the masks of what may follow them. After the launch of its verification masks
+are made of the tree, which has been drafted by then, while the device works on. Rounds of batches without a grammar
+know nothing of it.
 """
 
 import math
@@ -10,12 +11,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from specdec.core.batch import ints_to_device, to_device
 from specdec.core.config import EngineConfig
+from specdec.core.functional.guide import Guide
 from specdec.core.grammar.matcher import Constraint
 
 PATIENCE_S = 5e-4
@@ -29,7 +32,7 @@ class Constrained(Protocol):
 
 
 class MaskFeed:
-    """Masks [max_batch * D * W] int32 and forced tokens [max_batch, S] int64 on the device, by place in the batch.
+    """Masks [max_batch * D * W] int32 and a `Guide` of the draft on the device, by place in the batch.
 
     read_results: hands out what earlier launches have emitted; set by the core.
     """
@@ -43,6 +46,8 @@ class MaskFeed:
         size = max_batch * num_nodes * self.num_words
         self._masks = torch.full((size,), -1, dtype=torch.int32, device=device)
         self._forced = torch.full((max_batch, config.num_steps), -1, dtype=torch.int64, device=device)
+        self._first = torch.full((max_batch, self.num_words), -1, dtype=torch.int32, device=device)
+        self._host_first = torch.full(self._first.shape, -1, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
         self._host_masks = torch.full((size,), -1, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
         shape = (2, max_batch * num_nodes)
         self._host_tree = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
@@ -58,9 +63,9 @@ class MaskFeed:
         """Masks [n, D, W] that a round of n requests and D nodes reads: the same memory at every call."""
         return _view(self._masks, num_requests, num_nodes, self.num_words)
 
-    def forced(self, num_requests: int, num_steps: int) -> torch.Tensor:
-        """Forced tokens [n, S], -1 past the last."""
-        return self._forced[:num_requests, :num_steps]
+    def guide(self, num_requests: int, num_steps: int) -> Guide:
+        """What the draft of a round of n requests and S steps reads: the same memory at every call."""
+        return Guide(self._forced[:num_requests, :num_steps], self._first[:num_requests])
 
     def begin(self, requests: Sequence[Constrained]) -> None:
         """Feed the rounds that are launched from now on, of `requests`."""
@@ -79,8 +84,16 @@ class MaskFeed:
         self.read_results()
         if not num_steps:
             return
-        constraints = map(_constraint, self._requests)
-        forced = [[] if c is None else c.forced()[:num_steps] for c in constraints]
+        num = len(self._requests)
+        masks = self._host_first[:num].fill_(-1)  # its last copy is done, as in `fill`
+        forced: list[list[int]] = [[] for _ in range(num)]
+
+        def guide(place: int, constraint: Constraint) -> None:
+            forced[place] = constraint.guide(num_steps, own[place])
+
+        own, constraints = masks.numpy(), enumerate(map(_constraint, self._requests))
+        self._run([partial(guide, i, c) for i, c in constraints if c is not None])
+        self._first[:num].copy_(masks, non_blocking=True)
         if any(forced) or self._is_forcing:
             width = self._forced.shape[1]
             rows = [[*tokens, *[-1] * (width - len(tokens))] for tokens in forced]
@@ -139,19 +152,18 @@ class MaskFeed:
     def _fill(
         self, requests: Sequence[Constrained], tokens: list[list[int]], parents: list[list[int]], masks: torch.Tensor
     ) -> None:
-        """Write masks [n, D, W] on the host; they allow all where there is no grammar.
-
-        What is not done after `PATIENCE_S` is done on threads: they help where a mask takes long, since libraries let
-        others run then, and cost more than most masks take.
-        """
+        """Write masks [n, D, W] on the host; they allow all where there is no grammar."""
         masks.fill_(-1)
         found = zip(map(_constraint, requests), tokens, parents, masks.numpy(), strict=True)
-        jobs = [(constraint, own) for constraint, *own in found if constraint is not None]
+        self._run([partial(constraint.fill_tree, *own) for constraint, *own in found if constraint is not None])
+
+    def _run(self, jobs: list[Callable[[], None]]) -> None:
+        """Run jobs here for `PATIENCE_S`, and what is left on threads: they help where a mask takes long, since
+        libraries let others run then, and cost more than most masks take."""
         end = time.perf_counter() + PATIENCE_S
         while jobs and (len(jobs) == 1 or time.perf_counter() < end):
-            constraint, own = jobs.pop()
-            constraint.fill_tree(*own)
-        list(self._threads.map(lambda job: job[0].fill_tree(*job[1]), jobs))
+            jobs.pop()()
+        list(self._threads.map(lambda job: job(), jobs))
 
 
 def _constraint(request: Constrained) -> Constraint | None:

@@ -62,6 +62,7 @@ class Constraint:
         self.matcher = matcher
         self.eos_ids = eos_ids
         self._foreign = [] if eos_ids == library_eos else [sorted(library_eos), sorted(eos_ids)]
+        self._next: np.ndarray | None = None  # the mask of what may follow its text, once it is known
 
     def fill_tree(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
         """Write the tokens that may follow each node to masks [D, W] int32, by the node's own path.
@@ -76,7 +77,9 @@ class Constraint:
 
     def _visit(self, node: int, tokens: Sequence[int], children: list[list[int]], masks: np.ndarray) -> None:
         mask = masks[node]
-        if not self._fill(mask):
+        if node == 0 and self._next is not None:
+            mask[:] = self._next
+        elif not self._fill(mask):
             mask.fill(-1)
             return
         for child in children[node]:
@@ -86,6 +89,7 @@ class Constraint:
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Take emitted tokens, up to EOS; return how many the grammar allows: fewer at a dead end, see `error`."""
+        self._next = None
         for count, token in enumerate(tokens):
             if token not in self.eos_ids and not self.matcher.accept(token):
                 return count
@@ -97,9 +101,17 @@ class Constraint:
         reason = self.matcher.error
         return f"its grammar allows no token after this text{reason and f' ({reason})'}"
 
-    def forced(self) -> list[int]:
-        """See `Matcher.forced`."""
-        return self.matcher.forced()
+    def guide(self, num_steps: int, mask: np.ndarray) -> list[int]:
+        """Return up to `num_steps` forced tokens; if they are fewer, write what may follow them to mask [W]."""
+        forced = self.matcher.forced()[:num_steps]
+        taken = next((i for i, token in enumerate(forced) if not self.matcher.accept(token)), len(forced))
+        if taken < num_steps and not self._fill(mask):
+            mask.fill(-1)
+        if taken:
+            self.matcher.rollback(taken)
+        else:
+            self._next = mask.copy()
+        return forced[:taken]
 
     def _fill(self, mask: np.ndarray) -> bool:
         if not self.matcher.fill(mask):

@@ -5,6 +5,7 @@ rows and on the kind of sampling, so it can be captured. Row numbers are its onl
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -64,6 +65,8 @@ class Round:
         shape: what it drafts, by default the engine's (largest) shape.
         """
         batch = self.batch(kind, rows, max_prefix, shape)
+        if batch.is_constrained:
+            batch = self._guide(batch)
         draft = self.draft(batch)
         if batch.is_constrained:
             self._force(batch, draft)
@@ -161,13 +164,19 @@ class Round:
         self.catch_up.run(self.worker, self.batch(SamplingKind.GREEDY, rows, max_prefix))
         return rows
 
-    def _force(self, batch: RoundBatch, draft: Draft) -> None:
-        """Draft what grammars force, and begin to tell the host what is drafted."""
-        tree, num_steps = draft.tree, batch.shape.num_steps
+    def _guide(self, batch: RoundBatch) -> RoundBatch:
+        """Return the batch with what grammars tell its draft."""
         assert self.feed is not None
+        num_steps = batch.shape.num_steps
         self.pause(partial(self.feed.update, num_steps))
-        if num_steps:
-            force(tree, draft.probs, self.feed.forced(len(batch.rows), num_steps))
+        return replace(batch, guide=self.feed.guide(len(batch.rows), num_steps)) if num_steps else batch
+
+    def _force(self, batch: RoundBatch, draft: Draft) -> None:
+        """Draft what grammars force, if the draft cannot, and begin to tell the host what is drafted."""
+        tree = draft.tree
+        if batch.guide is not None:
+            assert self.feed is not None
+            force(tree, draft.probs, batch.guide.forced)
             self.pause(partial(self.feed.fetch, tree.tokens, tree.parents))
 
     def _constrain(self, logits: torch.Tensor) -> None:
