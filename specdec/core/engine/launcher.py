@@ -1,6 +1,7 @@
 """Launches what the scheduler has chosen, a prefill or a round, and mails what it gives; knows no callers."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -147,15 +148,16 @@ class Launcher:
         """Play one round of all `requests`; the host learns a launch later what it emitted."""
         batch = self.batch_of(requests)
         bound = self._len_bound(requests)
-        if batch.kind.is_constrained:
-            assert self.feed is not None
-            self.feed.begin(requests)
         self.is_launching = True
         played = self.tiers.begin(requests)
+        if batch.kind.is_constrained:
+            assert self.feed is not None
+            self.feed.begin(requests, partial(self.post, requests, played=played))
         for _ in range(played.catch_ups):
             self.rounds.catch_up(batch.rows, bound)
         packed = self.rounds.play(batch.kind, batch.rows, bound, self.tiers.shapes[played.tier])
-        self.post(requests, packed, played)
+        if not batch.kind.is_constrained:  # else it is posted within the round
+            self.post(requests, packed, played)
         self.is_launching = False
         self._scheduler.note_round()
 

@@ -1,9 +1,9 @@
 """Feeds masks and forced tokens of a batch to its rounds, which read them from buffers on the device.
 
-A round stops twice for the host. Before its draft the results of the round before are read, so that matchers are up to
-date, and the draft gets forced tokens and the masks of what may follow them. After the launch of its verification masks
-are made of the tree, which has been drafted by then, while the device works on. Rounds of batches without a grammar
-know nothing of it.
+A round stops three times for the host. Before its draft the results of the round before are read, so that matchers are
+up to date, and the draft gets forced tokens and the masks of what may follow them. After the launch of its verification
+masks are made of the tree, which has been drafted by then, while the device works on. Once tokens are accepted the host
+is told, so that it reads them while the draft extends. Rounds of batches without a grammar know nothing of it.
 """
 
 import math
@@ -52,8 +52,9 @@ class MaskFeed:
         shape = (2, max_batch * num_nodes)
         self._host_tree = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         self._has_tree = torch.cuda.Event() if is_cuda else None
-        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if is_cuda else []
+        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)] if is_cuda else []
         self._requests: Sequence[Constrained] = ()
+        self._post: Callable[[torch.Tensor], None] | None = None
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar")
         self._is_forcing = False
         self._num_rounds = self._num_forced = 0
@@ -67,9 +68,9 @@ class MaskFeed:
         """What the draft of a round of n requests and S steps reads: the same memory at every call."""
         return Guide(self._forced[:num_requests, :num_steps], self._first[:num_requests])
 
-    def begin(self, requests: Sequence[Constrained]) -> None:
-        """Feed the rounds that are launched from now on, of `requests`."""
-        self._requests = requests
+    def begin(self, requests: Sequence[Constrained], post: Callable[[torch.Tensor], None]) -> None:
+        """Feed the rounds that are launched from now on, of `requests`; post: takes their results, as they are made."""
+        self._requests, self._post = requests, post
 
     def write_first(self, requests: Sequence[Constrained]) -> None:
         """Write the masks of the first tokens of `requests`: of the beginning of their grammars."""
@@ -81,9 +82,17 @@ class MaskFeed:
         """First stop of a round that drafts `num_steps` deep."""
         if not self._requests:
             return
+        self._count_late()
+        self._mark(2)
         self.read_results()
-        if not num_steps:
-            return
+        start = time.perf_counter()
+        if num_steps:
+            self._advise(num_steps)
+        self._mark(3)
+        self._mask_s += time.perf_counter() - start
+
+    def _advise(self, num_steps: int) -> None:
+        """Write the guide of the drafts."""
         num = len(self._requests)
         masks = self._host_first[:num].fill_(-1)  # its last copy is done, as in `fill`
         forced: list[list[int]] = [[] for _ in range(num)]
@@ -112,7 +121,6 @@ class MaskFeed:
         """Second stop: write the masks of all nodes of the tree that was fetched; a root alone needs none."""
         if not self._requests:
             return
-        self._count_late()
         start = time.perf_counter()
         self._mark(0)
         if self._has_tree is not None and num_nodes > 1:
@@ -128,6 +136,11 @@ class MaskFeed:
         self._wait_s += has_tree - start
         self._mask_s += time.perf_counter() - has_tree
 
+    def mail(self, lines: torch.Tensor) -> None:
+        """Third stop: begin to tell the host what the round emits, lines [n, W+3] and padding."""
+        if self._post is not None:
+            self._post(lines[: len(self._requests)])
+
     @property
     def facts(self) -> dict[str, Any]:
         """Return what `Report.grammar` says."""
@@ -139,15 +152,16 @@ class MaskFeed:
         return {**counts, **{name: 1e3 * spent / self._num_rounds for name, spent in seconds.items()}}
 
     def _mark(self, which: int) -> None:
-        """Mark where the device is done with its verification (0), and where it has masks (1)."""
+        """Mark where the device has verified (0), has masks (1), is about to draft (2), and has the guide of that (3)."""
         if self._marks:
             self._marks[which].record()
 
     def _count_late(self) -> None:
-        """Add what the device waited for the masks of the round before, whose results have been read."""
+        """Add what the device waited for masks in the round before, which is over or about to be."""
         if self._marks and self._num_rounds:
             self._marks[1].synchronize()
-            self._late_s += self._marks[0].elapsed_time(self._marks[1]) / 1e3
+            own = self._marks
+            self._late_s += (own[0].elapsed_time(own[1]) + own[2].elapsed_time(own[3])) / 1e3
 
     def _fill(
         self, requests: Sequence[Constrained], tokens: list[list[int]], parents: list[list[int]], masks: torch.Tensor

@@ -121,12 +121,16 @@ class Round:
         return verified
 
     def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> torch.Tensor:
-        """The draft takes the true features; L += accept_lens, the last token is the new root. Returns the results."""
+        """L += accept_lens, the last token is the new root; the draft takes the true features. Returns the results."""
+        lines = self._emit(batch, verified, moves=True)
+        if batch.is_constrained:
+            assert self.feed is not None
+            self.pause(partial(self.feed.mail, lines))
         if self.catch_up is None:
             self.worker.extend(batch, verified, aux)
         else:
             self.catch_up.extend(self.worker, batch, verified, aux)
-        return self._emit(batch, verified, moves=True)
+        return lines
 
     def take_prompts(self, chunk: PrefillChunk) -> None:
         """Write the tokens of `chunk` to the history of its rows."""
