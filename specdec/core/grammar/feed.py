@@ -152,7 +152,7 @@ class MaskFeed:
         return {**counts, **{name: 1e3 * spent / self._num_rounds for name, spent in seconds.items()}}
 
     def _mark(self, which: int) -> None:
-        """Mark where the device has verified (0), has masks (1), is about to draft (2), and has the guide of that (3)."""
+        """Mark where the device has verified (0), has masks (1), is about to draft (2), and has its guide (3)."""
         if self._marks:
             self._marks[which].record()
 
