@@ -11,7 +11,7 @@ import torch
 from specdec.backends.op import ForwardContext
 from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.draft.worker import STREAM_DRAFT, DraftParts, DraftWorker, RoundBatch
-from specdec.core.functional.guide import guided
+from specdec.core.functional.sampling import guided
 from specdec.core.functional.tree import Tree
 
 MAX_MERGED_NGRAM = 16  # tokens of a match; the longer it is, the likelier what followed it follows again

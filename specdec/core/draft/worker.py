@@ -12,9 +12,8 @@ from torch import nn
 from specdec.backends.op import ForwardContext
 from specdec.core.batch import AttentionMetadata
 from specdec.core.config import MAX_TAIL, EngineConfig, Shape
-from specdec.core.functional.guide import Guide
 from specdec.core.functional.ops import RoundOps
-from specdec.core.functional.sampling import SamplingBatch
+from specdec.core.functional.sampling import Guide, SamplingBatch
 from specdec.core.functional.tree import Tree
 from specdec.core.functional.verify import VerifyOutput
 from specdec.core.target import Target

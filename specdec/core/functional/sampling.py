@@ -1,19 +1,31 @@
 """Sampling of a batch: from the target's logits to the law (probabilities), and counter-based random numbers.
 
 Pure tensor functions on CPU or CUDA, without host sync. This file is the specification that the Triton kernels are
-compared with. It knows nothing about drafts, trees, rounds or requests.
+compared with. It knows nothing about trees, rounds or requests.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.core.sampling_params import NUMBERS, SamplingKind, SamplingParams
 
-__all__ = ["SamplingBatch", "SamplingKind", "SamplingParams", "constrain", "process_logits", "sample", "uniform"]
+__all__ = [
+    "Guide",
+    "SamplingBatch",
+    "SamplingKind",
+    "SamplingParams",
+    "constrain",
+    "guided",
+    "process_logits",
+    "sample",
+]
+__all__ += ["uniform"]
+FORBIDDEN = -3e4  # a draft's logit that float16 holds, too; nodes that a tree has to spare may still hold such tokens
 
 # splitmix64 (Steele, Lea, Flood 2014), its unsigned constants written as the int64 of the same bits.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -80,6 +92,28 @@ def constrain(logits: Tensor, masks: Tensor) -> Tensor:
     tokens = torch.arange(logits.shape[-1], device=logits.device)
     is_allowed = masks[..., tokens // 32] >> (tokens % 32).int() & 1
     return logits.masked_fill_(is_allowed == 0, -math.inf)
+
+
+class Guide(NamedTuple):
+    """A grammar's advice to a draft: forced [bs, S] int64, tokens of the first draft steps, -1 past the last; masks
+    [bs, W] int32: bits of what may follow them, as in `constrain`."""
+
+    forced: Tensor
+    masks: Tensor
+
+
+def guided(logits: Tensor, guide: Guide, step: int, names: Tensor) -> Tensor:
+    """Return the logits [bs, n, dv] of draft step `step`, with `FORBIDDEN` in place of those that the grammar forbids.
+
+    names [dv] int64: the token id of each index. Steps past what is known, and rows of which no token is allowed, stay
+    as they are. A draft is drawn from the law of these, so acceptance stays exact.
+    """
+    token = guide.forced[:, step : step + 1]
+    bits = guide.masks[:, names // 32] >> (names % 32).int() & 1
+    is_next = (guide.forced >= 0).sum(1, keepdim=True) == step
+    allowed = torch.where(token >= 0, names == token, (bits != 0) | ~is_next)
+    allowed = allowed | ~allowed.any(1, keepdim=True)
+    return logits.masked_fill(~allowed.unsqueeze(1), FORBIDDEN)
 
 
 def uniform(seeds: Tensor, counters: Tensor, streams: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ import torch
 
 from specdec.core.batch import ints_to_device, to_device
 from specdec.core.config import EngineConfig
-from specdec.core.functional.guide import Guide
 from specdec.core.grammar.matcher import Constraint
 
 PATIENCE_S = 5e-4
@@ -32,7 +31,7 @@ class Constrained(Protocol):
 
 
 class MaskFeed:
-    """Masks [max_batch * D * W] int32 and a `Guide` of the draft on the device, by place in the batch.
+    """Masks [max_batch * D * W] int32 and the guide of the draft on the device, by place in the batch.
 
     read_results: hands out what earlier launches have emitted; set by the core.
     """
@@ -64,9 +63,10 @@ class MaskFeed:
         """Masks [n, D, W] that a round of n requests and D nodes reads: the same memory at every call."""
         return _view(self._masks, num_requests, num_nodes, self.num_words)
 
-    def guide(self, num_requests: int, num_steps: int) -> Guide:
-        """What the draft of a round of n requests and S steps reads: the same memory at every call."""
-        return Guide(self._forced[:num_requests, :num_steps], self._first[:num_requests])
+    def guide(self, num_requests: int, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the draft of a round reads, the same memory at every call: forced tokens [n, S], -1 past the last, and
+        masks [n, W] of what may follow them."""
+        return self._forced[:num_requests, :num_steps], self._first[:num_requests]
 
     def begin(self, requests: Sequence[Constrained], post: Callable[[torch.Tensor], None]) -> None:
         """Feed the rounds that are launched from now on, of `requests`; post: takes their results, as they are made."""

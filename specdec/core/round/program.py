@@ -25,7 +25,7 @@ from specdec.core.draft.worker import (
     RoundBatch,
 )
 from specdec.core.functional.results import append_logprobs, row_digests, token_logprobs
-from specdec.core.functional.sampling import SamplingKind
+from specdec.core.functional.sampling import Guide, SamplingKind
 from specdec.core.functional.tree import Tree, force
 from specdec.core.functional.verify import VerifyOutput, decide_spine, impose_acceptance
 from specdec.core.round.parts import Parts
@@ -173,7 +173,7 @@ class Round:
         assert self.feed is not None
         num_steps = batch.shape.num_steps
         self.pause(partial(self.feed.update, num_steps))
-        return replace(batch, guide=self.feed.guide(len(batch.rows), num_steps)) if num_steps else batch
+        return replace(batch, guide=Guide(*self.feed.guide(len(batch.rows), num_steps))) if num_steps else batch
 
     def _force(self, batch: RoundBatch, draft: Draft) -> None:
         """Draft what grammars force, if the draft cannot, and begin to tell the host what is drafted."""
