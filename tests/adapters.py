@@ -64,7 +64,7 @@ def save_lora(model, folder, kinds=("q_proj", "down_proj"), rank=4, seed=0):
                 tensors[f"base_model.model.{name}.lora_{part}.weight"] = torch.randn(shape, generator=generator) * 0.3
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 

@@ -14,7 +14,7 @@ import specdec
 from specdec.core.errors import AttachError, GraphError
 from specdec.reach.targets.compiling import checked
 from specdec.reach.targets.compiling.adapters import LORA, join_adapters
-from tests.adapters import with_lora
+from tests.adapters import save_lora, with_lora
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -193,7 +193,7 @@ def test_adapters_in_one_batch_write_what_each_writes_alone(two, expected, saved
         assert joined[:1] == ([3 * 4] if how is TRACED else []), "of QKV, of gate and up, and of down"
 
 
-@pytest.mark.parametrize("how", [LIVE, TRACED], ids=["live", "traced"])
+@pytest.mark.parametrize("how", [LIVE, PARTS, TRACED], ids=["live", "parts", "traced"])
 def test_adapters_that_requests_choose_are_trained_while_they_serve(two, how):
     model = copy.deepcopy(two)
     with specdec.attach(model, adapters=["a", "b"], **{**SETTINGS, **how, "prefix_cache": True}) as engine:
@@ -264,3 +264,15 @@ def test_what_adapters_cannot_be_is_refused_by_name(two, saved, tmp_path):
             engine.install()
     with specdec.attach(model, **SETTINGS) as engine, pytest.raises(ValueError, match="adapter='x': expected none"):
         engine.generate(PROMPT, adapter="x")
+
+
+@pytest.mark.gpu
+def test_in_16_bits_texts_are_those_of_one_request_alone(tmp_path):
+    model = endless(tiny_model("llama64", seed=7)).to(DEVICE, torch.bfloat16)
+    adapters = {name: save_lora(model, tmp_path / name, seed=i) for i, name in enumerate("ab")}
+    draft = tiny_model("llama64").to(DEVICE, torch.bfloat16)
+    with specdec.attach(model, draft, adapters=adapters, max_batch=4, max_seq_len=64, num_steps=3) as engine:
+        texts = engine.generate(PROMPTS, max_new_tokens=8, adapter=NAMES).tokens
+        alone = [engine.generate(p, max_new_tokens=8, adapter=n).tokens[0] for p, n in zip(PROMPTS, NAMES, strict=True)]
+        assert texts == alone != engine.generate(PROMPTS, max_new_tokens=8).tokens
+        assert engine.report().bits == "equal" and engine.report().compiled.startswith("compiled")

@@ -42,6 +42,7 @@ def check_bits(core: Core) -> str:
         return "not checked: " + ", ".join(reason for reason, is_so in reasons.items() if is_so)
     table = core.slot_tables.table
     before = table.clone()
+    core.state.adapters.fill_(min(1, len(target.adapters)))
     try:
         with torch.inference_mode(), on_device(core.device), core.models.stepping():
             forwards = _Forwards(core)
@@ -50,6 +51,7 @@ def check_bits(core: Core) -> str:
         return "not checked: no memory is left"
     finally:
         table.copy_(before)
+        core.state.adapters.zero_()
 
 
 def _compare(cases: Iterable[Case]) -> str:

@@ -18,6 +18,7 @@ MOST = 3  # forwards that are recorded for one
 PRODUCTS = ("mm", "addmm", "bmm", "linear", "gated_linear", "wide_linear")
 KINDS = {
     "attention": ("attn",),
+    "adapters": ("lora",),
     "experts": ("grouped_linear", "weighted_sum"),
     "routers": ("top_scores", "topk"),
     "recurrent layers": ("conv", "scan"),

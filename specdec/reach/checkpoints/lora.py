@@ -41,7 +41,8 @@ def config_reasons(config: Mapping[str, Any]) -> Iterator[str]:
     if kind != "LORA":
         yield f"peft_type={kind!r}: expected LORA; {CURE}"
     more = [f"{name}={config[name]!r}" for name in MORE if config.get(name)]
-    more += [f"bias={config['bias']!r}"] * (config.get("bias", "none") not in ("none", None))
+    if (bias := config.get("bias")) not in ("none", None):
+        more.append(f"bias={bias!r}")
     if more:
         yield f"{', '.join(more)}: expected low-rank products beside linear layers alone; {CURE}"
 

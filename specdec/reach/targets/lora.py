@@ -56,7 +56,6 @@ class Lora:
         for of_one in found.values():
             for layer, low in of_one.items():
                 self.stacks.setdefault(layer, self._stack(low))
-        self._bypassed = [m for m in model.modules() if _is_lora(m) and m not in self.stacks]
         self._fill(found)
 
     def refresh(self) -> None:
@@ -65,8 +64,7 @@ class Lora:
 
     def follows(self, change: Change) -> bool:
         """Return whether `refresh` takes account of `change`: of adapters, or of which are active."""
-        parts = {part for layer in filter(_is_lora, self._model.modules()) for part in _parts(layer)}
-        return change.owner in parts and change.key != "base_layer"
+        return change.owner in self._parts and change.key != "base_layer"
 
     @contextmanager
     def routed(self) -> Iterator[None]:
@@ -97,6 +95,9 @@ class Lora:
     @torch.no_grad()
     @torch.inference_mode(False)
     def _fill(self, found: Mapping[str, Mapping[nn.Module, LowRank]]) -> None:
+        layers = [layer for layer in self._model.modules() if _is_lora(layer)]
+        self._bypassed = [layer for layer in layers if layer not in self.stacks]
+        self._parts = {part for layer in layers for part in _parts(layer)}
         for name, of_one in found.items():
             unknown = [low for layer, low in of_one.items() if layer not in self.stacks or len(low.a) > self._rank]
             if unknown:
