@@ -20,6 +20,7 @@ from tests.tiny_models import VOCAB, tiny_model
 
 pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
+trial = pytest.importorskip("specdec.reach.grammars.trial")
 make_compiler = pytest.importorskip("specdec.reach.grammars.compiler").make_compiler
 
 Vocabulary = pytest.importorskip("specdec.reach.grammars.vocabulary").Vocabulary
@@ -246,6 +247,20 @@ def test_a_dead_end_ends_its_request_with_a_reason(model):
 def test_mistakes_are_named(compiler, grammar, message):
     with pytest.raises(ValueError, match=message):
         compiler.compile(Grammar.of(grammar))
+
+
+def test_hostile_grammars_end_a_process_of_their_own():
+    """An intersection of patterns that never comes to an end, and rules that overflow the stack."""
+    trials = trial.Trials("llguidance", seconds=0.4)
+    patterns = {"allOf": [{"type": "string", "pattern": f".*a{{{i}}}.*b.*"} for i in range(20)]}
+    rules = "\n".join(f'r{i}: "a{i}" r{(i + 1) % 6000}?' for i in range(6000))
+    for hostile in (Grammar(json=patterns), Grammar(lark="start: r0\n" + rules)):
+        with pytest.raises(ValueError, match=r"compiling it takes more than 0\.4 s, or more memory or stack"):
+            trials.check(hostile)
+    trials.check(GRAMMARS["json"])
+    (idle,) = trials._idle
+    trials.check(GRAMMARS["regex"])
+    assert trials._idle == [idle]
 
 
 def test_engines_say_what_they_need(model):

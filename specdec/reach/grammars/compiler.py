@@ -8,6 +8,7 @@ from typing import Any
 
 from specdec.core.grammar.grammar import Grammar
 from specdec.core.grammar.matcher import CompiledGrammar
+from specdec.reach.grammars.trial import Trials
 from specdec.reach.grammars.vocabulary import Vocabulary
 
 LIBRARIES = ("llguidance", "xgrammar")  # in order of preference: see docs/generation-settings.md
@@ -45,6 +46,7 @@ class CachedCompiler:
         self.eos_ids = eos_ids
         self._vocabulary = vocabulary
         self._library: Callable[[Grammar], CompiledGrammar] | None = None
+        self._trials = Trials(name)
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
 
@@ -55,10 +57,9 @@ class CachedCompiler:
                 self._kept.move_to_end(grammar.text)
                 return kept
             if self._library is None:
-                self._library = _open(self.name, self._vocabulary())
+                self._library = open_library(self.name, self._vocabulary())
             library = self._library
-        if grammar.kind in ("json", "structural_tag"):
-            check_schemas(grammar)
+        self._trials.check(grammar)
         compiled = library(grammar)
         with self._lock:
             self._kept[grammar.text] = compiled
@@ -67,7 +68,8 @@ class CachedCompiler:
         return compiled
 
 
-def _open(name: str, vocabulary: Vocabulary) -> Callable[[Grammar], CompiledGrammar]:
+def open_library(name: str, vocabulary: Vocabulary) -> Callable[[Grammar], CompiledGrammar]:
+    """Return what compiles grammars by the library `name`."""
     if name == "llguidance":
         from specdec.reach.grammars.llguidance import LLGuidance
 
@@ -79,6 +81,8 @@ def _open(name: str, vocabulary: Vocabulary) -> Callable[[Grammar], CompiledGram
 
 def check_schemas(grammar: Grammar) -> None:
     """Raise ValueError that names the place at which a JSON schema is none."""
+    if grammar.kind not in ("json", "structural_tag"):
+        return
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
 

@@ -1,0 +1,123 @@
+"""Compiles grammars in a process of its own first: one that takes too long, or breaks the library, ends that process.
+
+Limits of libraries bound most grammars, but not all: intersections of patterns can take hours, and chains of a few
+thousand rules overflow the stack. `python -m specdec.reach.grammars.trial LIBRARY` is such a process: it reads
+grammars, one a line, and answers each with what is wrong, "" if nothing is. It imports neither torch nor transformers.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from selectors import EVENT_READ, DefaultSelector
+from typing import Any
+
+from specdec.core.grammar.grammar import Grammar
+from specdec.core.grammar.matcher import CompiledGrammar
+from specdec.reach.grammars.vocabulary import Vocabulary
+
+SECONDS = 5.0  # that compiling may take
+BYTES = 4 << 30  # address space of a process
+STACK = 4 << 20  # bytes, half of what threads usually have
+MOST_IDLE = 4  # processes
+
+
+class Trials:
+    """Processes that try grammars of one library; each serves a caller at a time. Threads may share it."""
+
+    def __init__(self, library: str, seconds: float = SECONDS):
+        self._library, self._seconds = library, seconds
+        self._lock = threading.Lock()
+        self._idle: list[subprocess.Popen[bytes]] = []
+
+    def check(self, grammar: Grammar) -> None:
+        """Raise ValueError for a grammar that is wrong, takes too long, or breaks the library."""
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is None or process.poll() is not None:
+            process = self._start()
+        answer = _ask(process, json.dumps(asdict(grammar)), self._seconds)
+        with self._lock:
+            if answer is not None and len(self._idle) < MOST_IDLE:
+                self._idle.append(process)
+                process = None
+        if process is not None:
+            _end(process)
+        if answer is None:
+            raise ValueError(
+                f"{grammar.kind}: compiling it takes more than {self._seconds:g} s, or more memory or stack than "
+                "there is: use fewer or simpler patterns, rules and references"
+            )
+        if answer:
+            raise ValueError(answer)
+
+    def __del__(self) -> None:
+        for process in self._idle:
+            _end(process)
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", __name__, self._library]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(command, env=env, **pipes)
+        assert process.stdout is not None
+        if not process.stdout.readline():  # it says when it is ready: starting takes longer than compiling
+            raise RuntimeError(f"{' '.join(command)} does not start")
+        return process
+
+
+def _ask(process: "subprocess.Popen[bytes]", line: str, seconds: float) -> str | None:
+    """Return the answer of a process to a line; None if there is none in time."""
+    assert process.stdin is not None and process.stdout is not None
+    with suppress(BrokenPipeError), DefaultSelector() as selector:
+        process.stdin.write(line.encode() + b"\n")
+        process.stdin.flush()
+        selector.register(process.stdout, EVENT_READ)
+        if selector.select(seconds) and (answer := process.stdout.readline()):
+            return str(json.loads(answer))
+    return None
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+
+def _answer(compile_: Callable[[Grammar], CompiledGrammar]) -> None:
+    from specdec.reach.grammars.compiler import check_schemas
+
+    print(flush=True)
+    for line in sys.stdin:
+        try:
+            grammar = Grammar(**json.loads(line))
+            check_schemas(grammar)
+            compile_(grammar)
+            print('""', flush=True)
+        except ValueError as error:
+            print(json.dumps(str(error)), flush=True)
+
+
+def _main() -> None:
+    from specdec.reach.grammars.compiler import open_library
+
+    with suppress(ImportError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    tokens = [*(bytes([b]) for b in range(256)), b"<eos>"]
+    vocabulary = Vocabulary(tokens, [256], frozenset([256]), lambda text: list(text.encode()))
+    threading.stack_size(STACK)
+    thread = threading.Thread(target=_answer, args=[open_library(sys.argv[1], vocabulary)])
+    thread.start()
+
+
+if __name__ == "__main__":
+    _main()
