@@ -194,6 +194,26 @@ def test_forced_calls_are_what_the_parser_reads(name):
     assert parts == ["reasoning_content: hm", "call: weather", 'arguments: {"city": "red", "days": 3}']
 
 
+@pytest.mark.parametrize("name", [n for n, form in formats.TOOL_FORMATS.items() if form.trigger])
+def test_calls_that_a_model_begins_itself_are_constrained(name):
+    """tool_choice="auto": other text is free, and may end; arguments fit the schema, and are those that are parsed."""
+    form, tokenizer = formats.TOOL_FORMATS[name], tiny_tokenizer()
+    compiler = make_compiler("llguidance", tokenizer, VOCAB, frozenset([2]))
+    tools = structure.tools("tools", TOOLS)
+    grammar = structure.Structure(None, tools, "auto", form, None).grammar(False, {})
+    before = "" if form.is_first else "a {b} "
+    opening = f"{before}{form.first}{form.opening.format(name='weather', quoted=json.dumps('weather'))}"
+    call = f'{opening}{{"city": "red", "days": 3}}{form.closing}{form.last}'
+    for text, can_end in ((f"{before}hm {{}}", True), (call, True), (f'{opening}{{"days"', False), (opening, False)):
+        matcher, mask = compiler.compile(grammar).matcher(), np.zeros(VOCAB // 32, np.int32)
+        accepted = [matcher.accept(token) for token in tokenizer.encode(text)]
+        assert all(accepted) == (text != f'{opening}{{"days"'), text
+        if all(accepted):
+            assert matcher.fill(mask) and bool(mask[0] >> 2 & 1) == can_end, text
+    parts = ["call: weather", 'arguments: {"city": "red", "days": 3}']
+    assert parts_of(call, 1000, form, None)[-2:] == parts
+
+
 def test_thoughts_come_before_a_constrained_answer():
     answer = structure.Structure(Grammar(json=SCHEMA), [], "auto", None, formats.THINKING["think"])
     compiler = make_compiler("llguidance", tiny_tokenizer(), VOCAB, frozenset([2]))
@@ -206,6 +226,7 @@ def test_thoughts_come_before_a_constrained_answer():
     ("mark", "tools", "thinking"),
     [
         ("{{ tools }} [TOOL_CALLS]", "mistral", None),
+        ("{{ tools }} [TOOL_CALLS] [ARGS]", "mistral-args", None),
         ("<think></think> {{ tools }} <tool_call>", "hermes", "think"),
         ('{{ tools }} {"name": , "parameters": }', "llama3", None),
         ("<|channel|> {{ tools }}", "harmony", "harmony"),

@@ -1,5 +1,6 @@
 """How the served model writes thoughts and calls of tools, and what follows for a request: its grammar, its parts."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,17 +31,23 @@ class Dialect:
         structure = self._structure(body)
         if structure.may_call and self.tool_format is None:
             raise ValueError("tools: the chat template of this model takes none that can be told: leave tools out")
+        free = {"skip_special_tokens": not self._splits(body)}
         grammar = structure.grammar(self._is_thinking(prompts[0]), self._special)
         if grammar is None:
-            return {"skip_special_tokens": not self._splits(body)}
-        name = next(n for n in ("response_format", "structured_outputs", "tool_choice") if body.get(n))
+            return free
+        name = next(n for n in ("response_format", "structured_outputs", "tool_choice", "tools") if body.get(n))
         if self.engine.config.grammar is None:
+            if structure.may_be_free:
+                return free
             raise ValueError(f"{name}: this server constrains no text: start it with --grammar auto, or leave it out")
         try:
             compiled = self.engine.compile_grammar(grammar)
         except ValueError as error:
+            if structure.may_be_free:
+                warnings.warn(f"calls of tools are not constrained: {error}", stacklevel=2)
+                return free
             raise ValueError(f"{name}: {error}") from None
-        return {"grammar": compiled, "skip_special_tokens": not self._splits(body)}
+        return {"grammar": compiled, **free}
 
     def splitters(self, body: Body, requests: Sequence[Request]) -> list[Splitter]:
         """Return what splits the answer of each of `requests`; nothing where all of it is content."""

@@ -13,7 +13,9 @@ class ToolFormat:
 
     mark: what a chat template that asks for it contains. header, tail: regular expressions of what comes before and
     after arguments; a header names the tool. is_first: only at the beginning of an answer. between: None if there is
-    one call at most. has_json: arguments are JSON; else they are FunctionGemma's, which no grammar here describes.
+    one call at most. trigger: what calls begin with and other text does not contain (or, if is_first, begin with);
+    empty: text before calls cannot be told from them by a grammar. has_json: arguments are JSON; else they are
+    FunctionGemma's, which no grammar here describes.
     """
 
     mark: str
@@ -25,6 +27,7 @@ class ToolFormat:
     first: str = ""
     last: str = ""
     is_first: bool = False
+    trigger: str = ""
     has_json: bool = True
 
 
@@ -53,11 +56,21 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
             opening="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
             closing="",
         ),
+        "mistral-args": ToolFormat(  # since Mistral Small 3.2
+            mark="[ARGS]",
+            header=r"\[TOOL_CALLS\](?P<name>[\w.-]+)\[ARGS\]",
+            tail="",
+            opening="[TOOL_CALLS]{name}[ARGS]",
+            closing="",
+            between="",
+            trigger="[TOOL_CALLS]",
+        ),
         "mistral": ToolFormat(
             mark="[TOOL_CALLS]",
             header=rf"\s*(?:\[TOOL_CALLS\]\s*\[?\s*|,\s*)\{{\s*{_NAME}" + r'"arguments"\s*:\s*'
             r"|\[TOOL_CALLS\](?P<name>[\w-]+)\[ARGS\]",
             tail=r"\s*\}?\s*\]?",
+            trigger="[TOOL_CALLS]",
             first="[TOOL_CALLS] [",
             opening='{{"name": {quoted}, "arguments": ',
             closing="}",
@@ -81,6 +94,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
             opening='{{"name": {quoted}, "parameters": ',
             closing="}",
             is_first=True,
+            trigger='{"name": "',
         ),
         "hermes": ToolFormat(  # Qwen, Hermes, SmolLM3
             mark="<tool_call>",
@@ -89,6 +103,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
             opening='<tool_call>\n{{"name": {quoted}, "arguments": ',
             closing="}\n</tool_call>",
             between="\n",
+            trigger="<tool_call>",
         ),
     }
 )

@@ -99,20 +99,26 @@ class Structure:
         """True if it must."""
         return self.may_call and self.choice != "auto"
 
+    @property
+    def may_be_free(self) -> bool:
+        """True if calls are constrained once the answer begins one, and other text is not."""
+        may_choose = self.answer is None and self.may_call and not self.must_call
+        return may_choose and self.tool_format is not None and bool(self.tool_format.trigger)
+
     def grammar(self, is_thinking: bool, special: Mapping[str, int]) -> Grammar | None:
         """Return the grammar of the whole text; None if it is free.
 
         is_thinking: the prompt ends within a thought. special: ids of special tokens, by their text.
         """
-        if self.answer is None and not self.must_call:
+        if self.answer is None and not self.must_call and not self.may_be_free:
             return None
         if self.answer is not None and self.thinking is None and not self.may_call:
             return self.answer
         rules = _Rules(special)
         ways = []
         if self.may_call:
-            ways.append(self._calls(rules))
-        if not self.must_call:
+            ways.append(self._free_or_calls(rules) if self.may_be_free else self._calls(rules))
+        if self.answer is not None and not self.must_call:
             ways.append(self._answer(rules))
         start = f"start: body\nbody: {' | '.join(ways)}"
         if self.thinking is not None:
@@ -133,7 +139,23 @@ class Structure:
             raise ValueError("structured_outputs: beside tools or thoughts only JSON: leave one of them out")
         return rules.schema({"type": "object"} if self.answer.kind == "json_object" else self.answer.value)
 
-    def _calls(self, rules: "_Rules") -> str:
+    def _free_or_calls(self, rules: "_Rules") -> str:
+        """Free text, and calls wherever the format's trigger stands; a text is either where calls come first only."""
+        assert self.tool_format is not None
+        trigger = self.tool_format.trigger
+        if self.tool_format.is_first:
+            others = rules.add(f"/(.|\\n)*/ & ~/{re.escape(trigger)}(.|\\n)*/", "TEXT")
+            return f"{self._calls(rules)} | {others}"
+        free = rules.add("/(.|\\n)*/", "TEXT")
+        begun = rules.literal(trigger)
+        if begun.startswith("<["):  # text contains no special tokens
+            begun = rules.add(f"{free} {begun}")
+        else:
+            begun = rules.add("/(.|\\n)*/", f"until[suffix={json.dumps(trigger)}]")
+        return f"({begun} {self._calls(rules, trigger)})* {free}"
+
+    def _calls(self, rules: "_Rules", begun: str = "") -> str:
+        """Add the rule of calls, what follows `begun`."""
         form = self.tool_format
         assert form is not None
         if not form.has_json:
@@ -144,11 +166,15 @@ class Structure:
         ways = []
         for function in chosen:
             names = {"name": function["name"], "quoted": json.dumps(function["name"])}
-            opening = rules.literal(form.opening.format(**names))
-            ways.append(f"{opening} {rules.schema(function['parameters'])} {rules.literal(form.closing)}")
+            opening = form.opening.format(**names)
+            opening = opening if form.first else opening.removeprefix(begun)
+            schema, closing = rules.schema(function["parameters"]), rules.literal(form.closing)
+            ways.append(f"{rules.literal(opening)} {schema} {closing}")
         call = rules.add(" | ".join(ways))
+        if begun and not form.first:  # the next one begins with free text, too
+            return call
         more = "" if form.between is None else f" ({rules.literal(form.between)} {call})*"
-        return rules.add(f"{rules.literal(form.first)} {call}{more} {rules.literal(form.last)}")
+        return rules.add(f"{rules.literal(form.first.removeprefix(begun))} {call}{more} {rules.literal(form.last)}")
 
 
 class _Rules:
@@ -158,10 +184,11 @@ class _Rules:
         self.lines: list[str] = []
         self._special = special
 
-    def add(self, body: str) -> str:
-        """Add a rule; return its name."""
-        self.lines.append(f"rule_{len(self.lines)}: {body}")
-        return f"rule_{len(self.lines) - 1}"
+    def add(self, body: str, name: str = "") -> str:
+        """Add a rule; return its name, by default a new one. name: may have attributes behind it."""
+        name = name or f"rule_{len(self.lines)}"
+        self.lines.append(f"{name}: {body}")
+        return name.partition("[")[0]
 
     def schema(self, schema: Any) -> str:
         """Add the rule of a JSON schema, on one line as `Grammar.json` is."""
