@@ -7,6 +7,7 @@ ContextVar holds: every thread has its own, and two engines enter contexts of th
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -139,8 +140,22 @@ _SCOPE: Scope[AttentionScope] = Scope("attention", ". Code of your own calls att
 attention_scope, current_scope = _SCOPE.within, _SCOPE.find
 
 
-_ADAPTERS: Scope[torch.Tensor] = Scope("adapted layer")  # the adapters of its tokens, [T] int64: see `linear.lora`
-adapter_scope, adapters_in_scope = _ADAPTERS.within, _ADAPTERS.get
+_ADAPTERS: Scope[Callable[[int], torch.Tensor]] = Scope("adapted layer")
+adapters_by, adapters_in_scope = _ADAPTERS.within, _ADAPTERS.get
+
+
+def adapter_scope(adapters: torch.Tensor) -> AbstractContextManager[None]:
+    """Within it, layers find the adapter of each row, [T] int64; ValueError for one that has not as many rows."""
+    return adapters_by(partial(_all_of, adapters))
+
+
+def _all_of(adapters: torch.Tensor, num_rows: int) -> torch.Tensor:
+    if len(adapters) != num_rows:
+        raise ValueError(
+            f"an adapted layer gets {num_rows} rows in a forward of {len(adapters)} tokens, as experts do: it cannot "
+            "be told whose they are; leave this layer out of the adapters"
+        )
+    return adapters
 
 
 def adapters_of_tokens(by_row: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:

@@ -103,7 +103,7 @@ def attach(
                 hf.any_rank = ranks.any_in_attach
             try:
                 if adapters:
-                    hf.lora = Lora(model, adapters)
+                    hf.use_lora(Lora(model, hf.spec.stack, adapters))
                 with on_device(hf.device):
                     return Engine(hf, config, source, name, tokenizer, ranks)
             except BaseException:

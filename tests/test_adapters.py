@@ -126,6 +126,21 @@ def test_adapters_of_peft_are_followed_or_refused_by_name(mode):
     assert text_of(wrapped) == base and specdec.engine_of(wrapped) is None
 
 
+class Routed(nn.Module):
+    """Some rows go to one expert, the others to another."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.experts = nn.ModuleList([layer, copy.deepcopy(layer)])
+
+    def forward(self, x):
+        is_first = x[..., :1] > 0
+        out = x.new_zeros(*x.shape[:-1], self.experts[0].out_features)
+        for expert, chosen in zip(self.experts, (is_first, ~is_first), strict=True):
+            out = out.masked_scatter(chosen, expert(x[chosen[..., 0]]))
+        return out
+
+
 def num_adapted(graph):
     join_adapters(graph)
     return sum(node.target is LORA for node in graph.graph.nodes)
@@ -248,11 +263,15 @@ def test_what_adapters_cannot_be_is_refused_by_name(two, saved, tmp_path):
     refused(f"{embedding}.*expected lora_A", changed(lambda t: t | {embedding: torch.ones(2, 2)}), model)
     wrong = {"base_model.model.lm_head.lora_A.weight": torch.ones(2, 64)}
     wrong |= {"base_model.model.lm_head.lora_B.weight": torch.ones(128, 2)}
-    refused("'x' is for lm_head, a Linear: expected linear layers below", changed(lambda t: wrong), model)
+    refused("'x' is for lm_head, not a linear layer below the output head", changed(lambda t: wrong), model)
     foreign = {key.replace("q_proj", "z_proj"): tensor for key, tensor in load_file(saved["a"] / FILE).items()}
     refused("'x' is for .*z_proj, which the model does not have", changed(lambda t: foreign), model)
     wide = {key: torch.cat([t, t], 1 - int("lora_B" in key)) for key, t in load_file(saved["a"] / FILE).items()}
     refused(r"'x' is of another model: .* has \(64, 96\)", changed(lambda t: wide), model)
+    routing = endless(tiny_model("llama", seed=7))
+    routing.model.layers[1].mlp.down_proj = Routed(routing.model.layers[1].mlp.down_proj)
+    down = save_lora(routing, tmp_path / "down", kinds=("experts.0",))
+    refused("an adapted layer gets . rows in a forward of 7 tokens, as experts do", {"x": down}, routing)
     dora = peft.get_peft_model(endless(tiny_model("llama", seed=7)), peft.LoraConfig(r=2, use_dora=True)).eval()
     refused("adapter 'default': use_dora=True", ["default"], dora)
     ranked = peft.get_peft_model(endless(tiny_model("llama", seed=7)), peft.LoraConfig(r=129)).eval()

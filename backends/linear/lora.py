@@ -64,8 +64,7 @@ def _lora(
     scales: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     rows, wide = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-    adapters = adapters_in_scope()[: len(rows)]
-    assert len(adapters) == len(rows), "every row has an adapter, or 0"
+    adapters = adapters_in_scope()(len(rows))
     if not has_kernels(x) or any(t.dtype != x.dtype for t in (y, *a, *b)):
         return lora_twin(rows, wide, a, b, scales, adapters).view(y.shape)
     from specdec.backends.triton.linear.lora import lora as by_kernels

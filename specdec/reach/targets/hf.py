@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from specdec.backends import ForwardContext, forward_context
 from specdec.backends.comm import Communicator
+from specdec.backends.op import adapter_scope
 from specdec.backends.recurrent.state_pool import RecurrentOps, StatePool
 from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.cache.pool import LayerState
@@ -28,6 +29,7 @@ from specdec.reach.targets.adapters.ropes import warn_of_low_precision
 from specdec.reach.targets.admission.equality import check_equality
 from specdec.reach.targets.admission.probe import ModelSpec, probe
 from specdec.reach.targets.admission.recording import Positions
+from specdec.reach.targets.compiling.echo import echoing
 from specdec.reach.targets.lora import Lora
 from specdec.reach.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
 from specdec.reach.targets.route import Route
@@ -37,6 +39,7 @@ from specdec.reach.targets.taps import UNORDERED, Taps
 if TYPE_CHECKING:  # it imports private parts of torch, which uncompiled engines do not need
     from specdec.graphs.compile.trace import Traced
 
+NUM_TRIED = 7  # tokens of the forward that shows which layers can have adapters
 ATTACHED_ALREADY = "it is attached already; call detach() on that engine first, which is specdec.engine_of(model)"
 
 
@@ -106,6 +109,17 @@ class HFTarget:
         the device waits for; None for a whole model. A device that is given too much meanwhile stops the host for good.
         """
         return self.comm.settle if self.comm is not None else None
+
+    @torch.inference_mode()
+    def use_lora(self, lora: Lora) -> None:
+        """Let rows have adapters from now on; AttachError if some layer does not get a row a token."""
+        self.lora, positions = lora, torch.arange(NUM_TRIED, device=self.device)
+        ids = positions * max(1, self.spec.vocab_size // NUM_TRIED) % self.spec.vocab_size  # experts get some of them
+        try:
+            with self.routed(), adapter_scope(lora.in_turn(NUM_TRIED)), echoing():
+                self.run_layers(ids, positions)
+        except ValueError as error:
+            raise AttachError(type(self.model).__name__, [str(error)]) from error
 
     @property
     def adapters(self) -> Mapping[str, int]:

@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from specdec.backends.linear.lora import MAX_RANK, RANKS, lora
-from specdec.backends.op import adapter_scope
+from specdec.backends.op import adapters_by
 from specdec.graphs import Change
 from specdec.reach.checkpoints.lora import CURE, LowRank, config_reasons, read_lora
 from specdec.reach.targets.adapters.overrides import replaced
 from specdec.reach.targets.admission.quantised import is_quantised_linear
 
+WRONG_PLACE = "not a linear layer below the output head"
 MERGED = "is merged into the model's weights; call unmerge_adapter() first"
 
 
@@ -38,16 +39,17 @@ class Lora:
     """The adapters of one engine. numbers: of each name, from 1 on.
 
     adapters: names of those that PEFT has loaded in the model, or a folder or Hub id by the name of each. What is
-    active in the model does not count: rows without an adapter get the model as it is without any.
+    active in the model does not count: rows without an adapter get the model as it is without any. stack: the part of
+    the model below its output head.
     """
 
-    def __init__(self, model: PreTrainedModel, adapters: Iterable[str] | Mapping[str, str | Path]):
-        self._model = model
+    def __init__(self, model: PreTrainedModel, stack: nn.Module, adapters: Iterable[str] | Mapping[str, str | Path]):
+        self._model, self._stack = model, stack
         files = adapters if isinstance(adapters, Mapping) else {}
         self.numbers = {name: i for i, name in enumerate(dict.fromkeys(adapters), 1)}
         self._loaded = [name for name in self.numbers if name not in files]
-        found = {name: _placed(model, name, read_lora(source)) for name, source in files.items()}
-        found |= {name: _loaded(model, name) for name in self._loaded}
+        found = {name: _placed(model, stack, name, read_lora(source)) for name, source in files.items()}
+        found |= {name: _loaded(model, stack, name) for name in self._loaded}
         rank = max(len(low.a) for of_one in found.values() for low in of_one.values())
         if rank > MAX_RANK:
             raise ValueError(f"adapters have ranks up to {rank}: expected {MAX_RANK} at most; {CURE}")
@@ -55,12 +57,12 @@ class Lora:
         self.stacks: dict[nn.Module, Stack] = {}
         for of_one in found.values():
             for layer, low in of_one.items():
-                self.stacks.setdefault(layer, self._stack(low))
+                self.stacks.setdefault(layer, self._empty(low))
         self._fill(found)
 
     def refresh(self) -> None:
         """Copy the matrices of adapters that are loaded in the model again; ValueError for one that cannot be read."""
-        self._fill({name: _loaded(self._model, name) for name in self._loaded})
+        self._fill({name: _loaded(self._model, self._stack, name) for name in self._loaded})
 
     def follows(self, change: Change) -> bool:
         """Return whether `refresh` takes account of `change`: of adapters, or of which are active."""
@@ -75,18 +77,21 @@ class Lora:
             yield
 
     @contextmanager
-    def traced(self, num_tokens: int) -> Iterator[None]:
-        """Within it, a trace finds stacks as buffers of their layers, and `num_tokens` rows have adapters in turn."""
+    def traced(self) -> Iterator[None]:
+        """Within it, a trace finds stacks as buffers of their layers, and rows have adapters in turn."""
         buffers = [
             (layer._buffers, f"_specdec_lora_{name}", tensor)
             for layer, stack in self.stacks.items()
             for name, tensor in stack._asdict().items()
         ]
-        in_turn = torch.arange(1, num_tokens + 1, device=self._model.device) % (len(self.numbers) + 1)
-        with replaced(buffers), adapter_scope(in_turn):
+        with replaced(buffers), adapters_by(self.in_turn):
             yield
 
-    def _stack(self, low: LowRank) -> Stack:
+    def in_turn(self, num_rows: int) -> torch.Tensor:
+        """Return adapters of rows [num_rows], one after the other, and none after the last."""
+        return torch.arange(1, num_rows + 1, device=self._model.device) % (len(self.numbers) + 1)
+
+    def _empty(self, low: LowRank) -> Stack:
         (_, K), (N, _), n = low.a.shape, low.b.shape, len(self.numbers)
         like = self._model.get_input_embeddings().weight
         zeros = partial(torch.zeros, device=like.device, dtype=like.dtype)
@@ -135,7 +140,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D) or is_quantised_linear(module)
 
 
-def _loaded(model: PreTrainedModel, name: str) -> dict[nn.Module, LowRank]:
+def _loaded(model: PreTrainedModel, stack: nn.Module, name: str) -> dict[nn.Module, LowRank]:
     """Return what the adapter `name`, which PEFT has loaded in `model`, adds to its layers; ValueError if it is more
     than LoRA on linear layers."""
     layers: dict[str, Any] = {path: m for path, m in model.named_modules() if _is_lora(m)}
@@ -145,13 +150,12 @@ def _loaded(model: PreTrainedModel, name: str) -> dict[nn.Module, LowRank]:
         raise ValueError(
             f"adapters: the model has no LoRA adapter {name!r} loaded ({there}); load it, or pass {{{name!r}: FOLDER}}"
         )
-    config = getattr(model, "peft_config", {}).get(name)
+    config, inside = getattr(model, "peft_config", {}).get(name), {*stack.modules()}
     reasons = [] if config is None else list(config_reasons(vars(config)))
     for path, layer in layers.items():
-        if name in getattr(layer, "lora_embedding_A", ()) or not _is_linear(layer.base_layer):
-            reasons += [f"{path} is no linear layer; {CURE}"] * (name in {*layer.lora_A, *layer.lora_embedding_A})
-        elif layer.base_layer is model.get_output_embeddings() or layer is model.get_output_embeddings():
-            reasons += [f"{path} is the output head; {CURE}"] * (name in layer.lora_A)
+        has_it = name in layer.lora_A or name in getattr(layer, "lora_embedding_A", ())
+        if has_it and not (layer in inside and _is_linear(layer.base_layer)):
+            reasons.append(f"{path} is {WRONG_PLACE}; {CURE}")
         if name in getattr(layer, "lora_variant", ()):
             variant = type(layer.lora_variant[name]).__name__
             reasons.append(f"{path} is more than a low-rank product ({variant}); {CURE}")
@@ -166,21 +170,23 @@ def _loaded(model: PreTrainedModel, name: str) -> dict[nn.Module, LowRank]:
     }
 
 
-def _placed(model: PreTrainedModel, name: str, read: Mapping[str, LowRank]) -> dict[nn.Module, LowRank]:
+def _placed(
+    model: PreTrainedModel, stack: nn.Module, name: str, read: Mapping[str, LowRank]
+) -> dict[nn.Module, LowRank]:
     """Return what was `read` by the layers of `model` that it is for; ValueError for one that does not fit."""
-    modules = dict(model.named_modules())
+    modules, inside = dict(model.named_modules()), {*stack.modules()}
     found: dict[nn.Module, LowRank] = {}
     for path, low in read.items():
         layer = modules.get(path)
         base: Any = layer.base_layer if layer is not None and _is_lora(layer) else layer
-        if base is None or not _is_linear(base) or base is model.get_output_embeddings():
-            what = "which the model does not have" if base is None else f"a {type(base).__name__}"
-            raise ValueError(f"adapter {name!r} is for {path}, {what}: expected linear layers below the output head")
+        if layer not in inside or not _is_linear(base):
+            what = "which the model does not have" if layer is None else WRONG_PLACE
+            raise ValueError(f"adapter {name!r} is for {path}, {what}; {CURE}")
         sizes = tuple(base.weight.shape) if isinstance(base, Conv1D) else (base.in_features, base.out_features)
         if sizes != (low.a.shape[1], low.b.shape[0]):
             given = low.a.shape[1], low.b.shape[0]
             raise ValueError(
                 f"adapter {name!r} is of another model: {path} has {sizes} inputs and outputs, the adapter {given}"
             )
-        found[layer] = low  # type: ignore[index]
+        found[layer] = low
     return found

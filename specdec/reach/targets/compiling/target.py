@@ -71,7 +71,7 @@ def compile_layers(target: HFTarget, config: EngineConfig, prefill_mode: str) ->
     def make() -> list["Traced"]:
         with PRELOADING:
             pass  # two threads that import each other's modules would not get them whole
-        with nullcontext() if target.lora is None else target.lora.traced(NUM_TOKENS):
+        with nullcontext() if target.lora is None else target.lora.traced():
             traced = trace_checked(_subject(target, config), config, target.device)
         for for_prefills in [True] * is_piecewise + [False] * (not why):  # one trace serves both
             target.use_compiled(traced, for_prefills)
