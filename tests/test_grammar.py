@@ -2,6 +2,7 @@
 law, forced tokens as drafts, dead ends and mistakes."""
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from specdec.core.functional.sampling import constrain
 from specdec.core.functional.tree import Tree, ancestor_bits, chain, force
 from specdec.core.grammar.grammar import MOST_DEPTH
 from specdec.core.grammar.matcher import Constraint
+from tests.faults import missing_pages
 from tests.grammars import EOS, GRAMMARS, SCHEMA, masks_after, plain_law, plain_text, spm_tokenizer, tiny_tokenizer
 from tests.heads import ALGOS, random_draft
 from tests.tiny_models import VOCAB, tiny_model
@@ -148,6 +150,22 @@ def test_forced_tokens_are_drafted_without_a_model(model):
         out = engine.generate([PROMPTS[0]], max_new_tokens=28, grammar=grammar)
         engine.detach()
         assert out.texts == ["zqxjkvbpzqxj"] and len(out.requests[0].round_lens) == 3
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_preempted_requests_go_on_within_their_grammars(model, texts, monkeypatch, lag):
+    """Their prompts and texts are prefilled again; what their matchers have followed stays."""
+    monkeypatch.setattr("specdec.core.engine.scheduler.GROWTH", 8)
+    engine = engine_of(model, "eagle3", CHAIN, cuda_graph=None)
+    free = engine.generate(PROMPTS[1], max_new_tokens=28).tokens[0]
+    engine._core._lag = lag  # as on CUDA
+    missing_pages(engine, random.Random(1))
+    for name, grammar in GRAMMARS.items():
+        out = engine.generate(PROMPTS, max_new_tokens=28, grammar=[grammar, None, grammar])
+        assert out.tokens == [texts[name][0], free, texts[name][2]], name
+    engine.check_integrity()
+    assert engine.report().preemption["preemptions"] >= 3
+    engine.detach()
 
 
 def test_masks_of_a_tree_follow_each_path(compiler):
