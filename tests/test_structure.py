@@ -96,15 +96,25 @@ def test_calls_of_tools_are_parsed_and_streamed(served):
     assert ask(served, messages=history, tools=TOOLS, max_tokens=3).choices[0].finish_reason == "length"
 
 
-def test_clients_with_different_schemas_share_rounds(served):
+@pytest.mark.parametrize(("clients", "num"), [(8, 16), pytest.param(64, 192, marks=pytest.mark.matrix)])
+def test_clients_with_different_schemas_share_rounds(served, clients, num):
+    def called(i):
+        tool = {"type": "function", "function": {"name": f"f{i}", "parameters": PARAMETERS}}
+        chunks = ask(served, tools=[tool], tool_choice="required", max_tokens=150, stream=True, temperature=1.0, seed=i)
+        calls = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or [] if c.index == 0]
+        jsonschema.validate(json.loads("".join(c.function.arguments for c in calls)), PARAMETERS)
+        return calls[0].function.name == f"f{i}"
+
     def one(i):
+        if i % 3 == 2:
+            return called(i)
         schema = {"type": "object", "properties": {f"k{i}": {"type": "boolean"}}, "required": [f"k{i}"]}
         schema["additionalProperties"] = False
         answer = ask(served, response_format=schema_format(schema), max_tokens=30).choices[0].message.content
         return list(json.loads(answer)) == [f"k{i}"]
 
-    with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(one, range(16)))
+    with ThreadPoolExecutor(clients) as threads:
+        assert all(threads.map(one, range(num)))
     served.assert_free()
 
 
