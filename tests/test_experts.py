@@ -106,6 +106,14 @@ def test_kernels_equal_their_twin(dtype, scanned, monkeypatch):
     assert kernels.grouped_linear(x[:0], given[0][:0], *given[1:]).shape == (0, found.shape[1])
 
 
+def test_the_dispatcher_may_leave_defaults_out():
+    """As it does within a dispatch mode, such as a rehearsal."""
+    x, ids = torch.randn(3, 16, device=DEVICE), torch.randint(0, E, (3, 2), device=DEVICE)
+    weight = torch.randn(E, 8, 16, device=DEVICE)
+    expected = grouped_linear_twin(x, ids, weight)
+    torch.testing.assert_close(specdec.backends.experts._on_cuda(x, ids, weight), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_every_tile_equals_the_twin(monkeypatch):
     """On few rows, which each of them takes; numbers of experts decide in use."""
     monkeypatch.setattr(kernels, "SCANNED", 0)

@@ -179,8 +179,8 @@ def grouped_linear(
     x: torch.Tensor,
     expert_ids: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    is_transposed: bool,
+    bias: torch.Tensor | None = None,
+    is_transposed: bool = False,
     activation: str = "",
 ) -> torch.Tensor:
     """See `specdec.backends.experts.grouped_linear`; bf16, fp16 or fp32, weight with a dense dim besides the first."""
