@@ -187,6 +187,33 @@ def test_masks_of_a_tree_follow_each_path(compiler):
     assert constraint.advance([*tokens[1:2], *tokens[4:5], tokens[5]]) == 2
 
 
+def test_masks_of_many_chains_are_those_of_each(compiler):
+    """The library's own threads against fill_tree: texts that go on, end, and are forbidden; other EOS ids."""
+    eos, width = {EOS, 40}, 4
+    words = {
+        "a": [["b", "7", "x"], ["c", "z", "x"], []],
+        "d": [["d", 40, "d"], [EOS, "d", "d"]],
+        "d7": [["7", "d", "d"]],
+    }
+    compiled = compiler.compile(Grammar(regex="a(b|c)[0-9]x|d+7?"))
+    cases = [(text, draft) for text, drafts in words.items() for draft in drafts]
+    masks, expected = (np.full((len(cases) + 1, width, VOCAB // 32), -1, np.int32) for _ in range(2))
+    chains, constraints = [], []
+    for i, (text, draft) in enumerate(cases):
+        constraint = Constraint(compiled.matcher(), eos, compiler.eos_ids)
+        constraint.advance(TOKENIZER.encode(text))
+        tokens = [0, *(t if isinstance(t, int) else TOKENIZER.encode(t)[0] for t in draft)]
+        constraint.fill_tree(tokens, [0, *range(width - 1)][: len(tokens)], expected[i])
+        chains.append(constraint.chain(i, tokens))
+        constraints.append(constraint)
+    assert compiler.fill_chains(chains, masks)
+    for constraint, mask in zip(constraints, masks, strict=False):
+        constraint.finish(mask)
+    assert (masks == expected).all(), [
+        case for case, m, e in zip(cases, masks, expected, strict=False) if (m != e).any()
+    ]
+
+
 @pytest.mark.parametrize("kind", ["gemma", "llama2", "metaspace"])
 def test_tokens_of_sentencepiece_spell_what_is_forced(kind):
     """No space before it, whatever the tokenizer puts before a text; characters that it lacks are bytes."""

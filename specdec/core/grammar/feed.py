@@ -18,7 +18,7 @@ import torch
 
 from specdec.core.batch import ints_to_device, to_device
 from specdec.core.config import EngineConfig
-from specdec.core.grammar.matcher import Constraint
+from specdec.core.grammar.matcher import Compiler, Constraint
 
 PATIENCE_S = 5e-4
 
@@ -36,11 +36,11 @@ class MaskFeed:
     read_results: hands out what earlier launches have emitted; set by the core.
     """
 
-    def __init__(self, config: EngineConfig, vocab_size: int, device: torch.device):
+    def __init__(self, config: EngineConfig, vocab_size: int, device: torch.device, compiler: Compiler):
         max_batch, num_nodes = config.max_batch, max(shape.num_draft_tokens for shape in config.shapes)
         self.num_words = -(-vocab_size // 32)
         self.read_results: Callable[[], None] = lambda: None
-        self._device = device
+        self._device, self._compiler = device, compiler
         is_cuda = device.type == "cuda"
         size = max_batch * num_nodes * self.num_words
         self._masks = torch.full((size,), -1, dtype=torch.int32, device=device)
@@ -167,9 +167,14 @@ class MaskFeed:
         self, requests: Sequence[Constrained], tokens: list[list[int]], parents: list[list[int]], masks: torch.Tensor
     ) -> None:
         """Write masks [n, D, W] on the host; they allow all where there is no grammar."""
-        masks.fill_(-1)
-        found = zip(map(_constraint, requests), tokens, parents, masks.numpy(), strict=True)
-        self._run([partial(constraint.fill_tree, *own) for constraint, *own in found if constraint is not None])
+        own = masks.fill_(-1).numpy()
+        found = [(c, i) for i, c in enumerate(map(_constraint, requests)) if c is not None]
+        is_chain = parents[0] == [0, *range(len(parents[0]) - 1)]
+        if is_chain and self._compiler.fill_chains([c.chain(i, tokens[i]) for c, i in found], own):
+            for constraint, i in found:
+                constraint.finish(own[i])
+        else:
+            self._run([partial(c.fill_tree, tokens[i], parents[i], own[i]) for c, i in found])
 
     def _run(self, jobs: list[Callable[[], None]]) -> None:
         """Run jobs here for `PATIENCE_S`, and what is left on threads: they help where a mask takes long, since

@@ -4,7 +4,7 @@ A mask is a bitmask of the vocabulary: bit t % 32 of word t // 32, int32, is set
 """
 
 from collections.abc import Sequence, Set
-from typing import Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,17 @@ class Matcher(Protocol):
         """Why it can follow the text no further, a limit of the library for instance; empty if it can."""
 
 
+M = TypeVar("M")
+
+
+class Chain(NamedTuple, Generic[M]):
+    """A request of a round, at `place` in its batch, and what is drafted after its text: no EOS ids."""
+
+    matcher: M
+    place: int
+    drafts: list[int]
+
+
 class CompiledGrammar(Protocol):
     """A grammar for one vocabulary."""
 
@@ -52,6 +63,10 @@ class Compiler(Protocol):
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """ValueError if the grammar is invalid, or has what the library does not support."""
+
+    def fill_chains(self, chains: Sequence[Chain[Any]], masks: np.ndarray) -> bool:
+        """Write what may follow each token of `chains`, up to one that is forbidden, to masks [n, D, W], on threads of
+        the library's own; return whether it can. Nothing is set after a token that nothing may follow."""
 
 
 class Constraint:
@@ -87,6 +102,21 @@ class Constraint:
                 self._visit(child, tokens, children, masks)
                 self.matcher.rollback(1)
 
+    def chain(self, place: int, tokens: Sequence[int]) -> Chain[Matcher]:
+        """Return the chain of a round's nodes, tokens [D]."""
+        drafts = list(tokens[1:])
+        count = next((i for i, token in enumerate(drafts) if token in self.eos_ids), len(drafts))
+        return Chain(self.matcher, place, drafts[:count])
+
+    def finish(self, masks: np.ndarray) -> None:
+        """Make what `Compiler.fill_chains` has written to masks [D, W] what `fill_tree` writes."""
+        is_over = bool(self.matcher.error)
+        for mask in masks:
+            if mask.any() and not is_over:
+                self._rename(mask)
+            else:
+                mask.fill(-1)
+
     def advance(self, tokens: Sequence[int]) -> int:
         """Take emitted tokens, up to EOS; return how many the grammar allows: fewer at a dead end, see `error`."""
         self._next = None
@@ -116,12 +146,16 @@ class Constraint:
     def _fill(self, mask: np.ndarray) -> bool:
         if not self.matcher.fill(mask):
             return False
+        self._rename(mask)
+        return True
+
+    def _rename(self, mask: np.ndarray) -> None:
+        """Allow the request's EOS ids in place of the library's."""
         if self._foreign and is_allowed(mask, self._foreign[0][0]):
             for ids, is_set in zip(self._foreign, (False, True), strict=True):
                 for token in ids:
                     bit = np.int32(np.uint32(1 << token % 32).view(np.int32))
                     mask[token // 32] = mask[token // 32] | bit if is_set else mask[token // 32] & ~bit
-        return True
 
 
 def is_allowed(mask: np.ndarray, token: int) -> bool:

@@ -3,11 +3,13 @@
 import importlib.util
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
 
 from specdec.core.grammar.grammar import Grammar
-from specdec.core.grammar.matcher import CompiledGrammar
+from specdec.core.grammar.matcher import Chain, CompiledGrammar
 from specdec.reach.grammars.trial import Trials
 from specdec.reach.grammars.vocabulary import Vocabulary
 
@@ -38,6 +40,16 @@ def make_compiler(name: str, tokenizer: Any, vocab_size: int, eos_ids: frozenset
     return CachedCompiler(library, lambda: Vocabulary.of(tokenizer, vocab_size, eos_ids), eos_ids)
 
 
+class Library(Protocol):
+    """A library that knows its vocabulary."""
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """ValueError names what is wrong."""
+
+    def fill_chains(self, chains: Sequence[Chain[Any]], masks: np.ndarray) -> bool:
+        """See `Compiler.fill_chains`."""
+
+
 class CachedCompiler:
     """A `specdec.core.grammar.matcher.Compiler` over one library; the grammars used last are kept."""
 
@@ -45,7 +57,7 @@ class CachedCompiler:
         self.name = name
         self.eos_ids = eos_ids
         self._vocabulary = vocabulary
-        self._library: Callable[[Grammar], CompiledGrammar] | None = None
+        self._library: Library | None = None
         self._trials = Trials(name)
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
@@ -60,23 +72,27 @@ class CachedCompiler:
                 self._library = open_library(self.name, self._vocabulary())
             library = self._library
         self._trials.check(grammar)
-        compiled = library(grammar)
+        compiled = library.compile(grammar)
         with self._lock:
             self._kept[grammar.text] = compiled
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return compiled
 
+    def fill_chains(self, chains: Sequence[Chain[Any]], masks: np.ndarray) -> bool:
+        """See `Compiler.fill_chains`."""
+        return self._library is not None and self._library.fill_chains(chains, masks)
 
-def open_library(name: str, vocabulary: Vocabulary) -> Callable[[Grammar], CompiledGrammar]:
-    """Return what compiles grammars by the library `name`."""
+
+def open_library(name: str, vocabulary: Vocabulary) -> Library:
+    """Import the library `name` and tell it the vocabulary."""
     if name == "llguidance":
         from specdec.reach.grammars.llguidance import LLGuidance
 
-        return LLGuidance(vocabulary).compile
+        return LLGuidance(vocabulary)
     from specdec.reach.grammars.xgrammar import XGrammar
 
-    return XGrammar(vocabulary).compile
+    return XGrammar(vocabulary)
 
 
 def check_schemas(grammar: Grammar) -> None:

@@ -1,7 +1,8 @@
 """Matchers of llguidance (extra "grammar"): Earley parsing over lazily built lexers, so that compiling takes a ms."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import llguidance
@@ -9,6 +10,7 @@ import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
 from specdec.core.grammar.grammar import Grammar
+from specdec.core.grammar.matcher import Chain
 from specdec.reach.grammars.vocabulary import Vocabulary
 
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -34,6 +36,24 @@ class LLGuidance:
         if matcher.is_error():
             raise ValueError(f"{grammar.kind}: {matcher.get_error().strip()[:500]}")
         return Compiled(matcher)
+
+    @cached_property
+    def _executor(self) -> llguidance.LLExecutor:
+        """Threads of the library's own."""
+        return llguidance.LLExecutor()
+
+    def fill_chains(self, chains: "Sequence[Chain[LLGMatcher]]", masks: np.ndarray) -> bool:
+        """See `specdec.core.grammar.matcher.Compiler.fill_chains`."""
+        num, width, words = masks.shape
+        assert masks.flags.c_contiguous and all(chain.place < num for chain in chains)
+        memory = (masks.ctypes.data, 4 * words, num * width)
+        alone = [(c.matcher.library, c.place * width) for c in chains if not c.drafts]
+        drafted = [(c.matcher.library, c.place * width, c.drafts) for c in chains if c.drafts]
+        if alone:
+            self._executor.unsafe_compute_mask_ptr(alone, *memory)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *memory)
+        return True
 
 
 class _Tokens:
@@ -66,24 +86,24 @@ class LLGMatcher:
     """See `specdec.core.grammar.matcher.Matcher`."""
 
     def __init__(self, matcher: llguidance.LLMatcher):
-        self._matcher = matcher
+        self.library = matcher
 
     def fill(self, mask: np.ndarray) -> bool:
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        return not self._matcher.is_error() and bool(mask.any())
+        self.library.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        return not self.library.is_error() and bool(mask.any())
 
     def accept(self, token: int) -> bool:
-        return self._matcher.try_consume_tokens([token]) == 1
+        return self.library.try_consume_tokens([token]) == 1
 
     def rollback(self, num: int) -> None:
-        self._matcher.rollback(num)
+        self.library.rollback(num)
 
     def forced(self) -> list[int]:
-        return self._matcher.compute_ff_tokens()
+        return self.library.compute_ff_tokens()
 
     @property
     def error(self) -> str:
-        return self._matcher.get_error().partition("\n")[0][:500]
+        return self.library.get_error().partition("\n")[0][:500]
 
 
 def source_of(grammar: Grammar) -> str:

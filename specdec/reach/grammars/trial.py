@@ -115,7 +115,7 @@ def _main() -> None:
     tokens = [*(bytes([b]) for b in range(256)), b"<eos>"]
     vocabulary = Vocabulary(tokens, [256], frozenset([256]), lambda text: list(text.encode()))
     threading.stack_size(STACK)
-    thread = threading.Thread(target=_answer, args=[open_library(sys.argv[1], vocabulary)])
+    thread = threading.Thread(target=_answer, args=[open_library(sys.argv[1], vocabulary).compile])
     thread.start()
 
 

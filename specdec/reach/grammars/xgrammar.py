@@ -33,6 +33,10 @@ class XGrammar:
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{grammar.kind}: {str(error).strip()[:500]}") from None
 
+    def fill_chains(self, chains: Any, masks: np.ndarray) -> bool:
+        """It has nothing for many chains at once."""
+        return False
+
     def _compile(self, grammar: Grammar) -> Any:
         compiler, value = self._compiler, grammar.value
         if grammar.kind in ("json", "json_object"):
