@@ -12,8 +12,7 @@ from torch import nn
 
 import specdec
 from specdec.core.errors import AttachError, GraphError
-from specdec.reach.targets.compiling import checked
-from specdec.reach.targets.compiling.adapters import LORA, join_adapters
+from specdec.graphs.compile import pieces, trace
 from tests.adapters import save_lora, with_lora
 from tests.tiny_models import tiny_model
 
@@ -141,9 +140,9 @@ class Routed(nn.Module):
         return out
 
 
-def num_adapted(graph):
-    join_adapters(graph)
-    return sum(node.target is LORA for node in graph.graph.nodes)
+def num_ops(graph):
+    targets = [node.target for node in graph.graph.nodes]
+    return targets.count(torch.ops.specdec.lora.default), targets.count(torch.ops.specdec.gate.default)
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +190,8 @@ def saved(two, tmp_path_factory):
 @pytest.mark.parametrize("shape", [None, {"num_steps": 3}, TREE], ids=["plain", "chain", "tree"])
 @torch.no_grad()
 def test_adapters_in_one_batch_write_what_each_writes_alone(two, expected, saved, shape, how, monkeypatch):
-    joined = []
-    monkeypatch.setattr(f"{checked.__name__}.join_adapters", lambda graph: joined.append(num_adapted(graph)))
+    found = []
+    monkeypatch.setattr(f"{trace.__name__}.cut", lambda *args: found.append(num_ops(args[0])) or pieces.cut(*args))
     loaded = how is not PARTS
     draft = tiny_model("llama").to(DEVICE) if shape else None
     settings = {"max_batch": 4, "max_seq_len": 64, "prefix_cache": True, **how, **(shape or {})}
@@ -205,7 +204,7 @@ def test_adapters_in_one_batch_write_what_each_writes_alone(two, expected, saved
         assert others == [own_text(two, PROMPTS[0], name) for name in (None, "b", "a")]
         assert how is LIVE or engine.report().paths["EXTEND"]["replays"]
         assert how is not TRACED or engine.report().compiled.startswith("compiled")
-        assert joined[:1] == ([3 * 4] if how is TRACED else []), "of QKV, of gate and up, and of down"
+        assert found[:1] == ([(3 * 4, 4)] if how is TRACED else []), "of QKV, of gate and up, and of down"
 
 
 @pytest.mark.parametrize("how", [LIVE, PARTS, TRACED], ids=["live", "parts", "traced"])

@@ -32,6 +32,7 @@ def test_ops_compute_what_layers_of_transformers_do():
     x, y = random(2, 5, 32), random(2, 5, 32, seed=1)
     joined = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
     assert ops.linear(ops.gated_linear(x, joined, None, "silu"), mlp.down_proj.weight).equal(mlp(x))
+    assert ops.gate(ops.linear(x, joined), "silu").equal(ops.gated_linear(x, joined, None, "silu"))
     for kind, offset, is_late in ((LlamaRMSNorm, 0.0, False), (GemmaRMSNorm, 1.0, True)):
         norm = kind(32, eps=1e-3).to(DEVICE, torch.bfloat16)
         norm.weight.data = random(32, seed=2)

@@ -1,4 +1,4 @@
-"""`specdec::linear`, `wide_linear`, `gated_linear`, `rms_norm`, `add_rms_norm`: a row's bits depend on that row alone.
+"""`specdec::linear`, `wide_linear`, `gated_linear`, `gate`, `rms_norm`, `add_rms_norm`: a row's bits are its own.
 
 Products sum K in order and never split it; norms have one kernel for any number of rows. So plain decoding,
 verification and prefills of any batch compute the same values. Kernels of ours run them on CUDA in 16 bits, their twins
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.backends.experts import has_triton
-from specdec.backends.gates import ACTIVATIONS
+from specdec.backends.gates import ACTIVATIONS, gate_twin
 from specdec.backends.library import define_op
 from specdec.backends.linear.reference import add_rms_norm_twin, product_twin, rms_norm_twin
 
@@ -50,6 +50,11 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     (computed in fp32) and the result are each rounded to x's dtype.
     """
     return torch.ops.specdec.gated_linear.default(x, weight, bias, activation)
+
+
+def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return activation(gate) * up [..., I], contiguous, of the halves of x [..., 2*I], with `gated_linear`'s bits."""
+    return torch.ops.specdec.gate.default(x, activation)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
@@ -111,6 +116,14 @@ def has_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in KERNEL_DTYPES and has_triton()
 
 
+def _gate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    if not has_kernels(x):
+        return gate_twin(x, activation)
+    from specdec.backends.triton.linear import gates
+
+    return gates.gate(x.reshape(-1, x.shape[-1]).contiguous(), activation).view(*x.shape[:-1], x.shape[-1] // 2)
+
+
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, is_late: bool) -> torch.Tensor:
     if not has_kernels(x):
         return rms_norm_twin(x, weight, eps, offset, is_late)
@@ -150,6 +163,7 @@ define_op(
     _product,
     lambda x, weight, *_: _rows(x, weight.shape[0] // 2),
 )
+define_op("gate(Tensor x, str activation) -> Tensor", _gate, lambda x, _: _rows(x, x.shape[-1] // 2))
 define_op(f"rms_norm(Tensor x, {_NORM}) -> Tensor", _rms_norm, lambda x, *_: _rows(x, x.shape[-1]))
 define_op(
     f"add_rms_norm(Tensor x, Tensor residual, {_NORM}) -> (Tensor, Tensor)",

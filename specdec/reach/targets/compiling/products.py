@@ -1,6 +1,7 @@
 """Replaces linear products in a traced graph by `specdec::linear`, and those of a gated MLP by `gated_linear`.
 
-Products with experts are ours already; they take over the gate behind them.
+Products with experts are ours already; they take over the gate behind them. One behind what adapters add becomes
+`gate`.
 """
 
 import operator
@@ -13,6 +14,7 @@ from torch import fx
 
 from specdec.backends.gates import swigluoai
 from specdec.backends.linear import KERNEL_DTYPES
+from specdec.reach.targets.compiling.adapters import LORA
 from specdec.reach.targets.compiling.matching import (
     erase_unused,
     is_function,
@@ -49,6 +51,11 @@ def take_over_products(graph: fx.GraphModule) -> int:
         if gated is not None:
             last, name, parts = gated
             _replace(graph.graph, GROUPED, (*node.args[:5], name), last, parts)
+    for node in [n for n in graph.graph.nodes if is_function(n, LORA)]:
+        gated = _gated(node)
+        if gated is not None:
+            last, name, parts = gated
+            _replace(graph.graph, torch.ops.specdec.gate.default, (node, name), last, parts)
     graph.graph.lint()
     graph.recompile()
     return len(found)
