@@ -443,7 +443,7 @@ def test_lengths_that_do_not_fit_are_told_by_their_name(tiny):
 def test_a_priority_is_that_of_every_choice(tiny, monkeypatch):
     core, found = tiny.engine._core, []
     submit = core.submit
-    monkeypatch.setattr(core, "submit", lambda requests: (found.extend(requests), submit(requests)))
+    monkeypatch.setattr(core, "submit", lambda requests, **how: (found.extend(requests), submit(requests, **how)))
     for priority in ({}, {"priority": -7}):
         assert tiny.post({"prompt": [5, 6], "max_tokens": 2, "n": 2, **priority}, "/v1/completions").status_code == 200
     assert [request.priority for request in found] == [0, 0, -7, -7]

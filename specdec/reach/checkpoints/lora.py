@@ -66,6 +66,8 @@ def read_lora(path_or_id: str | Path) -> dict[str, LowRank]:
     problems += [f"{name} has lora_{next(iter(found[name]))} alone" for name in found.keys() - whole.keys()]
     odd = {name: pair for name, pair in whole.items() if len(pair[0]) != pair[1].shape[1]}
     problems += [f"{name}: lora_A {[*a.shape]}, but lora_B {[*b.shape]}" for name, (a, b) in odd.items()]
+    if not (whole or problems):
+        problems.append("it has no matrices")
     if problems:
         raise CheckpointError(str(path_or_id), problems)
     return {name: LowRank(a, b, _scale(config, name, len(a))) for name, (a, b) in whole.items()}

@@ -54,10 +54,8 @@ class Lora:
         if rank > MAX_RANK:
             raise ValueError(f"adapters have ranks up to {rank}: expected {MAX_RANK} at most; {CURE}")
         self._rank = next(r for r in RANKS if r >= rank)
-        self.stacks: dict[nn.Module, Stack] = {}
-        for of_one in found.values():
-            for layer, low in of_one.items():
-                self.stacks.setdefault(layer, self._empty(low))
+        shapes = {layer: low for of_one in found.values() for layer, low in of_one.items()}
+        self.stacks = {layer: self._empty(low) for layer, low in shapes.items()}
         self._fill(found)
 
     def refresh(self) -> None:
@@ -70,7 +68,7 @@ class Lora:
 
     @contextmanager
     def routed(self) -> Iterator[None]:
-        """Within it, layers add what the adapter of each row adds, and no other; contexts may nest."""
+        """Within it, layers add what the adapter of each row adds, and no other; contexts do not nest."""
         forwards = {layer: partial(_adapted, _inner(layer), stack) for layer, stack in self.stacks.items()}
         bypasses = {layer: _inner(layer) for layer in self._bypassed}
         with replaced((vars(layer), "forward", forward) for layer, forward in {**forwards, **bypasses}.items()):
