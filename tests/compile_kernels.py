@@ -264,7 +264,7 @@ def round_kernels() -> None:
     from specdec.backends.triton.sampling import bitmask, draws, law, processors, top
     from specdec.backends.triton.sampling import uniform as sampling
     from specdec.core.cache.pool import KVPool, LayerShape
-    from specdec.core.functional.sampling import SamplingBatch, SamplingParams
+    from specdec.core.functional.sampling import Guide, SamplingBatch, SamplingParams
     from specdec.core.round.state import EngineState
 
     ids, floats = torch.zeros(2, 40, dtype=torch.int64), torch.zeros(2, 40)
@@ -287,6 +287,9 @@ def round_kernels() -> None:
         for params in (SamplingParams(1.0), SamplingParams(1.0, top_k=5)):
             law.law(laws.to(dtype), SamplingBatch.stack([params] * 2, "cpu"))
         bitmask.constrain(laws.to(dtype), torch.full((*laws.shape[:2], 1), -1, dtype=torch.int32))
+        for step in (0, 1):
+            guide = Guide(ids[:, :3].contiguous(), torch.full((2, 200), -1, dtype=torch.int32))
+            bitmask.guided(laws.to(dtype), guide, step, torch.arange(5000))
     walk.verify_greedy(laws.bfloat16(), nodes, nodes, 5)
     verified = walk.verify_tree(laws, nodes, nodes, 5, uniforms)
     verified = trim.trim(verified, nodes[0, :2].clone(), ids, ids[:, 0].clone())

@@ -11,7 +11,7 @@ from scipy import stats
 
 import specdec
 from specdec import Grammar, SamplingParams
-from specdec.core.functional.sampling import constrain
+from specdec.core.functional.sampling import Guide, constrain, guided
 from specdec.core.functional.tree import Tree, ancestor_bits, chain, force
 from specdec.core.grammar.grammar import MOST_DEPTH
 from specdec.core.grammar.matcher import Constraint
@@ -248,6 +248,23 @@ def test_the_kernel_masks_as_its_twin(dtype, vocab):
     expected = constrain(logits.clone(), masks)
     assert expected[0, 1].isfinite().all() and not expected[1].isfinite().all()
     assert torch.equal(bitmask.constrain(logits, masks), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dv", [33, 1500])
+def test_the_kernel_guides_as_its_twin(dtype, dv):
+    bitmask = pytest.importorskip("specdec.backends.triton.sampling.bitmask")
+    logits = torch.randn(3, 4, dv, device=DEVICE).to(dtype)
+    names = torch.randperm(2000, device=DEVICE)[:dv]
+    forced = torch.tensor([[-1, -1, 9], [int(names[5]), -1, 9], [int(names[0]), int(names[7]), 9]], device=DEVICE)
+    guide = Guide(forced[:, :2], torch.randint(-(2**31), 2**31, (3, 63), device=DEVICE).int())
+    for step in (0, 1):
+        own = logits[:, step : step + 2]
+        expected = guided(own, guide, step, names)
+        assert torch.equal(bitmask.guided(own, guide, step, names), expected)
+    assert (
+        (expected[0] > -1e4).all() and (expected[2] > -1e4).sum() == 2 and 2 < (expected[1] > -1e4).sum() < 2 * dv - 2
+    )
 
 
 def test_forced_tokens_take_a_path_of_distinct_siblings():

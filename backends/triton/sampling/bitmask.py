@@ -1,10 +1,16 @@
-"""Packed masks of grammars on logits. Twin: `specdec.core.functional.sampling.constrain`."""
+"""Packed masks of grammars on logits. Twins: `constrain` and `guided` in `specdec.core.functional.sampling`."""
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
+if TYPE_CHECKING:
+    from specdec.core.functional.sampling import Guide
+
 _WORDS = 64  # of a mask that a program reads
+_TOKENS = 1024  # of a draft's vocabulary that a program guides
 
 
 @triton.jit(do_not_specialize=["vocab", "stride", "num_words"])
@@ -18,6 +24,39 @@ def _constrain_kernel(logits, masks, vocab, stride, num_words, WORDS: tl.constex
     v = w[:, None] * 32 + bits[None, :]
     is_forbidden = ((words[:, None] >> bits[None, :]) & 1) == 0
     tl.store(logits + at * stride + v, float("-inf"), mask=is_forbidden & (v < vocab))
+
+
+@triton.jit(do_not_specialize=["dv", "row_stride", "node_stride", "forced_stride", "num_words"])
+def _guided_kernel(
+    out, logits, forced, masks, names, num_nodes, dv, row_stride, node_stride, forced_stride, num_words,
+    STEP: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)
+    row, node = at // num_nodes, at % num_nodes
+    v = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    is_token = v < dv
+    name = tl.load(names + v, mask=is_token, other=0)
+    token = tl.load(forced + row * forced_stride + STEP)
+    is_next = token < 0
+    if STEP > 0:
+        is_next &= tl.load(forced + row * forced_stride + STEP - 1) >= 0
+    words = tl.load(masks + row * num_words + name // 32, mask=is_token & is_next, other=-1)
+    is_allowed = (words >> (name % 32).to(tl.int32)) & 1 != 0
+    is_allowed = tl.where(token >= 0, name == token, is_allowed)
+    own = tl.load(logits + row * row_stride + node * node_stride + v, mask=is_token, other=0)
+    tl.store(out + at * dv + v, tl.where(is_allowed, own.to(tl.float32), -3e4), mask=is_token)
+
+
+def guided(logits: torch.Tensor, guide: "Guide", step: int, names: torch.Tensor) -> torch.Tensor:
+    """Return the logits [bs, n, dv] of draft step `step` without what a grammar forbids; names [dv]. See the twin."""
+    bs, num_nodes, dv = logits.shape
+    forced, masks = guide.forced, guide.masks
+    assert logits.stride(2) == 1 and forced.stride(1) == 1 and masks.is_contiguous() and names.is_contiguous()
+    out = torch.empty(bs, num_nodes, dv, dtype=logits.dtype, device=logits.device)
+    strides = (logits.stride(0), logits.stride(1), forced.stride(0), masks.shape[1])
+    grid = (bs * num_nodes, triton.cdiv(dv, _TOKENS))
+    _guided_kernel[grid](out, logits, forced, masks, names, num_nodes, dv, *strides, STEP=step, TOKENS=_TOKENS)
+    return out
 
 
 def constrain(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ import torch
 from specdec.backends.op import ForwardContext
 from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.draft.worker import STREAM_DRAFT, DraftParts, DraftWorker, RoundBatch
-from specdec.core.functional.sampling import guided
 from specdec.core.functional.tree import Tree
 
 MAX_MERGED_NGRAM = 16  # tokens of a match; the longer it is, the likelier what followed it follows again
@@ -84,7 +83,7 @@ class DraftModelWorker(DraftWorker):
 
     def guided(self, batch: RoundBatch, step: int, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits [bs, n, dv] of draft step `step` without what grammars are known to forbid there."""
-        return logits if batch.guide is None else guided(logits, batch.guide, step, self.hot_ids)
+        return logits if batch.guide is None else self.ops.guided(logits, batch.guide, step, self.hot_ids)
 
     def pick(self, batch: RoundBatch, step: int, logits: torch.Tensor, laws: list[torch.Tensor]) -> torch.Tensor:
         """Return the best (or a drawn) token [bs] of draft step `step` from logits [bs, dv]; a law drawn from [bs, dv]

@@ -11,7 +11,7 @@ import torch
 
 from specdec.core.cache.pool import Commit, KVPool
 from specdec.core.functional.processors import ProcessorState
-from specdec.core.functional.sampling import SamplingBatch
+from specdec.core.functional.sampling import Guide, SamplingBatch
 from specdec.core.functional.tree import Frontier, Tree
 from specdec.core.functional.verify import VerifyOutput
 
@@ -32,7 +32,7 @@ class RoundOps:
     admit(packed [n, 1+F+P] int64, columns, table [num_rows, width] int32, page_size): of each line, into the row that
         its first number names: F numbers go to `EngineState.columns`, one after the other; P pages become the row's
         slots, 0 past the last one;
-    look_up, merge: `specdec.core.functional.lookup`; constrain: `specdec.core.functional.sampling`;
+    look_up, merge: `specdec.core.functional.lookup`; constrain, guided: `specdec.core.functional.sampling`;
     committer(pool): made once a pool; it gives a `Commit` that moves the accepted path's K/V of every layer to the
     slots of positions L..; -1 moves nothing.
     """
@@ -56,6 +56,7 @@ class RoundOps:
     trim: Callable[[VerifyOutput, torch.Tensor, torch.Tensor, torch.Tensor], VerifyOutput]
     emit: Callable[..., torch.Tensor]
     constrain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    guided: Callable[[torch.Tensor, Guide, int, torch.Tensor], torch.Tensor]
     look_up: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
     merge: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     admit: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, int], None]

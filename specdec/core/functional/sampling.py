@@ -105,14 +105,13 @@ class Guide(NamedTuple):
 def guided(logits: Tensor, guide: Guide, step: int, names: Tensor) -> Tensor:
     """Return the logits [bs, n, dv] of draft step `step`, with `FORBIDDEN` in place of those that the grammar forbids.
 
-    names [dv] int64: the token id of each index. Steps past what is known, and rows of which no token is allowed, stay
-    as they are. A draft is drawn from the law of these, so acceptance stays exact.
+    names [dv] int64: the token id of each index. Steps past what is known stay as they are. A draft is drawn from the
+    law of these, so acceptance stays exact.
     """
     token = guide.forced[:, step : step + 1]
+    is_next = token < 0 if step == 0 else (token < 0) & (guide.forced[:, step - 1 : step] >= 0)
     bits = guide.masks[:, names // 32] >> (names % 32).int() & 1
-    is_next = (guide.forced >= 0).sum(1, keepdim=True) == step
     allowed = torch.where(token >= 0, names == token, (bits != 0) | ~is_next)
-    allowed = allowed | ~allowed.any(1, keepdim=True)
     return logits.masked_fill(~allowed.unsqueeze(1), FORBIDDEN)
 
 
