@@ -18,7 +18,7 @@ def weights(n, rank, K, sizes, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_kernels_equal_their_twin_and_bits_are_a_rows_own(dtype):
+def test_kernels_equal_their_twin_and_bits_are_a_rows_own(dtype, monkeypatch):
     shapes = (5, 16, 1040, (24, 8), 0), (70, 64, 40, (33,), 7), (3, 16, 64, (8, 8, 8), 8)
     for num_rows, rank, K, sizes, rest in shapes:
         x, y = random(num_rows, K, dtype=dtype), random(num_rows, sum(sizes) + rest, dtype=dtype, seed=3)
@@ -27,6 +27,9 @@ def test_kernels_equal_their_twin_and_bits_are_a_rows_own(dtype):
         ours = kernels.lora(x, y, *given, adapters)
         assert_close(ours, lora_twin(x, y, *given, adapters), 3)
         assert ours[adapters == 0].equal(y[adapters == 0])
+        with monkeypatch.context() as tiles:
+            tiles.setattr(kernels, "TOGETHER", ())  # all rows of a tile count, as of many rows
+            assert kernels.lora(x, y, *given, adapters).equal(ours)
         order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(1)).to(DEVICE)
         assert kernels.lora(x[order], y[order], *given, adapters[order]).equal(ours[order])
         for i in range(3):
