@@ -10,9 +10,10 @@ import torch
 from scipy import stats
 
 import specdec
-from specdec import Grammar, SamplingParams
+from specdec import EngineConfig, Grammar, SamplingParams
 from specdec.core.functional.sampling import Guide, constrain, guided
 from specdec.core.functional.tree import Tree, ancestor_bits, chain, force
+from specdec.core.grammar.feed import MaskFeed
 from specdec.core.grammar.grammar import MOST_DEPTH
 from specdec.core.grammar.matcher import Constraint
 from tests.faults import missing_pages
@@ -150,6 +151,26 @@ def test_forced_tokens_are_drafted_without_a_model(model):
         out = engine.generate([PROMPTS[0]], max_new_tokens=28, grammar=grammar)
         engine.detach()
         assert out.texts == ["zqxjkvbpzqxj"] and len(out.requests[0].round_lens) == 3
+
+
+def test_forced_tokens_of_an_earlier_batch_are_forgotten():
+    class Forces:
+        def __init__(self, *tokens):
+            self.tokens, self.constraint, self.finish_reason = list(tokens), self, None
+
+        def guide(self, num_steps, mask):
+            return self.tokens
+
+    feed = MaskFeed(EngineConfig(num_steps=2, max_batch=3), VOCAB, torch.device("cpu"), None)
+    for requests, forced in (
+        ([Forces(), Forces(), Forces(7)], [[-1, -1], [-1, -1], [7, -1]]),
+        ([Forces()], [[-1, -1]]),
+        ([Forces(), Forces(), Forces()], [[-1, -1]] * 3),
+        ([Forces(), Forces(5, 6), Forces()], [[-1, -1], [5, 6], [-1, -1]]),
+    ):
+        feed.begin(requests, lambda lines: None)
+        feed.update(2)
+        assert feed.guide(len(requests), 2)[0].tolist() == forced
 
 
 @pytest.mark.parametrize("lag", [0, 1])

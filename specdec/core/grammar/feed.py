@@ -55,7 +55,7 @@ class MaskFeed:
         self._requests: Sequence[Constrained] = ()
         self._post: Callable[[torch.Tensor], None] | None = None
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar")
-        self._is_forcing = False
+        self._num_forcing = 0  # places up to the last that has forced tokens on the device
         self._num_rounds = self._num_forced = 0
         self._mask_s = self._wait_s = self._late_s = 0.0
 
@@ -103,11 +103,13 @@ class MaskFeed:
         own, constraints = masks.numpy(), enumerate(map(_constraint, self._requests))
         self._run([partial(guide, i, c) for i, c in constraints if c is not None])
         self._first[:num].copy_(masks, non_blocking=True)
-        if any(forced) or self._is_forcing:
+        last = max((i + 1 for i, tokens in enumerate(forced) if tokens), default=0)
+        if count := max(last, self._num_forcing):
+            forced += [[] for _ in range(count - num)]
             width = self._forced.shape[1]
-            rows = [[*tokens, *[-1] * (width - len(tokens))] for tokens in forced]
-            self._forced[: len(rows)] = ints_to_device(rows, self._device)
-        self._is_forcing = any(forced)
+            rows = [[*tokens, *[-1] * (width - len(tokens))] for tokens in forced[:count]]
+            self._forced[:count] = ints_to_device(rows, self._device)
+        self._num_forcing = last
         self._num_forced += sum(map(len, forced))
 
     def fetch(self, tokens: torch.Tensor, parents: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
@@ -21,9 +22,9 @@ from specdec.core.grammar.matcher import CompiledGrammar
 from specdec.reach.grammars.vocabulary import Vocabulary
 
 SECONDS = 5.0  # that compiling may take
-BYTES = 4 << 30  # address space of a process
+BYTES = 4 << 30  # address space of a process, besides what Python takes
 STACK = 4 << 20  # bytes, half of what threads usually have
-MOST_IDLE = 4  # processes
+MOST_IDLE = 8  # processes
 
 
 class Trials:
@@ -61,7 +62,7 @@ class Trials:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", __name__, self._library]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(command, env=env, **pipes)
         assert process.stdout is not None
@@ -108,10 +109,12 @@ def _answer(compile_: Callable[[Grammar], CompiledGrammar]) -> None:
 def _main() -> None:
     from specdec.reach.grammars.compiler import open_library
 
-    with suppress(ImportError):
+    with suppress(ImportError, OSError):  # Linux has both
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     tokens = [*(bytes([b]) for b in range(256)), b"<eos>"]
     vocabulary = Vocabulary(tokens, [256], frozenset([256]), lambda text: list(text.encode()))
     threading.stack_size(STACK)

@@ -24,7 +24,7 @@ from specdec.tools.measure.drafts import DraftShape
 from specdec.tools.measure.schemas import Case
 
 Row = dict[str, Any]
-COMPILING_THREADS = 8
+COMPILING_THREADS = 4
 
 
 @dataclass(frozen=True)
