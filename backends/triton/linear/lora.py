@@ -184,7 +184,10 @@ def lora(
     shape = {"RANK": rank, "TOGETHER": together, "UPCAST": INTERPRETED, "BLOCK_M": BLOCK_M}
     args: tuple[Any, ...] = (x, *_filled(a), adapters, sums, num_rows, K // unit, x.stride(0) // unit)
     _launch(
-        _shrink_kernel, (tiles, num_chunks, len(a)), args, {"UNIT": unit, "CHUNK": CHUNK, **shape, "BLOCK_K": block}
+        _shrink_kernel,
+        (tiles, num_chunks, len(a)),
+        args,
+        {"UNIT": unit, "CHUNK": CHUNK, **shape, "BLOCK_K": min(256, 8192 // rank)},
     )
     sizes = [*(of_b.shape[1] for of_b in b), *[0] * (MOST_PARTS - len(b))]
     unit = _unit(N, y.stride(0), *sizes)
