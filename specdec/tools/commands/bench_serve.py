@@ -138,7 +138,9 @@ def soaked(engine: Engine, send: Callable[[], Row]) -> Row:
     """Return the row of a soak that `send` sends: memory before and after, and pages once nothing is left to do."""
     before = held_mib()
     sent = send()
-    row: Row = {name: sent[name] for name in ("clients", "finished", "vanished", "refused", "errors") if name in sent}
+    row: Row = {
+        name: sent[name] for name in ("clients", "finished", "vanished", "refused", "errors", "notes") if name in sent
+    }
     while (report := engine.report()).num_free_pages < report.num_pages:
         time.sleep(0.1)
     engine.check_integrity()
