@@ -9,6 +9,8 @@ from torch.nn import functional as F
 import specdec
 from specdec.backends import torch_ref
 from specdec.backends.triton.recurrent.ops import TRITON_RECURRENT
+from specdec.reach.assembly.bits import _compare
+from specdec.reach.assembly.op_bits import Case, Shared
 from tests.heads import random_draft
 from tests.recurrent_models import CONFIGS
 from tests.tiny_models import random_weights, tiny_model
@@ -113,6 +115,12 @@ def test_the_ops_of_this_machine_are_compared_as_they_are():
     found = engine.report().bits
     engine.detach()
     assert found == "equal" or "products of [" in found or "attention" in found
+
+
+def test_where_no_op_differs_what_may_be_the_cause_is_named():
+    case = Case("steps after prefills", "3", lambda: torch.ones(1, 4), 1, [Shared(lambda: torch.zeros(1, 4), 1, 0, 0)])
+    found = _compare([case], "layers that are compiled in rounds only")
+    assert found == "different: layers that are compiled in rounds only in steps after prefills of 3"
 
 
 def test_a_vocabulary_may_be_small():

@@ -46,7 +46,9 @@ def check_bits(core: Core) -> str:
     try:
         with torch.inference_mode(), on_device(core.device), core.models.stepping():
             forwards = _Forwards(core)
-            return _compare(forwards.cases()) if forwards.lens else "not checked: the pool holds no prompt"
+            is_live = any(target.compiled.values()) and not target.compiled.get(True)
+            others = "layers that are compiled in rounds only" if is_live else "ops that are not known"
+            return _compare(forwards.cases(), others) if forwards.lens else "not checked: the pool holds no prompt"
     except torch.OutOfMemoryError:
         return "not checked: no memory is left"
     finally:
@@ -54,8 +56,8 @@ def check_bits(core: Core) -> str:
         core.state.adapters.zero_()
 
 
-def _compare(cases: Iterable[Case]) -> str:
-    """Return `check_bits`: ops once, and of every kind of forward the sizes that differ."""
+def _compare(cases: Iterable[Case], others: str) -> str:
+    """Return `check_bits`: ops once, and of every kind of forward the sizes that differ; others: if no op does."""
     known: dict[Callable[..., Rows], Rows] = {}
     sizes: dict[str, list[str]] = {}
     ops: dict[str, list[str]] = {}
@@ -72,7 +74,7 @@ def _compare(cases: Iterable[Case]) -> str:
         return "equal"
     where: dict[str, list[str]] = {}
     for what, own in sizes.items():
-        named = ", ".join(ops[what]) or "ops that are not known"
+        named = ", ".join(ops[what]) or others
         where.setdefault(named, []).append(f"{what} of {', '.join(own)}")
     return "different: " + "; and ".join(f"{named} in {'; '.join(forwards)}" for named, forwards in where.items())
 
