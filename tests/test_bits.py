@@ -118,7 +118,8 @@ def test_the_ops_of_this_machine_are_compared_as_they_are():
 
 
 def test_where_no_op_differs_what_may_be_the_cause_is_named():
-    case = Case("steps after prefills", "3", lambda: torch.ones(1, 4), 1, [Shared(lambda: torch.zeros(1, 4), 1, 0, 0)])
+    ones, zeros = (lambda within=None, fill=fill: torch.full((1, 4), fill) for fill in (1.0, 0.0))
+    case = Case("steps after prefills", "3", ones, 1, [Shared(zeros, 1, 0, 0)])
     found = _compare([case], "layers that are compiled in rounds only")
     assert found == "different: layers that are compiled in rounds only in steps after prefills of 3"
 
