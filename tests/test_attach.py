@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as tf
 
 import specdec
 from specdec.backends import TorchBackend
@@ -55,6 +56,19 @@ def test_unsupported_models_are_refused_with_their_reason(name):
     with pytest.raises(specdec.AttachError, match="AttentionInterface") as caught:
         specdec.attach(tiny_model(name))
     assert caught.value.reasons
+
+
+def test_encoder_decoders_are_refused_as_such():
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
+    sizes |= {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}
+    ends = {f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos", "decoder_start"))}
+    for model in (
+        tf.WhisperForConditionalGeneration(tf.WhisperConfig(**sizes, **ends)),
+        tf.BartForConditionalGeneration(tf.BartConfig(**sizes)),
+    ):
+        with pytest.raises(specdec.AttachError, match="it is an encoder-decoder") as caught:
+            specdec.attach(model.eval())
+        assert len(caught.value.reasons) == 1
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -27,6 +27,7 @@ from specdec.reach.targets.admission.placement import placement_reasons
 from specdec.reach.targets.admission.quantised import pack
 from specdec.reach.targets.admission.reasons import (
     call_reasons,
+    encoder_reasons,
     failure_reasons,
     foreign_layers,
     static_reasons,
@@ -87,9 +88,9 @@ def _of_kind(adapters: Sequence[Adapter], kind: type[A]) -> A:
 def probe(model: PreTrainedModel) -> ModelSpec:
     """Run one short forward and return what was seen; AttachError lists every reason against the model."""
     name = type(model).__name__
-    misplaced = placement_reasons(model)
-    if misplaced:  # a forward might not run, or bring weights in from elsewhere
-        raise AttachError(name, misplaced)
+    early = encoder_reasons(model) or placement_reasons(model)
+    if early:  # a forward might not run, or bring weights in from elsewhere
+        raise AttachError(name, early)
     pack(model)
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(PROBE_LENGTH, device=device).unsqueeze(0)

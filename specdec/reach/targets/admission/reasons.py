@@ -16,6 +16,16 @@ from specdec.reach.targets.shape import rope_limit
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"})
 
 
+def encoder_reasons(model: PreTrainedModel) -> list[str]:
+    """Return a reason against models that read a text, or sound, by an encoder."""
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return []
+    return [
+        "it is an encoder-decoder: its decoder also attends to what the encoder made of the input (cross attention), "
+        "for which the engine has no K/V; expected a decoder-only causal LM"
+    ]
+
+
 def static_reasons(model: PreTrainedModel) -> list[str]:
     """Return reasons that need no forward."""
     config = model.config.get_text_config()
