@@ -83,7 +83,7 @@ class Serve(WithDraft):
         settings: dict[str, Any] = {"num_slots": self.num_slots, "logprobs": self.max_logprobs}
         settings |= {"max_batch": max_batch, "prefix_cache": "auto" if self.prefix_cache else False}
         settings |= {"grammar": chosen_library(self.grammar, tokenizer)}
-        settings |= {"adapters": adapters_of(self.lora or ())}
+        settings |= {"adapters": adapters_of(self.lora)} if self.lora else {}
         settings |= {name: value for name, value in given.items() if value is not None}
         drafting = self.drafting(model, max_batch)
         engine = drafting.attach(model, tokenizer, **settings)
