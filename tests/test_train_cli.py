@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from specdec.reach.targets.pretrained import load_pretrained
 from specdec.tools.commands.train import app, print_json
 from specdec.tools.train.data import Corpus
 from specdec.tools.train.generation import Generation, shard_jobs
-from specdec.tools.train.trainer import LossWatch
+from specdec.tools.train.trainer import LossWatch, Trainer
 from tests.train_models import save_target, tiny_corpus, tiny_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -120,7 +120,7 @@ def test_a_fit_goes_on_from_its_checkpoint_and_from_a_head(folder: Path, tmp_pat
     assert tuned["loss"] == pytest.approx(second["loss"], rel=1e-3)
 
 
-def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path) -> None:
+def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head, log = tmp_path / "head", tmp_path / "log.jsonl"
     fit(folder, "eagle", head, "--max-steps", 2)
     stored = load_file(head / "model.safetensors")
@@ -135,7 +135,15 @@ def test_a_head_is_adapted_and_never_ends_worse(folder: Path, tmp_path: Path) ->
     better = invoke("adapt", target, head, *common, "--from-log", log, "--minutes", 0.03, "--out", good, "--lr", 1e-2)
     assert better["is_better"] and better["tau"] > better["tau_before"]
     prompts = ["--prompts", folder / "questions.jsonl", "--max-new-tokens", 8]
+    evaluate, worse = Trainer.evaluate, count()
+
+    def grows_worse(trainer: Trainer) -> dict[str, Any]:
+        found = evaluate(trainer)
+        return {**found, "tau": found["tau"] - next(worse)}
+
+    monkeypatch.setattr(Trainer, "evaluate", grows_worse)
     ruined = invoke("adapt", target, good, *common, *prompts, "--minutes", 0.01, "--out", tmp_path / "as", "--lr", 0.3)
+    assert next(worse) == 2
     assert not ruined["is_better"] and ruined["tau"] == ruined["tau_before"]
     kept, given = (load_file(path / "model.safetensors") for path in (tmp_path / "as", good))
     assert all(torch.equal(kept[name], given[name]) for name in given)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from specdec.backends.linear.lora import MOST_PARTS
+from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, is_aligned
 from specdec.backends.triton.linear.products import dot
 
@@ -80,6 +81,7 @@ def _shrink_kernel(
             inside = (columns < K)[None, :]
             w = tl.load(matrix + r[:, None] * K + columns[None, :], mask=inside, other=0.0)
             tile = tl.load(x + rows[:, None] * stride_x + columns[None, :], mask=counts[:, None] & inside, other=0.0)
+            fence_copies(RANK)
             low = dot(w, tile.T, low, UPCAST)
         total = tl.where((own == current)[None, :], low, total)
         current = _next_adapter(own, current)
@@ -139,6 +141,7 @@ def _expand_kernel(
     while current <= last:
         place = weights + ((current - 1) * size + n)[:, None] * RANK + r[None, :]
         w = tl.load(place, mask=inside[:, None], other=0.0)
+        fence_copies(BLOCK_N)
         added = dot(w, low, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), UPCAST) * tl.load(scales + current - 1)
         total = tl.where((own == current)[None, :], total + added, total)
         current = _next_adapter(own, current)
