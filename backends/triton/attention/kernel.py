@@ -29,7 +29,7 @@ from specdec.backends.triton.attention.plan import ITEM_WIDTH, SplitPlan
 from specdec.backends.triton.attention.tiling import Tiling
 from specdec.backends.triton.attention.tree import attend_tails
 from specdec.backends.triton.launch.relaunch import INTERPRETED, Relaunch, follows_early
-from specdec.core.batch import AttentionMetadata
+from specdec.core.batch import AttentionMetadata, ForwardMode
 
 LOG2E = 1.4426950408889634
 AHEAD = 16 if INTERPRETED else 64  # rows of states that are loaded at once
@@ -282,7 +282,8 @@ def attend(
         *strides,
     )
     constants = _constants(layer, sinks is not None, tiling, q.dtype)
-    fold_m = 8 if m.q_len * constants["GROUP"] <= 8 else 16
+    is_short = m.mode is not ForwardMode.EXTEND and m.q_len * constants["GROUP"] <= 8  # of no live length
+    fold_m = 8 if is_short else 16
     own = {**constants, "TREE": is_tree, "FOLD_M": fold_m, "AHEAD": AHEAD // fold_m}
     own["ITEM"] = ITEM_WIDTH
     grid = (layer.num_kv_heads, plan.items.shape[0])
