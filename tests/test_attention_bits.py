@@ -160,9 +160,8 @@ def check(text, at, q_len, cut):
     assert not differing, differing
 
 
-@pytest.mark.parametrize("processors", [1, 12])
 @pytest.mark.parametrize("at", [7, 63, 64, 130])
-@pytest.mark.parametrize("q_len", [2, 7])
+@pytest.mark.parametrize(("q_len", "processors"), [(2, 1), (7, 12)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_bits_are_those_of_plain_decoding(name, q_len, at, processors, monkeypatch):
     """At the edges of blocks and chunks; one processor: tiles are whole, many: they are split."""
