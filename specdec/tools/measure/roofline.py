@@ -136,9 +136,7 @@ class ShapeFloors:
             return 0
         model, once = _without_storage(self.shape), 0
         with torch.device("meta"):
-            if num_layers := block_layers(
-                self.algo
-            ):  # one pass drafts the block, and another reads fc, keys and values
+            if num_layers := block_layers(self.algo):  # a whole block in one pass
                 block = BlockHead(block_head_config(self.shape, model, num_layers))
                 return sum(m.weight.numel() for m in block.modules() if isinstance(m, nn.Linear))
             if self.algo == "nextn":
