@@ -30,7 +30,11 @@ def random_head(model: Any, draft_vocab_size: int = 64, aux: tuple[int, int, int
 
 
 def random_draft(model: Any, algo: str, seed: int = 0) -> Any:
-    """A draft of `algo` for `model` that proposes noise; the standalone one is a model of another shape."""
+    """A draft of `algo` for `model`, beside it, that proposes noise; the standalone one is a model of another shape."""
+    return _random_draft(model, algo, seed).to(model.device, model.dtype)
+
+
+def _random_draft(model: Any, algo: str, seed: int) -> Any:
     c = model.config.get_text_config()
     torch.manual_seed(seed)
     if algo == "eagle3":

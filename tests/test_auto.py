@@ -167,7 +167,7 @@ def test_recurrent_states_follow_every_shape(name, shape):
 
 def test_trees_and_chains_that_are_accepted_are_committed():
     """An oracle's drafts are right three times in four."""
-    model, prompts = tiny_model("llama"), ragged_prompts()
+    model, prompts = tiny_model("llama").to(DEVICE), ragged_prompts()
     texts = [greedy(model, p, NUM_TOKENS) for p in prompts]
     engine = engine_of(model, "eagle3", TREE, cuda_graph=False)
     core = engine._core

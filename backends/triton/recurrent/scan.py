@@ -211,7 +211,8 @@ def _token_by_token(
 
 
 def constants(spec: ScanSpec) -> dict[str, Any]:
-    """Return what the kernels are compiled for, and how many warps they run in."""
+    """Return what the kernels are compiled for, how many warps they run in, and that they round every product: what a
+    compiler fuses with a sum differs from kernel to kernel, and states must not."""
     block_n = triton.next_power_of_2(spec.k_dim)
     tile = TILE // 2 if spec.decay == "state" else TILE  # there, each element takes an exponential
     return dict(
@@ -224,6 +225,7 @@ def constants(spec: ScanSpec) -> dict[str, Any]:
         BLOCK_N=block_n,
         BLOCK_P=min(max(tile // block_n, 8), triton.next_power_of_2(spec.v_dim)),
         num_warps=1,
+        enable_fp_fusion=False,
     )
 
 
