@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from specdec.core.draft.worker import Draft, DraftWorker, PrefillChunk, RoundBatch, RunPrefill
 from specdec.core.functional.tree import build, chain
@@ -111,9 +112,9 @@ class OracleWorker(DraftWorker):
         )
         spoilt = torch.rand(true.shape, generator=self.random) < 0.25
         tokens = torch.where(spoilt, (true + 1) % self.vocab_size, true)
-        if k == 1:
-            return Draft(chain(batch.roots, tokens), None)
-        return Draft(self._tree(batch.roots, tokens, k), None)
+        roots = batch.roots.cpu()
+        tree = chain(roots, tokens) if k == 1 else self._tree(roots, tokens, k)
+        return Draft(tree_map_only(torch.Tensor, lambda t: t.to(batch.roots.device), tree), None)
 
     def extend(self, batch: RoundBatch, verified: VerifyOutput, aux: torch.Tensor | None) -> None:
         return None

@@ -158,8 +158,11 @@ def test_forced_tokens_of_an_earlier_batch_are_forgotten():
         def __init__(self, *tokens):
             self.tokens, self.constraint, self.finish_reason = list(tokens), self, None
 
-        def guide(self, num_steps, mask):
+        def forced(self, num_steps, may_rest):
             return self.tokens
+
+        def fill_next(self, forced, mask):
+            pass
 
     feed = MaskFeed(EngineConfig(num_steps=2, max_batch=3), VOCAB, torch.device("cpu"), None)
     for requests, forced in (
@@ -206,6 +209,45 @@ def test_masks_of_a_tree_follow_each_path(compiler):
             *_, expected = masks_after(compiled, path)
             assert (masks[node] == expected.numpy()).all(), words[node]
     assert constraint.advance([*tokens[1:2], *tokens[4:5], tokens[5]]) == 2
+
+
+def test_masks_for_greedy_choices_choose_what_those_of_all_nodes_do(compiler):
+    compiled = compiler.compile(Grammar(regex="a(b|c)[0-9]x|d+"))
+    letters = [TOKENIZER.encode(word)[0] for word in "adbcz7x"]
+    parents, rng, num_left_out = [0, 0, 0, 1, 1, 1, 4, 6, 2], random.Random(0), 0
+    for _ in range(200):
+        siblings = {parent: iter(rng.sample(letters, 3)) for parent in parents}
+        tokens = [0, *(next(siblings[parent]) for parent in parents[1:])]
+        choices = [rng.choice([*letters, EOS]) for _ in parents]
+        texts = []
+        for is_lazy in (False, True):
+            constraint = Constraint(compiled.matcher(), {EOS}, compiler.eos_ids)
+            masks = np.full((len(parents), VOCAB // 32), -1, np.int32)
+            if is_lazy:
+                num_left_out += not constraint.fill_choices(tokens, parents, choices, masks)
+            else:
+                constraint.fill_tree(tokens, parents, masks)
+            assert constraint.advance([letters[0]]) == 1, "the matcher is at the beginning again"
+            node, text = 0, []
+            while node is not None:
+                order = [choices[node], *range(VOCAB)]
+                text.append(next(t for t in order if masks[node, t // 32] >> t % 32 & 1))
+                node = next((n for n in range(1, len(parents)) if parents[n] == node and tokens[n] == text[-1]), None)
+            texts.append(text)
+        assert texts[0] == texts[1], (tokens, choices)
+    assert num_left_out > 20
+
+
+def test_forced_tokens_are_looked_for_less_where_there_are_none(compiler):
+    constraint = Constraint(compiler.compile(Grammar(regex="[a-c]{9}777")).matcher(), {EOS}, compiler.eos_ids)
+    looked, library, counts = [], constraint.matcher.forced, []
+    constraint.matcher.forced = lambda: looked.append(True) or library()
+    for _ in range(10):
+        assert constraint.forced(3, may_rest=True) == []
+        counts.append(len(looked))
+    assert counts == [1, 1, 2, 2, 2, 3, 3, 3, 3, 4]
+    assert constraint.forced(3) == [] and constraint.advance(TOKENIZER.encode("abcabcabc")) == 9
+    assert constraint.forced(3) == TOKENIZER.encode("777")
 
 
 def test_masks_of_many_chains_are_those_of_each(compiler):

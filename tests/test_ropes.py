@@ -12,6 +12,7 @@ from tests.heads import random_head
 from tests.test_attach import greedy
 from tests.tiny_models import _BASE, VOCAB, random_weights
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = 64
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 
@@ -67,10 +68,9 @@ def test_the_limit_is_that_of_the_first_rope_to_change():
 
 @pytest.mark.parametrize("is_doubled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_kernel_of_tables_is_its_twin(is_doubled, dtype, device):
-    positions = torch.tensor([[0, 1, 77, 4095, 131071]], device=device)
-    frequencies = 1e4 ** -(torch.arange(24, device=device) / 24)
+def test_the_kernel_of_tables_is_its_twin(is_doubled, dtype):
+    positions = torch.tensor([[0, 1, 77, 4095, 131071]], device=DEVICE)
+    frequencies = 1e4 ** -(torch.arange(24, device=DEVICE) / 24)
     for ours, theirs in zip(
         tables.rope_tables(positions, frequencies, 1.25, is_doubled, dtype),
         rope_tables_twin(positions, frequencies, 1.25, is_doubled, dtype),

@@ -4,6 +4,10 @@ A round stops three times for the host. Before its draft the results of the roun
 up to date, and the draft gets forced tokens and the masks of what may follow them. After the launch of its verification
 masks are made of the tree, which has been drafted by then, while the device works on. Once tokens are accepted the host
 is told, so that it reads them while the draft extends. Rounds of batches without a grammar know nothing of it.
+
+A mask of a large vocabulary takes longer than a step of a small model, so the host makes none that the device waits for
+in vain: drafts get no more masks once it waits, and requests that decode greedily need them only where the token that
+they would choose is forbidden, which takes a matcher a µs or two to say.
 """
 
 import math
@@ -50,12 +54,14 @@ class MaskFeed:
         self._host_masks = torch.full((size,), -1, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
         shape = (2, max_batch * num_nodes)
         self._host_tree = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
-        self._has_tree = torch.cuda.Event() if is_cuda else None
+        self._host_choices = torch.zeros(shape[1], dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        self._has_tree, self._has_choices = (torch.cuda.Event() if is_cuda else None for _ in range(2))
         self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)] if is_cuda else []
         self._requests: Sequence[Constrained] = ()
         self._post: Callable[[torch.Tensor], None] | None = None
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar")
         self._num_forcing = 0  # places up to the last that has forced tokens on the device
+        self._num_masked = 0  # words up to the last mask on the device that forbids something
         self._num_rounds = self._num_forced = 0
         self._mask_s = self._wait_s = self._late_s = 0.0
 
@@ -74,9 +80,10 @@ class MaskFeed:
 
     def write_first(self, requests: Sequence[Constrained]) -> None:
         """Write the masks of the first tokens of `requests`: of the beginning of their grammars."""
-        masks = torch.empty(len(requests), 1, self.num_words, dtype=torch.int32, device="cpu")
+        masks = torch.full((len(requests), 1, self.num_words), -1, dtype=torch.int32, device="cpu")
         self._fill(requests, [[0]] * len(requests), [[0]] * len(requests), masks)
         self.masks(len(requests), 1).copy_(to_device(masks, self._device))
+        self._num_masked = max(self._num_masked, masks.numel())
 
     def update(self, num_steps: int) -> None:
         """First stop of a round that drafts `num_steps` deep."""
@@ -96,12 +103,15 @@ class MaskFeed:
         num = len(self._requests)
         masks = self._host_first[:num].fill_(-1)  # its last copy is done, as in `fill`
         forced: list[list[int]] = [[] for _ in range(num)]
-
-        def guide(place: int, constraint: Constraint) -> None:
-            forced[place] = constraint.guide(num_steps, own[place])
-
-        own, constraints = masks.numpy(), enumerate(map(_constraint, self._requests))
-        self._run([partial(guide, i, c) for i, c in constraints if c is not None])
+        found, own = self._constrained(self._requests), masks.numpy()
+        for constraint, i in found:
+            forced[i] = constraint.forced(num_steps, may_rest=self._has_reached(2))
+        first = self._num_rounds % max(len(found), 1)  # where there is no time for all, they take turns
+        for constraint, i in (*found[first:], *found[:first]):
+            if self._has_reached(2):
+                break
+            if len(forced[i]) < num_steps:
+                constraint.fill_next(forced[i], own[i])
         self._first[:num].copy_(masks, non_blocking=True)
         last = max((i + 1 for i, tokens in enumerate(forced) if tokens), default=0)
         if count := max(last, self._num_forcing):
@@ -119,20 +129,35 @@ class MaskFeed:
         if self._has_tree is not None:
             self._has_tree.record()
 
-    def fill(self, num_nodes: int) -> None:
-        """Second stop: write the masks of all nodes of the tree that was fetched; a root alone needs none."""
+    def fill(self, num_nodes: int, choices: torch.Tensor | None = None) -> None:
+        """Second stop: write the masks of all nodes of the tree that was fetched; a root alone needs none.
+
+        choices [n, D]: of the tokens of every node the one with the largest logit, if that is what requests choose.
+        """
         if not self._requests:
             return
         start = time.perf_counter()
         self._mark(0)
+        num = len(self._requests)
+        if choices is not None:
+            self._host_choices[: choices.numel()].copy_(choices.reshape(-1), non_blocking=True)
+            if self._has_choices is not None:
+                self._has_choices.record()
         if self._has_tree is not None and num_nodes > 1:
             self._has_tree.synchronize()
         has_tree = time.perf_counter()
-        num = len(self._requests)
         tokens, parents = self._host_tree[:, : num * num_nodes].view(2, num, num_nodes).tolist()
-        host = _view(self._host_masks, num, num_nodes, self.num_words)  # its last copy is done: a round came after it
-        self._fill(self._requests, tokens, parents, host)
-        self.masks(num, num_nodes).copy_(host, non_blocking=True)
+        flat = self._host_masks  # its last copy is done: a round came after it
+        flat[: self._num_masked].fill_(-1)
+        host = _view(flat, num, num_nodes, self.num_words)
+        if choices is None:
+            last = self._fill(self._requests, tokens, parents, host)
+        else:
+            last = self._correct(tokens, parents, host)
+        count = last * num_nodes * self.num_words
+        written = max(count, self._num_masked)
+        self._masks[:written].copy_(flat[:written], non_blocking=True)
+        self._num_masked = count
         self._mark(1)
         self._num_rounds += 1
         self._wait_s += has_tree - start
@@ -167,16 +192,40 @@ class MaskFeed:
 
     def _fill(
         self, requests: Sequence[Constrained], tokens: list[list[int]], parents: list[list[int]], masks: torch.Tensor
-    ) -> None:
-        """Write masks [n, D, W] on the host; they allow all where there is no grammar."""
-        own = masks.fill_(-1).numpy()
-        found = [(c, i) for i, c in enumerate(map(_constraint, requests)) if c is not None]
+    ) -> int:
+        """Write masks [n, D, W], which allow all, where there is a grammar; return places up to the last of those."""
+        own, found = masks.numpy(), self._constrained(requests)
         is_chain = parents[0] == [0, *range(len(parents[0]) - 1)]
         if is_chain and self._compiler.fill_chains([c.chain(i, tokens[i]) for c, i in found], own):
             for constraint, i in found:
                 constraint.finish(own[i])
         else:
             self._run([partial(c.fill_tree, tokens[i], parents[i], own[i]) for c, i in found])
+        return found[-1][1] + 1 if found else 0
+
+    def _correct(self, tokens: list[list[int]], parents: list[list[int]], masks: torch.Tensor) -> int:
+        """Do what `_fill` does while the device verifies, first for requests whose choices were forbidden before; for
+        the others only what their choices make necessary."""
+        own, last = masks.numpy(), 0
+        choices: list[list[int]] | None = None
+        for constraint, i in sorted(self._constrained(self._requests), key=lambda found: not found[0].was_corrected):
+            if choices is None and (self._has_choices is None or self._has_choices.query()):
+                choices = self._host_choices[: masks.shape[0] * masks.shape[1]].view(masks.shape[:2]).tolist()
+            if choices is None:
+                constraint.fill_tree(tokens[i], parents[i], own[i])
+            elif not constraint.fill_choices(tokens[i], parents[i], choices[i], own[i]):
+                continue
+            last = max(last, i + 1)
+        return last
+
+    def _constrained(self, requests: Sequence[Constrained]) -> list[tuple[Constraint, int]]:
+        """Return the constraints of requests that go on and have one, with their places."""
+        found = ((r.constraint, i) for i, r in enumerate(requests) if r.finish_reason is None)
+        return [(constraint, i) for constraint, i in found if constraint is not None]
+
+    def _has_reached(self, which: int) -> bool:
+        """Return whether the device waits at a mark, see `_mark`; a CPU never does."""
+        return bool(self._marks) and self._marks[which].query()
 
     def _run(self, jobs: list[Callable[[], None]]) -> None:
         """Run jobs here for `PATIENCE_S`, and what is left on threads: they help where a mask takes long, since
@@ -185,11 +234,6 @@ class MaskFeed:
         while jobs and (len(jobs) == 1 or time.perf_counter() < end):
             jobs.pop()()
         list(self._threads.map(lambda job: job(), jobs))
-
-
-def _constraint(request: Constrained) -> Constraint | None:
-    """Return the constraint of a request that goes on, if it has one."""
-    return request.constraint if request.finish_reason is None else None
 
 
 def _view(masks: torch.Tensor, *shape: int) -> torch.Tensor:

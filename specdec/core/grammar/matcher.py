@@ -10,6 +10,8 @@ import numpy as np
 
 from specdec.core.grammar.grammar import Grammar
 
+MOST_REST = 3  # rounds in which nobody looks for forced tokens, after rounds that had none
+
 
 class Matcher(Protocol):
     """Follows one text through a compiled grammar, a token at a time."""
@@ -76,8 +78,36 @@ class Constraint:
     def __init__(self, matcher: Matcher, eos_ids: Set[int], library_eos: Set[int]):
         self.matcher = matcher
         self.eos_ids = eos_ids
+        self.was_corrected = False  # whether a greedy choice was forbidden in its last round
+        self._ends = {*eos_ids, *library_eos}
         self._foreign = [] if eos_ids == library_eos else [sorted(library_eos), sorted(eos_ids)]
         self._next: np.ndarray | None = None  # the mask of what may follow its text, once it is known
+        self._unforced = self._rest = 0  # rounds without forced tokens, and those that nobody looks for some
+
+    def fill_choices(
+        self, tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int], masks: np.ndarray
+    ) -> bool:
+        """Write what `fill_tree` writes only where a greedy choice is forbidden, and below; return whether one is.
+
+        choices [D]: each node's token of the largest logit. Masks [D, W] that are left out allow all: the node's choice
+        is the same, as long as the path that greedy verification takes was allowed up to there.
+        """
+        node, taken = 0, 0
+        children = _children(parents)
+        self.was_corrected = False
+        while not self.was_corrected:
+            choice = choices[node]
+            if choice in self._ends or not self.matcher.accept(choice):
+                self.was_corrected = True
+                self._visit(node, tokens, children, masks)
+                break
+            taken += 1
+            following = [child for child in children[node] if tokens[child] == choice]
+            if not following:
+                break
+            node = following[0]
+        self.matcher.rollback(taken)
+        return self.was_corrected
 
     def fill_tree(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
         """Write the tokens that may follow each node to masks [D, W] int32, by the node's own path.
@@ -85,10 +115,7 @@ class Constraint:
         tokens, parents [D]: of a `Tree`. A node that the grammar forbids keeps what its mask held: nobody gets there. A
         node after which nothing may come allows all: `advance` ends the text there.
         """
-        children: list[list[int]] = [[] for _ in tokens]
-        for node in range(1, len(tokens)):
-            children[parents[node]].append(node)
-        self._visit(0, tokens, children, masks)
+        self._visit(0, tokens, _children(parents), masks)
 
     def _visit(self, node: int, tokens: Sequence[int], children: list[list[int]], masks: np.ndarray) -> None:
         mask = masks[node]
@@ -131,17 +158,29 @@ class Constraint:
         reason = self.matcher.error
         return f"its grammar allows no token after this text{reason and f' ({reason})'}"
 
-    def guide(self, num_steps: int, mask: np.ndarray) -> list[int]:
-        """Return up to `num_steps` forced tokens; if they are fewer, write what may follow them to mask [W]."""
+    def forced(self, num_steps: int, may_rest: bool = False) -> list[int]:
+        """Return up to `num_steps` tokens that the grammar forces. may_rest: look in some rounds only, if there are few."""
+        if may_rest and self._rest:
+            self._rest -= 1
+            return []
         forced = self.matcher.forced()[:num_steps]
         taken = next((i for i, token in enumerate(forced) if not self.matcher.accept(token)), len(forced))
-        if taken < num_steps and not self._fill(mask):
-            mask.fill(-1)
         if taken:
             self.matcher.rollback(taken)
+        self._unforced = 0 if taken else self._unforced + 1
+        self._rest = min(self._unforced, MOST_REST)
+        return forced[:taken]
+
+    def fill_next(self, forced: Sequence[int], mask: np.ndarray) -> None:
+        """Write what may follow `forced` tokens to mask [W]."""
+        for token in forced:
+            self.matcher.accept(token)
+        if not self._fill(mask):
+            mask.fill(-1)
+        if forced:
+            self.matcher.rollback(len(forced))
         else:
             self._next = mask.copy()
-        return forced[:taken]
 
     def _fill(self, mask: np.ndarray) -> bool:
         if not self.matcher.fill(mask):
@@ -156,6 +195,14 @@ class Constraint:
                 for token in ids:
                     bit = np.int32(np.uint32(1 << token % 32).view(np.int32))
                     mask[token // 32] = mask[token // 32] | bit if is_set else mask[token // 32] & ~bit
+
+
+def _children(parents: Sequence[int]) -> list[list[int]]:
+    """Return the children of each node of a tree."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], 1):
+        children[parent].append(node)
+    return children
 
 
 def is_allowed(mask: np.ndarray, token: int) -> bool:

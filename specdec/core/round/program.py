@@ -72,7 +72,7 @@ class Round:
             self._force(batch, draft)
         logits, aux = self.verify(batch, draft.tree)
         if batch.is_constrained:
-            self._constrain(logits)
+            self._constrain(batch, draft.tree, logits)
         verified = self.accept(batch, draft, logits)
         return self.extend(batch, verified, aux)
 
@@ -183,10 +183,15 @@ class Round:
             force(tree, draft.probs, batch.guide.forced)
             self.pause(partial(self.feed.fetch, tree.tokens, tree.parents))
 
-    def _constrain(self, logits: torch.Tensor) -> None:
+    def _constrain(self, batch: RoundBatch, tree: Tree, logits: torch.Tensor) -> None:
         """Mask logits [bs, D, V] of all nodes by the grammars of their requests, in place."""
         assert self.feed is not None
-        self.pause(partial(self.feed.fill, logits.shape[1]))
+        choices = None
+        if batch.sampling is None and not batch.is_processed:
+            nodes = tree.tokens.reshape(-1)
+            roots = self.ops.chain(nodes, nodes.new_empty(len(nodes), 0))
+            choices = self.ops.verify_greedy(logits.view(len(nodes), 1, -1), roots, 0).tokens.view(tree.tokens.shape)
+        self.pause(partial(self.feed.fill, logits.shape[1], choices))
         self.ops.constrain(logits, self.feed.masks(*logits.shape[:2]))
 
     def _verify_metadata(self, batch: RoundBatch, tree: Tree) -> AttentionMetadata:
