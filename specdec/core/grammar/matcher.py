@@ -159,7 +159,7 @@ class Constraint:
         return f"its grammar allows no token after this text{reason and f' ({reason})'}"
 
     def forced(self, num_steps: int, may_rest: bool = False) -> list[int]:
-        """Return up to `num_steps` tokens that the grammar forces. may_rest: look in some rounds only, if there are few."""
+        """Return up to `num_steps` tokens that the grammar forces. may_rest: look less often where it forces none."""
         if may_rest and self._rest:
             self._rest -= 1
             return []
