@@ -59,7 +59,8 @@ class Capabilities:
 
     fused_ops: whether rounds beside it use the fused operations (Triton kernels) or the torch ones.
     packed_prefill: whether it attends in prefills whose lengths only the device knows (`AttentionMetadata.is_packed`).
-    head_dims: of q, k and v; None: any up to max_head_dim.
+    head_dims: of q, k and v; None: any up to max_head_dim. limits: whether prefills may bring some
+    (`AttentionMetadata.limits`).
     """
 
     sliding_window: bool
@@ -72,6 +73,7 @@ class Capabilities:
     fused_ops: bool = False
     packed_prefill: bool = False
     chunks: bool = False
+    limits: bool = False
     head_dims: frozenset[int] | None = None
 
 

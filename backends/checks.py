@@ -30,7 +30,18 @@ def check_shapes(m: AttentionMetadata) -> None:
         )
     if m.prefix_lens.shape[0] != bs:
         raise ValueError(f"{bs} rows of the slot table for {m.prefix_lens.shape[0]} prefix_lens")
-    for name in ("slot_table", "rows", "prefix_lens", "positions", "out_cache_loc", "ancestor_bits", "tail_positions"):
+    if m.limits is not None and (m.q_lens is None or m.limits.shape[0] != num_tokens):
+        raise ValueError(f"limits {list(m.limits.shape)}: expected one of each token of a prefill, [{num_tokens}]")
+    for name in (
+        "limits",
+        "slot_table",
+        "rows",
+        "prefix_lens",
+        "positions",
+        "out_cache_loc",
+        "ancestor_bits",
+        "tail_positions",
+    ):
         tensor, dtype = getattr(m, name), torch.int32 if name == "slot_table" else torch.int64
         if tensor is not None and (tensor.dtype != dtype or tensor.device != m.prefix_lens.device):
             raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}: expected {dtype} on {m.prefix_lens.device}")

@@ -40,7 +40,8 @@ class ForwardContext:
 
     on_forward is called with the mode of every forward, before it runs, and counts it. row_states: state by row of
     layers that are not attention. adapters [num_rows] int64: the LoRA adapter of each row, 0 for none; None of a model
-    whose requests have none.
+    whose requests have none. rope_deltas [num_rows] int64: what is added to positions of a row's tokens before they are
+    rotated; None of a model whose images move none.
     """
 
     backend: AttentionBackend
@@ -50,6 +51,7 @@ class ForwardContext:
     on_forward: Callable[[ForwardMode], None]
     row_states: tuple[LayerState, ...] = ()
     adapters: torch.Tensor | None = None
+    rope_deltas: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         stored, needed = list(self.pool.layers), [layer.shape for layer in self.layers]
@@ -78,6 +80,13 @@ class ForwardContext:
     def adapted(self, metadata: AttentionMetadata) -> AbstractContextManager[None]:
         """Within it, adapted layers find the adapter of each token, in a forward of `metadata`."""
         return nullcontext() if self.adapters is None else adapter_scope(adapters_of_tokens(self.adapters, metadata))
+
+    def rotary_positions(self, metadata: AttentionMetadata) -> torch.Tensor:
+        """Return the positions [T] int64 by which tokens of a round are rotated."""
+        if self.rope_deltas is None:
+            return metadata.positions
+        moved = metadata.positions.view(metadata.num_reqs, -1) + self.rope_deltas[metadata.rows].unsqueeze(1)
+        return moved.view(-1)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, rope: Rope | None

@@ -57,6 +57,7 @@ class TorchBackend(AttentionBackend):
         v_dim_differs=True,
         v_in_k=True,
         chunks=True,
+        limits=True,
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=1 << 16,
     )
@@ -83,6 +84,9 @@ class TorchBackend(AttentionBackend):
         tail_positions = m.tail_positions if m.tail_positions is not None else prefix + tail_index
         k_pos = torch.cat([prefix_index.expand(m.num_reqs, -1), tail_positions], 1)
         pad, unpad = _ragged_rows(m, device)
+        if m.limits is not None:
+            ahead = (tail_positions.unsqueeze(1) <= m.limits[pad].unsqueeze(2)) & owned.unsqueeze(1)
+            mask = torch.cat([mask[..., : m.max_prefix], ahead], 2)
         q_pos = m.positions[pad] if pad is not None else m.positions.view(m.num_reqs, m.q_len)
         kv_slots = torch.cat([prefix_slots, tail_slots], 1)
         self._plan = _Plan(kv_slots, mask, q_pos, k_pos, pad, unpad)

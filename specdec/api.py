@@ -36,6 +36,7 @@ from specdec.reach.assembly.arguments import (
     check_tokenizer,
     engine_config,
     live_model,
+    processor_of,
 )
 from specdec.reach.assembly.assemble import Source, assemble, resolve_draft
 from specdec.reach.parallel.sharded import find_group
@@ -68,7 +69,8 @@ def attach(
     algo: "auto" (read from the checkpoint; None without a draft), None (plain decoding) or a name of
         `reach.assembly.algorithms.algorithms`; "lookup" takes no draft: it proposes what followed the last tokens
         earlier.
-    tokenizer: for text prompts, output text and stop strings; not needed for token ids.
+    tokenizer: for text prompts, output text and stop strings; not needed for token ids. Or a processor, which has a
+        tokenizer and loads the images of chats.
     adapters: LoRA adapters that requests choose (`generate(adapter=NAME)`): names of those that PEFT has loaded in the
         model, or a dict from names to folders or Hub ids of what PEFT has saved. Those without `adapter` get the model
         without any, whichever is active. Ranks up to 128, in the model's dtype.
@@ -147,8 +149,8 @@ class Engine:
                 "synthetic_acceptance is on: the engine's text means nothing, only its speed does", stacklevel=3
             )
         self.config = config
-        self.tokenizer = tokenizer
-        core, self._backend_reason, self._bits = assemble(target, config, draft, algo, tokenizer, ranks)
+        self.processor, self.tokenizer = processor_of(tokenizer)
+        core, self._backend_reason, self._bits = assemble(target, config, draft, algo, self.tokenizer, ranks)
         self._core: Core | None = core
         self._driver: Driver | None = Driver(core)
         # An engine that is dropped without detach(), as in a notebook cell run again, leaves the model free.
@@ -163,6 +165,10 @@ class Engine:
 
     def generate(self, prompts: Any, **options: Any) -> GenerationOutput:
         """Generate for one prompt or a ragged batch; `core.text.inputs.prompts_to_ids` says what a prompt can be.
+
+        Prompts with images, where the model takes any: what its processor returns (`generate(processor(...))`, or
+        input_ids with pixel_values= and the like), chats with image parts (`attach(tokenizer=processor)`), or a list
+        that has some of these.
 
         Without options it does what `model.generate` would: the model's own `generation_config` decides about
         sampling, penalties, lengths and EOS; if that sets no length, at most 256 tokens are emitted, fewer where
@@ -441,4 +447,4 @@ class Engine:
 
     def _requests(self, prompts: Any, **options: Any) -> list[Request]:
         """Return checked requests that are not queued yet; the options are those of `generate`."""
-        return make_requests(self._attached(), self.tokenizer, prompts, **options)
+        return make_requests(self._attached(), self.tokenizer, self.processor, prompts, **options)

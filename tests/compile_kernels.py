@@ -13,6 +13,7 @@ import sys
 os.environ["TRITON_INTERPRET"] = "0"
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,8 +77,8 @@ def compile_all(capability: int) -> list[str]:
     for module in (chunks, experts, tiles, tiling):
         module.shared_memory = lambda device: most
     JITFunction.__getitem__ = only_compile
-    attention(torch.bfloat16, LAYERS[1], range(5))
-    attention(torch.bfloat16, LAYERS[0], (0, 1, 4))
+    attention(torch.bfloat16, LAYERS[1], range(6))
+    attention(torch.bfloat16, LAYERS[0], (0, 1, 4, 5))
     attention(torch.bfloat16, LAYERS[2], (1, 4))
     attention(torch.float32, LAYERS[1], (1, 4))
     if capability != 90:  # less shared memory: what takes the most
@@ -217,7 +218,7 @@ def recurrent_layers() -> None:
 
 def attention(dtype: torch.dtype, shape: dict[str, Any], which: Sequence[int]) -> None:
     """The attention kernel, and those that go with it, in `which` forwards: 0 a token, 1 a tree, 2 one of two words,
-    3 a chain, 4 a prefill."""
+    3 a chain, 4 a prefill, 5 one with images."""
     from specdec.backends import AttentionCall, LayerSpec
     from specdec.backends.rope import rope_table
     from specdec.backends.triton.attention.metadata import TRITON_METADATA
@@ -236,6 +237,7 @@ def attention(dtype: torch.dtype, shape: dict[str, Any], which: Sequence[int]) -
         TRITON_METADATA.uniform(ForwardMode.TARGET_VERIFY, table, rows, lens, q_len=32, max_prefix=512),
         TRITON_METADATA.prefill(table, rows, [500, 3], [40, 7]),
     ]
+    plans.append(replace(plans[4], limits=plans[4].positions))
     layer = LayerSpec(**shape)
     pool = KVPool([layer.shape], 700, dtype, torch.device("cpu"))
     sinks = torch.zeros(layer.num_heads, dtype=dtype) if layer.has_sinks else None

@@ -144,18 +144,24 @@ class Setup:
             logits = torch.cat([logits, self.sinks.double().unsqueeze(1)], 1)
         return torch.einsum("hn,nhd->hd", logits.softmax(-1)[:, : len(near)], values)
 
+    def run_limited(self, metadata, limits):
+        metadata = replace(metadata, limits=torch.tensor(limits, device=DEVICE))
+        return metadata, *self.run(metadata)
+
     def check(self, out, wants):
         want = torch.stack(wants)
         error = (out.double() - want).norm() / want.norm()
         assert error < TOLERANCE[self.dtype], f"relative error {error:.2e}"
 
     def check_causal(self, metadata, q, out, first=0):
-        """Every row sees the prefix, and the tail up to itself."""
+        """Every row sees the prefix, and the tail up to itself, or to its limit."""
         starts, wants = metadata.qo_indptr.tolist(), []
+        limits = None if metadata.limits is None else metadata.limits.tolist()
         for row, prefix in enumerate(self.prefixes):
             for i in range(starts[row + 1] - starts[row]):
                 end = prefix + first + i
-                wants.append(self.expected(q[starts[row] + i], row, end, [(p, p) for p in range(end + 1)]))
+                last = end if limits is None else limits[starts[row] + i]
+                wants.append(self.expected(q[starts[row] + i], row, end, [(p, p) for p in range(last + 1)]))
         self.check(out, wants)
 
     def check_tree(self, parents, **kwargs):
@@ -243,6 +249,27 @@ def test_ragged_prefill(name, kind):
     metadata = setup.backend.metadata.prefill(setup.slot_table, setup.rows, PREFIXES, (2, 7, 15))
     setup.check_causal(metadata, *setup.run(metadata))
     assert setup.modes == [ForwardMode.EXTEND]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["gqa", "window"])
+def test_tokens_of_images_see_each_other(name, kind):
+    """Blocks that begin and end within tiles and blocks of keys, or span several; and text around them."""
+    setup, q_lens = Setup(LAYERS[name], kind, width=240), (2, 7, 40)
+    metadata = setup.backend.metadata.prefill(setup.slot_table, setup.rows, PREFIXES, q_lens)
+    limits = blocks_of(PREFIXES, q_lens)
+    setup.check_causal(*setup.run_limited(metadata, limits))
+
+
+def blocks_of(prefixes, q_lens):
+    """Return the last position that each token sees, where some blocks of five to 21 see each other."""
+    limits = []
+    for prefix, q_len in zip(prefixes, q_lens, strict=True):
+        own = list(range(q_len))
+        for begin, size in ((1, 5), (8, 21), (33, 9)):
+            own[begin : begin + size] = [min(begin + size, q_len) - 1] * len(own[begin : begin + size])
+        limits += [prefix + last for last in own]
+    return limits
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -403,20 +430,21 @@ def test_work_is_cut_as_the_twin_says(lens, resident, group, block_m, window, is
     shape = {"resident": resident, "group": group, "block_m": block_m, "block_n": 32, "window": window}
     shape |= {"is_tree": is_tree, "first_node": 0, "max_partials": max_partials}
     is_small = resident % 2 == 0  # any batch comes out right
-    span = max(q_lens) if is_tree else tile_span(group, block_m)
+    limits = blocks_of(prefixes, q_lens) if resident % 3 == 0 and not is_tree else None
+    span = max(q_lens) if is_tree or limits else tile_span(group, block_m)
     max_chunks = most_chunks(max(1, *(p + q for p, q in lens)), max(q_lens), window, span, 32)
     indptr = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     plan = split_plan(
         torch.tensor(prefixes, device=DEVICE), indptr, num_tiles=num_tiles, is_small=is_small, num_kv_heads=3,
-        max_chunks=max_chunks, **shape,
+        max_chunks=max_chunks, **shape, limits=None if limits is None else torch.tensor(limits, device=DEVICE),
     )  # fmt: skip
-    items, tree_states = split_plan_reference(prefixes, q_lens, **shape)
+    items, tree_states = split_plan_reference(prefixes, q_lens, **shape, limits=limits)
     assert int(plan.counts) == len(items) <= plan.items.shape[0] == num_tiles + resident
     assert plan.items[: len(items)].tolist() == items
     if is_tree:
         some = [i for i, q_len in enumerate(q_lens) if q_len]
         assert plan.tree_states[some].tolist() == [tree_states[i] for i in some]
-    check_cut(items, tree_states, prefixes, q_lens, shape, max_chunks)
+    check_cut(items, tree_states, prefixes, q_lens, {**shape, "limits": limits}, max_chunks)
     used = [item[4] + (item[6] or min(2, max_chunks)) for item in items if item[4] >= 0]
     assert max(used, default=0) <= plan.num_partials
     assert all((plan.arrived[item[7]] == 0).all() for item in items if item[6])
@@ -437,6 +465,8 @@ def check_cut(items, tree_states, prefixes, q_lens, shape, max_chunks):
         prefix, q_len = prefixes[request], q_lens[request]
         first, last = m_block * block_m // group, min(((m_block + 1) * block_m - 1) // group, q_len - 1)
         nearest, end = (prefix, prefix // 32 * 32) if is_tree else (prefix + first, prefix + last + 1)
+        if shape["limits"]:
+            end = shape["limits"][sum(q_lens[:request]) + last] + 1
         begin = pieces[0][2]
         assert begin == (max(nearest - window + 1, 0) // 32 * 32 if window else 0) and pieces[-1][3] == end
         assert all(a[3] == b[2] and b[2] in (end, begin_of(chunk_of(b[2]))) for a, b in pairwise(pieces))

@@ -160,7 +160,7 @@ def test_packed_requests_do_not_see_each_other(name):
     model = recurrent_model(name)
     own = torch.cat([logits(model, ids) for ids in tokens().split(Packed.sizes, 1)], 1)
     positions = torch.cat([torch.arange(size) for size in Packed.sizes]).unsqueeze(0)
-    attention = ConfigViews(model, "specdec_test_packed").shown()
+    attention = ConfigViews(model.modules(), "specdec_test_packed").shown()
     with Mixers(model).routed(), recurrent_scope(Packed()), attention:
         packed = model(input_ids=tokens(), position_ids=positions, use_cache=False).logits
     assert (packed - own).abs().max() <= 1e-5 * own.abs().max()

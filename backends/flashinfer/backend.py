@@ -47,6 +47,7 @@ class FlashInferBackend(TritonBackend):
     capabilities = replace(
         TritonBackend.capabilities,
         packed_prefill=False,
+        limits=False,
         v_dim_differs=False,
         dtypes=_DTYPES,
         head_dims=HEAD_DIMS,
@@ -153,7 +154,7 @@ class MixedBackend(TritonBackend):
             super()._attend(call)
 
     def _takes(self, m: AttentionMetadata, layer: LayerSpec, dtype: torch.dtype) -> bool:
-        if m.is_packed or not _fits_fa3(layer, dtype):
+        if m.is_packed or m.limits is not None or not _fits_fa3(layer, dtype):
             return False
         return prefill_flops(m, layer) >= self.min_prefill_flops
 

@@ -41,6 +41,7 @@ class TritonBackend(AttentionBackend):
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=256,
         fused_ops=True,
+        limits=True,
     )
     metadata = TRITON_METADATA
     processors: int | None = None  # that share the work, None for the GPU's
@@ -92,12 +93,14 @@ class TritonBackend(AttentionBackend):
         """The plan of layers with this cut, made on the device once a forward."""
         if cut not in self._plans:
             tiling, is_tree = cut.tiling, m.ancestor_bits is not None
-            span = m.tail_len if is_tree else tile_span(cut.group, tiling.block_m)
+            sees_all = is_tree or m.limits is not None
+            span = m.tail_len if sees_all else tile_span(cut.group, tiling.block_m)
             max_chunks = most_chunks(m.max_prefix + m.tail_len, m.tail_len, cut.window, span, tiling.block_n)
             partial_bytes = cut.num_kv_heads * tiling.block_m * (cut.v_dim + 2) * 4
             plan = split_plan(
                 m.prefix_lens,
                 m.qo_indptr,
+                limits=m.limits,
                 first_node=m.tail_len - m.q_len,
                 window=cut.window,
                 num_tiles=num_tiles(m, cut.group, tiling.block_m),

@@ -43,6 +43,8 @@ class AttentionMetadata:
     q_lens: EXTEND only, tokens of each request on the host (ragged). None: every request has q_len, or, for EXTEND,
         only the device knows (`is_packed`).
     starts: prefix_lens on the host, if they are known there (prefills); None: unknown.
+    limits: ragged prefills only, [T] int64, the last position that each query sees, not before its own and ascending
+        within a request: tokens of an image may see each other. None: its own.
     """
 
     mode: ForwardMode
@@ -60,6 +62,7 @@ class AttentionMetadata:
     path_slots: torch.Tensor | None = None
     q_lens: tuple[int, ...] | None = None
     starts: tuple[int, ...] | None = None
+    limits: torch.Tensor | None = None
 
     @property
     def num_reqs(self) -> int:

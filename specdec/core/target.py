@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from specdec.backends.op import ForwardContext
 from specdec.backends.recurrent.state_pool import RecurrentOps, RecurrentSpec
 from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.cache.pool import LayerState
+
+if TYPE_CHECKING:
+    from specdec.core.text.embedded import EmbeddedChunk, EmbeddedPrompt
 
 
 class TargetOutput(NamedTuple):
@@ -41,6 +44,15 @@ class TargetSpec(Protocol):
     def max_positions(self) -> int: ...
 
 
+class ReadsImages(Protocol):
+    """How a target reads prompts with images; see `targets.images.Images`."""
+
+    names: frozenset[str]
+    moves_positions: bool
+
+    def embed(self, inputs: Mapping[str, Any], wants_keys: bool) -> "list[EmbeddedPrompt | None]": ...
+
+
 class Target(Protocol):
     """A model that an engine runs: the target, or a standalone draft.
 
@@ -56,6 +68,8 @@ class Target(Protocol):
     any_rank: Callable[[bool], bool]
     compiled: dict[bool, Any]
 
+    @property
+    def images(self) -> ReadsImages: ...
     @property
     def adapters(self) -> Mapping[str, int]: ...
     @property
@@ -84,6 +98,11 @@ class Target(Protocol):
         self, mode: ForwardMode, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run all but the head on input_ids, positions [T] int64: last hidden states [T, h], aux [T, num_aux*h]."""
+
+    def embedded_layers(
+        self, chunk: "EmbeddedChunk", positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run what `layers` does on tokens of a prefill with images, at `positions` [N] int64."""
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map last hidden states [N, h] to logits [N, V]."""

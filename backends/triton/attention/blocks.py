@@ -131,9 +131,10 @@ def take_block(
 
 
 @triton.jit
-def visible_keys(key, q_pos, window, HAS_WINDOW: tl.constexpr):
-    """Return the mask of the keys each row sees, [BLOCK_M, BLOCK_N] bool; key [BLOCK_N], q_pos [BLOCK_M]: positions."""
-    visible = key[None, :] <= q_pos[:, None]
+def visible_keys(key, q_pos, limit, window, HAS_WINDOW: tl.constexpr):
+    """Return the mask of the keys each row sees, [BLOCK_M, BLOCK_N] bool; key [BLOCK_N], q_pos [BLOCK_M]: positions;
+    limit [BLOCK_M]: the last one seen."""
+    visible = key[None, :] <= limit[:, None]
     if HAS_WINDOW:
         visible = visible & (q_pos[:, None] - key[None, :] < window)
     return visible

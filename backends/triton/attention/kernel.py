@@ -62,6 +62,7 @@ def _walk(
     total,
     state,
     q_pos,
+    limit,
     is_row,
     window,
     scales,
@@ -92,7 +93,7 @@ def _walk(
                 NUM_KV_HEADS * q.shape[0], V_DIM,
             )  # fmt: skip
             state = empty_state(q.shape[0], dv.shape[0])
-        visible = visible_keys(start + n, q_pos, window, HAS_WINDOW) if MASKED else None
+        visible = visible_keys(start + n, q_pos, limit, window, HAS_WINDOW) if MASKED else None
         state = take_block(
             q, k_head, v_head, slots, d, dv, state, visible, scales,
             NUM_KV_HEADS, QK_DIM, V_DIM, MASKED, CAPPED, UPCAST,
@@ -104,7 +105,7 @@ def _walk(
 # Triton compiles a variant for every alignment of a kernel's pointers; these are views, and none is read in rows.
 @triton.jit(
     do_not_specialize=["first_node", "tail_len", "window", "table_stride"],
-    do_not_specialize_on_alignment=["slot_table", "rows", "qo_indptr", "prefix_lens", "positions", "sinks"],
+    do_not_specialize_on_alignment=["slot_table", "rows", "qo_indptr", "prefix_lens", "positions", "limits", "sinks"],
 )
 def _attention_kernel(
     q,
@@ -120,6 +121,7 @@ def _attention_kernel(
     qo_indptr,
     prefix_lens,
     positions,
+    limits,
     partial_acc,
     partial_stats,
     scale_log2,
@@ -149,6 +151,7 @@ def _attention_kernel(
     FOLD_M: tl.constexpr,
     AHEAD: tl.constexpr,
     ITEM: tl.constexpr,
+    LIMITED: tl.constexpr,
 ):
     if PDL:
         if TREE:  # what follows otherwise may be anybody's kernel: it starts when this one has ended
@@ -188,6 +191,9 @@ def _attention_kernel(
         q_pos = prefix + first_node + query
         first, last = m_block * BLOCK_M // GROUP, ((m_block + 1) * BLOCK_M - 1) // GROUP
         full_end, last_position = prefix + first_node + first + 1, prefix + first_node + tl.minimum(last, q_len - 1)
+    limit = q_pos
+    if LIMITED:
+        limit = tl.load(limits + token, mask=is_row, other=0).to(tl.int32)
     full_begin = kv_begin
     if HAS_WINDOW:
         num_near = tl.maximum(last_position - window + 1 - kv_begin, 0)  # keys out of the last row's window
@@ -204,17 +210,17 @@ def _attention_kernel(
     if HAS_WINDOW:
         slots, total, state = _walk(
             kv_begin, tl.minimum(full_begin, kv_end), keys, table, slots, q_tile, k_head, v_head, d, dv, total, state,
-            q_pos, is_row, window, scales, pool,
+            q_pos, limit, is_row, window, scales, pool,
             NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, True, CAPPED, UPCAST,
         )  # fmt: skip
     slots, total, state = _walk(
-        full_begin, masked_from, keys, table, slots, q_tile, k_head, v_head, d, dv, total, state, q_pos, is_row, window,
-        scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, False, CAPPED, UPCAST,
+        full_begin, masked_from, keys, table, slots, q_tile, k_head, v_head, d, dv, total, state, q_pos, limit, is_row,
+        window, scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, False, CAPPED, UPCAST,
     )  # fmt: skip
     if not TREE:
         slots, total, state = _walk(
-            masked_from, kv_end, keys, table, slots, q_tile, k_head, v_head, d, dv, total, state, q_pos, is_row, window,
-            scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, True, CAPPED, UPCAST,
+            masked_from, kv_end, keys, table, slots, q_tile, k_head, v_head, d, dv, total, state, q_pos, limit, is_row,
+            window, scales, pool, NUM_KV_HEADS, QK_DIM, V_DIM, BLOCK_N, HAS_WINDOW, True, CAPPED, UPCAST,
         )  # fmt: skip
 
     place = chunk_at(kv_end - 1) - first_chunk
@@ -274,6 +280,7 @@ def attend(
         m.qo_indptr,
         m.prefix_lens,
         m.positions,
+        m.limits,
         *partials,
         *scales,
         m.tail_len - m.q_len,
@@ -285,7 +292,7 @@ def attend(
     is_short = m.mode is not ForwardMode.EXTEND and m.q_len * constants["GROUP"] <= 8  # of no live length
     fold_m = 8 if is_short else 16
     own = {**constants, "TREE": is_tree, "FOLD_M": fold_m, "AHEAD": AHEAD // fold_m}
-    own["ITEM"] = ITEM_WIDTH
+    own |= {"ITEM": ITEM_WIDTH, "LIMITED": m.limits is not None}
     grid = (layer.num_kv_heads, plan.items.shape[0])
     compiled = _attention_kernel[grid](*args, **own, **tiling.options, launch_pdl=own["PDL"])
     tails = attend_tails(pools, strides, scales, m, plan, partials, layer, constants) if is_tree else None

@@ -43,12 +43,14 @@ def _tiles(
     ends,
     prefix_lens,
     qo_indptr,
+    limits,
     first_node,
     window,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TREE: tl.constexpr,
+    LIMITED: tl.constexpr,
 ):
     """Return for tiles `t` of the requests from `base` on: request, m_block, the range of keys, empty past the last."""
     is_before = t[:, None] >= ends[None, :]
@@ -63,7 +65,10 @@ def _tiles(
     else:  # the last tiles of a prefill see the most keys: they go first
         m_block = (q_len * GROUP + BLOCK_M - 1) // BLOCK_M - 1 - index
         nearest = prefix + first_node + m_block * BLOCK_M // GROUP
-        end = prefix + first_node + tl.minimum(q_len, ((m_block + 1) * BLOCK_M - 1) // GROUP + 1)
+        last = tl.minimum(q_len - 1, ((m_block + 1) * BLOCK_M - 1) // GROUP)
+        end = prefix + first_node + last + 1
+        if LIMITED:  # ascending, so the last query's is the furthest
+            end = tl.load(limits + start + last, mask=is_tile & (m_block >= 0), other=0).to(tl.int32) + 1
     begin = first_key(nearest, window, BLOCK_N)
     is_tile = is_tile & (t < tl.max(ends, 0))
     return request, m_block, begin, tl.where(is_tile, tl.maximum(end, begin), begin), is_tile
@@ -87,11 +92,12 @@ def _piece_begin(piece, pieces, begin, end):
 
 @triton.jit(
     do_not_specialize=["bs", "first_node", "window", "resident", "bound", "max_partials"],
-    do_not_specialize_on_alignment=["prefix_lens", "qo_indptr"],
+    do_not_specialize_on_alignment=["prefix_lens", "qo_indptr", "limits"],
 )
 def _plan_kernel(
     prefix_lens,
     qo_indptr,
+    limits,
     items,
     arrived,
     tree_states,
@@ -112,6 +118,7 @@ def _plan_kernel(
     BLOCK_H: tl.constexpr,
     ITEM: tl.constexpr,
     PIECES: tl.constexpr,
+    LIMITED: tl.constexpr,
 ):
     """Each program plans all, and writes its pieces of every tile."""
     lanes = tl.arange(0, BLOCK_T)
@@ -120,8 +127,8 @@ def _plan_kernel(
         tiles, ends = _requests(base, bs, qo_indptr, GROUP, BLOCK_M, BLOCK_BS)
         for first in range(0, tl.max(ends, 0), BLOCK_T):
             _request, _m_block, begin, end, _is_tile = _tiles(
-                first + lanes, base, bs, tiles, ends, prefix_lens, qo_indptr, first_node, window,
-                GROUP, BLOCK_M, BLOCK_N, TREE,
+                first + lanes, base, bs, tiles, ends, prefix_lens, qo_indptr, limits, first_node, window,
+                GROUP, BLOCK_M, BLOCK_N, TREE, LIMITED,
             )  # fmt: skip
             all_keys += tl.sum(end - begin)
     share = tl.maximum((all_keys + resident - 1) // resident, 1)
@@ -133,8 +140,8 @@ def _plan_kernel(
             tiles, ends = _requests(base, bs, qo_indptr, GROUP, BLOCK_M, BLOCK_BS)
             for first in range(0, tl.max(ends, 0), BLOCK_T):
                 _request, _m_block, begin, end, _is_tile = _tiles(
-                    first + lanes, base, bs, tiles, ends, prefix_lens, qo_indptr, first_node, window,
-                    GROUP, BLOCK_M, BLOCK_N, TREE,
+                    first + lanes, base, bs, tiles, ends, prefix_lens, qo_indptr, limits, first_node, window,
+                    GROUP, BLOCK_M, BLOCK_N, TREE, LIMITED,
                 )  # fmt: skip
                 _chunks, pieces, states = _cut(begin, end, share, TREE)
                 num_states += tl.sum(tl.where(pieces > 1, states, 0))
@@ -148,8 +155,8 @@ def _plan_kernel(
         tiles, ends = _requests(base, bs, qo_indptr, GROUP, BLOCK_M, BLOCK_BS)
         for first in range(0, tl.max(ends, 0), BLOCK_T):
             request, m_block, begin, end, is_tile = _tiles(
-                first + lanes, base, bs, tiles, ends, prefix_lens, qo_indptr, first_node, window,
-                GROUP, BLOCK_M, BLOCK_N, TREE,
+                first + lanes, base, bs, tiles, ends, prefix_lens, qo_indptr, limits, first_node, window,
+                GROUP, BLOCK_M, BLOCK_N, TREE, LIMITED,
             )  # fmt: skip
             _chunks, pieces, states = _cut(begin, end, share, TREE)
             first_item = items_before + tl.cumsum(pieces) - pieces
@@ -216,6 +223,7 @@ def split_plan(
     max_chunks: int,
     max_partials: int,
     is_small: bool = False,
+    limits: torch.Tensor | None = None,
 ) -> SplitPlan:
     """Plan one forward. prefix_lens [bs] int64, qo_indptr [bs+1] int32.
 
@@ -223,7 +231,7 @@ def split_plan(
     at position prefix + first_node + i and sees everything before it.
     num_tiles, max_chunks: host upper bounds of the tiles and of a tile's chunks; resident: items that run at once per
     KV head; window: 0 for none; max_partials: of split tiles, fewer are split if there would be more. is_small: the
-    kernel that is quicker for up to FEW requests, and right for more.
+    kernel that is quicker for up to FEW requests, and right for more. limits: see `AttentionMetadata`.
     Twin: `split_plan_reference`.
     """
     device, bs = prefix_lens.device, prefix_lens.shape[0]
@@ -238,6 +246,7 @@ def split_plan(
         (triton.cdiv(max(min(resident, max_chunks), 1), PIECES),),
         prefix_lens,
         qo_indptr,
+        qo_indptr if limits is None else limits,
         items,
         arrived,
         tree_states,
@@ -258,6 +267,7 @@ def split_plan(
         BLOCK_H=triton.next_power_of_2(num_kv_heads),
         ITEM=ITEM_WIDTH,
         PIECES=PIECES,
+        LIMITED=limits is not None,
     )
     num_partials = max_partials + (min(2, max_chunks) * num_tiles if is_tree else 0)
     return SplitPlan(items, arrived, tree_states, counts, num_partials)

@@ -15,6 +15,7 @@ def split_plan_reference(
     block_n: int,
     is_tree: bool,
     max_partials: int,
+    limits: list[int] | None = None,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return the used rows of items, and tree_states.
 
@@ -24,17 +25,18 @@ def split_plan_reference(
     def first_key(position: int) -> int:
         return max(position - window + 1, 0) // block_n * block_n if window else 0
 
-    def keys_of(prefix: int, q_len: int, m_block: int) -> tuple[int, int]:
+    def keys_of(request: int, prefix: int, q_len: int, m_block: int) -> tuple[int, int]:
         if is_tree:
             return first_key(prefix), max(prefix // block_n * block_n, first_key(prefix))
         first, last = m_block * block_m // group, ((m_block + 1) * block_m - 1) // group
-        return first_key(prefix + first_node + first), prefix + first_node + min(last + 1, q_len)
+        begin, last = first_key(prefix + first_node + first), min(last, q_len - 1)
+        return begin, prefix + first_node + last + 1 if limits is None else limits[sum(q_lens[:request]) + last] + 1
 
     tiles: list[tuple[int, int, int, int, int]] = []  # request, m_block, keys, chunks
     for request, (prefix, q_len) in enumerate(zip(prefix_lens, q_lens, strict=True)):
         m_blocks = range(-(-q_len * group // block_m))
         for m_block in m_blocks if is_tree else reversed(m_blocks):
-            begin, end = keys_of(prefix, q_len, m_block)
+            begin, end = keys_of(request, prefix, q_len, m_block)
             chunks = chunk_of(end - 1) + 1 - chunk_of(begin) if begin < end else 0
             tiles.append((request, m_block, begin, end, chunks))
 

@@ -17,6 +17,7 @@ from specdec.core.cache.pages import NO_PAGES, Pages
 
 CHUNK = 64  # tokens: scans of a prefill run in chunks that divide this, so one that is cut there has equal bits
 ADAPTER_BIT = 52  # of a key, from which on it holds an adapter: above the first of two tokens
+IMAGES = 1 << 10  # beside an adapter: of prompts with images, whose K/V other kernels compute
 EVICTED = 32  # at least one page in so many goes at a time, so that making room is rare
 
 

@@ -9,6 +9,7 @@ import torch
 
 from specdec.core.engine.core import Core
 from specdec.core.engine.generation import HONOURED, LENGTHS, Settings
+from specdec.core.engine.prompts import embed_prompts, read_prompts
 from specdec.core.engine.request import Request
 from specdec.core.errors import CapacityError
 from specdec.core.functional.processors import MAX_BAD_WORDS, MAX_ENTRIES, TokenRules
@@ -18,7 +19,7 @@ from specdec.core.ranges import FLAG, TOKEN_IDS, is_whole, optional, real, whole
 from specdec.core.round.state import MAX_STOP_IDS
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.text.detokenizer import Detokenizer
-from specdec.core.text.inputs import check_text, prompts_to_ids
+from specdec.core.text.inputs import check_text
 
 DEFAULT_NEW_TOKENS = 256
 PRIORITY = whole(-1000, 1000)
@@ -28,6 +29,7 @@ DEADLINE = optional(real(0, 1e9), " for none")  # seconds
 def make_requests(
     core: Core,
     tokenizer: Any,
+    processor: Any,
     prompts: Any,
     *,
     attention_mask: Any = None,
@@ -48,8 +50,10 @@ def make_requests(
     if sampling is not None:
         _refuse_two_laws(settings)
     priority, deadline = PRIORITY.check("priority", priority), DEADLINE.check("deadline", deadline)
+    names = core.target.images.names
+    given = {name: settings.pop(name) for name in names & settings.keys()}
     merged = Settings.merge(core.target.model.generation_config, generation_config, settings)
-    batch = prompts_to_ids(prompts, tokenizer, attention_mask)
+    batch, images = read_prompts(names, tokenizer, processor, prompts, attention_mask, given)
     limits = _limits(core, merged, max_new_tokens, batch)
     eos = frozenset() if FLAG.check("ignore_eos", ignore_eos) else merged.eos_ids
     ids = () if stop_token_ids is None else [stop_token_ids] if is_whole(stop_token_ids) else stop_token_ids
@@ -85,6 +89,8 @@ def make_requests(
             request.logprobs = []
     for request in requests:
         request.deadline = deadline
+    for places, inputs in images:
+        embed_prompts(core, [requests[place] for place in places], inputs)
     return requests
 
 

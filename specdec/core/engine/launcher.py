@@ -12,11 +12,13 @@ from specdec.core.engine.mailbox import Mailbox
 from specdec.core.engine.packing import (
     copy_to,
     pack_chunk,
+    pack_images,
     pack_piece,
     pack_requests,
     rewrite_row,
     write_history,
     write_requests,
+    write_rope_deltas,
     write_texts,
 )
 from specdec.core.engine.request import Request
@@ -101,6 +103,8 @@ class Launcher:
         if self.program.worker.reads_history:
             write_history(self._state, admitted)
         write_texts(self._state, admitted)
+        if self._context.rope_deltas is not None:
+            write_rope_deltas(self._context.rope_deltas, admitted)
         self._copy_states(
             {r.row: self._first_kept + r.state for r in admitted if r.row is not None and r.state is not None}
         )
@@ -186,8 +190,10 @@ class Launcher:
 
     def _takes_whole(self, pieces: list[tuple[Request, int]], kind: SamplingKind) -> bool:
         """Return whether one graph prefills target and draft and draws first tokens."""
+        if self.prefills.whole is None or pieces[0][0].embedded is not None:
+            return False
         starts, num_tokens = [r.num_prefilled for r, _ in pieces], sum(n for _, n in pieces)
-        return self.prefills.whole is not None and self.prefills.whole.takes(kind, starts, num_tokens)
+        return self.prefills.whole.takes(kind, starts, num_tokens)
 
     def _prefill_whole(self, pieces: list[tuple[Request, int]], finished: list[Request], kind: SamplingKind) -> None:
         assert self.prefills.whole is not None
@@ -202,10 +208,11 @@ class Launcher:
         """Prefill the target, draw first tokens of the pieces `done`, prefill the draft: a runner each."""
         builder, worker = self._context.backend.metadata, self.program.worker
         chunk = pack_chunk(pieces, self._slot_tables.table, builder, self.prefills.placement)
+        embedded = pack_images(pieces, chunk, self.program.target.embed_tokens)
         self._begin(pieces)
         if worker.reads_history:
             self.program.take_prompts(chunk)
-        hidden, aux = self.prefills.target(chunk.metadata, chunk.ids)
+        hidden, aux = self.prefills.target(chunk.metadata, chunk.ids, embedded)
         if new := [i for i in done if not pieces[i][0].tokens]:
             self._draw_first_tokens(pieces, new, kind, chunk, hidden)
         states = None

@@ -13,6 +13,7 @@ from specdec.core.engine.request import Request
 from specdec.core.functional.ops import RoundOps
 from specdec.core.prefill.whole import Piece
 from specdec.core.round.state import MAX_STOP_IDS, EngineState
+from specdec.core.text.embedded import Embed, EmbeddedChunk, pack_embedded
 
 
 def copy_to(device: torch.device, values: np.ndarray) -> torch.Tensor:
@@ -68,6 +69,13 @@ def write_texts(state: EngineState, requests: Sequence[Request]) -> None:
             state.roots[r.row] = text[-1]
 
 
+def write_rope_deltas(deltas: torch.Tensor, requests: Sequence[Request]) -> None:
+    """Write to `deltas` [num_rows] int64 how far the images of `requests` move what follows them."""
+    moved = [(r.row, 0 if r.embedded is None else r.embedded.rope_delta) for r in requests if r.row is not None]
+    rows, values = copy_to(deltas.device, np.array(moved, dtype=np.int64).reshape(-1, 2).T.copy())
+    deltas.index_copy_(0, rows, values)
+
+
 def rewrite_row(state: EngineState, slot_tables: SlotTables, ops: RoundOps, row: int) -> None:
     """Admit to `row` what it holds already, and no pages: for the dummy row, so that the kernel is compiled."""
     own = [column[row].reshape(-1) for column in state.columns]
@@ -82,6 +90,13 @@ def pack_piece(request: Request, num_tokens: int) -> Piece:
     # Ids one to the left: the token after each prefilled one, the next chunk's first included; an unknown one is 0.
     ids, next_ids = request.prompt[start:end], request.prompt[start + 1 : end + 1]
     return Piece(request.row, start, ids, next_ids, end == request.num_to_prefill)
+
+
+def pack_images(pieces: Sequence[tuple[Request, int]], chunk: PrefillChunk, embed: Embed) -> EmbeddedChunk | None:
+    """The embeddings of a chunk that `pieces` make, if they have images. embed: the target's input embedding."""
+    own = [(r.embedded, r.num_prefilled, r.num_prefilled + n) for r, n in pieces if r.embedded is not None]
+    assert len(own) in (0, len(pieces)), "prompts with images have prefills of their own"
+    return pack_embedded(own, chunk.ids, chunk.metadata.positions, embed) if own else None
 
 
 def pack_chunk(

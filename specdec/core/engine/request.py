@@ -18,6 +18,7 @@ from specdec.core.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from specdec.core.grammar.matcher import Constraint
+    from specdec.core.text.embedded import EmbeddedPrompt
 
 
 @dataclass(eq=False)
@@ -26,6 +27,7 @@ class Request:
     a preemption its ids and all of its tokens.
 
     adapter: number of its LoRA adapter, 0 for none.
+    embedded: its prompt, if it has images, until it is over.
     priority: higher ones are admitted first; place: its order in the queue, (-priority, number of arrival).
     deadline: seconds after it was queued, when it ends with what it has; None for none.
     row: set while it runs; num_prefilled: of `prompt`, in the cache already; num_cached: prompt tokens that others had
@@ -75,6 +77,7 @@ class Request:
     logprobs: list[TokenLogprob] | None = None
     digests: list[int] = field(default_factory=list)
     constraint: "Constraint | None" = None
+    embedded: "EmbeddedPrompt | None" = None
     on_change: "Callable[[Request], None] | None" = None
     arrived: float = 0.0
     first_token_s: float | None = None
@@ -102,6 +105,11 @@ class Request:
         """Tokens that one piece of its prefill may have now."""
         ahead = [stop for stop in self.stops if stop > self.num_prefilled]
         return min(ahead, default=self.num_to_prefill) - self.num_prefilled
+
+    def piece(self, most: int, is_first: bool) -> int:
+        """Return how many tokens its prefill takes next, up to `most`; see `EmbeddedPrompt.num_whole`."""
+        num = min(self.num_to_stop, most)
+        return num if self.embedded is None else self.embedded.num_whole(self.num_prefilled, num, is_first)
 
     def begin(self, row: int, num_cached: int) -> None:
         """Run in `row`, where K/V of the first `num_cached` tokens of `prompt` is."""

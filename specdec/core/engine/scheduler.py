@@ -144,10 +144,11 @@ class Scheduler:
         """Return the prompt pieces of one prefill forward: (request, number of tokens), at most `max_tokens` in all.
 
         First come, first served; where not all fit, prompts that half of it holds come first. Pieces that end their
-        prompts are the first in the list.
+        prompts are the first in the list. All have images, or none; an image that is seen as a whole is not cut.
         """
         rests = {r: r.num_to_stop for r in self.running if r.finish_reason is None}
         waiting = [r for r, rest in rests.items() if rest]
+        waiting = [r for r in waiting if (r.embedded is None) == (waiting[0].embedded is None)]
         left = max_tokens // 2 if sum(rests.values()) > max_tokens else 0
         short: dict[Request, None] = {}
         for request in waiting[1:]:
@@ -156,9 +157,9 @@ class Scheduler:
                 left -= rests[request]
         pieces: list[tuple[Request, int]] = []
         for request in (*short, *(r for r in waiting if r not in short)):
-            if max_tokens:
-                pieces.append((request, min(rests[request], max_tokens)))
-                max_tokens -= pieces[-1][1]
+            if max_tokens > 0 and (num := request.piece(max_tokens, is_first=not pieces)):
+                pieces.append((request, num))
+                max_tokens -= num
         return sorted(pieces, key=lambda piece: piece[0].num_prefilled + piece[1] < piece[0].num_to_prefill)
 
     def decoding(self) -> list[Request]:
@@ -174,7 +175,7 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
             self._is_full = False
-        request.time_s = time.perf_counter() - request.arrived
+        request.time_s, request.embedded = time.perf_counter() - request.arrived, None
 
     def _leave(self, request: Request) -> None:
         """Free row and slots of a running request; its K/V may stay for others, or for itself."""

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from specdec.core.cache.pages import NO_PAGES
-from specdec.core.cache.prefix import keys_of, num_alike
+from specdec.core.cache.prefix import IMAGES, keys_of, num_alike
 from specdec.core.cache.tables import SlotTables
 from specdec.core.engine.request import Request
 
@@ -32,7 +32,7 @@ class Sharing:
         token is read in any case."""
         if not self._tables.keeps_prefixes:
             return NO_PAGES
-        pages = self._tables.prefixes.find(keys_of(request.prompt[:-1], self._looks_ahead, request.adapter))
+        pages = self._tables.prefixes.find(_keys(request, request.prompt[:-1], self._looks_ahead))
         if (states := self._tables.prefixes.states) is None:
             return pages
         count, request.state = states.find(pages)
@@ -46,7 +46,7 @@ class Sharing:
         other = self._begun.get(_beginning(request))
         if other is None or other.is_prefilled or not other.is_running:
             return False
-        num_shared = num_alike(other.prompt[:-1], request.prompt[:-1])
+        num_shared = num_alike(*(_keys(r, r.prompt, 0) for r in (other, request)))
         if (states := self._tables.prefixes.states) is not None:
             num_shared = (num_shared - 1) // states.step * states.step
             if num_shared <= other.num_prefilled:
@@ -70,7 +70,7 @@ class Sharing:
             prompt = request.prompt[: len(request.prompt_ids)]
             tokens = np.concatenate([prompt, np.array(request.tokens, dtype=np.int64)])
             seen = tokens[: max(len(prompt), len(tokens) - request.num_behind)]
-            self._tables.keep(request.row, keys_of(seen, self._looks_ahead, request.adapter))
+            self._tables.keep(request.row, _keys(request, seen, self._looks_ahead))
 
     def keep_state(self, request: Request) -> int | None:
         """Keep the K/V of what has been prefilled of a request, and return the place for its states there; None if they
@@ -79,11 +79,20 @@ class Sharing:
         if states is None or not request.is_kept or request.is_prefilled or end % states.step:
             return None
         assert request.row is not None
-        keys = keys_of(request.prompt[: end + 1], self._looks_ahead, request.adapter)
+        keys = _keys(request, request.prompt[: end + 1], self._looks_ahead)
         self._tables.keep(request.row, keys)
         return states.take(int(self._tables.prefixes.find(keys)[-1]))
 
 
 def _beginning(request: Request) -> bytes:
     """Return what prompts must have in common for one to wait for the other."""
-    return keys_of(request.prompt[: WORTH_WAITING + 1], 0, request.adapter).tobytes()
+    return _keys(request, request.prompt[: WORTH_WAITING + 1], 0).tobytes()
+
+
+def _keys(request: Request, tokens: np.ndarray, looks_ahead: int) -> np.ndarray:
+    """Return the `keys_of` the first `tokens` of a request, of its images those of their content."""
+    if request.embedded is None:
+        return keys_of(tokens, looks_ahead, request.adapter)
+    keys, own = keys_of(tokens, looks_ahead, request.adapter | IMAGES), request.embedded.keys
+    keys[: len(own)] += own[: len(keys)]  # modulo 2^64
+    return keys

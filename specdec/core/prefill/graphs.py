@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specdec.backends.op import ForwardContext
+from specdec.backends.op import ForwardContext, forward_context
 from specdec.core.batch import AttentionMetadata
 from specdec.core.config import EngineConfig
 from specdec.core.outputs import GraphCost
@@ -17,6 +17,7 @@ from specdec.core.prefill.program import PrefillProgram, Programs
 from specdec.core.prefill.whole import whole_graphs
 from specdec.core.round.parts import Parts
 from specdec.core.round.program import Round
+from specdec.core.text.embedded import EmbeddedChunk
 from specdec.graphs.breakable import pick_breakable
 from specdec.graphs.buffers import BufferSpec
 from specdec.graphs.building import build
@@ -45,6 +46,7 @@ class PrefillGraphs:
         self.whole = None if mode == "off" else whole_graphs(parts, program, pool, _device_bound_from(parts))
         self._slot_table = slot_table
         self._dummy_row = config.dummy_row
+        self._target, self._target_context, self._counters = target, parts.context, parts.counters
         device = slot_table.device
         breakable = None if mode == "off" else pick_breakable(device, pool)
         self._capture: Capture = breakable or EagerCapture()
@@ -87,14 +89,23 @@ class PrefillGraphs:
             runner = self.whole.runner.runner
             build([runner], runner.made_by, avoid="prefill_graph='breakable'", **self._how)
 
-    def target(self, metadata: AttentionMetadata, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def target(
+        self, metadata: AttentionMetadata, ids: torch.Tensor, embedded: EmbeddedChunk | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the target's layers over a packed batch, ids [T] int64; return last hidden states [T, h], aux or None.
 
-        Valid until the next call.
+        Valid until the next call. embedded: read in place of ids, by the live layers.
         """
+        if embedded is not None:
+            return self._embedded(metadata, embedded)
         inputs = _inputs(metadata, ids)
         hidden, aux = self.target_runner(metadata.mode, ids.shape[0], inputs, metadata=metadata)
         return hidden, aux
+
+    def _embedded(self, metadata: AttentionMetadata, chunk: EmbeddedChunk) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self._counters.count_eager(self.target_runner.runner.name, "prompts with images: the live layers read them")
+        with forward_context(self._target_context, replace(metadata, limits=chunk.limits)):
+            return self._target.embedded_layers(chunk, metadata.positions)
 
     def draft(
         self, metadata: AttentionMetadata, ids: torch.Tensor, features: torch.Tensor | None, module: int = 0

@@ -9,6 +9,7 @@ import torch
 from specdec.core.ranges import shown
 
 USED = frozenset({"input_ids", "attention_mask"})
+IMAGE_PARTS = ("image", "image_url")  # types of a message's parts
 WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
@@ -19,14 +20,14 @@ def prompts_to_ids(prompts: Any, tokenizer: Any, attention_mask: Any = None) -> 
     prompt; content: text, or a list of parts {"type": "text", "text"}); a list of ints; a tensor or NumPy array of
     integers, [T] or [bs, T], with an optional attention mask of the same shape; a mapping with input_ids and no other
     key than attention_mask (what a tokenizer returns); or a list of any of the first three, or of arrays [T].
-    ValueError for the rest, such as images.
+    ValueError for the rest; `engine.prompts` reads those with images.
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         _refuse_unused(prompts)
         attention_mask = attention_mask if attention_mask is not None else prompts.get("attention_mask")
         prompts = prompts["input_ids"]
     prompts = _listed(prompts)
-    if isinstance(prompts, str) or _is_ints(prompts) or _is_chat(prompts):
+    if isinstance(prompts, str) or _is_ints(prompts) or is_chat(prompts):
         prompts, attention_mask = [prompts], None if attention_mask is None else [attention_mask]
     _refuse_bytes("prompts", prompts)
     if not isinstance(prompts, Sequence) or not prompts:
@@ -34,13 +35,14 @@ def prompts_to_ids(prompts: Any, tokenizer: Any, attention_mask: Any = None) -> 
             f"prompts={shown(prompts)}: expected a string, chat messages, token ids, a tensor, or a non-empty list of "
             "them"
         )
-    if attention_mask is not None and any(isinstance(p, str) or _is_chat(p) for p in prompts):
+    if attention_mask is not None and any(isinstance(p, str) or is_chat(p) for p in prompts):
         raise ValueError("attention_mask goes with input_ids (a tensor or lists of ints), not with text")
-    rows = [_one(p, f"prompt {i}", tokenizer) for i, p in enumerate(prompts)]
+    rows = [one_prompt(p, f"prompt {i}", tokenizer) for i, p in enumerate(prompts)]
     return rows if attention_mask is None else _masked(rows, attention_mask)
 
 
-def _one(prompt: Any, name: str, tokenizer: Any) -> list[int]:
+def one_prompt(prompt: Any, name: str, tokenizer: Any) -> list[int]:
+    """Return token ids of one prompt, which errors call `name`."""
     _refuse_bytes(name, prompt)
     if isinstance(prompt, torch.Tensor | np.ndarray):
         rows = _listed(prompt)
@@ -49,7 +51,7 @@ def _one(prompt: Any, name: str, tokenizer: Any) -> list[int]:
         return rows[0] if prompt.ndim == 2 else rows
     if _is_ints(prompt) or prompt == []:
         return list(map(int, prompt))
-    if isinstance(prompt, str) or _is_chat(prompt):
+    if isinstance(prompt, str) or is_chat(prompt):
         if tokenizer is None:
             raise ValueError(f"{name} is text, but the engine has no tokenizer; attach(..., tokenizer=...)")
         if isinstance(prompt, str):
@@ -85,7 +87,8 @@ def text_of(name: str, content: Any) -> str:
 def _text_of_part(name: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else part
     if kind != "text":
-        raise ValueError(f"{name}.type={shown(kind)}: only parts of type 'text' are read")
+        hint = "; images need attach(tokenizer=processor)" if kind in IMAGE_PARTS else ""
+        raise ValueError(f"{name}.type={shown(kind)}: only parts of type 'text' are read{hint}")
     other = next((key for key in part if key not in ("type", "text") and part[key] is not None), None)
     if other is not None:
         raise ValueError(f"{name}.{shown(other)[1:-1]}={shown(part[other])}: only the text of a part is read")
@@ -161,7 +164,7 @@ def _is_ints(value: Any) -> bool:
     return all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, value)))
 
 
-def _is_chat(value: Any) -> bool:
+def is_chat(value: Any) -> bool:
     """Return whether `value` are messages; what is missing in one, `_plain` says."""
     if not isinstance(value, Sequence) or not value or not all(isinstance(message, Mapping) for message in value):
         return False

@@ -82,6 +82,14 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
+def processor_of(given: Any) -> tuple[Any, Any]:
+    """Return the processor that `attach(tokenizer=)` was given, None if it renders no chats, and the tokenizer."""
+    own = getattr(given, "tokenizer", None)
+    if own is None or not hasattr(given, "image_processor"):
+        return None, given
+    return (given if getattr(given, "chat_template", None) else None), own
+
+
 def check_adapters(adapters: Any) -> None:
     """Raise ValueError for what does not name adapters, or the folder of each."""
     names = list(adapters) if isinstance(adapters, Sequence | Mapping) and not isinstance(adapters, str) else [None]

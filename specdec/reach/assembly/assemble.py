@@ -159,6 +159,8 @@ def _assemble(
     context = _context(backend, ModelShape.of(target), tables, counters, config.tree_words, row_states)
     if target.adapters:
         context = replace(context, adapters=state.adapters)
+    if target.images.moves_positions:
+        context = replace(context, rope_deltas=torch.zeros_like(state.seq_lens))
     in_use = [c.backend for c in (context, worker.context) if c is not None]
     parts = Parts(
         target=target,

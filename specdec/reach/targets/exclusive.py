@@ -27,7 +27,7 @@ def make_exclusive(model: PreTrainedModel, turns: AbstractContextManager[Any]) -
     undo, callers = ExitStack(), (model, model.get_decoder())
     for module in model.modules():
         if module in callers or isinstance(module, GradientCheckpointingLayer):
-            undo.enter_context(_called_by(module, _exclusive(module, turns)))
+            undo.enter_context(called_by(module, _exclusive(module, turns)))
     return undo
 
 
@@ -58,10 +58,10 @@ def answering(module: nn.Module, output: Any) -> Iterator[None]:
             return output
         return (before or this()._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
 
-    with _called_by(module, answer):
+    with called_by(module, answer):
         yield
 
 
-def _called_by(module: nn.Module, call: Callable[..., Any]) -> AbstractContextManager[None]:
+def called_by(module: nn.Module, call: Callable[..., Any]) -> AbstractContextManager[None]:
     """Set what is called in place of `module`'s forward and hooks; copies and pickles of it leave that out."""
     return replaced([(vars(module), _CALL, call)])  # what `module.compile()` sets meanwhile stays

@@ -23,6 +23,7 @@ from specdec.core.batch import AttentionMetadata, ForwardMode
 from specdec.core.cache.pool import LayerState
 from specdec.core.errors import AttachError
 from specdec.core.target import TargetOutput
+from specdec.core.text.embedded import EmbeddedChunk
 from specdec.reach.parallel.sharded import Sharded, find_group, plain
 from specdec.reach.parallel.trials import any_rank
 from specdec.reach.targets.adapters.ropes import warn_of_low_precision
@@ -30,6 +31,7 @@ from specdec.reach.targets.admission.equality import check_equality
 from specdec.reach.targets.admission.probe import ModelSpec, probe
 from specdec.reach.targets.admission.recording import Positions
 from specdec.reach.targets.compiling.echo import echoing
+from specdec.reach.targets.images import Images
 from specdec.reach.targets.lora import Lora
 from specdec.reach.targets.marks import ATTACHED, LAYER_ID, Mark, is_attached
 from specdec.reach.targets.route import Route
@@ -50,6 +52,7 @@ class HFTarget:
     compiled: what replaces the live model's layers, if anything, in prefills and in rounds. any_rank: whether something
     is so on any of the ranks that share the model, which all ask. used_by: returns the engine that runs it, while there
     is one; set by that engine, which it does not keep alive. lora: adapters that requests choose, if there are some.
+    images: how it reads prompts with images.
     """
 
     any_rank: Callable[[bool], bool] = staticmethod(bool)
@@ -88,6 +91,7 @@ class HFTarget:
         self._last_position: int | None = None
         warn_of_low_precision(model)
         self.route = Route(model, self.spec)
+        self.images = Images(model, self.spec)
         for module in self.spec.modules:
             setattr(module, ATTACHED, Mark(self))
         setattr(model, ATTACHED, Mark(self))
@@ -157,7 +161,7 @@ class HFTarget:
     def forward(self, context: ForwardContext, metadata: AttentionMetadata, input_ids: torch.Tensor) -> TargetOutput:
         """Run one packed forward of input_ids [T]: layers and head."""
         with forward_context(context, metadata):
-            hidden, aux = self.layers(metadata.mode, input_ids, metadata.positions)
+            hidden, aux = self.layers(metadata.mode, input_ids, context.rotary_positions(metadata))
         return TargetOutput(self.head(hidden), aux)
 
     def layers(
@@ -177,6 +181,19 @@ class HFTarget:
                 hidden, aux = self.run_layers(input_ids, positions)
         return hidden, hidden if self.aux_layers == (LAST,) else aux
 
+    def embedded_layers(
+        self, chunk: EmbeddedChunk, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run what `layers` does, by the live layers, on the tokens of a prefill with images; positions [N]."""
+        given = {**self._placed(positions), "inputs_embeds": chunk.embeds.unsqueeze(0)}
+        if chunk.positions is not None:
+            given["position_ids"] = chunk.positions.unsqueeze(1)
+        if chunk.is_visual is not None:
+            given |= {"visual_pos_masks": chunk.is_visual.unsqueeze(0), "deepstack_visual_embeds": chunk.deepstack}
+        with self.routed():
+            hidden, aux = self._run(given)
+        return hidden, hidden if self.aux_layers == (LAST,) else aux
+
     def read_layers(self, aux_layers: tuple[int, ...]) -> None:
         """Return the outputs of `aux_layers` from `layers` from now on; AttachError for a model that has none."""
         self.aux_layers = aux_layers
@@ -186,9 +203,10 @@ class HFTarget:
 
     def run_layers(self, input_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the live model's own layers, with the outputs of `tapped`; needs `routed`. This is what gets traced."""
-        out = self.spec.stack(
-            input_ids=input_ids.unsqueeze(0), use_cache=False, output_hidden_states=False, **self._placed(positions)
-        )
+        return self._run({"input_ids": input_ids.unsqueeze(0), **self._placed(positions)})
+
+    def _run(self, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out = self.spec.stack(use_cache=False, output_hidden_states=False, **given)
         aux = self._taps.take()[0].to(self.dtype) if self.tapped else None
         return out.last_hidden_state[0].to(self.dtype), aux
 

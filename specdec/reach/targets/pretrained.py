@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import cached_file
 
 from specdec.core.errors import CheckpointError
@@ -58,9 +67,31 @@ def load_pretrained(
     """
     source, extra = _source(name)
     with _as_target_error(name), no_foreign_code(source), _gguf_read_once():
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False, **extra)
+        kind = AutoModelForCausalLM if extra or not _reads_images(source) else AutoModelForImageTextToText
+        model = kind.from_pretrained(source, dtype=dtype, trust_remote_code=False, **extra)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **extra)
     return model.to(device).eval(), tokenizer
+
+
+def read_processor(name: str | Path) -> Any | None:
+    """Read the processor of the folder or Hub id `name`, if its model is an image-text one; a warning, and None, for
+    one that cannot be read."""
+    source, extra = _source(name)
+    if extra or not _reads_images(source):
+        return None
+    try:
+        with no_foreign_code(source):
+            return AutoProcessor.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # a library is missing, say
+        warnings.warn(
+            f"images are not read: its processor cannot be loaded: {shortened(str(error), 300)}", stacklevel=2
+        )
+        return None
+
+
+def _reads_images(source: str | Path) -> bool:
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    return hasattr(config, "vision_config") and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from specdec.reach.grammars.compiler import installed_library
+from specdec.reach.targets.pretrained import read_processor
 from specdec.tools.commands.choices import TARGET, WithDraft, engine_line, listed
 from specdec.tools.options import argument, command_of, option
 
@@ -86,7 +87,7 @@ class Serve(WithDraft):
         settings |= {"adapters": adapters_of(self.lora)} if self.lora else {}
         settings |= {name: value for name, value in given.items() if value is not None}
         drafting = self.drafting(model, max_batch)
-        engine = drafting.attach(model, tokenizer, **settings)
+        engine = drafting.attach(model, read_processor(self.target) or tokenizer, **settings)
         host, grace = self.host, self.grace
         log = None if self.log is None else self.log.open("a", encoding="utf-8")
         app = build_app(

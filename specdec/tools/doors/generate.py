@@ -25,6 +25,7 @@ from transformers.generation.stopping_criteria import (
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
 
 from specdec.core.engine.generation import Settings
+from specdec.core.engine.prompts import embed_prompts
 from specdec.core.engine.request import Request
 from specdec.core.engine.scoring import continuation_logits
 from specdec.tools.doors.lockstep import Lockstep
@@ -188,7 +189,7 @@ def _read(
     """Check a prepared call and make its requests; ValueError for what the engine cannot do as transformers would."""
     if model is not engine.target_module:
         raise ValueError(f"this {type(model).__name__} is not the model that the engine is attached to")
-    _check_forward_arguments(model_kwargs)
+    images = _check_forward_arguments(model_kwargs, engine._attached().target.images)
     _check_processors(model, input_ids, processors, config, model_kwargs)
     length = input_ids.shape[1]
     mask = model_kwargs.get("attention_mask")
@@ -214,6 +215,9 @@ def _read(
         stop=(),  # strings and clocks are criteria by now
         max_time=None,
     )
+    if images:
+        embed_prompts(engine._attached(), requests, {"input_ids": input_ids, "attention_mask": mask, **images})
+    _check_rotary(requests, mask, model_kwargs.get("position_ids"))
     pad = getattr(config, "_pad_token_tensor", None)
     pad_token = 0 if pad is None else int(pad)
     return GenerateCall(input_ids, requests, StoppingCriteriaList(others), bool(ends), pad_token, streamer)
@@ -275,9 +279,11 @@ def _without_ends(config: Any) -> Any:
     return config
 
 
-def _check_forward_arguments(model_kwargs: dict[str, Any]) -> None:
-    for name, value in model_kwargs.items():
-        if value is not None and name not in FORWARD_ARGUMENTS:
+def _check_forward_arguments(model_kwargs: dict[str, Any], images: Any) -> dict[str, Any]:
+    """Return the inputs that prompts with images have beside ids; ValueError for what the engine cannot pass on."""
+    given = {name: value for name, value in model_kwargs.items() if value is not None and name not in FORWARD_ARGUMENTS}
+    for name in given:
+        if name not in images.names:
             raise ValueError(f"{name} is an argument of the model that the engine does not pass on")
     for name in CACHES:
         if _holds_tokens(model_kwargs.get(name)):
@@ -285,10 +291,26 @@ def _check_forward_arguments(model_kwargs: dict[str, Any]) -> None:
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is not None and mask.dim() != 2:
         raise ValueError(f"attention_mask has {mask.dim()} dimensions: expected [batch, tokens]")
+    if positions is not None and positions.dim() == 3 and images.moves_positions:
+        return given  # see `_check_rotary`
     if positions is not None and mask is not None:
         counted = mask.long().cumsum(-1) - 1
         if positions.shape != counted.shape or not torch.equal(positions[mask.bool()], counted[mask.bool()]):
             raise ValueError("position_ids: the engine counts from 0 along the mask; leave them out")
+    return given
+
+
+def _check_rotary(requests: list[Request], mask: torch.Tensor, positions: torch.Tensor | None) -> None:
+    """Raise ValueError for several positions a token, [n, B, T], that are others than the model's own."""
+    if positions is None or positions.dim() != 3:
+        return
+    for row, request in enumerate(requests):
+        given = positions[-3:, row, mask[row].bool()]
+        own = torch.arange(given.shape[1], device=given.device).expand_as(given)
+        if request.embedded is not None and request.embedded.positions is not None:
+            own = request.embedded.positions[-3:]
+        if not torch.equal(given, own):
+            raise ValueError("position_ids: the engine has the model compute them; leave them out")
 
 
 def _holds_tokens(cache: Any) -> bool:

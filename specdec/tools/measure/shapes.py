@@ -131,7 +131,7 @@ def make_target(shape: str, device: str, dtype: torch.dtype | None = None, **opt
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     config = SHAPES[check_shape(shape)].make_config(**options, dtype=dtype)
     torch.manual_seed(0)
-    with _made_on(device, dtype):
+    with made_on(device, dtype):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for name, buffer in model.named_buffers():
         assert not name.endswith("inv_freq") or buffer.dtype == torch.float32, "rotary frequencies must stay exact"
@@ -141,7 +141,7 @@ def make_target(shape: str, device: str, dtype: torch.dtype | None = None, **opt
 
 
 @contextmanager
-def _made_on(device: torch.device | str, dtype: torch.dtype) -> Iterator[None]:
+def made_on(device: torch.device | str, dtype: torch.dtype) -> Iterator[None]:
     """Within, new parameters are of `dtype` and on `device`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -224,7 +224,7 @@ def head_config(shape: str, config: Any, most: int | None = None) -> Eagle3Confi
 
 def make_nextn(model: Any) -> NextNHead:
     """Make a NextN head with random weights for `model`: a layer of its own kind, its embedding and its output head."""
-    with _made_on(model.device, model.dtype):
+    with made_on(model.device, model.dtype):
         head = NextNHead(model)
     head.apply(model._init_weights)  # experts are empty when they are made
     return head.eval().requires_grad_(False)

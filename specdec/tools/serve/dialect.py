@@ -17,7 +17,7 @@ class Dialect:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        template = getattr(engine.tokenizer, "chat_template", None) or ""
+        template = getattr(engine.processor or engine.tokenizer, "chat_template", None) or ""
         own = "".join(template.values()) if isinstance(template, dict) else str(template)
         self.tool_format, self.thinking = tool_format_of(own), thinking_of(own)
         added = getattr(engine.tokenizer, "added_tokens_decoder", {})

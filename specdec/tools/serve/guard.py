@@ -11,9 +11,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from specdec.core.engine.prompts import as_parts, inputs_of_chat
 from specdec.core.errors import CapacityError
 from specdec.core.text.inputs import encode, prompts_to_ids, render_chat
 from specdec.tools.serve.forms import as_json, problem
+from specdec.tools.serve.images import decode_images
 from specdec.tools.serve.intake import Gone
 from specdec.tools.serve.schema import Body
 
@@ -85,11 +87,18 @@ def _too_large(most_bytes: int) -> HTTPException:
 SPARE = 64  # tokens that a text may have more where it is cut than it has there as a whole
 
 
-def ids_of(body: Body, tokenizer: Any, max_seq_len: int) -> list[list[int]]:
-    """Return token ids of every prompt of `body`; CapacityError if a text is too long for `max_seq_len`."""
+def prompts_of(body: Body, tokenizer: Any, processor: Any, max_seq_len: int) -> list[Any]:
+    """Return token ids of every prompt of `body`, or what `processor` makes of a chat with images; CapacityError if a
+    text is too long for `max_seq_len`."""
     if body.is_chat:
-        text = _rendered(body, tokenizer)
+        options = _options(body, tokenizer)
+        messages = body.get("messages")
+        if processor is not None:
+            messages = [as_parts(f"messages[{i}]", message) for i, message in enumerate(messages)]
+        text = render_chat(messages, processor or tokenizer, **options)
         check_length(text, lambda part: encode(tokenizer, part), max_seq_len)
+        if body.has_images:
+            return [inputs_of_chat(decode_images(body.get("messages")), processor, **options)]
         return [encode(tokenizer, text)]
     prompts = body.get("prompt")
     for text in [prompts] if isinstance(prompts, str) else prompts:
@@ -110,8 +119,8 @@ def check_length(text: str, encode: Callable[[str], list[int]], max_seq_len: int
         size *= 2
 
 
-def _rendered(body: Body, tokenizer: Any) -> str:
-    """Return the chat template's text; ValueError for what the template refuses."""
+def _options(body: Body, tokenizer: Any) -> dict[str, Any]:
+    """Return the options of the chat template; ValueError for those that are the server's."""
     if tokenizer is None:
         raise ValueError("messages: the engine has no tokenizer; send token ids to /v1/completions")
     options = body.get("chat_template_kwargs", {})
@@ -120,4 +129,4 @@ def _rendered(body: Body, tokenizer: Any) -> str:
         raise ValueError(f"chat_template_kwargs: {reserved[0]} is the server's own: leave it out")
     if body.get("tools") and body.get("tool_choice") != "none":
         options = {**options, "tools": body.get("tools")}
-    return render_chat(body.get("messages"), tokenizer, **options)
+    return options

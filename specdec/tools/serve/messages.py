@@ -7,21 +7,26 @@ from typing import Any
 
 from specdec.core.ranges import shown
 from specdec.core.text.inputs import check_text, text_of
+from specdec.tools.serve.images import MOST_IMAGES, url_of
 
 MOST_MESSAGES = 4096
 MOST_PARTS = 1024  # of a message
 ROLES = MappingProxyType({r: r for r in ("system", "user", "assistant", "tool")} | {"developer": "system"})
 
 
-def messages(name: str, value: Any) -> list[dict[str, Any]]:
-    """Return checked messages, as chat templates take them."""
+def messages(name: str, value: Any, reads_images: bool = False) -> list[dict[str, Any]]:
+    """Return checked messages, as chat templates take them. reads_images: parts of type "image_url" may come, and
+    become {"type": "image", "url"} beside parts of text."""
     if not isinstance(value, list):
         raise ValueError(f"{name}={shown(value)}: expected a list of messages")
     check_count(name, value, 1, MOST_MESSAGES, "messages")
-    return [_message(f"{name}[{i}]", message) for i, message in enumerate(value)]
+    made = [_message(f"{name}[{i}]", message, reads_images) for i, message in enumerate(value)]
+    images = [part for message in made for part in message["content"] if isinstance(part, dict) and "url" in part]
+    check_count(name, images, 0, MOST_IMAGES, "images")
+    return made
 
 
-def _message(name: str, value: Any) -> dict[str, Any]:
+def _message(name: str, value: Any, reads_images: bool) -> dict[str, Any]:
     """Return one turn as chat templates take it, its parts joined. Empty fields that clients send back are let
     through."""
     asked = check_object(name, value).get("role")
@@ -37,11 +42,26 @@ def _message(name: str, value: Any) -> dict[str, Any]:
         content = ""
     if isinstance(content, list):
         check_count(f"{name}.content", content, 0, MOST_PARTS, "parts")
-    made["content"] = text_of(f"{name}.content", content)
+    has_images = reads_images and isinstance(content, list) and any(map(_is_image, content))
+    made["content"] = (_parts if has_images else text_of)(f"{name}.content", content)
     for key in own:
         if value.get(key):
             made[key] = tool_calls(f"{name}.{key}", value[key]) if key == "tool_calls" else check_text(key, value[key])
     return made
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image_url"
+
+
+def _parts(name: str, content: list[Any]) -> list[dict[str, Any]]:
+    """Return parts of text and images."""
+    return [
+        {"type": "image", "url": url_of(f"{name}[{i}]", part)}
+        if _is_image(part)
+        else {"type": "text", "text": text_of(name, [*[{"type": "text", "text": ""}] * i, part])}
+        for i, part in enumerate(content)
+    ]
 
 
 def tool_calls(name: str, value: Any) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ Checks end at the first error, and lengths are checked before anything is built 
 import gc
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -70,13 +71,18 @@ def parse(body: bytes, most_values: int) -> Any:
 
 
 class Body:
-    """A checked body of a chat or a text completion. fields: what it sets, by name; a null is as if left out."""
+    """A checked body of a chat or a text completion. fields: what it sets, by name; a null is as if left out.
 
-    def __init__(self, raw: Any, is_chat: bool):
+    reads_images: messages may hold some.
+    """
+
+    def __init__(self, raw: Any, is_chat: bool, reads_images: bool = False):
         if not isinstance(raw, dict):
             raise ValueError(f"the body is {type(raw).__name__}: expected a JSON object")
         self.is_chat = is_chat
-        fields = CHAT if is_chat else TEXT
+        fields: Mapping[str, Check] = (
+            {**CHAT, "messages": partial(messages, reads_images=reads_images)} if is_chat else TEXT
+        )
         self.fields: dict[str, Any] = {}
         for name, value in raw.items():
             if name in fields and value is not None:
@@ -115,6 +121,11 @@ class Body:
     def stream(self) -> bool:
         """True if text is sent as it comes."""
         return self.fields.get("stream", False)
+
+    @property
+    def has_images(self) -> bool:
+        """True if some message holds an image."""
+        return any(not isinstance(message["content"], str) for message in self.get("messages", ()))
 
     @property
     def num_choices(self) -> int:

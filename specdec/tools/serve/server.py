@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import lru_cache, partial
 from typing import Any, TextIO
@@ -23,7 +23,8 @@ from specdec.core.engine.request import Request as EngineRequest
 from specdec.core.errors import CapacityError
 from specdec.tools.serve.dialect import Dialect
 from specdec.tools.serve.forms import STATUS, AnswerForm, as_json, event, problem
-from specdec.tools.serve.guard import Guard, ids_of, read_body
+from specdec.tools.serve.guard import Guard, prompts_of, read_body
+from specdec.tools.serve.images import MOST_BYTES as MOST_IMAGE_BYTES
 from specdec.tools.serve.intake import Gone, Intake, StreamPiece
 from specdec.tools.serve.schema import MOST_VALUES, Body, parse
 
@@ -92,6 +93,8 @@ class Endpoints:
         adapted = {adapter: {"id": adapter, **own, "parent": name} for adapter in engine.adapters}
         self.served: dict[str, dict[str, Any]] = {name: {"id": name, **own}, **adapted}
         self.most_bytes, self.most_values = MOST_BYTES + 16 * length, MOST_VALUES + length
+        self.reads_images = engine.processor is not None and bool(engine._attached().target.images.names)
+        self.most_bytes += MOST_IMAGE_BYTES * self.reads_images
         self.dialect = Dialect(engine)
         self.token_text = lru_cache(2**16)(lambda token: engine.tokenizer.decode([token]))
 
@@ -119,7 +122,8 @@ class Endpoints:
 
     async def complete(self, request: Request, is_chat: bool) -> Response:
         """POST /v1/chat/completions and /v1/completions: answer with the whole text or a stream of it."""
-        body = Body(parse(await read_body(request, self.most_bytes), self.most_values), is_chat)
+        raw = parse(await read_body(request, self.most_bytes), self.most_values)
+        body = Body(raw, is_chat, self.reads_images)
         name = self._named(body.get("model"))
         self._check_logprobs(body)
         with self.intake.room_for(body.num_choices):
@@ -156,12 +160,14 @@ class Endpoints:
 
     def _make_requests(self, body: Body, name: str) -> list[EngineRequest]:
         """Tokenise the prompts and check the options, in a thread: a request a choice, of the model `name`."""
-        longest = self.engine.config.max_seq_len
-        prompts = [ids for ids in ids_of(body, self.engine.tokenizer, longest) for _ in range(body.n)]
-        lengths = [new_tokens(body, len(ids), longest) for ids in prompts]
+        engine, longest = self.engine, self.engine.config.max_seq_len
+        once = prompts_of(body, engine.tokenizer, engine.processor, longest)
+        prompts = [prompt for prompt in once for _ in range(body.n)]
+        ids = [p["input_ids"][0].tolist() if isinstance(p, Mapping) else p for p in prompts]
+        lengths = [new_tokens(body, len(own), longest) for own in ids]
         options = {**body.options(self.samples), "seed": body.get("seed"), "max_new_tokens": lengths}
         options["adapter"] = None if name == self.name else name
-        return self.engine._requests(prompts, **options, **self.dialect.options(body, prompts))
+        return engine._requests(prompts, **options, **self.dialect.options(body, ids))
 
     async def _stream(
         self, body: Body, form: AnswerForm, requests: list[EngineRequest], pieces: AsyncGenerator[StreamPiece, None]

@@ -64,7 +64,7 @@ class Attention:
     """The attention calls of `model`. own: the modules that attend in their own method, with its form."""
 
     def __init__(self, model: nn.Module):
-        self._model, self._configs = model, ConfigViews(model, "specdec")
+        self._model, self._configs = model, ConfigViews(model.modules(), "specdec")
         self.own = {module: form for module in model.modules() if (form := _form(module)) is not None}
 
     def routed(self) -> AbstractContextManager[None]:
@@ -73,7 +73,7 @@ class Attention:
 
     def answered(self, implementation: str, attend: Attend) -> AbstractContextManager[None]:
         """Answer attention calls by `attend`, registered as `implementation`, within the context; contexts may nest."""
-        return self._answered(ConfigViews(self._model, implementation), attend)
+        return self._answered(ConfigViews(self._model.modules(), implementation), attend)
 
     @contextmanager
     def _answered(self, configs: ConfigViews, attend: Attend) -> Iterator[None]:

@@ -40,14 +40,14 @@ def replaced(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None
 
 
 class ConfigViews:
-    """Shows the modules of a model their configs with another attention implementation, within `shown`.
+    """Shows `modules` of a model their configs with another attention implementation, within `shown`.
 
     The configs themselves, which other models may share and which other threads may set, are left alone: a view has the
     attributes of its config, as they are at the time, but views of its parts (`text_config`), and a class of its own.
     """
 
-    def __init__(self, model: nn.Module, implementation: str):
-        found = [(vars(module), vars(module).get("config")) for module in model.modules()]
+    def __init__(self, modules: Iterable[nn.Module], implementation: str):
+        found = [(vars(module), vars(module).get("config")) for module in modules]
         places = [(own, config) for own, config in found if hasattr(config, _IMPLEMENTATION)]
         views = {id(config): _view(config, implementation) for config in {id(c): c for _, c in places}.values()}
         self._places = [(own, views[id(config)]) for own, config in places]

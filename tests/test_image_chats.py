@@ -1,0 +1,123 @@
+"""Chats with images: through a processor, and over HTTP, where nothing is fetched and limits hold."""
+
+import base64
+import io
+
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava.processing_llava import LlavaProcessor
+
+import specdec
+from specdec.tools.serve import images as limits
+from tests.image_models import IMAGE, greedy, image_model
+from tests.test_serve import serving
+
+TEMPLATE = (
+    "{% for m in messages %}{% for part in m['content'] %}{{ ' <image> ' if part.type == 'image' else part.text }}"
+    "{% endfor %} {% endfor %}w9"
+)
+ON = {"max_batch": 4, "max_seq_len": 100, "algo": "lookup", "num_steps": 2}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return image_model("llava")
+
+
+@pytest.fixture(scope="module")
+def processor():
+    vocab = {**{f"w{i}": i for i in range(150)}, "<image>": IMAGE}
+    words = Tokenizer(WordLevel(vocab, unk_token="w3"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, extra_special_tokens={"image_token": "<image>"})
+    sizes = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    options = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return LlavaProcessor(LlavaImageProcessorPil(**sizes), tokenizer, **options, chat_template=TEMPLATE)
+
+
+def picture(seed, size=(40, 33)):
+    random = torch.Generator().manual_seed(seed)
+    return Image.fromarray(torch.randint(0, 255, (size[1], size[0], 3), generator=random, dtype=torch.uint8).numpy())
+
+
+def data_url(image, kind="PNG"):
+    file = io.BytesIO()
+    image.save(file, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def chat(*images, text="w7 w8"):
+    return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
+
+
+def expected_of(model, processor, *messages):
+    rows = []
+    for one in messages:
+        inputs = processor.apply_chat_template(
+            one, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        rows += greedy(model, inputs)
+    return rows
+
+
+def test_chats_with_images_are_those_of_the_processor(model, processor):
+    first, second = picture(0), picture(1)
+    chats = [chat({"type": "image", "image": first}), chat(), chat({"type": "image", "image": second}, text="w20")]
+    url = chat({"type": "image_url", "image_url": {"url": data_url(first)}})
+    expected = expected_of(model, processor, *chats)
+    options = {"max_new_tokens": 12, "ignore_eos": True, "do_sample": False}
+    with specdec.attach(model, tokenizer=processor, **ON) as engine:
+        out = engine.generate([*chats, url], **options)
+        assert out.tokens == [*expected, expected[0]] and out.texts[1] == processor.tokenizer.decode(expected[1])
+        assert url[0]["content"][0]["type"] == "image_url"  # the caller's own
+        assert engine.generate(chats[0], **options).tokens == expected[:1]
+        assert "".join(engine.stream(chats[0], **options)) == out.texts[0]
+        with pytest.raises(ValueError, match="prompt 0: messages: the processor refuses them"):
+            engine.generate(chat({"type": "image", "path": "/nowhere.png"}))
+        with pytest.raises(ValueError, match=r"messages\[0\].content\[1\].type='video'"):
+            engine.generate(chat({"type": "image", "image": first}, {"type": "video"}))
+    refused = pytest.raises(ValueError, match="only parts of type 'text' are read; images need attach")
+    with specdec.attach(model, tokenizer=processor.tokenizer, **ON) as engine, refused:
+        engine.generate(chats[0])
+
+
+def test_a_server_reads_data_urls_within_limits(model, processor, monkeypatch):
+    def part(url):
+        return {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
+
+    image = picture(2)
+    (expected,) = expected_of(model, processor, chat({"type": "image", "image": image}))
+    text = processor.tokenizer.decode(expected)
+    body = {"max_tokens": 12, "ignore_eos": True}
+    monkeypatch.setattr(limits, "MOST_PIXELS", 10_000)
+    with specdec.attach(model, tokenizer=processor, **ON) as engine, serving(engine) as served:
+        answer = served.post({**body, "messages": chat(part(data_url(image))), "n": 2}).json()
+        assert [choice["message"]["content"] for choice in answer["choices"]] == [text] * 2
+        plain = served.post({**body, "messages": [{"role": "user", "content": "w7 w8"}]}).json()
+        assert (
+            plain["choices"][0]["message"]["content"]
+            == engine.generate(chat(), max_new_tokens=12, ignore_eos=True).texts[0]
+        )
+        for images, told in (
+            ([part("https://host/cat.png")], "'url': 'https://host/cat.png'}: this server fetches nothing"),
+            ([part("file:///etc/passwd")], "this server fetches nothing"),
+            ([part("data:image/png,abc")], "expected base64"),
+            ([part("data:image/png;base64,???")], "no image of a known kind"),
+            ([part("data:image/png;base64,aGVsbG8=")], "no image of a known kind"),
+            ([part(data_url(image, "BMP"))], "no image of a known kind"),
+            ([part(data_url(picture(3, (101, 100))))], "101 x 100: a request has at most 10000 pixels"),
+            ([part(data_url(picture(3, (80, 80))))] * 2, "messages[0].content[1].image_url: 80 x 80"),
+            ([part(data_url(image))] * 17, "17 images: expected at least 0 and at most 16"),
+            ([{"type": "image_url"}], "messages[0].content[0].image_url=None"),
+            ([{"type": "input_audio"}], "messages[0].content[0].type='input_audio'"),
+        ):
+            refused = served.post({**body, "messages": chat(*images)})
+            assert refused.status_code == 400 and told in refused.json()["error"]["message"], refused.text
+        served.assert_free()

@@ -1,0 +1,155 @@
+"""Prompts with images: texts are those of the model's own generate, whatever drafts, and however prompts come."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import specdec
+from tests.heads import random_head
+from tests.image_models import FAMILIES, IMAGE, greedy, image_model, image_prompt
+from tests.tiny_models import tiny_model
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TEXT = [11, 12, 13, 14, 15, 16, 17]
+GRAPHS = {"cuda_graph": True, "graph_sampling": "greedy"}
+WAYS = {
+    "plain": {"prefix_cache": True},
+    "chunks": {"algo": "lookup", "num_steps": 3, "max_prefill_tokens": 5, "prefix_cache": "auto"},
+    "tree": {"draft": "standalone", "num_steps": 3, "topk": 2, "num_draft_tokens": 6},
+    "eagle3": {"draft": "eagle3", "num_steps": 3, **GRAPHS, "prefill_graph": "breakable"},
+    "compiled": {"algo": "lookup", "num_steps": 3, **GRAPHS, "compile": True, "compiler": "eager"},
+}
+EVERY_WAY = ("qwen2_5_vl", "qwen3_vl", "gemma3")  # several positions a token; deepstack; limits
+CASES = [(kind, way) for kind in FAMILIES for way in WAYS if kind in EVERY_WAY or way == "chunks"]
+ON = {"max_batch": 4, "max_seq_len": 200}
+OPTIONS = {"max_new_tokens": 12, "ignore_eos": True, "do_sample": False}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Models with two prompts each, one image and another, and what follows those and a text."""
+    found = {}
+
+    def get(kind):
+        if kind not in found:
+            model = image_model(kind).to(DEVICE)
+            text = torch.tensor([TEXT], device=DEVICE)
+            prompts = [image_prompt(model, 0), image_prompt(model, 1, 3, 5)]
+            prompts = [{name: value.to(DEVICE) for name, value in p.items()} for p in prompts]
+            all_three = [prompts[0], {"input_ids": text, "attention_mask": torch.ones_like(text)}, prompts[1]]
+            found[kind] = model, prompts, [greedy(model, p)[0] for p in all_three]
+        return found[kind]
+
+    return get
+
+
+def draft_for(model, settings):
+    kind = settings.pop("draft", None)
+    if kind == "standalone":
+        torch.manual_seed(7)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+        vocab = model.get_output_embeddings().weight.shape[0]
+        return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=vocab, max_position_embeddings=256)).eval().to(DEVICE)
+    return random_head(model).to(DEVICE) if kind == "eagle3" else None
+
+
+def batch_of(prompts):
+    """The prompts as one batch, padded on the left."""
+    length, made = max(p["input_ids"].shape[1] for p in prompts), {}
+    for name in prompts[0]:
+        rows = [p[name] for p in prompts]
+        if rows[0].shape == prompts[0]["input_ids"].shape:
+            rows = [torch.nn.functional.pad(row, (length - row.shape[1], 0)) for row in rows]
+        made[name] = torch.cat(rows)
+    return made
+
+
+@pytest.mark.parametrize(("kind", "way"), CASES)
+def test_texts_are_those_of_generate(models, kind, way):
+    model, (first, second), expected = models(kind)
+    settings = dict(WAYS[way])
+    with specdec.attach(model, draft_for(model, settings), **ON, **settings) as engine:
+        for _ in range(1 + ("prefix_cache" in settings)):  # then it has them
+            assert engine.generate([first, TEXT, second], **OPTIONS).tokens == expected
+        reasons = engine.report().runners["target_prefill"]["rejects"]
+        assert reasons["prompts with images: the live layers read them"] >= 1
+        engine.check_integrity()
+        if way == "plain":
+            with engine.install():
+                assert greedy(model, first) == expected[:1]
+    assert greedy(model, second) == expected[2:]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_padded_batches_and_inputs_by_name(models, kind):
+    model, prompts, expected = models(kind)
+    batch = batch_of(prompts)
+    inputs = {name: value for name, value in batch.items() if name not in ("input_ids", "attention_mask")}
+    with specdec.attach(model, algo="lookup", num_steps=2, **ON) as engine:
+        out = engine.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **inputs, **OPTIONS)
+        assert out.tokens == [expected[0], expected[2]]
+        with engine.install():
+            assert greedy(model, batch) == out.tokens
+            wrong = torch.zeros(4, *batch["input_ids"].shape, dtype=torch.long, device=DEVICE)
+            if kind == "qwen3_vl":
+                with pytest.raises(ValueError, match="position_ids: the engine has the model compute them"):
+                    model.generate(**batch, position_ids=wrong, max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl"])
+def test_preempted_prompts_are_read_again(models, kind):
+    model, (first, second), expected = models(kind)
+    with specdec.attach(model, algo="lookup", num_steps=2, **ON) as engine:
+        requests = engine.submit([first, TEXT, second], **OPTIONS)
+        for num_steps in (4, 3):
+            for _ in range(num_steps):
+                engine.step()
+            engine._core.scheduler.preempt()
+            engine._core.launcher.forget_rows()
+        while engine.step():
+            pass
+        assert [r.tokens for r in requests] == expected
+        assert engine.report().preemption["preemptions"] == 2 and requests[0].embedded is None
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_the_prefix_cache_tells_images_apart(models, kind):
+    model, (first, _), expected = models(kind)
+    random = torch.Generator().manual_seed(5)
+    other = {**first, "pixel_values": torch.randn(first["pixel_values"].shape, generator=random).to(DEVICE)}
+    num_ids = first["input_ids"].shape[1]
+    longer = {n: torch.cat([v, v[:, -1:]], 1) if v.shape[-1] == num_ids else v for n, v in first.items()}
+    wanted = [greedy(model, other)[0], greedy(model, longer)[0]]
+    with specdec.attach(model, prefix_cache=True, **ON) as engine:
+        found = []
+        for prompt, text in ((first, expected[0]), (other, wanted[0]), (longer, wanted[1])):
+            before = engine.report().prefix_cache["found"]
+            assert engine.generate(prompt, **OPTIONS).tokens == [text]
+            found.append(engine.report().prefix_cache["found"] - before)
+        image = first["input_ids"][0].tolist().index(IMAGE)
+        assert found == [0, image, num_ids]
+
+
+def test_what_cannot_be_read_is_refused_by_name(models):
+    model, (first, _), _ = models("qwen2_5_vl")
+    with specdec.attach(model, **ON) as engine:
+        for given, told in (
+            ({**first, "image_sizes": first["image_grid_thw"]}, "^image_sizes: the model takes no such inputs"),
+            ({**first, "pixel_values": first["pixel_values"].tolist()}, "pixel_values=.*: expected a tensor"),
+            ({**first, "pixel_values": first["pixel_values"][:8]}, "pixel_values"),
+            ({**first, "inputs_embeds": first["pixel_values"]}, "inputs_embeds"),
+        ):
+            with pytest.raises(ValueError, match=told):
+                engine.generate(given, **OPTIONS)
+        with pytest.raises(ValueError, match="pixel_values: they go with input_ids"):
+            engine.generate("a text", pixel_values=first["pixel_values"])
+        with pytest.raises(ValueError, match="image_grid_thw, mm_token_type_ids, pixel_values: the engine reads"):
+            engine.score(first, [[5]])
+        with engine.install(), pytest.raises(ValueError, match="inputs_embeds"):
+            model.generate(**first, inputs_embeds=first["pixel_values"])
+    with specdec.attach(tiny_model("llama").to(DEVICE), **ON) as engine:
+        with pytest.raises(ValueError, match="pixel_values: the engine reads text alone"):
+            engine.generate({"input_ids": [[5]], "pixel_values": first["pixel_values"]})
+        with pytest.raises(ValueError, match="pixel_values"):
+            engine.generate([5], pixel_values=first["pixel_values"])
