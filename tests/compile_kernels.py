@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from specdec.backends.triton.attention import tiling
 from specdec.backends.triton.experts import products as experts
-from specdec.backends.triton.linear import tiles
+from specdec.backends.triton.linear import fp8, packed, tiles
 from specdec.backends.triton.recurrent import chunks
 
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # what one program can have, by compute capability
@@ -74,7 +74,7 @@ def compile_all(capability: int) -> list[str]:
         return run
 
     driver.set_active(CompileOnly(capability))
-    for module in (chunks, experts, tiles, tiling):
+    for module in (chunks, experts, fp8, packed, tiles, tiling):
         module.shared_memory = lambda device: most
     JITFunction.__getitem__ = only_compile
     attention(torch.bfloat16, LAYERS[1], range(6))
@@ -90,6 +90,7 @@ def compile_all(capability: int) -> list[str]:
     products_of_experts()
     products_and_norms()
     adapters()
+    quantised()
     choices_of_routers()
     recurrent_layers()
     flashinfer_tables()
@@ -136,6 +137,25 @@ def adapters() -> None:
             a = [torch.zeros(3, rank, K, dtype=torch.bfloat16) for _ in sizes]
             b = [torch.zeros(3, size, rank, dtype=torch.bfloat16) for size in sizes]
             lora(x, y, a, b, [torch.zeros(3)] * len(sizes), torch.zeros(num_rows, dtype=torch.int64))
+
+
+def quantised() -> None:
+    """Few rows and many, gated, of one part and of three; odd numbers of blocks."""
+    for num_rows, K, dtype in ((1, 4096, torch.bfloat16), (20, 384, torch.float16), (64, 4096, torch.bfloat16)):
+        compile_quantised(num_rows, K, dtype)
+    compile_quantised(500, 384, torch.bfloat16)
+
+
+def compile_quantised(num_rows: int, K: int, dtype: torch.dtype) -> None:
+    for activation, sizes in (("", (96, 32, 32)), ("silu", (96, 96)), ("", (96,))):
+        x, bias = torch.zeros(num_rows, K, dtype=dtype), [torch.zeros(N, dtype=dtype) for N in sizes[1:] and sizes]
+        for group in (128, 32, K):
+            words = [torch.zeros(K // 128, N, 16, dtype=torch.int32) for N in sizes]
+            packed.packed_linear(x, words, [torch.zeros(K // group, N, dtype=torch.int32) for N in sizes], bias, activation)
+        weights = [torch.zeros(N, K, dtype=torch.float8_e4m3fn) for N in sizes]
+        scales = [torch.zeros(1, K // 128) for N in sizes]
+        if driver.active.get_current_target().arch >= 89:
+            fp8.fp8_linear(*fp8.quantise(x), weights, scales, bias, dtype, activation)
 
 
 def products_and_norms() -> None:

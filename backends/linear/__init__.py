@@ -112,8 +112,16 @@ def _wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return product.view(*x.shape[:-1], product.shape[1])
 
 
-def has_kernels(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype in KERNEL_DTYPES and has_triton()
+def has_kernels(x: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Return whether products of `x`, or in another `dtype`, have kernels of ours."""
+    return x.is_cuda and (dtype or x.dtype) in KERNEL_DTYPES and has_triton()
+
+
+def aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x [..., K] as rows [M, K] that begin at multiples of 16 bytes."""
+    rows = x.reshape(-1, x.shape[-1])
+    is_aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) % 16 == 0 and rows.stride(1) == 1
+    return rows if is_aligned else rows.clone(memory_format=torch.contiguous_format)
 
 
 def _gate(x: torch.Tensor, activation: str) -> torch.Tensor:

@@ -1,0 +1,115 @@
+"""`specdec::quantise` and `specdec::fp8_linear`: products of FP8 with scales by block, W8A8 as fine-grained FP8 has it.
+
+Rows are quantised by themselves, 128 features at a time, as the modules of transformers do; weights have a scale per
+block of 128 x 128. Both are the model's own tensors. A row's bits depend on that row alone.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from specdec.backends.gates import gate_twin
+from specdec.backends.library import define_op
+from specdec.backends.linear import aligned_rows, has_kernels
+
+BLOCK = 128
+DTYPE = torch.float8_e4m3fn
+LARGEST, LEAST = 448.0, 1e-12  # of DTYPE, and of a scale
+
+
+def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x [..., K] in FP8 (e4m3) and the scales [..., K / 128] float32 that were taken out: the largest of 128
+    features is 448 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
+    return torch.ops.specdec.quantise.default(x)
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    row_scales: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    activation: str = "",
+) -> torch.Tensor:
+    """Return x @ W.T [..., sum of N] of `dtype` for up to three weights, one after another, plus bias, rounded twice.
+
+    x, row_scales: from `quantise`. weights: [N, K] FP8 (e4m3), dense, scales [N / 128, K / 128] float32, rounded up; K a
+    multiple of 128, N of 16. bias: [N] each, or none at all. activation: of `linear.gated_linear`, for two weights.
+    """
+    return torch.ops.specdec.fp8_linear.default(x, row_scales, weights, scales, bias, dtype, activation)
+
+
+def quantise_twin(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `quantise`."""
+    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    scales = (blocks.abs().amax(-1) / LARGEST).clamp(min=LEAST)
+    return (blocks / scales.unsqueeze(-1)).flatten(-2).to(DTYPE), scales
+
+
+def fp8_linear_twin(
+    x: torch.Tensor,
+    row_scales: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    activation: str = "",
+) -> torch.Tensor:
+    """See `fp8_linear`."""
+    rows = x.float() * row_scales.repeat_interleave(BLOCK, -1)
+    parts = [(rows @ dequantised(w, s).T).to(dtype) for w, s in zip(weights, scales, strict=True)]
+    parts = [part + b for part, b in zip(parts, bias, strict=True)] if bias else parts
+    product = torch.cat(parts, -1)
+    return gate_twin(product, activation) if activation else product
+
+
+def dequantised(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return weight [N, K] times its scales [N / 128, K / 128], in fp32."""
+    N, K = weight.shape
+    return weight.float() * scales.repeat_interleave(BLOCK, 0)[:N].repeat_interleave(BLOCK, 1)[:, :K]
+
+
+def _quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if not has_kernels(x):
+        return quantise_twin(x)
+    from specdec.backends.triton.linear.fp8 import quantise as by_kernel
+
+    quantised, scales = by_kernel(aligned_rows(x))
+    return quantised.view(x.shape), scales.view(*x.shape[:-1], -1)
+
+
+def _fp8_linear(
+    x: torch.Tensor,
+    row_scales: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    activation: str = "",
+) -> torch.Tensor:
+    if not has_kernels(x, dtype):
+        return fp8_linear_twin(x, row_scales, weights, scales, bias, dtype, activation)
+    from specdec.backends.triton.linear.fp8 import fp8_linear as by_kernel
+
+    rows, of_rows = x.reshape(-1, x.shape[-1]), row_scales.reshape(-1, row_scales.shape[-1])
+    product = by_kernel(rows, of_rows, weights, scales, bias, dtype, activation)
+    return product.view(*x.shape[:-1], product.shape[1])
+
+
+define_op(
+    "quantise(Tensor x) -> (Tensor, Tensor)",
+    _quantise,
+    lambda x: (
+        x.new_empty(x.shape, dtype=DTYPE),
+        x.new_empty(*x.shape[:-1], x.shape[-1] // BLOCK, dtype=torch.float32),
+    ),
+)
+define_op(
+    "fp8_linear(Tensor x, Tensor row_scales, Tensor[] weights, Tensor[] scales, Tensor[] bias, ScalarType dtype, "
+    "str activation='') -> Tensor",
+    _fp8_linear,
+    lambda x, _, weights, scales, bias, dtype, activation="": x.new_empty(
+        *x.shape[:-1], sum(w.shape[0] for w in weights) // (2 if activation else 1), dtype=dtype
+    ),
+)

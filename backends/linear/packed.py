@@ -1,0 +1,103 @@
+"""`specdec::packed_linear`: products with 4-bit weights in a layout of ours, which kernels unpack in registers.
+
+A block of 128 features of one column is 16 words of 32 bits; see `pack`. A row's bits depend on that row alone.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from specdec.backends.gates import gate_twin
+from specdec.backends.library import define_op
+from specdec.backends.linear import aligned_rows, has_kernels
+
+BLOCK, NUM_WORDS = 128, 16  # features of a block, and the words that hold them
+GROUPS = (32, 64)  # features of one scale; or a multiple of BLOCK
+MAGIC = {torch.bfloat16: 128, torch.float16: 1024}  # the first numbers whose last digit counts ones
+
+
+def packed_linear(
+    x: torch.Tensor,
+    words: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor],
+    activation: str = "",
+) -> torch.Tensor:
+    """Return x @ W.T [..., sum of N] for up to three weights, one after another, plus bias, rounded twice.
+
+    x: [..., K], bf16 or fp16. words, scales: from `pack`, of x's dtype, with groups of one size. W is rounded to x's
+    dtype. bias: [N] each, or none at all. activation: of `linear.gated_linear`, for two weights.
+    """
+    return torch.ops.specdec.packed_linear.default(x, words, scales, bias, activation)
+
+
+def takes(N: int, K: int, group: int) -> bool:
+    """Return whether there is a layout for weights [N, K] with a scale for `group` features."""
+    return N % 16 == 0 and K % BLOCK == 0 and K % group == 0 and (group in GROUPS or group % BLOCK == 0)
+
+
+def pack(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the layout of weights (values - zeros) * scales: words [K / 128, N, 16] and scales [K / G, N], both int32.
+
+    values: [N, K] of 0..15; scales: [N, K / G], bf16 or fp16; zeros: [N, K / G], default 8. Word c of a block has
+    element 16 * j + c at bits 4 * j. A scale's word has its bits, and above them those of -(MAGIC + zero).
+    """
+    (N, K), num_groups = values.shape, scales.shape[1]
+    nibbles = values.to(torch.int32).view(N, K // BLOCK, 8, NUM_WORDS)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device).view(1, 1, 8, 1)
+    words = (nibbles << shifts).sum(2, dtype=torch.int32).transpose(0, 1).contiguous()
+    zeros = torch.full_like(scales, 8) if zeros is None else zeros.to(scales.dtype)
+    offsets = (-(MAGIC[scales.dtype] + zeros.float())).to(scales.dtype)
+    bits = [t.contiguous().view(torch.int16).to(torch.int32) for t in (scales, offsets)]
+    return words, (bits[0] & 0xFFFF | bits[1] << 16).view(N, num_groups).T.contiguous()
+
+
+def unpack(words: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weights [N, K] of `pack`, rounded to `dtype`, which its scales had."""
+    num_blocks, N, _ = words.shape
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).view(1, 1, 8, 1)
+    values = (words.unsqueeze(2) >> shifts & 15).transpose(0, 1).reshape(N, num_blocks * BLOCK)
+    halves = scales.T.contiguous().view(torch.int16).view(dtype).view(N, -1, 2).float()
+    scale, offset = halves.repeat_interleave(values.shape[1] // scales.shape[0], 1).unbind(-1)
+    return ((values.float() + MAGIC[dtype] + offset) * scale).to(dtype)
+
+
+def packed_linear_twin(
+    x: torch.Tensor,
+    words: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor],
+    activation: str = "",
+) -> torch.Tensor:
+    """See `packed_linear`."""
+    parts = [F.linear(x, unpack(w, s, x.dtype)) for w, s in zip(words, scales, strict=True)]
+    parts = [part + b for part, b in zip(parts, bias, strict=True)] if bias else parts
+    product = torch.cat(parts, -1)
+    return gate_twin(product, activation) if activation else product
+
+
+def _packed_linear(
+    x: torch.Tensor,
+    words: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor],
+    activation: str = "",
+) -> torch.Tensor:
+    if not has_kernels(x):
+        return packed_linear_twin(x, words, scales, bias, activation)
+    from specdec.backends.triton.linear.packed import packed_linear as by_kernel
+
+    product = by_kernel(aligned_rows(x), words, scales, bias, activation)
+    return product.view(*x.shape[:-1], product.shape[1])
+
+
+define_op(
+    "packed_linear(Tensor x, Tensor[] words, Tensor[] scales, Tensor[] bias, str activation='') -> Tensor",
+    _packed_linear,
+    lambda x, words, scales, bias, activation="": x.new_empty(
+        *x.shape[:-1], sum(w.shape[1] for w in words) // (2 if activation else 1)
+    ),
+)

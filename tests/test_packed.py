@@ -1,0 +1,92 @@
+"""Products with quantised weights: ops, twins, kernels, and bits that depend on a row alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specdec.backends.gates import gate_twin
+from specdec.backends.linear import fp8, packed
+from specdec.backends.triton.linear import fp8 as fp8_kernels
+from specdec.backends.triton.linear import packed as packed_kernels
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BITS = 2**-5  # of several roundings; the interpreter rounds bf16 to zero
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def random(*shape, dtype=torch.bfloat16, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def int4(N, K, group, dtype, has_zeros, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    values, zeros = (torch.randint(0, 16, (N, k), generator=generator).to(DEVICE) for k in (K, K // group))
+    scales = random(N, K // group, dtype=dtype, seed=seed).abs() * 0.1
+    return values, scales, zeros if has_zeros else None
+
+
+@pytest.mark.parametrize(("group", "dtype"), [(128, torch.bfloat16), (32, torch.float16), (256, torch.float16)])
+def test_packed_weights_are_what_was_packed(group, dtype):
+    values, scales, zeros = int4(48, 512, group, dtype, has_zeros=group != 256)
+    words, packed_scales = packed.pack(values, scales, zeros)
+    zero = 8 if zeros is None else zeros.repeat_interleave(group, 1)
+    expected = ((values - zero).float() * scales.float().repeat_interleave(group, 1)).to(dtype)
+    assert packed.unpack(words, packed_scales, dtype).equal(expected)
+    x = random(2, 3, 512, dtype=dtype)
+    assert packed.packed_linear(x, [words], [packed_scales], []).equal(F.linear(x, expected))
+
+
+def close(ours, theirs, bits):
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=bits, atol=bits * float(theirs.float().std()))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "K", "group", "dtype", "activation"),
+    [(1, 384, 128, torch.bfloat16, ""), (20, 256, 64, torch.float16, "silu"), (130, 256, 32, torch.float16, "")],
+)
+def test_packed_products_equal_their_twin(num_rows, K, group, dtype, activation):
+    sizes = (48, 48) if activation else (48, 16, 80)
+    layers = [int4(N, K, group, dtype, has_zeros=True, seed=N + i) for i, N in enumerate(sizes)]
+    words, scales = zip(*(packed.pack(*layer) for layer in layers), strict=True)
+    bias = [random(N, dtype=dtype) for N in sizes]
+    x = random(num_rows, K, dtype=dtype)
+    for added in ([], bias):
+        ours = packed_kernels.packed_linear(x, words, scales, added, activation)
+        close(ours, packed.packed_linear_twin(x, words, scales, added, activation), BITS)
+    alone = packed_kernels.packed_linear(x[-1:], words, scales, bias, activation)
+    assert alone.equal(packed_kernels.packed_linear(x, words, scales, bias, activation)[-1:])
+
+
+def blocks(N, K, seed=0):
+    weight = random(N, K, seed=seed).float().to(torch.float8_e4m3fn)
+    return weight, random(-(-N // 128), K // 128, dtype=torch.float32, seed=seed).abs() + 0.1
+
+
+@pytest.mark.parametrize(("num_rows", "K", "activation"), [(1, 384, ""), (20, 256, "silu"), (130, 256, "")])
+def test_fp8_products_equal_their_twin(num_rows, K, activation):
+    sizes = (144, 144) if activation else (144, 16, 256)
+    weights, scales = zip(*(blocks(N, K, N + i) for i, N in enumerate(sizes)), strict=True)
+    bias = [random(N) for N in sizes]
+    x, row_scales = fp8.quantise_twin(random(num_rows, K))
+    for added in ([], bias):
+        args = (weights, scales, added, torch.bfloat16, activation)
+        close(fp8_kernels.fp8_linear(x, row_scales, *args), fp8.fp8_linear_twin(x, row_scales, *args), BITS)
+    ours = fp8_kernels.fp8_linear(x, row_scales, *args)
+    assert ours[-1:].equal(fp8_kernels.fp8_linear(x[-1:], row_scales[-1:], *args))
+
+
+def test_rows_are_quantised_as_their_twin_does():
+    x = random(3, 2304)
+    x[1] = 0
+    (ours, scales), (theirs, twins) = fp8_kernels.quantise(x), fp8.quantise_twin(x)
+    assert scales.equal(twins) and not ours[1].float().any()
+    is_equal = ours.float() == theirs.float()
+    assert is_equal.float().mean() > (0.98 if DEVICE.type == "cpu" else 1 - 1e-9)  # the interpreter rounds some wrongly
+
+
+def test_ops_gate_and_take_any_shape():
+    weight, scale = blocks(32, 128)
+    x, row_scales = fp8.quantise(random(2, 3, 128))
+    joined = fp8.fp8_linear(x, row_scales, [weight, weight], [scale, scale], [], torch.bfloat16)
+    gated = fp8.fp8_linear(x, row_scales, [weight, weight], [scale, scale], [], torch.bfloat16, "silu")
+    assert joined.shape == (2, 3, 64) and gate_twin(joined, "silu").equal(gated)
