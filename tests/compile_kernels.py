@@ -148,10 +148,13 @@ def quantised() -> None:
 
 def compile_quantised(num_rows: int, K: int, dtype: torch.dtype) -> None:
     for activation, sizes in (("", (96, 32, 32)), ("silu", (96, 96)), ("", (96,))):
-        x, bias = torch.zeros(num_rows, K, dtype=dtype), [torch.zeros(N, dtype=dtype) for N in sizes[1:] and sizes]
+        x = torch.zeros(num_rows, K, dtype=dtype)
+        bias = [torch.zeros(N, dtype=dtype) for N in sizes] if len(sizes) > 1 else []
         for group in (128, 32, K):
             words = [torch.zeros(K // 128, N, 16, dtype=torch.int32) for N in sizes]
-            packed.packed_linear(x, words, [torch.zeros(K // group, N, dtype=torch.int32) for N in sizes], bias, activation)
+            packed.packed_linear(
+                x, words, [torch.zeros(K // group, N, dtype=torch.int32) for N in sizes], bias, activation
+            )
         weights = [torch.zeros(N, K, dtype=torch.float8_e4m3fn) for N in sizes]
         scales = [torch.zeros(1, K // 128) for N in sizes]
         if driver.active.get_current_target().arch >= 89:

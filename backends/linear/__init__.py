@@ -17,6 +17,7 @@ from specdec.backends.library import define_op
 from specdec.backends.linear.reference import add_rms_norm_twin, product_twin, rms_norm_twin
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+MOST_PARTS = 3  # of a product's columns that have weights of their own, such as Q, K and V
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, str | None], torch.Tensor]
 

@@ -34,8 +34,8 @@ def fp8_linear(
 ) -> torch.Tensor:
     """Return x @ W.T [..., sum of N] of `dtype` for up to three weights, one after another, plus bias, rounded twice.
 
-    x, row_scales: from `quantise`. weights: [N, K] FP8 (e4m3), dense, scales [N / 128, K / 128] float32, rounded up; K a
-    multiple of 128, N of 16. bias: [N] each, or none at all. activation: of `linear.gated_linear`, for two weights.
+    x, row_scales: from `quantise`. weights: [N, K] FP8 (e4m3), dense, scales [N / 128, K / 128] float32, rounded up; K
+    a multiple of 128, N of 16. bias: [N] each, or none at all. activation: of `linear.gated_linear`, for two weights.
     """
     return torch.ops.specdec.fp8_linear.default(x, row_scales, weights, scales, bias, dtype, activation)
 

@@ -15,7 +15,6 @@ from specdec.backends.op import adapters_in_scope
 
 MAX_RANK = 128
 RANKS = (16, 32, 64, MAX_RANK)  # that kernels have; others are filled up with zeros
-MOST_PARTS = 3  # of y's columns, such as Q, K and V
 
 
 def lora(
@@ -27,7 +26,7 @@ def lora(
 ) -> torch.Tensor:
     """Return y + scale * x @ A.T @ B.T [..., N], with A, B and scale of each row's adapter; y of rows that have none.
 
-    x: [..., K], y: [..., N], their last dims dense. Of each of MOST_PARTS parts of y's columns at most, in their order:
+    x: [..., K], y: [..., N], their last dims dense. Of each of three parts of y's columns at most, in their order:
     a [n, R, K] and b [n, N_i, R], dense, of x's dtype; scales [n] float32. R: one of RANKS, the same for all parts; n:
     of adapters, the first of which is number 1. x @ A.T is rounded to x's dtype, and then the sum, once.
     """

@@ -12,11 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.linear import MOST_PARTS
 from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
-from specdec.backends.triton.linear.parts import MOST_PARTS, both, filled, finished, part_of, picked
+from specdec.backends.triton.linear.parts import both, filled, finished, part_of, picked
 from specdec.backends.triton.linear.products import dot
 
 LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
@@ -173,12 +174,13 @@ def fp8_linear(
 ) -> torch.Tensor:
     """See `specdec.backends.linear.fp8.fp8_linear`; rows x [M, K]."""
     (num_rows, K), sizes = x.shape, [w.shape[0] for w in weights]
-    N = sizes[0] if activation else sum(sizes)
+    own = sizes[:1] if activation else sizes
+    N = sum(own)
     out = torch.empty(num_rows, N, dtype=dtype, device=x.device)
     if num_rows == 0:
         return out
     tile = choose_tile(num_rows, bool(activation), shared_memory(x.device) - (8 << 10))
-    grid = triton.cdiv(num_rows, tile.m), sum(triton.cdiv(size, tile.n) for size in (sizes[:1] if activation else sizes))
+    grid = triton.cdiv(num_rows, tile.m), sum(triton.cdiv(size, tile.n) for size in own)
     tensors = x, row_scales, *filled(weights), *filled(scales), *(filled(bias) if bias else [out] * MOST_PARTS), out
     units = [size // 16 for size in (N, *sizes, *[0] * (MOST_PARTS - len(sizes)))]
     constants = {"ACTIVATION": activation, "HAS_BIAS": bool(bias), "UPCAST": INTERPRETED}

@@ -13,20 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.backends.linear.lora import MOST_PARTS
+from specdec.backends.linear import MOST_PARTS
 from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch, is_aligned
+from specdec.backends.triton.linear.parts import filled, picked
 from specdec.backends.triton.linear.products import dot
 
 CHUNK = 1024  # features of one partial sum: a part of the result's bits
 BLOCK_M = 16  # rows of a tile, the least that tensor cores take
 TOGETHER = ((64, 1), (512, 4))  # up to so many rows, a tile has so many that count: more programs, fewer adapters each
-
-
-@triton.jit
-def _picked(first, second, third, part):
-    """Return what belongs to a part: a pointer, or a number."""
-    return tl.where(part == 0, first, tl.where(part == 1, second, third))
 
 
 @triton.jit
@@ -70,7 +65,7 @@ def _shrink_kernel(
     K, stride_x = K * UNIT, stride_x * UNIT
     chunk, part = tl.program_id(1), tl.program_id(2)
     rows, counts, own = _adapters_of(adapters, tl.program_id(0) * TOGETHER, num_rows, TOGETHER, BLOCK_M)
-    weights, r = _picked(a0, a1, a2, part), tl.arange(0, RANK)
+    weights, r = picked(a0, a1, a2, part), tl.arange(0, RANK)
     total = tl.zeros([RANK, BLOCK_M], tl.float32)
     current, last = _next_adapter(own, 0), tl.max(own, 0)
     while current <= last:
@@ -122,12 +117,12 @@ def _expand_kernel(
     end1 = end0 + tl.cdiv(n1, BLOCK_N)
     end2 = end1 + tl.cdiv(n2, BLOCK_N)
     part = (block >= end0).to(tl.int32) + (block >= end1).to(tl.int32) + (block >= end2).to(tl.int32)
-    block -= tl.where(part == 0, 0, _picked(end0, end1, end2, part - 1))
-    begin = tl.where(part == 0, 0, _picked(n0, n0 + n1, n0 + n1 + n2, part - 1))
-    size = tl.where(part == 3, N - begin, _picked(n0, n1, n2, part))
+    block -= tl.where(part == 0, 0, picked(end0, end1, end2, part - 1))
+    begin = tl.where(part == 0, 0, picked(n0, n0 + n1, n0 + n1 + n2, part - 1))
+    size = tl.where(part == 3, N - begin, picked(n0, n1, n2, part))
     rows, counts, own = _adapters_of(adapters, tl.program_id(0) * TOGETHER, num_rows, TOGETHER, BLOCK_M)
     own = tl.where(part < 3, own, 0)
-    weights, scales = _picked(b0, b1, b2, part), _picked(scales0, scales1, scales2, part)
+    weights, scales = picked(b0, b1, b2, part), picked(scales0, scales1, scales2, part)
     n, r = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, RANK)
     inside, columns = n < size, begin + n
     mask = inside[:, None] & counts[None, :]
@@ -158,10 +153,6 @@ def _launch(kernel: Any, grid: Sequence[int], args: Sequence[Any], constants: di
         kernel[tuple(grid)](*args, **constants)
 
 
-def _filled(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [*parts, *[parts[0]] * (MOST_PARTS - len(parts))]
-
-
 def _unit(*sizes: int) -> int:
     return 8 if all(size % 8 == 0 for size in sizes) else 1
 
@@ -185,7 +176,7 @@ def lora(
     together = next((count for most, count in TOGETHER if num_rows <= most), BLOCK_M)
     tiles, unit = triton.cdiv(num_rows, together), _unit(K, x.stride(0))
     shape = {"RANK": rank, "TOGETHER": together, "UPCAST": INTERPRETED, "BLOCK_M": BLOCK_M}
-    args: tuple[Any, ...] = (x, *_filled(a), adapters, sums, num_rows, K // unit, x.stride(0) // unit)
+    args: tuple[Any, ...] = (x, *filled(a), adapters, sums, num_rows, K // unit, x.stride(0) // unit)
     _launch(
         _shrink_kernel,
         (tiles, num_chunks, len(a)),
@@ -196,7 +187,7 @@ def lora(
     unit = _unit(N, y.stride(0), *sizes)
     blocks = sum(triton.cdiv(size, block) for size in (*sizes, N - sum(sizes)))
     numbers = num_rows, *(size // unit for size in (y.stride(0), N, *sizes))
-    args = y, *_filled(b), *_filled(scales), adapters, sums, out, *numbers
+    args = y, *filled(b), *filled(scales), adapters, sums, out, *numbers
     constants = {"UNIT": unit, "NUM_CHUNKS": num_chunks, **shape, "BLOCK_N": block}
     _launch(_expand_kernel, (tiles, blocks), args, constants)
     return out

@@ -11,19 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.backends.linear import MOST_PARTS
 from specdec.backends.triton.launch.fences import fence_copies
 from specdec.backends.triton.launch.relaunch import INTERPRETED, CachedLaunch
 from specdec.backends.triton.launch.shared_memory import shared_memory
 from specdec.backends.triton.linear.gates import gated
-from specdec.backends.triton.linear.parts import MOST_PARTS, both, filled, finished, part_of, picked
+from specdec.backends.triton.linear.parts import both, filled, finished, part_of, picked
 from specdec.backends.triton.linear.products import dot
 from specdec.backends.triton.linear.unpack import unpacked
 
 
 @triton.jit
-def _weights(
-    words, scales, n, is_inside, block, size, GROUP: tl.constexpr, DTYPE: tl.constexpr, UPCAST: tl.constexpr
-):
+def _weights(words, scales, n, is_inside, block, size, GROUP: tl.constexpr, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
     """Return rows n of a block of 128 features, or of a block each; zeros for those that are not inside."""
     inside = is_inside[:, None]
     at = (block * size + n)[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -160,12 +159,13 @@ def packed_linear(
 ) -> torch.Tensor:
     """See `specdec.backends.linear.packed.packed_linear`; rows x [M, K], aligned."""
     (num_rows, K), sizes = x.shape, [w.shape[1] for w in words]
-    N = sizes[0] if activation else sum(sizes)
+    own = sizes[:1] if activation else sizes
+    N = sum(own)
     out = torch.empty(num_rows, N, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
     tile = choose_tile(num_rows, bool(activation), shared_memory(x.device) - (8 << 10))
-    grid = triton.cdiv(num_rows, tile.m), sum(triton.cdiv(size, tile.n) for size in (sizes[:1] if activation else sizes))
+    grid = triton.cdiv(num_rows, tile.m), sum(triton.cdiv(size, tile.n) for size in own)
     tensors = x, *filled(words), *filled(scales), *(filled(bias) if bias else [x] * MOST_PARTS), out
     units = [size // 16 for size in (N, *sizes, *[0] * (MOST_PARTS - len(sizes)), x.stride(0))]
     constants = {"GROUP": K // scales[0].shape[0], "ACTIVATION": activation, "HAS_BIAS": bool(bias)}

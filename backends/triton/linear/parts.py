@@ -12,7 +12,8 @@ from typing import TypeVar
 import triton
 import triton.language as tl
 
-MOST_PARTS = 3
+from specdec.backends.linear import MOST_PARTS
+
 T = TypeVar("T")
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 def _assembly(kind: str, magic: int, one: int) -> str:
-    """Return what makes eight pairs of 16-bit weights of two words, and of two words of scales for each quarter of them.
+    """Return what makes eight pairs of 16-bit weights of two words, and two words of scales for a quarter of them.
 
     A nibble becomes the end of the mantissa of a number whose last digit counts ones, 128 in bf16 and 1024 in fp16; the
     high half of a scale's word takes that and a zero point off again, exactly; the product with the low half is rounded
@@ -36,7 +36,7 @@ BF16, FP16 = tl.constexpr((tl.bfloat16,) * 8), tl.constexpr((tl.float16,) * 8)
 @triton.jit
 def _value(words, scales, DTYPE: tl.constexpr, J: tl.constexpr):
     """Return weights of nibble J of each word, as the assembly does."""
-    MAGIC: tl.constexpr = 128.0 if DTYPE == tl.bfloat16 else 1024.0
+    MAGIC: tl.constexpr = 1024.0 if DTYPE == tl.float16 else 128.0  # noqa: SIM300
     scale = scales.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
     offset = (scales >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
     return (((words >> (4 * J) & 15).to(tl.float32) + MAGIC + offset) * scale).to(DTYPE)
@@ -51,12 +51,12 @@ def unpacked(words, s0, s1, s2, s3, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
         c, d = _value(words, s1, DTYPE, 2), _value(words, s1, DTYPE, 3)
         e, f = _value(words, s2, DTYPE, 4), _value(words, s2, DTYPE, 5)
         g, h = _value(words, s3, DTYPE, 6), _value(words, s3, DTYPE, 7)
-    elif DTYPE == tl.bfloat16:
-        args = [words, s0, s1, s2, s3]
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(INT4_BF16, OPERANDS, args, BF16, True, 2)
     else:
+        IS_BF16: tl.constexpr = DTYPE == tl.bfloat16  # noqa: SIM300
+        assembly: tl.constexpr = INT4_BF16 if IS_BF16 else INT4_FP16
+        dtypes: tl.constexpr = BF16 if IS_BF16 else FP16
         args = [words, s0, s1, s2, s3]
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(INT4_FP16, OPERANDS, args, FP16, True, 2)
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(assembly, OPERANDS, args, dtypes, True, 2)
     even = tl.join(tl.join(a, e), tl.join(c, g))
     odd = tl.join(tl.join(b, f), tl.join(d, h))
     return tl.join(even, odd).permute(0, 2, 3, 4, 1).reshape([N, 128])

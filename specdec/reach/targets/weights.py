@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 
 from specdec.core.errors import GraphError
 from specdec.graphs import Change, ChangeKind, Watch
+from specdec.reach.targets.adapters.quantised import Quantised
 from specdec.reach.targets.adapters.ropes import varying_ropes
 from specdec.reach.targets.hf import HFTarget
 from specdec.reach.targets.marks import HOLDER
@@ -56,6 +57,7 @@ class Weights:
             except ValueError as error:
                 self._refuse(str(error), changes)
         if changes:
+            self._target.spec.adapter(Quantised).refresh()
             self._watch.accept(changes)
             self._target.route.walk()
         return bool(changes)

@@ -12,6 +12,7 @@ from specdec.reach.targets.adapters.attention import Attention
 from specdec.reach.targets.adapters.experts import Experts
 from specdec.reach.targets.adapters.mixers import Mixers
 from specdec.reach.targets.adapters.overrides import Warnings
+from specdec.reach.targets.adapters.quantised import Quantised
 from specdec.reach.targets.adapters.ropes import Ropes
 
 
@@ -23,7 +24,7 @@ class Adapter(Protocol):
         ...
 
 
-ADAPTERS: tuple[Callable[[Any], Adapter], ...] = (Attention, Experts, Ropes, Mixers, Warnings)
+ADAPTERS: tuple[Callable[[Any], Adapter], ...] = (Attention, Experts, Quantised, Ropes, Mixers, Warnings)
 
 
 @contextmanager

@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 
 from specdec.reach.checkpoints.tensors import FLOATS
 
-LINEARS = ("Linear4bit", "Linear8bitLt", "QLinear")  # classes of bitsandbytes and quanto, whose own forward runs
+# Classes of bitsandbytes, quanto, transformers' fine-grained FP8, and gptqmodel (GPTQ and AWQ).
+LINEARS = ("Linear4bit", "Linear8bitLt", "QLinear", "FP8Linear", "BaseQuantLinear")
+OTHERS = ("FP8GroupedLinear",)  # of another input than theirs
 SPREAD = 0.6  # of the outputs of a stand-in, for inputs of spread 1
 
 
@@ -25,9 +27,14 @@ def is_quantised_linear(module: nn.Module) -> bool:
     """Return whether `module` is a linear layer with packed weights: of a known class, or with a weight that is a
     tensor subclass of torchao."""
     weight = module._parameters.get("weight")
-    is_known = any(kind.__name__ in LINEARS for kind in type(module).__mro__)
+    is_known = is_kind(module, *LINEARS) and not is_kind(module, *OTHERS)
     is_wrapped = isinstance(module, nn.Linear) and weight is not None and is_traceable_wrapper_subclass(weight)
     return is_known or is_wrapped
+
+
+def is_kind(module: nn.Module, *names: str) -> bool:
+    """Return whether the class of `module`, or one that it is derived from, has one of `names`."""
+    return any(kind.__name__ in names for kind in type(module).__mro__)
 
 
 def quantised_linears(model: nn.Module) -> list[Any]:
@@ -75,6 +82,11 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
             del layer.__dict__["forward"]
             if own is not None:
                 layer.__dict__["forward"] = own
+
+
+def is_stand_in(layer: nn.Module) -> bool:
+    """Return whether a plain product stands in for `layer`."""
+    return getattr(layer.__dict__.get("forward"), "func", None) is _plain_product
 
 
 def _plain_product(rows: int, columns: int, seed: int, x: torch.Tensor) -> torch.Tensor:

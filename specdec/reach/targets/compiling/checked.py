@@ -23,6 +23,7 @@ from specdec.reach.targets.compiling.echo import disturbed, echoing
 from specdec.reach.targets.compiling.matching import drop_casts
 from specdec.reach.targets.compiling.norms import take_over_norms
 from specdec.reach.targets.compiling.products import take_over_products
+from specdec.reach.targets.compiling.quantised import join_quantised
 from specdec.reach.targets.compiling.rotation import hand_over_rotations
 from specdec.reach.targets.compiling.routers import take_over_choices
 from specdec.reach.targets.compiling.tables import take_over_tables
@@ -173,6 +174,7 @@ def rewrite(graph: fx.GraphModule, is_ours: bool) -> None:
     drop_casts(graph)
     hand_over_rotations(graph, ATTENTION)
     take_over_choices(graph)
+    join_quantised(graph)
     join_adapters(graph)
     if is_ours:
         take_over_products(graph)

@@ -27,6 +27,7 @@ from specdec.reach.targets.compiling.matching import (
     uncast,
     value,
 )
+from specdec.reach.targets.compiling.quantised import FIRST
 
 ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu"}
 GROUPED = torch.ops.specdec.grouped_linear.default
@@ -51,6 +52,11 @@ def take_over_products(graph: fx.GraphModule) -> int:
         if gated is not None:
             last, name, parts = gated
             _replace(graph.graph, GROUPED, (*node.args[:5], name), last, parts)
+    for node in [n for n in graph.graph.nodes if is_function(n, *FIRST) and len(n.args[FIRST[n.target]]) == 2]:
+        gated = _gated(node)
+        if gated is not None:
+            last, name, parts = gated
+            _replace(graph.graph, node.target, (*node.args, name), last, parts)
     for node in [n for n in graph.graph.nodes if is_function(n, LORA)]:
         gated = _gated(node)
         if gated is not None:

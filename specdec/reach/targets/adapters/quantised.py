@@ -1,0 +1,134 @@
+"""Quantised linear layers of live models through kernels of ours, where there are some; others run their own forward.
+
+FP8 blocks are read where they are. Weights of 4 bits are packed anew at attach, in the layout of our kernels: the
+module's own stay, and serve its own forward. What our op gives for a layer is compared with that first.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from specdec.backends.differences import SEED, bound, distance
+from specdec.backends.linear import has_kernels
+from specdec.backends.linear.fp8 import BLOCK, fp8_linear, quantise
+from specdec.backends.linear.packed import pack, packed_linear, takes
+from specdec.reach.targets.adapters.overrides import replaced
+from specdec.reach.targets.admission.quantised import is_kind, is_stand_in, quantised_linears
+
+BUFFERS = ("_specdec_words", "_specdec_scales")  # of a layer, while it is routed: a trace finds them there
+NUM_COMPARED = 16  # rows
+MISSING = (0, 1)  # what GPTQ's zero points are stored too small by: nothing in its second format, one in its first
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbouring columns in a word
+
+
+class Packed(NamedTuple):
+    """The weights of a layer in the layout of `specdec::packed_linear`."""
+
+    words: torch.Tensor
+    scales: torch.Tensor
+
+
+class Quantised:
+    """The layers of `model` that our kernels multiply for, with what they are packed into, and what does that."""
+
+    def __init__(self, model: nn.Module):
+        like = model.get_input_embeddings().weight  # type: ignore[operator]
+        layers = quantised_linears(model) if has_kernels(like) else []
+        with torch.no_grad(), torch.inference_mode(False):
+            found = {layer: _find(layer, like) for layer in layers}
+        self._layers = {layer: own for layer, own in found.items() if own is not None}
+        if len(self._layers) < len(layers):
+            warnings.warn(
+                f"{len(layers) - len(self._layers)} of {len(layers)} quantised layers run their own forward: there is "
+                "no kernel for their kind, or it does not give what that gives",
+                stacklevel=2,
+            )
+
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        """Multiply by our ops within the context, but for layers that others stand in for."""
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        for layer, (packed, _) in self._layers.items():
+            if not is_stand_in(layer):
+                forward = _by_blocks(layer) if packed is None else _by_words(layer, packed)
+                places.append((vars(layer), "forward", forward))
+                places += [(layer._buffers, *named) for named in zip(BUFFERS, packed or (), strict=False)]
+        with replaced(places):
+            yield
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def refresh(self) -> None:
+        """Pack weights again, in place: some were written."""
+        for packed, read in self._layers.values():
+            for ours, theirs in zip(packed or (), read() if packed else (), strict=True):
+                ours.copy_(theirs)
+
+
+def _find(layer: Any, like: torch.Tensor) -> tuple[Packed | None, Callable[[], Packed]] | None:
+    """Return what `layer` is packed into, None for one that is read where it is, and what packs it; None if our op does
+    not give what its own forward gives for random rows, but for rounding. like: of the model's dtype and device."""
+    random = torch.Generator(like.device).manual_seed(SEED)
+    x = torch.randn(NUM_COMPARED, layer.in_features, generator=random, device=like.device).to(like.dtype)
+    for read in _readers(layer, like.dtype):
+        packed = read()
+        ours = (_by_blocks(layer) if packed is None else _by_words(layer, packed))(x)
+        if distance(ours, layer(x)) <= bound(like.dtype):
+            return packed, read
+    return None
+
+
+def _by_blocks(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        bias = [] if layer.bias is None else [layer.bias]
+        return fp8_linear(*quantise(x), [layer.weight], [layer.weight_scale_inv], bias, x.dtype)
+
+    return forward
+
+
+def _by_words(layer: Any, packed: Packed) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return packed_linear(x, [packed.words], [packed.scales], [] if layer.bias is None else [layer.bias])
+
+    return forward
+
+
+def _readers(layer: Any, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
+    """Yield what may pack `layer`, for its kind; of a layer that is read where it is, what returns None."""
+    N, K = layer.out_features, layer.in_features
+    if is_kind(layer, "FP8Linear"):
+        is_ours = layer.weight.element_size() == 1 and layer.activation_scale is None and K % BLOCK == 0 == N % 16
+        blocks = None if layer.block_size is None else tuple(layer.block_size)
+        if is_ours and blocks == (BLOCK, BLOCK) and layer.weight_scale_inv.dtype == torch.float32:
+            yield lambda: None
+    elif is_kind(layer, "BaseQuantLinear") and layer.bits == 4 and takes(N, K, K // layer.scales.shape[0]):
+        if layer.qweight.shape == (K // 8, N):
+            yield from (partial(_read_gptq, layer, dtype, missing) for missing in MISSING)
+        elif layer.qweight.shape == (K, N // 8):
+            yield partial(_read_awq, layer, dtype)
+
+
+def _read_gptq(layer: Any, dtype: torch.dtype, missing: int) -> Packed:
+    """Read GPTQ's layout: words of eight features, [K / 8, N], zero points of eight columns, [K / G, N / 8]."""
+    values = _nibbles(layer.qweight.T)
+    zeros = _nibbles(layer.qzeros) + missing
+    return Packed(*pack(values, layer.scales.T.to(dtype), zeros.T))
+
+
+def _read_awq(layer: Any, dtype: torch.dtype) -> Packed:
+    """Read AWQ's layout: words of eight columns, in an order of their own, [K, N / 8]; zero points [K / G, N / 8]."""
+    values, zeros = (
+        _nibbles(t).unflatten(1, (-1, 8))[..., AWQ_PLACES].flatten(1) for t in (layer.qweight, layer.qzeros)
+    )
+    return Packed(*pack(values.T, layer.scales.T.to(dtype), zeros.T))
+
+
+def _nibbles(words: torch.Tensor) -> torch.Tensor:
+    """Return the eight values of each word of 32 bits, [rows, 8 * columns], the lowest bits first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return (words.unsqueeze(-1) >> shifts & 15).flatten(1)

@@ -1,0 +1,76 @@
+"""Joins products of one input with quantised weights in a traced graph: Q, K and V, or gate and up, are one launch.
+
+Ops take several weights, which stay where they are. Rows in FP8 are quantised once for all products of them.
+"""
+
+import operator
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from specdec.backends.linear import MOST_PARTS, fp8, packed  # noqa: F401 (they define the ops)
+from specdec.reach.targets.compiling.matching import erase_unused, is_function, value
+
+QUANTISE, FP8 = torch.ops.specdec.quantise.default, torch.ops.specdec.fp8_linear.default
+PACKED = torch.ops.specdec.packed_linear.default
+FIRST: dict[Any, int] = {FP8: 2, PACKED: 1}  # the place of the weights of an op, which scales and biases follow
+
+
+def join_quantised(graph: fx.GraphModule) -> None:
+    """Rewrite `graph` in place."""
+    rows: dict[fx.Node, fx.Node] = {}
+    for node in [n for n in graph.graph.nodes if is_function(n, QUANTISE)]:
+        first = rows.setdefault(_viewed(node.args[0]), node)
+        if first is not node:
+            _share(graph.graph, first, node)
+    alike: dict[Any, list[fx.Node]] = defaultdict(list)
+    for node in [n for n in graph.graph.nodes if is_function(n, *FIRST)]:
+        weights, scales, bias = _operands(node)
+        group = value(weights[0]).shape[0] // value(scales[0]).shape[0] if node.target is PACKED else 0
+        source = _viewed(node.args[0]) if node.target is PACKED else node.args[0]
+        alike[source, group, bool(bias)].append(node)
+    for nodes in alike.values():
+        if 1 < len(nodes) <= MOST_PARTS:
+            _join(graph.graph, nodes)
+    graph.graph.lint()
+    graph.recompile()
+
+
+def _operands(node: Any) -> list[list[fx.Node]]:
+    """Return the weights, the scales and the biases of a product."""
+    return [list(given) for given in node.args[FIRST[node.target] :][:3]]
+
+
+def _viewed(node: Any) -> Any:
+    """Return the tensor that `node` is a view of, of the same shape."""
+    while node.op == "call_method" and node.target in ("view", "reshape"):
+        if str(value(node.args[0]).shape) != str(value(node).shape):
+            break
+        node = node.args[0]
+    return node
+
+
+def _share(graph: fx.Graph, first: fx.Node, again: fx.Node) -> None:
+    """Let what uses the results of `again` use those of `first`, which come before."""
+    places = {user.args[1]: user for user in first.users}
+    for user in list(again.users):
+        user.replace_all_uses_with(places[user.args[1]])
+    erase_unused(graph, [*again.users, again])
+
+
+def _join(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Replace `nodes` by one product, and a split of it."""
+    first: Any = nodes[0]
+    at = FIRST[first.target]
+    operands = [[each for given in of_all for each in given] for of_all in zip(*map(_operands, nodes), strict=True)]
+    sizes = [value(node).shape[-1] for node in nodes]
+    with graph.inserting_before(first):
+        joined = graph.call_function(first.target, (*first.args[:at], *operands, *first.args[at + 3 :]))
+        parts = graph.call_function(torch.split, (joined, sizes, -1))
+        chosen = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(nodes))]
+    for node, part in zip(nodes, chosen, strict=True):
+        part.meta = dict(node.meta)
+        node.replace_all_uses_with(part)
+        graph.erase_node(node)
