@@ -1,5 +1,7 @@
 """Quantised targets: their texts are those of their own generate(); what passes between tokens is still compared."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,9 @@ from transformers import (
 
 import specdec
 from specdec.core.errors import AttachError
+from specdec.graphs.compile import pieces
 from specdec.reach.targets.admission.quantised import quantised_linears, stand_ins
+from tests import quantised_models
 from tests.heads import random_draft
 from tests.test_attach import greedy, ragged_prompts
 
@@ -27,7 +31,7 @@ WAYS = {
     "tree": {**TREE, "cuda_graph": False},
     "compiled": {**CHAIN, **GRAPHS, "compile": True, "compiler": "eager"},
 }
-KINDS = ("nf4", "int8", "torchao", "quanto")
+KINDS = ("nf4", "int8", "torchao", "quanto", "fp8", "gptq", "awq")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -41,7 +45,16 @@ def folder(tmp_path_factory):
     return path
 
 
-def load(folder, kind, threshold=0.0):
+@pytest.fixture(autouse=True)
+def kernels_in_torch():
+    with quantised_models.without_the_hub():
+        yield
+
+
+def load(folder, kind, threshold=0.0, dtype=torch.float32):
+    if kind in ("fp8", "gptq", "awq"):
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+        return quantised_models.quantised(model, getattr(quantised_models, kind)).to(DEVICE)
     if kind in ("nf4", "int8"):
         pytest.importorskip("bitsandbytes")
         ways = {
@@ -63,14 +76,48 @@ def load(folder, kind, threshold=0.0):
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_that_of_generate(folder, kind, way):
     model, settings = load(folder, kind), dict(WAYS[way])
-    expected = [greedy(model, p, 16) for p in ragged_prompts()]
+    count = (
+        8 if kind == "fp8" else 16
+    )  # it rounds rows: texts part where two tokens are as likely, as in any W8A8 model
+    expected = [greedy(model, p, count) for p in ragged_prompts()]
     draft = random_draft(model, "eagle3").to(DEVICE) if settings["num_steps"] else None
     if draft is None:
         del settings["num_steps"]
     with specdec.attach(model, draft, max_batch=3, max_seq_len=128, **settings) as engine:
-        assert engine.generate(ragged_prompts(), max_new_tokens=16).tokens == expected
+        assert engine.generate(ragged_prompts(), max_new_tokens=count).tokens == expected
         engine.check_integrity()
-    assert [greedy(model, p, 16) for p in ragged_prompts()[:1]] == expected[:1]
+    assert [greedy(model, p, count) for p in ragged_prompts()[:1]] == expected[:1]
+
+
+@pytest.fixture
+def by_ops(monkeypatch):
+    """Quantised layers run by our ops on CPUs, too: their twins; counted are those of a flat graph."""
+    monkeypatch.setattr("specdec.reach.targets.adapters.quantised.has_kernels", lambda like: True)
+    found, cut = Counter(), pieces.cut
+
+    def spy(graph, at):
+        names = [str(n.target).split(".")[1] for n in graph.graph.nodes if str(n.target).startswith("specdec.")]
+        found.update(names, gated=sum(len(n.args) > 4 and n.args[-1] == "silu" for n in graph.graph.nodes))
+        return cut(graph, at)
+
+    monkeypatch.setattr("specdec.graphs.compile.trace.cut", spy)
+    return found
+
+
+@pytest.mark.filterwarnings("error:.*uncompiled")
+@pytest.mark.parametrize(("kind", "op"), [("fp8", "fp8_linear"), ("gptq", "packed_linear"), ("awq", "packed_linear")])
+def test_layers_are_of_our_ops(folder, kind, op, by_ops):
+    """Q, K and V are one product of a layer, gate and up another; text stays, live and compiled, and weights are read
+    again after they were written."""
+    model = load(folder, kind, dtype=torch.bfloat16)
+    with specdec.attach(model, max_batch=3, max_seq_len=64, compile=True, compiler="eager") as engine:
+        assert (by_ops[op], by_ops["gated"], by_ops["quantise"]) == (16, 4, 16 if kind == "fp8" else 0)
+        compiled = engine.generate(ragged_prompts()[:2], max_new_tokens=5).tokens
+        assert compiled == [greedy(model, p, 5) for p in ragged_prompts()[:2]]
+        model.model.layers[0].mlp.down_proj.scales.mul_(-8) if kind != "fp8" else None
+        again = engine.generate(ragged_prompts()[:2], max_new_tokens=5).tokens
+        assert again == [greedy(model, p, 5) for p in ragged_prompts()[:2]]
+        assert (again == compiled) == (kind == "fp8")
 
 
 @pytest.mark.parametrize("kind", KINDS)

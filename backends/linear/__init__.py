@@ -5,8 +5,7 @@ verification and prefills of any batch compute the same values. Kernels of ours 
 elsewhere. Weights are arguments, so traces and checks of addresses see them; nothing waits for the host in a capture.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +17,6 @@ from specdec.backends.linear.reference import add_rms_norm_twin, product_twin, r
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 MOST_PARTS = 3  # of a product's columns that have weights of their own, such as Q, K and V
-
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, str | None], torch.Tensor]
-
-
-class Kind(NamedTuple):
-    """The product with weights of one kind: product(x, weight, bias, activation or None), by kernel and by twin."""
-
-    name: str
-    takes: Callable[[torch.Tensor], bool]  # a weight
-    kernel: Product
-    twin: Product
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -83,25 +71,13 @@ def _dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act
     return product.view(*x.shape[:-1], product.shape[1])
 
 
-KINDS = (Kind("dense", lambda weight: weight.is_floating_point(), _dense, product_twin),)
-
-
-def kind_of(weight: torch.Tensor) -> Kind:
-    """Return the kind of `weight`; ValueError where there is none."""
-    kind = next((kind for kind in KINDS if kind.takes(weight)), None)
-    if kind is None:
-        raise ValueError(f"a weight of {weight.dtype}: expected one of {', '.join(k.name for k in KINDS)} weights")
-    return kind
-
-
 def _product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
 ) -> torch.Tensor:
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
-    kind = kind_of(weight)
     has_kernel = has_kernels(x) and weight.dtype == x.dtype and weight.stride(1) == 1
-    return (kind.kernel if has_kernel else kind.twin)(x, weight, bias, activation)
+    return (_dense if has_kernel else product_twin)(x, weight, bias, activation)
 
 
 def _wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

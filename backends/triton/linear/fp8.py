@@ -30,8 +30,8 @@ def _quantise_kernel(x, out, scales, stride, NUM: tl.constexpr, BLOCKS: tl.const
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     at, inside = block[:, None] * 128 + tl.arange(0, 128)[None, :], (block < NUM)[:, None]
     value = tl.load(x + row * stride * 16 + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(value), 1) / LARGEST, LEAST)
-    tl.store(out + row * NUM * 128 + at, (value / scale[:, None]).to(tl.float8e4nv), mask=inside)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), 1), LARGEST), LEAST)
+    tl.store(out + row * NUM * 128 + at, tl.div_rn(value, scale[:, None]).to(tl.float8e4nv), mask=inside)
     tl.store(scales + row * NUM + block, scale, mask=block < NUM)
 
 

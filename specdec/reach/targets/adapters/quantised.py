@@ -16,7 +16,7 @@ from torch import nn
 from specdec.backends.differences import SEED, bound, distance
 from specdec.backends.linear import has_kernels
 from specdec.backends.linear.fp8 import BLOCK, fp8_linear, quantise
-from specdec.backends.linear.packed import pack, packed_linear, takes
+from specdec.backends.linear.packed import MAGIC, pack, packed_linear, takes
 from specdec.reach.targets.adapters.overrides import replaced
 from specdec.reach.targets.admission.quantised import is_kind, is_stand_in, quantised_linears
 
@@ -106,7 +106,9 @@ def _readers(layer: Any, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
         blocks = None if layer.block_size is None else tuple(layer.block_size)
         if is_ours and blocks == (BLOCK, BLOCK) and layer.weight_scale_inv.dtype == torch.float32:
             yield lambda: None
-    elif is_kind(layer, "BaseQuantLinear") and layer.bits == 4 and takes(N, K, K // layer.scales.shape[0]):
+    elif (
+        is_kind(layer, "BaseQuantLinear") and layer.bits == 4 and dtype in MAGIC and takes(N, K, K // len(layer.scales))
+    ):
         if layer.qweight.shape == (K // 8, N):
             yield from (partial(_read_gptq, layer, dtype, missing) for missing in MISSING)
         elif layer.qweight.shape == (K, N // 8):

@@ -63,9 +63,9 @@ def quantised_reasons(model: nn.Module) -> Iterator[str]:
 def pack(model: PreTrainedModel) -> None:
     """Let quantised layers do what they do in their first forward: bitsandbytes packs weights for a CPU then, and must
     not do so within `torch.inference_mode`."""
+    like = model.get_input_embeddings().weight
     for layer in quantised_linears(model):
-        weight = next(layer.parameters())
-        layer(torch.zeros(1, layer.in_features, dtype=model.get_input_embeddings().weight.dtype, device=weight.device))
+        layer(torch.zeros(1, layer.in_features, dtype=like.dtype, device=like.device))
 
 
 @contextmanager

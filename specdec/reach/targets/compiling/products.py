@@ -27,7 +27,7 @@ from specdec.reach.targets.compiling.matching import (
     uncast,
     value,
 )
-from specdec.reach.targets.compiling.quantised import FIRST
+from specdec.reach.targets.compiling.quantised import FIRST, NUM_BEFORE
 
 ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu"}
 GROUPED = torch.ops.specdec.grouped_linear.default
@@ -56,7 +56,7 @@ def take_over_products(graph: fx.GraphModule) -> int:
         gated = _gated(node)
         if gated is not None:
             last, name, parts = gated
-            _replace(graph.graph, node.target, (*node.args, name), last, parts)
+            _replace(graph.graph, node.target, (*node.args[: NUM_BEFORE[node.target]], name), last, parts)
     for node in [n for n in graph.graph.nodes if is_function(n, LORA)]:
         gated = _gated(node)
         if gated is not None:

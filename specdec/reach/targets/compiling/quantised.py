@@ -16,6 +16,7 @@ from specdec.reach.targets.compiling.matching import erase_unused, is_function, 
 QUANTISE, FP8 = torch.ops.specdec.quantise.default, torch.ops.specdec.fp8_linear.default
 PACKED = torch.ops.specdec.packed_linear.default
 FIRST: dict[Any, int] = {FP8: 2, PACKED: 1}  # the place of the weights of an op, which scales and biases follow
+NUM_BEFORE = {FP8: 6, PACKED: 4}  # arguments before the activation
 
 
 def join_quantised(graph: fx.GraphModule) -> None:

@@ -1,0 +1,218 @@
+"""Times quantised models of random weights: `PYTHONPATH=. python bench/quantised.py --out DIR`.
+
+Rows are plain steps and rounds of S=3 with imposed acceptance, through `generate`: ms of a launch without the first
+token, the median of three calls. bf16; FP8 blocks in transformers' own modules, whose kernel from the Hub arithmetic in
+torch stands in for; int4 groups of 128 in modules with gptqmodel's tensors, of which `own` rows run their own forward,
+which is in torch. First, kernels are compared with their twins on a layer's shapes, rows alone with rows together, and
+with `--tiles` each product is timed with several tiles. The last line is one JSON object.
+"""
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from specdec import attach
+from specdec.api import Engine
+from specdec.backends.linear import fp8, packed
+from specdec.backends.triton.launch.ahead import compiling_ahead
+from specdec.backends.triton.linear import fp8 as fp8_kernels
+from specdec.backends.triton.linear import packed as packed_kernels
+from specdec.tools.measure.results import write_results
+from specdec.tools.measure.shapes import acceptance_rates, make_head, make_target
+from tests import quantised_models
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLOORS = {"bf16": 3.54, "fp8": 1.89, "int4": 1.10, "nf4": 1.12}  # ms: bytes of weights over 4.24 TB/s
+DRAFTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "3:1:4": {"num_steps": 3, "synthetic_acceptance": acceptance_rates(3)},
+}
+MAKE = {"fp8": quantised_models.fp8, "int4": quantised_models.gptq}
+PRODUCTS = {"qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate_up": (4096, (14336, 14336))}
+PRODUCTS |= {"down": (14336, (4096,))}
+CYCLED = 200 << 20  # bytes of copies that a product is timed on in turn: more than a cache holds
+
+
+def main() -> None:
+    """Compare, then time engine by engine."""
+    args = arguments()
+    rows: list[dict[str, Any]] = []
+    for row in checks():
+        print(row, flush=True)
+        rows.append(row)
+    for row in products(args.tiles) if DEVICE == "cuda" else ():
+        print(row, flush=True)
+        rows.append(row)
+    with quantised_models.without_the_hub():
+        for form in filter(None, args.forms.split(",")):
+            for row in timed(args, form):
+                print(row, flush=True)
+                rows.append(row)
+    if args.out:
+        write_results(args.out, "quantised", args.shape, {**vars(args), "out": None}, rows)
+    print(json.dumps({"rows": rows}))
+
+
+def timed(args: argparse.Namespace, form: str) -> Iterator[dict[str, Any]]:
+    """Yield a row for every draft and batch of a form, and for plain steps by its modules' own forward."""
+    model = make_target(args.shape, DEVICE)
+    if form in MAKE:
+        quantised_models.quantised(model, MAKE[form])
+    gc.collect()
+    prompts = torch.randint(5, model.config.vocab_size - 5, (32, args.tokens)).tolist()
+    own = "specdec.reach.targets.adapters.quantised.has_kernels"
+    ways = [("ours", draft) for draft in DRAFTS] + [("own", "plain")] * (form == "int4")
+    for how, draft in ways:
+        head = make_head(args.shape, model) if DRAFTS[draft] else None
+        limits = {"max_batch": 32, "max_seq_len": args.tokens + args.new_tokens + 64, "graph_sampling": "greedy"}
+        start = time.perf_counter()
+        with patch(own, lambda like, how=how: how == "ours" and like.is_cuda):
+            engine = attach(model, head, **limits, **DRAFTS[draft])
+        attach_s = time.perf_counter() - start
+        with engine:
+            for batch in (1,) if how == "own" else (1, 8, 32):
+                key = {"what": "quantised", "form": form, "how": how, "draft": draft, "batch": batch}
+                ms, eager = launch_ms(engine, prompts[:batch], args.new_tokens)
+                yield {**key, "ms": ms, "floor_ms": FLOORS[form], "eager": eager, "attach_s": round(attach_s, 1)}
+        del engine
+        gc.collect()
+
+
+def launch_ms(engine: Engine, prompts: list[list[int]], new_tokens: int) -> tuple[float, int]:
+    """Return the ms of a launch, of the request that takes the most, and how many paths ran without a graph."""
+
+    def call(count: int) -> tuple[float, int]:
+        start = time.perf_counter()
+        out = engine.generate(prompts, max_new_tokens=count, ignore_eos=True, do_sample=False)
+        return 1e3 * (time.perf_counter() - start), max(r.acceptance.num_rounds for r in out.requests)
+
+    call(new_tokens)
+    first = median(call(1)[0] for _ in range(3))
+    ms = median((ms - first) / rounds for ms, rounds in (call(new_tokens) for _ in range(3)))
+    return round(ms, 4), sum(path["eager"] for path in engine.report().paths.values())
+
+
+def weights(form: str, K: int, sizes: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return random weights of a product, and their scales."""
+    if form == "fp8":
+        made = [torch.randn(N, K, device=DEVICE).to(torch.float8_e4m3fn) for N in sizes]
+        return made, [torch.rand(-(-N // 128), K // 128, device=DEVICE) * 0.01 for N in sizes]
+    words = [torch.randint(-(2**31), 2**31, (K // 128, N, 16), device=DEVICE).int() for N in sizes]
+    scales = [torch.rand(N, K // 128, device=DEVICE).bfloat16() * 0.01 for N in sizes]
+    return words, [packed.pack(torch.zeros(N, K, device=DEVICE), s)[1] for N, s in zip(sizes, scales, strict=True)]
+
+
+def product(form: str, x: torch.Tensor, made: Any, activation: str) -> Any:
+    """Return a call of the kernel, with rows quantised before it."""
+    if form == "fp8":
+        quantised, scales = fp8_kernels.quantise(x)
+        return lambda: fp8_kernels.fp8_linear(quantised, scales, *made, [], torch.bfloat16, activation)
+    return lambda: packed_kernels.packed_linear(x, *made, [], activation)
+
+
+def checks() -> Iterator[dict[str, Any]]:
+    """Yield how far kernels are from their twins, in shares of the norm, and whether rows alone have equal bits."""
+    for form in MAKE:
+        for name, (K, sizes) in PRODUCTS.items():
+            activation = "silu" if name == "gate_up" else ""
+            made = weights(form, K, sizes)
+            x = torch.randn(300, K, device=DEVICE).bfloat16()
+            if form == "fp8":
+                rows = fp8.quantise_twin(x)
+                same = all(map(torch.equal, fp8.quantise(x), rows))
+                yield {"what": "check", "form": form, "product": f"rows of {name}", "off": 0.0, "same_bits": same}
+                theirs = fp8.fp8_linear_twin(*rows, *made, [], x.dtype, activation).float()
+            else:
+                theirs = packed.packed_linear_twin(x, *made, [], activation).float()
+            results = {n: product(form, x[:n], made, activation)() for n in (1, 4, 16, 32, 50, 64, 128, 300)}
+            off = max(float((ours.float() - theirs[:n]).norm() / theirs[:n].norm()) for n, ours in results.items())
+            same = all(ours.equal(results[300][:n]) for n, ours in results.items())
+            yield {"what": "check", "form": form, "product": name, "off": round(off, 6), "same_bits": same}
+
+
+def products(has_tiles: bool) -> Iterator[dict[str, Any]]:
+    """Yield the microseconds of every product, and its TB/s; with several tiles, or with that which is chosen."""
+    for form, module in (("fp8", fp8_kernels), ("int4", packed_kernels)):
+        for name, (K, sizes) in PRODUCTS.items():
+            activation = "silu" if name == "gate_up" else ""
+            one = weights(form, K, sizes)
+            size = sum(t.numel() * t.element_size() for t in (*one[0], *one[1]))
+            copies = [weights(form, K, sizes) for _ in range(max(2, CYCLED // size))]
+            tried = []
+            for num_rows in (1, 32, 64, 128):
+                x = torch.randn(num_rows, K, device=DEVICE).bfloat16()
+                chosen = module.choose_tile(num_rows, bool(activation), 219 << 10)
+                others = candidates(module, num_rows, bool(activation)) if has_tiles and num_rows < 128 else []
+                for tile in dict.fromkeys([chosen, *others]):
+                    tried.append(
+                        (num_rows, tile, tile == chosen, [product(form, x, made, activation) for made in copies])
+                    )
+            with compiling_ahead(copies[0][0][0].device):
+                for _, tile, _, calls in tried:
+                    with_tile(module, tile, calls[:1])
+            for num_rows, tile, is_chosen, calls in tried:
+                us = microseconds(module, tile, calls)
+                row = {"what": "product", "form": form, "product": name, "rows": num_rows, "tile": str(tuple(tile))}
+                yield {**row, "us": us, "tb_s": us and round(size / us / 1e6, 2), "is_chosen": is_chosen}
+
+
+def with_tile(module: Any, tile: Any, calls: list[Any]) -> None:
+    """Run `calls` with a tile, as far as it fits."""
+    with patch.object(module, "choose_tile", lambda *_: tile), suppress(Exception):
+        for call in calls:
+            call()
+
+
+def candidates(module: Any, num_rows: int, is_gated: bool) -> list[Any]:
+    """Return tiles to try beside the one that is chosen."""
+    m = max(16, num_rows)
+    shapes = [(m, 32, True, 4), (m, 32, True, 8), (m, 64, False, 4)]
+    return [module.Tile(*shape, stages) for shape in shapes for stages in ((3, 4) if is_gated else (5, 7))]
+
+
+def microseconds(module: Any, tile: Any, calls: list[Any]) -> float | None:
+    """Return the time of a call in a graph of all of them; None where a tile does not fit."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with patch.object(module, "choose_tile", lambda *_: tile):
+            calls[0]()
+            with torch.cuda.graph(graph):
+                for call in calls:
+                    call()
+    except Exception as error:
+        print(f"  {type(error).__name__}: {str(error)[:100]}", flush=True)
+        return None
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return round(median(times), 2)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="8b", help="as `specdec bench latency` has it")
+    parser.add_argument("--forms", default="bf16,fp8,int4")
+    parser.add_argument("--tokens", type=int, default=128, help="of prompts")
+    parser.add_argument("--new-tokens", type=int, default=65)
+    parser.add_argument("--tiles", action="store_true", help="time products with several tiles, too")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
