@@ -185,7 +185,7 @@ def test_bits_of_a_row_depend_on_no_other_row(dtype):
 @pytest.mark.parametrize("num_rows", [1, 700, 3000])
 def test_rows_are_put_in_the_order_of_experts(num_rows):
     ids = torch.randint(0, E + 3, (num_rows,), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(num_rows))
-    order, starts = kernels._route(ids, E)
+    order, starts = kernels.route(ids, E)
     ours = ids.clamp(max=E)
     assert torch.equal(order.long(), ours.argsort(stable=True))
     assert torch.equal(starts.long(), torch.searchsorted(ours.sort().values, torch.arange(E + 1, device=DEVICE)))
@@ -194,7 +194,7 @@ def test_rows_are_put_in_the_order_of_experts(num_rows):
 @triton.jit
 def _blocks_kernel(starts, out, num_rows, E: tl.constexpr, BLOCK_E: tl.constexpr):
     block = tl.program_id(0)
-    expert, begin, end = kernels._routed_block(starts, block, num_rows, E, BLOCK_E, 16)
+    expert, begin, end = kernels.routed_block(starts, block, num_rows, E, BLOCK_E, 16)
     tl.store(out + block * 3, expert)
     tl.store(out + block * 3 + 1, begin)
     tl.store(out + block * 3 + 2, end)
@@ -203,7 +203,7 @@ def _blocks_kernel(starts, out, num_rows, E: tl.constexpr, BLOCK_E: tl.constexpr
 def test_blocks_hold_rows_of_one_expert():
     """A row in two blocks would be written by both, in any order."""
     ids = torch.tensor([0] * 5 + [2] * 40 + [3] * 16 + [E] * 3, device=DEVICE)
-    _, starts = kernels._route(ids, E)
+    _, starts = kernels.route(ids, E)
     blocks = torch.empty(10, 3, dtype=torch.int32, device=DEVICE)
     _blocks_kernel[(10,)](starts, blocks, ids.numel(), E=E, BLOCK_E=8)
     held = [(0, 0, 5), (2, 5, 21), (2, 21, 37), (2, 37, 45), (3, 45, 61), (E, 61, 64)]

@@ -43,7 +43,7 @@ def _route_kernel(ids, order, starts, num_rows, E: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _routed_block(starts, block, num_rows, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+def routed_block(starts, block, num_rows, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
     """The expert of a block of rows, and where those begin and end in the order; they end at 0 past the last block."""
     experts = tl.arange(0, BLOCK_E)
     begin = tl.load(starts + experts, mask=experts <= E, other=num_rows)
@@ -54,6 +54,20 @@ def _routed_block(starts, block, num_rows, E: tl.constexpr, BLOCK_E: tl.constexp
     is_it = experts == expert
     first = tl.sum(tl.where(is_it, begin + (block - upto + num_blocks) * BLOCK_M, 0))
     return expert, first, tl.minimum(first + BLOCK_M, tl.sum(tl.where(is_it, end, 0)))
+
+
+@triton.jit
+def scanned(ids, program, num_rows, by_row, E: tl.constexpr, BLOCK_IDS: tl.constexpr):
+    """The expert of a program that finds its rows by itself, which ids are of it, their places in it, and their number;
+    by_row: of the program's row, whose expert has none before. See `_grouped_linear_kernel`."""
+    i = tl.arange(0, BLOCK_IDS)
+    found = tl.minimum(tl.load(ids + i, mask=i < num_rows, other=E).to(tl.int32), E)
+    chosen = tl.load(ids + tl.minimum(program, num_rows - 1)).to(tl.int32)
+    expert = tl.where(by_row == 1, tl.minimum(chosen, E), program)
+    is_own = (found == expert) & (i < num_rows)
+    rank = tl.cumsum(is_own.to(tl.int32), 0) - 1
+    num_before = tl.sum((is_own & (i < program)).to(tl.int32)) * by_row
+    return expert, is_own, rank, tl.where(num_before == 0, tl.sum(is_own.to(tl.int32)), 0)
 
 
 @triton.jit(
@@ -98,16 +112,10 @@ def _grouped_linear_kernel(
     program = tl.program_id(1)
     i = tl.arange(0, BLOCK_IDS)
     if ROUTED:
-        expert, begin, end = _routed_block(starts, program, num_rows, E, BLOCK_IDS, BLOCK_M)
+        expert, begin, end = routed_block(starts, program, num_rows, E, BLOCK_IDS, BLOCK_M)
     else:
-        found = tl.minimum(tl.load(ids + i, mask=i < num_rows, other=E).to(tl.int32), E)
-        chosen = tl.load(ids + tl.minimum(program, num_rows - 1)).to(tl.int32)
-        expert = tl.where(by_row == 1, tl.minimum(chosen, E), program)
-        is_own = (found == expert) & (i < num_rows)
-        rank = tl.cumsum(is_own.to(tl.int32), 0) - 1
-        num_before = tl.sum((is_own & (i < program)).to(tl.int32)) * by_row
+        expert, is_own, rank, end = scanned(ids, program, num_rows, by_row, E, BLOCK_IDS)
         begin = 0
-        end = tl.where(num_before == 0, tl.sum(is_own.to(tl.int32)), 0)
     num_features = tl.where(expert < E, K, 0)
     matrix = weight + expert.to(tl.int64) * stride_e
     for first in range(begin, end, BLOCK_M):
@@ -195,7 +203,7 @@ def grouped_linear(
         return out
     tile = tiling(num_rows, num_experts, x.element_size(), shared_memory(x.device))
     is_routed = not is_scanned(num_rows, num_experts)
-    order, starts = _route(ids, num_experts) if is_routed else (ids, ids)
+    order, starts = route(ids, num_experts) if is_routed else (ids, ids)
     block_ids = triton.next_power_of_2(num_experts + 1) if is_routed else 64 if num_rows <= 64 else SCANNED
     num_groups = num_rows // tile.m + min(num_experts + 1, num_rows) if is_routed else min(num_experts + 1, num_rows)
     _grouped_linear_kernel[(triton.cdiv(num_columns, tile.n), num_groups)](
@@ -229,7 +237,7 @@ def grouped_linear(
     return out
 
 
-def _route(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def route(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows [num_rows] in the order of experts, and where each expert's begin [E + 1], both int32."""
     order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)

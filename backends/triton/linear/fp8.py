@@ -44,7 +44,7 @@ def _block(x, scales, i, is_inside, block, num_blocks, SHARED: tl.constexpr):
 
 
 @triton.jit
-def _added(total, w, scale, rows, row_scale, UPCAST: tl.constexpr):
+def scaled_product(total, w, scale, rows, row_scale, UPCAST: tl.constexpr):
     """Return `total` and the product of a block of features, scaled."""
     fence_copies(w.shape[0])
     return total + dot(w, rows.T, tl.zeros_like(total), UPCAST) * (scale[:, None] * row_scale[None, :])
@@ -101,18 +101,18 @@ def _fp8_kernel(
             has_n, has_m = has_n & (of_n < num_blocks), has_m & (of_m < num_blocks)
         rows, row_scale = _block(x, row_scales, m, has_m, of_m, num_blocks, 1)
         w, scale = _block(weight, scales, n, has_n, of_n, num_blocks, 128)
-        total = _added(total, w, scale, rows, row_scale, UPCAST)
+        total = scaled_product(total, w, scale, rows, row_scale, UPCAST)
         if ACTIVATION != "":
             w, scale = _block(w1, s1, n, has_n, of_n, num_blocks, 128)
-            up = _added(up, w, scale, rows, row_scale, UPCAST)
+            up = scaled_product(up, w, scale, rows, row_scale, UPCAST)
         if not PAIRED:
             has_n, has_m = is_column & (k + 1 < num_blocks), is_row & (k + 1 < num_blocks)
             rows, row_scale = _block(x, row_scales, m, has_m, k + 1, num_blocks, 1)
             w, scale = _block(weight, scales, n, has_n, k + 1, num_blocks, 128)
-            other = _added(other, w, scale, rows, row_scale, UPCAST)
+            other = scaled_product(other, w, scale, rows, row_scale, UPCAST)
             if ACTIVATION != "":
                 w, scale = _block(w1, s1, n, has_n, k + 1, num_blocks, 128)
-                other_up = _added(other_up, w, scale, rows, row_scale, UPCAST)
+                other_up = scaled_product(other_up, w, scale, rows, row_scale, UPCAST)
     n, m = number * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     product = finished(both(total, other, PAIRED, BLOCK_M, BLOCK_N), bias, n, size, HAS_BIAS, DTYPE)
     if ACTIVATION != "":

@@ -28,9 +28,30 @@ def _assembly(kind: str, magic: int, one: int) -> str:
     return f"{{ .reg .b32 v<8>, scale<4>, offset<4>, one, none; {'; '.join(steps)}; }}"
 
 
+def _assembly_of_mxfp4() -> str:
+    """Return what makes eight pairs of bf16 weights of two words of e2m1 and two words of exponents, of a quarter each.
+
+    Sign, exponent and mantissa go where bf16 has them, which is 2^-126 of the value, exactly, subnormal ones included.
+    """
+    steps = ["prmt.b32 lo, $8, $9, 0x5410", "prmt.b32 hi, $8, $9, 0x7632", "mov.b32 none, 0x80008000"]
+    for i in range(4):
+        steps.append(f"prmt.b32 scale{i}, $10, $11, 0x{4 + i}{4 + i}{i}{i}")
+        steps += [f"and.b32 scale{i}, scale{i}, 0x00FF00FF", f"shl.b32 scale{i}, scale{i}, 7"]
+    for j in range(8):
+        half, at = "lo" if j < 4 else "hi", j % 4 * 4
+        steps.append(f"shl.b32 sign, {half}, {12 - at}")
+        steps.append(f"shl.b32 v, {half}, {6 - at}" if at < 6 else f"shr.u32 v, {half}, {at - 6}")
+        steps += ["and.b32 v, v, 0x01C001C0", "lop3.b32 v, sign, 0x80008000, v, 0xEA"]
+        steps.append(f"fma.rn.bf16x2 ${j}, v, scale{j // 2}, none")
+    return f"{{ .reg .b32 lo, hi, sign, v, scale<4>, none; {'; '.join(steps)}; }}"
+
+
 OPERANDS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r" + 10 * ",r")
 INT4_BF16, INT4_FP16 = tl.constexpr(_assembly("bf16", 0x4300, 0x3F80)), tl.constexpr(_assembly("f16", 0x6400, 0x3C00))
 BF16, FP16 = tl.constexpr((tl.bfloat16,) * 8), tl.constexpr((tl.float16,) * 8)
+
+
+MXFP4, OPERANDS_OF_MXFP4 = tl.constexpr(_assembly_of_mxfp4()), tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
 
 
 @triton.jit
@@ -57,6 +78,37 @@ def unpacked(words, s0, s1, s2, s3, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
         dtypes: tl.constexpr = BF16 if IS_BF16 else FP16
         args = [words, s0, s1, s2, s3]
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(assembly, OPERANDS, args, dtypes, True, 2)
+    return _in_order(a, b, c, d, e, f, g, h, N)
+
+
+@triton.jit
+def _in_order(a, b, c, d, e, f, g, h, N: tl.constexpr):
+    """Return eight tensors [N, 16] one after another, [N, 128]; every thread keeps what it has."""
     even = tl.join(tl.join(a, e), tl.join(c, g))
     odd = tl.join(tl.join(b, f), tl.join(d, h))
     return tl.join(even, odd).permute(0, 2, 3, 4, 1).reshape([N, 128])
+
+
+@triton.jit
+def _e2m1(words, exponents, J: tl.constexpr):
+    """Return weights of nibble J of each word, as the assembly does."""
+    size = words >> (4 * J) & 7
+    quarters = tl.where(size < 2, size * 2, (size & 1 | 2) << (size >> 1)).to(tl.float32)
+    signed = tl.where(words >> (4 * J) & 8 != 0, -quarters, quarters)
+    field = exponents >> (J // 2 * 8) & 255  # 2^-126 of the value, times 2^(field - 127)
+    return (signed * 2.0**-128 * (field << 23).to(tl.float32, bitcast=True)).to(tl.bfloat16)
+
+
+@triton.jit
+def unpacked_mxfp4(words, exponents, UPCAST: tl.constexpr):
+    """Return bf16 weights [N, 128] of words [N, 16] of e2m1, and four exponents [N, 1] in a word, all int32."""
+    N: tl.constexpr = words.shape[0]
+    if UPCAST:
+        a, b = _e2m1(words, exponents, 0), _e2m1(words, exponents, 1)
+        c, d = _e2m1(words, exponents, 2), _e2m1(words, exponents, 3)
+        e, f = _e2m1(words, exponents, 4), _e2m1(words, exponents, 5)
+        g, h = _e2m1(words, exponents, 6), _e2m1(words, exponents, 7)
+    else:
+        args = [words, exponents]
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(MXFP4, OPERANDS_OF_MXFP4, args, BF16, True, 2)
+    return _in_order(a, b, c, d, e, f, g, h, N)

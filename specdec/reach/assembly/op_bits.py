@@ -15,7 +15,18 @@ Rows = torch.Tensor  # [T, ...], a row a token
 
 SHORT = 256  # tokens of forwards that are recorded: all that their ops got and gave is kept
 MOST = 3  # forwards that are recorded for one
-PRODUCTS = ("mm", "addmm", "bmm", "linear", "gated_linear", "gate", "wide_linear")
+PRODUCTS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "linear",
+    "gated_linear",
+    "gate",
+    "wide_linear",
+    "packed_linear",
+    "quantise",
+    "fp8_linear",
+)
 KINDS = {
     "attention": ("attn",),
     "adapters": ("lora",),

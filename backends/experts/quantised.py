@@ -1,0 +1,150 @@
+"""`specdec::grouped_mxfp4` and `specdec::grouped_fp8`: products of tokens with quantised experts, see `grouped_linear`.
+
+A row's bits depend on that row alone. On CUDA kernels run them without waiting for the host.
+"""
+
+import torch
+
+from specdec.backends.experts import grouped_linear_twin, has_triton
+from specdec.backends.gates import gate_twin
+from specdec.backends.library import define_op
+from specdec.backends.linear.fp8 import dequantised
+
+BLOCK, NUM_WORDS, GROUP = 128, 16, 32  # features of a block, the words that hold them, and features of an exponent
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1; the fourth bit is the sign (OCP Microscaling, table 5)
+OFFSET, LARGEST = 126, 128  # what is added to exponents, and the largest that our kernel can have
+
+
+def grouped_mxfp4(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    words: torch.Tensor,
+    exponents: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str = "",
+) -> torch.Tensor:
+    """Return [T*k, N] of bf16 x [T, K] or [T*k, K]: see `experts.grouped_linear` for x and expert_ids [T, k].
+
+    words [E, B, N, 16], exponents [E, B, N] int32: from `pack_mxfp4`. bias: [E, N] float32. activation: "", or
+    "swigluoai" for [T*k, N / 2]. Sums, bias and gate are in fp32 and rounded once, as the Hub's kernel does.
+    """
+    return torch.ops.specdec.grouped_mxfp4.default(x, expert_ids, words, exponents, bias, activation)
+
+
+def grouped_fp8(
+    x: torch.Tensor,
+    row_scales: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    activation: str = "",
+) -> torch.Tensor:
+    """Return [T*k, N] of `dtype`, of x and row_scales from `linear.fp8.quantise`, by weight [E, N, K] FP8 and scales
+    [E, N / 128, K / 128] float32, rounded up; K a multiple of 128. activation: "", or "silu" for [T*k, N / 2]."""
+    return torch.ops.specdec.grouped_fp8.default(x, row_scales, expert_ids, weight, scales, dtype, activation)
+
+
+def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the layout of one expert, words [B, N, 16] and exponents [B, N], both int32; B = K / 128, rounded up.
+
+    blocks: [N, K / 2] uint8, the lower half of a byte first; scales: [N, K / 32] uint8, biased by 127, LARGEST at most.
+    Words are those of `linear.packed.pack`; an exponent of 32 features is a byte of a word.
+    """
+    N, rest = blocks.shape[0], -blocks.shape[1] * 2 % BLOCK
+    nibbles = torch.stack([blocks & 15, blocks >> 4], -1).flatten(1)
+    nibbles = torch.nn.functional.pad(nibbles, (0, rest)).to(torch.int32).view(N, -1, 8, NUM_WORDS)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=blocks.device).view(1, 1, 8, 1)
+    words = (nibbles << shifts).sum(2, dtype=torch.int32).transpose(0, 1).contiguous()
+    fields = torch.nn.functional.pad(scales.to(torch.int32) + OFFSET, (0, rest // GROUP)).view(N, -1, 4)
+    return words, (fields << shifts[0, 0, ::2, 0]).sum(2, dtype=torch.int32).T.contiguous()
+
+
+def unpack_mxfp4(words: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Return the weights [N, 128 * B] fp32 of one expert of `pack_mxfp4`."""
+    num_blocks, N, _ = words.shape
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).view(1, 1, 8, 1)
+    nibbles = (words.unsqueeze(2) >> shifts & 15).transpose(0, 1).reshape(N, num_blocks * BLOCK)
+    table = torch.tensor([*VALUES, *(-v for v in VALUES)], device=words.device)
+    fields = (exponents.T.unsqueeze(-1) >> shifts[0, 0, ::2, 0] & 255).reshape(N, -1)
+    return table[nibbles] * torch.exp2(fields - OFFSET - 127.0).repeat_interleave(GROUP, 1)
+
+
+def grouped_mxfp4_twin(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    words: torch.Tensor,
+    exponents: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str = "",
+) -> torch.Tensor:
+    """See `grouped_mxfp4`."""
+    weight = torch.stack([unpack_mxfp4(*of_one) for of_one in zip(words, exponents, strict=True)])[..., : x.shape[1]]
+    return grouped_linear_twin(x.float(), expert_ids, weight, bias, False, activation).to(x.dtype)
+
+
+def grouped_fp8_twin(
+    x: torch.Tensor,
+    row_scales: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    activation: str = "",
+) -> torch.Tensor:
+    """See `grouped_fp8`."""
+    rows = x.float() * row_scales.repeat_interleave(BLOCK, -1)
+    experts = torch.stack([dequantised(*of_one) for of_one in zip(weight, scales, strict=True)])
+    product = grouped_linear_twin(rows, expert_ids, experts).to(dtype)
+    return gate_twin(product, activation) if activation else product
+
+
+def _mxfp4_on_cuda(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    words: torch.Tensor,
+    exponents: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str = "",
+) -> torch.Tensor:
+    if x.dtype != torch.bfloat16 or not has_triton():
+        return grouped_mxfp4_twin(x, expert_ids, words, exponents, bias, activation)
+    from specdec.backends.triton.experts.quantised import grouped
+
+    return grouped(x, None, expert_ids, words, exponents, bias, x.dtype, activation)
+
+
+def _fp8_on_cuda(
+    x: torch.Tensor,
+    row_scales: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    activation: str = "",
+) -> torch.Tensor:
+    if not has_triton():
+        return grouped_fp8_twin(x, row_scales, expert_ids, weight, scales, dtype, activation)
+    from specdec.backends.triton.experts.quantised import grouped
+
+    return grouped(x, row_scales, expert_ids, weight, scales, None, dtype, activation)
+
+
+define_op(
+    "grouped_mxfp4(Tensor x, Tensor expert_ids, Tensor words, Tensor exponents, Tensor? bias=None, "
+    "str activation='') -> Tensor",
+    grouped_mxfp4_twin,
+    lambda x, expert_ids, words, exponents, bias=None, activation="": x.new_empty(
+        expert_ids.numel(), words.shape[2] // (2 if activation else 1)
+    ),
+    _mxfp4_on_cuda,
+)
+define_op(
+    "grouped_fp8(Tensor x, Tensor row_scales, Tensor expert_ids, Tensor weight, Tensor scales, ScalarType dtype, "
+    "str activation='') -> Tensor",
+    grouped_fp8_twin,
+    lambda x, row_scales, expert_ids, weight, scales, dtype, activation="": x.new_empty(
+        expert_ids.numel(), weight.shape[1] // (2 if activation else 1), dtype=dtype
+    ),
+    _fp8_on_cuda,
+)

@@ -1,0 +1,245 @@
+"""Products of tokens with experts in MXFP4 or in FP8 blocks, whose rows programs find as `products` does.
+
+Twins: `specdec.backends.experts.quantised`. Weights are unpacked, or scaled, and summed as those of `triton.linear`:
+two accumulators, of even and of odd blocks of 128 features.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.backends.triton.experts.products import SCANNED, is_scanned, route, routed_block, scanned
+from specdec.backends.triton.launch.fences import fence_copies
+from specdec.backends.triton.launch.relaunch import INTERPRETED
+from specdec.backends.triton.linear.fp8 import scaled_product
+from specdec.backends.triton.linear.gates import gated
+from specdec.backends.triton.linear.parts import both
+from specdec.backends.triton.linear.products import dot
+from specdec.backends.triton.linear.unpack import unpacked_mxfp4
+
+
+@triton.jit
+def _added(
+    total,
+    rows,
+    row_scales,
+    has_row,
+    weight,
+    scales,
+    has_n,
+    of_row,
+    of_n,
+    K,
+    stride,
+    FP8: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Return `total` and the product of a block of features, or of one each, `of_n` and `of_row`.
+
+    rows, row_scales, weight, scales: pointers to the first block of each. stride: of blocks of MXFP4.
+    """
+    features = tl.arange(0, 128)[None, :]
+    inside = has_row[:, None] & ((of_row * 128)[:, None] + features < K)
+    x = tl.load((rows + of_row * 128)[:, None] + features, mask=inside, other=0.0)
+    if FP8:
+        w = tl.load((weight + of_n * 128)[:, None] + features, mask=has_n[:, None], other=0.0)
+        scale, row_scale = tl.load(scales + of_n, mask=has_n), tl.load(row_scales + of_row, mask=has_row)
+        total = scaled_product(total, w, scale, x, row_scale, UPCAST)
+    else:
+        words = weight + of_n * stride * 16
+        packed = tl.load(words[:, None] + tl.arange(0, 16)[None, :], mask=has_n[:, None], other=0)
+        exponents = tl.load((scales + of_n * stride)[:, None], mask=has_n[:, None], other=0)
+        fence_copies(packed.shape[0])
+        total = dot(unpacked_mxfp4(packed, exponents, UPCAST), x.T, total, UPCAST)
+    return total
+
+
+@triton.jit
+def _line(order, is_own, rank, m, end, ROUTED: tl.constexpr, BLOCK_IDS: tl.constexpr):
+    """Return the ids' places of rows m of an expert."""
+    if ROUTED:
+        line = tl.load(order + m, mask=m < end, other=0)
+    else:
+        is_it = is_own[None, :] & (rank[None, :] == m[:, None])
+        line = tl.sum(tl.where(is_it, tl.arange(0, BLOCK_IDS)[None, :], 0), 1)
+    return line
+
+
+@triton.jit
+def _gated(product, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return activation(gate) * up of columns that take turns; "swigluoai" in fp32, and rounded once."""
+    gate, up = tl.split(product.reshape([BLOCK_N // 2, 2, BLOCK_M]).permute(0, 2, 1))
+    if ACTIVATION == "swigluoai":
+        gate = tl.where(gate > 7, 7.0, gate)
+        up = tl.where(up > 7, 7.0, tl.where(up < -7, -7.0, up))
+        result = (gate / (1 + tl.exp(-1.702 * gate)) * (up + 1)).to(DTYPE)
+    else:
+        result = gated(gate.to(DTYPE), up.to(DTYPE), ACTIVATION)
+    return result
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "copies", "by_row"],
+    do_not_specialize_on_alignment=["ids", "order", "starts"],
+)
+def _quantised_experts_kernel(
+    x,
+    row_scales,
+    ids,
+    weight,
+    scales,
+    bias,
+    out,
+    order,
+    starts,
+    num_rows,
+    copies,
+    by_row,
+    N,
+    K,
+    num_blocks,
+    E: tl.constexpr,
+    FP8: tl.constexpr,
+    ROUTED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PAIRED: tl.constexpr,
+    IS_ODD: tl.constexpr,
+    BLOCK_IDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """BLOCK_N columns of the products with one expert; see `products._grouped_linear_kernel` and `parts`."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    HALVES: tl.constexpr = 2 if PAIRED else 1
+    HALVED: tl.constexpr = ACTIVATION != "" and ACTIVATION != "swigluoai"
+    i, j = tl.arange(0, HALVES * BLOCK_N), tl.arange(0, HALVES * BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + i % BLOCK_N
+    is_column = n < N
+    if HALVED:  # gate's columns come first in the weight, and take turns with up's in a tile
+        n = n // 2 + n % 2 * (N // 2)
+    program = tl.program_id(1)
+    if ROUTED:
+        expert, begin, end = routed_block(starts, program, num_rows, E, BLOCK_IDS, BLOCK_M)
+        is_own, rank = expert, expert
+    else:
+        expert, is_own, rank, end = scanned(ids, program, num_rows, by_row, E, BLOCK_IDS)
+        begin = 0
+    own = expert.to(tl.int64)
+    if FP8:
+        weights = weight + own * N * K + n * K
+        of_weights = scales + own * ((N + 127) // 128) * num_blocks + n // 128 * num_blocks
+    else:
+        weights, of_weights = weight + own * num_blocks * N * 16 + n * 16, scales + own * num_blocks * N + n
+    to_sum = tl.where(expert < E, num_blocks, 0)
+    for first in range(begin, end, BLOCK_M):
+        m = first + j % BLOCK_M
+        is_row = m < end
+        row = (_line(order, is_own, rank, m, end, ROUTED, BLOCK_IDS) // copies).to(tl.int64)
+        rows, of_rows = x + row * K, row_scales + row * num_blocks
+        total = tl.zeros([HALVES * BLOCK_N, HALVES * BLOCK_M], tl.float32)
+        other = total
+        for k in tl.range(0, to_sum, 2, num_stages=NUM_STAGES):
+            of_n, of_m = k + i // BLOCK_N, k + j // BLOCK_M
+            has_n, has_m = is_column, is_row
+            if PAIRED and IS_ODD:
+                has_n, has_m = has_n & (of_n < num_blocks), has_m & (of_m < num_blocks)
+            total = _added(total, rows, of_rows, has_m, weights, of_weights, has_n, of_m, of_n, K, N, FP8, UPCAST)
+            if not PAIRED:
+                has_n, has_m = is_column & (k + 1 < num_blocks), is_row & (k + 1 < num_blocks)
+                other = _added(
+                    other, rows, of_rows, has_m, weights, of_weights, has_n, of_m + 1, of_n + 1, K, N, FP8, UPCAST
+                )
+        product = both(total, other, PAIRED, BLOCK_M, BLOCK_N)
+        column, place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), first + tl.arange(0, BLOCK_M)
+        if HAS_BIAS:
+            inside = (column < N) & (expert < E)
+            product += tl.load(bias + own * N + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+        line = _line(order, is_own, rank, place, end, ROUTED, BLOCK_IDS).to(tl.int64)
+        if ACTIVATION == "":
+            at = out + line[None, :] * N + column[:, None]
+            tl.store(at, product.to(DTYPE), mask=(place < end)[None, :] & (column < N)[:, None])
+        else:
+            half = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+            at = out + line[None, :] * (N // 2) + half[:, None]
+            result = _gated(product, ACTIVATION, DTYPE, BLOCK_M, BLOCK_N)
+            tl.store(at, result, mask=(place < end)[None, :] & (half < N // 2)[:, None])
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a tile, whether it has both sums, its warps, and tiles that it loads ahead."""
+
+    m: int
+    n: int
+    is_paired: bool
+    num_warps: int
+    num_stages: int
+
+
+FEW, MORE, MANY = Tile(16, 32, True, 4, 5), Tile(32, 32, True, 4, 4), Tile(64, 64, False, 4, 2)
+
+
+def choose_tile(num_rows: int, num_experts: int) -> Tile:
+    """Return the tile for `num_rows` rows of all experts together."""
+    if is_scanned(num_rows, num_experts):
+        return FEW
+    return MORE if num_rows < 32 * num_experts else MANY
+
+
+def grouped(
+    x: torch.Tensor,
+    row_scales: torch.Tensor | None,
+    expert_ids: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    activation: str,
+) -> torch.Tensor:
+    """See `specdec.backends.experts.quantised`: of FP8 where there are row_scales, else of MXFP4."""
+    x, ids, is_fp8 = x.contiguous(), expert_ids.contiguous(), row_scales is not None
+    num_experts, num_rows, K = weight.shape[0], ids.numel(), x.shape[1]
+    N, num_blocks = weight.shape[1 if is_fp8 else 2], triton.cdiv(K, 128)
+    out = torch.empty(num_rows, N // (2 if activation else 1), dtype=dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    tile, is_routed = choose_tile(num_rows, num_experts), not is_scanned(num_rows, num_experts)
+    order, starts = route(ids, num_experts) if is_routed else (ids, ids)
+    block_ids = triton.next_power_of_2(num_experts + 1) if is_routed else 64 if num_rows <= 64 else SCANNED
+    num_groups = num_rows // tile.m + min(num_experts + 1, num_rows) if is_routed else min(num_experts + 1, num_rows)
+    _quantised_experts_kernel[(triton.cdiv(N, tile.n), num_groups)](
+        x,
+        out if row_scales is None else row_scales,
+        ids,
+        weight,
+        scales,
+        out if bias is None else bias,
+        out,
+        order,
+        starts,
+        num_rows,
+        num_rows // x.shape[0],
+        int(num_rows <= num_experts),
+        N,
+        K,
+        num_blocks,
+        E=num_experts,
+        FP8=is_fp8,
+        ROUTED=is_routed,
+        ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+        UPCAST=INTERPRETED,
+        PAIRED=tile.is_paired,
+        IS_ODD=num_blocks % 2 == 1,
+        BLOCK_IDS=block_ids,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
