@@ -172,7 +172,7 @@ def adapters_of_tokens(by_row: torch.Tensor, metadata: AttentionMetadata) -> tor
     own = by_row[metadata.rows]
     if metadata.mode is ForwardMode.EXTEND:
         return torch.nn.functional.pad(own, (0, 1))[metadata.owners()]
-    return own.unsqueeze(1).expand(-1, metadata.q_len).reshape(-1)
+    return own.unsqueeze(1).repeat(1, metadata.q_len).view(-1)  # dense, as kernels read it
 
 
 @contextmanager

@@ -166,7 +166,7 @@ def lora(
     adapters: torch.Tensor,
 ) -> torch.Tensor:
     """See `specdec.backends.linear.lora.lora`: rows x [T, K] and y [T, N], their adapters [T] int64; [T, N]."""
-    assert len(a) <= MOST_PARTS and x.stride(1) == y.stride(1) == 1, "rows are dense"
+    assert len(a) <= MOST_PARTS and x.stride(1) == y.stride(1) == 1 and adapters.is_contiguous(), "rows are dense"
     (num_rows, K), N, rank = x.shape, y.shape[1], a[0].shape[1]
     out = torch.empty(num_rows, N, dtype=y.dtype, device=y.device)
     if num_rows == 0:
