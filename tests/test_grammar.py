@@ -3,6 +3,7 @@ law, forced tokens as drafts, dead ends and mistakes."""
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -290,6 +291,28 @@ def test_tokens_of_sentencepiece_spell_what_is_forced(kind):
         assert matcher.accept(forced[0])
         text.append(vocabulary.tokens[forced[0]])
     assert text[:4] == [b'{"', b"nam", b'":', b' "'] and b"".join(text) == '{"nam": "a é"'.encode()
+
+
+def test_the_librarys_own_tokenizer_says_what_that_of_python_says():
+    library = pytest.importorskip("specdec.reach.grammars.llguidance")
+    vocabulary, rng = Vocabulary.of(TOKENIZER, VOCAB + 5, frozenset([EOS])), random.Random(0)
+    own, others = library.LLGuidance(vocabulary), library.LLGuidance(replace(vocabulary, described=""))
+    assert library._native(vocabulary) is not None
+    assert library._native(replace(vocabulary, tokens=[*vocabulary.tokens[:9], b"other", *vocabulary.tokens[10:]])) is None
+    assert library._native(replace(vocabulary, described=json.dumps({"version": "2.0"}))) is None
+    for grammar in GRAMMARS.values():
+        pair, masks = (
+            [c.compile(grammar).matcher() for c in (own, others)],
+            np.zeros((2, -(-VOCAB // 32) + 1), np.int32),
+        )
+        for _ in range(20):
+            assert [m.fill(mask) for m, mask in zip(pair, masks, strict=True)] in ([True] * 2, [False] * 2)
+            assert (masks[0] == masks[1]).all() and pair[0].forced() == pair[1].forced()
+            allowed = [t for t in range(VOCAB) if masks[0, t // 32] >> t % 32 & 1 and t != EOS]
+            if not allowed:
+                break
+            token = rng.choice(allowed)
+            assert all(m.accept(token) for m in pair)
 
 
 def test_a_request_may_have_other_eos_ids(compiler):

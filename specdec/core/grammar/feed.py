@@ -5,9 +5,9 @@ up to date, and the draft gets forced tokens and the masks of what may follow th
 masks are made of the tree, which has been drafted by then, while the device works on. Once tokens are accepted the host
 is told, so that it reads them while the draft extends. Rounds of batches without a grammar know nothing of it.
 
-A mask of a large vocabulary takes longer than a step of a small model, so the host makes none that the device waits for
-in vain: drafts get no more masks once it waits, and requests that decode greedily need them only where the token that
-they would choose is forbidden, which takes a matcher a µs or two to say.
+Masks of a batch may take longer than the verification that hides them. So drafts get no more of them once the device
+has waited for `GUIDE_S`, and greedy requests, while it waits, only where the token that they would choose is forbidden,
+which a matcher says in a µs or two.
 """
 
 import math
@@ -24,7 +24,8 @@ from specdec.core.batch import ints_to_device, to_device
 from specdec.core.config import EngineConfig
 from specdec.core.grammar.matcher import Compiler, Constraint
 
-PATIENCE_S = 5e-4
+PATIENCE_S = 5e-4  # of the host with masks, until threads help
+GUIDE_S = 2e-4  # that the device may wait for what drafts are told
 
 
 class Constrained(Protocol):
@@ -104,11 +105,12 @@ class MaskFeed:
         masks = self._host_first[:num].fill_(-1)  # its last copy is done, as in `fill`
         forced: list[list[int]] = [[] for _ in range(num)]
         found, own = self._constrained(self._requests), masks.numpy()
+        is_late = self._lateness(2)
         for constraint, i in found:
-            forced[i] = constraint.forced(num_steps, may_rest=self._has_reached(2))
+            forced[i] = constraint.forced(num_steps, may_rest=is_late())
         first = self._num_rounds % max(len(found), 1)  # where there is no time for all, they take turns
         for constraint, i in (*found[first:], *found[:first]):
-            if self._has_reached(2):
+            if is_late():
                 break
             if len(forced[i]) < num_steps:
                 constraint.fill_next(forced[i], own[i])
@@ -223,9 +225,17 @@ class MaskFeed:
         found = ((r.constraint, i) for i, r in enumerate(requests) if r.finish_reason is None)
         return [(constraint, i) for constraint, i in found if constraint is not None]
 
-    def _has_reached(self, which: int) -> bool:
-        """Return whether the device waits at a mark, see `_mark`; a CPU never does."""
-        return bool(self._marks) and self._marks[which].query()
+    def _lateness(self, which: int) -> Callable[[], bool]:
+        """Return a function that says whether the device has waited for `GUIDE_S` at a mark; a CPU never does."""
+        deadline = math.inf
+
+        def is_late() -> bool:
+            nonlocal deadline
+            if deadline == math.inf and self._marks and self._marks[which].query():
+                deadline = time.perf_counter() + GUIDE_S
+            return time.perf_counter() > deadline
+
+        return is_late
 
     def _run(self, jobs: list[Callable[[], None]]) -> None:
         """Run jobs here for `PATIENCE_S`, and what is left on threads: they help where a mask takes long, since

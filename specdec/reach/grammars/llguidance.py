@@ -22,8 +22,9 @@ class LLGuidance:
     """Compiles grammars for one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary):
-        wrapper = llguidance.TokenizerWrapper(_Tokens(vocabulary))
-        self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=sorted(vocabulary.eos_ids))
+        self._tokenizer = _native(vocabulary) or llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Tokens(vocabulary)), eos_token=sorted(vocabulary.eos_ids)
+        )
         self._limits = llguidance.LLParserLimits(**LIMITS)
 
     def compile(self, grammar: Grammar) -> "Compiled":
@@ -54,6 +55,22 @@ class LLGuidance:
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *memory)
         return True
+
+
+def _native(vocabulary: Vocabulary) -> llguidance.LLTokenizer | None:
+    """Return the library's own tokenizer if it reads the same tokens. Masks of spans that a grammar forces depend on
+    how those are encoded, and take several times as long if that means a call of Python."""
+    if not vocabulary.described:
+        return None
+    eos = sorted(vocabulary.eos_ids)
+    try:
+        native = llguidance.LLTokenizer(vocabulary.described, n_vocab=len(vocabulary.tokens), eos_token=eos)
+    except ValueError:  # of a format that it does not know
+        return None
+    special = {*vocabulary.special_ids}
+    text = [i for i in range(len(vocabulary.tokens)) if i not in special]
+    is_same = native.decode_bytes(text) == b"".join(vocabulary.tokens[i] for i in text)
+    return native if is_same and all(map(native.is_special_token, special)) else None
 
 
 class _Tokens:
