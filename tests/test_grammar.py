@@ -298,7 +298,8 @@ def test_the_librarys_own_tokenizer_says_what_that_of_python_says():
     vocabulary, rng = Vocabulary.of(TOKENIZER, VOCAB + 5, frozenset([EOS])), random.Random(0)
     own, others = library.LLGuidance(vocabulary), library.LLGuidance(replace(vocabulary, described=""))
     assert library._native(vocabulary) is not None
-    assert library._native(replace(vocabulary, tokens=[*vocabulary.tokens[:9], b"other", *vocabulary.tokens[10:]])) is None
+    changed = [*vocabulary.tokens[:9], b"other", *vocabulary.tokens[10:]]
+    assert library._native(replace(vocabulary, tokens=changed)) is None
     assert library._native(replace(vocabulary, described=json.dumps({"version": "2.0"}))) is None
     for grammar in GRAMMARS.values():
         pair, masks = (
